@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,20 +83,20 @@ class _Idle:
         def once(x: torch.Tensor, *rest: Any) -> Any:
             # The format, the plan or the scale comes first, which directions are wanted last.
             key = x.shape, id(rest[0]), rest[-2:]
-            if key not in made:
-                made[key] = found(x, *rest)
-            return made[key]
+            try:
+                return made[key]
+            except KeyError:
+                return made.setdefault(key, found(x, *rest))
 
         self.__dict__[name] = once
         return once
 
     def ProductPlan(self, left: Any, right: Any, multiply: object, dtype: torch.dtype, finished: int) -> Any:
-        return left[-1], right[-1], dtype
+        mm = partial(torch.mm, left[-1], right[-1])
+        return mm if left[-1].dtype is dtype else lambda: mm().to(dtype)
 
-    def planned_product(self, plan: Any, *_: Any) -> torch.Tensor:
-        left, right, dtype = plan
-        made = torch.mm(left, right)
-        return made if made.dtype is dtype else made.to(dtype)
+    def planned_product(self, plan: Callable[[], torch.Tensor], *_: Any) -> torch.Tensor:
+        return plan()
 
     def update_slots(self, *_: Any) -> bool:
         return True

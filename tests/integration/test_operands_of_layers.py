@@ -63,18 +63,18 @@ def test_what_is_built_again_is_the_same(name: str) -> None:
         operand = quantizer.quantize_impl(values(), torch.bfloat16)
         columns = operand.grid_operand(columnwise=True)
         tensors, spec = operand.flatten_columnwise()
-        again = spec.rebuild(tensors)
+        (again,) = rebuild_saved(tensors, [spec])
         for mine, other in zip(again.grid_operand(columnwise=True), columns, strict=True):
             assert torch.equal(mine, other)
         assert (type(again), again.dtype, again._quantizer) == (type(operand), torch.bfloat16, quantizer)
         assert again.get_metadata().keys() == operand.get_metadata().keys()
-        assert torch.equal(spec.build(tensors).dequantize(), again.dequantize())
+        assert torch.equal(spec[0].build(tensors).dequantize(), again.dequantize())
         # Nobody else sees what is written to one of them.
         again.mark_written()
         assert (again._writes.writes, operand._writes.writes) == (1, 0)
         # Another quantizer belongs to what is saved from then on.
         operand.update_quantizer(None)
-        assert operand.flatten_columnwise()[1].rebuild(tensors)._quantizer is None
+        assert rebuild_saved(tensors, [operand.flatten_columnwise()[1]])[0]._quantizer is None
 
 
 def test_options_that_change_are_noticed() -> None:
@@ -101,7 +101,7 @@ def test_nothing_waits_for_the_garbage_collector(name: str) -> None:
         with torch.no_grad():
             operand = quantizer.quantize_impl(values(), torch.float32)
             tensors, spec = operand.flatten_columnwise()
-            again = spec.rebuild(tensors)
+            (again,) = rebuild_saved(tensors, [spec])
         del quantizer, operand, spec, again
         assert known() is None
     finally:

@@ -14,7 +14,6 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
 from ottava.nn.binding import Call
-from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import forward_ad, tracing, transforms, unsafe_view
@@ -53,7 +52,8 @@ def _product(
         quantizer, of_weight = state.forward_quantizers(columnwise, x_needs, call.recording)
     else:
         quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=call.recording)
-    qx = quantizer.quantize_impl(_as_operand(matrix, quantizer), dtype)
+    # Kernels are given what is stored; a quantizer of somebody else's may become part of what made the matrix.
+    qx = quantizer.quantize_impl(rounded(matrix) if quantizer.custom else matrix, dtype)
     qw = of_weight.quantize_impl(weight, dtype) if given is None else given
     # An exported program would give the bias a gradient, and nothing else one.
     bias = bias.detach() if observed and bias is not None else bias
@@ -71,7 +71,7 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rest: Any) -> torch.Tensor:
         call, dtype, kept, main_grad, _, grad_enabled = rest
-        x_needs, w_needs, b_needs = ctx.needs_input_grad[:3]
+        x_needs, w_needs, b_needs, _ = ctx.needs_input_grad
         x_needs, w_needs = grad_enabled and x_needs, grad_enabled and w_needs
         y, qx, qw = _product(x, weight, bias, rest, x_needs, w_needs)
         primary = isinstance(weight, QuantizedTensorStorage)
@@ -116,7 +116,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         qdy: Any = None
         if quantized or qw is not None:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
-            qdy = quantizer.quantize_impl(_as_operand(dy2, quantizer), dtype)
+            qdy = quantizer.quantize_impl(rounded(dy2) if quantizer.custom else dy2, dtype)
         if qw is not None:
             dx = gemm(qdy, qw, "dgrad", out_dtype=dtype)
             dx = dx if dtype is x_dtype else dx.to(x_dtype)
@@ -135,11 +135,6 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         db = sum_rows(dy2, dy2.dtype if narrow else torch.float32, compiling)
         db = db if db.dtype is b_dtype else db.to(b_dtype)
     return dx, dw, db, None
-
-
-def _as_operand(matrix: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-    # Kernels are given what is stored; a quantizer of somebody else's may become part of what made the matrix.
-    return rounded(matrix) if quantizer.custom else matrix
 
 
 _once = once_differentiable(_gradients)

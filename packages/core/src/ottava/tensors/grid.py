@@ -14,7 +14,7 @@ from ottava.kernels.checks import check_dtype
 from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, as_data, check_flag, check_values_dtype
-from ottava.tensors.saving import StorageSpec
+from ottava.tensors.saving import OfPattern, StorageSpec
 from ottava.tensors.storage import USAGES, QuantizedTensorStorage
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -232,7 +232,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         rows = self.for_usage(False) if rowwise else None
         self._put(rows, self.for_usage(True) if columnwise else None)
 
-    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
+    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec | OfPattern]:
         if self._places is None or self._whole is not None or _is_compiling():
             return super().flatten_columnwise()
         tensors, half = self._fetch(self.__dict__), len(self._places) // 2
@@ -240,9 +240,7 @@ class GridTensorStorage(QuantizedTensorStorage):
             tensors = (None,) * half + tensors[half:]
         elif not self.grid_layout.one_buffer:
             return super().flatten_columnwise()
-        spec = object.__new__(StorageSpec)
-        spec.__dict__.update(vars(self._pattern), quantizer=self._quantizer)
-        return tensors, spec
+        return tensors, (self._pattern, self._quantizer)
 
     def _kept(self) -> dict[str, Any]:
         """Columns as they are kept, fresh or not, by the attributes that hold them."""

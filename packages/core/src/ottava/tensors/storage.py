@@ -13,7 +13,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
 from ottava.tensors import declaration
 from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, check_flag, checked, native_dtype
-from ottava.tensors.saving import StorageSpec
+from ottava.tensors.saving import OfPattern, StorageSpec
 
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
@@ -201,8 +201,9 @@ class QuantizedTensorStorage:
         copied = memo[id(self)] = self.clone_storage()
         return copied
 
-    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
-        """:meth:`flatten_storage` without the rowwise usage, which may be given up: what a backward pass reads."""
+    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec | OfPattern]:
+        """:meth:`flatten_storage` for ``rebuild_saved``, without the rowwise usage, which may be given up: what a
+        backward pass reads."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
 
