@@ -44,8 +44,7 @@ class StorageSpec:
         return made
 
     def pattern(self, tensors: Sequence[torch.Tensor | None]) -> "StorageSpec":
-        """This spec for bare storages on a grid, around tensors on the device of these: they are made without checks
-        and loops."""
+        """This spec for bare storages on a grid, around tensors on the device of these: made without checks."""
         made = self.rebuild(tensors)
         layout, known = made.grid_layout, vars(made)
         # Columns that may be made of rows are held under another name, and know of them if they are.
