@@ -288,7 +288,10 @@ class GridTensorStorage(QuantizedTensorStorage):
         if type(self).gemm_operand is not QuantizedTensorStorage.gemm_operand:
             # A subclass whose operands are something else.
             return None
-        data, scales = self.direction(columnwise=columnwise) or self.for_usage(columnwise)
+        side = columnwise and not self.grid_layout.one_buffer
+        data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
+        if data is None or scales is None:
+            data, scales = self.for_usage(columnwise)
         if data.dim() != 2:
             data = data.reshape(self.grid_layout.stored_matrix(data.shape, columnwise))
         return data, scales

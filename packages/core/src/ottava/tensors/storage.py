@@ -214,10 +214,9 @@ class QuantizedTensorStorage:
         return {usage: both or usage in held for usage in USAGES}
 
     def _requested_usages(self, rowwise_usage: bool | None, columnwise_usage: bool | None) -> tuple[bool, bool]:
-        if rowwise_usage is None or columnwise_usage is None:
-            had = self.get_usages()
-            rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
-            columnwise_usage = had["columnwise"] if columnwise_usage is None else columnwise_usage
+        had = self.get_usages()
+        rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
+        columnwise_usage = had["columnwise"] if columnwise_usage is None else columnwise_usage
         check_flag("rowwise_usage", rowwise_usage)
         check_flag("columnwise_usage", columnwise_usage)
         if not (rowwise_usage or columnwise_usage):

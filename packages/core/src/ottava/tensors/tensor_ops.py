@@ -69,8 +69,7 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
 
 @_of_all(_aten.new_zeros.default, _aten.new_empty.default, _aten.new_empty_strided.default)
 def _new(op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, **kwargs: Any) -> Any:
-    """Zeros of another shape, by the quantizer. What all rows have in common stays: rows of this tensor can be copied
-    into rows of the new one, as where an uneven shard is padded."""
+    """Zeros of another shape, by the quantizer; with what all rows share, so that rows of this tensor fit into it."""
     dtype, quantizer = _new_dtype(tensor, kwargs), tensor._copied_quantizer()
     strided = strides and torch.empty(tuple(size), device="meta").stride() != tuple(strides[0])
     if dtype is None or strided or not isinstance(quantizer, Quantizer):
