@@ -112,12 +112,12 @@ def rebuild_saved(tensors: Sequence[Any], objects: Sequence[StorageSpec | OfPatt
     restored: list[Any] = []
     position = 0
     for saved in objects:
-        spec, quantizer = saved if type(saved) is tuple else (saved, None)
+        spec = saved[0] if isinstance(saved, tuple) else saved
         end = position + (1 if spec is None else len(spec.cls.inner_tensors))
         own = tensors[position:end]
-        if saved is not spec:
-            restored.append(spec.around(own, quantizer))
+        if isinstance(saved, tuple):
+            restored.append(saved[0].around(own, saved[1]))
         else:
-            restored.append(own[0] if spec is None else spec.rebuild(own))
+            restored.append(own[0] if saved is None else saved.rebuild(own))
         position = end
     return restored
