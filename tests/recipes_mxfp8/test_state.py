@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from ottava.errors import DTypeError, UsageError
 from ottava.gemm import _on_grid
-from ottava.gemm.scaled import _kept, swizzle
+from ottava.gemm.scaled import _for_library, kept, swizzle
 from ottava_mxfp8 import MXFP8Tensor
 from tests.recipes_mxfp8.blocks import (
     DTYPES,
@@ -188,7 +189,8 @@ def test_autograd_refuses_a_value_that_was_overwritten(kind: str) -> None:
 
 def kept_operand(q: MXFP8Tensor, columnwise: bool) -> Any:
     """What the library's GEMM is given of a direction, kept with the tensor."""
-    return _kept(_on_grid(q, columnwise))  # type: ignore[arg-type]
+    operand: Any = _on_grid(q, columnwise)
+    return kept(operand, partial(_for_library, operand))
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -14,7 +14,6 @@ state over that of the others); and what ``Module`` has for classes that derive 
 """
 
 import itertools
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -37,6 +36,7 @@ class Fallbacks:
 
     # No code is known to run inside of a backward pass; somebody looks on, always, at tensors with all keys.
     graph_task_id = staticmethod(lambda: -1)
+    current_node = top_hooks = staticmethod(lambda *_: None)
     dispatch_modes = function_modes = transforms = tracing = profiling = staticmethod(lambda: True)
     strange_keys, forward_ad = None, SimpleNamespace(_current_level=0)
     dispatch_keys = staticmethod(lambda tensor: SimpleNamespace(raw_repr=lambda: -1))
@@ -98,6 +98,10 @@ if not KNOWS_BACKWARD:
     _lacking = "torch {} has no torch.{}: {}".format(torch.__version__, *PRIVATE["graph_task_id"])
     warnings.warn(_lacking, RuntimeWarning, stacklevel=2)
 
+_TWICE = "a state sees what is recomputed twice; amaxes stay the same"
+current_node: Callable[[], Any] = _ask("current_node", "_C._current_autograd_node", _TWICE)
+top_hooks: Callable[[bool], Any] = _ask("top_hooks", "_C._autograd._top_saved_tensors_default_hooks", _TWICE)
+
 _SLOWER = "every kernel goes through its operator: slower"
 dispatch_modes: Callable[[], int] = _ask("dispatch_modes", "_C._len_torch_dispatch_stack", _SLOWER)
 function_modes: Callable[[], int] = _ask("function_modes", "_C._len_torch_function_stack", _SLOWER)
@@ -146,7 +150,6 @@ PRIVATE |= {
     "schema_of": ("_ops.OpOverload._schema", "nothing: ops that core does not know are refused with an error"),
     "version_of": ("Tensor._version", "what is derived from tensors is made anew for each use: slower"),
     "local_tensor": (_LOCAL, "DTensor.to_local"),
-    "repeats_forward": ("utils.checkpoint.recompute_fn", "a state sees what is recomputed twice; amaxes stay the same"),
     "set_local_tensor": (_LOCAL, "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused"),
 }
 _numbers = itertools.count()
@@ -188,14 +191,6 @@ def share_hooks(tensor: Any, other: Any) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(other, name, hooks)
-
-
-def repeats_forward() -> bool:
-    """Whether a checkpoint that is not reentrant runs this again. (A reentrant one ran it without gradients before.)"""
-    frame: Any = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "recompute_fn":
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "torch.utils.checkpoint"
 
 
 def may_refuse_to_load(module: torch.nn.Module) -> bool:

@@ -20,11 +20,11 @@ from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import Region, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.step import Step, backward_task, is_taken_apart
+from ottava.recipes.step import Step, backward_task, is_taken_apart, repeats_forward
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, local_tensor, repeats_forward
+from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, local_tensor
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")

@@ -19,7 +19,7 @@ from ottava.errors import UsageError, listed
 from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
 from ottava.recipes.state import RecipeState, by_recipe
-from ottava.torch_private import graph_task_id
+from ottava.torch_private import current_node, graph_task_id, top_hooks
 
 
 def is_taken_apart(compiling: bool) -> bool:
@@ -30,6 +30,16 @@ def is_taken_apart(compiling: bool) -> bool:
 def backward_task() -> int:
     """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
     return -1 if torch.compiler.is_compiling() else graph_task_id()
+
+
+def repeats_forward() -> bool:
+    """Whether a checkpoint that is not reentrant runs this again, for a node that asks for what it saved. A reentrant
+    one is itself a node, of a function in Python, and ran this without gradients before."""
+    hooks, node = top_hooks(False), current_node()
+    if hooks and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook."):
+        return True
+    function = getattr(type(node), "_forward_cls", None)
+    return node is not None and (function is None or function.__module__.startswith("ottava."))
 
 
 def begin(states: Sequence[RecipeState], group: Any, compiling: bool = False, pending: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
 from ottava.tensors.declaration import StaticField, check_values_dtype, checked, same_kind
+from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, schema_of, tree_map
 
@@ -19,14 +19,6 @@ from ottava.torch_private import disabled_torch_function, make_wrapper_subclass,
 _TABLES: dict[type, dict[Any, Callable[..., Any]]] = {}
 # Python attributes of a parameter that copying and pickling carry along.
 _EXTRA_ATTRIBUTES = ("_is_param", "_high_precision_init_val")
-
-
-def _above(module: str) -> Any:
-    """A module of :mod:`ottava.distributed`: FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone.
-
-    Here, and nowhere else in core, a module is found upwards, by its name on first use.
-    """
-    return importlib.import_module(f"ottava.distributed.{module}")
 
 
 def _dequantizing(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -268,7 +260,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             UsageError: the shards of the weight have different scales.
             ShapeError: they are uneven, or cut blocks in two, and an inner tensor cannot be padded.
         """
-        return _above("hooks").pre_all_gather(self, mesh, orig_size, module)  # type: ignore[no-any-return]
+        return above("hooks").pre_all_gather(self, mesh, orig_size, module)  # type: ignore[no-any-return]
 
     def fsdp_post_all_gather(
         self,
@@ -279,7 +271,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         out: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
         """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought up to date."""
-        return _above("hooks").post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[no-any-return]
+        return above("hooks").post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[no-any-return]
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError: the values lie in no memory that another library could read."""
@@ -385,7 +377,7 @@ def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             written |= {id(entry): entry for entry in entries if isinstance(entry, QuantizedTensorStorage)}
     if len(written) > 1 and any(getattr(value, "_shard_group", None) is not None for value in written.values()):
         # Shards: one collective serves all whose scales are shared.
-        _above("rules").requantize([(value, plain[key]) for key, value in written.items()])
+        above("rules").requantize([(value, plain[key]) for key, value in written.items()])
     else:
         for key, value in written.items():
             value.quantize_(plain[key])
