@@ -1,0 +1,12 @@
+"""What ``ottava.distributed`` does for tensors, found by name on first use."""
+
+import importlib
+from typing import Any
+
+
+def above(module: str) -> Any:
+    """A module of :mod:`ottava.distributed`: FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone.
+
+    Here, and nowhere else in core, a module is found upwards, by its name on first use.
+    """
+    return importlib.import_module(f"ottava.distributed.{module}")
