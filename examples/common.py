@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -143,10 +142,7 @@ class Checkpoints:
         """Save after ``step`` steps if it is time to: the checkpoint appears whole or not at all."""
         folder, last = self.options.checkpoint, step == self.options.steps
         if folder is not None and (last or step % self.options.save_every == 0):
-            save_step(self._state(step), folder, step)
-            # This one and the one before stay.
-            for old in sorted(folder.glob("step-*"))[:-2] if dist.get_rank() == 0 else ():
-                shutil.rmtree(old)
+            save_step(self._state(step), folder, step, keep=2)
 
 
 def mean(loss: torch.Tensor) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ottava.errors import CheckpointError
-from ottava.filesystem import Partial, unreplaced
+from ottava.filesystem import Partial, remove_leftovers, unreplaced
 
 
 def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path: Path, mon
     with Partial(tmp_path / "x") as partial:
         assert len(made) == 3
         assert [partial.path] == list(tmp_path.iterdir())
-        Partial(tmp_path / "x").close()
+        remove_leftovers(tmp_path, ".x")
         assert partial.path.exists()
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/dev/fd")) == descriptors

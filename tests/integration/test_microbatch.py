@@ -272,20 +272,3 @@ def test_a_kept_weight_is_that_of_the_parameter() -> None:
     layer(x.bfloat16(), is_first_microbatch=True)
     layer.load_state_dict(layer.state_dict())
     assert layer._binding.quantized is None
-
-
-def test_new_data_of_the_parameter_is_quantized() -> None:
-    layer, x = ottava.nn.Linear(32, 32, bias=False, recipe="current"), torch.randn(16, 32)
-    layer(x, is_first_microbatch=True)
-    layer.weight.data = torch.eye(32)
-    changed = layer(x, is_first_microbatch=False)
-    assert (changed - x).abs().max() < 0.5
-    kept = layer._binding.quantized
-    layer(x, is_first_microbatch=False)
-    assert layer._binding.quantized is kept
-    substitute = {"weight": torch.zeros(32, 32)}
-    assert not torch.func.functional_call(layer, substitute, (x, False)).any()
-    assert torch.equal(layer(x, is_first_microbatch=False), changed)
-    with torch.no_grad():
-        layer.weight.zero_()
-    assert torch.equal(layer(x, is_first_microbatch=False), changed), "a write in place needs a first microbatch"

@@ -27,6 +27,7 @@ import ottava
 from ottava.checkpoint import (
     files,
     flatten_state_dict,
+    is_complete,
     latest_checkpoint,
     load_sharded,
     save_file,
@@ -348,8 +349,10 @@ def resumed(ranks: Ranks) -> None:
         net = sharded(3, mesh)
         load_sharded(net.state_dict(), latest, group=group)
         assert local_bytes(net) == expected_bytes(net, whole(1))
-        save_step(net.state_dict(), folder, 2, group=group)
-        assert latest_checkpoint(folder) == folder / "step-0000002"
+        save_step(net.state_dict(), folder, 2, keep=1, group=group)
+        dist.barrier(group)
+        assert sorted(entry.name for entry in folder.iterdir()) == ["step-0000002", "store"]
+        assert is_complete(folder / "step-0000002")
 
 
 KILLS = some([(0, 3), (1, 2)], [(0, 1), (0, 3), (1, 2), (3, 3)])

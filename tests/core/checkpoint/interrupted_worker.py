@@ -122,6 +122,23 @@ def replaced(folder: Path) -> None:
     assert seen == {1, 2}
 
 
+def pruned(folder: Path) -> None:
+    def prepare() -> None:
+        for step in (1, 2):
+            save_step(state(step), folder, step)
+
+    def after(killed: bool) -> None:
+        latest = latest_checkpoint(folder)
+        assert latest is not None
+        value = value_of(latest)
+        assert latest.name == f"step-{value:07d}"
+        assert value == 3 or (killed and value == 2)
+        save_step(state(4), folder, 4, keep=1)
+        assert [entry.name for entry in folder.iterdir()] == ["step-0000004"]
+
+    at_every_call(folder, prepare, lambda: save_step(state(3), folder, 3, keep=1), after)
+
+
 def at_random_times(folder: Path, times: int) -> None:
     size, path, chance = 200_000, folder / "step-0000000", random.Random(0)
     save_step(state(0, size), folder, 0)
@@ -133,9 +150,7 @@ def at_random_times(folder: Path, times: int) -> None:
             try:
                 for value in range(len(seen) * 1000, len(seen) * 1000 + 1000):
                     save_step(state(value, size), folder, 0, overwrite=True)
-                    save_step(state(value, size), folder, value + 1, overwrite=True)
-                    for old in sorted(folder.glob("step-*"))[1:-2]:
-                        shutil.rmtree(old)
+                    save_step(state(value, size), folder, value + 1, keep=2, overwrite=True)
             finally:
                 os._exit(1)
         time.sleep(chance.uniform(0.005, longest))
@@ -144,7 +159,8 @@ def at_random_times(folder: Path, times: int) -> None:
         latest = latest_checkpoint(folder)
         assert latest is not None
         assert int(latest.name[5:]) in (0, value_of(latest, size) + 1)
-        seen.append(value_of(path, size))
+        # It may have been pruned, but is never half there.
+        seen.append(value_of(path, size) if path.exists() or is_complete(path) else -1)
         if seen[-1:] == seen[-2:-1]:
             # It had not come to its first save: the machine is busy.
             longest = min(1.5 * longest, 4.0)
@@ -156,6 +172,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     new_step(folder / "new")
     replaced(folder / "replaced")
+    pruned(folder / "pruned")
     at_random_times(folder / "random", some(6, 200))
 
 

@@ -196,6 +196,11 @@ def test_what_cannot_be_saved_is_named(value: Any, message: str, tmp_path: Path)
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(DTypeError, match="too deep"):
+        save_sharded({"x": deep}, tmp_path / "saved")
     for state in ([torch.ones(1)], None):
         with pytest.raises(DTypeError, match="the state is a"):
             save_sharded(state, tmp_path / "saved")  # type: ignore[arg-type]
@@ -209,6 +214,9 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     for step in (-1, True, 1.0):
         with pytest.raises(OptionError, match="step"):
             save_step({}, tmp_path, step)  # type: ignore[arg-type]
+    for keep in (0, True, "1"):
+        with pytest.raises(OptionError, match="keep"):
+            save_step({}, tmp_path, 1, keep=keep)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -322,7 +330,7 @@ def test_a_name_is_taken_only_once(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder", "link", "saved"]
 
 
-def test_steps_are_found(tmp_path: Path) -> None:
+def test_steps_are_found_and_pruned(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "absent") is None
     for step in (7, 100, 20):
         assert save_step({"n": step}, tmp_path / "run", step) == tmp_path / "run" / f"step-{step:07d}"
@@ -332,7 +340,11 @@ def test_steps_are_found(tmp_path: Path) -> None:
     (tmp_path / "run" / "step-0000200" / "ottava.json").unlink()
     shutil.copytree(tmp_path / "run" / "step-0000100", tmp_path / "run" / ".step-0000300-a.b.partial")
     assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-0000100"
-    save_step({"n": 30}, tmp_path / "run", 30)
+    save_step({"n": 30}, tmp_path / "run", 30, keep=2)
+    left = {entry.name for entry in (tmp_path / "run").iterdir()}
+    # Those two, and what is no checkpoint of anybody's.
+    whole = {"step-0000100", "step-0000030"}
+    assert left == whole | {"step-0000999", "step-0000200", "step-x", "other"}
     assert load_sharded({}, latest_checkpoint(tmp_path / "run")) == {"n": 100}
 
 

@@ -231,6 +231,22 @@ def test_sizes_and_names_that_no_tensor_has(name: str, tmp_path: Path) -> None:
         load_sharded({"x": torch.ones(0, 3)}, path)
 
 
+def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one is whole all the same."""
+    import ottava.checkpoint.sharded as module
+
+    def fails(*_: Any) -> None:
+        raise PermissionError("not yours")
+
+    for step in (1, 2):
+        ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, step)
+    monkeypatch.setattr(module, "Partial", fails)
+    with pytest.warns(RuntimeWarning, match="cannot be removed: not yours") as warned:
+        path = ottava.checkpoint.save_step({"x": torch.ones(1)}, tmp_path, 3, keep=1)
+    assert len(warned) == 2
+    assert is_complete(path)
+
+
 def test_memory_that_was_given_up_is_found_before_any_write(tmp_path: Path) -> None:
     """As libraries of sharded training do with the storage of what is gathered for a moment."""
     save_sharded({name: torch.ones(3) for name in "abc"}, tmp_path / "saved")

@@ -50,7 +50,7 @@ def test_a_hundred_steps(recipe: Any, contents: Any, tmp_path: Path) -> None:
     for step in range(100):
         often.step(step)
         if step % 7 == 6:
-            checkpoint.save_step(often.state(), tmp_path, step)
+            checkpoint.save_step(often.state(), tmp_path, step, keep=2)
             often = Training(recipe, step)
             often.resume(tmp_path)
         if step % 30 == 29:

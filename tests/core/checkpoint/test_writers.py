@@ -193,7 +193,7 @@ def test_a_reader_is_told_of_a_replacement(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_checkpoint_that_is_replaced_all_the_time_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the reads of its index and of its files."""
+    """Between the reads of its index and of its files; a writer without end is not waited for."""
     path, real, left = tmp_path / "step-0000001", Path.is_file, 0
 
     def replaced(file: Path) -> bool:
@@ -213,6 +213,9 @@ def test_a_checkpoint_that_is_replaced_all_the_time_is_found(tmp_path: Path, mon
         left, target = times, {"a": torch.zeros(3)}
         assert checkpoint.load_sharded(target, path)["a"].tolist() == [1.0] * 3
         assert not left
+    left = 1000
+    assert not checkpoint.is_complete(path)
+    assert left > 900
 
 
 def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import signal
 import stat
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,13 +43,16 @@ def check_file_target(path: AnyPath) -> Path:
 @contextlib.contextmanager
 def unreplaced(path: Path) -> Iterator[None]:
     """Read a regular file in the block; CheckpointError where it is none, or is another one at the end."""
-    before = _identity(path)
+    before, failure = _identity(path), None
     try:
         yield
-    finally:
+    except Exception as error:
         # What looks like damage may be two files; an interrupt stays one.
-        if not isinstance(sys.exception(), KeyboardInterrupt) and _identity(path) != before:
-            raise CheckpointError(f"{path} was replaced while it was read", "one file", "load it again")
+        failure = error
+    if _identity(path) != before:
+        raise CheckpointError(f"{path} was replaced while it was read", "one file", "load it again") from failure
+    if failure is not None:
+        raise failure
 
 
 def _identity(path: Path) -> tuple[int, ...]:
@@ -106,11 +108,7 @@ class Partial(contextlib.ExitStack):
         # Of two targets never alike, however long the names.
         digest = hashlib.blake2b(os.fsencode(self.target.name), digest_size=8).hexdigest()
         start = f".{self.target.name[:40]}-{digest}."
-        for entry in list(self.target.parent.glob(f"{glob.escape(start)}*.partial")):
-            # A writer that lives has locked it.
-            with contextlib.suppress(OSError), opened(entry) as descriptor:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry, ignore_errors=True)
+        remove_leftovers(self.target.parent, start)
         self.path = self.target
         # Until it is locked another writer may take the folder for a leftover and remove it.
         while self.path == self.target or not self.path.exists():
@@ -132,3 +130,12 @@ class Partial(contextlib.ExitStack):
             os.chmod(self.path / name, stat.S_IMODE(os.stat(self.target).st_mode))
         os.replace(self.path / name, self.target)
         sync(self.target.parent)
+
+
+def remove_leftovers(folder: Path, start: str) -> None:
+    """Remove the hidden folders whose names begin so and whose writers were killed, as far as that can be done."""
+    for entry in list(folder.glob(f"{glob.escape(start)}*.partial")):
+        # A writer that lives has locked it.
+        with contextlib.suppress(OSError), opened(entry) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(entry, ignore_errors=True)

@@ -23,6 +23,8 @@ from ottava.filesystem import AnyPath, as_path, sync, uninterrupted, unreplaced
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 #: The file that makes a folder a sharded checkpoint.
 INDEX_NAME = "ottava.json"
+#: For checkpoints of formats that are no longer read.
+RESAVE = "load it in the ottava that wrote it, keep that with torch.save, and save it again in this one"
 # By torch's own names. Asking torch for a name that a file gives would import modules of that name.
 DTYPES = {str(v).removeprefix("torch."): v for v in list(vars(torch).values()) if isinstance(v, torch.dtype)}
 BY_TORCH = "torch.load(path, weights_only=True) reads it, and `ottava export` converts it"
@@ -79,6 +81,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     texts = {"format": "pt", **metadata}
     if "__metadata__" in plain:
         raise UsageError("a tensor has the name '__metadata__'", expected="another name")
+    for text in (*plain, *texts, *texts.values()):
+        with translated(f"{text!r:.200} cannot be written", "text without half characters", to=UsageError):
+            text.encode()
     specs = {
         n: TensorSpec(dtype=dtype_name(t.dtype), shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes)
         for n, t in plain.items()
@@ -88,6 +93,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         # The library lets nobody else read it; its permissions are to be those of the folder, which is as new as it is.
         os.chmod(path, stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
         sync(path)
+        # What did not reach the disk is not there now, whatever was said of it.
+        with safe_open(path, "pt") as written:
+            if len(written.keys()) != len(specs) or written.metadata()[CHECKSUM_KEY] != found:
+                raise OSError("something is missing from what was written")
     except SafetensorError as error:
         raise OSError(str(error)) from error
     return found
@@ -113,9 +122,12 @@ def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any],
 
 
 def _check(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], verify: bool) -> None:
+    if "ottava.digest" in metadata:
+        raise CheckpointError(f"{path} is of an old format", expected=CHECKSUM_KEY, remedy=RESAVE)
     claimed = metadata.get(CHECKSUM_KEY)
     if (claimed is None) != (METADATA_KEY not in metadata):
-        what = f"{path}: the metadata has one of {METADATA_KEY!r} and {CHECKSUM_KEY!r}"
+        held, other = (METADATA_KEY, CHECKSUM_KEY) if claimed is None else (CHECKSUM_KEY, METADATA_KEY)
+        what = f"{path}: the metadata has {held!r} but not {other!r}"
         remedy = "write it with ottava.checkpoint.save_file; another tool has rewritten it, or it is damaged"
         raise CheckpointError(what, expected="both, or neither in a file of another tool", remedy=remedy)
     if verify and claimed is not None and (found := checksum(tensors, metadata)) != claimed:

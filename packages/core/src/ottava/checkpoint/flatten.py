@@ -14,10 +14,11 @@ import torch
 
 from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name, read_tensors, write_tensors
 from ottava.distributed.shards import check_blocks, row_of
-from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, named, translated
+from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError, named, translated
 from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
 from ottava.recipes.registry import import_offered
 from ottava.tensors.declaration import InnerTensor, as_data, native_dtype
+from ottava.tensors.quantizer import as_device
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage, storage_classes
 
@@ -139,31 +140,36 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
     aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     place = check_file_target(path)
-    unwritten = translated(
-        f"{path} cannot be written", "room in a folder, and texts without half characters", to=UsageError
-    )
+    unwritten = translated(f"{path} cannot be written", "a file in a folder, and room", to=UsageError, of=OSError)
     with unwritten, Partial(place) as partial:
         write_tensors(partial.path / "tensors", stored, {**texts, **described(quantized, aliases)})
         partial.put_file("tensors")
 
 
-def load_file(path: AnyPath, *, verify: bool = True) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
+def load_file(
+    path: AnyPath, device: str | int = "cpu", *, verify: bool = True
+) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
     """The state dict of a safetensors file; files of other tools give plain tensors.
 
-    Quantized tensors come without quantizers. Tensors are on the CPU, mapped, not read: they take memory as they are
+    Quantized tensors come without quantizers. On the CPU tensors are mapped, not read: they take memory as they are
     used, writes to them stay in memory, and the file must not be shortened in place meanwhile.
 
     Args:
         path: the file. Nothing in it is trusted; memory is bounded by its size.
+        device: where the tensors go.
         verify: whether all bytes are read and compared with the file's checksum, which those of other tools lack.
 
     Raises:
         CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was replaced while it was read.
+        DeviceError: ``device`` names none that can be used.
         OttavaError: as of :func:`unflatten_state_dict`.
     """
+    place = as_device(device)
+    with translated(f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError):
+        torch.empty(0, device=place)
     tensors, metadata = read_tensors(path, verify=verify)
     with named(as_path(path)):
-        return unflatten_state_dict(tensors, metadata)
+        return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)
 
 
 def held_tensors(value: Any) -> list[torch.Tensor]:
@@ -179,15 +185,16 @@ def place_of(value: Any) -> Any:
 
 def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
     """A quantized tensor of inner tensors, which are taken out of tensors by name."""
+    for key in (f"{name}.{argument}" for argument in entry["tensors"]):
+        if key not in tensors:
+            raise CheckpointError(f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}")
     cls = _find_class(name, entry)
     if not entry["tensors"] or not {*entry["tensors"]} <= {declared.argument for declared in cls.inner_tensors}:
         raise CheckpointError(f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class")
-    if lacking := [key for argument in entry["tensors"] if (key := f"{name}.{argument}") not in tensors]:
-        raise CheckpointError(f"tensor {lacking[0]!r} is missing", expected=f"every inner tensor of {name!r}")
+    held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
     inner: list[torch.Tensor | None] = []
     # A class of any author meets values that no code of its own has made.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
-        held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
         fields = {field.attribute: _decode_static(entry["static"][field.argument]) for field in cls.all_static_fields()}
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")

@@ -150,7 +150,7 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
         adopts = isinstance(targets[name], QuantizedTensor) and isinstance(state[name], QuantizedTensor)
         refusing |= not adopts and type(targets[name]) not in (torch.Tensor, torch.nn.Parameter)
     with torch.no_grad():
-        before = [(tensor, tensor.to("cpu", copy=True)) for tensor in targets.values()] if refusing else []
+        before = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
     # An interrupt waits for the end of all this: whatever was loaded stays, then.
     with uninterrupted(), translated("a module refuses its values", "values that all modules take"):
         try:
@@ -162,6 +162,10 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
             for binding, loaded in waiting:
                 binding.loaded = loaded
             raise
+
+
+def _on_the_cpu(tensor: Any) -> Any:
+    return tensor.to("cpu", copy=True)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

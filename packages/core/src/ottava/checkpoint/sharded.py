@@ -6,9 +6,11 @@ What a nested state holds besides tensors is JSON, in which every node is a dict
 import contextlib
 import json
 import math
+import os
 import re
+import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from ottava.checkpoint.flatten import flatten_values
 from ottava.checkpoint.model import check_writable, write_all
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
-from ottava.filesystem import AnyPath, as_path
+from ottava.filesystem import AnyPath, Partial, as_path, remove_leftovers
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.declaration import bump_versions
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -34,6 +36,8 @@ _CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple
 def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> dict[str, Any]:
     """A nested state as JSON; tensors are added to ``tensors`` and leave their names."""
     name = ".".join(map(str, path))
+    if len(path) > 100:
+        raise DTypeError(f"{name[:50]!r} is nested too deep", expected="up to 100 levels")
     if isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
         if name in tensors:
             raise UsageError(f"two tensors would have the name {name!r}", remedy="rename one of them")
@@ -247,18 +251,38 @@ def _matched(state: _State, reader: Any, strict: bool, ranks: Ranks) -> tuple[_F
     return flat, result, stored
 
 
-def save_step(state: _State, folder: AnyPath, step: int, *, group: Any = None, overwrite: bool = False) -> Path:
+def save_step(
+    state: _State, folder: AnyPath, step: int, *, keep: int | None = None, group: Any = None, overwrite: bool = False
+) -> Path:
     """:func:`save_sharded` as ``folder/step-0000100``, the path returned, for :func:`latest_checkpoint`.
 
     Args:
         state, group, overwrite: as of :func:`save_sharded`.
         folder: where the checkpoints of one training are; it is made.
         step: the number, from 0; OptionError where it is none.
+        keep: how many whole checkpoints stay, this one and those with the highest numbers besides; the others are
+            removed, and so is what interrupted saves left. None is all; OptionError where it is no number from 1.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise OptionError(f"step is {step!r}", "an integer from 0")
-    path = as_path(folder) / f"step-{step:07d}"
+
+    def check() -> Path:
+        for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise OptionError(f"{name} is {value!r}", f"an integer from {least}")
+        return as_path(folder) / f"step-{step:07d}"
+
+    ranks = Ranks(group)
+    path = ranks.each(check)
     save_sharded(state, path, group=group, overwrite=overwrite)
+    if keep is not None and ranks.rank == 0:
+        remove_leftovers(path.parent, ".step-")
+        for old in [old for old in _step_checkpoints(path.parent) if old != path][keep - 1 :]:
+            try:
+                with Partial(old) as doomed:
+                    # Under this name what is left of it is never taken for a checkpoint.
+                    os.rename(old, doomed.path / "removed")
+            except OSError as error:
+                # The checkpoint is whole; that an old one is still there must not stop a training.
+                warnings.warn(f"the old checkpoint {old} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
     return path
 
 
@@ -279,6 +303,10 @@ def latest_checkpoint(folder: AnyPath) -> Path | None:
 
     One for which :func:`is_complete` is False is passed over. Raises DTypeError where ``folder`` is no path.
     """
-    paths = as_path(folder).glob("step-*")
-    found = [(int(match[1]), path) for path in paths if (match := _STEP.fullmatch(path.name))]
-    return next((path for _, path in sorted(found, reverse=True) if is_complete(path)), None)
+    return next(_step_checkpoints(as_path(folder)), None)
+
+
+def _step_checkpoints(folder: Path) -> Iterator[Path]:
+    """The highest number first."""
+    found = [(int(match[1]), path) for path in folder.glob("step-*") if (match := _STEP.fullmatch(path.name))]
+    return (path for _, path in sorted(found, reverse=True) if is_complete(path))

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, dtype_name, read_tensors, write_tensors
+from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dtype_name, read_tensors, write_tensors
 from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
@@ -58,7 +58,7 @@ class Index:
     crc32: int
 
 
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path, tries: int = 10) -> Index:
     """The index of the checkpoint in ``folder``, checked, whose files are there as long as they were written."""
     path = folder / INDEX_NAME
     with translated(f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"):
@@ -69,18 +69,18 @@ def read_index(folder: Path) -> Index:
             raise ValueError("its checksum is another")
         body = json.loads(text)["checkpoint"]
         if body["version"] != _VERSION:
-            what, remedy = f"{path} has version {body['version']!r}", "read it with the ottava that wrote it"
-            raise CheckpointError(what, f"version {_VERSION}", remedy)
+            raise CheckpointError(f"{path} has version {body['version']!r}", f"version {_VERSION}", RESAVE)
         index = _decoded(body, crc32)
     for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
+        found: int | str = "no"
         with translated(f"{file} cannot be read", "a file of the checkpoint", "load another one", of=OSError):
-            found: int | str = "no"
             with contextlib.suppress(FileNotFoundError):
                 found = file.stat().st_size if file.is_file() else "no"
-            # A writer that replaces the checkpoint removes its old files: then the new index counts.
-            if found != size and path.read_bytes() != text:
-                return read_index(folder)
         if found != size:
+            with contextlib.suppress(OSError):
+                # A writer that replaces the checkpoint removes its old files: then the new index counts.
+                if tries > 1 and path.read_bytes() != text:
+                    return read_index(folder, tries - 1)
             raise CheckpointError(f"{file} has {found} bytes", expected=f"{size}", remedy="load another checkpoint")
     return index
 

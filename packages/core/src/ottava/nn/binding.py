@@ -66,7 +66,6 @@ class Binding:
     #: The weight as it was quantized in the first microbatch; None when the weight or the recipe changes.
     quantized: QuantizedTensorStorage | None = None
     _quantized_by: RecipeState | None = None
-    _quantized_at: int | None = None
     _mismatch_told: bool = False
     _last: Call | None = None  # of the last forward pass of a step, which activation checkpointing repeats
 
@@ -239,10 +238,7 @@ class Binding:
     def kept_weight(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         """The weight as it was quantized in the first microbatch, or as it is kept from now on."""
         state: Any = call.state
-        # New data (weight.data = ...) lies elsewhere. (Compiled code cannot tell.)
-        at = None if torch.compiler.is_compiling() else weight.data_ptr()
-        same = self._quantized_by is state and (at is None or at == self._quantized_at)
-        if self.quantized is None or not same or (call.first and not call.recomputed):
+        if self.quantized is None or self._quantized_by is not state or (call.first and not call.recomputed):
             # In a reentrant checkpoint the other operands are seen when they are recomputed, and this one is kept.
             recording = call.recording or call.training
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
@@ -252,7 +248,7 @@ class Binding:
             if state.stateful:
                 # It is never quantized again, and the quantizer holds the state as it is now.
                 kept.update_quantizer(None)
-            self.quantized, self._quantized_by, self._quantized_at = kept, state, at
+            self.quantized, self._quantized_by = kept, state
         return self.quantized
 
     def gather_quantizer(self, layer: Any) -> Quantizer | None:
