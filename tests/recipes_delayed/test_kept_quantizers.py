@@ -61,6 +61,9 @@ def test_buffers_that_are_replaced() -> None:
     assert_of(state)
     state.amax_history = state.amax_history.clone()
     assert_of(state)
+    for name in ("saturated", "amax_history"):
+        getattr(state, name).data = getattr(state, name).clone()
+        assert_of(state)
     assert state.quantizer("input", rowwise=True, columnwise=False).scale == state.scale[0]
 
 

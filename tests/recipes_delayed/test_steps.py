@@ -269,6 +269,15 @@ def test_calibration() -> None:
     assert state.amax_history[0].tolist() == [0.0, 0.0, 0.0]
 
 
+def test_a_state_that_is_loaded_is_no_backward_pass(recwarn: pytest.WarningsRecorder) -> None:
+    layer, x = Linear(16, 16), torch.randn(4, 16)
+    with ottava.autocast(DelayedScaling()):
+        layer(x)
+        layer.load_state_dict(layer.state_dict())
+        layer(x)
+    assert not recwarn.list
+
+
 def test_calibration_with_gradients_is_no_forward_pass_of_a_step(recwarn: pytest.WarningsRecorder) -> None:
     net = ottava.convert(model(), delayed())
     net(batch(0)).sum().backward()

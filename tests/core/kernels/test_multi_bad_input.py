@@ -21,6 +21,13 @@ def byte(*shape: int) -> Tensor:
     return torch.full(shape, 0xA5, dtype=torch.uint8)
 
 
+def without_memory(size: int) -> Tensor:
+    """As tensors are whose values are on their way, or in another object."""
+    x = torch.ones(size)
+    x.untyped_storage().resize_(0)
+    return x
+
+
 def good() -> dict[str, Any]:
     """Arguments of every function for two tensors; a case replaces some."""
     pairs = [(byte(4, 2), byte(6)), (byte(2, 1), byte(5))]
@@ -58,6 +65,7 @@ CASES: list[tuple[str, Callable[[dict[str, Any]], Any], type[OttavaError]]] = [
     ("shapes", lambda a: [(4, 40), (-2, -3)], ShapeError),
     ("shapes", lambda a: [(4, 40), (2**40, 2**40)], ShapeError),
     ("shapes", lambda a: [(4, 40), (1, 5)], ShapeError),  # where the range starts at 1
+    ("xs", lambda a: [without_memory(6), torch.ones(5)], DTypeError),
     ("starts", lambda a: [0], ShapeError),
     ("starts", lambda a: [0, 2], ShapeError),
     ("starts", lambda a: [-1, 1], ShapeError),

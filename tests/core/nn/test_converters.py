@@ -81,8 +81,8 @@ def test_a_converter_is_not_asked_for_what_is_excluded(recipe: Any) -> None:
 @pytest.mark.parametrize(
     ("made", "error"),
     [
-        (lambda module, name: None, "returned for '1' a NoneType"),
-        (lambda module, name: "", "returned for '1' a str.*or a string that says why not"),
+        (lambda module, name: None, "returned for '1' a builtins.NoneType"),
+        (lambda module, name: "", "returned for '1' a builtins.str.*or a string that says why not"),
         (lambda module, name: torch.nn.Linear(4, 4), "of the module's own parameters"),
         (lambda module, name: Linear(4, 6), "of the module's own parameters"),
         (Linear.from_linear, "with what a torch.nn.Linear has"),

@@ -14,7 +14,7 @@ from ottava.tensors import Quantizer
 from ottava_delayed.quantizer import Float8Quantizer, largest
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_NONE_KEPT: Any = {}, -1, -1, None
+_NONE_KEPT: Any = {}, -1, -1, -1
 
 
 class Settings(Protocol):
@@ -80,8 +80,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         # The amax that the last gather of a high-precision weight observed.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
-        # Quantizers by what they are asked for, and of which buffers they are: two addresses, and the counters.
-        self._kept: tuple[dict[Any, Any], int, int, Any] = _NONE_KEPT
+        # Quantizers by what they are asked for, and where the buffers lie that they are of.
+        self._kept: tuple[dict[Any, Any], int, int, int] = _NONE_KEPT
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """The group does not matter here, because only the update reduces."""
@@ -102,10 +102,10 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             return None
         kept: dict[Any, Any]
         kept, scale_at, history_at, counted = own["_kept"]
-        if scale_at != scale.data_ptr() or history_at != history.data_ptr() or counted is not saturated:
+        if scale_at != scale.data_ptr() or history_at != history.data_ptr() or counted != saturated.data_ptr():
             # Those of buffers that were replaced, or that lay elsewhere, on another device say, are dropped.
             kept = {}
-            own["_kept"] = kept, scale.data_ptr(), history.data_ptr(), saturated
+            own["_kept"] = kept, scale.data_ptr(), history.data_ptr(), saturated.data_ptr()
         return kept
 
     def forward_quantizers(

@@ -23,7 +23,7 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
         if not equals or not key.isidentifier() or key in options:
             raise OptionError(f"--option {text!r}", expected="key=value, each key once")
         options[key] = value
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             options[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
     return options
 

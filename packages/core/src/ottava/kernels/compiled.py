@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ottava.errors import DTypeError
 from ottava.formats import FP8, element_format, fp8_format
 from ottava.kernels import reference
 from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
@@ -191,7 +192,12 @@ def known(text: str) -> tuple[Layout, int, tuple[bool, bool, float], list[tuple[
 def _sources(held: Tensors, shards: Shards) -> list[tuple[int, int, int, int]]:
     """For each its address, the code of its dtype, its size, and the code of the dtype that its elements count as."""
     codes, given = DTYPE_CODES, zip(held, shards.dtypes, strict=True)
-    return [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in given]
+    sources = [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in given]
+    for x, (address, _, count, _) in zip(held, sources, strict=True):
+        if count and not address:
+            what, remedy = f"a {type(x).__name__} has no memory to read", "wait for it, or pass its values"
+            raise DTypeError(what, expected="a plain tensor", remedy=remedy)
+    return sources
 
 
 def _places(shards: Shards) -> list[tuple[int, int, int]]:

@@ -119,7 +119,7 @@ class Binding:
         found = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         kept: Any = layer._modules.get("recipe_state")
         if kept is not None and found:
-            kept.note_backward(layer)
+            kept.begin_next(layer)
         elif found and self.recipe is None:
             # The layer has no recipe yet; the region that brings one finds the loaded state here. Copied, because the
             # caller's tensors may belong to a model that goes on training.

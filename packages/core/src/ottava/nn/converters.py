@@ -73,7 +73,8 @@ def converted(module: torch.nn.Module, name: str) -> Linear | str:
         return made
     own = isinstance(made, Linear) and {*map(id, made.parameters())} == {*map(id, module.parameters())}
     if not own or not all(hasattr(made, key) for key in ("in_features", "out_features", "weight", "bias")):
-        what = f"the converter for {type(module).__name__} returned for {name!r} a {type(made).__name__}"
+        found = f"{type(made).__module__}.{type(made).__qualname__}"
+        what = f"the converter for {type(module).__name__} returned for {name!r} a {found}"
         expected = "an ottava.nn.Linear of the module's own parameters, with what a torch.nn.Linear has"
         raise DTypeError(what, expected=f"{expected}, or a string that says why not")
     return made

@@ -108,11 +108,15 @@ class RecipeState:
         """The states that begin a step, each with those of its own recipe: this one, or those that it consists of."""
         return [self]
 
-    def note_backward(self, layer: Any = None) -> None:
-        """Called in the backward pass of a layer, and when the state of ``layer`` is loaded. Its step may have begun
-        before: it begins the next one, too, with what it holds now."""
+    def note_backward(self) -> None:
+        """Called in the backward pass of a layer."""
         # Not by assignments, which modules make slow.
         self.__dict__["_backward_ran"] = True
+        self.begin_next()
+
+    def begin_next(self, layer: Any = None) -> None:
+        """Begin the next step, too, with what it holds now, which its step did not begin with: it was recorded in a
+        backward pass, or is loaded into ``layer``."""
         if not self._pending and self.step is not None:
             self.step.take(layer, self)
         self.__dict__["_pending"] = True

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ottava.layout import as_matrix_shape
-from ottava.tensors.grid import Direction, GridTensorStorage, in_order
+from ottava.tensors.grid import Direction, GridTensorStorage, in_order, zeros
 from ottava.tensors.tensor import QuantizedTensor, blocks
 
 # Those of a direction, in the order of the tensor -> those of a result; None where blocks do not allow it.
@@ -42,6 +42,15 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
 
     # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may be cut along them:
     # the parts go on sharing its scale, and know it --
+
+    def of_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+        """A tensor of this kind with the directions of this one, which no quantizer has to make."""
+        held = [getattr(self, name) is not None for name in self.data_names]
+        sides = [
+            zeros(self.grid_layout, shape, bool(side), device) if there else None for side, there in enumerate(held)
+        ]
+        given = dict(zip((inner.argument for inner in self.inner_tensors), self._arranged(*sides), strict=True))
+        return type(self)(**(self.get_metadata() | given | {"shape": None, "dtype": dtype}))
 
     def changed(self, change: _Change, *, swap: bool = False, part: bool = False) -> Any:
         """This tensor with every direction changed; ``swap`` exchanges the two."""

@@ -72,10 +72,12 @@ def _new(op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, *
     """Zeros of another shape, by the quantizer; with what all rows share, so that rows of this tensor fit into it."""
     dtype, quantizer = _new_dtype(tensor, kwargs), tensor._copied_quantizer()
     strided = strides and torch.empty(tuple(size), device="meta").stride() != tuple(strides[0])
-    if dtype is None or strided or not isinstance(quantizer, Quantizer):
-        return NotImplemented
-    quantizer.internal, device = False, torch.device(kwargs.get("device") or tensor.device)
-    made: Any = quantizer.with_usage(**tensor.get_usages()).make_empty(tuple(size), dtype=dtype, device=device)
+    device, made = torch.device(kwargs.get("device") or tensor.device), None
+    if dtype is not None and not strided and isinstance(quantizer, Quantizer):
+        quantizer.internal = False
+        made = quantizer.with_usage(**tensor.get_usages()).make_empty(tuple(size), dtype=dtype, device=device)
+    elif dtype is not None and not strided and quantizer is None and isinstance(tensor, GridTensor):
+        made = tensor.of_zeros(tuple(size), dtype, device)
     if type(made) is not type(tensor) or not tensor._means_the_same(made):
         return NotImplemented
     for inner in tensor.shared_inner():
