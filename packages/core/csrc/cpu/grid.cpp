@@ -306,7 +306,7 @@ void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t
     over_panels(matrix.all(), threads, [&](const Rectangle& at) {
         kernels.grid_amax(matrix.panel(matrix.all(), at), dtype, &blocks, 1, threads > 1);
     });
-    memcpy(out, amaxes.data(), count * sizeof(float));
+    std::copy(amaxes.begin(), amaxes.end(), out);
 }
 
 void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* multipliers, int64_t block_rows,
