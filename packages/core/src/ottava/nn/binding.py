@@ -24,7 +24,7 @@ from ottava.recipes.step import Step, backward_task, is_taken_apart, repeats_for
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, local_tensor
+from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, is_distributed, local_tensor
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
@@ -257,7 +257,7 @@ class Binding:
             return None
         state = self.state_for(layer, self.recipe)
         if state.stateful:
-            if hasattr(layer.weight, "to_local"):
+            if is_distributed(layer.weight):
                 begin_ahead(self.step)
             region = current_region()
             if region is not None and region.enabled and (region.recipe is None or state.is_of(region.recipe)):
