@@ -70,7 +70,7 @@ def test_buffers_that_are_replaced() -> None:
 def test_copies_have_their_own() -> None:
     layer = used_layer()
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert other.recipe_state._kept[0] == {}
+        assert other.recipe_state._kept == {}
         assert_of(other.recipe_state)
         before = layer.recipe_state.amax_history.clone()
         other(1000 * torch.randn(4, 16))
@@ -94,11 +94,14 @@ def test_a_layer_that_moves() -> None:
 
 def test_inference_mode_leaves_nothing_behind() -> None:
     layer = used_layer()
-    layer.recipe_state._kept[0].clear()
+    layer.recipe_state._kept.clear()
     x = torch.randn(4, 16)
     with torch.inference_mode():
         inside = layer(x)
-    assert layer.recipe_state._kept[0] == {}
+        assert_of(layer.recipe_state)
+    # The same quantizers, of the same memory, and none of it belongs to inference mode.
+    assert_of(layer.recipe_state)
+    assert not layer.recipe_state.quantizer("input", rowwise=True, columnwise=True).scale.is_inference()
     with torch.no_grad():
         assert torch.equal(layer(x), inside)
     layer(x).sum().backward()

@@ -98,7 +98,7 @@ struct Torch {
     PyObject *modes, *functions, *transforms, *tracing, *profiling;  // who would see an operator
     PyObject *grad_enabled, *threads, *autocast;
     PyObject* module;                                     // torch, which has the product
-    PyObject *is_neg, *contiguous, *requires_grad, *mm;  // names of methods and attributes
+    PyObject *is_neg, *contiguous, *requires_grad, *mm, *addmm;  // names of methods and attributes
 };
 extern Torch torch;
 

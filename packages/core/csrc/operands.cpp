@@ -3,6 +3,7 @@
 // does it then.
 #include "operands.h"
 
+#include <algorithm>
 #include <exception>
 #include <limits>
 #include <optional>
@@ -68,16 +69,18 @@ public:
         return true;
     }
 
-    // The address of a single element of the quantizer's state, which may be None.
+    // The address of a single element of the quantizer's state, or of a slot of a layer's; either may be None.
     template <class T>
-    bool state(PyObject* object, const dlpack::Type& type, T*& out) {
+    bool state(PyObject* object, long slot, const dlpack::Type& type, T*& out) {
         out = nullptr;
         if (object == Py_None) return true;
         View found;
-        if (!view_of(object, found) || found.size != 1 || !found.is(type) || !settled(object, found, gradients_))
-            return false;
-        out = static_cast<T*>(found.data);
-        return true;
+        if (!view_of(object, found) || !found.is(type)) return false;
+        // Buffers of a layer's state are its own, and have neither gradients nor values that are still to be negated.
+        const bool fits = slot < 0 ? found.size == 1 && settled(object, found, gradients_)
+                                   : found.rows() > 0 && slot < found.cols() && found.contiguous();
+        if (fits) out = static_cast<T*>(found.data) + std::max(slot, 0L);
+        return fits;
     }
 
     View view;
@@ -154,15 +157,16 @@ private:
 
 bool is_true(PyObject* object) { return object == Py_True; }
 
-// (x, scale, amax, saturated, format, rowwise, transposed) -> (data, transpose, scale_inv)
+// (x, scale, amax, saturated, format, rowwise, transposed, slot) -> (data, transpose, scale_inv)
 PyObject* cast_operand(PyObject* const* given) {
     Source x;
     float *scale = nullptr, *amax = nullptr;
     int64_t* saturated = nullptr;
     const bool rowwise = is_true(given[5]), turned = is_true(given[6]);
+    const long slot = PyLong_AsLong(given[7]);
     if (!x.open(given[0]) || (turned && (x.view.ndim == 0 || x.view.ndim > Results<3>::kDims)) ||
-        given[1] == Py_None || !x.state(given[1], dlpack::kFloat32, scale) ||
-        !x.state(given[2], dlpack::kFloat32, amax) || !x.state(given[3], dlpack::kInt64, saturated))
+        given[1] == Py_None || !x.state(given[1], slot, dlpack::kFloat32, scale) ||
+        !x.state(given[2], slot, dlpack::kFloat32, amax) || !x.state(given[3], slot, dlpack::kInt64, saturated))
         return python_does_it();
     const Fp8 format = fp8_of(static_cast<int>(PyLong_AsLong(given[4])));
     Results<3> made;
@@ -227,7 +231,12 @@ public:
           multiply(std::move(multiply)),
           dtype(std::move(dtype)),
           finishes(finished >= 0),
-          out(finishes ? ottava::dtype_of(finished) : Dtype::float32) {}
+          scaled(!sides[0].folded || !sides[1].folded),
+          out(finishes ? ottava::dtype_of(finished) : Dtype::float32) {
+        View values[2];
+        if (finishes && view_of(sides[0].values.ptr(), values[0]) && view_of(sides[1].values.ptr(), values[1]))
+            shape[0] = values[0].shape[0], shape[1] = values[1].shape[1];
+    }
 
     // One operand: elements, whose values go to memory that the product reads.
     struct Side {
@@ -254,7 +263,9 @@ public:
     const py::object multiply;  // what Python multiplies the values with, and what it is told
     const py::object dtype;
     const bool finishes;  // whether torch's sums are finished here
+    const bool scaled;    // by scales that multiply them
     const Dtype out;      // and the dtype of the result then
+    int64_t shape[2] = {-1, -1};  // of the result
 
 private:
     // (element, rows, cols, folded, e8m0, rows and columns of a block, address, dtype, values)
@@ -308,10 +319,19 @@ PyObject* planned_product(PyObject* const* given) {
     if (!plan.finishes)
         return PyObject_CallFunctionObjArgs(plan.multiply.ptr(), left, right, factors[0], factors[1], given[5],
                                             plan.dtype.ptr(), nullptr);
-    Owned sums(PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr));
+    if (biased && bias.view.size != plan.shape[1]) return python_does_it();
     View made;
+    // As torch.addmm does: sums that no scale multiplies begin with the bias.
+    if (biased && !plan.scaled) {
+        const Owned begun(allocate(plan.shape, 2, dlpack::kFloat32, made));
+        if (begun.get() == nullptr) return nullptr;
+        repeat32(bias.view.data, bias_dtype, plan.shape[0], plan.shape[1], static_cast<float*>(made.data));
+        return PyObject_CallMethodObjArgs(begun.get(), torch.addmm, left, right, nullptr);
+    }
+    Owned sums(PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr));
+    if (!plan.scaled && !biased) return sums.release();
     if (sums.get() == nullptr || !view_of(sums.get(), made) || !made.is(dlpack::kFloat32) || made.ndim != 2 ||
-        !made.contiguous() || (biased && bias.view.size != made.cols()))
+        !made.contiguous())
         return python_does_it();
     View result = made;
     Owned other(plan.out == Dtype::float32 ? nullptr : allocate(made.shape, made.ndim, type_of(plan.out), result));
@@ -338,27 +358,30 @@ private:
     Owned held_;
 };
 
-// (scales, histories, maxima, most_recent) -> True: the tensors fit together, and have the next step's scales
+// (scales, histories, maxima, most_recent, own) -> True: the tensors fit together, and have the next step's scales. Those
+// of a layer's state, its own, have neither gradients nor values that are still to be negated.
 PyObject* update_slots(PyObject* const* given) {
     const Sequence scales(given[0]), histories(given[1]), maxima(given[2]);
     if (torch.exchange == nullptr || scales.size() < 1 || histories.size() != scales.size() || observed())
         return python_does_it();
     std::vector<HistorySlots> slots;
-    const bool gradients = gradients_enabled();
+    slots.reserve(static_cast<size_t>(scales.size()));
+    const bool own = is_true(given[4]), gradients = !own && gradients_enabled();
     int64_t length = 0, total = 0;
     for (Py_ssize_t i = 0; i < scales.size(); ++i) {
         View scale, history;
         if (!view_of(scales[i], scale) || !scale.is(dlpack::kFloat32) || scale.ndim != 1 || !scale.contiguous() ||
             !view_of(histories[i], history) || !history.is(dlpack::kFloat32) || history.ndim != 2 ||
             !history.contiguous() || history.shape[1] != scale.size || history.shape[0] < 1 ||
-            (i > 0 && history.shape[0] != length) || !settled(scales[i], scale, gradients) ||
-            !settled(histories[i], history, gradients))
+            (i > 0 && history.shape[0] != length) ||
+            !(own || (settled(scales[i], scale, gradients) && settled(histories[i], history, gradients))))
             return python_does_it();
         length = history.shape[0], total += scale.size;
         slots.push_back({static_cast<float*>(scale.data), static_cast<float*>(history.data), scale.size});
     }
     if (maxima.size() != total) return python_does_it();
     std::vector<float> limits;
+    limits.reserve(static_cast<size_t>(total));
     for (Py_ssize_t i = 0; i < maxima.size(); ++i) limits.push_back(static_cast<float>(PyFloat_AsDouble(maxima[i])));
     if (PyErr_Occurred() != nullptr) return nullptr;
     {
@@ -380,6 +403,7 @@ bool connect(const py::object& exchange, const py::dict& names) {
     torch.transforms = held("transforms"), torch.tracing = held("tracing"), torch.profiling = held("profiling");
     torch.grad_enabled = held("grad_enabled"), torch.threads = held("threads"), torch.autocast = held("autocast");
     torch.module = held("torch"), torch.mm = PyUnicode_InternFromString("mm");
+    torch.addmm = PyUnicode_InternFromString("addmm_");
     torch.is_neg = PyUnicode_InternFromString("is_neg"), torch.contiguous = PyUnicode_InternFromString("contiguous");
     torch.requires_grad = PyUnicode_InternFromString("requires_grad");
     torch.exchange = found;
@@ -412,10 +436,10 @@ void bind_operands(py::module_& m) {
     m.def("connect", &connect);
     // Without pybind's conversions, which would take longer than the rest.
     static PyMethodDef methods[] = {method<quantize_operand, 6>("quantize_operand"),
-                                    method<cast_operand, 7>("cast_operand"),
+                                    method<cast_operand, 8>("cast_operand"),
                                     method<grid_quantize_operand, 4>("grid_quantize_operand"),
                                     method<planned_product, 6>("planned_product"),
-                                    method<update_slots, 4>("update_slots"), {}};
+                                    method<update_slots, 5>("update_slots"), {}};
     PyModule_AddFunctions(m.ptr(), methods);
 }
 

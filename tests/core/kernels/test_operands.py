@@ -37,7 +37,7 @@ def quantize(x: Any) -> Any:
 
 
 def cast(x: Any) -> Any:
-    return _cpu.cast_operand(x, torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.int64), 0, True, True)
+    return _cpu.cast_operand(x, torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.int64), 0, True, True, -1)
 
 
 def on_grid(x: Any) -> Any:
@@ -85,10 +85,42 @@ def test_what_is_left_to_python(call: Callable[[Any], Any]) -> None:
 def test_state_that_is_not_read() -> None:
     x, one = values(), torch.ones(())
     for state in (None, torch.ones(2), one.double(), one.to("meta"), torch.ones((), requires_grad=True)):
-        assert _cpu.cast_operand(x, state, None, None, 0, True, False) is None
+        assert _cpu.cast_operand(x, state, None, None, 0, True, False, -1) is None
     for amax in (torch.ones(2), one.double(), one.to("meta")):
-        assert _cpu.cast_operand(x, one, amax, None, 0, True, False) is None
-    assert _cpu.cast_operand(x, one, None, torch.zeros((), dtype=torch.int32), 0, True, False) is None
+        assert _cpu.cast_operand(x, one, amax, None, 0, True, False, -1) is None
+    assert _cpu.cast_operand(x, one, None, torch.zeros((), dtype=torch.int32), 0, True, False, -1) is None
+
+
+def of_slots(x: Any, scale: Any = None, history: Any = None, counts: Any = None, slot: int = 1) -> Any:
+    scale = torch.tensor([1.0, 2.0, 4.0]) if scale is None else scale
+    return _cpu.cast_operand(x, scale, history, counts, 0, True, False, slot)
+
+
+def test_the_slots_of_a_state() -> None:
+    x = 1000 * values()
+    scale, history = torch.tensor([1.0, 2.0, 4.0]), torch.zeros(4, 3)
+    counts = torch.zeros(3, dtype=torch.int64)
+    for slot in range(3):
+        one = scale[slot].clone(), torch.zeros(()), torch.zeros((), dtype=torch.int64)
+        made, alone = of_slots(x, scale, history, counts, slot), _cpu.cast_operand(x, *one, 0, True, False, -1)
+        assert torch.equal(made[0], alone[0])
+        assert torch.equal(made[2], alone[2])
+        assert (history[0, slot], counts[slot]) == (one[1], one[2])
+    assert counts.min() > 0
+    assert not history[1:].any()
+
+
+def test_slots_that_are_not_read() -> None:
+    x, history, counts = values(), torch.zeros(4, 3), torch.zeros(3, dtype=torch.int64)
+    assert of_slots(x, None, history, counts) is not None
+    assert of_slots(x, slot=3) is None
+    assert of_slots(x, torch.ones(6)[::2]) is None
+    assert of_slots(x, torch.ones(3).double()) is None
+    assert of_slots(x, torch.ones(3, device="meta")) is None
+    assert of_slots(x, None, torch.zeros(3, 4).t()) is None
+    assert of_slots(x, None, torch.zeros(0, 3)) is None
+    assert of_slots(x, None, torch.zeros(4, 1)) is None
+    assert of_slots(x, None, history, torch.zeros(3)) is None
 
 
 def test_results_are_tensors_like_others() -> None:

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "../numerics.h"
@@ -260,6 +261,15 @@ void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scal
             kernels.epilogue(sums + row * cols, cols, factor, wide, to, dtype);
         }
     });
+}
+
+void repeat32(const void* row, Dtype dtype, int64_t rows, int64_t cols, float* out) {
+    if (rows * cols == 0) return;
+    if (dtype == Dtype::float32)
+        memcpy(out, row, static_cast<size_t>(cols) * sizeof(float));
+    else
+        active_kernels().round_to(row, dtype, cols, Dtype::float32, out);
+    for (int64_t i = 1; i < rows; ++i) memcpy(out + i * cols, out, static_cast<size_t>(cols) * sizeof(float));
 }
 
 void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, int threads) {

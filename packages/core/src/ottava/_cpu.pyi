@@ -139,6 +139,8 @@ def connect(exchange: object, questions: dict[str, object]) -> bool: ...
 def quantize_operand(
     x: Tensor, fmt: int, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool, /
 ) -> tuple[Tensor | None, Tensor | None, Tensor] | None: ...
+
+# With a slot, scale, amax and saturated are those of a layer's state: the first row of each has the slot.
 def cast_operand(
     x: Tensor,
     scale: Tensor,
@@ -147,6 +149,7 @@ def cast_operand(
     fmt: int,
     rowwise: bool,
     transposed: bool,
+    slot: int,
     /,
 ) -> tuple[Tensor | None, Tensor | None, Tensor] | None: ...
 def grid_quantize_operand(
@@ -166,7 +169,8 @@ def planned_product(
     plan: ProductPlan, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor | None, bias: Tensor | None, /
 ) -> Tensor | None: ...
 
-# Of slots that fit together, one maximum for each; where Python has to do it or has something to refuse, None.
+# Of slots that fit together, one maximum for each; where Python has to do it or has something to refuse, None. The last
+# says whether they are a layer's own, of which less is asked.
 def update_slots(
-    scales: Sequence[Tensor], histories: Sequence[Tensor], maxima: Sequence[float], most_recent: bool, /
+    scales: Sequence[Tensor], histories: Sequence[Tensor], maxima: Sequence[float], most_recent: bool, own: bool, /
 ) -> bool | None: ...

@@ -142,6 +142,40 @@ class Float8Quantizer(Float8QuantizerBase):
         return self._wrap(made, dtype)
 
 
+class SlotQuantizer(Float8Quantizer):
+    """The quantizer of one slot of a layer's state, which reads and writes the ``buffers`` that there are by then."""
+
+    def __init__(
+        self, buffers: Any, slot: int, fp8_dtype: torch.dtype, *, rowwise: bool, columnwise: bool, recording: bool
+    ) -> None:
+        Float8QuantizerBase.__init__(self, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self.buffers, self.slot, self.recording, self.internal = buffers, slot, recording, True
+        self.fits = self.unset = self.gathers = False
+        self.shard_group = None
+
+    @property
+    def scale(self) -> torch.Tensor:  # type: ignore[override]
+        return self.buffers["scale"][self.slot]  # type: ignore[no-any-return]
+
+    @property
+    def amax(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self.buffers["amax_history"][0, self.slot] if self.recording else None
+
+    @property
+    def saturated(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self.buffers["saturated"][self.slot] if self.recording else None
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        if self.fits:
+            return super().quantize_impl(tensor, dtype)
+        buffers, amax, saturated = self.buffers, None, None
+        if self.recording:
+            amax, saturated = buffers["amax_history"], buffers["saturated"]
+        wanted = float8.DATA if tensor.is_cpu and not float8.forced else self.needs(tensor.device, tensor.dim())
+        made = for_layers.cast(tensor, buffers["scale"], amax, saturated, self.fp8_dtype, *wanted, self.slot)
+        return self._wrap(made, dtype)
+
+
 def _check_state(value: Any, dtype: torch.dtype, what: str, *, optional: bool) -> None:
     if value is None and optional:
         return

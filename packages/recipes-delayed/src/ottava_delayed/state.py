@@ -11,10 +11,9 @@ import torch
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.tensors import Quantizer
-from ottava_delayed.quantizer import Float8Quantizer, largest
+from ottava_delayed.quantizer import Float8Quantizer, SlotQuantizer, largest
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_NONE_KEPT: Any = {}, -1, -1, -1
 
 
 class Settings(Protocol):
@@ -80,8 +79,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         # The amax that the last gather of a high-precision weight observed.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
-        # Quantizers by what they are asked for, and where the buffers lie that they are of.
-        self._kept: tuple[dict[Any, Any], int, int, int] = _NONE_KEPT
+        # Quantizers by what they are asked for.
+        self._kept: dict[Any, Any] = {}
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """The group does not matter here, because only the update reduces."""
@@ -92,47 +91,33 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         buffers: dict[str, Any] = self._buffers
         return buffers["scale"], buffers["amax_history"]
 
-    def _kept_quantizers(self) -> dict[Any, Any] | None:
-        """What was made for the buffers that there are now; None where nothing is to be kept."""
-        # In few steps, because each forward pass looks here: a module searches several places for an attribute.
-        own = self.__dict__
-        buffers = own["_buffers"]
-        scale, history, saturated = buffers["scale"], buffers["amax_history"], buffers["saturated"]
-        if _is_compiling() or type(scale) is not torch.Tensor:
-            return None
-        kept: dict[Any, Any]
-        kept, scale_at, history_at, counted = own["_kept"]
-        if scale_at != scale.data_ptr() or history_at != history.data_ptr() or counted != saturated.data_ptr():
-            # Those of buffers that were replaced, or that lay elsewhere, on another device say, are dropped.
-            kept = {}
-            own["_kept"] = kept, scale.data_ptr(), history.data_ptr(), saturated.data_ptr()
-        return kept
-
     def forward_quantizers(
         self, columnwise_input: bool, columnwise_weight: bool, recording: bool
     ) -> tuple[Quantizer, Quantizer]:
-        kept = self._kept_quantizers()
-        pair = None if kept is None else kept.get((columnwise_input, columnwise_weight, recording))
+        # In few steps, because each forward pass looks here: a module searches several places for an attribute.
+        kept, key = self.__dict__["_kept"], (columnwise_input, columnwise_weight, recording)
+        pair: Any = None if _is_compiling() else kept.get(key)
         if pair is None:
             pair = super().forward_quantizers(columnwise_input, columnwise_weight, recording)
-            if kept is not None and not self.given and not torch.is_inference_mode_enabled():
-                kept[columnwise_input, columnwise_weight, recording] = pair
-        return pair
+            if not _is_compiling() and not self.given:
+                kept[key] = pair
+        return pair  # type: ignore[no-any-return]
 
     def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
-        kept, key = self._kept_quantizers(), (tensor_type, rowwise, columnwise, recording)
-        made: Quantizer | None = None if kept is None else kept.get(key)
-        if made is not None:
-            return made
         given = self.given.get(tensor_type)
-        if given is None:
+        if given is not None:
+            copied = given.with_usage(rowwise, columnwise).copy()
+            copied.internal = True
+            return copied
+        if _is_compiling():
             made = self._own(tensor_type, recording, rowwise, columnwise)
-        else:
-            made = given.with_usage(rowwise, columnwise).copy()
-        made.internal = True
-        if kept is not None and given is None and not torch.is_inference_mode_enabled():
-            kept[key] = made
-        return made
+            made.internal = True
+            return made
+        kept, key = self.__dict__["_kept"], (tensor_type, rowwise, columnwise, recording)
+        if key not in kept:
+            slot, usages = self.slots[tensor_type], {"rowwise": rowwise, "columnwise": columnwise}
+            kept[key] = SlotQuantizer(self._buffers, slot, self.formats[slot], **usages, recording=recording)
+        return kept[key]  # type: ignore[no-any-return]
 
     def _own(self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool) -> Float8Quantizer:
         # They read and write the buffers that the state has now.
@@ -217,7 +202,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return RecipeState.__getstate__(self) | {"_kept": _NONE_KEPT}
+        return RecipeState.__getstate__(self) | {"_kept": {}}
 
     def extra_repr(self) -> str:
         return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"

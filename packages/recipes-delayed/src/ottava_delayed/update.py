@@ -12,6 +12,7 @@ from ottava.collectives import spans_ranks
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, ShapeError
 from ottava.formats import fp8_format
+from ottava.kernels import for_layers
 from ottava_delayed.state import DelayedScalingState, Settings
 
 
@@ -27,8 +28,8 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], amax_reducti
         (state,) = states
         buffers: dict[str, Any] = state._buffers
         scale, most_recent = buffers["scale"], recipe.amax_compute_algo == "most_recent"
-        kernels.update_scales((scale,), (buffers["amax_history"],), state.maxima, most_recent=most_recent)
-        return
+        if for_layers.update_slots((scale,), (buffers["amax_history"],), state.maxima, most_recent, True):
+            return
     last = None
     if reduces and states:
         # Amaxes of all devices go to one, so that one collective serves all layers.

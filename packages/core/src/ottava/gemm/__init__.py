@@ -235,8 +235,9 @@ def _plan(a: Operand, b: Operand, bias_dtype: torch.dtype | None, out_dtype: tor
         scaled |= whole
     native = backend_module(device.type).native
     multiply = dense.product_for(compute, device, out_dtype, bias_dtype, scaled)
-    # Sums in float32 that scales multiply are the module's own to finish.
-    finished = DTYPE_CODES[out_dtype] if scaled and compute is torch.float32 else -1
+    # Sums in float32 that scales multiply, or that are the result, are the module's own to finish.
+    finishes = compute is torch.float32 and (scaled or compute is out_dtype)
+    finished = DTYPE_CODES[out_dtype] if finishes else -1
     return *sides, partial(native.planned_product, native.ProductPlan(*sides, multiply, out_dtype, finished))
 
 

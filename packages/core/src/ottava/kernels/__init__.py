@@ -16,14 +16,12 @@ import torch
 
 from ottava.errors import OptionError, ShapeError
 from ottava.formats import FP8, fp8_format
-from ottava.kernels import backends, checks, table
+from ottava.kernels import checks, for_layers, table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import HIGH_PRECISION, Maybe, Tensor, check_epsilon, check_grid, check_high_precision
 from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast
 from ottava.layout import Layout
-from ottava.torch_private import graph_task_id
 
-_is_compiling = torch.compiler.is_dynamo_compiling
 _Tensors = Sequence[Tensor]
 # The texts of the layouts with one scale for the tensor.
 _WHOLE = {dtype: Layout(dtype, (None, None)).text for dtype in FP8}
@@ -145,9 +143,7 @@ def update_scales(
     Raises:
         ShapeError, DTypeError, DeviceError: the tensors do not fit together.
     """
-    direct = not _is_compiling() and last is None and backends._chosen.get("cpu") == "cpu" and graph_task_id() == -1
-    # The compiled module checks what it is given, and leaves to Python what it does not take.
-    if direct and backends._loaded["cpu"].native.update_slots(scales, histories, maxima, most_recent):
+    if last is None and for_layers.update_slots(scales, histories, maxima, most_recent, False):
         return
     total = sum(scale.numel() for scale in scales)
     if len(scales) != len(histories) or len(maxima) != total:

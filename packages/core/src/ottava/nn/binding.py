@@ -155,7 +155,8 @@ class Binding:
         name, label = state.recipe._label, label_of(layer)
         kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
         own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
-        if type(kept) is not type(own):
+        # The quantizer of a state may be a special one of its kind.
+        if not isinstance(own, type(kept)):
             what = f"the weight of {label} stays as a {type(kept).__name__} quantized it, and the layer runs under"
             what = f"{what} {name!r}: make the model inside quantized_model_init({name!r}), or give the layer"
             what = f"{what} torch.nn.Parameter(weight.dequantize()) and convert it with primary=True"
