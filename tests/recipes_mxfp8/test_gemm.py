@@ -64,6 +64,18 @@ def test_bias_out_and_accumulation() -> None:
     assert relative_error(out, exact + 1) < 1e-6
 
 
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 96, 512), (1, 1, 1), (3, 70, 0), (0, 5, 40), (4, 0, 40), (33, 7, 1030)])
+def test_sums_begin_with_the_bias(m: int, n: int, k: int, bias_dtype: torch.dtype) -> None:
+    """Bytes of what torch does where somebody looks on, as of compiled code."""
+    quantizer, bias = MXFP8Quantizer(E4M3), torch.randn(n).to(bias_dtype)
+    a, b = quantizer(torch.randn(m, k)), quantizer(torch.randn(n, k))
+    made = gemm(a, b, "fprop", out_dtype=torch.float32, bias=bias)
+    with torch.profiler.profile():
+        assert torch.equal(made, gemm(a, b, "fprop", out_dtype=torch.float32, bias=bias))
+    assert torch.equal(made, torch.addmm(bias.float(), a.dequantize(), b.dequantize().t()))
+
+
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("other", ["dense", "per tensor"])
 def test_one_operand_of_another_kind(kind: str, other: str) -> None:
