@@ -177,7 +177,12 @@ COMMON: Arguments = {
 }
 #: Kernel -> its arguments that are not as usual. Those that begin with _ are not given to it.
 OWN: dict[str, Arguments] = {
-    "for_layers.cast": {"amax": lambda d, a, n: torch.tensor(0.5) if _one_of(n, 2) else None},  # with "saturated"
+    "for_layers.cast": {
+        "slot": (-1, 2),
+        "scale": lambda d, a, n: d.scale() if a["slot"] < 0 else torch.stack([d.scale() for _ in range(3)]),
+        "amax": lambda d, a, n: torch.full((4, 3) if a["slot"] >= 0 else (), 0.5) if _one_of(n, 2) else None,
+        "saturated": lambda d, a, n: torch.full((3,) if a["slot"] >= 0 else (), 7) if _one_of(n, 2) else None,
+    },
     "grid_decode": {"dtype": (*FLOATS, torch.float64)},
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
     **{name: {"_alike": tuple(_ALIKE)} for name in ("grid_multi_amax", "grid_multi_cast")},

@@ -110,6 +110,18 @@ def test_the_slots_of_a_state() -> None:
     assert not history[1:].any()
 
 
+@pytest.mark.parametrize("slot", range(3))
+def test_slots_in_plain_pytorch(slot: int) -> None:
+    x, states = 1000 * values(), []
+    for backend in ("cpu", "reference"):
+        state: Any = torch.tensor([1.0, 2.0, 4.0]), torch.zeros(4, 3), torch.zeros(3, dtype=torch.int64)
+        with backends.use_backend(backend):
+            data, _, scale_inv = for_layers.cast(x, *state, E4M3, True, False, slot)
+        states.append((data, scale_inv, *state))
+    assert states[0][4].sum() > 0
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
 def test_slots_that_are_not_read() -> None:
     x, history, counts = values(), torch.zeros(4, 3), torch.zeros(3, dtype=torch.int64)
     assert of_slots(x, None, history, counts) is not None
