@@ -313,7 +313,8 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
-            _refuse_training(label_of(layer))
+            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
+            torch_private.refuse_export(what, "a model in evaluation", "call model.eval() before torch.export")
         return
     name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
     found = f"{name}, a transform of torch.func," if name else None
@@ -324,12 +325,6 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     if found is not None:
         what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
         raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
-
-
-@torch_private.constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing
-def _refuse_training(label: str) -> None:
-    what = f"{label} is in training mode, and torch.export writes no steps for its recipe's state"
-    raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
