@@ -28,6 +28,7 @@ from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_tas
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+_STRIDED = torch.strided
 _WITH_AUTOCAST = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
 
 
@@ -284,18 +285,27 @@ def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
-def checked_dtype(layer: Any, input: torch.Tensor, weight: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a layer computes in; a ShapeError, DTypeError or DeviceError where the input does not fit it."""
+def checked_dtype(
+    layer: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any, amp_dtype: torch.dtype | None
+) -> torch.dtype:
+    """The dtype that a layer computes in; a ShapeError, DTypeError or DeviceError where its operands do not fit."""
     if not isinstance(input, torch.Tensor):
-        check_high_precision(input)
-    if input.is_nested:
+        check_high_precision(input, f"input of {label_of(layer)}")
+    if input.is_nested or input.layout is not _STRIDED:
         check_dense(input, f"input of {label_of(layer)}")
-    if input.dim() == 0 or input.shape[-1] != layer.in_features:
-        what, remedy = f"input of {label_of(layer)} has shape {tuple(input.shape)}", "check the layer before this one"
-        raise ShapeError(what, expected=f"a last dimension of {layer.in_features}", remedy=remedy)
-    if input.device != weight.device:
-        what = f"input of {label_of(layer)} is on {input.device}, its weight on {weight.device}"
-        remedy = f"move one of them, for example input.to({str(weight.device)!r})"
+    shape = input.shape
+    try:
+        rows, columns = weight.shape
+    except ValueError:
+        rows = columns = -1
+    # As many values of a bias are read as the weight has rows.
+    if not shape or shape[-1] != columns or (bias is not None and bias.numel() != rows):
+        raise _misfit(layer, shape, weight.shape, bias)
+    device = weight.device
+    if input.device != device or (bias is not None and bias.device != device):
+        name, other = ("input", input) if input.device != device else ("bias", bias)
+        what = f"{name} of {label_of(layer)} is on {other.device}, its weight on {device}"
+        remedy = f"move one of them, for example {name}.to({str(device)!r})"
         raise DeviceError(what, expected="one device", remedy=remedy)
     dtype = input.dtype
     same = dtype == weight.dtype
@@ -306,6 +316,16 @@ def checked_dtype(layer: Any, input: torch.Tensor, weight: torch.Tensor, amp_dty
         what = f"input of {label_of(layer)} has dtype {dtype}, its weight {weight.dtype}"
         raise DTypeError(what, expected="one dtype", remedy="convert one of them, or run inside torch.autocast")
     return dtype if amp_dtype is None else amp_dtype
+
+
+def _misfit(layer: Any, shape: torch.Size, of_weight: torch.Size, bias: Any) -> ShapeError:
+    has, features, other = f"of {label_of(layer)} has shape", layer.in_features, "give the layer another one"
+    if len(of_weight) != 2 or (of_weight[1] != features and shape[-1:] == (features,)):
+        return ShapeError(f"weight {has} {tuple(of_weight)}", f"[*, {features}]", other)
+    if shape[-1:] != of_weight[1:]:
+        expected, remedy = f"a last dimension of {of_weight[1]}", "check the layer before this one"
+        return ShapeError(f"input {has} {tuple(shape)}", expected, remedy)
+    return ShapeError(f"bias {has} {tuple(bias.shape)}", f"({of_weight[0]},), as the weight", other)
 
 
 def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:

@@ -93,7 +93,7 @@ class Linear(torch.nn.Linear):
             OptionError: ``is_first_microbatch`` is something else.
         """
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-            raise OptionError(f"is_first_microbatch is {is_first_microbatch!r}", expected="True, False or None")
+            raise OptionError(f"is_first_microbatch is {is_first_microbatch!r:.80}", expected="True, False or None")
         # Asked once: whether somebody looks at what is called, a compiler perhaps.
         observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
@@ -109,7 +109,7 @@ class Linear(torch.nn.Linear):
             weight = weight.t()
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - asked for only there
         amp_dtype = autocast_dtype(weight, compiling)
-        dtype = checked_dtype(self, input, weight, amp_dtype)
+        dtype = checked_dtype(self, input, weight, bias, amp_dtype)
         primary = isinstance(weight, QuantizedTensorStorage)
         if primary and state.stateful and not compiling:
             quantizer = state.weight_quantizer(weight)
