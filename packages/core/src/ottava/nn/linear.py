@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import OptionError
+from ottava.errors import DTypeError, OptionError
 from ottava.kernels.direct import in_dual_level, is_direct
 from ottava.nn import function
 from ottava.nn.binding import Binding, Call, autocast_dtype, check_use, checked_dtype, main_grad_of
@@ -66,6 +66,8 @@ class Linear(torch.nn.Linear):
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> "Linear":
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
+        if not isinstance(linear, torch.nn.Module):
+            raise DTypeError(f"the layer is a {type(linear).__name__}", expected="a torch.nn.Module")
         made = cls.__new__(cls)
         made.__dict__ = linear.__dict__ | {"name": name, "_binding": Binding()}
         return made
