@@ -92,6 +92,30 @@ def test_training_with_state_is_refused(recipe: Any, strict: bool) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", mixed()], ids=["delayed", "mixed"])
+def test_a_block_that_never_ran_is_refused(recipe: Any, training: bool, strict: bool) -> None:
+    """The state would have to be made while the program is traced."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = ottava.nn.Linear(64, 64, name="first")
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with ottava.autocast(recipe):
+                return self.layer(x)
+
+    net, x = Net().train(training), torch.randn(8, 64)
+    with pytest.raises(UsageError, match=r"Linear 'first' has no state for 'delayed'.*ottava\.convert.*torch\.export"):
+        torch.export.export(net, (x,), strict=strict)
+    assert not net.layer.state_dict().keys() - {"weight", "bias"}
+    with torch.no_grad():
+        net.eval()(x)
+        assert torch.equal(torch.export.export(net, (x,), strict=strict).module()(x), net(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "delayed"])
 def test_training_without_state(recipe: str, strict: bool) -> None:
     """The forward pass, alone: there are no gradients of the parameters."""

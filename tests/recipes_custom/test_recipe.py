@@ -119,6 +119,8 @@ def test_a_factory_over_it_comes_first() -> None:
     [
         (lambda: CustomRecipe(3), DTypeError, "qfactory is a int"),
         (lambda: CustomRecipe(None), DTypeError, "qfactory is a NoneType"),
+        (lambda: CustomRecipe(lambda: None), DTypeError, r"qfactory cannot be called.*qfactory\(role\)"),
+        (lambda: CustomRecipe(lambda role, layer: None), DTypeError, "qfactory cannot be called.*'layer'"),
         (lambda: CustomRecipe("a/model.yaml"), OptionError, r"CustomRecipe.from_file\('a/model.yaml'\)"),
         (lambda: CustomRecipe("nonesuch"), RecipeNotFoundError, "quantizer factory 'nonesuch'"),
         (

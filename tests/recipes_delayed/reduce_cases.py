@@ -7,10 +7,13 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ottava
+from ottava.collectives import all_gather, all_reduce_max
+from ottava.errors import OptionError, UsageError
 from ottava_delayed import DelayedScaling
 from tests.ranks import Counted
 
@@ -104,6 +107,20 @@ def in_block_of_a_named_group(mesh: Any) -> None:
     rank, world = here(mesh)
     named = ottava.autocast(amax_reduction_group=dist.group.WORLD.group_name)
     steps(rank, world, named, None, list(range(world)))
+
+
+def without_a_group(mesh: Any) -> None:
+    """What is no group is named before any rank waits."""
+    for group in (3, object(), [0, 1], mesh):
+        for function in (all_reduce_max, all_gather):
+            with pytest.raises(OptionError, match=r"the group is .*new_group\(\).*get_group\(\)"):
+                function(torch.ones(2), group)
+    with pytest.raises(UsageError, match="no process group has the name 'some'"):
+        all_reduce_max(torch.ones(2), "some")
+    outside = dist.new_group([dist.get_world_size() - 1])
+    if dist.get_rank() == 0:
+        with pytest.raises(OptionError, match="this process is in"):
+            all_reduce_max(torch.ones(2), outside)
 
 
 def in_halves(mesh: Any) -> None:

@@ -14,6 +14,7 @@ CASES = {
         "in_default_group",
         "in_block",
         "in_block_of_a_named_group",
+        "without_a_group",
         "nested",
         "functions",
         "one_recipe_two_groups",

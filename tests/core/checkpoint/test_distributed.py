@@ -208,7 +208,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         with pytest.raises(DTypeError, match="path"):
             call({}, 3)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="no process group"):
-            call({}, tmp_path / "x", group=object())
+            call({}, tmp_path / "x", group="some")
+        for group in (object(), 3):
+            with pytest.raises(OptionError, match=r"the group is .*new_group\(\)"):
+                call({}, tmp_path / "x", group=group)
     with pytest.raises(UsageError, match=r"'a\.b'"):
         save_sharded({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, tmp_path / "saved")
     for step in (-1, True, 1.0):

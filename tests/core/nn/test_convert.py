@@ -141,10 +141,53 @@ def test_a_container_stands_for_what_is_in_it(recipe: Any, pattern: str) -> None
     assert type(model.head) is torch.nn.Linear
 
 
-@pytest.mark.parametrize("given", [3, 1.5, [1]])
-def test_a_filter_of_another_type_is_named(recipe: Any, given: Any) -> None:
-    with pytest.raises(DTypeError, match="include"):
-        ottava.convert(Model(), recipe, include=given)
+@pytest.mark.parametrize("name", ["include", "exclude"])
+@pytest.mark.parametrize(
+    "given",
+    [3, 1.5, [1], torch.nn.Linear, torch.nn.Linear(2, 2), lambda name: True, lambda a, b, c: True, len],
+    ids=lambda given: getattr(given, "__name__", type(given).__name__),
+)
+def test_a_filter_of_another_type_is_named(recipe: Any, given: Any, name: str) -> None:
+    model = Model()
+    with pytest.raises(DTypeError, match=rf"{name} (has|is|cannot be called).*name patterns or (a )?predicate"):
+        ottava.convert(model, recipe, **{name: given})
+    assert not any(isinstance(module, Linear) for module in model.modules())
+
+
+def test_a_pattern_without_letters_matches_nothing_but_a_bare_layer(recipe: Any) -> None:
+    for options in ({"include": ""}, {"exclude": ["head", ""]}):
+        with pytest.raises(OptionError, match="'' matches no module"):
+            ottava.convert(Model(), recipe, **options)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="in exclude"):
+        assert type(ottava.convert(torch.nn.Linear(4, 4), recipe, exclude="")) is torch.nn.Linear
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore:.*weights of products runs quantized")
+@pytest.mark.parametrize("primary", [False, True])
+def test_scripted_modules_are_left_alone(recipe: Any, primary: bool) -> None:
+    scripted = torch.jit.script(torch.nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+    assert ottava.convert(scripted, recipe) is scripted
+    model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), scripted), recipe, primary=primary)
+    assert (type(model[0]), model[1]) == (Linear, scripted)
+    assert "1.weight" in str(ottava.conversion_report(model))
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*weights of products runs quantized", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (None, "it has no weight"),
+        (torch.eye(4).to_sparse(), "dtype torch.float32 and layout torch.sparse_coo"),
+        (torch.eye(4).to_sparse_csr(), "layout torch.sparse_csr"),
+        (torch.eye(4).double(), "dtype torch.float64"),
+    ],
+)
+def test_linear_layers_with_other_weights_are_left_alone(recipe: Any, weight: Any, reason: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model[0].weight = None if weight is None else torch.nn.Parameter(weight)
+    assert type(ottava.convert(model, recipe)[0]) is torch.nn.Linear
+    assert reason in ottava.conversion_report(model).skipped["0"]
 
 
 def test_a_factory_that_raises_leaves_the_model_alone(recipe: Any) -> None:

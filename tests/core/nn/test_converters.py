@@ -117,6 +117,17 @@ def test_a_class_that_is_none_is_refused(cls: Any) -> None:
 def test_a_function_that_is_none_is_refused() -> None:
     with pytest.raises(DTypeError, match=r"the converter for .* is a str"):
         ottava.register_converter(Scaled, "from_linear")  # type: ignore[arg-type]
+    wrong: list[Any] = [torch.nn.Linear, Linear, torch.nn.Linear(2, 2), lambda module: module, lambda a, b, c: a]
+    for function in wrong:
+        with pytest.raises(DTypeError, match=r"the converter for .*Scaled.*a function of a module and its name"):
+            ottava.register_converter(Scaled, function)
+
+
+def test_only_modules_become_layers() -> None:
+    with pytest.raises(DTypeError, match=r"the layer is a NoneType.*torch\.nn\.Module"):
+        Linear.from_linear(None)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="NoneType"):
+        TransposedLinear.from_linear(None)  # type: ignore[arg-type]
 
 
 class Conv1D(torch.nn.Module):

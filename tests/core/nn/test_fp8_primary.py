@@ -286,6 +286,15 @@ def test_initial_values_are_kept_of_primary_weights_alone(recipe: Any) -> None:
         ottava.convert(model, recipe, keep_initial_values=True)
 
 
+@pytest.mark.parametrize("enabled", [1, None, "yes"])
+def test_enabled_is_a_bool(recipe: Any, enabled: Any) -> None:
+    with (
+        pytest.raises(OptionError, match=f"enabled is {enabled!r}"),
+        ottava.quantized_model_init(recipe, enabled=enabled),
+    ):
+        pytest.fail("it was entered")
+
+
 def test_a_block_that_quantizes_nothing_says_so(recipe: Any) -> None:
     with pytest.warns(UserWarning, match=r"quantized nothing: .* no ottava\.nn\.Linear") as caught:
         with quantized_model_init(recipe):

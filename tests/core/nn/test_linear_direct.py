@@ -128,7 +128,7 @@ def test_mistakes_are_still_named(recipe: Any) -> None:
                 layer(torch.randn(4, 15))
             with pytest.raises(ottava.errors.DeviceError, match="one device"):
                 layer(torch.randn(4, 16, device="meta"))
-            with pytest.raises(ottava.errors.DTypeError, match="input is a list"):
+            with pytest.raises(ottava.errors.DTypeError, match="input of Linear is a list"):
                 layer([1.0])
     layer.weight.data = layer.weight.data.double()
     with pytest.raises(ottava.errors.DTypeError, match=r"weight of Linear has dtype torch\.float64"):

@@ -193,6 +193,14 @@ def test_a_name_will_do_for_a_recipe() -> None:
         QuantizerRequest(3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [lambda: None, lambda role, layer: None, 3])
+def test_a_factory_that_takes_something_else_is_told(wrong: Any) -> None:
+    recipe = Rows()
+    with pytest.raises(DTypeError, match=r"the factory .*factory\(role\)"):
+        recipe.set_quantizer_factory(wrong)
+    assert recipe._factory is None
+
+
 @pytest.mark.parametrize("wrong", [3, "weight", Rows, Rows()])
 def test_a_factory_that_gives_something_else_is_told(wrong: Any) -> None:
     with pytest.raises(DTypeError, match=r"returned a \w+ for QuantizerRole.*QuantizerRequest"):

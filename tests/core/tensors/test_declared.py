@@ -14,6 +14,9 @@ import ottava
 from ottava import (
     Float8Tensor,
     Float8TensorStorage,
+    GridQuantizer,
+    GridTensorStorage,
+    Layout,
     QuantizedTensor,
     QuantizedTensorStorage,
     prepare_for_saving,
@@ -210,6 +213,37 @@ def test_what_is_left_out_has_its_default() -> None:
     assert Graded(bytes=None, dtype=torch.float32, grade=4)._grade == 4  # type: ignore[attr-defined]
     with pytest.raises(DTypeError, match=r"bytes is of torch.float32.*float8_e5m2"):
         Graded(bytes=torch.zeros(2, 2), dtype=torch.float32)
+
+
+class Tagged(GridTensorStorage):
+    """Data on a grid with a value that its quantizer need not say."""
+
+    static_fields = (*GridTensorStorage.static_fields, StaticField("_tag", "tag", default=3))
+
+
+class Labelled(GridTensorStorage):
+    """Data on a grid with a value that its quantizer has to say."""
+
+    static_fields = (*GridTensorStorage.static_fields, StaticField("_label", "label"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_quantizer_leaves_fields_to_their_defaults(compiled: bool) -> None:
+    quantizer = GridQuantizer(Layout(torch.float8_e4m3fn, (1, 32)))
+    quantizer.internal, x = True, torch.randn(8, 64)
+    expected = quantizer(x).dequantize()
+    quantizer.storage_class = Tagged  # type: ignore[misc]
+
+    def run(x: torch.Tensor) -> Any:
+        made = quantizer(x)
+        return made.dequantize(), made._tag
+
+    values, tag = torch.compile(run, backend="eager", fullgraph=True)(x) if compiled else run(x)
+    assert torch.equal(values, expected)
+    assert tag == 3
+    quantizer.storage_class = Labelled  # type: ignore[misc]
+    with pytest.raises(OptionError, match=r"Labelled was given no 'label'"):
+        quantizer(x)
 
 
 def test_keywords_that_nobody_declares_are_named() -> None:

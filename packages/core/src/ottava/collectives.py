@@ -25,12 +25,14 @@ process_groups_ready: Callable[[], bool] = dist.is_initialized if dist.is_availa
 def check_group(group: Any) -> None:
     """Refuse with an OptionError what is no process group that this process is in, no name of one, and not None."""
     if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
-        what, expected = f"amax_reduction_group is {group!r}", "a process group that this process is in, or None"
-        raise OptionError(what, expected, "pass what torch.distributed.new_group() returned on a member")
+        expected = "a process group that this process is in, the name of one, or None"
+        remedy = "pass what torch.distributed.new_group() returned on a member, or a mesh's get_group()"
+        raise OptionError(f"the group is {group!r}", expected, remedy)
 
 
 def find_group(group: Any) -> Any:
-    """The process group itself, of a group or the name of one; None stays None. A UsageError where there is none."""
+    """The process group itself, of a group or its name; None stays None. UsageError, OptionError: there is none."""
+    check_group(group)
     if group is not None and not process_groups_ready():
         what = f"the group {group!r} was given but no process group is initialized"
         raise UsageError(what, expected="torch.distributed.init_process_group() before, or no group")
@@ -55,7 +57,7 @@ def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
         group: a process group or its name (a name keeps no group alive); None is the default group.
 
     Raises:
-        UsageError: no process group is initialized.
+        UsageError, OptionError: no process group is initialized; ``group`` is none, or not this process's.
     """
     group = _ready(group)
     if dist.get_world_size(group) == 1:
@@ -74,7 +76,7 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
         group: as of :func:`all_reduce_max`.
 
     Raises:
-        UsageError: no process group is initialized.
+        UsageError, OptionError: no process group is initialized; ``group`` is none, or not this process's.
     """
     group = _ready(group)
     ranks = dist.get_world_size(group)
@@ -103,13 +105,11 @@ def _keep(*tensors: torch.Tensor) -> None:
 
 class Ranks:
     """The ranks of a group, or this process alone where there is none: what one of them fails in, fails on all.
-    UsageError where a group is given and none is initialized, or this process is not in it."""
+    UsageError where a group is given and none is initialized, OptionError where this process is not in it."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.alone = find_group(group), not process_groups_ready()
         self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(self.group), dist.get_world_size(self.group))
-        if self.rank < 0:
-            raise UsageError("this process is not in the group", expected="a group with all that save or load")
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, which are pickled on their way."""

@@ -1,6 +1,7 @@
 """Typed errors. Each message names what was wrong, what was expected and the remedy."""
 
 import contextlib
+import inspect
 from collections import abc
 from typing import Any
 
@@ -92,6 +93,15 @@ def named(what: object) -> abc.Iterator[None]:
         if str(what) in error.what:
             raise
         raise type(error)(f"{what}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+
+
+def check_takes(function: Any, what: str, expected: str, *arguments: Any, refused: Any = ()) -> None:
+    """Refuse with a DTypeError what cannot be called with ``arguments``, or is one of the ``refused`` kinds."""
+    if not callable(function) or isinstance(function, refused):
+        raise DTypeError(f"{what} is a {type(function).__name__}", expected=expected)
+    # Some functions of C have no signature.
+    with translated(f"{what} cannot be called", expected, to=DTypeError, of=TypeError), contextlib.suppress(ValueError):
+        inspect.signature(function).bind(*arguments)
 
 
 def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:

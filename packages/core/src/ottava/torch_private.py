@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ottava.errors import BackendError
+from ottava.errors import BackendError, UsageError
 
 #: Name in this module -> the private name below ``torch``, and what serves without it.
 PRIVATE: dict[str, tuple[str, str]] = {}
@@ -168,6 +168,12 @@ def constant_to_compiler(function: _Function) -> _Function:
     which imports the compiler, and that takes seconds. A compiler that knows no such mark breaks its graph there."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing
+def refuse_export(what: str, expected: str, remedy: str) -> None:
+    """Raise a UsageError, in code that is being exported."""
+    raise UsageError(what, expected=expected, remedy=remedy)
 
 
 def aten_overloads(*names: str) -> list[Any]:

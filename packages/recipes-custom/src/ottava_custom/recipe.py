@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ottava.errors import DTypeError, OptionError
+from ottava.errors import DTypeError, OptionError, check_takes
 from ottava.recipes import Explanation, QuantizerRequest, QuantizerRole, Recipe, RecipeRule, registry
 from ottava.tensors import Quantizer
 
@@ -21,7 +21,7 @@ class CustomRecipe(Recipe):
             another recipe would use, one that keeps state included. The name of a published factory will do.
 
     Raises:
-        DTypeError: ``qfactory`` is neither callable nor a name.
+        DTypeError: ``qfactory`` is neither a function of a role nor a name.
         OptionError: it is the path of a file.
         RecipeNotFoundError, PluginError: as of :func:`ottava.get_quantizer_factory`.
 
@@ -42,6 +42,7 @@ class CustomRecipe(Recipe):
         if not callable(self.qfactory):
             remedy = "for a recipe file, use CustomRecipe.from_file(path)"
             raise DTypeError(f"qfactory is a {type(self.qfactory).__name__}", expected=expected, remedy=remedy)
+        check_takes(self.qfactory, "qfactory", expected, None)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> CustomRecipe:

@@ -129,7 +129,7 @@ def save_sharded(state: _State, path: AnyPath, *, group: Any = None, overwrite: 
     Raises:
         CheckpointError: ``path`` exists or cannot be written, or another rank failed.
         DTypeError, ShapeError: the state holds what is no tensor and no JSON, or shards that cut blocks; it is named.
-        UsageError: the ranks differ in what has to be equal.
+        UsageError, OptionError: the ranks differ in what has to be equal; ``group`` is none, or not this process's.
     """
     from ottava.checkpoint.storage import FolderWriter
 

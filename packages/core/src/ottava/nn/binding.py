@@ -28,6 +28,7 @@ from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_tas
 
 # Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
 _KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
+_STRIDED = torch.strided
 _WITH_AUTOCAST = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
 
 
@@ -285,18 +286,27 @@ def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
-def checked_dtype(layer: Any, input: torch.Tensor, weight: torch.Tensor, amp_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a layer computes in; a ShapeError, DTypeError or DeviceError where the input does not fit it."""
+def checked_dtype(
+    layer: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any, amp_dtype: torch.dtype | None
+) -> torch.dtype:
+    """The dtype that a layer computes in; a ShapeError, DTypeError or DeviceError where its operands do not fit."""
     if not isinstance(input, torch.Tensor):
-        check_high_precision(input)
-    if input.is_nested:
+        check_high_precision(input, f"input of {label_of(layer)}")
+    if input.is_nested or input.layout is not _STRIDED:
         check_dense(input, f"input of {label_of(layer)}")
-    if input.dim() == 0 or input.shape[-1] != layer.in_features:
-        what, remedy = f"input of {label_of(layer)} has shape {tuple(input.shape)}", "check the layer before this one"
-        raise ShapeError(what, expected=f"a last dimension of {layer.in_features}", remedy=remedy)
-    if input.device != weight.device:
-        what = f"input of {label_of(layer)} is on {input.device}, its weight on {weight.device}"
-        remedy = f"move one of them, for example input.to({str(weight.device)!r})"
+    shape = input.shape
+    try:
+        rows, columns = weight.shape
+    except ValueError:
+        rows = columns = -1
+    # As many values of a bias are read as the weight has rows.
+    if not shape or shape[-1] != columns or (bias is not None and bias.numel() != rows):
+        raise _misfit(layer, shape, weight.shape, bias)
+    device = weight.device
+    if input.device != device or (bias is not None and bias.device != device):
+        name, other = ("input", input) if input.device != device else ("bias", bias)
+        what = f"{name} of {label_of(layer)} is on {other.device}, its weight on {device}"
+        remedy = f"move one of them, for example {name}.to({str(device)!r})"
         raise DeviceError(what, expected="one device", remedy=remedy)
     dtype = input.dtype
     same = dtype == weight.dtype
@@ -309,12 +319,23 @@ def checked_dtype(layer: Any, input: torch.Tensor, weight: torch.Tensor, amp_dty
     return dtype if amp_dtype is None else amp_dtype
 
 
+def _misfit(layer: Any, shape: torch.Size, of_weight: torch.Size, bias: Any) -> ShapeError:
+    has, features, other = f"of {label_of(layer)} has shape", layer.in_features, "give the layer another one"
+    if len(of_weight) != 2 or (of_weight[1] != features and shape[-1:] == (features,)):
+        return ShapeError(f"weight {has} {tuple(of_weight)}", f"[*, {features}]", other)
+    if shape[-1:] != of_weight[1:]:
+        expected, remedy = f"a last dimension of {of_weight[1]}", "check the layer before this one"
+        return ShapeError(f"input {has} {tuple(shape)}", expected, remedy)
+    return ShapeError(f"bias {has} {tuple(bias.shape)}", f"({of_weight[0]},), as the weight", other)
+
+
 def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive: a
     transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
-            _refuse_training(label_of(layer))
+            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
+            torch_private.refuse_export(what, "a model in evaluation", "call model.eval() before torch.export")
         return
     name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
     found = f"{name}, a transform of torch.func," if name else None
@@ -325,12 +346,6 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     if found is not None:
         what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
         raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
-
-
-@torch_private.constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing
-def _refuse_training(label: str) -> None:
-    what = f"{label} is in training mode, and torch.export writes no steps for its recipe's state"
-    raise UsageError(what, expected="a model in evaluation", remedy="call model.eval() before torch.export")
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:

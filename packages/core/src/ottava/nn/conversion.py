@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ottava.errors import DTypeError, OptionError, UsageError, listed
+from ottava.errors import DTypeError, OptionError, UsageError, check_takes, listed
 from ottava.nn.converted import ConvertedModel, begins_steps
-from ottava.nn.converters import converted, is_convertible, refusal
+from ottava.nn.converters import NO_FUNCTIONS, converted, is_convertible, refusal
 from ottava.nn.linear import Linear
 from ottava.nn.loading import OF_STATE, fill_in_states
 from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
@@ -54,9 +54,14 @@ def _heads(model: torch.nn.Module) -> set[str]:
 
 def _matcher(model: torch.nn.Module, given: Filter | None, what: str) -> Predicate | None:
     """A predicate for a filter that was given. Patterns that match no module are mistakes."""
-    if given is None or callable(given):
+    if given is None:
+        return None
+    if callable(given):
+        expected = "name patterns or predicate(name, module)"
+        check_takes(given, f"the predicate {what}", expected, "", model, refused=NO_FUNCTIONS)
         return given
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    # The name of a whole model, "", would match nothing in it.
+    names = [n for n, module in model.named_modules(remove_duplicate=False) if n or is_convertible(module)]
     matched: set[str] = set()
     for pattern in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
         if pattern == HEADS:
@@ -124,10 +129,10 @@ def convert(
         layer._binding.bind(layer, chosen, states[module])
     for parent in [*model.modules(), *replacements.values()]:
         parent.__dict__.pop(LEFT_ALONE, None)
-        parent._modules.update({name: replacements[m] for name, m in parent._modules.items() if m in replacements})
+        _swap(parent._modules, replacements)
     result: Any = replacements.get(model, model)
     for owner in result.modules():
-        owner._parameters.update({name: weights[p] for name, p in owner._parameters.items() if p in weights})
+        _swap(owner._parameters, weights)
     if any(state.stateful for state in states.values()):
         if not isinstance(result, ConvertedModel):
             result.register_load_state_dict_pre_hook(fill_in_states)
@@ -139,6 +144,12 @@ def convert(
         module.__dict__[LEFT_ALONE] = reason
     _warn(conversion_report(result))
     return result  # type: ignore[no-any-return]
+
+
+def _swap(held: Any, made: dict[Any, Any]) -> None:
+    for name, old in list(held.items()):  # of a dict, or of what a scripted module has for one
+        if old in made:
+            held[name] = made[old]
 
 
 def _replacements(

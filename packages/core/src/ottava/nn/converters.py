@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DTypeError, ShapeError
+from ottava.errors import DTypeError, ShapeError, check_takes
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
 from ottava.tensors import QuantizedTensor
@@ -13,6 +13,8 @@ from ottava.tensors import QuantizedTensor
 Converter = Callable[[torch.nn.Module, str], Linear | str]
 # By class, or by its qualified name, so that the class need not be imported.
 _CONVERTERS: dict[type | str, Converter] = {}
+#: What can be called, with other arguments than a function of modules.
+NO_FUNCTIONS = (type, torch.nn.Module)
 # Where tensor subclasses are defined that layers are known to work with: tensors that are traced, DTensors, Ottava's.
 _KNOWN_SUBCLASSES = ("torch._subclasses.", "torch.distributed.", "ottava.")
 
@@ -29,15 +31,14 @@ def register_converter(cls: type[torch.nn.Module] | str, function: Converter) ->
             raises comes out of :func:`convert`, before anything is changed.
 
     Raises:
-        DTypeError: ``cls`` is neither a class of modules nor a qualified name, or ``function`` cannot be called.
+        DTypeError: ``cls`` is neither a class of modules nor a qualified name, or ``function`` no such function.
     """
     qualified = isinstance(cls, str) and "." in cls.strip(".")
     if not qualified and not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         expected = "a subclass of torch.nn.Module, or the name of one as 'package.module.Class'"
         raise DTypeError(f"a converter was registered for {cls!r}", expected=expected)
-    if not callable(function):
-        what = f"the converter for {cls!r} is a {type(function).__name__}"
-        raise DTypeError(what, expected="a function of a module and its name")
+    what, expected = f"the converter for {cls!r}", "a function of a module and its name"
+    check_takes(function, what, expected, None, "", refused=NO_FUNCTIONS)
     _CONVERTERS[cls] = function
 
 
@@ -56,13 +57,15 @@ def refusal(module: torch.nn.Module) -> str | None:
         return f"is a subclass, {type(module).__name__}, whose behaviour would be lost"
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance, which would go on running the old module"
+    if getattr(module, "weight", module) is None:
+        return "it has no weight"
     for weight in (p for p in module._parameters.values() if p is not None and p.dim() > 1):
         cls = type(weight)
         known = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
         if not known and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with operators of its own"
-        if weight.dtype not in HIGH_PRECISION:
-            return f"its weight has dtype {weight.dtype}"
+        if weight.dtype not in HIGH_PRECISION or weight.layout != torch.strided:
+            return f"its weight has dtype {weight.dtype} and layout {weight.layout}"
     return None
 
 
@@ -96,7 +99,7 @@ class TransposedLinear(Linear):
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
         """This class around a module with a ``bias`` or none: same parameters, hooks, mode. A ShapeError where its
         ``weight`` is no matrix."""
-        weight = linear._parameters.get("weight")
+        weight = getattr(linear, "_parameters", {}).get("weight")
         if weight is None or weight.dim() != 2:
             what = f"{type(linear).__name__} {name!r} has no parameter 'weight' of two dimensions"
             raise ShapeError(what, expected="a matrix [in_features, out_features]")

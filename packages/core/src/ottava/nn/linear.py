@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import OptionError
+from ottava.errors import DTypeError, OptionError
 from ottava.kernels.direct import in_dual_level, is_direct
 from ottava.nn import function
 from ottava.nn.binding import Binding, Call, autocast_dtype, check_use, checked_dtype, main_grad_of
@@ -66,6 +66,8 @@ class Linear(torch.nn.Linear):
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> "Linear":
         """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
+        if not isinstance(linear, torch.nn.Module):
+            raise DTypeError(f"the layer is a {type(linear).__name__}", expected="a torch.nn.Module")
         made = cls.__new__(cls)
         made.__dict__ = linear.__dict__ | {"name": name, "_binding": Binding()}
         return made
@@ -93,7 +95,7 @@ class Linear(torch.nn.Linear):
             OptionError: ``is_first_microbatch`` is something else.
         """
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-            raise OptionError(f"is_first_microbatch is {is_first_microbatch!r}", expected="True, False or None")
+            raise OptionError(f"is_first_microbatch is {is_first_microbatch!r:.80}", expected="True, False or None")
         # Asked once: whether somebody looks at what is called, a compiler perhaps.
         observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
@@ -109,7 +111,7 @@ class Linear(torch.nn.Linear):
             weight = weight.t()
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - asked for only there
         amp_dtype = autocast_dtype(weight, compiling)
-        dtype = checked_dtype(self, input, weight, amp_dtype)
+        dtype = checked_dtype(self, input, weight, bias, amp_dtype)
         primary = isinstance(weight, QuantizedTensorStorage)
         if primary and state.stateful and not compiling:
             quantizer = state.weight_quantizer(weight)

@@ -15,6 +15,7 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
+from ottava.tensors.declaration import check_flag
 from ottava.torch_private import local_tensor, set_local_tensor, share_hooks
 
 
@@ -67,6 +68,7 @@ def quantized_model_init(recipe: Recipe | str | os.PathLike[str], *, enabled: bo
     layers is not affected, and a ``UserWarning`` says so where nothing was quantized. A ``recipe`` that is none is
     refused as by :func:`~ottava.get_recipe`.
     """
+    check_flag("enabled", enabled)
     quantized: list[str] = []
     outer, token = _innermost.get(), _innermost.set((as_recipe(recipe), quantized) if enabled else None)
     try:

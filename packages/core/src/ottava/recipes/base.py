@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ottava.errors import DTypeError, OptionError, PluginError, translated
+from ottava.errors import DTypeError, OptionError, PluginError, check_takes, translated
 from ottava.recipes.registry import RECIPE, get_quantizer_factory, is_path, provided, reader_of
 from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule, words
 from ottava.recipes.state import RecipeState
@@ -56,8 +56,8 @@ class Recipe(ABC):
         """
         if isinstance(factory, str):
             factory = get_quantizer_factory(factory)
-        if factory is not None and not callable(factory):
-            raise DTypeError(f"the factory is a {type(factory).__name__}", "a callable factory(role), or a name")
+        if factory is not None:
+            check_takes(factory, "the factory", "a callable factory(role), or a name", None)
         # Recipes may be frozen dataclasses: their fields say what they do, the factory is set over them.
         object.__setattr__(self, "_factory", factory)
 

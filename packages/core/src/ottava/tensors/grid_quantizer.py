@@ -110,7 +110,9 @@ class GridQuantizer(Quantizer):
         spec = None if compiling else patterns.get((self.storage_class, dtype, place, *fields.values()))
         if spec is None:
             known = fields | {"dtype": dtype, "values_from_columns": False}
-            static = tuple([known[field.argument] for field in self.storage_class.static_fields])
+            static = tuple([known.get(field.argument, field.default) for field in self.storage_class.static_fields])
+            if ... in static:
+                self.storage_class(**fields)  # says what it was not given
             if compiling:
                 return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
             spec = StorageSpec(self.storage_class, static, None).pattern(tensors)
