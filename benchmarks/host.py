@@ -140,7 +140,7 @@ def _steps(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[st
 
 
 def measure(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, rounds: int = 150, calls: int = 10
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, rounds: int = 300, calls: int = 10
 ) -> list[dict[str, object]]:
     """One row for each step and each installed recipe: Python calls, microseconds, and how many times ``nn.Linear``'s.
 
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32")
     parser.add_argument("--shape", type=int, nargs=3, metavar=("ROWS", "IN", "OUT"), default=(16, 64, 64))
-    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
     device = torch.device(options.device)
