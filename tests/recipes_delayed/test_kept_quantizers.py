@@ -79,6 +79,16 @@ def test_copies_have_their_own() -> None:
     assert_of(layer.recipe_state)
 
 
+def test_replicas_have_their_own() -> None:
+    """As torch.nn.DataParallel makes them, which then gives them buffers on other devices."""
+    state = used_layer().recipe_state
+    before = state.quantizer("input", rowwise=True, columnwise=False)
+    replica = state._replicate_for_data_parallel()
+    replica.scale = state.scale + 1
+    assert replica.quantizer("input", rowwise=True, columnwise=False).scale == before.scale + 1
+    assert state.quantizer("input", rowwise=True, columnwise=False) is before
+
+
 def test_a_layer_that_moves() -> None:
     layer = used_layer()
     layer.to("meta")

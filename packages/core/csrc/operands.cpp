@@ -325,7 +325,10 @@ PyObject* planned_product(PyObject* const* given) {
     if (biased && !plan.scaled) {
         const Owned begun(allocate(plan.shape, 2, dlpack::kFloat32, made));
         if (begun.get() == nullptr) return nullptr;
-        repeat32(bias.view.data, bias_dtype, plan.shape[0], plan.shape[1], static_cast<float*>(made.data));
+        {
+            const Unlocked unlocked(made.size);
+            repeat32(bias.view.data, bias_dtype, plan.shape[0], plan.shape[1], static_cast<float*>(made.data), threads);
+        }
         return PyObject_CallMethodObjArgs(begun.get(), torch.addmm, left, right, nullptr);
     }
     Owned sums(PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr));

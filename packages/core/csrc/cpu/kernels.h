@@ -165,7 +165,7 @@ void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, int threads);
 // `rows` times the same row, in float32.
-void repeat32(const void* row, Dtype dtype, int64_t rows, int64_t cols, float* out);
+void repeat32(const void* row, Dtype dtype, int64_t rows, int64_t cols, float* out, int threads);
 // What follows a product: `sums * (scale_a * scale_b) + bias` in float32, rounded once. `out` may be the sums.
 void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scale_a, const float* scale_b,  // optional
                 const void* bias, Dtype bias_dtype,  // one for each column; optional

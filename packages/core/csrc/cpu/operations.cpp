@@ -263,13 +263,16 @@ void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scal
     });
 }
 
-void repeat32(const void* row, Dtype dtype, int64_t rows, int64_t cols, float* out) {
+void repeat32(const void* row, Dtype dtype, int64_t rows, int64_t cols, float* out, int threads) {
     if (rows * cols == 0) return;
+    const size_t bytes = static_cast<size_t>(cols) * sizeof(float);
     if (dtype == Dtype::float32)
-        memcpy(out, row, static_cast<size_t>(cols) * sizeof(float));
+        memcpy(out, row, bytes);
     else
         active_kernels().round_to(row, dtype, cols, Dtype::float32, out);
-    for (int64_t i = 1; i < rows; ++i) memcpy(out + i * cols, out, static_cast<size_t>(cols) * sizeof(float));
+    in_parallel(rows - 1, rows * cols, threads, [&](int64_t begin, int64_t end, int) {
+        for (int64_t i = begin; i < end; ++i) memcpy(out + (i + 1) * cols, out, bytes);
+    });
 }
 
 void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, int threads) {
