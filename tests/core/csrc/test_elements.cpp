@@ -203,6 +203,39 @@ void test_update() {
         }
 }
 
+// Histories of any length and number of slots, in memory that ends with them, against one slot after the other.
+void test_histories() {
+    std::mt19937 random(5);
+    std::uniform_real_distribution<float> amax(0.5f, 400.0f);
+    for (const size_t slots : {1, 2, 3, 4, 7, 30})
+        for (const size_t length : {1, 2, 16, 17, 18, 33, 49, 50, 1024}) {
+            const size_t size = slots * length;
+            Buffer<float> history(static_cast<int64_t>(size)), scale(static_cast<int64_t>(slots));
+            const std::vector<float> maxima(slots, 448.0f);
+            std::vector<float> expected(size), scales(slots, 3.0f);
+            for (size_t i = 0; i < size; ++i) history.set(i, expected[i] = random() % 9 == 0 ? 0.0f : amax(random));
+            for (size_t slot = 0; slot < slots; ++slot) {
+                scale.set(slot, 3.0f);
+                const float seen = expected[slot];
+                if (seen == 0.0f) continue;
+                float largest = seen;
+                for (size_t i = slot + slots; i < size; i += slots) {
+                    largest = std::max(largest, expected[i]);
+                    expected[i - slots] = expected[i];
+                }
+                expected[size - slots + slot] = seen;
+                expected[slot] = 0.0f;
+                scales[slot] = 448.0f / largest;
+            }
+            const HistorySlots tensor{scale.data(), history.data(), static_cast<int64_t>(slots)};
+            update_scales(&tensor, 1, static_cast<int64_t>(length), maxima.data(), false, nullptr);
+            for (size_t i = 0; i < size; ++i)
+                check("history", static_cast<int64_t>(i), bits_as<uint32_t>(history.get(i)), bits_as<uint32_t>(expected[i]));
+            for (size_t i = 0; i < slots; ++i)
+                check("its scale", static_cast<int64_t>(i), bits_as<uint32_t>(scale.get(i)), bits_as<uint32_t>(scales[i]));
+        }
+}
+
 void test_decode(Dtype dtype, Fp8 format) {
     const std::string label = name("decode", dtype, format);
     for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{33}, int64_t{256}, int64_t{70001}})
@@ -251,6 +284,7 @@ void test_element_numerics() {
 }
 
 void test_elements() {
+    test_histories();
     for (const Dtype dtype : kDtypes) {
         test_amax(dtype);
         for (const Fp8 format : kFormats) {
