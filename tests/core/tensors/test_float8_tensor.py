@@ -315,6 +315,21 @@ def test_layouts_nest() -> None:
     assert not columnwise_is_transpose(cpu)
 
 
+def test_a_forced_layout_is_that_of_the_storages_of_its_block_alone(quantizer: Quantizer) -> None:
+    """Whatever was made before it: bare storages take what they have in common from an earlier one."""
+    rows = quantizer.with_usage(True, False)
+    rows.internal = True
+
+    def serves_columns() -> bool:
+        return bool(rows.make_empty((4, 6)).get_usages()["columnwise"])
+
+    with columnwise_layout("shared"):
+        assert serves_columns()
+        with columnwise_layout("transpose"):
+            assert not serves_columns()
+        assert serves_columns()
+
+
 def test_bytes_that_are_gathered_again_outdate_the_transpose(x: torch.Tensor, quantizer: Quantizer) -> None:
     """The memory of a gather is filled again below torch: the tensor around it is told."""
     with columnwise_layout("transpose"):
