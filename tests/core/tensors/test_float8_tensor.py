@@ -273,9 +273,10 @@ class TestTransposeValidity:
         assert torch.equal(view._data, held._data.as_strided(*strides))
         assert view._transpose is None or torch.equal(view._transpose, view._data.movedim(-1, 0))
 
-    def test_a_part_is_copied_into_zeros_as_it_is(self, held: Float8Tensor) -> None:
-        """As where a shard is padded: the part has no transpose, and its own amax is another."""
-        padded = held.new_zeros((3, 6))
+    @pytest.mark.parametrize("rows", [2, 3])
+    def test_a_part_is_copied_into_zeros_as_it_is(self, held: Float8Tensor, rows: int) -> None:
+        """As where a shard is padded, perhaps by nothing: the part has no transpose, and its own amax is another."""
+        padded = held.new_zeros((rows, 6))
         padded[:2].copy_(held[:2])
         assert torch.equal(padded._data[:2], held._data[:2])
         assert torch.equal(padded._scale_inv, held._scale_inv)
