@@ -146,9 +146,9 @@ def test_new_tensors_by_a_quantizer_of_another_layout_are_plain(block: tuple[int
 
 
 def test_new_tensors_share_scales_of_all_rows_where_they_have_as_many_columns() -> None:
-    tensor = COLUMNS(torch.randn(16, 32))
-    assert torch.equal(tensor.new_zeros(8, 32)._columnwise_scale_inv, tensor._columnwise_scale_inv)
-    assert torch.equal(tensor.new_zeros(8, 4)._columnwise_scale_inv, torch.ones(1, 4))
+    tensor = BANDS(torch.randn(16, 32))
+    assert torch.equal(tensor.new_zeros(8, 32)._rowwise_scale_inv, tensor._rowwise_scale_inv)
+    assert torch.equal(tensor.new_zeros(8, 4)._rowwise_scale_inv, torch.ones(1, 1))
 
 
 SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
