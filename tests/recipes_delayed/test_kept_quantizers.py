@@ -117,6 +117,20 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     layer(x).sum().backward()
 
 
+def test_quantizers_of_a_factory_are_not_kept() -> None:
+    """Whoever gave one may change it between calls."""
+    own, recipe = Float8Quantizer(torch.ones(1), torch.zeros(1), torch.float8_e5m2), DelayedScaling(amax_history_len=4)
+    recipe.set_quantizer_factory(lambda role: own if role.tensor_type == "input" else None)
+    layer = ottava.nn.Linear(16, 16, recipe=recipe)
+    x = torch.randn(4, 16)
+    with torch.no_grad():
+        first = layer(x)
+        own.scale = torch.full((1,), 1e4)
+        assert not torch.equal(layer(x), first)
+        own.scale = torch.ones(1)
+        assert torch.equal(layer(x), first)
+
+
 def test_a_state_that_was_exchanged_is_looked_at() -> None:
     quantizer = Float8Quantizer(torch.ones(()), torch.zeros(()), torch.float8_e4m3fn)
     x = torch.randn(4, 16)

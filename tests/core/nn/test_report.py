@@ -116,6 +116,13 @@ def test_the_model_as_it_is_now(recipe: Any) -> None:
     assert ottava.conversion_report(model).skipped == {"up": "no recipe is bound"}
 
 
+def test_a_layer_does_not_inherit_why_its_module_was_left_alone(recipe: Any) -> None:
+    model = ottava.convert(Model(), recipe, exclude="down")
+    ottava.convert(model, recipe)
+    model.down.bind(None)
+    assert ottava.conversion_report(model).skipped == {"down": "no recipe is bound"}
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_reasons_stay_known(recipe: Any, copied: Any) -> None:
     model = copied(ottava.convert(Model(), recipe, include="up"))

@@ -9,7 +9,7 @@ import pytest
 from fake_plugins import GOOD, RECIPE, hook, offers, plugin
 
 import ottava
-from ottava.errors import DuplicateRecipeError, PluginError
+from ottava.errors import DuplicateRecipeError, PluginError, RecipeNotFoundError
 from ottava.recipes import registry
 from ottava.recipes.registry import PluginStatus
 
@@ -230,3 +230,18 @@ def test_reading_imports_no_recipe(site: Path) -> None:
     assert "mine" in names()
     assert "aaa_good" in sys.modules
     assert "aaa_good_impl" not in sys.modules
+
+
+def test_a_region_sees_packages_that_changed(site: Path) -> None:
+    """A name stands for one recipe as long as the packages are the same, and for the one of the new ones then."""
+    healthy(site, "acme-fp8", "thing")
+    first, again = ottava.autocast("thing")._recipe, ottava.autocast("thing")._recipe
+    assert first is again
+    (site / "acme_fp8_impl.py").write_text(f"{RECIPE}\n    changed = True\n")
+    del sys.modules["acme_fp8_impl"]
+    registry.reload()
+    assert ottava.autocast("thing")._recipe.changed  # type: ignore[union-attr]
+    (site / "acme_fp8-1.2.dist-info" / "entry_points.txt").unlink()
+    registry.reload()
+    with pytest.raises(RecipeNotFoundError):
+        ottava.autocast("thing")

@@ -273,9 +273,10 @@ class TestTransposeValidity:
         assert torch.equal(view._data, held._data.as_strided(*strides))
         assert view._transpose is None or torch.equal(view._transpose, view._data.movedim(-1, 0))
 
-    def test_a_part_is_copied_into_zeros_as_it_is(self, held: Float8Tensor) -> None:
-        """As where a shard is padded: the part has no transpose, and its own amax is another."""
-        padded = held.new_zeros((3, 6))
+    @pytest.mark.parametrize("rows", [2, 3])
+    def test_a_part_is_copied_into_zeros_as_it_is(self, held: Float8Tensor, rows: int) -> None:
+        """As where a shard is padded, perhaps by nothing: the part has no transpose, and its own amax is another."""
+        padded = held.new_zeros((rows, 6))
         padded[:2].copy_(held[:2])
         assert torch.equal(padded._data[:2], held._data[:2])
         assert torch.equal(padded._scale_inv, held._scale_inv)
@@ -313,6 +314,21 @@ def test_layouts_nest() -> None:
             assert not columnwise_is_transpose(cpu)
         assert columnwise_is_transpose(cpu)
     assert not columnwise_is_transpose(cpu)
+
+
+def test_a_forced_layout_is_that_of_the_storages_of_its_block_alone(quantizer: Quantizer) -> None:
+    """Whatever was made before it: bare storages take what they have in common from an earlier one."""
+    rows = quantizer.with_usage(True, False)
+    rows.internal = True
+
+    def serves_columns() -> bool:
+        return bool(rows.make_empty((4, 6)).get_usages()["columnwise"])
+
+    with columnwise_layout("shared"):
+        assert serves_columns()
+        with columnwise_layout("transpose"):
+            assert not serves_columns()
+        assert serves_columns()
 
 
 def test_bytes_that_are_gathered_again_outdate_the_transpose(x: torch.Tensor, quantizer: Quantizer) -> None:

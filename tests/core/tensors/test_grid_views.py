@@ -136,6 +136,21 @@ def test_columns_alone_are_taken_for_both_usages() -> None:
         assert tensor.new_zeros(4, 4).nbytes == 4 * 4 + 4
 
 
+@pytest.mark.parametrize("block", [(1, 16), (1, 32)], ids=str)
+def test_new_tensors_by_a_quantizer_of_another_layout_are_plain(block: tuple[int, int]) -> None:
+    """Its blocks or its elements are not those of the tensor that they are made like."""
+    tensor = GridQuantizer(Layout(E4M3, (1, 32)), columnwise=False)(torch.randn(4, 64))
+    tensor.update_quantizer(GridQuantizer(Layout(torch.float8_e5m2, block), columnwise=False))
+    for made in (tensor.new_zeros(6, 64), tensor.new_empty(4, 64)):
+        assert type(made) is torch.Tensor
+
+
+def test_new_tensors_share_scales_of_all_rows_where_they_have_as_many_columns() -> None:
+    tensor = BANDS(torch.randn(16, 32))
+    assert torch.equal(tensor.new_zeros(8, 32)._rowwise_scale_inv, tensor._rowwise_scale_inv)
+    assert torch.equal(tensor.new_zeros(8, 4)._rowwise_scale_inv, torch.ones(1, 1))
+
+
 SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reshape": lambda t: t.reshape(-1),
     "reshape, rows": lambda t: t.reshape(4, -1),

@@ -181,6 +181,17 @@ def test_padding_has_the_class_and_what_rows_share(quantizer: Any) -> None:
     assert type(torch.zeros_like(tensor)) is torch.Tensor
 
 
+@BOTH
+def test_tensors_that_leave_the_meta_device_keep_the_class(quantizer: Any) -> None:
+    """As ``Module.to_empty`` makes them; what their rows share has no values that they could take over."""
+    tensor = quantizer(torch.randn(4, 8)).to("meta")
+    for made in (torch.empty_like(tensor, device="cpu"), tensor.new_zeros((6, 8), device="cpu")):
+        assert type(made) is type(tensor)
+        assert made.device.type == "cpu"
+        made.copy_(torch.full(made.shape, 3.0))
+        assert torch.equal(made.dequantize(), quantizer(torch.full(made.shape, 3.0)).dequantize())
+
+
 def test_blocks_are_not_cut() -> None:
     tensor = BlockTensor(
         codes=torch.arange(20, dtype=torch.uint8).view(5, 4),
