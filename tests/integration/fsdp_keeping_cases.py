@@ -301,6 +301,11 @@ def refused(mesh: Any) -> None:
         net = sharded(made(recipe, gathered=True), mesh, "root", mp_policy=MixedPrecisionPolicy(torch.float64))
         with pytest.raises(DTypeError, match=r"gathered in torch\.float64"):
             net(next(batches(1))[0])
+    # Shards of it, whose largest magnitudes all ranks would reduce.
+    for recipe in ("current", "delayed"):
+        made_wide, policy = made(recipe, gathered=True).double(), MixedPrecisionPolicy(torch.bfloat16)
+        with pytest.raises(DTypeError, match=r"a sharded weight has dtype torch\.float64"):
+            sharded(made_wide, mesh, "root", mp_policy=policy)(next(batches(1))[0])
     # Columns in place of rows; and what torch does not do for tensors that gather themselves.
     for recipe in RECIPES:
         net = sharded(made(recipe, gathered=True), mesh, "root", shard_placement_fn=by_columns)

@@ -213,6 +213,25 @@ def one_recipe_two_groups(mesh: Any) -> None:
                 assert layer.recipe_state.scale[0] == torch.div(torch.tensor(448.0), largest), step
 
 
+def loaded_after_evaluation(mesh: Any) -> None:
+    """Layers that only evaluated in a block, and were loaded then, begin their first step together, with it."""
+    rank, world = here(mesh)
+    recipe = DelayedScaling(amax_history_len=3)
+    # In a model that nobody converted.
+    trained, net = (torch.nn.Sequential(*(ottava.nn.Linear(16, 16) for _ in range(3))) for _ in range(2))
+    with ottava.autocast(recipe):
+        trained(shard(0, rank)).sum().backward()
+    with torch.no_grad(), ottava.autocast(recipe):
+        net(shard(0, rank))
+    net.load_state_dict(trained.state_dict())
+    with Counted() as reductions, ottava.autocast(recipe):
+        net(shard(1, rank))
+    assert reductions.count == 1, reductions.count
+    largest = torch.stack([shard(0, r).abs().max() for r in range(world)]).max()
+    assert net[0].recipe_state.scale[0] == torch.div(torch.tensor(448.0), largest)
+    same_on(list(range(world)), None, scales(net))
+
+
 def given_up(mesh: Any) -> None:
     """A model in a reference cycle, which the garbage collector takes from one rank alone before the next step."""
     rank, _ = here(mesh)

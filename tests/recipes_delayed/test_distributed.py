@@ -19,6 +19,7 @@ CASES = {
         "functions",
         "one_recipe_two_groups",
         "under_ddp",
+        "loaded_after_evaluation",
         "given_up",
         "compiled",
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rows import Rows
 
 import ottava
 from ottava.errors import DTypeError, OptionError, UsageError
@@ -138,6 +139,28 @@ def test_made_on_meta_and_filled(recipe: Any) -> None:
     plain = torch.nn.Linear(16, 8)
     assert isinstance(layer.weight, Float8Tensor)
     assert torch.equal(layer.weight.dequantize(), layer.weight._quantizer(plain.weight).dequantize())
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.half(), lambda m: m.to(torch.float16)], ids=["half", "to"])
+def test_conversion_on_meta_keeps_the_dtypes_of_data_and_scales(recipe: Any, convert: Any) -> None:
+    with quantized_model_init(recipe):
+        layer = Linear(16, 8, device="meta", recipe=recipe)
+    kinds = [(inner.dtype, inner.shape) for inner in layer.weight.inner_list() if inner is not None]
+    convert(layer)
+    assert isinstance(layer.weight, Float8Tensor)
+    assert layer.weight.is_meta
+    assert layer.weight.dtype == torch.float16
+    assert [(inner.dtype, inner.shape) for inner in layer.weight.inner_list() if inner is not None] == kinds
+
+
+def test_a_weight_of_any_class_leaves_the_meta_device_without_a_quantizer() -> None:
+    """Its data are there for bytes that are loaded."""
+    with quantized_model_init(Rows()):
+        layer, full = Linear(16, 8, device="meta"), Linear(16, 8)
+    layer.weight.update_quantizer(None)
+    layer.to_empty(device="cpu").load_state_dict(full.state_dict())
+    assert type(layer.weight) is type(full.weight)
+    assert torch.equal(layer.weight.dequantize(), full.weight.dequantize())
 
 
 def test_shared_between_processes(recipe: Any) -> None:
