@@ -14,6 +14,7 @@
 #include "cpu/kernels.h"
 #include "exchange.h"
 #include "numerics.h"
+#include "unread.h"
 
 namespace py = pybind11;
 
@@ -139,6 +140,16 @@ public:
         return static_cast<uint8_t*>(add(place, shape, x.ndim, dlpack::kUint8));
     }
 
+    // Rows without tensors, in the first two places; null with a Python error.
+    Unread* add_unread(int64_t rows, int64_t cols, int64_t scale_rows, int64_t scale_cols, bool e8m0) {
+        Unread* const made = make_unread(rows, cols, scale_rows, scale_cols, e8m0);
+        if (made == nullptr) return nullptr;
+        auto* const object = reinterpret_cast<PyObject*>(made);
+        PyTuple_SET_ITEM(tuple_.get(), 0, object);
+        PyTuple_SET_ITEM(tuple_.get(), 1, Py_NewRef(object));
+        return made;
+    }
+
     // Runs a kernel over so many elements, and gives the results.
     template <class Kernel>
     PyObject* after(int64_t elements, Kernel kernel) {
@@ -198,8 +209,10 @@ PyObject* quantize_operand(PyObject* const* given) {
     });
 }
 
-// (x, plan, rowwise, columnwise) -> (rowwise data, scales, columnwise data, scales)
-PyObject* grid_quantize_operand(PyObject* const* given) {
+// (x, plan, rowwise, columnwise) -> (rowwise data, scales, columnwise data, scales). Rows may be one `unread` object, in
+// place of both, which has no tensors before somebody asks for them.
+template <bool unread>
+PyObject* grid_operand(PyObject* const* given) {
     Source x;
     if (!x.open(given[0]) || x.view.size == 0 || x.view.ndim > Results<4>::kDims) return python_does_it();
     const GridPlan& plan = *py::handle(given[1]).cast<const GridPlan*>();
@@ -214,6 +227,12 @@ PyObject* grid_quantize_operand(PyObject* const* given) {
         const GridDirection& of = plan.directions[direction];
         int64_t shape[2] = {grid_blocks(rows, of.rows), grid_blocks(cols, of.cols)};
         if (of.turned) std::swap(shape[0], shape[1]);
+        if (unread && direction == 0 && x.view.ndim == 2 && !of.turned) {
+            const Unread* const held = made.add_unread(rows, cols, shape[0], shape[1], rule.e8m0);
+            if (held == nullptr) return nullptr;
+            sides[count++] = {of.rows, of.cols, of.shared_rows, of.shared_cols, false, held->data, held->scales};
+            continue;
+        }
         uint8_t* data = made.add_data(2 * direction, x.view, of.turned);
         void* scales = made.add(2 * direction + 1, shape, 2, rule.e8m0 ? dlpack::kUint8 : dlpack::kFloat32);
         sides[count++] = {of.rows, of.cols, of.shared_rows, of.shared_cols, of.turned, data, scales};
@@ -293,7 +312,7 @@ private:
     Owned copy_;
 };
 
-// (plan, data, scales, data, scales, bias) -> the product
+// (plan, data, scales, data, scales, bias) -> the product. Data may be unread rows, which have their scales.
 PyObject* planned_product(PyObject* const* given) {
     if (torch.exchange == nullptr || observed() || autocast_enabled()) return python_does_it();
     const ProductPlan& plan = *py::handle(given[0]).cast<const ProductPlan*>();
@@ -301,6 +320,13 @@ PyObject* planned_product(PyObject* const* given) {
     Read data[2], scales[2], bias;
     for (int i = 0; i < 2; ++i) {
         const ProductPlan::Side& side = plan.sides[i];
+        if (const Unread* const rows = as_unread(given[1 + 2 * i])) {
+            data[i].view.data = rows->data, data[i].view.size = rows->shape[0] * rows->shape[1];
+            scales[i].view.data = rows->scales;
+            if (!side.folded || rows->e8m0 != side.e8m0 || data[i].view.size != side.rows * side.cols)
+                return python_does_it();
+            continue;
+        }
         if (!data[i].open(given[1 + 2 * i], gradients) || !scales[i].open(given[2 + 2 * i], gradients) ||
             data[i].view.size != side.rows * side.cols ||
             (!side.folded && (scales[i].view.size != 1 || !scales[i].view.is(dlpack::kFloat32))))
@@ -437,10 +463,12 @@ void bind_operands(py::module_& m) {
     py::class_<ProductPlan>(m, "ProductPlan")
         .def(py::init<const py::tuple&, const py::tuple&, py::object, py::object, int>());
     m.def("connect", &connect);
+    if (!ready_unread()) throw py::error_already_set();
     // Without pybind's conversions, which would take longer than the rest.
     static PyMethodDef methods[] = {method<quantize_operand, 6>("quantize_operand"),
                                     method<cast_operand, 8>("cast_operand"),
-                                    method<grid_quantize_operand, 4>("grid_quantize_operand"),
+                                    method<grid_operand<false>, 4>("grid_quantize_operand"),
+                                    method<grid_operand<true>, 4>("grid_unread_operand"),
                                     method<planned_product, 6>("planned_product"),
                                     method<update_slots, 5>("update_slots"), {}};
     PyModule_AddFunctions(m.ptr(), methods);

@@ -119,8 +119,10 @@ def multiply(
     left, right, result = _on_grid(a, by_column[0]), _on_grid(b, by_column[1]), None
     if left is not None and right is not None:
         result = planned_mm(left, right, bias, dtype)
-        if result is None and (of_elements := product_of(left, right)) is not None:
-            result = of_elements(left, right, bias, dtype, not use_split_accumulator)
+        if result is None:
+            left, right = left.read(), right.read()
+            if (of_elements := product_of(left, right)) is not None:
+                result = of_elements(left, right, bias, dtype, not use_split_accumulator)
     if result is None:
         exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
         compute = dense.compute_dtype(a.device, dtype, exact)
@@ -132,8 +134,12 @@ def multiply(
 
 
 def _on_grid(x: _Matrix, columnwise: bool) -> Operand | None:
-    """Elements with scales, if it is a storage that has such."""
-    if not isinstance(x, QuantizedTensorStorage) or (found := x.grid_operand(columnwise=columnwise)) is None:
+    """Elements with scales, if it is a storage that has such; rows perhaps unread."""
+    if not isinstance(x, QuantizedTensorStorage):
+        return None
+    unread = None if columnwise else x._unread
+    found = x.grid_operand(columnwise=columnwise) if unread is None else (unread, unread)
+    if found is None:
         return None
     text = (columnwise and x.column_layout_text) or x.layout_text
     return operand_of((*found, text, columnwise, x))
@@ -245,13 +251,15 @@ def planned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dty
     """:data:`decoded_mm` on a CPU where nobody looks on, of elements; None for any others."""
     left, right = a.values, b.values
     # Of the others that look on the compiled module asks itself.
-    if not left.is_cpu or _is_compiling() or type(left) is not Tensor:
+    if not left.is_cpu or _is_compiling() or (type(left) is not Tensor and left is not a.scales):
         return None
     of_bias, plans = None if bias is None else bias.dtype, _scratch.plans
     # A plan does not outlive a change of the settings that it was made under.
     key = a.layout, left.shape, a.columnwise, b.layout, right.shape, b.columnwise, of_bias, out_dtype, backends.changes
     plan = plans.get(key)
     if plan is None:
+        a, b = a.read(), b.read()
+        left, right = a.values, b.values
         if not is_direct(left):
             return None
         if len(plans) >= _scratch.PLANS:

@@ -56,6 +56,13 @@ class Operand(NamedTuple):
     columnwise: bool = False
     source: QuantizedTensorStorage | None = None
 
+    def read(self) -> Operand:
+        """With tensors, where ``values`` and ``scales`` are rows that are unread."""
+        if self.values is not self.scales:
+            return self
+        source: Any = self.source
+        return self._replace(values=source._rowwise_data, scales=source._rowwise_scale_inv)
+
     def is_turned(self) -> bool:
         """Whether ``values`` are ``[reduced, outer]``: the rows of it are what is summed over."""
         return self.columnwise and not (self.layout and Layout.of(self.layout).transposed)

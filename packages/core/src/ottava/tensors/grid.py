@@ -88,6 +88,27 @@ def columns(name: str, rows: str) -> Any:
     return property(get, put)
 
 
+class _Rows:
+    """Data or scales of rows that are read for the first time: then both get the tensors that they had not needed."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, storage: Any, owner: type) -> Any:
+        if storage is None:
+            return self
+        held, unread = vars(storage), storage._unread
+        if unread is not None:
+            # Others may save what inference reads first.
+            with torch.inference_mode(False):
+                made = unread.tensors()
+            for name, tensor in zip(("_rowwise_data", "_rowwise_scale_inv"), made, strict=True):
+                held.setdefault(name, tensor)
+            # Last: another thread then finds all of it.
+            held["_unread"] = None
+        return held.get(self.name)
+
+
 class GridTensorStorage(QuantizedTensorStorage):
     """Quantized data with scales on a grid, without the tensor interface.
 
@@ -119,11 +140,20 @@ class GridTensorStorage(QuantizedTensorStorage):
     #: By what option both directions get the same values.
     squares: ClassVar[str] = "squares of blocks"
 
+    #: Whether rows can be left without tensors: nothing but attributes and products reads them. Found for subclasses.
+    reads_late: ClassVar[bool] = True
+
     grid_layout: Layout
     layout_text: str
-    _rowwise_data: torch.Tensor | None
-    _rowwise_scale_inv: torch.Tensor | None
+    _rowwise_data: Any = _Rows()
+    _rowwise_scale_inv: Any = _Rows()
     _values_from_columns: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        base, own = GridTensorStorage, ("_rowwise_data", "_rowwise_scale_inv", "grid_operand", "gemm_operand")
+        names = cls.data_names == base.data_names and cls.scale_names == base.scale_names
+        cls.reads_late = cls.declares_all and names and all(getattr(cls, n) is getattr(base, n) for n in own)
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
@@ -157,6 +187,10 @@ class GridTensorStorage(QuantizedTensorStorage):
             # The declaration of the class has names; that of the instance also what the layout says.
             self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
         super()._hold(declared, quantizer)
+
+    def _put_inner(self, tensors: Sequence[Any]) -> None:
+        self._unread = None
+        super()._put_inner(tensors)
 
     _columnwise_data = columns("_columnwise_data", "_rowwise_data")
     _columnwise_scale_inv = columns("_columnwise_scale_inv", "_rowwise_data")
@@ -235,12 +269,10 @@ class GridTensorStorage(QuantizedTensorStorage):
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec | OfPattern]:
         if self._places is None or self._whole is not None or _is_compiling():
             return super().flatten_columnwise()
-        tensors, half = self._fetch(self.__dict__), len(self._places) // 2
-        if tensors[half] is not None:
-            tensors = (None,) * half + tensors[half:]
-        elif not self.grid_layout.one_buffer:
+        columns = self._columns(self.__dict__)
+        if columns[0] is None:
             return super().flatten_columnwise()
-        return tensors, (self._pattern, self._quantizer)
+        return self._without_rows + columns, (self._pattern, self._quantizer)
 
     def _kept(self) -> dict[str, Any]:
         """Columns as they are kept, fresh or not, by the attributes that hold them."""

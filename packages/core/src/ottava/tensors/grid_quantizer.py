@@ -70,9 +70,13 @@ class GridQuantizer(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         if self.amax_reduction_group is not None and process_groups_ready():
             return self._wrap(self._quantize_reduced(tensor), dtype)
-        layout = self.layout
-        sides = (True, False) if layout.one_buffer else (self.rowwise_usage, self.columnwise_usage)
-        return self._wrap(for_layers.grid_quantize(tensor, layout.text, *sides), dtype)
+        layout, unread = self.layout, False
+        sides = (True, False)
+        if not layout.one_buffer:
+            sides = (self.rowwise_usage, self.columnwise_usage)
+            # Products read the memory of rows whose scales are part of the values.
+            unread = self.internal and layout.rounding != "nearest" and self.storage_class.reads_late
+        return self._wrap(for_layers.grid_quantize(tensor, layout.text, *sides, unread), dtype)
 
     def _sides(self) -> tuple[bool, bool]:
         """Whether rows and columns are made: rows alone where one buffer serves both usages."""
@@ -108,7 +112,9 @@ class GridQuantizer(Quantizer):
         # Whether it is a CPU's is asked in less time than for a device.
         place = rows is not None and (rows.is_cpu or rows.device)
         spec = None if compiling else patterns.get((self.storage_class, dtype, place, *fields.values()))
+        unread: Any = rows is not None and rows is tensors[1] and rows
         if spec is None:
+            tensors, unread = ((*unread.tensors(), *tensors[2:]) if unread else tensors), False
             known = fields | {"dtype": dtype, "values_from_columns": False}
             static = tuple([known.get(field.argument, field.default) for field in self.storage_class.static_fields])
             if ... in static:
@@ -117,7 +123,7 @@ class GridQuantizer(Quantizer):
                 return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
             spec = StorageSpec(self.storage_class, static, None).pattern(tensors)
             patterns[self.storage_class, dtype, place, *fields.values()] = spec
-        return spec.around(tensors, self)  # type: ignore[no-any-return]
+        return spec.around(tensors, self, unread)  # type: ignore[no-any-return]
 
     def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
         made: list[torch.Tensor | None] = []

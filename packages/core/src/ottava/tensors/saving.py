@@ -47,19 +47,21 @@ class StorageSpec:
         held = {name: value for name, value in known.items() if name not in (*places, "_writes")}
         spec = replace(self, held=held)
         plain = not (layout.square and layout.transposed)
-        held |= {"_pattern": spec, "_places": places if plain else None, "_fetch": itemgetter(*places)}
+        rows = 0 if layout.one_buffer else len(places) // 2
+        held |= {"_pattern": spec, "_places": places if plain else None, "_columns": itemgetter(*places[rows:])}
+        held |= {"_without_rows": (None,) * rows, "_unread_places": ["_unread"] * rows + places[rows:]}
         return spec
 
-    def around(self, tensors: Sequence[torch.Tensor | None], quantizer: Any) -> Any:
-        """A bare storage like those of a :meth:`pattern`."""
+    def around(self, tensors: Sequence[Any], quantizer: Any, unread: Any = False) -> Any:
+        """A bare storage like those of a :meth:`pattern`, whose rows may be ``unread``."""
         made = object.__new__(self.cls)
         # In few steps: each operand of a product comes here.
         made.__dict__ = held = self.held.copy()  # type: ignore[union-attr]
         held["_quantizer"], places = quantizer, held["_places"]
         if places is None:
-            made._put_inner(tensors)
+            made._put_inner((*unread.tensors(), *tensors[2:]) if unread else tensors)
         else:
-            held.update(zip(places, tensors))
+            held.update(zip(held["_unread_places"] if unread else places, tensors))
         return made
 
 

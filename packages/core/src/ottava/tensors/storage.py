@@ -55,7 +55,10 @@ class QuantizedTensorStorage:
     # What made a bare storage in eager code, by which it is taken apart, and what its inner tensors are held as.
     _pattern: Any = None
     _places: Any = None
-    _fetch: Any = None
+    _columns: Any = None
+    _without_rows: Any = None
+    # Rows that have no tensors yet.
+    _unread: Any = None
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
     _whole: Any = None
 
