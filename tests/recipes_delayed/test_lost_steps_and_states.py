@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable
@@ -321,13 +322,27 @@ RECOMPUTED: dict[str, tuple[Any, Any]] = {
 }
 
 
-def seen(inner: Any, outer: Any) -> dict[str, torch.Tensor]:
+class Sine(torch.autograd.Function):
+    """What follows a layer, in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * x.cos()
+
+
+def seen(inner: Any, outer: Any, after: Any = torch.sin) -> dict[str, torch.Tensor]:
     """What a layer has seen in some steps."""
     torch.manual_seed(0)
     layer, recipe = Linear(16, 16), delayed()
 
     def followed(x: torch.Tensor) -> Any:
-        return (layer(x) if inner is None else inner(layer, x)).sin()
+        return after(layer(x) if inner is None else inner(layer, x))
 
     for step in range(4):
         x = (10.0**step * batch(0)).requires_grad_()
@@ -340,6 +355,17 @@ def seen(inner: Any, outer: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("how", RECOMPUTED)
 def test_recomputation_counts_what_is_clamped_once(how: str) -> None:
     plain, recomputed = seen(None, None), seen(*RECOMPUTED[how])
+    assert plain["recipe_state.saturated"][0] > 0
+    assert all(torch.equal(value, recomputed[name]) for name, value in plain.items())
+
+
+@pytest.mark.parametrize("outer", [PLAIN, REENTRANT], ids=["plain", "reentrant"])
+@pytest.mark.parametrize("inner", [None, hooked], ids=["itself", "hooks"])
+def test_recomputation_for_a_function_in_python_counts_once(inner: Any, outer: Any) -> None:
+    """Autograd's node is of a class in Python then, as that of a reentrant checkpoint is: of a user's, or of Ottava."""
+    layer: Any = Linear(16, 16, recipe=delayed())
+    after = [Sine.apply] * 2 if inner is None else [layer, copy.deepcopy(layer)]
+    plain, recomputed = seen(None, None, after[0]), seen(inner, outer, after[1])
     assert plain["recipe_state.saturated"][0] > 0
     assert all(torch.equal(value, recomputed[name]) for name, value in plain.items())
 
