@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava_delayed import DelayedScaling
+from ottava_delayed import DelayedScaling, Float8Quantizer
 
 RECIPE = DelayedScaling(amax_history_len=3)
 
@@ -96,3 +96,44 @@ def test_a_step_notes_what_ran_since_it_began() -> None:
     for _ in range(5):
         in_a_block(layer, torch.ones(4, 16)).sum().backward()
     assert len(layer.recipe_state.step._ran) == 1
+
+
+def test_a_layer_that_ran_in_another_step_since_is_begun_by_that_one() -> None:
+    layer, other = ottava.nn.Linear(16, 16, recipe=RECIPE), bare()
+    in_a_block(torch.nn.Sequential(layer, other), torch.ones(4, 16)).sum().backward()
+    with ottava.autocast():
+        layer(torch.full((4, 16), 2.0)).sum().backward()
+    before = layer.recipe_state.amax_history.clone()
+    in_a_block(other, torch.ones(4, 16)).sum().backward()
+    assert torch.equal(layer.recipe_state.amax_history, before)
+    with ottava.autocast():
+        assert layer.recipe_state.scale[0] == 448 / 2
+
+
+class Still(ottava.Recipe):
+    """A recipe without state."""
+
+    name = "still"
+
+    def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Float8Quantizer:
+        return Float8Quantizer(torch.ones(1), None, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bind"),
+    [(DelayedScaling(amax_history_len=2), True), (DelayedScaling(amax_history_len=2), False), (Still(), True)],
+    ids=["bound", "in a region", "bound to a recipe without state"],
+)
+@pytest.mark.filterwarnings("ignore:Linear changes from", "ignore:the scaling state of Linear is discarded")
+def test_a_state_that_was_discarded_begins_no_step(recipe: ottava.Recipe, bind: bool) -> None:
+    layer, other = ottava.nn.Linear(16, 16, recipe=RECIPE), bare()
+    in_a_block(torch.nn.Sequential(layer, other), torch.ones(4, 16)).sum().backward()
+    state = layer.recipe_state
+    if bind:
+        layer.bind(recipe)
+    else:
+        with ottava.autocast(recipe):
+            layer(torch.ones(4, 16))
+    before = state.amax_history.clone()
+    in_a_block(other, torch.ones(4, 16)).sum().backward()
+    assert torch.equal(state.amax_history, before)
