@@ -253,7 +253,7 @@ def test_blocks_end_in_any_order_and_in_any_thread() -> None:
     thread.start()
     thread.join()
     # The block was never ended in the thread that it was begun in.
-    del ottava.nn.weight.microbatches.blocks[:]
+    del ottava.recipes.region.regions.microbatches[:]
     assert not failed
 
 

@@ -11,10 +11,9 @@ import torch
 from ottava import torch_private
 from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError
 from ottava.kernels.backends import backend_for
-from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_device, check_high_precision
+from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_fits, check_high_precision
 from ottava.kernels.direct import has_tangent, transform
 from ottava.nn.converted import begin_ahead
-from ottava.nn.weight import microbatches
 from ottava.recipes.base import Recipe
 from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import Region, current_region, regions
@@ -180,7 +179,7 @@ class Binding:
         region = regions.stack[-1] if regions.stack else None
         of_block = None
         if first is None:
-            blocks = microbatches.blocks
+            blocks = regions.microbatches
             said = blocks[-1].first if blocks else None
             first = of_block = said if task == -1 else self._last and self._last.of_block
         recipe, group, calibrating = self.recipe, None, False
@@ -359,8 +358,5 @@ def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:
     if main_grad is None:
         remedy = "set weight.main_grad = torch.zeros(weight.shape), or fuse_wgrad_accumulation to False"
         raise UsageError(f"there is no {what}", expected="a tensor to add to", remedy=remedy)
-    check_high_precision(main_grad, what)
-    if main_grad.shape != weight.shape:
-        raise ShapeError(f"{what} has shape {tuple(main_grad.shape)}", expected=str(tuple(weight.shape)))
-    check_device(main_grad, weight.device, what)
+    check_fits(main_grad, tuple(weight.shape), weight.device, what)
     return main_grad.t() if layer.weight_is_transposed else main_grad

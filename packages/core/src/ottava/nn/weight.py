@@ -1,7 +1,6 @@
 """A layer's weight: kept quantized for microbatches or from the beginning, moved, and replaced."""
 
 import os
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
@@ -13,20 +12,11 @@ import torch
 from ottava.errors import DTypeError, OptionError
 from ottava.kernels import HIGH_PRECISION
 from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.region import regions
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava.tensors.declaration import check_flag
 from ottava.torch_private import local_tensor, set_local_tensor, share_hooks
-
-
-class _Microbatches(threading.local):
-    """The ``microbatch`` blocks that a thread is in, innermost last."""
-
-    def __init__(self) -> None:
-        self.blocks: list[microbatch] = []
-
-
-microbatches = _Microbatches()
 
 
 class microbatch(ContextDecorator):
@@ -42,12 +32,12 @@ class microbatch(ContextDecorator):
         self.first = first
 
     def __enter__(self) -> "microbatch":
-        microbatches.blocks.append(self)
+        regions.microbatches.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         # Generators end their blocks in any order, and in any thread.
-        blocks = microbatches.blocks
+        blocks = regions.microbatches
         for place in reversed(range(len(blocks))):
             if blocks[place] is self:
                 del blocks[place]

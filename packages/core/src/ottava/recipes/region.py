@@ -32,10 +32,11 @@ class Region:
 
 
 class _Regions(threading.local):
-    """The regions that a thread is in, innermost last."""
+    """The regions, and the blocks of microbatches, that a thread is in, innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[Region] = []
+        self.microbatches: list[Any] = []
 
 
 regions = _Regions()

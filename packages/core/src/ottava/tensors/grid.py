@@ -188,10 +188,6 @@ class GridTensorStorage(QuantizedTensorStorage):
             self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
         super()._hold(declared, quantizer)
 
-    def _put_inner(self, tensors: Sequence[Any]) -> None:
-        self._unread = None
-        super()._put_inner(tensors)
-
     _columnwise_data = columns("_columnwise_data", "_rowwise_data")
     _columnwise_scale_inv = columns("_columnwise_scale_inv", "_rowwise_data")
 
@@ -269,10 +265,11 @@ class GridTensorStorage(QuantizedTensorStorage):
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec | OfPattern]:
         if self._places is None or self._whole is not None or _is_compiling():
             return super().flatten_columnwise()
-        columns = self._columns(self.__dict__)
+        _, _, rows, columns_of = self._places
+        columns = columns_of(self.__dict__)
         if columns[0] is None:
             return super().flatten_columnwise()
-        return self._without_rows + columns, (self._pattern, self._quantizer)
+        return rows + columns, (self._pattern, self._quantizer)
 
     def _kept(self) -> dict[str, Any]:
         """Columns as they are kept, fresh or not, by the attributes that hold them."""

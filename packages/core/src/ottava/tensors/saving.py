@@ -46,10 +46,11 @@ class StorageSpec:
         places = [name if name in known else f"_kept{name}" for name in (i.attribute for i in self.cls.inner_tensors)]
         held = {name: value for name, value in known.items() if name not in (*places, "_writes")}
         spec = replace(self, held=held)
-        plain = not (layout.square and layout.transposed)
-        rows = 0 if layout.one_buffer else len(places) // 2
-        held |= {"_pattern": spec, "_places": places if plain else None, "_columns": itemgetter(*places[rows:])}
-        held |= {"_without_rows": (None,) * rows, "_unread_places": ["_unread"] * rows + places[rows:]}
+        held |= {"_pattern": spec, "_places": None}
+        if not (layout.square and layout.transposed):
+            rows = 0 if layout.one_buffer else len(places) // 2
+            unread = ["_unread"] * rows + places[rows:]
+            held["_places"] = places, unread, (None,) * rows, itemgetter(*places[rows:])
         return spec
 
     def around(self, tensors: Sequence[Any], quantizer: Any, unread: Any = False) -> Any:
@@ -61,7 +62,7 @@ class StorageSpec:
         if places is None:
             made._put_inner((*unread.tensors(), *tensors[2:]) if unread else tensors)
         else:
-            held.update(zip(held["_unread_places"] if unread else places, tensors))
+            held.update(zip(places[1] if unread else places[0], tensors))
         return made
 
 

@@ -55,8 +55,6 @@ class QuantizedTensorStorage:
     # What made a bare storage in eager code, by which it is taken apart, and what its inner tensors are held as.
     _pattern: Any = None
     _places: Any = None
-    _columns: Any = None
-    _without_rows: Any = None
     # Rows that have no tensors yet.
     _unread: Any = None
     # The storage of which this one is a view (rows, say), when they share what a write to the view would change.
@@ -91,6 +89,7 @@ class QuantizedTensorStorage:
         self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
 
     def _put_inner(self, tensors: Sequence[Any]) -> None:
+        self._unread = None
         for inner, tensor in zip(self.inner_tensors, tensors, strict=True):
             setattr(self, inner.attribute, tensor)
 
