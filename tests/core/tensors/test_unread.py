@@ -234,7 +234,15 @@ class OwnRows(GridTensorStorage):
     _rowwise_data = None
 
 
-@pytest.mark.parametrize("cls", [OwnOperand, OwnValues, OwnConstructor, OwnRows])
+class OwnNames(GridTensorStorage):
+    data_names = tuple(reversed(("_columnwise_data", "_rowwise_data")))  # type: ignore[assignment]
+
+
+class OwnScales(GridTensorStorage):
+    scale_names = tuple(reversed(("_columnwise_scale_inv", "_rowwise_scale_inv")))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("cls", [OwnOperand, OwnValues, OwnConstructor, OwnRows, OwnNames, OwnScales])
 def test_classes_with_operands_of_their_own_get_tensors(cls: type[GridTensorStorage]) -> None:
     class Own(GridQuantizer):
         storage_class = cls
@@ -254,11 +262,13 @@ class OwnOption(GridTensorStorage):
 
 
 def test_other_classes_are_read_late() -> None:
-    assert GridTensorStorage.reads_late
-    assert OwnOption.reads_late
-    for names in ("data_names", "scale_names"):
-        elsewhere = type("Elsewhere", (GridTensorStorage,), {names: ("_elsewhere", f"_columnwise_{names[:-1]}")})
-        assert not elsewhere.reads_late  # type: ignore[attr-defined]
+    class Own(GridQuantizer):
+        storage_class = OwnOption
+
+    made = Own(mx(E4M3))
+    made.internal = True
+    storages: list[Any] = [made.quantize_impl(torch.ones(4, 64), torch.float32) for _ in range(2)]
+    assert storages[1]._unread is not None
 
 
 def test_one_buffer_and_squares_get_tensors() -> None:

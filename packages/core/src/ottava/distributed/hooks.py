@@ -27,6 +27,7 @@ from ottava.distributed.shards import ShardJob, check_blocks, shard_output
 from ottava.errors import DTypeError, ShapeError, UsageError, listed
 from ottava.kernels.checks import check_dtype, check_high_precision
 from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, StorageSpec
+from ottava.tensors.declaration import check_flag
 from ottava.torch_private import KNOWS_BACKWARD, disabled_torch_function, graph_task_id, make_wrapper_subclass, tree_map
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -372,13 +373,12 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
             brings what serves rows and columns, where these have data of their own (blocks that are no squares).
 
     Raises:
-        DTypeError: ``model`` is no module, or ``recomputes`` no bool.
+        DTypeError, OptionError: ``model`` is no module, ``recomputes`` no bool.
         UsageError: no layer has a recipe bound, or the model is sharded already. Nothing is changed then.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
-    if not isinstance(recomputes, bool):
-        raise DTypeError(f"recomputes is {recomputes!r}", expected="True or False")
+    check_flag("recomputes", recomputes)
     owners: dict[Any, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -258,9 +258,7 @@ def planned_mm(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dty
     key = a.layout, left.shape, a.columnwise, b.layout, right.shape, b.columnwise, of_bias, out_dtype, backends.changes
     plan = plans.get(key)
     if plan is None:
-        a, b = a.read(), b.read()
-        left, right = a.values, b.values
-        if not is_direct(left):
+        if not is_direct(left, right):
             return None
         if len(plans) >= _scratch.PLANS:
             plans.clear()

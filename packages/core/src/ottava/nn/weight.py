@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DTypeError, OptionError
+from ottava.errors import DTypeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.region import regions
@@ -27,8 +27,7 @@ class microbatch(ContextDecorator):
     """
 
     def __init__(self, first: bool) -> None:
-        if not isinstance(first, bool):
-            raise OptionError(f"microbatch(first={first!r})", expected="True or False")
+        check_flag("first", first)
         self.first = first
 
     def __enter__(self) -> "microbatch":

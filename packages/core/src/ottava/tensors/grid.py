@@ -140,20 +140,11 @@ class GridTensorStorage(QuantizedTensorStorage):
     #: By what option both directions get the same values.
     squares: ClassVar[str] = "squares of blocks"
 
-    #: Whether rows can be left without tensors: nothing but attributes and products reads them. Found for subclasses.
-    reads_late: ClassVar[bool] = True
-
     grid_layout: Layout
     layout_text: str
     _rowwise_data: Any = _Rows()
     _rowwise_scale_inv: Any = _Rows()
     _values_from_columns: bool = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        base, own = GridTensorStorage, ("_rowwise_data", "_rowwise_scale_inv", "grid_operand", "gemm_operand")
-        names = cls.data_names == base.data_names and cls.scale_names == base.scale_names
-        cls.reads_late = cls.declares_all and names and all(getattr(cls, n) is getattr(base, n) for n in own)
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:

@@ -20,6 +20,8 @@ from ottava.tensors.storage import QuantizedTensorStorage
 _is_compiling = torch.compiler.is_dynamo_compiling
 #: By the class, what it is told and the place of its rows.
 patterns: dict[tuple[Any, ...], StorageSpec] = {}
+# Of a class that has these of its own, others than attributes and products may read rows.
+_READERS = "data_names scale_names _rowwise_data _rowwise_scale_inv grid_operand gemm_operand __init__".split()
 
 
 class GridQuantizer(Quantizer):
@@ -75,7 +77,7 @@ class GridQuantizer(Quantizer):
         if not layout.one_buffer:
             sides = (self.rowwise_usage, self.columnwise_usage)
             # Products read the memory of rows whose scales are part of the values.
-            unread = self.internal and layout.rounding != "nearest" and self.storage_class.reads_late
+            unread = self.internal and layout.rounding != "nearest"
         return self._wrap(for_layers.grid_quantize(tensor, layout.text, *sides, unread), dtype)
 
     def _sides(self) -> tuple[bool, bool]:
@@ -121,7 +123,8 @@ class GridQuantizer(Quantizer):
                 self.storage_class(**fields)  # says what it was not given
             if compiling:
                 return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
-            spec = StorageSpec(self.storage_class, static, None).pattern(tensors)
+            late = all(getattr(self.storage_class, name) is getattr(GridTensorStorage, name) for name in _READERS)
+            spec = StorageSpec(self.storage_class, static, None).pattern(tensors, late)
             patterns[self.storage_class, dtype, place, *fields.values()] = spec
         return spec.around(tensors, self, unread)  # type: ignore[no-any-return]
 

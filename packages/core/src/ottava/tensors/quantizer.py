@@ -8,7 +8,7 @@ import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.kernels import HIGH_PRECISION, check_high_precision
-from ottava.kernels.checks import check_dtype, check_scalar
+from ottava.kernels.checks import check_dtype, check_fits, check_scalar
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import StraightThrough
@@ -139,10 +139,7 @@ class Quantizer(ABC):
         if not isinstance(dst, QuantizedTensorStorage):
             raise DTypeError(f"destination is a {type(dst).__name__}", expected="a quantized tensor or storage")
         src = _plain(src, "source")
-        if tuple(src.shape) != tuple(dst.size()):
-            raise ShapeError(f"source has shape {tuple(src.shape)}", expected=str(tuple(dst.size())))
-        if src.device != dst.device:
-            raise DeviceError(f"source is on {src.device}, destination on {dst.device}", expected="one device")
+        check_fits(src, tuple(dst.size()), dst.device, "source")
         if noop_flag is not None:
             check_scalar(noop_flag, src, "noop_flag")
         usages = dst.get_usages()

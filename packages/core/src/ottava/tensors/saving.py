@@ -37,9 +37,9 @@ class StorageSpec:
         made._hold(self.cls._arguments(tensors, self.static), self.quantizer)
         return made
 
-    def pattern(self, tensors: Sequence[torch.Tensor | None]) -> "StorageSpec":
+    def pattern(self, tensors: Sequence[torch.Tensor | None], late: bool) -> "StorageSpec":
         """This spec for bare storages on a grid, around tensors on the device of these: they are made without checks
-        and loops, by :meth:`around`."""
+        and loops, by :meth:`around`. ``late`` says whether rows may stay unread until somebody asks for them."""
         made = self.rebuild(tensors)
         layout, known = made.grid_layout, vars(made)
         # Columns that may be made of rows are held under another name, and know of them if they are.
@@ -49,7 +49,7 @@ class StorageSpec:
         held |= {"_pattern": spec, "_places": None}
         if not (layout.square and layout.transposed):
             rows = 0 if layout.one_buffer else len(places) // 2
-            unread = ["_unread"] * rows + places[rows:]
+            unread = ["_unread"] * rows + places[rows:] if late else None
             held["_places"] = places, unread, (None,) * rows, itemgetter(*places[rows:])
         return spec
 
@@ -59,8 +59,10 @@ class StorageSpec:
         # In few steps: each operand of a product comes here.
         made.__dict__ = held = self.held.copy()  # type: ignore[union-attr]
         held["_quantizer"], places = quantizer, held["_places"]
+        if unread and (places is None or places[1] is None):
+            tensors, unread = (*unread.tensors(), *tensors[2:]), False
         if places is None:
-            made._put_inner((*unread.tensors(), *tensors[2:]) if unread else tensors)
+            made._put_inner(tensors)
         else:
             held.update(zip(places[1] if unread else places[0], tensors))
         return made
@@ -70,9 +72,7 @@ class StorageSpec:
 OfPattern = tuple[StorageSpec, Any]
 
 
-def prepare_for_saving(
-    *tensors: Any,
-) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
+def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
     """Flatten any mix of storages, quantized tensors, plain tensors and None.
 
     Returns:
