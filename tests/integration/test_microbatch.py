@@ -221,7 +221,7 @@ def net_with(weight: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("first", [None, 1, "yes", torch.tensor(True)])
 def test_what_is_no_bool_is_refused(first: Any) -> None:
-    with pytest.raises(OptionError, match=r"microbatch\(first=.*Expected: True or False"):
+    with pytest.raises(OptionError, match=r"first of a microbatch is .*Expected: True or False"):
         ottava.microbatch(first=first)
 
 

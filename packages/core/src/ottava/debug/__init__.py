@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from ottava.errors import OptionError, PluginError, ShapeError
+from ottava.errors import OptionError, PluginError
 from ottava.formats import E4M3, E5M2
-from ottava.kernels.checks import check_device, check_high_precision, check_tensor
+from ottava.kernels.checks import check_fits, check_high_precision, check_tensor
 from ottava.layout import Layout
 from ottava.nn import Linear, function
 from ottava.recipes.base import get_recipe
 from ottava.recipes.registry import list_recipes
 from ottava.tensors import GridQuantizer, QuantizedTensorStorage, Quantizer
+from ottava.tensors.tensor import StraightThrough
 
 __all__ = ["fake_quantize", "set_inspector"]
 
@@ -47,10 +48,9 @@ def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | Non
     quantizer.internal = True
     if out is not None:
         check_tensor(out, "out", tensor.dtype)
-        if out.shape != tensor.shape:
-            raise ShapeError(f"out has shape {tuple(out.shape)}", expected=str(tuple(tensor.shape)))
-        check_device(out, tensor.device, "out")
-    result: torch.Tensor = _FakeQuantize.apply(tensor, quantizer)  # type: ignore[no-untyped-call]
+        check_fits(out, tuple(tensor.shape), tensor.device, "out")
+    made: Any = StraightThrough.apply
+    result: torch.Tensor = made(tensor, lambda t, dtype: quantizer.quantize(t.detach()).dequantize(dtype), tensor.dtype)
     return result if out is None else out.copy_(result)
 
 
@@ -86,16 +86,3 @@ def _quantizer(fp8_format: str) -> Quantizer:
     found = re.fullmatch(f"(.+)({E4M3.name}|{E5M2.name})", fp8_format)
     remedy = f"pip install ottava-recipes-{found[1].lower()}" if found else ""
     raise OptionError(f"no installed recipe serves the format {fp8_format!r}", expected=", ".join(known), remedy=remedy)
-
-
-class _FakeQuantize(torch.autograd.Function):
-    """Quantization and dequantization with the straight-through gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
-        values: torch.Tensor = quantizer.quantize(tensor.detach()).dequantize(tensor.dtype)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None

@@ -27,7 +27,6 @@ from ottava.distributed.shards import ShardJob, check_blocks, shard_output
 from ottava.errors import DTypeError, ShapeError, UsageError, listed
 from ottava.kernels.checks import check_dtype, check_high_precision
 from ottava.tensors import InnerTensor, QuantizedTensor, QuantizedTensorStorage, Quantizer, StorageSpec
-from ottava.tensors.declaration import check_flag
 from ottava.torch_private import KNOWS_BACKWARD, disabled_torch_function, graph_task_id, make_wrapper_subclass, tree_map
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -373,12 +372,13 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
             brings what serves rows and columns, where these have data of their own (blocks that are no squares).
 
     Raises:
-        DTypeError, OptionError: ``model`` is no module, ``recomputes`` no bool.
+        DTypeError: ``model`` is no module, or ``recomputes`` no bool.
         UsageError: no layer has a recipe bound, or the model is sharded already. Nothing is changed then.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
-    check_flag("recomputes", recomputes)
+    if not isinstance(recomputes, bool):
+        raise DTypeError(f"recomputes is {recomputes!r}", expected="True or False")
     owners: dict[Any, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

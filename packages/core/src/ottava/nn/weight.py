@@ -27,7 +27,7 @@ class microbatch(ContextDecorator):
     """
 
     def __init__(self, first: bool) -> None:
-        check_flag("first", first)
+        check_flag("first of a microbatch", first)
         self.first = first
 
     def __enter__(self) -> "microbatch":

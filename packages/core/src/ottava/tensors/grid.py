@@ -18,6 +18,7 @@ from ottava.tensors.saving import OfPattern, StorageSpec
 from ottava.tensors.storage import USAGES, QuantizedTensorStorage
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+ROWS = ("_rowwise_data", "_rowwise_scale_inv")
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
 # What to do where rows or columns are missing that no quantizer was asked for.
@@ -102,7 +103,7 @@ class _Rows:
             # Others may save what inference reads first.
             with torch.inference_mode(False):
                 made = unread.tensors()
-            for name, tensor in zip(("_rowwise_data", "_rowwise_scale_inv"), made, strict=True):
+            for name, tensor in zip(ROWS, made, strict=True):
                 held.setdefault(name, tensor)
             # Last: another thread then finds all of it.
             held["_unread"] = None

@@ -11,7 +11,7 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensorStorage, in_order, inner_tensors_of, zeros
+from ottava.tensors.grid import ROWS, GridTensorStorage, in_order, inner_tensors_of, zeros
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import StorageSpec
@@ -21,7 +21,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 #: By the class, what it is told and the place of its rows.
 patterns: dict[tuple[Any, ...], StorageSpec] = {}
 # Of a class that has these of its own, others than attributes and products may read rows.
-_READERS = "data_names scale_names _rowwise_data _rowwise_scale_inv grid_operand gemm_operand __init__".split()
+_READERS = (*ROWS, "data_names", "scale_names", "grid_operand", "gemm_operand", "__init__")
 
 
 class GridQuantizer(Quantizer):
