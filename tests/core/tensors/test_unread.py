@@ -176,6 +176,15 @@ def test_first_products_of_a_shape(makers: Any) -> None:
     assert torch.equal(multiply(a, b, "fprop", torch.float32), expected)
 
 
+def test_products_with_high_precision() -> None:
+    dense = torch.randn(9, 70)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = [multiply(make(), dense, "fprop", dtype) for make in (unread, read)]
+        assert torch.equal(*made)
+        made = [multiply(dense, make(), "fprop", dtype) for make in (unread, read)]
+        assert torch.equal(*made)
+
+
 def test_products_of_columns() -> None:
     dy = read((16, 40), 1)
     for kind, other in (("dgrad", (40, 70)), ("wgrad", (16, 70))):

@@ -119,10 +119,10 @@ def multiply(
     left, right, result = _on_grid(a, by_column[0]), _on_grid(b, by_column[1]), None
     if left is not None and right is not None:
         result = planned_mm(left, right, bias, dtype)
-        if result is None:
-            left, right = left.read(), right.read()
-            if (of_elements := product_of(left, right)) is not None:
-                result = of_elements(left, right, bias, dtype, not use_split_accumulator)
+    if result is None:
+        left, right = left and left.read(), right and right.read()
+        if left and right and (of_elements := product_of(left, right)) is not None:
+            result = of_elements(left, right, bias, dtype, not use_split_accumulator)
     if result is None:
         exact = all(isinstance(x, QuantizedTensorStorage) or x.dtype == torch.bfloat16 for x in (a, b))
         compute = dense.compute_dtype(a.device, dtype, exact)
