@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 import ottava
 from ottava.errors import OttavaError
+from ottava.recipes import step
 from ottava_delayed import DelayedScaling
 
 
@@ -38,23 +40,23 @@ def same_on_all_ranks(text: str) -> None:
 
 
 def refused(
-    mesh: Any, make: Callable[[bool], tuple[Any, Any]], *words: str, step: Callable[[Any, Any], None] = run
+    mesh: Any, make: Callable[[bool], tuple[Any, Any]], *words: str, stepping: Callable[[Any, Any], None] = run
 ) -> None:
     """A step of what ``make(other)`` makes on each rank, another one on rank 1, is an error that has these words."""
     net, recipe = make(mesh.get_rank() == 1)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     error = None
     try:
-        step(net, recipe)
-        if step is run_in_block:
+        stepping(net, recipe)
+        if stepping is run_in_block:
             # A block knows its layers when they have run in it once.
-            step(net, recipe)
+            stepping(net, recipe)
     except OttavaError as raised:
         error = raised
     assert error is not None, "nothing was said"
     for word in words:
         assert word in str(error), f"{word!r} is not in {error}"
-    if step is run:
+    if stepping is run:
         assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     # The group serves the next, which agree.
     same_on_all_ranks(str(error))
@@ -88,7 +90,57 @@ def other_format(mesh: Any) -> None:
 
 
 def other_options_in_a_block(mesh: Any) -> None:
-    refused(mesh, option("margin", 1), "margin", step=run_in_block)
+    refused(mesh, option("margin", 1), "margin", stepping=run_in_block)
+
+
+def other_reduction(mesh: Any) -> None:
+    """One rank alone reduces."""
+    refused(mesh, option("reduce_amax", False), "first", "nothing else")
+
+
+def converted_again(mesh: Any) -> None:
+    def make(other: bool) -> tuple[Any, Any]:
+        net, recipe = model(DelayedScaling()), DelayedScaling(margin=int(other))
+        run(net, None)
+        return ottava.convert(net, recipe), recipe
+
+    refused(mesh, make, "margin")
+
+
+def copied(mesh: Any) -> None:
+    """A copy compares what it is by itself, which may have been changed on one rank since."""
+
+    def make(other: bool) -> tuple[Any, Any]:
+        net, recipe = model(DelayedScaling()), DelayedScaling(margin=int(other))
+        run(net, None)
+        again = copy.deepcopy(net)
+        for layer in again:
+            layer.bind(recipe)
+        return again, recipe
+
+    refused(mesh, make, "margin")
+
+
+def other_order_in_a_block(mesh: Any) -> None:
+    def make(other: bool) -> tuple[Any, Any]:
+        layers = [ottava.nn.Linear(16, 16, name=name) for name in ("first", "second")]
+        return torch.nn.Sequential(*(reversed(layers) if other else layers)), DelayedScaling()
+
+    refused(mesh, make, "another order", stepping=run_in_block)
+
+
+def functions_at_other_addresses(mesh: Any) -> None:
+    """Are the same, as far as their names go."""
+
+    class Largest:
+        def __call__(self, history: torch.Tensor) -> torch.Tensor:
+            return history.amax(0)
+
+    held = [Largest() for _ in range(mesh.get_rank() + 1)]
+    net = model(DelayedScaling(amax_compute_algo=held[-1]))
+    run(net, None)
+    assert "Largest object" in repr(net[0].recipe)
+    assert "0x" not in step._line(net[0].recipe_state), step._line(net[0].recipe_state)
 
 
 def fewer_layers(mesh: Any) -> None:
@@ -108,7 +160,7 @@ def fewer_layers_in_a_block(mesh: Any) -> None:
     def make(other: bool) -> tuple[Any, Any]:
         return model(recipe, exclude="second" if other else None), recipe
 
-    refused(mesh, make, "second", step=run_in_block)
+    refused(mesh, make, "second", stepping=run_in_block)
 
 
 def other_roles(mesh: Any) -> None:
@@ -144,11 +196,11 @@ def agreeing(mesh: Any) -> None:
     for name in COLLECTIVES:
         setattr(dist, name, counted(name))
     try:
-        for step in range(3):
+        for at in range(3):
             run(net, None)
             # Three slots of three layers; 32 bytes say what they are.
-            first = [("all_gather_into_tensor", 32)] if step == 0 else []
-            assert seen == [*first, ("all_reduce", 9)], (step, seen)
+            first = [("all_gather_into_tensor", 32)] if at == 0 else []
+            assert seen == [*first, ("all_reduce", 9)], (at, seen)
             seen.clear()
     finally:
         for name, original in originals.items():

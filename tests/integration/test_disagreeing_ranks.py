@@ -17,6 +17,11 @@ CASES = [
     "other_layers",
     "fewer_layers_in_a_block",
     "other_roles",
+    "other_reduction",
+    "converted_again",
+    "copied",
+    "other_order_in_a_block",
+    "functions_at_other_addresses",
 ]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -272,3 +274,28 @@ def test_a_kept_weight_is_that_of_the_parameter() -> None:
     layer(x.bfloat16(), is_first_microbatch=True)
     layer.load_state_dict(layer.state_dict())
     assert layer._binding.quantized is None
+
+
+def test_a_kept_weight_is_that_of_the_recipe() -> None:
+    """A region's other recipe quantizes it anew, whatever the call says."""
+    layer, x = ottava.nn.Linear(32, 32, recipe="current"), torch.randn(16, 32)
+    layer(x, is_first_microbatch=True)
+    other = ottava.nn.Linear.from_linear(layer)
+    with ottava.autocast("mxfp8"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        assert torch.equal(layer(x, is_first_microbatch=False), other(x))
+    assert type(layer._binding.quantized).__name__ == "MXFP8TensorStorage"
+
+
+def test_a_block_begins_and_ends_without_a_call() -> None:
+    """After one, an interrupt may come, which would leave the block open."""
+    block, seen = ottava.microbatch(first=True), []
+    own = {ottava.microbatch.__enter__.__code__, ottava.microbatch.__exit__.__code__}
+    outer = ottava.microbatch(first=False)
+    with outer:
+        sys.setprofile(lambda frame, event, _: seen.append(event) if frame.f_code in own else None)
+        try:
+            with block:
+                pass
+        finally:
+            sys.setprofile(None)
+    assert seen == ["call", "return"] * 2

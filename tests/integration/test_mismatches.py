@@ -119,3 +119,29 @@ def test_a_weight_of_its_own_recipe(recipe: str) -> None:
         model = ottava.convert(primary(recipe), recipe)
     assert told == []
     assert run(model, ottava.autocast(), ottava.autocast(recipe), ottava.autocast(enabled=False)) == []
+
+
+def put(layer: Any, weight: Any) -> None:
+    layer.weight = weight
+
+
+def loaded(layer: Any, weight: Any) -> None:
+    layer.load_state_dict({"weight": weight, "bias": layer.bias}, assign=True)
+
+
+@pytest.mark.parametrize("how", [put, loaded])
+def test_a_weight_that_another_recipe_quantized_comes_later(how: Any) -> None:
+    """Also after a change of the recipe was told of."""
+    model = torch.nn.Sequential(ottava.nn.Linear(32, 32, name="late", recipe="current"))
+    assert len(run(model, ottava.autocast("mxfp8"), ottava.autocast())) == 1
+    weight = primary("mxfp8")[0].weight
+    with Told() as told:
+        how(model[0], weight)
+        how(model[0], weight)
+        model(torch.ones(4, 32))
+    assert len(told) == 1
+    assert "the weight of Linear 'late' stays as a MXFP8Quantizer quantized it" in told[0]
+    with Told() as told:
+        how(ottava.nn.Linear(32, 32, recipe="mxfp8"), weight)
+        how(ottava.nn.Linear(32, 32), weight)
+    assert told == []

@@ -161,3 +161,12 @@ def sharded(mesh: Any) -> None:
 
 def test_it_comes_before_fully_shard() -> None:
     assert ranks.failures(__name__, ["sharded"]) == {"sharded": None}
+
+
+def test_initial_values_are_copies() -> None:
+    plain = torch.nn.Linear(16, 16)
+    weight = plain.weight.detach()
+    before = weight.clone()
+    model = ottava.convert(torch.nn.Sequential(plain), "current", primary=True, keep_initial_values=True)
+    weight.zero_()
+    assert torch.equal(model[0].weight.get_high_precision_init_val(), before)

@@ -143,3 +143,34 @@ def test_torch_jit_trace(recipe: str) -> None:
     with ottava.autocast(enabled=False):
         traced = torch.jit.trace(model, (x,))
         assert torch.equal(traced(x), model(x))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("name", ["vmap of a layer", "grad", "grad of the parameters", "jvp"])
+def test_refused_inside_compiled_code(recipe: str, name: str) -> None:
+    """There a gradient would be zeros."""
+    model, x = made(recipe), torch.randn(8, 32)
+    before = copied(model)
+    for whole, error in ((False, UsageError), (True, Exception)):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: TRANSFORMS[name](model, x), backend="eager", fullgraph=whole)
+        with pytest.raises(error):
+            compiled(x)
+        assert same(copied(model), before)
+
+
+def test_a_region_begins_no_step_inside_a_transform() -> None:
+    model, x = ottava.nn.Linear(32, 32, recipe="delayed"), torch.randn(8, 32)
+    with ottava.autocast():
+        model(x).sum().backward()
+    before = copied(model)
+
+    def function(given: torch.Tensor) -> torch.Tensor:
+        with ottava.autocast():
+            return given.sum()
+
+    func.grad(function)(x)
+    assert same(copied(model), before)
+    with ottava.autocast():
+        pass
+    assert not same(copied(model), before)

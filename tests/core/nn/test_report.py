@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -194,3 +195,13 @@ def test_parametrized_layers(recipe: Any) -> None:
         assert ottava.conversion_report(model).share == 1.0
     plain = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(4, 4)))
     assert "subclass" in ottava.conversion_report(plain).left_out[0].reason
+
+
+@pytest.mark.parametrize(("rows", "says"), [(2, True), (1, False)])
+def test_a_line_where_less_than_nine_tenths_run_quantized(rows: int, says: bool, recipe: Any) -> None:
+    """Of 16 and ``rows`` rows: 88.9 and 94.1 percent."""
+    model = torch.nn.ModuleDict({"big": torch.nn.Linear(8, 16), "rest": torch.nn.Linear(8, rows)})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ottava.convert(model, recipe, exclude="rest")
+    assert [str(one.message)[:8] for one in told] == (["only 89%"] if says else [])

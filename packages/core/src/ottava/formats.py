@@ -90,22 +90,14 @@ HYBRID = Format.HYBRID
 
 
 def fp8_format(dtype: torch.dtype) -> FloatFormat:
-    """The element format of a float8 torch dtype.
-
-    Raises:
-        DTypeError: ``dtype`` is not ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-    """
+    """The element format of ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``; a DTypeError for any other dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in _FP8:
         raise DTypeError(f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2")
     return _FP8[dtype]
 
 
 def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
-    """The format of elements of a torch dtype.
-
-    Raises:
-        DTypeError: ``dtype`` is none of ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` and ``torch.int8``.
-    """
+    """The format of elements of one of the two FP8 dtypes, or ``torch.int8``; a DTypeError for any other dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in ELEMENTS:
         expected = "torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8"
         raise DTypeError(f"{dtype!r} is not a format of elements", expected=expected)

@@ -11,6 +11,7 @@ import torch
 
 from ottava.torch_private import (
     any_autocast_enabled,
+    constant_to_compiler,
     dispatch_keys,
     dispatch_modes,
     forward_ad,
@@ -34,8 +35,10 @@ _PLAIN_KEYS = ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", 
 _STRANGE = strange_keys(_PLAIN_KEYS)
 
 
+# Transforms that compiled code calls are active while it is traced.
+@constant_to_compiler
 def transform() -> str | None:
-    """What eager code runs in that takes functions apart: a transform of torch.func, by its name, or ``"trace"``.
+    """What code runs in that takes functions apart: a transform of torch.func, by its name, or ``"trace"``.
 
     None where a torch without the private names cannot tell.
     """

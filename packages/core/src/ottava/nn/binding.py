@@ -66,7 +66,7 @@ class Binding:
     #: The weight as it was quantized in the first microbatch; None when the weight or the recipe changes.
     quantized: QuantizedTensorStorage | None = None
     _quantized_by: RecipeState | None = None
-    _mismatch_told: bool = False
+    _told: frozenset[str] = frozenset()  # of what it has warned: the weight's recipe, another kind of recipe
     _last: Call | None = None  # of the last forward pass of a step, which activation checkpointing repeats
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Binding:
             # The layer has another recipe for good, and the old state goes. (Bound to none, it keeps the state for
             # a region that brings its recipe.)
             layer._modules.pop("recipe_state")._pending = False
-        self._warn_of_mismatch(layer, None, prepared)
+        self.warn_of_mismatch(layer, None, prepared, 5)
         self._use(layer, prepared)
 
     def _use(self, layer: Any, state: RecipeState | None) -> None:
@@ -143,16 +143,16 @@ class Binding:
                 what = f"the scaling state of {label_of(layer)} is discarded: the recipe changed from"
                 what = f"{what} {kept.recipe!r} to {recipe!r}, and the new one starts afresh"
                 warnings.warn(what, UserWarning, stacklevel=5)
-        self._warn_of_mismatch(layer, self.state, state)
+        self.warn_of_mismatch(layer, self.state, state, 6)
         self._use(layer, state)
         return state
 
-    def _warn_of_mismatch(self, layer: Any, before: RecipeState | None, state: RecipeState | None) -> None:
+    def warn_of_mismatch(self, layer: Any, before: RecipeState | None, state: RecipeState | None, level: int) -> None:
         """Warn, once, of a weight that another recipe than that of ``state`` keeps quantized, or of a change from
         ``before`` to another kind of recipe."""
-        if state is None or self._mismatch_told or torch.compiler.is_compiling():
+        if state is None or torch.compiler.is_compiling():
             return
-        name, label = state.recipe._label, label_of(layer)
+        name, label, about = state.recipe._label, label_of(layer), "weight"
         kept: Any = getattr(local_tensor(layer.weight), "_quantizer", None)
         own = None if kept is None else state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
         # The quantizer of a state may be a special one of its kind.
@@ -163,9 +163,10 @@ class Binding:
         elif before is None or type(before.recipe) is type(state.recipe) or (before.stateful and state.stateful):
             return
         else:
-            what = f"{label} changes from recipe {before.recipe._label!r} to {name!r}"
-        self._mismatch_told = True
-        warnings.warn(what, UserWarning, stacklevel=6)
+            what, about = f"{label} changes from recipe {before.recipe._label!r} to {name!r}", "recipe"
+        if about not in self._told:
+            self._told |= {about}
+            warnings.warn(what, UserWarning, stacklevel=level)
 
     # -- calls --
 
@@ -202,7 +203,7 @@ class Binding:
             if not (compiling or training):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
                 training = layer.training and (input.requires_grad or (region is not None and region.began))
-            training = training and (compiling or not (observed and is_taken_apart(False)))
+            training = training and not (observed and is_taken_apart(compiling))
             if region is not None:
                 self._take_part(layer, state, region, training, compiling)
             else:
@@ -331,20 +332,22 @@ def _misfit(layer: Any, shape: torch.Size, of_weight: torch.Size, bias: Any) -> 
 def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive: a
     transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
-    if torch.compiler.is_compiling():
-        if torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
-            what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
-            torch_private.refuse_export(what, "a model in evaluation", "call model.eval() before torch.export")
-        return
+    compiling = torch.compiler.is_compiling()
+    if compiling and torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
+        what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
+        torch_private.refuse_export(what, "a model in evaluation", "call model.eval() before torch.export")
     name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"
     found = f"{name}, a transform of torch.func," if name else None
     if name == "trace":
         found, remedy = "torch.jit.trace", "use torch.export, or trace inside ottava.autocast(enabled=False)"
-    elif has_tangent(*tensors):
+    elif not compiling and has_tangent(*tensors):
         found = found or "forward-mode derivatives"
     if found is not None:
-        what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
-        raise UsageError(what, expected="a plain call, or high precision", remedy=remedy)
+        what, expected = (
+            f"{label_of(layer)} computes on quantized operands, which {found} cannot take",
+            "a plain call, or high precision",
+        )
+        raise UsageError(what, expected, remedy)
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:

@@ -42,7 +42,8 @@ class ConvertedModel(torch.nn.Module):
 def begins_steps(model: Any) -> Step:
     """Have the forward pass of a model be a region, at whose entry all layers below it begin a step; gives the step."""
     step: Step = model.__dict__.setdefault("_ottava_step", Step())
-    step.model = weakref.ref(_converted(model))
+    # Ranks compare what they were converted to, also when that is done again.
+    step.model, step._compared = weakref.ref(_converted(model)), False
     return step
 
 

@@ -172,6 +172,7 @@ class Linear(torch.nn.Linear):
         if "_binding" in self.__dict__:
             # What was kept for microbatches is of another weight.
             self._binding.quantized = None
+            self._binding.warn_of_mismatch(self, None, self._binding.state, 4)
 
     def reset_parameters(self) -> None:
         """Initialize the weight and the bias again, and whatever a stateful recipe has learnt of them."""

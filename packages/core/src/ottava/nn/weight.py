@@ -31,16 +31,19 @@ class microbatch(ContextDecorator):
         self.first = first
 
     def __enter__(self) -> "microbatch":
-        regions.microbatches.append(self)
+        # By no call, after which an interrupt could come: __exit__ would not be called.
+        regions.microbatches += [self]
         return self
 
     def __exit__(self, *error: object) -> None:
         # Generators end their blocks in any order, and in any thread.
-        blocks = regions.microbatches
-        for place in reversed(range(len(blocks))):
-            if blocks[place] is self:
-                del blocks[place]
-                return
+        blocks, place = regions.microbatches, -1
+        try:
+            while blocks[place] is not self:
+                place -= 1
+        except IndexError:
+            return
+        del blocks[place]
 
 
 # The recipe of the innermost block of this thread, and the names of the layers whose weights it quantized; None outside

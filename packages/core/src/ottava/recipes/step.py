@@ -24,7 +24,7 @@ from ottava.torch_private import current_node, graph_task_id, top_hooks
 
 def is_taken_apart(compiling: bool) -> bool:
     """Whether this runs for an exported program, which has no backward pass, or in what layers refuse to run in."""
-    return torch.compiler.is_exporting() if compiling else transform() is not None or in_dual_level()
+    return transform() is not None or (torch.compiler.is_exporting() if compiling else in_dual_level())
 
 
 def backward_task() -> int:
@@ -67,11 +67,12 @@ def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
     would take the amaxes of other layers for theirs, or wait for ever: a UsageError on all of them."""
     if not spans_ranks(group):
         return
-    parts: list[Any] = [part for state in states for part in state.parts() if part.recipe.reduces_amaxes]
-    lines = [_line(part) for part in parts]
+    parts: list[Any] = [part for state in states for part in state.parts()]
+    # A rank that reduces nothing takes part: others may.
+    lines = [_line(part) for part in parts if part.recipe.reduces_amaxes]
     device = next((buffer.device for part in parts for buffer in part.buffers()), None)
     digest = torch.tensor(list(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8, device=device)
-    if not lines or bool((all_gather(digest, group) == digest).all()):
+    if bool((all_gather(digest, group) == digest).all()):
         return
     first, *others = Ranks(find_group(group)).gather(lines)
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
@@ -186,7 +187,7 @@ class Step:
         state.__dict__.update(step=self, _pending=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ran": [], "model": None}
+        return self.__dict__ | {"_ran": [], "model": None, "_compared": False}
 
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open
