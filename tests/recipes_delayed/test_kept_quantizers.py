@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.errors import DeviceError, DTypeError
+from ottava.errors import DeviceError, DTypeError, UsageError
 from ottava_delayed import DelayedScaling, Float8Quantizer
 
 SLOTS = {"input": 0, "weight": 1, "grad_output": 2}
@@ -79,14 +79,48 @@ def test_copies_have_their_own() -> None:
     assert_of(layer.recipe_state)
 
 
-def test_replicas_have_their_own() -> None:
-    """As torch.nn.DataParallel makes them, which then gives them buffers on other devices."""
+def test_replicas_are_refused() -> None:
+    """torch.nn.DataParallel makes them in each forward pass on more than one device, and throws them away."""
+    stateless = ottava.nn.Linear(16, 8)
+    assert stateless._replicate_for_data_parallel()._binding is stateless._binding
+    layer = ottava.nn.Linear(16, 8, name="block.0", recipe="delayed")
+    with pytest.raises(UsageError, match=r"DataParallel copies Linear 'block\.0'(?s:.*)DistributedDataParallel"):
+        layer._replicate_for_data_parallel()
+    layer.bind(None)
+    with pytest.raises(UsageError, match="is lost"):  # A block may bring the recipe of the state.
+        layer._replicate_for_data_parallel()
+
+
+def test_quantizers_of_two_states_are_alike() -> None:
+    mine, other = (used_layer().recipe_state.quantizer("weight", rowwise=True, columnwise=True) for _ in range(2))
+    assert mine.is_alike(other)
+    assert mine.is_alike(copy.deepcopy(mine))
+    assert mine != other
+    assert not mine.is_alike(used_layer().recipe_state.quantizer("weight", rowwise=True, columnwise=False))
+    assert not mine.is_alike(used_layer().recipe_state.quantizer("input", rowwise=True, columnwise=True))
+
+    def double(tensor: Any) -> Any:
+        return tensor.dequantize() * 2
+
+    compiled = torch.compile(double, backend="eager", fullgraph=True)
+    for quantizer in (mine, other):
+        kept = quantizer.copy()
+        kept.internal = False
+        made = kept.quantize(torch.randn(8, 16))
+        assert torch.equal(compiled(made), double(made))
+
+
+def test_a_slot_is_initialized_where_it_is() -> None:
     state = used_layer().recipe_state
-    before = state.quantizer("input", rowwise=True, columnwise=False)
-    replica = state._replicate_for_data_parallel()
-    replica.scale = state.scale + 1
-    assert replica.quantizer("input", rowwise=True, columnwise=False).scale == before.scale + 1
-    assert state.quantizer("input", rowwise=True, columnwise=False) is before
+    quantizer = state.quantizer("weight", rowwise=True, columnwise=True).copy()
+    before = state.scale.clone()
+    with pytest.raises(DeviceError, match="the weight is on meta"):
+        quantizer.initialize(torch.empty(8, 16, device="meta"))
+    assert torch.equal(state.scale, before)
+    quantizer.initialize(torch.full((8, 16), 2.0))
+    assert state.scale.tolist() == [before[0], 224.0, *before[2:]]
+    # From then on what does not fit takes the scale of its own amax.
+    assert quantizer.quantize(torch.full((8, 16), 7.0)).dequantize().unique().tolist() == [7.0]
 
 
 def test_a_layer_that_moves() -> None:

@@ -333,7 +333,9 @@ PyObject* planned_product(PyObject* const* given) {
             return python_does_it();
     }
     Dtype bias_dtype = Dtype::float32;
-    if (biased && (!bias.open(given[5], gradients) || !dtype_of(bias.view, bias_dtype))) return python_does_it();
+    if (biased && (!bias.open(given[5], gradients) || !dtype_of(bias.view, bias_dtype) || bias.view.ndim != 1 ||
+                   (plan.finishes && bias.view.size != plan.shape[1])))
+        return python_does_it();
     const int threads = torch_threads();
     {
         const Unlocked unlocked(data[0].view.size + data[1].view.size);
@@ -345,7 +347,6 @@ PyObject* planned_product(PyObject* const* given) {
     if (!plan.finishes)
         return PyObject_CallFunctionObjArgs(plan.multiply.ptr(), left, right, factors[0], factors[1], given[5],
                                             plan.dtype.ptr(), nullptr);
-    if (biased && bias.view.size != plan.shape[1]) return python_does_it();
     View made;
     // As torch.addmm does: sums that no scale multiplies begin with the bias.
     if (biased && !plan.scaled) {

@@ -324,6 +324,8 @@ def test_other_layouts_are_named(recipe: Any, convert: str, grad: bool) -> None:
         ("weight", torch.ones(2, 5, 7), ShapeError, r"weight .* has shape \(2, 5, 7\)"),
         ("weight", torch.ones(9, 7), ShapeError, r"bias .* has shape \(5,\).*\(9,\)"),
         ("bias", torch.ones(3), ShapeError, r"bias .* has shape \(3,\).*\(5,\)"),
+        ("bias", torch.ones(5, 1), ShapeError, r"bias .* has shape \(5, 1\).*\(5,\)"),
+        ("bias", torch.ones(1, 5), ShapeError, r"bias .* has shape \(1, 5\).*\(5,\)"),
         ("bias", torch.ones(()), ShapeError, r"bias .* has shape \(\)"),
         ("bias", torch.ones(5, device="meta"), DeviceError, r"bias .* is on meta, its weight on cpu"),
     ],
@@ -343,11 +345,19 @@ def test_parameters_that_do_not_fit_are_named(
     torch.testing.assert_close(layer(torch.ones(4, 9)), torch.full((4, 3), 10.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64])
-def test_a_bias_of_another_kind_is_refused(recipe: Any, dtype: torch.dtype) -> None:
-    layer = make(recipe, dtype=torch.float32)
-    layer.bias = torch.nn.Parameter(torch.ones(5, dtype=dtype), requires_grad=False)
-    with pytest.raises(DTypeError, match=f"bias has dtype {dtype}"):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("of_bias", [torch.float64, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_a_bias_of_another_kind_is_refused(recipe: Any, dtype: torch.dtype, of_bias: torch.dtype) -> None:
+    layer = make(recipe, dtype=dtype, name="block.0")
+    layer.bias = torch.nn.Parameter(torch.ones(5).to(of_bias), requires_grad=False)
+    with pytest.raises(DTypeError, match=rf"bias of Linear 'block\.0' has dtype {of_bias}"):
+        layer(torch.randn(4, 7, dtype=dtype))
+
+
+def test_a_sparse_bias_is_refused(recipe: Any) -> None:
+    layer = make(recipe, dtype=torch.float32, name="block.0")
+    layer.bias = torch.nn.Parameter(torch.ones(5).to_sparse())
+    with pytest.raises(DTypeError, match=r"bias of Linear 'block\.0' has layout torch.sparse_coo(?s:.*)to_dense"):
         layer(torch.randn(4, 7))
 
 

@@ -13,6 +13,7 @@ from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax
 from ottava.errors import DeviceError, DTypeError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
+from ottava.kernels.checks import check_device
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, float8
 from ottava.torch_private import foreach_maximum_
 
@@ -145,6 +146,8 @@ class Float8Quantizer(Float8QuantizerBase):
 class SlotQuantizer(Float8Quantizer):
     """The quantizer of one slot of a layer's state, which reads and writes the ``buffers`` that there are by then."""
 
+    process_attributes: ClassVar[tuple[str, ...]] = (*Float8Quantizer.process_attributes, "buffers")
+
     def __init__(
         self, buffers: Any, slot: int, fp8_dtype: torch.dtype, *, rowwise: bool, columnwise: bool, recording: bool
     ) -> None:
@@ -164,6 +167,10 @@ class SlotQuantizer(Float8Quantizer):
     @property
     def saturated(self) -> torch.Tensor | None:  # type: ignore[override]
         return self.buffers["saturated"][self.slot] if self.recording else None
+
+    def _start_with(self, scale: torch.Tensor) -> None:
+        check_device(scale, self.scale.device, "the weight")
+        super()._start_with(scale)
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         if self.fits:

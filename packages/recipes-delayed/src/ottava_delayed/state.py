@@ -204,12 +204,6 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def __getstate__(self) -> dict[str, Any]:
         return RecipeState.__getstate__(self) | {"_kept": {}}
 
-    def _replicate_for_data_parallel(self) -> Any:
-        replica: Any = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        # They read the buffers of the state that they were made for.
-        replica.__dict__["_kept"] = {}
-        return replica
-
     def extra_repr(self) -> str:
         return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"
 

@@ -14,7 +14,7 @@ import torch
 from ottava.errors import DTypeError
 from ottava.formats import FP8, element_format, fp8_format
 from ottava.kernels import reference
-from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors, check_fits
+from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -127,8 +127,6 @@ class Compiled:
         """``sums * (scale_a * scale_b) + bias`` in float32, rounded once into ``out``, which on a CPU may be ``sums``;
         both are contiguous matrices."""
         (rows, columns), bias = sums.shape, None if bias is None else bias.contiguous()
-        if bias is not None and bias.dtype not in DTYPE_CODES:
-            check_fits(bias, (columns,), sums.device, "bias")
         last = *pointers(scale_a, scale_b, bias), 0 if bias is None else DTYPE_CODES[bias.dtype]
         to = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(sums)
         self.native.epilogue32(sums.data_ptr(), rows, columns, last, *to)

@@ -248,7 +248,7 @@ class Binding:
             with torch.no_grad():
                 kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
             if state.stateful:
-                # It is never quantized again, and the quantizer holds the state as it is now.
+                # It is never quantized again, and its quantizer may hold memory of the state.
                 kept.update_quantizer(None)
             self.quantized, self._quantized_by = kept, state
         return self.quantized
@@ -299,8 +299,7 @@ def checked_dtype(
         rows, columns = weight.shape
     except ValueError:
         rows = columns = -1
-    # As many values of a bias are read as the weight has rows.
-    if not shape or shape[-1] != columns or (bias is not None and bias.numel() != rows):
+    if not shape or shape[-1] != columns or (bias is not None and bias.shape != (rows,)):
         raise _misfit(layer, shape, weight.shape, bias)
     device = weight.device
     if input.device != device or (bias is not None and bias.device != device):
@@ -313,6 +312,8 @@ def checked_dtype(
     if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
         check_high_precision(input, f"input of {label_of(layer)}")
         check_high_precision(weight, f"weight of {label_of(layer)}")
+    if bias is not None and (bias.dtype not in HIGH_PRECISION or bias.layout is not _STRIDED):
+        check_high_precision(bias, f"bias of {label_of(layer)}")
     if amp_dtype is None and not same:
         what = f"input of {label_of(layer)} has dtype {dtype}, its weight {weight.dtype}"
         raise DTypeError(what, expected="one dtype", remedy="convert one of them, or run inside torch.autocast")
@@ -343,11 +344,8 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     elif not compiling and has_tangent(*tensors):
         found = found or "forward-mode derivatives"
     if found is not None:
-        what, expected = (
-            f"{label_of(layer)} computes on quantized operands, which {found} cannot take",
-            "a plain call, or high precision",
-        )
-        raise UsageError(what, expected, remedy)
+        what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
+        raise UsageError(what, "a plain call, or high precision", remedy)
 
 
 def main_grad_of(layer: Any, grad_enabled: bool) -> torch.Tensor | None:

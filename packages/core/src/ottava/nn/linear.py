@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DTypeError, OptionError
+from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.kernels.direct import in_dual_level, is_direct
 from ottava.nn import function
-from ottava.nn.binding import Binding, Call, autocast_dtype, check_use, checked_dtype, main_grad_of
+from ottava.nn.binding import Binding, Call, autocast_dtype, check_use, checked_dtype, label_of, main_grad_of
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
@@ -166,6 +166,12 @@ class Linear(torch.nn.Linear):
         apply: Any = super()._apply
         apply_to_layer(self, fn, lambda fn: apply(fn, recurse))
         return self
+
+    def _replicate_for_data_parallel(self) -> Any:
+        if "recipe_state" in self._modules:
+            what = f"torch.nn.DataParallel copies {label_of(self)} in each pass, and what its copies record is lost"
+            raise UsageError(what, "one process for each device", "use torch.nn.parallel.DistributedDataParallel")
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
