@@ -221,7 +221,8 @@ def test_one_operand_alone(path) -> None:
         outcome = replay.run([operand])
         moved = {name for name, value in outcome.gradients.items() if not torch.equal(value, exact.gradients[name])}
         if operand.gemm == "fprop":
-            assert outcome.loss != exact.loss
+            # The loss, one float32 number, may be the same by chance.
+            assert len(moved) > 1
         elif operand.gemm == "wgrad":
             assert moved == {f"{operand.layer}.weight"}
             assert outcome.loss == exact.loss

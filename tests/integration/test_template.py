@@ -296,19 +296,24 @@ def test_it_is_formatted(tool: list[str], name: str, bare: Environment, tmp_path
     assert done.returncode == 0, done.stdout
 
 
-def test_its_types_are_right(environment: Environment, package: Path) -> None:
-    done = environment.spawn("python", "-m", "mypy", "--cache-dir", "/dev/null", cwd=package)
+@pytest.fixture(scope="module")
+def mypy(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Torch, which takes most of the time, is read once."""
+    return ["python", "-m", "mypy", "--cache-dir", str(tmp_path_factory.mktemp("mypy"))]
+
+
+def test_its_types_are_right(environment: Environment, package: Path, mypy: list[str]) -> None:
+    done = environment.spawn(*mypy, cwd=package)
     assert done.returncode == 0, done.stdout
 
 
 def test_the_readmes_classes_are_formatted_and_their_types_right(
-    environment: Environment, classes: Path, package: Path
+    environment: Environment, classes: Path, package: Path, mypy: list[str]
 ) -> None:
     settings, source = package / "pyproject.toml", classes / PACKAGE / "recipe.py"
     for tool in (["check"], ["format", "--check"]):
         command = [sys.executable, "-m", "ruff", *tool, "--no-cache", "--config", settings, source]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
-    options = ["--config-file", settings, "--cache-dir", "/dev/null", source]
-    done = environment.spawn("python", "-m", "mypy", *options, cwd=classes)
+    done = environment.spawn(*mypy, "--config-file", settings, source, cwd=classes)
     assert done.returncode == 0, done.stdout
