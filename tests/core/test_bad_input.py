@@ -201,4 +201,4 @@ def test_layers_and_regions(recipe: Any) -> None:
         with pytest.raises(error):
             call()
             pytest.fail(f"call {number} was accepted")
-    assert layer._binding.quantized is None
+    assert layer._binding.kept is None

@@ -238,10 +238,10 @@ def test_blocks_end_in_any_order_and_in_any_thread() -> None:
     next(inner)
     outer.close()
     layer(x)
-    kept = layer._binding.quantized
+    kept = layer._binding.kept
     assert kept is not None
     layer(x)
-    assert layer._binding.quantized is kept, "the block that is left says False"
+    assert layer._binding.kept is kept, "the block that is left says False"
     failed: list[BaseException] = []
 
     def elsewhere() -> None:
@@ -264,16 +264,16 @@ def test_a_kept_weight_is_that_of_the_parameter() -> None:
     layer(x, is_first_microbatch=True)
     size = io.BytesIO()
     torch.save(layer, size)
-    assert copy.deepcopy(layer)._binding.quantized is None
+    assert copy.deepcopy(layer)._binding.kept is None
     assert size.tell() < 32 * 32 * 4 + 4096
     layer.weight, layer.bias = torch.nn.Parameter(torch.zeros(32, 32)), torch.nn.Parameter(torch.zeros(32))
     assert not layer(x, is_first_microbatch=False).any()
     layer(x, is_first_microbatch=True)
     layer.bfloat16()
-    assert layer._binding.quantized is None
+    assert layer._binding.kept is None
     layer(x.bfloat16(), is_first_microbatch=True)
     layer.load_state_dict(layer.state_dict())
-    assert layer._binding.quantized is None
+    assert layer._binding.kept is None
 
 
 def test_a_kept_weight_is_that_of_the_recipe() -> None:
@@ -283,7 +283,7 @@ def test_a_kept_weight_is_that_of_the_recipe() -> None:
     other = ottava.nn.Linear.from_linear(layer)
     with ottava.autocast("mxfp8"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         assert torch.equal(layer(x, is_first_microbatch=False), other(x))
-    assert type(layer._binding.quantized).__name__ == "MXFP8TensorStorage"
+    assert type(layer._binding.kept.storage).__name__ == "MXFP8TensorStorage"
 
 
 def test_a_block_begins_and_ends_without_a_call() -> None:

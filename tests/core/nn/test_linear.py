@@ -194,10 +194,10 @@ def test_a_loss_that_is_kept_holds_no_quantized_weight(recipe: Any) -> None:
     """A training loop holds the loss of the last microbatch until the next one has run."""
     layer = make(recipe)
     loss = layer(torch.randn(4, 7, dtype=torch.bfloat16, requires_grad=True), is_first_microbatch=True).sum()
-    kept: Any = layer._binding.quantized
-    data = weakref.ref(kept._data)
+    kept: Any = layer._binding.kept
+    data = weakref.ref(kept.storage._data)
     loss.backward()
-    layer._binding.quantized = kept = None
+    layer._binding.kept = kept = None
     assert data() is None, loss
 
 

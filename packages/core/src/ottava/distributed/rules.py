@@ -148,8 +148,7 @@ class GridBatch(ShardBatch):
             for columnwise, usage in enumerate(("rowwise", "columnwise")):
                 if usage not in data:
                     continue
-                place = len(sides) * at + columnwise * (len(sides) - 1)
-                own = [each[place] for each in made]
+                own = [each[len(sides) * at + columnwise * (len(sides) - 1)] for each in made]
                 if layout.shared is not None:
                     common, own = own, [each.new_empty(layout.grid(matrices[at], bool(columnwise))) for each in own]
                     self._spread += [(o, c, bool(columnwise), matrices[at]) for o, c in zip(own, common, strict=True)]

@@ -242,8 +242,7 @@ def _plan(a: Operand, b: Operand, bias_dtype: torch.dtype | None, out_dtype: tor
     native = backend_module(device.type).native
     multiply = dense.product_for(compute, device, out_dtype, bias_dtype, scaled)
     # Sums in float32 that scales multiply, or that are the result, are the module's own to finish.
-    finishes = compute is torch.float32 and (scaled or compute is out_dtype)
-    finished = DTYPE_CODES[out_dtype] if finishes else -1
+    finished = DTYPE_CODES[out_dtype] if compute is torch.float32 and (scaled or compute is out_dtype) else -1
     return *sides, partial(native.planned_product, native.ProductPlan(*sides, multiply, out_dtype, finished))
 
 

@@ -89,5 +89,4 @@ def update_slots(
     module takes them: it checks what it is given. False leaves all as it was."""
     if _is_compiling() or backends._chosen.get("cpu") != "cpu" or graph_task_id() != -1:
         return False
-    native = backends._loaded["cpu"].native
-    return bool(native.update_slots(scales, histories, maxima, most_recent, own))
+    return bool(backends._loaded["cpu"].native.update_slots(scales, histories, maxima, most_recent, own))

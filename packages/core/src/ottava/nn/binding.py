@@ -50,6 +50,13 @@ class Call(NamedTuple):
     training: bool = False  # whether a forward pass of a step begins, in a reentrant checkpoint without gradients
 
 
+class KeptWeight(NamedTuple):
+    """The weight as it was quantized in the first microbatch."""
+
+    storage: QuantizedTensorStorage
+    by: RecipeState
+
+
 # A call of a tuple of all its fields; the constructor is a function of Python.
 _call_of: Callable[[tuple[Any, ...]], Call] = partial(tuple.__new__, Call)
 
@@ -63,15 +70,13 @@ class Binding:
     step: Step | None = None  # of the converted model that the layer is in, if it is in any
     #: The state that a checkpoint held, until a region brings the recipe that it belongs to.
     loaded: dict[str, Any] | None = None
-    #: The weight as it was quantized in the first microbatch; None when the weight or the recipe changes.
-    quantized: QuantizedTensorStorage | None = None
-    _quantized_by: RecipeState | None = None
+    kept: KeptWeight | None = None  # for microbatches; None when the weight or the recipe changes
     _told: frozenset[str] = frozenset()  # of what it has warned: the weight's recipe, another kind of recipe
     _last: Call | None = None  # of the last forward pass of a step, which activation checkpointing repeats
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group cannot be pickled, and a file has no need of a weight that can be quantized again.
-        return self.__dict__ | {"_last": None, "quantized": None}
+        return self.__dict__ | {"_last": None, "kept": None}
 
     # -- recipes and states --
 
@@ -86,7 +91,7 @@ class Binding:
 
     def bind(self, layer: Any, recipe: Recipe | None, prepared: RecipeState | None) -> None:
         """Bind a recipe, with the state that was prepared for it."""
-        self.recipe, self.quantized = recipe, None
+        self.recipe, self.kept = recipe, None
         kept: Any = layer._modules.get("recipe_state")
         if kept is not None and recipe is not None and kept.serves(recipe, None):
             prepared = kept
@@ -240,18 +245,19 @@ class Binding:
     def kept_weight(self, call: Call, weight: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         """The weight as it was quantized in the first microbatch, or as it is kept from now on."""
         state: Any = call.state
-        if self.quantized is None or self._quantized_by is not state or (call.first and not call.recomputed):
+        kept = self.kept
+        if kept is None or kept.by is not state or (call.first and not call.recomputed):
             # In a reentrant checkpoint the other operands are seen when they are recomputed, and this one is kept.
             recording = call.recording or call.training
             quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
             weight = weight.detach()
             with torch.no_grad():
-                kept = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
+                storage = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)
             if state.stateful:
                 # It is never quantized again, and its quantizer may hold memory of the state.
-                kept.update_quantizer(None)
-            self.quantized, self._quantized_by = kept, state
-        return self.quantized
+                storage.update_quantizer(None)
+            kept = self.kept = KeptWeight(storage, state)
+        return kept.storage
 
     def gather_quantizer(self, layer: Any) -> Quantizer | None:
         """What quantizes a weight that is kept in high precision when it is gathered: of the bound recipe, if any."""
@@ -305,8 +311,7 @@ def checked_dtype(
     if input.device != device or (bias is not None and bias.device != device):
         name, other = ("input", input) if input.device != device else ("bias", bias)
         what = f"{name} of {label_of(layer)} is on {other.device}, its weight on {device}"
-        remedy = f"move one of them, for example {name}.to({str(device)!r})"
-        raise DeviceError(what, expected="one device", remedy=remedy)
+        raise DeviceError(what, "one device", f"move one of them, for example {name}.to({str(device)!r})")
     dtype = input.dtype
     same = dtype == weight.dtype
     if dtype not in HIGH_PRECISION or not (same or weight.dtype in HIGH_PRECISION):
@@ -325,8 +330,8 @@ def _misfit(layer: Any, shape: torch.Size, of_weight: torch.Size, bias: Any) -> 
     if len(of_weight) != 2 or (of_weight[1] != features and shape[-1:] == (features,)):
         return ShapeError(f"weight {has} {tuple(of_weight)}", f"[*, {features}]", other)
     if shape[-1:] != of_weight[1:]:
-        expected, remedy = f"a last dimension of {of_weight[1]}", "check the layer before this one"
-        return ShapeError(f"input {has} {tuple(shape)}", expected, remedy)
+        expected = f"a last dimension of {of_weight[1]}"
+        return ShapeError(f"input {has} {tuple(shape)}", expected, "check the layer before this one")
     return ShapeError(f"bias {has} {tuple(bias.shape)}", f"({of_weight[0]},), as the weight", other)
 
 

@@ -162,7 +162,7 @@ class Linear(torch.nn.Linear):
         return high_precision_linear(input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling()))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._binding.quantized = None
+        self._binding.kept = None
         apply: Any = super()._apply
         apply_to_layer(self, fn, lambda fn: apply(fn, recurse))
         return self
@@ -177,7 +177,7 @@ class Linear(torch.nn.Linear):
         super().register_parameter(name, param)
         if "_binding" in self.__dict__:
             # What was kept for microbatches is of another weight.
-            self._binding.quantized = None
+            self._binding.kept = None
             self._binding.warn_of_mismatch(self, None, self._binding.state, 4)
 
     def reset_parameters(self) -> None:
@@ -194,7 +194,7 @@ class Linear(torch.nn.Linear):
         fill_in_states(self, state_dict, prefix, metadata)
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         gather_as(self, before)
-        self._binding.quantized = None
+        self._binding.kept = None
         self._binding.load(self, state_dict, f"{prefix}recipe_state.", unexpected)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -81,9 +81,8 @@ def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
     if mine or theirs:
         found = f"rank 0 has {listed(mine) or 'nothing else'}, rank {rank} {listed(theirs) or 'nothing else'}"
     what = f"the ranks of the group reduce amaxes of other layers: {found}"
-    expected = "the same layers and the same options of their recipe on all ranks"
     remedy = "give layers that only some ranks have a group of these ranks, by autocast(amax_reduction_group=...)"
-    raise UsageError(what, expected=expected, remedy=remedy)
+    raise UsageError(what, "the same layers and the same options of their recipe on all ranks", remedy)
 
 
 _collecting = [False]

@@ -26,8 +26,7 @@ _VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
 def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype | None:
     """Nominal dtype of a new tensor; None when the options ask for something that is not quantized."""
     dtype: torch.dtype = options.get("dtype") or tensor.dtype
-    plain = dtype not in HIGH_PRECISION or options.get("layout") not in (None, torch.strided)
-    return None if plain else dtype
+    return dtype if dtype in HIGH_PRECISION and options.get("layout") in (None, torch.strided) else None
 
 
 _of_all(_aten.clone.default)(lambda op, tensor, *, memory_format=None: tensor.clone_storage())
