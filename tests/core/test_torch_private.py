@@ -175,6 +175,8 @@ def test_products_by_the_public_function(by_row: bool, out_dtype: torch.dtype) -
         want = torch._scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False)
     except (RuntimeError, ValueError) as error:
         pytest.skip(f"this torch multiplies no such operands on a CPU: {error}")
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+        pytest.skip("the public function of torch 2.11 multiplies on GPUs alone")
     assert torch.equal(torch_private.Fallbacks.scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False), want)
 
 

@@ -10,7 +10,7 @@ backward pass (docs/limits.md says what follows). FSDP2 then gathers what rows a
 Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2`; ``_ddp_params_and_buffers_to_ignore``, which
 ``ottava.convert`` sets for DistributedDataParallel to read (a version that does not copies the first rank's scaling
 state over that of the others); and what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``,
-``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_load_from_state_dict``, ``_save_to_state_dict``).
+``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_replicate_for_data_parallel``, and what loads and saves).
 """
 
 import itertools
@@ -22,6 +22,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from ottava.errors import BackendError, UsageError
+
+#: Devices that torch.autocast knows. Asked here, because the compiler of torch 2.11 cannot trace the question.
+WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
 
 #: Name in this module -> the private name below ``torch``, and what serves without it.
 PRIVATE: dict[str, tuple[str, str]] = {}
@@ -47,8 +50,7 @@ class Fallbacks:
 
     @staticmethod
     def any_autocast_enabled() -> bool:
-        kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
-        return any(torch.amp.is_autocast_available(k) and torch.is_autocast_enabled(k) for k in kinds)
+        return any(torch.is_autocast_enabled(kind) for kind in WITH_AUTOCAST)
 
     @staticmethod
     def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, _: None, out_dtype: Any, fast: bool) -> Any:
@@ -168,6 +170,10 @@ def constant_to_compiler(function: _Function) -> _Function:
     which imports the compiler, and that takes seconds. A compiler that knows no such mark breaks its graph there."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+#: ``torch.compiler.is_exporting``, which torch 2.11 takes for True in all code that it compiles.
+is_exporting: Callable[[], bool] = constant_to_compiler(lambda: torch.compiler.is_exporting())
 
 
 @constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing

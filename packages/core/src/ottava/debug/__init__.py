@@ -44,7 +44,7 @@ def fake_quantize(tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | Non
         tensor = tensor.dequantize()
     check_high_precision(tensor)
     # A bare storage will do: there is less to make, and nothing to trace.
-    quantizer = _quantizer(fp8_format).copy()
+    quantizer = _quantizer(fp8_format)
     quantizer.internal = True
     if out is not None:
         check_tensor(out, "out", tensor.dtype)
@@ -80,7 +80,7 @@ def _quantizer(fp8_format: str) -> Quantizer:
         if quantizer is None:
             what = f"recipe {spec.name!r} lists the format {fp8_format!r} and has no quantizer for it"
             raise PluginError(what, expected="a quantizer from its fake_quantizer()")
-        return quantizer
+        return quantizer.copy()
     known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
     # A recipe's package is named after it, and so are its formats.
     found = re.fullmatch(f"(.+)({E4M3.name}|{E5M2.name})", fp8_format)

@@ -20,7 +20,7 @@ from ottava.kernels.checks import Maybe
 from ottava.kernels.reference import spread
 from ottava.kernels.table import define_product
 from ottava.layout import Block
-from ottava.torch_private import any_autocast_enabled, constant_to_compiler, mkldnn_bf16_supported
+from ottava.torch_private import WITH_AUTOCAST, any_autocast_enabled, constant_to_compiler, mkldnn_bf16_supported
 
 Tensor = torch.Tensor
 #: Says what to do instead of asking torch.
@@ -88,7 +88,7 @@ def mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Inside a ``with`` block operators compute in the dtypes of what they are given."""
     # Compiled code runs the backward pass under the autocast that the forward pass was under.
-    if not (torch.compiler.is_compiling() or any_autocast_enabled()) or not torch.amp.is_autocast_available(kind):
+    if not (torch.compiler.is_compiling() or any_autocast_enabled()) or kind not in WITH_AUTOCAST:
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 

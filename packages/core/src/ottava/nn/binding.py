@@ -25,10 +25,7 @@ from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, is_distributed, local_tensor
 
-# Asked when the module is imported, because the compiler of torch 2.11 cannot trace the question.
-_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 _STRIDED = torch.strided
-_WITH_AUTOCAST = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
 
 
 def label_of(layer: Any) -> str:
@@ -203,7 +200,7 @@ class Binding:
             recording = torch.is_grad_enabled() and state is not None and state.stateful and not repeats_forward()
             return Call(recipe, state, group, recording, calibrating, first, True)
         # An exported program has no backward pass.
-        training = grad_enabled = torch.is_grad_enabled() and not (compiling and torch.compiler.is_exporting())
+        training = grad_enabled = torch.is_grad_enabled() and not (compiling and torch_private.is_exporting())
         if state is not None and state.stateful:
             if not (compiling or training):
                 # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need them.
@@ -288,7 +285,7 @@ def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:
     if not compiling and not any_autocast_enabled():
         return None
     device_type = tensor.device.type
-    enabled = device_type in _WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
+    enabled = device_type in torch_private.WITH_AUTOCAST and torch.is_autocast_enabled(device_type)
     return torch.get_autocast_dtype(device_type) if enabled else None
 
 
@@ -301,10 +298,7 @@ def checked_dtype(
     if input.is_nested or input.layout is not _STRIDED:
         check_dense(input, f"input of {label_of(layer)}")
     shape = input.shape
-    try:
-        rows, columns = weight.shape
-    except ValueError:
-        rows = columns = -1
+    rows, columns = weight.shape if weight.dim() == 2 else (-1, -1)
     if not shape or shape[-1] != columns or (bias is not None and bias.shape != (rows,)):
         raise _misfit(layer, shape, weight.shape, bias)
     device = weight.device
@@ -339,7 +333,7 @@ def check_use(layer: Any, *tensors: torch.Tensor | None) -> None:
     """Refuse what takes functions apart to differentiate or to record them, which quantization does not survive: a
     transform of torch.func, ``torch.jit.trace``, forward-mode derivatives; and to export a layer that makes steps."""
     compiling = torch.compiler.is_compiling()
-    if compiling and torch.compiler.is_exporting() and layer.training and layer._binding.state.stateful:
+    if compiling and torch_private.is_exporting() and layer.training and layer._binding.state.stateful:
         what = f"{label_of(layer)} is in training mode, and torch.export writes no steps for its recipe's state"
         torch_private.refuse_export(what, "a model in evaluation", "call model.eval() before torch.export")
     name, remedy = transform(), "use it inside ottava.autocast(enabled=False), or backward() for gradients"

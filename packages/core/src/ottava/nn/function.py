@@ -16,7 +16,7 @@ from ottava.kernels.table import rounded, sum_rows
 from ottava.nn.binding import Call
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.torch_private import forward_ad, tracing, transforms, unsafe_view
+from ottava.torch_private import forward_ad, is_exporting, tracing, transforms, unsafe_view
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of 1024 rows).
@@ -31,7 +31,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """``y = x · wᵀ + b`` in ``dtype``. The gradient of the weight is added to ``main_grad``, if there is one; ``kept``
     is the weight if it is quantized already; ``observed`` says that a compiler, a mode or a profiler looks on."""
-    grad_enabled = torch.is_grad_enabled() and not (observed and torch.compiler.is_exporting())
+    grad_enabled = torch.is_grad_enabled() and not (observed and is_exporting())
     rest = call, dtype, kept, main_grad, observed, grad_enabled
     if observed or grad_enabled:
         return (LinearFunction.apply if observed else _apply)(x, weight, bias, rest)  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from ottava.recipes.base import QuantizerRequest, Recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState, by_recipe
 from ottava.tensors.quantizer import Quantizer
-from ottava.torch_private import refuse_export
+from ottava.torch_private import is_exporting, refuse_export
 
 
 def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any = None) -> RecipeState:
@@ -39,7 +39,7 @@ def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_gr
         what = f"Linear {roles[0].name!r} has no state for {recipe._label!r} yet, and compiled code cannot make one"
         expected = "a layer that was converted, or bound to the recipe, or has run under it once"
         remedy = "call ottava.convert(model, recipe) before torch.compile or torch.export"
-        if torch.compiler.is_exporting():
+        if is_exporting():
             refuse_export(what, expected, remedy)
         raise UsageError(what, expected, remedy)
     default = torch.get_default_dtype()

@@ -19,12 +19,12 @@ from ottava.errors import UsageError, listed
 from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
 from ottava.recipes.state import RecipeState, by_recipe
-from ottava.torch_private import current_node, graph_task_id, top_hooks
+from ottava.torch_private import current_node, graph_task_id, is_exporting, top_hooks
 
 
 def is_taken_apart(compiling: bool) -> bool:
     """Whether this runs for an exported program, which has no backward pass, or in what layers refuse to run in."""
-    return transform() is not None or (torch.compiler.is_exporting() if compiling else in_dual_level())
+    return transform() is not None or (is_exporting() if compiling else in_dual_level())
 
 
 def backward_task() -> int:
@@ -128,7 +128,7 @@ class Step:
     _compared: bool = False
 
     def __init__(self) -> None:
-        self._ran: list[Any] = []
+        self._ran: list[tuple[Any, Any]] = []  # a reference to a state, or the state: compiled code cannot ask which
 
     def _states(self, model: torch.nn.Module | None, compiling: bool) -> list[RecipeState]:
         """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
@@ -137,8 +137,8 @@ class Step:
         for module in modules:
             if isinstance(module, RecipeState) and module.stateful:
                 found[id(module)] = module
-        for entry in self._ran:
-            state = entry if isinstance(entry, RecipeState) else entry()
+        for reference, kept in self._ran:
+            state = reference() if kept is None else kept
             if state is not None and state.step is self and state._pending:
                 found.setdefault(id(state), state)
         return list(found.values())
@@ -169,7 +169,7 @@ class Step:
         """Have the state of a layer, or of the one that it was taken of before, begin the next step with the others."""
         if compiling:
             # Compiled code makes no weak references.
-            self._ran.append(state)
+            self._ran.append((None, state))
             state.step, state._pending = self, True
             return
         entry: Any = weakref.ref(state)
@@ -182,7 +182,7 @@ class Step:
             _layers[state], entry = of, _member(state, of())
             _awaited.add(self)
         # In this order, an interrupt in between loses nobody.
-        self._ran.append(entry)
+        self._ran.append((entry, None))
         state.__dict__.update(step=self, _pending=True)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,21 +191,21 @@ class Step:
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open
 # regions and the states that ran in them keep a step; nothing else does.
-_steps: list[tuple[Recipe | None, Any, Any]] = []
+_steps: list[tuple[Recipe | None, Any, Any, Step | None]] = []
 
 
 def step_for(recipe: Recipe | None, amax_reduction_group: Any) -> Step:
     """The step of regions with this recipe (None: the bound ones) and group."""
     # A name can be held when the group is gone.
     key = getattr(amax_reduction_group, "group_name", amax_reduction_group)
-    for known, known_key, entry in _steps:
+    for known, known_key, entry, kept in _steps:
         same = known is recipe if known is None or recipe is None else known.same_as(recipe)
-        found: Step | None = entry if isinstance(entry, Step) else entry()
+        found: Step | None = entry() if kept is None else kept
         if same and known_key == key and found is not None:
             return found
     made = Step()
     compiling = torch.compiler.is_compiling()
     if not compiling:
-        _steps[:] = [entry for entry in _steps if isinstance(entry[2], Step) or entry[2]() is not None]
-    _steps.append((recipe, key, made if compiling else weakref.ref(made)))
+        _steps[:] = [entry for entry in _steps if entry[3] is not None or entry[2]() is not None]
+    _steps.append((recipe, key, None, made) if compiling else (recipe, key, weakref.ref(made), None))
     return made

@@ -188,7 +188,7 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def direction(self, *, columnwise: bool) -> Direction | None:
         """Stored data and scales of one direction, if they are held."""
-        side = columnwise and not self.grid_layout.one_buffer
+        side = int(columnwise and not self.grid_layout.one_buffer)  # torch 2.11's compiler indexes with no bool
         data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
         return None if data is None or scales is None else (data, scales)
 
@@ -309,7 +309,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         if type(self).gemm_operand is not QuantizedTensorStorage.gemm_operand:
             # A subclass whose operands are something else.
             return None
-        side = columnwise and not self.grid_layout.one_buffer
+        side = int(columnwise and not self.grid_layout.one_buffer)
         data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
         if data is None or scales is None:
             data, scales = self.for_usage(columnwise)
