@@ -108,8 +108,11 @@ def test_microbatches() -> None:
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for step in range(4):
-        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(step))
+        gradients = []
         for layer in (eager, compiled):
+            x = torch.randn(6, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
             layer(x, is_first_microbatch=step % 2 == 0).square().sum().backward()
+            gradients.append(x.grad)
+        assert torch.equal(*gradients)
     assert torch.equal(eager.weight.grad, twin.weight.grad)
     assert torch.equal(eager.recipe_state.scale, twin.recipe_state.scale)

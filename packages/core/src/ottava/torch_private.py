@@ -45,12 +45,9 @@ class Fallbacks:
     dispatch_keys = staticmethod(lambda tensor: SimpleNamespace(raw_repr=lambda: -1))
     raw_stream = staticmethod(lambda device: int(torch.cuda.current_stream(device).cuda_stream))
     unsafe_view = staticmethod(lambda tensor, size: tensor.reshape(tuple(size)).clone())
+    any_autocast_enabled = staticmethod(lambda: any(map(torch.is_autocast_enabled, WITH_AUTOCAST)))
     foreach_copy_ = staticmethod(lambda to, of: [t.copy_(each) for t, each in zip(to, of, strict=True)])
     foreach_maximum_ = staticmethod(lambda to, of: [torch.maximum(t, o, out=t) for t, o in zip(to, of, strict=True)])
-
-    @staticmethod
-    def any_autocast_enabled() -> bool:
-        return any(torch.is_autocast_enabled(kind) for kind in WITH_AUTOCAST)
 
     @staticmethod
     def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, _: None, out_dtype: Any, fast: bool) -> Any:

@@ -34,6 +34,7 @@ class QuantizedTensorStorage:
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
+    _inner_names: ClassVar[tuple[str, ...]] = ()  # their attributes, for the compiler of torch 2.11
     static_fields: ClassVar[tuple[StaticField, ...]] = ()
     #: What every instance knows by other means: quantized tensors their shape and dtype.
     common_fields: ClassVar[tuple[StaticField, ...]] = ()
@@ -72,6 +73,7 @@ class QuantizedTensorStorage:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
+        cls._inner_names = tuple(inner.attribute for inner in cls.inner_tensors)
         cls.declares_all = cls.__init__ is QuantizedTensorStorage.__init__
         common = {field.attribute for field in cls.common_fields}
         cls.own_fields = tuple(field for field in cls.static_fields if field.attribute not in common)
@@ -106,7 +108,7 @@ class QuantizedTensorStorage:
 
     def inner_list(self) -> list[torch.Tensor | None]:
         """The inner tensors in the order of the declaration; None for those not held."""
-        return [getattr(self, inner.attribute) for inner in self.inner_tensors]
+        return [getattr(self, name) for name in self._inner_names]
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
