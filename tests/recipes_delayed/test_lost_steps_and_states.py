@@ -214,7 +214,7 @@ def test_blocks_of_recipes_that_are_gone_are_forgotten() -> None:
     steps.step_for(delayed(margin=5), None)
     assert len(steps._steps) <= before
     # Those of other tests may be there yet.
-    functions: list[Any] = [getattr(recipe, "amax_compute_algo", None) for recipe, _, _ in steps._steps]
+    functions: list[Any] = [getattr(recipe, "amax_compute_algo", None) for recipe, *_ in steps._steps]
     assert not [one for one in functions if "are_forgotten" in getattr(one, "__qualname__", "")]
 
 
