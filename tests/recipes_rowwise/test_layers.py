@@ -157,3 +157,13 @@ def test_weights_that_are_kept_quantized(name: str, tmp_path: Path) -> None:
         other = Linear(300, 140, dtype=torch.bfloat16, recipe=recipe)
     checkpoint.load_sharded(other.state_dict(), tmp_path / "sharded")
     assert_same(inner(other.weight), inner(layer.weight))
+
+
+def test_large_inputs_give_finite_results_where_weights_are_small() -> None:
+    x, weight = torch.randn(32, 64) * 1e37, torch.randn(16, 64) * 1e-6
+    layer = ottava.nn.Linear(64, 16, bias=False, recipe="rowwise")
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    expected = x.double() @ weight.double().t()
+    error = (layer(x).double() - expected).norm() / expected.norm()
+    assert error < 0.05  # of two E4M3 operands

@@ -180,28 +180,38 @@ class Rows(NamedTuple):
 
 
 def product_of_blocks(a: Rows, b: Rows, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
-    """``a · bᵀ`` plus the bias: of each block of the summed dimension the partial sum, times the scales of its rows and
-    columns, which are applied in float32."""
+    """``a · bᵀ`` plus the bias, ``[M, N]`` in ``out_dtype``.
+
+    The summed dimension is cut where the blocks of either operand end. Each partial sum is multiplied in float32 by the
+    product of the two scales of its row and its column: one scale after the other could overflow where the result is
+    finite.
+    """
     inner, turned = a.values.shape[1], b.values.t()
-    # One factor for each row and block.
-    lefts, rights = (
-        None if scales is None or block == WHOLE else spread(scales, (block[0], 1), (len(values), scales.shape[1]))
-        for values, scales, block in (a, b)
-    )
+    left_scales, right_scales = _scales_of_rows(a), _scales_of_rows(b)
     # What has one scale along the summed dimension asks for no partial sums.
-    step, sums = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner or 1, None
+    step = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner or 1
+    once = a.block[1] is b.block[1] is None
+    sums = None
     for start in range(0, inner, step):
         span = slice(start, start + step)
-        part = _wide_mm(a.values[:, span], turned[span], once=a.block[1] is b.block[1] is None)
-        if lefts is not None:
-            part.mul_(lefts[:, start // (a.block[1] or inner)].unsqueeze(1))
-        if rights is not None:
-            part.mul_(rights[:, start // (b.block[1] or inner)])
+        part = _wide_mm(a.values[:, span], turned[span], once)
+        left = left_scales[:, start // (a.block[1] or inner)]
+        right = right_scales[:, start // (b.block[1] or inner)]
+        part.mul_(torch.outer(left, right))
         sums = part if sums is None else sums.add_(part)
     if sums is None:
         sums = turned.new_zeros((len(a.values), len(b.values)), dtype=_SUMS)
-    scale_a, scale_b = (x.scales if x.block == WHOLE else None for x in (a, b))
-    return finish(sums, scale_a, scale_b, bias, out_dtype)
+    return finish(sums, None, None, bias, out_dtype)
+
+
+def _scales_of_rows(operand: Rows) -> Tensor:
+    """The float32 scale of each row for each block of columns, ``[outer, blocks]``; 1 for an operand without scales."""
+    rows = len(operand.values)
+    if operand.scales is None:
+        return operand.values.new_ones((1, 1), dtype=_SUMS).expand(rows, 1)
+    if operand.block == WHOLE:
+        return operand.scales.reshape(1, 1).expand(rows, 1)
+    return spread(operand.scales, (operand.block[0], 1), (rows, operand.scales.shape[1]))
 
 
 def _wide_mm(a: Tensor, b: Tensor, once: bool) -> Tensor:
