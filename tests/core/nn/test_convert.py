@@ -384,6 +384,18 @@ def test_it_says_that_nothing_runs_quantized(recipe: Any, model: torch.nn.Module
         ottava.convert(model, recipe)
 
 
+@pytest.mark.parametrize("exclude", ["head", [ottava.HEADS, "rest"], lambda name, module: name == "head"])
+def test_it_says_nothing_of_what_is_excluded(recipe: Any, exclude: Any) -> None:
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8), "head": torch.nn.Linear(8, 64)})
+    if isinstance(exclude, list):
+        # A pattern names modules of any class, here one with a weight of products.
+        model["rest"] = torch.nn.Conv2d(8, 64, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ottava.convert(model, recipe, exclude=exclude)
+    assert ottava.conversion_report(model).swapped == ("body",)
+
+
 def test_it_says_nothing_where_most_is_quantized(recipe: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
     with warnings.catch_warnings():

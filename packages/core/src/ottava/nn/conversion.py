@@ -17,7 +17,7 @@ from ottava.nn.converted import ConvertedModel, begins_steps
 from ottava.nn.converters import NO_FUNCTIONS, converted, is_convertible, refusal
 from ottava.nn.linear import Linear
 from ottava.nn.loading import OF_STATE, fill_in_states
-from ottava.nn.report import LEFT_ALONE, ConversionReport, conversion_report
+from ottava.nn.report import LEFT_ALONE, ConversionReport, ProductWeight, conversion_report
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.tensors import QuantizedTensor
@@ -37,6 +37,9 @@ _HEAD_NAME = re.compile(
     r"vocab_proj)|((_orig_mod|base_model|model|module|net)\.)*(heads?|score|cls|fc|proj_out|(to_)?logits|"
     "output(_layer|_proj|_projection)?)"
 )
+
+# Why a linear module was left alone that the user excluded.
+_EXCLUDED = "in exclude"
 
 
 def _heads(model: torch.nn.Module) -> set[str]:
@@ -94,7 +97,8 @@ def convert(
     Linear are ``nn.Linear``, the ``Conv1D`` of Transformers, and what :func:`register_converter` was called for.
     Parameters stay the same objects: tied weights stay tied and optimizers stay valid. One new module takes all places
     of a module. A bare linear module gives the new module itself. Where less than 90 % of the weights of products run
-    quantized then, a ``UserWarning`` names the largest others. :func:`conversion_report` says all of it.
+    quantized then, those in ``exclude`` not counted, a ``UserWarning`` names the largest others.
+    :func:`conversion_report` says all of it.
 
     Args:
         model: swapped in place.
@@ -121,6 +125,7 @@ def convert(
         raise OptionError("keep_initial_values without primary", remedy="pass primary=True, too")
     chosen = as_recipe(recipe)
     left_alone, replacements = _replacements(model, include, exclude)
+    unwanted = _unwanted(model, exclude)
     # All states and weights are made before the first change, because a quantizer factory may raise.
     states = {module: layer._binding.prepare(layer, chosen) for module, layer in replacements.items()}
     weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
@@ -142,7 +147,7 @@ def convert(
         _keep_from_broadcast(result)
     for module, reason in {result: "", **left_alone}.items():
         module.__dict__[LEFT_ALONE] = reason
-    _warn(conversion_report(result))
+    _warn(conversion_report(result), unwanted)
     return result  # type: ignore[no-any-return]
 
 
@@ -165,7 +170,7 @@ def _replacements(
     replacements: dict[Any, Linear] = {}
     for module, known_as in aliases.items():
         if excluded and any(excluded(alias, module) for alias in known_as):
-            left_alone[module] = "in exclude"
+            left_alone[module] = _EXCLUDED
         elif refusal(module):
             continue
         elif included and not any(included(alias, module) for alias in known_as):
@@ -175,6 +180,18 @@ def _replacements(
         else:
             replacements[module] = made
     return left_alone, replacements
+
+
+def _unwanted(model: torch.nn.Module, exclude: Filter | None) -> set[str]:
+    """Qualified names of the modules, of any class, that patterns of ``exclude`` name.
+
+    A predicate is asked about linear modules only, so that it says nothing of the others.
+    """
+    excluded = None if callable(exclude) else _matcher(model, exclude, "exclude")
+    if excluded is None:
+        return set()
+    modules = model.named_modules(remove_duplicate=False)
+    return {name for name, module in modules if excluded(name, module)}
 
 
 def _primary_weights(
@@ -201,20 +218,37 @@ def _primary_weights(
     return made
 
 
-def _warn(report: ConversionReport) -> None:
-    """Say in a line what runs in high precision, if that is more than 10 % of the weights of products."""
-    if report.share >= 0.9:
+def _warn(report: ConversionReport, unwanted: set[str]) -> None:
+    """Warn if more than 10 % of the weights of products run in high precision, those in ``exclude`` not counted.
+
+    Where no layer was converted at all, the user may have mistaken the filters, and all weights count.
+    """
+    weights = [weight for weight in report.weights if not _is_unwanted(weight, unwanted)]
+    if not report.swapped:
+        weights = [*report.weights]
+    total = sum(weight.share for weight in weights)
+    quantized = sum(weight.share for weight in weights if weight.recipe is not None)
+    # A share is a sum of fractions, whose last bits are rounded.
+    if (weights or report.swapped) and quantized >= 0.9 * total - 1e-9:
         return
     shares: dict[str, float] = {}
-    for weight in report.left_out:
-        # The layers of a stack count together.
-        name = re.sub(r"\b\d+\b", "*", weight.name) + f" ({weight.reason})"
-        shares[name] = shares.get(name, 0.0) + weight.share
-    largest = "; ".join(f"{shares[name]:.0%} {name}" for name in sorted(shares, key=lambda name: -shares[name])[:3])
-    amount = f"only {report.share:.0%}" if report.share else "nothing"
-    rest = f"the largest others: {largest}" if largest else "none was found"
+    for weight in weights:
+        if weight.recipe is None:
+            # The layers of a stack count together.
+            name = re.sub(r"\b\d+\b", "*", weight.name) + f" ({weight.reason})"
+            shares[name] = shares.get(name, 0.0) + weight.share / total
+    largest = sorted(shares, key=lambda name: -shares[name])[:3]
+    amount = f"only {quantized / total:.0%}" if quantized else "nothing"
+    rest = "none was found"
+    if largest:
+        rest = "the largest others: " + "; ".join(f"{shares[name]:.0%} {name}" for name in largest)
     what = f"{amount} of the weights of products runs quantized; {rest}. See print(ottava.conversion_report(model))"
     warnings.warn(what, UserWarning, stacklevel=3)
+
+
+def _is_unwanted(weight: ProductWeight, unwanted: set[str]) -> bool:
+    """Whether ``exclude`` names the module of a weight."""
+    return weight.reason == _EXCLUDED or weight.name.rpartition(".")[0] in unwanted
 
 
 def _keep_from_broadcast(model: Any) -> None:
