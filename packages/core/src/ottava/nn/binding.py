@@ -191,6 +191,7 @@ class Binding:
             if self._last is not None:
                 recipe, group = self._last.recipe, self._last.group
         elif region is not None:
+            region.served = True
             group, calibrating = region.group, region.calibrating
             recipe = recipe if region.recipe is None else region.recipe
             recipe = recipe if region.enabled or calibrating else None

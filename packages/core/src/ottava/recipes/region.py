@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class Region:
     graph_task: int  # the backward pass inside which it was entered, by autograd's number; -1 outside any
     owner: Any  # the block; None for a forward pass
     model: Any = None  # the converted model whose forward pass the region, or one that it continues, is
+    served: bool = False  # whether a layer ran in it
 
 
 class _Regions(threading.local):
@@ -65,6 +67,8 @@ class autocast(contextlib.ContextDecorator):
     checkpointing repeats the forward pass under the recipe that a layer last ran under; where that is not enough (one
     layer under two recipes in one step) each of the layer's checkpoints takes its region as
     ``context_fn=lambda: (contextlib.nullcontext(), autocast(recipe))``.
+
+    A block in which no layer of Ottava runs has no effect, and a ``UserWarning`` says so.
 
     Raises:
         OptionError: ``enabled`` or ``calibrating`` is not a bool, or the group no process group.
@@ -125,9 +129,22 @@ class autocast(contextlib.ContextDecorator):
         except IndexError:
             return
         region = stack.pop(place)
+        if region.served and stack:
+            stack[-1].served = True
         if region.calibrating and error is None and region.graph_task == -1:
             # What was observed serves the next step, and evaluation, which begins none.
             region.step.begin(region.group, region.model, calibrated=True)
+        # A recomputation may end before it reaches a layer.
+        outside_backward = region.graph_task == -1 and not torch.compiler.is_compiling()
+        if region.enabled and not region.served and error is None and outside_backward:
+            _warn_of_no_layer()
+
+
+def _warn_of_no_layer() -> None:
+    """Warn of an ``autocast`` block in which no layer ran; Python shows that once for each place in the code."""
+    what = "no layer of Ottava ran inside of ottava.autocast, which changes nothing for the layers of torch"
+    remedy = "convert the model first, by ottava.convert(model, recipe), or build it of ottava.nn.Linear"
+    warnings.warn(f"{what}: {remedy}", UserWarning, stacklevel=3)
 
 
 # Recipes that were built with their defaults, each with what tells its file, and the packages, from later ones.
