@@ -14,7 +14,13 @@ from ottava import debug, prepare_for_saving, restore_from_saved
 from ottava.gemm import as_matrix, gemm
 from ottava.kernels.products import without_autocast
 from ottava.nn.binding import Call, autocast_dtype
-from ottava.nn.function import IntoMainGrad, high_precision_linear, note_added, quantized_linear
+from ottava.nn.function import (
+    IntoMainGrad,
+    constant_gradients,
+    high_precision_linear,
+    note_added,
+    quantized_linear,
+)
 from ottava.tensors import QuantizedTensorStorage
 from ottava.torch_private import unsafe_view
 
@@ -314,31 +320,37 @@ class _InspectedLinear(torch.autograd.Function):
         return unsafe_view(y, [*x.shape[:-1], y.shape[-1]]) if x.dim() != 2 or y._base is not None else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        products, (x_shape, x_dtype, w_dtype, bias_dtype), parameter = ctx.rest
-        state, dy = products.state, as_matrix(grads[0])
-        if state is not None and state.stateful:
-            state.note_backward()
-        x, qx, weight, qw = restore_from_saved(ctx.saved_tensors, ctx.specs)
-        rows, columns = "" if weight is None else "dgrad", "" if x is None else "wgrad"
-        qdy = products.quantized("gradient", dy, rows, columns)
-        dx = dw = db = None
-        if weight is not None:
-            left = products.operand("dgrad", "gradient", dy, qdy)
-            right = products.operand("dgrad", "weight", weight, weight if qw is None else qw)
-            dx = products.multiply("dgrad", left, right).to(x_dtype).view(x_shape)
-        if x is not None:
-            left = products.operand("wgrad", "gradient", dy, qdy)
-            right = products.operand("wgrad", "activation", as_matrix(x), qx)
-            dw = products.multiply("wgrad", left, right)
-            if products.main_grad is not None:
-                _add_to_main_grad(products, left, right, dw, parameter)
-            dw = dw.to(w_dtype) if products.main_grad is None else None
-        if bias_dtype is not None:
-            narrow = dy.is_cuda and dy.dtype == bias_dtype and dy.numel() * dy.element_size() < 2**31
-            db = dy.sum(0, dtype=dy.dtype if narrow else torch.float32).to(bias_dtype)
-        return dx, dw, db, None, None, None
+        if torch.is_grad_enabled():
+            return constant_gradients(_gradients, ctx, grads)
+        return _gradients(ctx, *grads)
+
+
+def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
+    """The gradients of a product's input, weight and bias, and None for its other arguments."""
+    products, (x_shape, x_dtype, w_dtype, bias_dtype), parameter = ctx.rest
+    state, dy = products.state, as_matrix(grads[0])
+    if state is not None and state.stateful:
+        state.note_backward()
+    x, qx, weight, qw = restore_from_saved(ctx.saved_tensors, ctx.specs)
+    rows, columns = "" if weight is None else "dgrad", "" if x is None else "wgrad"
+    qdy = products.quantized("gradient", dy, rows, columns)
+    dx = dw = db = None
+    if weight is not None:
+        left = products.operand("dgrad", "gradient", dy, qdy)
+        right = products.operand("dgrad", "weight", weight, weight if qw is None else qw)
+        dx = products.multiply("dgrad", left, right).to(x_dtype).view(x_shape)
+    if x is not None:
+        left = products.operand("wgrad", "gradient", dy, qdy)
+        right = products.operand("wgrad", "activation", as_matrix(x), qx)
+        dw = products.multiply("wgrad", left, right)
+        if products.main_grad is not None:
+            _add_to_main_grad(products, left, right, dw, parameter)
+        dw = dw.to(w_dtype) if products.main_grad is None else None
+    if bias_dtype is not None:
+        narrow = dy.is_cuda and dy.dtype == bias_dtype and dy.numel() * dy.element_size() < 2**31
+        db = dy.sum(0, dtype=dy.dtype if narrow else torch.float32).to(bias_dtype)
+    return dx, dw, db, None, None, None
 
 
 def _add_to_main_grad(products: _Products, left: Any, right: Any, dw: torch.Tensor, parameter: Any) -> None:

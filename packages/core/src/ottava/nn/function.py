@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
+from ottava.errors import UsageError
 from ottava.gemm import as_matrix
 from ottava.gemm import multiply as gemm
 from ottava.kernels import HIGH_PRECISION
@@ -95,8 +95,10 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        # once_differentiable costs time, and is needed only where a second derivative could be asked for.
-        return (_once if torch.is_grad_enabled() else _gradients)(ctx, *grads)
+        # Gradients are enabled where a second derivative may be asked for (create_graph=True).
+        if torch.is_grad_enabled():
+            return constant_gradients(_gradients, ctx, grads)
+        return _gradients(ctx, *grads)
 
 
 def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -137,7 +139,35 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     return dx, dw, db, None
 
 
-_once = once_differentiable(_gradients)
+def constant_gradients(backward: Callable[..., Any], ctx: Any, grads: tuple[torch.Tensor, ...]) -> Any:
+    """The gradients that ``backward(ctx, *grads)`` gives, which refuse to be differentiated.
+
+    They depend on the operands even where the incoming gradient is a constant. torch's ``once_differentiable`` takes
+    them for constants then, and the gradient of a penalty on them would be lost.
+    """
+    with torch.no_grad():
+        gradients = backward(ctx, *grads)
+    anchor = torch.empty(0, requires_grad=True)
+    refuse: Any = NoSecondDerivative.apply
+    sources = (anchor, *grads)
+    return tuple(None if gradient is None else refuse(gradient, *sources) for gradient in gradients)
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """A gradient, unchanged; its own backward pass is a UsageError. ``sources`` make it part of their graph."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        what = "the gradients of a quantized layer were differentiated again"
+        expected = "first derivatives, because quantized operands have no others"
+        remedy = "compute what is differentiated twice in ottava.autocast(enabled=False)"
+        raise UsageError(what, expected=expected, remedy=remedy)
+
+
 # Function.apply takes two microseconds to find that no transform is active; this is what it calls then.
 _apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
