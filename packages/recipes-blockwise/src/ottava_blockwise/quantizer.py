@@ -6,10 +6,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from ottava.formats import fp8_format
-from ottava.kernels import check_epsilon
-from ottava.tensors import GridQuantizer, GridTensor, GridTensorStorage
+from ottava.layout import Layout
+from ottava.tensors import GridQuantizer, GridTensor, GridTensorStorage, Option
+from ottava.tensors.quantizer import epsilon_option, flag_option, fp8_option
 from ottava_blockwise.tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage, block_layout, check_options
+
+
+def _dim(name: str, value: Any) -> int:
+    check_options(block_scaling_dim=value)
+    return value  # type: ignore[no-any-return]
 
 
 class Float8BlockQuantizer(GridQuantizer):
@@ -30,6 +35,10 @@ class Float8BlockQuantizer(GridQuantizer):
 
     storage_class: ClassVar[type[GridTensorStorage]] = Float8BlockwiseQTensorStorage
     tensor_class: ClassVar[type[GridTensor]] = Float8BlockwiseQTensor
+    fp8_dtype: torch.dtype = fp8_option()
+    amax_epsilon: float = epsilon_option()
+    force_pow_2_scales: bool = flag_option()
+    block_scaling_dim: int = Option(_dim)  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -41,15 +50,15 @@ class Float8BlockQuantizer(GridQuantizer):
         force_pow_2_scales: bool = True,
         block_scaling_dim: int = 2,
     ) -> None:
-        fp8_format(fp8_dtype)
-        check_epsilon(amax_epsilon)
-        check_options(flag=("force_pow_2_scales", force_pow_2_scales), block_scaling_dim=block_scaling_dim)
-        layout = block_layout(fp8_dtype, block_scaling_dim, force_pow_2_scales, float(amax_epsilon))
-        super().__init__(layout, rowwise=rowwise, columnwise=columnwise)
         self.fp8_dtype = fp8_dtype
-        self.amax_epsilon = float(amax_epsilon)
+        self.amax_epsilon = amax_epsilon
         self.force_pow_2_scales = force_pow_2_scales
         self.block_scaling_dim = block_scaling_dim
+        super().__init__(self.make_layout(), rowwise=rowwise, columnwise=columnwise)
+
+    def make_layout(self) -> Layout:
+        dim, epsilon = self.block_scaling_dim, float(self.amax_epsilon)
+        return block_layout(self.fp8_dtype, dim, self.force_pow_2_scales, epsilon)
 
     def static_fields(self) -> dict[str, Any]:
         return {

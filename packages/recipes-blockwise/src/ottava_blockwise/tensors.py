@@ -27,7 +27,7 @@ _LAYOUTS = {
 }
 
 
-def check_options(*, flag: tuple[str, Any], **dims: Any) -> None:
+def check_options(*, flag: tuple[str, Any] | None = None, **dims: Any) -> None:
     """Refuse what is no dimension of blocks, and a flag that is none.
 
     Raises:
@@ -36,7 +36,7 @@ def check_options(*, flag: tuple[str, Any], **dims: Any) -> None:
     for name, value in dims.items():
         if type(value) is not int or value not in (1, 2):
             raise OptionError(f"{name} is {value!r}", expected="1 (1 x 128) or 2 (128 x 128)")
-    if not isinstance(flag[1], bool):
+    if flag is not None and not isinstance(flag[1], bool):
         raise OptionError(f"{flag[0]} is {flag[1]!r}", expected="True or False")
 
 

@@ -9,10 +9,10 @@ import torch
 from ottava import kernels
 from ottava.collectives import check_group
 from ottava.distributed import GridShards, ShardRule, reduce_amax
-from ottava.errors import OptionError
-from ottava.kernels import check_epsilon, for_layers
+from ottava.kernels import for_layers
 from ottava.layout import Layout
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device, float8
+from ottava.tensors.quantizer import epsilon_option, flag_option
 
 
 class Float8CurrentScalingQuantizer(Float8QuantizerBase):
@@ -34,6 +34,9 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
     """
 
     process_attributes: ClassVar[tuple[str, ...]] = ("with_amax_reduction", "amax_reduction_group", "device")
+    with_amax_reduction: bool = flag_option()
+    force_pow_2_scales: bool = flag_option()
+    amax_epsilon: float = epsilon_option()
     shards: ClassVar[ShardRule] = GridShards(options=("force_pow_2_scales", "amax_epsilon"))
 
     def __init__(
@@ -49,19 +52,12 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         amax_epsilon: float = 0.0,
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        check_epsilon(amax_epsilon)
-        for name, value in (
-            ("with_amax_reduction", with_amax_reduction),
-            ("force_pow_2_scales", force_pow_2_scales),
-        ):
-            if not isinstance(value, bool):
-                raise OptionError(f"{name} is {value!r}", expected="True or False")
         check_group(amax_reduction_group)
         self.device = None if device is None else as_device(device)
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
         self.force_pow_2_scales = force_pow_2_scales
-        self.amax_epsilon = float(amax_epsilon)
+        self.amax_epsilon = amax_epsilon
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]

@@ -7,10 +7,17 @@ from typing import Any, ClassVar
 import torch
 
 from ottava.errors import OptionError
-from ottava.formats import fp8_format
-from ottava.tensors import GridQuantizer, GridTensor, GridTensorStorage
+from ottava.layout import Layout
+from ottava.tensors import GridQuantizer, GridTensor, GridTensorStorage, Option
+from ottava.tensors.quantizer import flag_option, fp8_option
 from ottava_mxfp8.tensors import MXFP8Tensor, MXFP8TensorStorage
 from ottava_mxfp8.tensors.storage import mx_layout
+
+
+def _rounding(name: str, value: Any) -> str:
+    if value not in ("up", "floor"):
+        raise OptionError(f"{name} is {value!r}", expected="'up' or 'floor'")
+    return value  # type: ignore[no-any-return]
 
 
 class MXFP8Quantizer(GridQuantizer):
@@ -29,6 +36,9 @@ class MXFP8Quantizer(GridQuantizer):
 
     storage_class: ClassVar[type[GridTensorStorage]] = MXFP8TensorStorage
     tensor_class: ClassVar[type[GridTensor]] = MXFP8Tensor
+    fp8_dtype: torch.dtype = fp8_option()
+    with_2d_quantization: bool = flag_option()
+    scale_rounding: str = Option(_rounding)  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -39,16 +49,13 @@ class MXFP8Quantizer(GridQuantizer):
         with_2d_quantization: bool = False,
         scale_rounding: str = "up",
     ) -> None:
-        fp8_format(fp8_dtype)
-        if not isinstance(with_2d_quantization, bool):
-            raise OptionError(f"with_2d_quantization is {with_2d_quantization!r}", expected="True or False")
-        if scale_rounding not in ("up", "floor"):
-            raise OptionError(f"scale_rounding is {scale_rounding!r}", expected="'up' or 'floor'")
-        layout = mx_layout(fp8_dtype, with_2d_quantization, scale_rounding)
-        super().__init__(layout, rowwise=rowwise, columnwise=columnwise)
         self.fp8_dtype = fp8_dtype
         self.with_2d_quantization = with_2d_quantization
         self.scale_rounding = scale_rounding
+        super().__init__(self.make_layout(), rowwise=rowwise, columnwise=columnwise)
+
+    def make_layout(self) -> Layout:
+        return mx_layout(self.fp8_dtype, self.with_2d_quantization, self.scale_rounding)
 
     def static_fields(self) -> dict[str, Any]:
         return {"fp8_dtype": self.fp8_dtype, "with_2d_quantization": self.with_2d_quantization}

@@ -7,10 +7,8 @@ from typing import ClassVar
 import torch
 
 from ottava import Layout
-from ottava.errors import OptionError
-from ottava.formats import fp8_format
-from ottava.kernels import check_epsilon
 from ottava.tensors import GridQuantizer, GridTensor
+from ottava.tensors.quantizer import epsilon_option, flag_option, fp8_option
 
 
 class Float8RowwiseTensor(GridTensor):
@@ -39,6 +37,9 @@ class Float8RowwiseQuantizer(GridQuantizer):
     """
 
     tensor_class: ClassVar[type[GridTensor]] = Float8RowwiseTensor
+    fp8_dtype: torch.dtype = fp8_option()
+    amax_epsilon: float = epsilon_option()
+    force_pow_2_scales: bool = flag_option()
 
     def __init__(
         self,
@@ -49,12 +50,11 @@ class Float8RowwiseQuantizer(GridQuantizer):
         amax_epsilon: float = 0.0,
         force_pow_2_scales: bool = False,
     ) -> None:
-        fp8_format(fp8_dtype)
-        check_epsilon(amax_epsilon)
-        if not isinstance(force_pow_2_scales, bool):
-            raise OptionError(f"force_pow_2_scales is {force_pow_2_scales!r}", expected="True or False")
-        rounding = "floor" if force_pow_2_scales else "nearest"
-        layout = Layout(fp8_dtype, (1, None), rounding=rounding, epsilon=float(amax_epsilon))
-        super().__init__(layout, rowwise=rowwise, columnwise=columnwise)
-        self.fp8_dtype, self.amax_epsilon = fp8_dtype, float(amax_epsilon)
+        self.fp8_dtype = fp8_dtype
+        self.amax_epsilon = amax_epsilon
         self.force_pow_2_scales = force_pow_2_scales
+        super().__init__(self.make_layout(), rowwise=rowwise, columnwise=columnwise)
+
+    def make_layout(self) -> Layout:
+        rounding = "floor" if self.force_pow_2_scales else "nearest"
+        return Layout(self.fp8_dtype, (1, None), rounding=rounding, epsilon=float(self.amax_epsilon))

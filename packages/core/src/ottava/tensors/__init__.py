@@ -12,7 +12,7 @@ from ottava.tensors.float8 import (
 from ottava.tensors.grid import GridTensorStorage, inner_tensors_of
 from ottava.tensors.grid_quantizer import GridQuantizer
 from ottava.tensors.grid_tensor import GridTensor
-from ottava.tensors.quantizer import Quantizer, as_device
+from ottava.tensors.quantizer import Option, Quantizer, as_device
 from ottava.tensors.saving import StorageSpec, prepare_for_saving, restore_from_saved
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor, implements
@@ -26,6 +26,7 @@ __all__ = [
     "GridTensor",
     "GridTensorStorage",
     "InnerTensor",
+    "Option",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",

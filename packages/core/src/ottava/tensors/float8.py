@@ -18,7 +18,7 @@ from ottava.tensors.declaration import InnerTensor, StaticField, as_data
 from ottava.tensors.grid import GridTensorStorage, columns, zeros
 from ottava.tensors.grid_quantizer import GridQuantizer, patterns
 from ottava.tensors.grid_tensor import GridTensor
-from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.quantizer import Quantizer, fp8_option
 from ottava.tensors.storage import QuantizedTensorStorage
 
 # By the format, and whether columnwise data are transposed: a plain dict, which compiled code can look into.
@@ -132,10 +132,12 @@ class Float8QuantizerBase(GridQuantizer):
     columns_when_asked = False
     storage_class, tensor_class = Float8TensorStorage, Float8Tensor
     for_shards = Quantizer.for_shards  # type: ignore[assignment]
+    # The layout is a property, which reads the options each time.
+    option_changed = Quantizer.option_changed
+    fp8_dtype: torch.dtype = fp8_option()
 
     def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
         Quantizer.__init__(self, rowwise=rowwise, columnwise=columnwise)
-        fp8_format(fp8_dtype)
         self.fp8_dtype, self.amax_reduction_group = fp8_dtype, None
 
     @property

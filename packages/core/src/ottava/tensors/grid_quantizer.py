@@ -58,6 +58,17 @@ class GridQuantizer(Quantizer):
         # A process group cannot be pickled.
         return self.__dict__ | {"amax_reduction_group": None}
 
+    def make_layout(self) -> Layout:
+        """The layout that follows from the options; a subclass that has options defines it."""
+        return self.layout
+
+    def option_changed(self) -> None:
+        self.layout = self.make_layout()
+        inner_tensors_of(self.layout)
+
+    def is_requantization_safe(self) -> bool:
+        return not self.stateful
+
     def static_fields(self) -> dict[str, Any]:
         """What the tensors of this quantizer are told besides data, scales and their dtype."""
         return {"layout": self.layout.text}

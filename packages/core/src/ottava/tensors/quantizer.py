@@ -1,17 +1,80 @@
 """``Quantizer``: turns high-precision tensors into quantized ones."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.formats import fp8_format
 from ottava.kernels import HIGH_PRECISION, check_high_precision
-from ottava.kernels.checks import check_dtype, check_fits, check_scalar
+from ottava.kernels.checks import check_dtype, check_epsilon, check_fits, check_scalar
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import StraightThrough
+
+
+class Option:
+    """An option of a quantizer's class, which may be set at any time.
+
+    Each value is checked before it is set. Where a value changes later, :meth:`Quantizer.option_changed` makes anew
+    what follows from the options.
+
+    Args:
+        checked: of the name of the option and a value, gives the value to hold, or raises an error of Ottava's.
+    """
+
+    # Without __get__, reading an option is reading an attribute of the instance.
+    def __init__(self, checked: Callable[[str, Any], Any]) -> None:
+        self._checked = checked
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, quantizer: "Quantizer", value: Any) -> None:
+        value = self._checked(self._name, value)
+        options = quantizer.__dict__
+        if self._name not in options:
+            options[self._name] = value
+            return
+        before, options[self._name] = options[self._name], value
+        try:
+            quantizer.option_changed()
+        except BaseException:
+            options[self._name] = before
+            raise
+
+
+def fp8_option() -> Any:
+    """The option ``fp8_dtype``: an FP8 element format, or DTypeError."""
+
+    def checked(name: str, value: Any) -> torch.dtype:
+        fp8_format(value)
+        return value  # type: ignore[no-any-return]
+
+    return Option(checked)
+
+
+def flag_option() -> Any:
+    """An option that is True or False; OptionError otherwise."""
+
+    def checked(name: str, value: Any) -> bool:
+        check_flag(name, value)
+        return value  # type: ignore[no-any-return]
+
+    return Option(checked)
+
+
+def epsilon_option() -> Any:
+    """An option that is a finite number >= 0; OptionError otherwise."""
+
+    def checked(name: str, value: Any) -> float:
+        check_epsilon(value)
+        return float(value)
+
+    return Option(checked)
 
 
 class Quantizer(ABC):
@@ -156,13 +219,19 @@ class Quantizer(ABC):
     def initialize(self, tensor: torch.Tensor) -> None:
         """Prepare for the first values of a weight that is to be kept quantized. Nothing to do without state."""
 
+    def option_changed(self) -> None:
+        """Called after an :class:`Option` was set to another value: make anew what follows from the options."""
+
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor."""
         right = isinstance(tensor, torch.Tensor) and tensor.dtype in HIGH_PRECISION
         return right and tensor.layout == torch.strided and not tensor.is_nested
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing dequantized values gives the same bytes again."""
+        """Whether quantizing the same tensor again gives the same result.
+
+        False by default, and for quantizers whose scales change from step to step.
+        """
         return False
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
