@@ -134,3 +134,9 @@ def test_a_recipe_and_a_factory_may_share_a_name(site: Path) -> None:
     assert ottava.get_quantizer_factory("rows") is str
     with pytest.raises(OttavaError, match="cannot be imported from a:B"):
         ottava.get_recipe("rows")
+
+
+@pytest.mark.parametrize(("name", "meant"), [("fp8", "ottava recipes"), ("none", r"autocast\(enabled=False\)")])
+def test_names_that_are_those_of_no_recipe(name: str, meant: str) -> None:
+    with pytest.raises(RecipeNotFoundError, match=meant):
+        ottava.get_recipe(name)

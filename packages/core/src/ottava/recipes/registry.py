@@ -230,6 +230,14 @@ def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
     return provided(FACTORY, name)[1]
 
 
+_HIGH_PRECISION = "to compute in high precision, use ottava.autocast(enabled=False), or bind None to a layer"
+#: Names that people try, which are those of no recipe -> what they may have meant.
+_NO_RECIPES = {
+    "fp8": "FP8 has several recipes: choose one by its name; `ottava recipes` describes those that are installed",
+    **dict.fromkeys(("none", "None", "off", "bf16", "bfloat16", "high_precision"), _HIGH_PRECISION),
+}
+
+
 def provided(kind: str, name: object) -> tuple[str, Callable[..., Any]]:
     """What a package provides under a name, imported, after words for errors about it."""
     statuses, asked = plugin_statuses(), (kind, name)
@@ -244,6 +252,10 @@ def provided(kind: str, name: object) -> tuple[str, Callable[..., Any]]:
     for error in [lost for of in statuses for s, lost in of.refused.items() if (s.kind, s.name) == asked]:
         raise error.with_traceback(None)
     known = [spec.name for spec in specs(kind)]
+    what = f"no installed package provides {kind} {name!r}"
+    expected = f"one of {', '.join(known)}" if known else f"an installed {kind}"
+    if kind == RECIPE and name in _NO_RECIPES:
+        raise RecipeNotFoundError(what, expected, _NO_RECIPES[str(name)])
     # The name may be misspelled: it must not become a command that installs whatever has that name.
     if near := difflib.get_close_matches(str(name).lower(), known):
         remedy = f"use {' or '.join(map(repr, near))}, or install the package that has {name!r}"
@@ -251,5 +263,4 @@ def provided(kind: str, name: object) -> tuple[str, Callable[..., Any]]:
         remedy = f"install its package; of Ottava's own: pip install {OWNER_PREFIX}{name if is_name(name) else 'NAME'}"
     if idle := ", ".join(f"{status.name} ({status.status})" for status in statuses if status.status != "ok"):
         remedy += f"; it may be in one that is not used: {idle}"
-    what = f"no installed package provides {kind} {name!r}"
-    raise RecipeNotFoundError(what, f"one of {', '.join(known)}" if known else f"an installed {kind}", remedy)
+    raise RecipeNotFoundError(what, expected, remedy)
