@@ -152,7 +152,8 @@ def test_straight_through_gradient() -> None:
 @pytest.mark.parametrize(
     ("error", "arguments", "options"),
     [
-        (DTypeError, (1.0, torch.zeros(1), torch.float8_e4m3fn), {}),
+        (DTypeError, ("1.0", torch.zeros(1), torch.float8_e4m3fn), {}),
+        (DTypeError, (True, torch.zeros(1), torch.float8_e4m3fn), {}),
         (DTypeError, (torch.ones(1).double(), torch.zeros(1), torch.float8_e4m3fn), {}),
         (ShapeError, (torch.ones(2), torch.zeros(1), torch.float8_e4m3fn), {}),
         (DTypeError, (torch.ones(1), 0.0, torch.float8_e4m3fn), {}),
@@ -166,6 +167,15 @@ def test_straight_through_gradient() -> None:
 def test_bad_state(error: type[Exception], arguments: Any, options: Any) -> None:
     with pytest.raises(error):
         Float8Quantizer(*arguments, **options)
+
+
+@pytest.mark.parametrize("scale", [2, 0.5])
+def test_a_number_is_a_scale(scale: float) -> None:
+    x = torch.randn(8, 8)
+    quantizers = [Float8Quantizer(s, torch.zeros(1), torch.float8_e4m3fn) for s in (scale, torch.tensor([scale * 1.0]))]
+    one, other = (quantizer(x) for quantizer in quantizers)
+    assert torch.equal(one._data, other._data)
+    assert torch.equal(one._scale_inv, other._scale_inv)
 
 
 def test_bad_tensors_record_nothing() -> None:

@@ -79,6 +79,10 @@ class HybridQuantizer(Quantizer):
             # From now on a file may hold one.
             hybrid_class(*self.kinds, tensor=tensor)
 
+    def is_requantization_safe(self) -> bool:
+        sides = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return all(quantizer.is_requantization_safe() for quantizer in sides)
+
     def for_usage(self, columnwise: bool) -> Quantizer:
         return self.columnwise_quantizer if columnwise else self.rowwise_quantizer
 

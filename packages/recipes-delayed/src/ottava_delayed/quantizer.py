@@ -43,11 +43,20 @@ def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tenso
     return scale, torch.div(torch.ones_like(scale), scale)
 
 
+def _as_scale(value: Any, amax: Any) -> Any:
+    """A number as float32 with one element, on the device of ``amax`` if that is a tensor; anything else as it is."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    device = amax.device if isinstance(amax, torch.Tensor) else torch.get_default_device()
+    return torch.tensor([value], dtype=torch.float32, device=device)
+
+
 class Float8Quantizer(Float8QuantizerBase):
     """Quantizes with ``scale`` and raises ``amax`` to the largest magnitude that it saw, in one pass over the tensor.
 
     Args:
-        scale: float32 with one element; read at every quantization, so that whoever owns it may update it.
+        scale: float32 with one element; read at every quantization, so that whoever owns it may update it. A number
+            becomes such a tensor.
         amax: float32 with one element, raised in place: ``amax = max(amax, max|x|)``; None records nothing.
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rowwise, columnwise: usages to produce.
@@ -67,7 +76,7 @@ class Float8Quantizer(Float8QuantizerBase):
 
     def __init__(
         self,
-        scale: torch.Tensor,
+        scale: torch.Tensor | float,
         amax: torch.Tensor | None,
         fp8_dtype: torch.dtype,
         *,
@@ -76,13 +85,14 @@ class Float8Quantizer(Float8QuantizerBase):
         saturated: torch.Tensor | None = None,
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        for value, dtype, what in ((scale, torch.float32, "scale"), (amax, torch.float32, "amax")):
+        own_scale: torch.Tensor = _as_scale(scale, amax)
+        for value, dtype, what in ((own_scale, torch.float32, "scale"), (amax, torch.float32, "amax")):
             _check_state(value, dtype, what, optional=what == "amax")
         _check_state(saturated, torch.int64, "saturated", optional=True)
         for value, what in ((amax, "amax"), (saturated, "saturated")):
-            if value is not None and value.device != scale.device:
-                raise DeviceError(f"{what} is on {value.device}, scale on {scale.device}", expected="one device")
-        self.scale, self.amax, self.saturated = scale, amax, saturated
+            if value is not None and value.device != own_scale.device:
+                raise DeviceError(f"{what} is on {value.device}, scale on {own_scale.device}", expected="one device")
+        self.scale, self.amax, self.saturated = own_scale, amax, saturated
         self.fits = False
         # Whether the first values that it quantizes set the scale, as for a weight that was made on the meta device.
         self.unset = False

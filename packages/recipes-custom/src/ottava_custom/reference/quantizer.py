@@ -8,12 +8,11 @@ import torch
 
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, OptionError, ShapeError
-from ottava.formats import fp8_format
 from ottava.gemm import as_matrix
-from ottava.kernels import check_epsilon
 from ottava.kernels.checks import check_fits
 from ottava.kernels.products import mm
 from ottava.tensors import QuantizedTensorStorage, Quantizer
+from ottava.tensors.quantizer import epsilon_option, flag_option, fp8_option
 from ottava_custom.reference.arithmetic import amax, cast, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage
 
@@ -40,6 +39,9 @@ class CurrentScalingQuantizerRef(Quantizer):
     """
 
     custom = True
+    dtype: torch.dtype = fp8_option()
+    pow_2_scales: bool = flag_option()
+    eps: float = epsilon_option()
 
     def __init__(
         self,
@@ -50,13 +52,9 @@ class CurrentScalingQuantizerRef(Quantizer):
         eps: float = 0.0,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        fp8_format(dtype)
-        check_epsilon(eps)
-        if not isinstance(pow_2_scales, bool):
-            raise OptionError(f"pow_2_scales is {pow_2_scales!r}", expected="True or False")
         self.dtype = dtype
         self.pow_2_scales = pow_2_scales
-        self.eps = float(eps)
+        self.eps = eps
         # All shards of a weight have the scale of the whole: the group that their amaxes are reduced over.
         self.shard_group: Any = None
 
@@ -70,6 +68,9 @@ class CurrentScalingQuantizerRef(Quantizer):
         copied = self.copy()
         copied.shard_group = group
         return copied
+
+    def is_requantization_safe(self) -> bool:
+        return True
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         largest = amax(tensor)
