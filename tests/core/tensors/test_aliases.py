@@ -148,10 +148,14 @@ def test_overlapping_memory_is_not_written(x: torch.Tensor, quantizer: object) -
     assert torch.equal(whole.dequantize(), before)
 
 
-def test_a_wrapper_owns_no_memory(x: torch.Tensor, quantizer: object) -> None:
-    """FSDP2 asks a shard for the address of its storage, whoever else does gets the same answer."""
-    storage = quantizer(x).untyped_storage()
-    assert (storage.nbytes(), storage.data_ptr()) == (0, 0)
+def test_a_wrapper_shows_the_memory_of_what_it_holds(layout: str, x: torch.Tensor, quantizer: object) -> None:
+    for usages in ((True, True), (True, False), (False, True)):
+        quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
+        tensor = quantizer(x)
+        held = tensor._transpose if tensor._data is None else tensor._data
+        assert tensor.data_ptr() == held.data_ptr()
+        assert tensor.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+        assert tensor.untyped_storage().nbytes() == x.numel()
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])

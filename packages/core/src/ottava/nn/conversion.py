@@ -17,6 +17,7 @@ from ottava.nn.converted import ConvertedModel, begins_steps
 from ottava.nn.converters import NO_FUNCTIONS, converted, is_convertible, refusal
 from ottava.nn.linear import Linear
 from ottava.nn.loading import OF_STATE, fill_in_states
+from ottava.nn.replaced import watch
 from ottava.nn.report import LEFT_ALONE, ConversionReport, ProductWeight, conversion_report
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
@@ -107,8 +108,9 @@ def convert(
             ``ottava.HEADS``; or ``predicate(name, module)``.
         exclude: not these, in the same forms; it wins over ``include``.
         primary: keep the weights quantized only, as :func:`quantized_model_init` does. They become new parameters, in
-            all modules that share them: make optimizers afterwards. A weight that is stored transposed, or shared with
-            a linear module that is left alone, stays in high precision, with a ``UserWarning``.
+            all modules that share them: make optimizers afterwards. The step of one that was made before gives a
+            ``UserWarning``, once. A weight that is stored transposed, or shared with a linear module that is left
+            alone, stays in high precision, with a ``UserWarning``.
         keep_initial_values: with ``primary``, have ``weight.get_high_precision_init_val()`` give the values of before.
 
     Raises:
@@ -136,8 +138,12 @@ def convert(
         parent.__dict__.pop(LEFT_ALONE, None)
         _swap(parent._modules, replacements)
     result: Any = replacements.get(model, model)
+    before = {layer: layer._parameters.get("weight") for layer in replacements.values()}
     for owner in result.modules():
         _swap(owner._parameters, weights)
+    for layer, weight in before.items():
+        if weight in weights:
+            watch(weight, layer, layer.name)
     if any(state.stateful for state in states.values()):
         if not isinstance(result, ConvertedModel):
             result.register_load_state_dict_pre_hook(fill_in_states)

@@ -11,6 +11,8 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
 from ottava.tensors.declaration import StaticField, check_values_dtype, checked, same_kind
+from ottava.tensors.memory import holder_of, storage_of
+from ottava.tensors.saved_by_others import CAN_SHOW_MEMORY
 from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, schema_of, tree_map
@@ -78,7 +80,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             views = (t for t in given if t.storage_offset() and tuple(t.shape) == shape and t.is_contiguous())
             like = next(views, None)
         size, *place = (shape, None, None) if like is None else (like.shape, like.stride(), like.storage_offset())
-        # It owns no memory: who asks for its storage (FSDP2 compares addresses) finds one of no bytes, at address 0.
+        # It owns no memory: data_ptr() and untyped_storage() answer with that of what it holds.
         about = {"dtype": dtype, "device": given[0].device, "requires_grad": requires_grad, "storage_size": 0}
         made: Any = make_wrapper_subclass(cls, size, strides=place[0], storage_offset=place[1], **about)
         made._hold(declared, quantizer)
@@ -272,6 +274,27 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
         """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought up to date."""
         return above("hooks").post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[no-any-return]
+
+    def _holder(self) -> torch.Tensor | None:
+        """The inner tensor whose memory this tensor shows."""
+        return holder_of(self.inner_list()) if CAN_SHOW_MEMORY else None
+
+    def data_ptr(self) -> int:
+        """The address of the first inner tensor that is held: codes lie there. 0 where nothing has memory.
+
+        Weights have different addresses, and aliases of one weight, tied ones for example, the same.
+        """
+        holder = self._holder()
+        return 0 if holder is None else holder.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory at which :meth:`data_ptr` points, which cannot be resized.
+
+        It is empty where nothing has memory, and inside of dispatch modes.
+        """
+        holder = self._holder()
+        memory = None if holder is None else storage_of(holder)
+        return super().untyped_storage() if memory is None else memory
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError: the values lie in no memory that another library could read."""
