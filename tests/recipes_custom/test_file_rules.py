@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ottava.errors import OptionError
+from ottava.recipes.patterns import fits as fits_a_layer
 from ottava.recipes.role import QuantizerRole
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from file_plugins import recipe_file_packages  # noqa: F401
 
-from ottava_custom.factories import matches
 from ottava_custom.files import FileFactory
 from ottava_custom.files.rules import covers
 
@@ -47,7 +47,7 @@ def reaches(name: str, pattern: str) -> bool:
 @settings(max_examples=300, deadline=None)
 @given(st.text(alphabet="ab.", max_size=8), patterns)
 def test_matching(name: str, pattern: str) -> None:
-    assert matches(name, pattern) == reaches(name, pattern)
+    assert fits_a_layer(name, pattern) == reaches(name, pattern)
 
 
 @settings(max_examples=300, deadline=None)

@@ -109,6 +109,9 @@ def convert_file(
     written: dict[Any, tuple[str, Any]] = {}
     with named(as_path(source)):
         chosen, skipped = _chosen(state, by, model, include, exclude)
+        if by is not None:
+            weights = [name for name, value in state.items() if f".{name}".endswith(".weight") and value.dim() == 2]
+            by.check_layers([name.removesuffix("weight").removesuffix(".") for name in weights])
         sizes = {place_of(value): value.nbytes for value in state.values()}
         total, read = sum(sizes.values()), 0
         for name, value in state.items():

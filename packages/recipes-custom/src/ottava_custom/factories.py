@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from ottava import get_quantizer_factory, get_recipe, list_quantizer_factories
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
+from ottava.recipes.patterns import fits, fits_some, modules_of, suggestion
 from ottava.tensors import Quantizer
 from ottava_custom.hybrid import HybridQuantizer, side_of
 from ottava_custom.hybrid_tensors import SIDES
@@ -24,12 +24,6 @@ Factory = Callable[[QuantizerRole], Given]
 
 #: What a role may be of.
 TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern (``fnmatch``) fits the qualified name of a layer, or of a module that the layer is in."""
-    ends = [at for at, character in enumerate(name) if character == "."]
-    return any(fnmatchcase(name[:end], pattern) for end in (*ends, len(name)))
 
 
 def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentScalingQuantizerRef:
@@ -128,7 +122,23 @@ class Choice:
         """What the factory for the role gives."""
         role = QuantizerRole.of(role)
         text = getattr(role, self.asked)
-        return next((factory for pattern, factory in self.choices if matches(text, pattern)), self.default)(role)
+        return next((factory for pattern, factory in self.choices if fits(text, pattern)), self.default)(role)
+
+    def check_layers(self, names: Sequence[str]) -> None:
+        """Refuse a pattern that fits none of the names of a model's layers, here or in one of the factories.
+
+        Raises:
+            OptionError: the message has the nearest pattern that would fit.
+        """
+        modules = modules_of(names)
+        for pattern, _ in self.choices if self.asked == "name" else ():
+            if not fits_some(pattern, modules):
+                expected = suggestion(pattern, names, "the name of a linear layer, or of a module that it is in")
+                raise OptionError(f"pattern {pattern!r} of by_layer matches no layer of the model", expected=expected)
+        for factory in (*(factory for _, factory in self.choices), self.default):
+            check = getattr(factory, "check_layers", None)
+            if callable(check):
+                check(names)
 
 
 def by_direction(forward: Factory | str, backward: Factory | str) -> Factory:

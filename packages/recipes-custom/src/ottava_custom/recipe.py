@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -85,6 +85,11 @@ class CustomRecipe(Recipe):
             return super().explain(asked)
         found: Explanation = explain(asked)
         return found
+
+    def check_layers(self, names: Sequence[str]) -> None:
+        check = getattr(self.qfactory, "check_layers", None)
+        if callable(check):
+            check(names)
 
     def rules(self) -> tuple[RecipeRule, ...]:
         rules = getattr(self.qfactory, "rules", None)

@@ -1,7 +1,6 @@
 """``convert``: swap the linear modules of a model for Ottava's and bind a recipe to them."""
 
 import contextlib
-import difflib
 import os
 import re
 import warnings
@@ -21,6 +20,7 @@ from ottava.nn.replaced import watch
 from ottava.nn.report import LEFT_ALONE, ConversionReport, ProductWeight, conversion_report
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.patterns import suggestion
 from ottava.tensors import QuantizedTensor
 from ottava.tensors.declaration import check_flag
 from ottava.torch_private import is_distributed
@@ -75,8 +75,7 @@ def _matcher(model: torch.nn.Module, given: Filter | None, what: str) -> Predica
             raise DTypeError(f"{what} has a {type(pattern).__name__}", expected="name patterns or a predicate")
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            expected = f"a name such as {', '.join(near)}" if near else "the qualified name of a module"
+            expected = suggestion(pattern, names, "the qualified name of a module")
             remedy = "names are those of model.named_modules(); * matches any characters"
             raise OptionError(f"{what} pattern {pattern!r} matches no module", expected=expected, remedy=remedy)
         matched.update(found)
@@ -116,7 +115,8 @@ def convert(
     Raises:
         DTypeError: ``model`` is no module, ``recipe`` no recipe, a filter neither patterns nor a predicate, or what a
             converter returned no layer around the module's parameters.
-        RecipeNotFoundError, OptionError: there is no such recipe; a pattern matches no module, a flag is no bool.
+        RecipeNotFoundError, OptionError: there is no such recipe; a pattern of a filter matches no module, or one of a
+            recipe file no layer; a flag is no bool.
         UsageError: weights that are to be primary are sharded already. Nothing is changed by any of these.
     """
     if not isinstance(model, torch.nn.Module):
@@ -126,6 +126,7 @@ def convert(
     if keep_initial_values and not primary:
         raise OptionError("keep_initial_values without primary", remedy="pass primary=True, too")
     chosen = as_recipe(recipe)
+    chosen.check_layers([n for n, m in model.named_modules(remove_duplicate=False) if is_convertible(m)])
     left_alone, replacements = _replacements(model, include, exclude)
     unwanted = _unwanted(model, exclude)
     # All states and weights are made before the first change, because a quantizer factory may raise.

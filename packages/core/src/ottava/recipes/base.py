@@ -109,6 +109,16 @@ class Recipe(ABC):
         """The rules that :meth:`explain` may name, in their order: none, unless the recipe has any."""
         return ()
 
+    def check_layers(self, names: Sequence[str]) -> None:
+        """Refuse rules that name layers of which a model has none, before the model is converted.
+
+        Args:
+            names: the qualified names of the model's linear layers, of those too that are left alone.
+
+        Raises:
+            OptionError: a pattern fits no layer; by default nothing is refused.
+        """
+
     def same_as(self, other: "Recipe | None") -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under an equal factory."""
         return self is other or (other is not None and self._factory == other._factory and bool(self == other))

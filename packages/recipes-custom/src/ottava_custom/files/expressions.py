@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -53,6 +53,9 @@ class Expression(ABC):
             raise self.keeps_state()
         return served
 
+    def check_layers(self, names: Sequence[str]) -> None:
+        """Refuse patterns that fit none of the names of a model's layers; a recipe may have some."""
+
     def keeps_state(self) -> OptionError:
         """The error about one direction of a hybrid that keeps state."""
         return self.source.error(
@@ -80,6 +83,10 @@ class OfRecipe(Expression):
 
     recipe: Recipe
     options: tuple[tuple[str, Any], ...]
+
+    def check_layers(self, names: Sequence[str]) -> None:
+        with self.source.at(self.place):
+            self.recipe.check_layers(names)
 
     def serve(self, role: QuantizerRole) -> QuantizerRequest:
         return QuantizerRequest(self.recipe)
@@ -129,6 +136,10 @@ class Hybrid(Expression):
 
     rowwise: Expression
     columnwise: Expression
+
+    def check_layers(self, names: Sequence[str]) -> None:
+        self.rowwise.check_layers(names)
+        self.columnwise.check_layers(names)
 
     def __post_init__(self) -> None:
         for side in (self.rowwise, self.columnwise):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,14 @@ class FileFactory:
         rowwise, columnwise = entry.expression.words(role)
         described = None if rule is None else rule.described()
         return Explanation(rowwise, columnwise, described, entry.place.short)
+
+    def check_layers(self, names: Sequence[str]) -> None:
+        """Refuse a pattern that fits none of the names of a model's layers.
+
+        Raises:
+            OptionError: the message names the place, and the nearest pattern that would fit.
+        """
+        self._rules.check_layers(names)
 
     def rules(self) -> tuple[RecipeRule, ...]:
         """The rules, in the order of the file."""

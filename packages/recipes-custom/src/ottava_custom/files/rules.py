@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ottava.recipes.patterns import fits, fits_some, modules_of, suggestion
 from ottava.recipes.role import OF_LINEAR, QuantizerRole, RecipeRule
-from ottava_custom.factories import TENSOR_TYPES, matches
+from ottava_custom.factories import TENSOR_TYPES
 from ottava_custom.files.expressions import Expression, Served
+from ottava_custom.files.nodes import shown
 from ottava_custom.files.source import Place, Source
 
 #: The keys of a rule that say what serves, and in words for which roles.
@@ -46,7 +48,7 @@ def covers(wide: str, narrow: str) -> bool:
     if start == wide:
         return narrow[len(start)] == "."
     # Only a * of ``wide`` can take in a * or a ? of ``narrow``, as if these were letters. Brackets are not looked into.
-    return not set(wide) & set("?[]") and not set(narrow) & set("[]") and matches(narrow, wide)
+    return not set(wide) & set("?[]") and not set(narrow) & set("[]") and fits(narrow, wide)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Rule:
     patterns: tuple[str, ...]
     entries: Mapping[str, Entry]
     place: Place
+    #: Where each pattern stands.
+    pattern_places: tuple[Place, ...]
 
     def entries_for(self, role: QuantizerRole) -> Iterator[Entry]:
         """What it has for a role, the one that counts most first."""
@@ -129,7 +133,7 @@ class Rules:
 
     def _asked(self, role: QuantizerRole) -> Iterator[tuple[Rule | None, Entry]]:
         for rule in self.rules:
-            if any(matches(role.name, pattern) for pattern in rule.patterns):
+            if any(fits(role.name, pattern) for pattern in rule.patterns):
                 yield from ((rule, entry) for entry in rule.entries_for(role))
         if self.default is not None:
             yield None, self.default
@@ -152,6 +156,22 @@ class Rules:
                 expected="the key default",
                 remedy="add one; identity keeps high precision",
             )
+
+    def check_layers(self, names: Sequence[str]) -> None:
+        """Refuse a pattern that fits none of the names of a model's layers, in this file or in one that it names."""
+        modules = modules_of(names)
+        for rule in self.rules:
+            for pattern, place in zip(rule.patterns, rule.pattern_places, strict=True):
+                if not fits_some(pattern, modules):
+                    raise self.source.error(
+                        place,
+                        f"pattern {shown(pattern)} matches no layer of the model",
+                        expected=suggestion(pattern, names, "the name of a linear layer, or of a module that it is in"),
+                        remedy="names are those of model.named_modules(); * matches any characters",
+                    )
+        entries = [entry for rule in self.rules for entry in rule.entries.values()]
+        for entry in [*entries, *([] if self.default is None else [self.default])]:
+            entry.expression.check_layers(names)
 
     def _check_entry(self, rule: Rule, entry: Entry, earlier: Mapping[str, _Taken]) -> None:
         """See that something is left for an entry: by other keys of its rule, and by earlier rules."""

@@ -76,7 +76,7 @@ class Schema:
         entries = {key: self._entry(node, key) for key in node.value if key != "match"}
         if not entries:
             raise self._error(node.place, "the rule serves no role", expected=f"one of {', '.join(SERVING)}")
-        return Rule(patterns, entries, node.place)
+        return Rule(patterns, entries, node.place, tuple(pattern.place for pattern in given))
 
     def _pattern(self, node: Node) -> str:
         pattern = node.value
