@@ -118,12 +118,17 @@ class Gpu:
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """A stream of its own that begins busy, so that whatever is queued elsewhere runs before."""
+        """A stream of its own that begins busy, so that whatever is queued elsewhere runs before.
+
+        It is waited for after an error as well: what is queued on it would write into memory that is freed by then.
+        """
         self.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            torch.cuda._sleep(20_000_000)
-            yield
-        self.synchronize()
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                torch.cuda._sleep(20_000_000)
+                yield
+        finally:
+            self.synchronize()
 
     def capture(self, run: Run) -> tuple[Any, Run]:
         """A graph of what ``run`` queues: its result, which every replay writes anew, and the replay."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ottava import kernels
 from ottava.formats import fp8_format
+from ottava.kernels import table
 from tests.core.conftest import FP8_DTYPES
 
 FLOAT32_MAX = struct.unpack("<f", bytes.fromhex("ffff7f7f"))[0]
@@ -72,6 +73,17 @@ def test_one_pass_equals_its_parts(code_path: str, dtype: torch.dtype) -> None:
         large = math.prod(shape) > 2000
         for factor in (13.7, math.nan) if large else FACTORS:
             check_one_pass(shape, dtype, fmt, factor)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nothing_is_written_but_what_was_seen(code_path: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape) * 300
+    amax, saturated, scale_inv = torch.tensor(0.5), torch.tensor(7), torch.tensor(0.0)
+    recorded = x, torch.tensor(3.0), amax, saturated, torch.float8_e4m3fn
+    table.cast_amax.into([None, None, scale_inv], *recorded, False, False)
+    assert amax.item() == max(0.5, kernels.amax(x).item())
+    assert saturated.item() == 7 + int(((x * 3).abs() > 448).sum())
+    assert_same(scale_inv, torch.tensor(1.0) / torch.tensor(3.0))
 
 
 def test_strided_input_and_no_counter(code_path: str) -> None:

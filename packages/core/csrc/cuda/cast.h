@@ -93,7 +93,8 @@ struct FinishAmax {
     }
 };
 
-// Data of a run. The last chunks are cast first: they are what the caches hold after an amax.
+// Data of a run, which are only looked at when `out` is null. The last chunks are cast first: they are what the caches
+// hold after an amax.
 template <class Source, class Format, class Scaling>
 struct Cast {
     static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4, kUnroll = 4, kRounds = 2;
@@ -148,7 +149,7 @@ struct Cast {
 #pragma unroll
         for (int k = 0; k < kUnroll; ++k) {
             here = read[k].observe(here);
-            store_whole(out, first + k * kThreads * kGroup, encode_group<Format>(read[k], scale));
+            if (out != nullptr) store_whole(out, first + k * kThreads * kGroup, encode_group<Format>(read[k], scale));
         }
         seen = Source::merge(seen, here);
         if (!scaling.counts() || !clamps<Format>(Source::largest(here), scale)) return;
@@ -164,7 +165,7 @@ struct Cast {
             const float value = Source::widen(element);
             seen = Source::observe(seen, element);
             if (scaling.counts() && beyond<Format>(value, scale)) ++clamped;
-            out[i] = encode_one<Format, Source>(element, scale);
+            if (out != nullptr) out[i] = encode_one<Format, Source>(element, scale);
         }
     }
 };

@@ -69,17 +69,23 @@ def amax(x: Tensor, out: Tensor) -> None:
 
 
 def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors) -> None:
-    made = _float_scale(amax, fp8_format(fp8_dtype).max, epsilon, force_pow_2, _FLOAT32_MAX)
+    maximum = torch.full_like(amax, fp8_format(fp8_dtype).max)
+    made = _float_scale(amax, maximum, epsilon, force_pow_2, _FLOAT32_MAX)
     _write(out, made, _inverse(made))
 
 
-def _float_scale(amax: Tensor, maximum: Any, epsilon: float, floor: bool, largest: float) -> Tensor:
+def _as_float32(value: float) -> float:
+    """The nearest float32, which is infinite for a value beyond its range."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _float_scale(amax: Tensor, maximum: Tensor, epsilon: float, floor: bool, largest: float) -> Tensor:
     """``maximum / amax``, at most ``largest``, on demand floored to a power of two; 1 where there is no quotient."""
-    # As a float32, which is infinite for a larger number.
-    least = torch.tensor(epsilon, dtype=torch.float32)
+    # Filled on the device: a copy from the host cannot be captured in a CUDA graph.
+    least = torch.full_like(amax, _as_float32(epsilon))
     a = torch.where(amax < least, least, amax)
     usable = a.isfinite() & (a != 0)
-    numerator = torch.as_tensor(maximum, dtype=torch.float32, device=a.device).expand_as(a)
+    numerator = maximum.expand_as(a)
     made = torch.div(numerator, torch.where(usable, a, numerator))
     made = made.masked_fill(made.isinf(), largest)
     # Clearing the mantissa floors to a power of two.
@@ -126,7 +132,8 @@ def update_scales(scales: Tensors, histories: Tensors, maxima: list[float], most
         amax = seen if most_recent or not len(older) else torch.maximum(seen, older.amax(0))
         rolled = torch.cat([history[1:], seen.unsqueeze(0)])
         rolled[0] = 0.0
-        made = _float_scale(amax, maxima[slots], 0.0, False, _FLOAT32_MAX)
+        maximum = torch.tensor(maxima[slots], dtype=torch.float32, device=amax.device)
+        made = _float_scale(amax, maximum, 0.0, False, _FLOAT32_MAX)
         moves = seen != 0
         scale.copy_(torch.where(moves & amax.isfinite() & (amax > 0), made, scale))
         history.copy_(torch.where(moves, rolled, history))
@@ -144,13 +151,14 @@ def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, T
     largest, floor = element_format(layout.element).max, layout.rounding == "floor"
     if layout.scale != E8M0.torch_dtype:
         infinite = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
-        scale = _float_scale(amax, largest, layout.epsilon, floor, infinite)
+        scale = _float_scale(amax, torch.full_like(amax, largest), layout.epsilon, floor, infinite)
         return scale, _inverse(scale)
     magnitude = amax.contiguous().to(torch.float32).abs()
     if floor:
         scale = (bits_of(magnitude) >> 23) - ((float_bits(largest) >> 23) - 127)
     else:
-        bits = bits_of(magnitude * torch.tensor(1.0 / largest, dtype=torch.float32, device=amax.device))
+        # The factor is rounded to float32 before the product, which is rounded once.
+        bits = bits_of(magnitude * _as_float32(1.0 / largest))
         exponent = bits >> 23
         # At most 2^-127 is scale 0: the exponent field of 0 holds everything below 2^-126.
         reached = torch.full_like(bits, _TWO_TO_MINUS_127).masked_fill(exponent > 0, 0)
