@@ -160,15 +160,15 @@ def test_a_build_without_the_module_says_why(said: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("gpus", [[], ["A GPU (9.0)"]])
-def test_doctor_says_what_was_built_and_that_it_has_not_run(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
+def test_doctor_says_what_was_built_and_where_it_has_run(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
     monkeypatch.setattr("ottava.cli.doctor._gpus", lambda: gpus)
     monkeypatch.setattr("ottava._cuda", SimpleNamespace(targets="90a-real"), raising=False)
     check = doctor._backend("cuda", "available")
     assert check.ok
     assert (
-        check.detail == f"built for 90a-real; {backends.UNPROVEN['cuda']}; {gpus[0] if gpus else 'torch sees no GPU'}"
+        check.detail == f"built for 90a-real; {backends.RUN_ON['cuda']}; {gpus[0] if gpus else 'torch sees no GPU'}"
     )
-    assert "not yet run on a GPU by this project" in check.detail
+    assert "compute capability 9.0 (H100)" in check.detail
 
 
 def test_doctor_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:

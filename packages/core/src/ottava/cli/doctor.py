@@ -43,7 +43,7 @@ def _gpus() -> list[str]:
 
 def _backend(name: str, status: str) -> Check:
     """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is amiss."""
-    from ottava.kernels.backends import UNPROVEN
+    from ottava.kernels.backends import RUN_ON
 
     ok, detail, gpus = status == "available", status, ", ".join(_gpus())
     # One that is not available cannot be imported.
@@ -54,7 +54,7 @@ def _backend(name: str, status: str) -> Check:
     elif ok and name == "cuda":
         from ottava import _cuda
 
-        detail = f"built for {_cuda.targets}; {UNPROVEN['cuda']}; {gpus or 'torch sees no GPU'}"
+        detail = f"built for {_cuda.targets}; {RUN_ON['cuda']}; {gpus or 'torch sees no GPU'}"
     elif name == "cuda" and gpus:
         detail = f"{gpus} would run the slow reference: {status}"
     elif name == "cuda":

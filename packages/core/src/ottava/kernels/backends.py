@@ -14,9 +14,8 @@ from ottava.errors import BackendError
 
 # Backend name -> the device types it serves; None serves every device. Earlier entries are preferred.
 _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": None}
-# Backends from whose own hardware this project has neither a test run nor a figure, and what is said of them. An entry
-# goes when docs/benchmarks.md has figures from such hardware.
-UNPROVEN = {"cuda": "not yet run on a GPU by this project, which tests its kernels as loops on a CPU"}
+#: Backend name -> the hardware on which this project has run it, where that is not all that it serves (docs/gpu.md).
+RUN_ON = {"cuda": "run by this project on compute capability 9.0 (H100) alone"}
 
 _forced: str | None = None
 _loaded: dict[str, Any] = {}
