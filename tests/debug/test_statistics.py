@@ -29,15 +29,15 @@ it:
       enabled: True
       tensors_struct:
         - tensor: activation
-          stats: [underflows%, saturation%, overflows%, sqnr, cosine, mse, scale, scale_inv_min, scale_inv_max,
-                  sqnr_columnwise]
+          stats: [underflows%, underflows_of_nonzero%, saturation%, overflows%, sqnr, cosine, mse, scale,
+                  scale_inv_value_min, scale_inv_value_max, sqnr_columnwise]
         - tensor: gradient
           stats: [sqnr]
           start_step: 1
           end_step: 1
         - tensor: weight
           stats: [mxfp8_sqnr, fp8_current_scaling_mse]
-          start_end_list: [[0, 1], [2, 3]]
+          start_end_list: [[0, 0], [2, 3]]
 """
 LAYER = "model.blocks.0.fc1"
 
@@ -105,15 +105,16 @@ def test_statistics_of_a_file_are_those_of_a_direct_computation(recipe, initiali
         scales = q.grid_operand(columnwise=False)[1]
         scales = torch.exp2(scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
         of_activation = {
-            "underflows%": lost.underflow,
+            "underflows%": 100 * int(((x != 0) & (q.dequantize() == 0)).sum()) / x.numel(),
+            "underflows_of_nonzero%": lost.underflow,
             "saturation%": lost.saturation,
             "overflows%": lost.saturation,
             "sqnr": lost.sqnr,
             "cosine": lost.cosine,
             "sqnr_columnwise": columns.sqnr,
             "mse": mse(x, q),
-            "scale_inv_min": scales.min().item(),
-            "scale_inv_max": scales.max().item(),
+            "scale_inv_value_min": scales.min().item(),
+            "scale_inv_value_max": scales.max().item(),
             "scale": 1 / scales.min().item(),
         }
         expected |= {(f"activation_{stat}", number): value for stat, value in of_activation.items()}

@@ -151,7 +151,7 @@ class Session:
         self._tell_of_namesake(str(name), layer)
         step = self.step()
         active = [enabled for enabled in plan if enabled.active(step) and name not in enabled.off]
-        return LayerInspection(self, str(name), active, step) if active else None
+        return LayerInspection(self, str(name), layer, active, step) if active else None
 
     def _tell_of_namesake(self, name: str, layer: Any) -> None:
         other = self._layers.setdefault(name, ref(layer))()
@@ -226,8 +226,9 @@ class Session:
 class LayerInspection(Inspection):
     """What the features of a layer do in one pass."""
 
-    def __init__(self, session: Session, name: str, enabled: list[Enabled], step: int) -> None:
-        self._session, self._name, self._enabled, self._step = session, name, enabled, step
+    def __init__(self, session: Session, name: str, layer: Any, enabled: list[Enabled], step: int) -> None:
+        self._session, self._name, self._layer = session, name, layer
+        self._enabled, self._step = enabled, step
         self._seen: set[str] = set()
 
     def _ask(self, enabled: Enabled, method: str, **given: Any) -> Any:
@@ -274,9 +275,8 @@ class LayerInspection(Inspection):
             given = {"tensor_name": tensor, "tp_group": None}
             if first and truth_of(self._ask(enabled, "inspect_tensor_enabled", **given), enabled.has("inspect_tensor")):
                 quantizer = getattr(quantized, "_quantizer", None)
-                self._ask(
-                    enabled, "inspect_tensor", tensor=values, quantizer=quantizer, recipe_name=recipe, **both, **given
-                )
+                taken = {"tensor": values, "quantizer": quantizer, "recipe_name": recipe}
+                self._ask(enabled, "inspect_tensor", layer=self._layer, **taken, **both, **given)
             given["gemm"] = gemm
             method = "inspect_tensor_postquantize"
             if quantized is not None and truth_of(

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nvdlfw_inspect.logging import enable_logging_at_current_step  # type: ignore[import-untyped]
-
 from ottava.errors import OptionError, OttavaError
 from ottava_debug.located import Located, kind_of, names, truth, unknown
 from ottava_debug.products import TENSORS
@@ -32,11 +30,11 @@ def _frequency(value: Any) -> int:
 
 
 def _ranges(value: Any) -> list[tuple[int, int]]:
-    expected = "ascending pairs [start, end] that do not overlap, the last end -1 for none"
+    expected = "ascending pairs [start, end], ends included, no overlap, the last end -1 for none"
     pairs = value if isinstance(value, list) else [value]
     for number, pair in enumerate(pairs):
         ordered = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(step) is int for step in pair)
-        if not ordered or not (0 <= pair[0] < pair[1] or (pair[1] == -1 and number == len(pairs) - 1)):
+        if not ordered or not (0 <= pair[0] <= pair[1] or (pair[1] == -1 and number == len(pairs) - 1)):
             raise OptionError(f"has {kind_of(pair)}", expected=expected)
         if number and pairs[number - 1][1] > pair[0]:
             raise OptionError(f"has {kind_of(pair)} after {pairs[number - 1]!r}", expected=expected)
@@ -77,11 +75,13 @@ class Target:
     options: Mapping[str, Any]
 
     def active(self, step: int) -> bool:
-        """Whether the step is among those chosen: as nvdlfw-inspect counts them, ``end_step`` and not the ends of
-        ``start_end_list`` included."""
+        """Whether the step is among those chosen: ends are included, and the end -1 is none."""
         get = self.options.get
-        steps = get("freq", 1), get("start_step", 0), get("end_step", -1), get("start_end_list")
-        return bool(enable_logging_at_current_step(step, *steps))
+        if step % get("freq", 1):
+            return False
+        one = (get("start_step", 0), get("end_step", -1))
+        ranges = get("start_end_list") or [one]
+        return any(start <= step and (end == -1 or step <= end) for start, end in ranges)
 
 
 class Feature:

@@ -84,6 +84,18 @@ class _Statistics(Feature):
         self._sink = sink or (lambda found: write(found, MetricLogger.enabled_loggers))
         # (Step, layer, tensor) -> the statistics, and (recipe, whether along columns) -> their sums.
         self._collected: dict[tuple[int, str, str], tuple[Sequence[_Stat], dict[Any, Any]]] = {}
+        # Layers, and (recipe, whether along columns), whose weights the step has counted.
+        self._weights: set[tuple[Any, Any]] = set()
+
+    def _is_counted(self, layer: Any, name: str, tensor: str, of: Any) -> bool:
+        """Whether this is a weight that the step has counted, in an earlier microbatch."""
+        if tensor != "weight":
+            return False
+        # Layers of one name have weights of their own.
+        weight = (name if layer is None else layer, of)
+        known = weight in self._weights
+        self._weights.add(weight)
+        return known
 
     def _sums(self, key: tuple[int, str, str], stats: Sequence[_Stat], of: Any, make: Callable[[], Any]) -> Any:
         held = self._collected.setdefault(key, (stats, {}))[1]
@@ -94,6 +106,7 @@ class _Statistics(Feature):
     def step(self) -> None:
         """Log what was collected."""
         collected, self._collected = self._collected, {}
+        self._weights.clear()
         for (step, layer, tensor), (stats, held) in collected.items():
             for asked in stats:
                 value = held[asked[2:]].value(asked.stat) if asked[2:] in held else None
@@ -159,9 +172,17 @@ class LogTensorStats(_Statistics):
 
     @api_method  # type: ignore[untyped-decorator]
     def inspect_tensor(
-        self, config: Any, layer_name: str, tensor_name: str, tensor: torch.Tensor, iteration: int = 0
+        self,
+        config: Any,
+        layer_name: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int = 0,
+        layer: Any = None,
     ) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
+        if self._is_counted(layer, layer_name, tensor_name, (None, False)):
+            return
         stats = config["stats"]
         names = [asked.stat for asked in stats]
         key = iteration, layer_name, tensor_name
@@ -171,11 +192,20 @@ class LogTensorStats(_Statistics):
 class LogFp8TensorStats(_Statistics):
     """Statistics of what quantization makes of tensors.
 
-    Options: ``tensors`` or ``tensors_struct``, ``stats``: of ``underflows%`` (of the values that are not zero),
-    ``saturation%`` (``overflows%``), ``sqnr`` in dB, ``cosine``, ``mse``, ``scale_inv_min``, ``scale_inv_max`` and
-    ``scale``, the largest; ``freq`` and ranges of steps. Before a name may stand that of a recipe, as in
-    ``mxfp8_sqnr``: what it would make of the tensor; of a recipe with state what it made of it, in layers that run
-    under it. After it may stand ``_columnwise``, for the data along columns.
+    Options: ``tensors`` or ``tensors_struct``, ``stats``, ``freq`` and ranges of steps. Statistics:
+
+    - ``underflows%``: values that are not zero and become zero, in percent of all elements;
+      ``underflows_of_nonzero%``: in percent of the values that are not zero.
+    - ``overflows%``: values that are clamped, in percent of all elements; ``saturation%``: in percent of the finite
+      values.
+    - ``sqnr`` in dB, ``cosine``, ``mse``.
+    - ``scale_inv_min`` and ``scale_inv_max``, of the blocks, as they are stored: of E8M0 scales the bytes, 0 to 255;
+      ``scale_inv_value_min`` and ``scale_inv_value_max``: what elements are multiplied by; ``scale``: the largest
+      factor by which values were multiplied.
+
+    Before a name may stand that of a recipe, as in ``mxfp8_sqnr``: what it would make of the tensor; of a recipe with
+    state what it made of it, in layers that run under it. After it may stand ``_columnwise``, for the data along
+    columns. A weight is counted once a step, other tensors in each microbatch.
     """
 
     options: ClassVar[dict[str, Check]] = {"stats": _quantized_stats}
@@ -196,10 +226,13 @@ class LogFp8TensorStats(_Statistics):
         rowwise_quantized_tensor: QuantizedTensorStorage | None = None,
         columnwise_quantized_tensor: QuantizedTensorStorage | None = None,
         recipe_name: str | None = None,
+        layer: Any = None,
     ) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
         held = {False: rowwise_quantized_tensor, True: columnwise_quantized_tensor}
         for recipe, columnwise in dict.fromkeys(asked[2:] for asked in config["stats"]):
+            if self._is_counted(layer, layer_name, tensor_name, (recipe, columnwise)):
+                continue
             made = held[columnwise] if recipe in (None, recipe_name) else None
             if recipe is not None:
                 made = self._by(recipe, tensor_name, tensor, columnwise, made)

@@ -1,18 +1,32 @@
 """Statistics as functions of sums, so that those of several microbatches can be put together."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.measures import Comparison, exponents
 
-_Sum = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float, float], float]]
+_Sum = tuple[Callable[[torch.Tensor], torch.Tensor], str]
 
 
-def _add(a: float, b: float) -> float:
-    return a + b
+def _least(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else min(a, b)
+
+
+def _most(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+# How numbers of two tensors are put together.
+_TOGETHER: dict[str, Callable[[float, float], float]] = {
+    "sum": operator.add,
+    "min": _least,
+    "max": _most,
+}
 
 
 def _magnitudes(x: torch.Tensor) -> torch.Tensor:
@@ -30,15 +44,15 @@ def _smallest(x: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitudes == 0, torch.full((), math.inf, dtype=x.dtype, device=x.device), magnitudes).min()
 
 
-# Name -> of a tensor, and of two parts of it.
+# Name -> the number of a tensor, and how those of two are put together.
 _SUMS: dict[str, _Sum] = {
-    "min": (torch.min, min),
-    "max": (torch.max, max),
-    "total": (lambda x: x.sum(dtype=torch.float64), _add),
-    "squares": (lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square(), _add),
-    "magnitudes": (lambda x: torch.linalg.vector_norm(x, 1, dtype=torch.float64), _add),
-    "amax": (_amax, max),
-    "smallest": (_smallest, min),
+    "min": (torch.min, "min"),
+    "max": (torch.max, "max"),
+    "total": (lambda x: x.sum(dtype=torch.float64), "sum"),
+    "squares": (lambda x: torch.linalg.vector_norm(x, dtype=torch.float64).square(), "sum"),
+    "magnitudes": (lambda x: torch.linalg.vector_norm(x, 1, dtype=torch.float64), "sum"),
+    "amax": (_amax, "max"),
+    "smallest": (_smallest, "min"),
 }
 
 
@@ -63,20 +77,60 @@ VALUES: dict[str, _Value] = {
     "amax": (("amax",), float),
     "dynamic_range": (("amax", "smallest"), _range),
 }
-#: Statistic of a quantized tensor -> how it is made of what was lost, and of the smallest and the largest scale.
-QUANTIZED: dict[str, Callable[[Comparison, float, float], float | None]] = {
-    "underflows%": lambda lost, smallest, largest: lost.measures().underflow,
-    "saturation%": lambda lost, smallest, largest: lost.measures().saturation,
-    "overflows%": lambda lost, smallest, largest: lost.measures().saturation,
-    "sqnr": lambda lost, smallest, largest: lost.measures().sqnr,
-    "cosine": lambda lost, smallest, largest: lost.measures().cosine,
-    "mse": lambda lost, smallest, largest: (
-        math.inf if lost.broken else lost.noise / max(lost.count - lost.not_finite, 1)
-    ),
-    "scale_inv_min": lambda lost, smallest, largest: smallest,
-    "scale_inv_max": lambda lost, smallest, largest: largest,
-    "scale": lambda lost, smallest, largest: 1 / smallest if smallest else math.inf,
+
+
+class Scales(NamedTuple):
+    """The scales of a tensor's blocks.
+
+    Attributes:
+        smallest, largest: what elements are multiplied by.
+        least, most: the same as they are stored: of E8M0 the bytes, of others the numbers.
+    """
+
+    smallest: float
+    largest: float
+    least: float
+    most: float
+
+    def with_those(self, other: "Scales") -> "Scales":
+        """Those of both."""
+        return Scales(
+            _least(self.smallest, other.smallest),
+            _most(self.largest, other.largest),
+            _least(self.least, other.least),
+            _most(self.most, other.most),
+        )
+
+
+def _overflows(lost: Comparison) -> float | None:
+    known = lost.measures().saturation is not None
+    return 100 * lost.clamped / lost.count if known else None
+
+
+def _mse(lost: Comparison) -> float:
+    return math.inf if lost.broken else lost.noise / max(lost.count - lost.not_finite, 1)
+
+
+# Statistic of a quantized tensor -> how it is made of what was lost.
+_LOSSES: dict[str, Callable[[Comparison], float | None]] = {
+    "underflows%": lambda lost: 100 * lost.zeroed / lost.count,
+    "underflows_of_nonzero%": lambda lost: lost.measures().underflow,
+    "overflows%": _overflows,
+    "saturation%": lambda lost: lost.measures().saturation,
+    "sqnr": lambda lost: lost.measures().sqnr,
+    "cosine": lambda lost: lost.measures().cosine,
+    "mse": _mse,
 }
+# The same of scales.
+_SCALES: dict[str, Callable[[Scales], float]] = {
+    "scale_inv_min": lambda scales: scales.least,
+    "scale_inv_max": lambda scales: scales.most,
+    "scale_inv_value_min": lambda scales: scales.smallest,
+    "scale_inv_value_max": lambda scales: scales.largest,
+    "scale": lambda scales: 1 / scales.smallest if scales.smallest else math.inf,
+}
+#: Statistics of a quantized tensor.
+QUANTIZED = (*_LOSSES, *_SCALES)
 
 
 class ValueSums:
@@ -101,7 +155,9 @@ class ValueSums:
         made = [_SUMS[name][0](flat).double() for name in self._names]
         numbers = dict(zip(self._names, torch.stack(made).tolist() if made else [], strict=True))
         for name, number in numbers.items():
-            self._found[name] = _SUMS[name][1](self._found[name], number) if name in self._found else number
+            if name in self._found:
+                number = _TOGETHER[_SUMS[name][1]](self._found[name], number)
+            self._found[name] = number
         self._found["count"] += flat.numel()
         for exponent, count in exponents(flat).items() if self._with_exponents else ():
             self._exponents[exponent] = self._exponents.get(exponent, 0) + count
@@ -119,28 +175,32 @@ class QuantizedSums:
 
     def __init__(self, columnwise: bool) -> None:
         self._columnwise, self._lost = columnwise, Comparison()
-        self._scales: tuple[float, float] | None = None
+        self._scales: Scales | None = None
 
     def add(self, values: torch.Tensor, quantized: QuantizedTensorStorage) -> None:
         """Add a tensor and what was made of it."""
         self._lost.add(values, quantized, columnwise=self._columnwise)
         scales = _scales(quantized, self._columnwise)
-        if scales is not None and scales.numel():
-            smallest, largest = torch.stack([scales.min(), scales.max()]).tolist()
-            old = self._scales or (smallest, largest)
-            self._scales = min(old[0], smallest), max(old[1], largest)
+        if scales is not None:
+            self._scales = scales if self._scales is None else self._scales.with_those(scales)
 
     def value(self, stat: str) -> float | None:
         """A statistic; None where there are no values, or it cannot be told."""
-        if not self._lost.count or (stat.startswith("scale") and self._scales is None):
+        if not self._lost.count:
             return None
-        return QUANTIZED[stat](self._lost, *(self._scales or (math.nan, math.nan)))
+        if stat in _LOSSES:
+            return _LOSSES[stat](self._lost)
+        return None if self._scales is None else _SCALES[stat](self._scales)
 
 
-def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> torch.Tensor | None:
-    """What the elements are multiplied by, in float32; None where the storage does not say."""
-    operand, layout = quantized.grid_operand(columnwise=columnwise), getattr(quantized, "grid_layout", None)
-    if operand is None or layout is None:
+def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> Scales | None:
+    """The scales of one direction; None where the storage has none, or does not say."""
+    operand = quantized.grid_operand(columnwise=columnwise)
+    layout = getattr(quantized, "grid_layout", None)
+    if operand is None or layout is None or not operand[1].numel():
         return None
-    scales = operand[1]
-    return (scales.view(layout.scale) if scales.dtype == torch.uint8 else scales).float()
+    stored = operand[1]
+    values = (stored.view(layout.scale) if stored.dtype == torch.uint8 else stored).float()
+    shown = stored.view(torch.uint8) if layout.scale == torch.float8_e8m0fnu else values
+    ends = [*values.aminmax(), *shown.aminmax()]
+    return Scales(*torch.stack([end.double() for end in ends]).tolist())
