@@ -1,4 +1,4 @@
-"""All-reduce(MAX) for scales and all-gather for values, which anyone may call; and ranks that fail together."""
+"""All-reduces (MAX, SUM) and all-gather, which anyone may call; and ranks that fail together."""
 
 from collections import deque
 from collections.abc import Callable
@@ -53,18 +53,27 @@ def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The elementwise maximum of ``values`` over the ranks of ``group``, a new tensor.
 
     Args:
-        values: float32, any shape; not changed.
+        values: float32 or float64, any shape; not changed.
         group: a process group or its name (a name keeps no group alive); None is the default group.
 
     Raises:
         UsageError, OptionError: no process group is initialized; ``group`` is none, or not this process's.
     """
+    return _all_reduce(values, "MAX", group)
+
+
+def all_reduce_sum(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The elementwise sum over the ranks, a new tensor; arguments and errors as of :func:`all_reduce_max`."""
+    return _all_reduce(values, "SUM", group)
+
+
+def _all_reduce(values: torch.Tensor, operation: str, group: Any) -> torch.Tensor:
     group = _ready(group)
     if dist.get_world_size(group) == 1:
         return values
     reduced = values.clone()
     _keep(reduced)
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(reduced, op=getattr(dist.ReduceOp, operation), group=group)
     return reduced
 
 

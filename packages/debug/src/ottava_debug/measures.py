@@ -19,8 +19,9 @@ value that becomes NaN or infinite is noise without bound: the SQNR is -inf and 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -114,6 +115,14 @@ def _exponent_bits(x: torch.Tensor) -> torch.Tensor:
 class Comparison:
     """The sums behind :class:`Measures`, to which tensors are added one after the other, as if they were one."""
 
+    #: Attribute -> how those of two comparisons are put together: by ``sum``, ``min`` or ``max``.
+    together: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("count", "not_finite", "nonzero", "zeroed", "clamped"), "sum"),
+        **dict.fromkeys(("signal", "made", "dot", "noise"), "sum"),
+        **dict.fromkeys(("amax", "broken"), "max"),
+        "known": "min",
+    }
+
     def __init__(self) -> None:
         self.count = self.not_finite = self.nonzero = self.zeroed = self.clamped = 0
         self.amax = self.signal = self.made = self.dot = self.noise = 0.0
@@ -162,6 +171,11 @@ class Comparison:
         self.zeroed += nonzero - int(rows[0].mul_(rows[1]).count_nonzero())
         self.signal, self.made = self.signal + signal, self.made + made
         self.dot, self.noise = self.dot + dot, self.noise + noise
+
+    def take(self, numbers: Mapping[str, float]) -> None:
+        """Have the attributes of :attr:`together` be these numbers, each of the kind that it was."""
+        for name, number in numbers.items():
+            setattr(self, name, type(getattr(self, name))(number))
 
     def measures(self) -> Measures:
         """The measures of all that was added."""

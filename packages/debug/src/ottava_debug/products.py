@@ -44,6 +44,8 @@ class Inspection:
 
     #: What the pass runs under, set before its first product: its recipe, and whether activations are recomputed.
     call: Call = Call()
+    #: Operands that products of the pass take quantized where nothing is modified, set with ``call``.
+    quantized: frozenset[tuple[str, str]] = frozenset()
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
         """Whether a product takes an operand quantized where the recipe says so; otherwise in high precision. Asked
@@ -173,6 +175,9 @@ class _Products:
             inspection.call = call
         # Decided once, because what is saved for the backward pass depends on it.
         self.quantized_operands = {pair: self._quantizes(*pair) for pair in OPERANDS}
+        quantized = frozenset(pair for pair, wanted in self.quantized_operands.items() if wanted)
+        for inspection in inspections:
+            inspection.quantized = quantized
         every = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors]
         self.modified = {pair for pair in every if any(found.modifies(*pair) for found in inspections)}
 

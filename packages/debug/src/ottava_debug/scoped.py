@@ -1,13 +1,14 @@
 """Features without a configuration file: for a model, from here to the end of a ``with`` block."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ottava.collectives import check_group
 from ottava.errors import DTypeError, OptionError
 from ottava.nn import Linear
 from ottava_debug.features.base import GEMMS, Feature
@@ -21,8 +22,11 @@ from ottava_debug.session import Enabled, Session
 #: Names of layers: patterns as of :mod:`fnmatch`, or a function of a name and a layer.
 Layers = str | Iterable[str] | Callable[[str, Any], bool] | None
 
+#: Names of statistics; a mapping for one that has options.
+Stats = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
-def _listed(names: str | Iterable[str]) -> list[str]:
+
+def _listed(names: Any) -> list[Any]:
     return [names] if isinstance(names, str) else list(names)
 
 
@@ -162,15 +166,36 @@ class Statistics(Run):
                 self.file.close()
 
 
+def _is_of_quantized(stat: str) -> bool:
+    return stat.removesuffix("_columnwise").endswith(QUANTIZED)
+
+
+def _group_of(reduce: Any) -> Callable[[], Any] | None:
+    """What gives the group to reduce over; None for this rank alone."""
+    if isinstance(reduce, bool):
+        return (lambda: None) if reduce else None
+    if reduce is None:
+        expected = "True for all ranks, False for this one alone, or a process group"
+        raise OptionError("reduce is None", expected=expected)
+    check_group(reduce)
+    return lambda: reduce
+
+
 def statistics(
     model: torch.nn.Module,
-    stats: str | Sequence[str] = ("cur_amax", "underflows%", "saturation%", "sqnr"),
+    stats: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (
+        "cur_amax",
+        "underflows%",
+        "saturation%",
+        "sqnr",
+    ),
     *,
     layers: Layers = None,
     tensors: str | Sequence[str] = ("activation", "weight", "gradient"),
     freq: int = 1,
     log_dir: str | os.PathLike[str] | None = None,
     tb_writer: Any = None,
+    reduce: Any = True,
     on_error: str = "raise",
     **steps: Any,
 ) -> Statistics:
@@ -181,14 +206,17 @@ def statistics(
         freq: steps from one to the next; the others cost nothing.
         log_dir: a folder in which a file is written as nvdlfw-inspect writes it.
         tb_writer: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
+        reduce: whether statistics are of the tensors of all ranks, each of which then has to call this and ``step()``;
+            or a process group, of whose ranks they are. Weights, which ranks have copies of, stay each rank's own.
         model, layers, tensors, on_error, steps: as of :func:`fake_quant`.
 
     Raises:
-        OptionError: as of :func:`fake_quant`, and if the file cannot be written.
+        OptionError: as of :func:`fake_quant`, if the file cannot be written, and if ``reduce`` is no group.
         DTypeError: ``tb_writer`` has no ``add_scalar``.
     """
     found: list[Statistic] = []
-    names = _listed(stats)
+    names = [stats] if isinstance(stats, Mapping) else _listed(stats)
+    group = _group_of(reduce)
     writers: list[Any] = of_tensorboard(tb_writer)
     file = None if log_dir is None else StatisticsFile(log_dir)
     writers += [] if file is None else [file]
@@ -197,14 +225,14 @@ def statistics(
         found.append(each)
         write(each, writers)
 
-    of_quantized = [name for name in names if name.removesuffix("_columnwise").endswith(tuple(QUANTIZED))]
+    of_quantized = [name for name in names if isinstance(name, str) and _is_of_quantized(name)]
     of_values = [name for name in names if name not in of_quantized]
     common = {"tensors": _listed(tensors), "freq": freq, "on_error": on_error} | steps
     chosen: list[tuple[Feature, dict[str, Any]]] = []
     if of_values or not of_quantized:
-        chosen.append((LogTensorStats(sink), {"stats": of_values, **common}))
+        chosen.append((LogTensorStats(sink, group), {"stats": of_values, **common}))
     if of_quantized:
-        chosen.append((LogFp8TensorStats(sink), {"stats": of_quantized, **common}))
+        chosen.append((LogFp8TensorStats(sink, group), {"stats": of_quantized, **common}))
     try:
         run = Statistics(model, layers, chosen)
     except BaseException:

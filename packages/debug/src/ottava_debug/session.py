@@ -12,7 +12,7 @@ import torch
 from ottava.errors import OptionError, PluginError, text_of
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.features.base import Feature, Target
-from ottava_debug.products import BY_COLUMN, Inspection, Watch
+from ottava_debug.products import BY_COLUMN, ROLES, Inspection, Watch
 from ottava_debug.selectors import Selector
 
 
@@ -47,7 +47,11 @@ class Enabled:
 
     def active(self, step: int) -> bool:
         """Whether it does anything in a step."""
-        return not self.stopped and (self.targets is None or bool(self._in_step(step)))
+        return not self.stopped and self.is_chosen(step)
+
+    def is_chosen(self, step: int) -> bool:
+        """Whether the configuration has it do anything in a step, which all ranks agree on."""
+        return self.targets is None or bool(self._in_step(step))
 
     def _in_step(self, step: int) -> list[Target]:
         if self._active[0] != step:
@@ -198,21 +202,23 @@ class Session:
             warnings.warn(f"{where}: {pattern} matches no layer. {known}: {some}", UserWarning, stacklevel=3)
 
     def close(self) -> None:
-        """No feature is in force from here on; what :meth:`after_step` does is done once more."""
+        """No feature is in force from here on; what :meth:`after_step` does is done once more, by this rank alone:
+        others may be elsewhere, if this one ends because something failed."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-            self.after_step()
+            self._end_step(together=False)
+            self.warn_of_unmatched("Layers that ran", self._plans)
 
-    def _end_step(self) -> None:
+    def _end_step(self, together: bool = True) -> None:
         # The sections of a feature share the object.
         shared: dict[int, list[Enabled]] = {}
         for enabled in self.enabled:
-            if isinstance(enabled.feature, Feature) and not enabled.stopped:
+            if isinstance(enabled.feature, Feature):
                 shared.setdefault(id(enabled.feature), []).append(enabled)
         for sections in shared.values():
             try:
-                sections[0].feature.step()
+                self._end_step_of(sections, together)
             except (Exception, SystemExit) as error:
                 titles = " and ".join(enabled.title for enabled in sections)
                 text = f"{titles}: step failed: {type(error).__name__}: {text_of(error)}"
@@ -221,6 +227,14 @@ class Session:
                 for enabled in sections:
                     enabled.stopped = True
                 warnings.warn(f"{text}. It is switched off", UserWarning, stacklevel=3)
+
+    def _end_step_of(self, sections: list[Enabled], together: bool) -> None:
+        feature, step = sections[0].feature, self.step()
+        # Where it is switched off on this rank, others wait for this one all the same.
+        if together and any(enabled.is_chosen(step) for enabled in sections):
+            feature.put_together()
+        if not all(enabled.stopped for enabled in sections):
+            feature.step()
 
 
 class LayerInspection(Inspection):
@@ -251,9 +265,18 @@ class LayerInspection(Inspection):
                 plain = found.dequantize() if isinstance(found, QuantizedTensorStorage) else found
                 # A copy, so that a feature may change it in place: it may be the parameter itself.
                 given = {"gemm": gemm, "tensor_name": tensor, "tensor": plain.clone()}
-                made = self._ask(enabled, "modify_tensor", default_quantizer=None, out=None, dtype=plain.dtype, **given)
+                about = {"default_quantizer": self._quantizer(gemm, tensor), "out": None, "dtype": plain.dtype}
+                made = self._ask(enabled, "modify_tensor", **about, **given)
                 found = self._fitting(enabled, made, plain) if made is not None else found
         return found  # type: ignore[no-any-return]
+
+    def _quantizer(self, gemm: str, tensor: str) -> Any:
+        """The recipe's quantizer of an operand; None for what the product takes in high precision, and a result."""
+        if (gemm, tensor) not in self.quantized:
+            return None
+        columnwise = (gemm, tensor) in BY_COLUMN
+        usages = {"rowwise": not columnwise, "columnwise": columnwise}
+        return self.call.state.quantizer(ROLES[tensor], **usages, recording=False)
 
     def _fitting(self, enabled: Enabled, made: Any, plain: torch.Tensor) -> Any:
         fits = isinstance(made, (torch.Tensor, QuantizedTensorStorage))

@@ -179,6 +179,9 @@ class Feature:
                 raise OptionError(f"{given.where()}: {what} has no {key}", expected=f"{key}: …")
         return found
 
+    def put_together(self) -> None:
+        """Called on every rank after a step in which a configuration has the feature act, before :meth:`step`."""
+
     def step(self) -> None:
         """Called after each step."""
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,10 +11,22 @@ from nvdlfw_inspect.logging import MetricLogger  # type: ignore[import-untyped]
 from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
 from ottava import QuantizerRole, get_recipe, list_recipes
+from ottava.collectives import spans_ranks
 from ottava.errors import OptionError, PluginError, text_of
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_debug.features.base import Check, Feature
-from ottava_debug.features.sums import QUANTIZED, VALUES, QuantizedSums, ValueSums
+from ottava_debug.features.sums import (
+    BLOCK_DIMS,
+    BLOCK_SIZE,
+    BLOCKWISE,
+    QUANTIZED,
+    VALUES,
+    QuantizedSums,
+    ValueSums,
+    block_of,
+    blockwise_name,
+)
+from ottava_debug.features.together import put_together
 from ottava_debug.located import kind_of, unknown
 from ottava_debug.products import ROLES
 
@@ -67,6 +79,14 @@ def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) 
         writer.add_histogram(name, torch.tensor(values), step)
 
 
+def reduction_group() -> Any:
+    """The process group that nvdlfw-inspect was given by ``set_tensor_reduction_group``; None if it was not."""
+    # Its import may lead back here.
+    import nvdlfw_inspect.api as api  # type: ignore[import-untyped]
+
+    return None if api.DEBUG_MANAGER is None else api.get_tensor_reduction_group()
+
+
 class _Stat(NamedTuple):
     """A statistic as it is asked for: of what a recipe would make of the tensor, or of the product's own operand."""
 
@@ -80,8 +100,14 @@ class _Statistics(Feature):
     by_tensor = True
     required = ("stats",)
 
-    def __init__(self, sink: Callable[[Statistic], None] | None = None) -> None:
+    def __init__(
+        self,
+        sink: Callable[[Statistic], None] | None = None,
+        group: Callable[[], Any] | None = reduction_group,
+    ) -> None:
         self._sink = sink or (lambda found: write(found, MetricLogger.enabled_loggers))
+        self._group = group
+        self._is_together = False
         # (Step, layer, tensor) -> the statistics, and (recipe, whether along columns) -> their sums.
         self._collected: dict[tuple[int, str, str], tuple[Sequence[_Stat], dict[Any, Any]]] = {}
         # Layers, and (recipe, whether along columns), whose weights the step has counted.
@@ -103,8 +129,31 @@ class _Statistics(Feature):
             held[of] = make()
         return held[of]
 
+    def _spans_ranks(self) -> bool:
+        return self._group is not None and spans_ranks(self._group())
+
+    def put_together(self) -> None:
+        """Have the sums be those of all ranks of the group. A rank's weight, unlike its share of a batch, is no part
+        of a larger tensor: its sums stay what they are."""
+        if self._group is None or not self._spans_ranks():
+            return
+        own = {
+            (*key, *of): sums
+            for key, (_, held) in self._collected.items()
+            for of, sums in held.items()
+            if key[2] != "weight"
+        }
+        found = put_together({key: sums.numbers() for key, sums in own.items()}, self._group())
+        for key, sums in own.items():
+            sums.take(found[key])
+        self._is_together = True
+
     def step(self) -> None:
         """Log what was collected."""
+        if self._collected and not self._is_together and self._spans_ranks():
+            what = "the last statistics are of this rank alone: no step() followed them"
+            warnings.warn(what, UserWarning, stacklevel=2)
+        self._is_together = False
         collected, self._collected = self._collected, {}
         self._weights.clear()
         for (step, layer, tensor), (stats, held) in collected.items():
@@ -122,11 +171,34 @@ class _Statistics(Feature):
 
 
 def _plain_stats(value: Any) -> tuple[_Stat, ...]:
-    found = [_Stat(str(name), str(name)) for name in _names(value)]
-    for asked in found:
-        if asked.stat not in VALUES and asked.stat != EXPONENTS:
-            raise _unknown(asked.text, [*VALUES, EXPONENTS])
+    found = []
+    for name in _names(value):
+        text = _of_blocks(name) if isinstance(name, Mapping) or name == BLOCKWISE else str(name)
+        if text not in VALUES and text != EXPONENTS and block_of(text) is None:
+            raise _unknown(text, [*VALUES, EXPONENTS, BLOCKWISE])
+        found.append(_Stat(text, text))
     return tuple(found)
+
+
+def _of_blocks(given: Any) -> str:
+    """The name of the statistic of blocks: of its name alone, or of a mapping of that to its options."""
+    expected = f"{{{BLOCKWISE}: {{block_size: {BLOCK_SIZE}, dims: {BLOCK_DIMS}}}}}"
+    if isinstance(given, str):
+        return blockwise_name(BLOCK_SIZE, BLOCK_DIMS)
+    if list(given) != [BLOCKWISE]:
+        raise OptionError(f"has a mapping of {', '.join(map(str, given)) or 'nothing'}", expected=expected)
+    options = {} if given[BLOCKWISE] is None else given[BLOCKWISE]
+    if not isinstance(options, Mapping):
+        raise OptionError(f"has {BLOCKWISE}: {kind_of(options)}", expected=expected)
+    for key in options:
+        if key not in ("block_size", "dims"):
+            raise unknown("", f"has {BLOCKWISE} with the key", key, ("block_size", "dims"))
+    size, dims = options.get("block_size", BLOCK_SIZE), options.get("dims", BLOCK_DIMS)
+    if type(size) is not int or not 0 < size < 10**9:
+        raise OptionError(f"has {BLOCKWISE} with block_size {kind_of(size)}", expected="a number of elements, from 1")
+    if type(dims) is not int or dims not in (1, 2):
+        raise OptionError(f"has {BLOCKWISE} with dims {kind_of(dims)}", expected="1 or 2, for squares")
+    return blockwise_name(size, dims)
 
 
 def _quantized_stats(value: Any) -> tuple[_Stat, ...]:
@@ -150,7 +222,7 @@ def _parsed(text: str) -> _Stat:
 
 
 def _names(value: Any) -> list[Any]:
-    value = [value] if isinstance(value, str) else value
+    value = [value] if isinstance(value, (str, Mapping)) else value
     if not isinstance(value, (list, tuple)) or not value:
         raise OptionError(f"is {kind_of(value)}", expected="a list of statistics")
     return list(value)
@@ -165,7 +237,12 @@ class LogTensorStats(_Statistics):
 
     Options: ``tensors`` or ``tensors_struct``, ``stats``: of ``min``, ``max``, ``mean``, ``std``, ``l1_norm``,
     ``l2_norm``, ``cur_amax`` (``amax``), ``dynamic_range``, the distance of the largest and the smallest magnitude in
-    powers of two, and ``exponents``, a histogram of those; ``freq`` and ranges of steps.
+    powers of two, ``exponents``, a histogram of those, and ``max_blockwise_dynamic_range``; ``freq`` and ranges of
+    steps. A weight is counted once a step, other tensors in each microbatch.
+
+    ``{max_blockwise_dynamic_range: {block_size: 32, dims: 1}}`` is the largest of the dynamic ranges of blocks of
+    ``block_size`` elements of a row, or with ``dims: 2`` of squares; of operands also of their transposes, which
+    products take too. It is logged as ``max_blockwise_dynamic_range_block_size_32_dims_1``.
     """
 
     options: ClassVar[dict[str, Check]] = {"stats": _plain_stats}
@@ -186,7 +263,8 @@ class LogTensorStats(_Statistics):
         stats = config["stats"]
         names = [asked.stat for asked in stats]
         key = iteration, layer_name, tensor_name
-        self._sums(key, stats, (None, False), lambda: ValueSums(names, EXPONENTS in names)).add(tensor)
+        make = partial(ValueSums, names, EXPONENTS in names, tensor_name in ROLES)
+        self._sums(key, stats, (None, False), make).add(tensor)
 
 
 class LogFp8TensorStats(_Statistics):
@@ -210,8 +288,12 @@ class LogFp8TensorStats(_Statistics):
 
     options: ClassVar[dict[str, Check]] = {"stats": _quantized_stats}
 
-    def __init__(self, sink: Callable[[Statistic], None] | None = None) -> None:
-        super().__init__(sink)
+    def __init__(
+        self,
+        sink: Callable[[Statistic], None] | None = None,
+        group: Callable[[], Any] | None = reduction_group,
+    ) -> None:
+        super().__init__(sink, group)
         self._told: set[tuple[str, str]] = set()
         self._quantizers: dict[tuple[str, str], Quantizer] = {}
 

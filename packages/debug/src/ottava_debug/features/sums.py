@@ -2,15 +2,22 @@
 
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
+from ottava.gemm import as_matrix
 from ottava.tensors import QuantizedTensorStorage
+from ottava_debug.features.together import NEUTRAL, Numbers
 from ottava_debug.measures import Comparison, exponents
 
 _Sum = tuple[Callable[[torch.Tensor], torch.Tensor], str]
+
+
+# Of all values of high precision: float32 has the widest range, with its subnormal numbers.
+_EXPONENTS = range(-149, 128)
 
 
 def _least(a: float, b: float) -> float:
@@ -94,12 +101,13 @@ class Scales(NamedTuple):
 
     def with_those(self, other: "Scales") -> "Scales":
         """Those of both."""
-        return Scales(
-            _least(self.smallest, other.smallest),
-            _most(self.largest, other.largest),
-            _least(self.least, other.least),
-            _most(self.most, other.most),
-        )
+        together = [_TOGETHER[how] for how in _OF_SCALES.values()]
+        return Scales(*(put(a, b) for put, a, b in zip(together, self, other, strict=True)))
+
+
+# Field of Scales -> how those of two tensors are put together.
+_OF_SCALES = {"smallest": "min", "largest": "max", "least": "min", "most": "max"}
+_NO_SCALES = Scales(*(NEUTRAL[how] for how in _OF_SCALES.values()))
 
 
 def _overflows(lost: Comparison) -> float | None:
@@ -133,18 +141,69 @@ _SCALES: dict[str, Callable[[Scales], float]] = {
 QUANTIZED = (*_LOSSES, *_SCALES)
 
 
+#: The statistic of blocks, as configurations call it, and what its options are if they are not told.
+BLOCKWISE, BLOCK_SIZE, BLOCK_DIMS = "max_blockwise_dynamic_range", 32, 1
+_BLOCKWISE = re.compile(rf"{BLOCKWISE}_block_size_([1-9][0-9]{{0,8}})_dims_([12])")
+
+
+def blockwise_name(size: int, dims: int) -> str:
+    """The statistic of blocks of ``size`` elements (``dims`` 1), or of squares of ``size`` × ``size`` (2)."""
+    return f"{BLOCKWISE}_block_size_{size}_dims_{dims}"
+
+
+def block_of(stat: str) -> tuple[int, int] | None:
+    """Rows and columns of the blocks of :func:`blockwise_name`; None for other names."""
+    found = _BLOCKWISE.fullmatch(stat)
+    if found is None:
+        return None
+    size, dims = int(found[1]), int(found[2])
+    return (1 if dims == 1 else size, size)
+
+
+def block_range(matrix: torch.Tensor, block: tuple[int, int]) -> float:
+    """The largest of the blocks' ``log2 max|x| - log2 min|x|``, of values that are finite and not zero.
+
+    Args:
+        matrix: ``[rows, columns]`` in high precision. Blocks at ragged edges are smaller.
+        block: rows and columns of a block. One without such values counts as 0.
+    """
+    rows, columns = matrix.shape
+    high, wide = min(block[0], rows), min(block[1], columns)
+    magnitudes = matrix.abs()
+    counted = magnitudes.isfinite() & (magnitudes > 0)
+    padding = (0, -columns % wide, 0, -rows % high)
+    shape = (-1, high, (columns + padding[1]) // wide, wide)
+    largest, smallest = (
+        torch.nn.functional.pad(magnitudes.masked_fill(~counted, fill), padding, value=fill)
+        .view(shape)
+        .transpose(1, 2)
+        .flatten(2)
+        for fill in (0.0, math.inf)
+    )
+    most, least = largest.amax(2).double(), smallest.amin(2).double()
+    ranges = torch.where(most > 0, most.log2() - least.log2(), torch.zeros_like(most))
+    return float(ranges.max())
+
+
 class ValueSums:
     """Sums over tensors in high precision, for statistics of them taken together.
 
     Args:
         stats: the statistics that will be asked for.
         with_exponents: whether the histogram will be, too.
+        both_ways: whether products take the tensors along rows and along columns: blocks are then looked at both ways.
     """
 
-    def __init__(self, stats: Iterable[str], with_exponents: bool) -> None:
+    def __init__(self, stats: Iterable[str], with_exponents: bool, both_ways: bool = False) -> None:
+        stats = list(stats)
         needed = dict.fromkeys(name for stat in stats if stat in VALUES for name in VALUES[stat][0])
         self._names, self._with_exponents = [name for name in needed if name in _SUMS], with_exponents
-        self._found: dict[str, float] = {"count": 0.0}
+        self._blocks = {stat: block for stat in stats if (block := block_of(stat)) is not None}
+        self._both_ways = both_ways
+        # A rank that has no values has numbers all the same, for others to add theirs to.
+        self._found: dict[str, float] = {name: NEUTRAL[_SUMS[name][1]] for name in self._names}
+        self._found |= dict.fromkeys(self._blocks, NEUTRAL["max"])
+        self._found["count"] = 0.0
         self._exponents: dict[int, int] = {}
 
     def add(self, values: torch.Tensor) -> None:
@@ -155,15 +214,42 @@ class ValueSums:
         made = [_SUMS[name][0](flat).double() for name in self._names]
         numbers = dict(zip(self._names, torch.stack(made).tolist() if made else [], strict=True))
         for name, number in numbers.items():
-            if name in self._found:
-                number = _TOGETHER[_SUMS[name][1]](self._found[name], number)
-            self._found[name] = number
+            self._found[name] = _TOGETHER[_SUMS[name][1]](self._found[name], number)
+        for stat, block in self._blocks.items():
+            found = self._block_range(as_matrix(values.detach()), block)
+            self._found[stat] = _most(self._found[stat], found)
         self._found["count"] += flat.numel()
         for exponent, count in exponents(flat).items() if self._with_exponents else ():
             self._exponents[exponent] = self._exponents.get(exponent, 0) + count
 
+    def _block_range(self, matrix: torch.Tensor, block: tuple[int, int]) -> float:
+        found = block_range(matrix, block)
+        return max(found, block_range(matrix.t(), block)) if self._both_ways else found
+
+    def _how(self, name: str) -> str:
+        """How a number is put together with that of another tensor."""
+        if name in self._blocks:
+            return "max"
+        return "sum" if name == "count" else _SUMS[name][1]
+
+    def numbers(self) -> Numbers:
+        """What other ranks have to add theirs to."""
+        found: Numbers = {(self._how(name), name): number for name, number in self._found.items()}
+        for exponent in _EXPONENTS if self._with_exponents else ():
+            # Of all that there can be, so that ranks have numbers of the same names.
+            found["sum", f"exponent {exponent}"] = self._exponents.get(exponent, 0)
+        return found
+
+    def take(self, numbers: Numbers) -> None:
+        """Have the numbers be these, of several ranks."""
+        self._found = {name: numbers[self._how(name), name] for name in self._found}
+        counts = {exponent: int(numbers.get(("sum", f"exponent {exponent}"), 0)) for exponent in _EXPONENTS}
+        self._exponents = {exponent: count for exponent, count in counts.items() if count}
+
     def value(self, stat: str) -> float | dict[int, int] | None:
         """A statistic; None where there are no values."""
+        if stat in self._blocks:
+            return self._found[stat] if self._found["count"] else None
         if stat not in VALUES:
             return dict(sorted(self._exponents.items()))
         needed, made = VALUES[stat]
@@ -183,6 +269,18 @@ class QuantizedSums:
         scales = _scales(quantized, self._columnwise)
         if scales is not None:
             self._scales = scales if self._scales is None else self._scales.with_those(scales)
+
+    def numbers(self) -> Numbers:
+        """What other ranks have to add theirs to."""
+        lost = {(how, name): float(getattr(self._lost, name)) for name, how in self._lost.together.items()}
+        scales = self._scales or _NO_SCALES
+        return lost | {(how, f"scales {name}"): getattr(scales, name) for name, how in _OF_SCALES.items()}
+
+    def take(self, numbers: Numbers) -> None:
+        """Have the numbers be these, of several ranks."""
+        self._lost.take({name: numbers[how, name] for name, how in self._lost.together.items()})
+        scales = Scales(**{name: numbers[how, f"scales {name}"] for name, how in _OF_SCALES.items()})
+        self._scales = None if scales == _NO_SCALES else scales
 
     def value(self, stat: str) -> float | None:
         """A statistic; None where there are no values, or it cannot be told."""
