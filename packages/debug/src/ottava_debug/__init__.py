@@ -18,7 +18,8 @@ _NAMES = {
     "analysis.report": "Analysis",
     "bundle": "Bundle",
     "capturing": "capture",
-    "features": "DisableFP8GEMM DisableFP8Layer FakeQuant Feature LogFp8TensorStats LogTensorStats",
+    "features": "DisableFP8GEMM DisableFP8Layer DumpTensors FakeQuant Feature LogFp8TensorStats LogTensorStats "
+    "PerTensorScaling",
     "features.statistics": "Statistic",
     "manager": "on_error",
     "measures": "Measures compare",
@@ -56,10 +57,12 @@ if TYPE_CHECKING:
     from ottava_debug.capturing import capture as capture
     from ottava_debug.features import DisableFP8GEMM as DisableFP8GEMM
     from ottava_debug.features import DisableFP8Layer as DisableFP8Layer
+    from ottava_debug.features import DumpTensors as DumpTensors
     from ottava_debug.features import FakeQuant as FakeQuant
     from ottava_debug.features import Feature as Feature
     from ottava_debug.features import LogFp8TensorStats as LogFp8TensorStats
     from ottava_debug.features import LogTensorStats as LogTensorStats
+    from ottava_debug.features import PerTensorScaling as PerTensorScaling
     from ottava_debug.features.statistics import Statistic as Statistic
     from ottava_debug.manager import on_error as on_error
     from ottava_debug.measures import Measures as Measures

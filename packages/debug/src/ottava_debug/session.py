@@ -272,11 +272,12 @@ class LayerInspection(Inspection):
 
     def _quantizer(self, gemm: str, tensor: str) -> Any:
         """The recipe's quantizer of an operand; None for what the product takes in high precision, and a result."""
-        if (gemm, tensor) not in self.quantized:
+        state = self.call.state
+        if state is None or (gemm, tensor) not in self.quantized:
             return None
         columnwise = (gemm, tensor) in BY_COLUMN
         usages = {"rowwise": not columnwise, "columnwise": columnwise}
-        return self.call.state.quantizer(ROLES[tensor], **usages, recording=False)
+        return state.quantizer(ROLES[tensor], **usages, recording=False)
 
     def _fitting(self, enabled: Enabled, made: Any, plain: torch.Tensor) -> Any:
         fits = isinstance(made, (torch.Tensor, QuantizedTensorStorage))

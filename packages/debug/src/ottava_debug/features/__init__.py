@@ -1,6 +1,7 @@
 """What sections of a configuration switch on: first-party features, and the base class of others."""
 
 from ottava_debug.features.base import Feature
+from ottava_debug.features.dump import DumpTensors
 from ottava_debug.features.fake_quant import (
     DisableFP8GEMM,
     DisableFP8Layer,
@@ -8,6 +9,7 @@ from ottava_debug.features.fake_quant import (
     DisableQuantizationLayer,
     FakeQuant,
 )
+from ottava_debug.features.per_tensor import PerTensorScaling
 from ottava_debug.features.statistics import LogFp8TensorStats, LogTensorStats
 
 __all__ = [
@@ -16,10 +18,12 @@ __all__ = [
     "DisableFP8Layer",
     "DisableQuantizationGEMM",
     "DisableQuantizationLayer",
+    "DumpTensors",
     "FakeQuant",
     "Feature",
     "LogFp8TensorStats",
     "LogTensorStats",
+    "PerTensorScaling",
 ]
 
 #: The first-party features.
@@ -31,4 +35,6 @@ FEATURES: tuple[type[Feature], ...] = (
     DisableQuantizationLayer,
     LogTensorStats,
     LogFp8TensorStats,
+    PerTensorScaling,
+    DumpTensors,
 )

@@ -1,0 +1,147 @@
+"""Tensors of products in files."""
+
+import hashlib
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from nvdlfw_inspect.logging import get_logger  # type: ignore[import-untyped]
+from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
+
+from ottava.checkpoint import save_file
+from ottava.errors import OptionError
+from ottava.filesystem import AnyPath
+from ottava.tensors import QuantizedTensorStorage
+from ottava_debug.features.base import Check, Feature, Target
+from ottava_debug.located import kind_of
+
+#: The folder in ``log_dir``.
+FOLDER = "tensor_dumps"
+# Options that say what is written.
+_HIGH_PRECISION, _QUANTIZED, _INTERNALS = (
+    "high_precision_tensor",
+    "quantized_tensor",
+    "dump_quantized_internals",
+)
+# Characters of a layer's name that a file's has at most.
+_LONGEST = 100
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"is {kind_of(value)}", expected="True or False")
+    return value
+
+
+def file_name(layer: str, tensor: str, step: int, number: int) -> str:
+    """``LAYER.TENSOR.step-000012.0.safetensors``; a layer's name that is no name of a file, or too long, is changed,
+    and has a digest, by which it is unlike that of another layer."""
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", layer).lstrip(".")[:_LONGEST]
+    if safe != layer or not safe:
+        digest = hashlib.blake2b(layer.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+        safe = f"{safe}-{digest}"
+    return f"{safe}.{tensor}.step-{step:06d}.{number}.safetensors"
+
+
+class DumpTensors(Feature):
+    """Tensors of products, as safetensors files of one tensor each, ``log_dir/tensor_dumps/rank-00000/NAME``.
+
+    The name is ``LAYER.TENSOR.step-STEP.NUMBER.safetensors``; microbatches of a step have numbers from 0, and a weight
+    is written once a step. :func:`ottava.checkpoint.load_file` reads them, and so does every tool for safetensors.
+
+    Options: ``tensors`` or ``tensors_struct``, ``freq`` and ranges of steps, and what is written:
+
+    - ``high_precision_tensor``: the tensor, as ``high_precision``;
+    - ``quantized_tensor``: what products take of it, as ``quantized``: the values in float32 for which the elements
+      stand;
+    - ``dump_quantized_internals``, with ``quantized_tensor``: the bytes and the scales, as ``internals.NAME``, of which
+      ``load_file`` makes the quantized tensor ``internals``.
+
+    Args:
+        log_dir: the folder in which the folder of the files is made; None: that of nvdlfw-inspect.
+    """
+
+    by_tensor = True
+    options: ClassVar[dict[str, Check]] = {_HIGH_PRECISION: _flag, _QUANTIZED: _flag, _INTERNALS: _flag}
+
+    def __init__(self, log_dir: AnyPath | None = None) -> None:
+        self._log_dir = log_dir
+        # Files of the step so far, by layer's name and tensor.
+        self._written: Counter[tuple[str, str]] = Counter()
+        self._weights: set[Any] = set()
+        self._told: set[tuple[str, str]] = set()
+
+    def targets(self, config: Mapping[str, Any], what: str) -> list[Target]:
+        """The tensors; OptionError where nothing of them would be written, too."""
+        found = super().targets(config, what)
+        for target in found:
+            wanted = {key for key in self.options if target.options.get(key)}
+            if not wanted:
+                expected = f"{_HIGH_PRECISION}: True, {_QUANTIZED}: True, or both"
+                raise OptionError(f"{what}: nothing of {target.tensor} is to be written", expected=expected)
+            if _INTERNALS in wanted and _QUANTIZED not in wanted:
+                raise OptionError(f"{what}: {_INTERNALS} without {_QUANTIZED}", expected=f"{_QUANTIZED}: True, too")
+        return found
+
+    @api_method  # type: ignore[untyped-decorator]
+    def inspect_tensor(
+        self,
+        config: Any,
+        layer_name: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int = 0,
+        rowwise_quantized_tensor: QuantizedTensorStorage | None = None,
+        columnwise_quantized_tensor: QuantizedTensorStorage | None = None,
+        layer: Any = None,
+    ) -> None:
+        """Write what ``config`` asks for."""
+        if tensor_name == "weight" and (layer_name if layer is None else layer) in self._weights:
+            return
+        quantized = rowwise_quantized_tensor
+        if quantized is None:
+            quantized = columnwise_quantized_tensor
+        entries = self._entries(config, tensor, quantized)
+        if config.get(_QUANTIZED) and quantized is None:
+            self._tell(layer_name, tensor_name)
+        if not entries:
+            return
+        number = self._written[layer_name, tensor_name]
+        path = self._folder() / file_name(layer_name, tensor_name, iteration, number)
+        save_file(entries, path, metadata={"layer": layer_name, "tensor": tensor_name, "step": str(iteration)})
+        self._written[layer_name, tensor_name] += 1
+        if tensor_name == "weight":
+            self._weights.add(layer_name if layer is None else layer)
+
+    def _entries(self, config: Any, tensor: torch.Tensor, quantized: QuantizedTensorStorage | None) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        if config.get(_HIGH_PRECISION):
+            entries["high_precision"] = tensor.detach()
+        if config.get(_QUANTIZED) and quantized is not None:
+            entries["quantized"] = quantized.dequantize(torch.float32).detach()
+            if config.get(_INTERNALS):
+                entries["internals"] = quantized
+        return entries
+
+    def _folder(self) -> Path:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        log_dir = get_logger().root_log_dir if self._log_dir is None else self._log_dir
+        folder = Path(log_dir) / FOLDER / f"rank-{rank:05d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _tell(self, layer: str, tensor: str) -> None:
+        if (layer, tensor) not in self._told:
+            self._told.add((layer, tensor))
+            what = f"{tensor} of layer {layer!r} is not quantized: its file has no such values"
+            warnings.warn(what, UserWarning, stacklevel=2)
+
+    def step(self) -> None:
+        """The files of the next step have numbers from 0 again."""
+        self._written.clear()
+        self._weights.clear()

@@ -1,0 +1,96 @@
+"""Operands of some products with one scale a tensor, whatever the recipe."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
+
+from ottava import kernels
+from ottava.errors import OptionError
+from ottava.formats import E4M3, E5M2, FP8
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, Quantizer
+from ottava_debug.features.base import Check, Feature, Target
+from ottava_debug.located import kind_of
+from ottava_debug.products import BY_COLUMN, ROLES
+
+
+def _margin(value: Any) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Beyond this a maximum times 2^-margin would no longer be exact.
+    if not number or not -64 <= value <= 64:
+        raise OptionError(f"is {kind_of(value)}", expected="a number from -64 to 64")
+    return float(value)
+
+
+class _PerTensorQuantizer(Float8QuantizerBase):
+    """Quantizes with the scale ``max / (amax · 2^margin)`` of the tensor itself."""
+
+    def __init__(self, fp8_dtype: torch.dtype, margin: float, *, columnwise: bool) -> None:
+        super().__init__(fp8_dtype, rowwise=not columnwise, columnwise=columnwise)
+        self.margin = margin
+        self.internal = True
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        scale, scale_inv = kernels.scale_from_amax(kernels.amax(tensor), self.fp8_dtype)
+        if self.margin:
+            limits = torch.finfo(torch.float32)
+            scale = (scale * math.pow(2.0, -self.margin)).clamp(limits.tiny, limits.max)
+            scale_inv = torch.div(torch.ones_like(scale), scale)
+        with_data, with_transpose = self.needs(tensor.device, tensor.dim())
+        if not with_transpose:
+            return self._wrap((kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv), dtype)
+        data, transpose = kernels.cast_transpose(tensor, scale, self.fp8_dtype)
+        return self._wrap((data if with_data else None, transpose, scale_inv), dtype)
+
+
+class PerTensorScaling(Feature):
+    """Products take operands that are quantized with one scale a tensor, from the amax of the tensor itself.
+
+    Options: ``gemms`` or ``gemms_struct``; ``tensors`` or ``tensors_struct``, of ``activation``, ``weight`` and
+    ``gradient``; ``margin``, 0 by default: the amax counts as ``amax · 2^margin``. The format of the elements is that
+    of the recipe, or E4M3, and E5M2 for gradients, where this is no FP8 format. An operand that the product takes in
+    high precision stays so.
+    """
+
+    by_gemm = by_tensor = True
+    options: ClassVar[dict[str, Check]] = {"margin": _margin}
+
+    def targets(self, config: Mapping[str, Any], what: str) -> list[Target]:
+        """The pairs of products and operands; OptionError for a result, too."""
+        found = super().targets(config, what)
+        for target in found:
+            if target.tensor not in ROLES:
+                expected = f"operands: {', '.join(ROLES)}"
+                raise OptionError(f"{what}: {target.tensor} is the result of a product", expected=expected)
+        return found
+
+    @api_method  # type: ignore[untyped-decorator]
+    def modify_tensor_enabled(
+        self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int = 0
+    ) -> bool:
+        """True for the operands that are named."""
+        return True
+
+    @api_method  # type: ignore[untyped-decorator]
+    def modify_tensor(
+        self,
+        config: Any,
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int = 0,
+        default_quantizer: Quantizer | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedTensorStorage | None:
+        """The operand, quantized with one scale; None where ``default_quantizer``, that of the recipe, is None."""
+        if default_quantizer is None:
+            return None
+        element = getattr(getattr(default_quantizer, "layout", None), "element", None)
+        if element not in FP8:
+            element = (E5M2 if tensor_name == "gradient" else E4M3).torch_dtype
+        columnwise = (gemm, tensor_name) in BY_COLUMN
+        quantizer = _PerTensorQuantizer(element, config.get("margin", 0.0), columnwise=columnwise)
+        return quantizer.quantize_impl(tensor, dtype or tensor.dtype)
