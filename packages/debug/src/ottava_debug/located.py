@@ -3,12 +3,13 @@
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ottava.errors import OptionError
+from ottava.errors import OptionError, text_of
+from ottava_custom.files.limits import BeyondLimits, DepthLimit, check_node
+from ottava_custom.files.source import read_text
 
 
 class Located(dict[str, Any]):
@@ -34,7 +35,7 @@ class Located(dict[str, Any]):
         return Located(values, self.source or other.source, {**other.lines, **self.lines})
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(DepthLimit, yaml.SafeLoader):
     """What ``yaml.safe_load`` gives, with :class:`Located` for mappings."""
 
     source = ""
@@ -61,25 +62,44 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     """The sections of a file, or of a dict.
 
     Raises:
-        OptionError: the file cannot be read, or is not YAML, or not a mapping; with the line.
+        OptionError: the file cannot be read, is not YAML or not a mapping, or is larger or deeper than a recipe file
+            may be; with the line.
     """
     if isinstance(given, Mapping):
         return Located(located(given, "the configuration"), "the configuration")
     source = str(os.fspath(given))
     expected = "sections, as name: {enabled: True, layers: …, transformer_engine: …}"
+    text = read_text(source, "a YAML file", "use fewer sections, and patterns of layers")
     try:
-        loader = _Loader(Path(source).read_text(encoding="utf-8"))
-        loader.source = source
-        root = loader.get_single_data()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{source} cannot be read: {error}", expected="a YAML file") from error
+        root = _constructed(text, source)
+    except BeyondLimits as error:
+        raise OptionError(f"{_line(source, error)}: {error.problem}", expected=error.expected) from error
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise OptionError(f"{source}{line}: not YAML: {getattr(error, 'problem', error)}", expected=expected) from error
+        what = f"{_line(source, error)}: not YAML: {getattr(error, 'problem', error)}"
+        raise OptionError(what, expected=expected) from error
+    except OptionError:
+        raise
+    except ValueError as error:
+        # Dates that there are not, and numbers of thousands of digits.
+        raise OptionError(f"{source}: not a value: {text_of(error)}", expected=expected) from error
     if not isinstance(root, Located) or not root:
         raise OptionError(f"{source} holds {kind_of(root)}", expected=expected)
     return root
+
+
+def _constructed(text: str, source: str) -> Any:
+    loader = _Loader(text)
+    loader.source = source
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    check_node(node)
+    return loader.construct_document(node)
+
+
+def _line(source: str, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f"{source}, line {mark.line + 1}" if mark else source
 
 
 def located(given: Any, source: str) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ottava.errors import OptionError
+from ottava_custom.files.limits import MAX_DEPTH
 from ottava_custom.files.source import Place, Source
 
 _KINDS: dict[type, str] = {
@@ -21,8 +22,6 @@ _KINDS: dict[type, str] = {
 }
 _SHOWN = 60
 _INTEGER_BITS = 64
-#: Levels of values inside values.
-MAX_DEPTH = 32
 
 
 def shown(text: str) -> str:

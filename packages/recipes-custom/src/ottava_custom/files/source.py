@@ -14,9 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ottava.errors import OptionError, OttavaError
-
-#: Bytes of the largest file that is read.
-MAX_BYTES = 1 << 18
+from ottava_custom.files.limits import MAX_BYTES
 
 # The longer ones first: those of UTF-32 begin as those of UTF-16.
 _BOMS = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
@@ -72,9 +70,17 @@ class Source:
             raise
 
 
-def read_text(path: str) -> str:
-    """The text of a file; an OptionError where it is missing, no file, too large, or not UTF-8."""
-    expected = "a recipe file, in YAML or TOML"
+def read_text(
+    path: str,
+    expected: str = "a recipe file, in YAML or TOML",
+    shorter: str = "use fewer patterns",
+) -> str:
+    """The text of a file; an OptionError where it is missing, no file, too large, or not UTF-8.
+
+    Args:
+        expected: what errors say that the file should be.
+        shorter: the remedy where it is too large.
+    """
     try:
         mode = os.stat(path).st_mode
         # Opening a pipe would wait for its other end.
@@ -90,7 +96,7 @@ def read_text(path: str) -> str:
     if data is None:
         raise OptionError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}", expected=expected)
     if len(data) > MAX_BYTES:
-        raise OptionError(f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy="use fewer patterns")
+        raise OptionError(f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy=shorter)
     return _decoded(path, data)
 
 

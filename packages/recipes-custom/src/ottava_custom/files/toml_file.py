@@ -7,7 +7,8 @@ import sys
 import tomllib
 from typing import Any
 
-from ottava_custom.files.nodes import MAX_DEPTH, Node, scalar, shown, too_deep
+from ottava_custom.files.limits import MAX_DEPTH
+from ottava_custom.files.nodes import Node, scalar, shown, too_deep
 from ottava_custom.files.source import Place, Source
 
 # A dotted key, for which the standard library takes time that grows with the square of its length.
