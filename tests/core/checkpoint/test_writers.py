@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +277,110 @@ def test_nested_and_jagged_tensors_are_refused(layout: Any, tmp_path: Path) -> N
         checkpoint.load_model(model, tmp_path / "file")
     with pytest.raises(DTypeError, match="'x' is nested"):
         checkpoint.load_sharded({"x": value}, tmp_path / "folder")
+
+
+#: What writes a file while the permissions of all files that are being written are looked at.
+WATCHED = [(os, name) for name in ("open", "fsync", "fchmod", "chmod", "replace", "rename")]
+WATCHED.append((files, "serialize_file"))
+
+
+def modes_while(write: Callable[[], None], folder: Path) -> set[int]:
+    """The permissions that a file in a hidden folder has at any time while ``write`` runs."""
+    seen: set[int] = set()
+
+    def look() -> None:
+        for entry in folder.rglob("*"):
+            if ".partial/" in str(entry):
+                seen.add(stat.S_IMODE(entry.stat().st_mode))
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            look()
+            made = real(*arguments, **options)
+            look()
+            return made
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in WATCHED:
+            patch.setattr(module, name, watched(getattr(module, name)))
+        write()
+    return seen
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o400, 0o666])
+def test_a_file_that_replaces_another_is_open_to_nobody_else(mode: int, tmp_path: Path) -> None:
+    """Not even while it is written, and whatever new files are open to."""
+    file, folder, state = tmp_path / "file", tmp_path / "folder", {"a": torch.ones(3)}
+    before = os.umask(0)
+    try:
+        checkpoint.save_file(state, file)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o666
+        checkpoint.save_sharded(state, folder)
+        for old in (file, *folder.iterdir()):
+            old.chmod(mode)
+        seen = modes_while(lambda: checkpoint.save_file(state, file), tmp_path)
+        seen |= modes_while(lambda: checkpoint.save_sharded(state, folder, overwrite=True), tmp_path)
+    finally:
+        os.umask(before)
+    assert mode in seen
+    assert all(found & ~(mode | stat.S_IRUSR | stat.S_IWUSR) == 0 for found in seen), list(map(oct, seen))
+    assert {stat.S_IMODE(new.stat().st_mode) for new in (file, *folder.iterdir())} == {mode}
+
+
+def test_a_folder_that_replaces_another_is_open_to_nobody_else(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    for overwrite in (True, True):
+        checkpoint.save_sharded({"a": torch.ones(3)}, folder, overwrite=overwrite)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(entry.stat().st_mode) for entry in folder.iterdir()} == {0o600}
+
+
+PIPES = """
+import os, signal, sys, torch
+from pathlib import Path
+from ottava import checkpoint
+from ottava.errors import OttavaError
+from ottava.filesystem import Partial
+
+signal.alarm(300)  # what waits for the other end of a pipe waits for ever
+folder, state = Path(sys.argv[1]), {"a": torch.ones(3)}
+checkpoint.save_file(state, folder / "file")
+checkpoint.save_sharded(state, folder / "sharded")
+checkpoint.save_step(state, folder / "run", 1)
+(folder / "run" / "step-0000002").mkdir()
+os.mkfifo(folder / "run" / "step-0000002" / "ottava.json")
+# Of the names of hidden folders, of which a killed writer may have left some.
+for target in ("file", "sharded"):
+    with Partial(folder / target) as partial:
+        name = partial.path.name
+    os.mkfifo(folder / name)
+checkpoint.save_file(state, folder / "file")
+checkpoint.save_sharded(state, folder / "sharded", overwrite=True)
+print(checkpoint.latest_checkpoint(folder / "run").name)
+print(checkpoint.is_complete(folder / "run" / "step-0000002"))
+for call in (
+    lambda: checkpoint.load_sharded(state, folder / "run" / "step-0000002"),
+    lambda: checkpoint.save_step(state, folder / "run", 2, overwrite=True),
+    lambda: checkpoint.load_file(folder / "run" / "step-0000002" / "ottava.json"),
+    lambda: checkpoint.save_file(state, folder / "run" / "step-0000002" / "ottava.json"),
+):
+    try:
+        call()
+        print("no error")
+    except OttavaError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_pipes_are_never_waited_for(tmp_path: Path) -> None:
+    """In the place of an index, of a file, and of a folder that a killed writer has left."""
+    done = forking.python(PIPES, tmp_path)
+    latest, complete, *said = done.stdout.splitlines()
+    assert (latest, complete) == ("step-0000001", "False"), done.stderr
+    expected = ("ottava.json cannot be read: it is no regular file", "is not a sharded checkpoint and is not replaced")
+    expected += ("is no regular file", "it is no regular file")
+    for line, words in zip(said, expected, strict=True):
+        assert words in line

@@ -2,6 +2,8 @@
 
 What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
 its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
+
+Opening a pipe waits for its other end, and opening a device may do anything: regular files alone are opened.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from ottava.errors import CheckpointError, DTypeError, UsageError, translated
 
@@ -58,17 +61,65 @@ def unreplaced(path: Path) -> Iterator[None]:
 def _identity(path: Path) -> tuple[int, ...]:
     with translated(f"{path} cannot be read", "a file"):
         found = path.stat()
-    # Opening a pipe would wait for its other end.
     if not stat.S_ISREG(found.st_mode):
         what = "a folder, name one of its files" if path.is_dir() else "no regular file"
         raise CheckpointError(f"{path} is {what}", "a file")
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def read_bytes(path: AnyPath, most: int = -1) -> bytes:
+    """What a regular file holds, or so many bytes of it; an OSError where it is none."""
+    with open(_descriptor(path, os.O_RDONLY), "rb") as file:
+        return file.read(most)
+
+
+def open_text(path: AnyPath) -> TextIO:
+    """A text file to write, in UTF-8, line by line, empty; an OSError where what has the name is no regular file."""
+    descriptor = _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    return open(descriptor, "w", encoding="utf-8", newline="\n", buffering=1)
+
+
+def _descriptor(path: AnyPath, flags: int) -> int:
+    """Of a regular file; an OSError where it is none."""
+    # What is no regular file is not even opened. Without waiting, because it may have become a pipe meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular(os.stat(path))
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        _check_regular(os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no regular file")
+
+
+def mode_of(path: Path) -> int | None:
+    """The permissions of a file or a folder; None where there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return stat.S_IMODE(path.stat().st_mode)
+    return None
+
+
+def write_new(path: Path, data: bytes, mode: int) -> None:
+    """Write a new file with some permissions, to the disk."""
+    # Those that the process takes off new files are added at the end, when everything is written.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode | stat.S_IWUSR)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fchmod(file.fileno(), mode)
+        os.fsync(file.fileno())
+
+
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a file or a folder, to read."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """A descriptor of a folder, to read; an OSError where it is none."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield descriptor
     finally:
@@ -92,15 +143,16 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, on the disk; some file systems keep names by themselves and refuse."""
-    with opened(path) as descriptor, contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+def sync(folder: Path) -> None:
+    """Have the names in a folder on the disk; some file systems keep names by themselves and refuse."""
+    with opened(folder) as descriptor, contextlib.suppress(OSError):
         os.fsync(descriptor)
 
 
 class Partial(contextlib.ExitStack):
-    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target. What
-    killed writers of the same target left is removed before."""
+    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target. It
+    has the permissions of a folder that is the target now. What killed writers of the same target left is removed
+    before."""
 
     def __init__(self, target: Path) -> None:
         super().__init__()
@@ -109,13 +161,17 @@ class Partial(contextlib.ExitStack):
         digest = hashlib.blake2b(os.fsencode(self.target.name), digest_size=8).hexdigest()
         start = f".{self.target.name[:40]}-{digest}."
         remove_leftovers(self.target.parent, start)
+        mode = mode_of(self.target) if self.target.is_dir() else None
         self.path = self.target
         # Until it is locked another writer may take the folder for a leftover and remove it.
         while self.path == self.target or not self.path.exists():
             self.close()
             self.path = self.target.with_name(f"{start}{secrets.token_hex(8)}.partial")
             self.callback(shutil.rmtree, self.path, ignore_errors=True)
-            os.mkdir(self.path)
+            os.mkdir(self.path, 0o777 if mode is None else 0o700)
+            if mode is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.chmod(self.path, mode | 0o700)
             # Where no locks are to be had nobody removes what others left.
             with contextlib.suppress(OSError):
                 fcntl.flock(self.enter_context(opened(self.path)), fcntl.LOCK_EX)
@@ -135,7 +191,7 @@ class Partial(contextlib.ExitStack):
 def remove_leftovers(folder: Path, start: str) -> None:
     """Remove the hidden folders whose names begin so and whose writers were killed, as far as that can be done."""
     for entry in list(folder.glob(f"{glob.escape(start)}*.partial")):
-        # A writer that lives has locked it.
+        # A writer that lives has locked it; what is no folder no writer has left.
         with contextlib.suppress(OSError), opened(entry) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(entry, ignore_errors=True)

@@ -9,18 +9,23 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from ottava.errors import CheckpointError, DTypeError, UsageError, translated
-from ottava.filesystem import AnyPath, as_path, sync, uninterrupted, unreplaced
+from ottava.filesystem import AnyPath, as_path, uninterrupted, unreplaced
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
+# What stands for the checksum until the bytes are in the file. Inside of a text quotes are escaped.
+_ENTRY, _BLANK = f'"{CHECKSUM_KEY}":"'.encode(), "0" * 8
+#: Bytes of a file that one thread holds at a time.
+_CHUNK = 1 << 20
 #: The file that makes a folder a sharded checkpoint.
 INDEX_NAME = "ottava.json"
 #: For checkpoints of formats that are no longer read.
@@ -48,6 +53,25 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
         raise DTypeError(f"{name!r} is {kind}", expected="a dense tensor with values", remedy="save what it is made of")
     with translated(f"{name!r} is of {tensor.dtype}", "a dtype that safetensors has", to=DTypeError):
         TensorSpec(dtype=dtype_name(tensor.dtype), shape=[0], data_ptr=0, data_len=0)
+    check_memory(name, tensor)
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Raise UsageError for a strided tensor with elements outside of its storage, which was given up or cut: to read
+    it would crash, or read what belongs to others."""
+    if not tensor.numel():
+        return
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    needed = (last + 1) * tensor.element_size()
+    with translated(f"{name!r} is a {type(tensor).__name__}", "a plain tensor", to=DTypeError):
+        held = tensor.untyped_storage().nbytes()
+    if needed > held:
+        what = f"{name!r} has no memory: its storage was resized to nothing"
+        if held:
+            what = f"{name!r} lies outside of its memory: its storage was resized to {held} bytes"
+        remedy = "use the tensor while it has memory, or give it memory and values"
+        raise UsageError(what, expected=f"a storage of {needed} bytes at least", remedy=remedy)
 
 
 def in_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -67,15 +91,41 @@ def crc32_of(tensor: torch.Tensor) -> int:
 def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
     """The checksum of a file: CRC-32, in hexadecimal, of the JSON ``[metadata, tensors]``, sorted by name and without
     spaces: the texts but for the checksum, and ``[torch's name of the dtype, shape, CRC-32 of the bytes]`` by name."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        sums = threads.map(crc32_of, tensors.values())
-    about = {n: [dtype_name(t.dtype), list(t.shape), crc] for (n, t), crc in zip(tensors.items(), sums, strict=True)}
+    return _checksum(tensors, _in_threads(crc32_of, tensors.values()), metadata)
+
+
+def _checksum(tensors: Mapping[str, torch.Tensor], sums: Iterable[int], metadata: Mapping[str, str]) -> str:
+    """The checksum of a file with such tensors, whose bytes have such sums."""
+    about = {
+        name: [dtype_name(tensor.dtype), list(tensor.shape), crc]
+        for (name, tensor), crc in zip(tensors.items(), sums, strict=True)
+    }
     texts = {key: text for key, text in metadata.items() if key != CHECKSUM_KEY}
-    return f"{zlib.crc32(json.dumps([texts, about], sort_keys=True, separators=(',', ':')).encode()):08x}"
+    body = json.dumps([texts, about], sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(body.encode()):08x}"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile."""
+def _in_threads(function: Callable[[Any], int], values: Iterable[Any]) -> list[int]:
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(function, values))
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    mode: int | None = None,
+) -> str:
+    """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU, meanwhile.
+
+    The checksum is that of the bytes in the file. Where other threads write to the tensors meanwhile, the file holds
+    some of their old and some of their new values, and is whole.
+
+    Args:
+        path: a new file; nobody else may read it until it is written.
+        tensors, metadata: what it holds.
+        mode: the permissions of the file; None: those of its folder, which is as new as the file is.
+    """
     plain = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
     # Some tools ask every file for its format.
     texts = {"format": "pt", **metadata}
@@ -89,16 +139,51 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         for n, t in plain.items()
     }
     try:
-        serialize_file(specs, path, texts | {CHECKSUM_KEY: (found := checksum(plain, texts))})
-        # The library lets nobody else read it; its permissions are to be those of the folder, which is as new as it is.
-        os.chmod(path, stat.S_IMODE(path.parent.stat().st_mode) & 0o666)
-        sync(path)
-        # What did not reach the disk is not there now, whatever was said of it.
-        with safe_open(path, "pt") as written:
-            if len(written.keys()) != len(specs) or written.metadata()[CHECKSUM_KEY] != found:
-                raise OSError("something is missing from what was written")
+        serialize_file(specs, path, texts | {CHECKSUM_KEY: _BLANK})
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    if mode is None:
+        mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666
+    with path.open("r+b") as file:
+        found = _sealed(file, plain, texts)
+        os.fchmod(file.fileno(), mode)
+        os.fsync(file.fileno())
+    return found
+
+
+def _sealed(file: BinaryIO, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> str:
+    """Put the checksum of the bytes that a file holds in the place of the blank one, and give it.
+
+    An OSError: it does not hold all of the tensors. What did not reach the disk is not there now, whatever was said.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    header = file.read(length)
+    try:
+        entries = json.loads(header)
+        ranges = [[8 + length + at for at in entries[name]["data_offsets"]] for name in tensors]
+        place = 8 + header.index(_ENTRY + _BLANK.encode()) + len(_ENTRY)
+    except (ValueError, KeyError) as error:
+        raise OSError("something is missing from what was written") from error
+    if [end - begin for begin, end in ranges] != [tensor.nbytes for tensor in tensors.values()]:
+        raise OSError("something is missing from what was written")
+    sums = _in_threads(partial(_crc32_in_file, file.fileno()), ranges)
+    found = _checksum(tensors, sums, texts)
+    file.seek(place)
+    file.write(found.encode())
+    file.flush()
+    return found
+
+
+def _crc32_in_file(descriptor: int, place: tuple[int, int]) -> int:
+    """The CRC-32 of the bytes of a file from one place to another; an OSError where it ends before."""
+    begin, end = place
+    found = 0
+    while begin < end:
+        chunk = os.pread(descriptor, min(_CHUNK, end - begin), begin)
+        if not chunk:
+            raise OSError("something is missing from what was written")
+        found = zlib.crc32(chunk, found)
+        begin += len(chunk)
     return found
 
 

@@ -12,10 +12,18 @@ from typing import Any
 
 import torch
 
-from ottava.checkpoint.files import DTYPES, METADATA_KEY, check_dense, dtype_name, read_tensors, write_tensors
+from ottava.checkpoint.files import (
+    DTYPES,
+    METADATA_KEY,
+    check_dense,
+    check_memory,
+    dtype_name,
+    read_tensors,
+    write_tensors,
+)
 from ottava.distributed.shards import check_blocks, row_of
 from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError, named, translated
-from ottava.filesystem import AnyPath, Partial, as_path, check_file_target
+from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, mode_of
 from ottava.recipes.registry import import_offered
 from ottava.tensors.declaration import InnerTensor, as_data, native_dtype
 from ottava.tensors.quantizer import as_device
@@ -61,7 +69,8 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
 
     Raises:
         DTypeError: a value is not a tensor, or nested, jagged, sparse or of a dtype that safetensors does not have.
-        UsageError: two tensors would have one name, or a quantized tensor holds no data.
+        UsageError: two tensors would have one name, a quantized tensor holds no data, or the storage of a tensor was
+            resized to less than it needs.
         ShapeError, UsageError: what a sharded quantized tensor holds cannot be sharded as it is.
     """
     tensors, quantized = flatten_values(state_dict)
@@ -117,6 +126,8 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
 
     A tensor under several names, a tied weight for example, is stored under the first one; overlapping views of one
     memory are written one by one. Contiguous tensors on the CPU are written from where they are, others copied before.
+    Where another thread changes them meanwhile, the file holds old and new values, in the midst of tensors too: a
+    thread that saves while another one trains takes a copy of the state first (docs/checkpoints.md).
 
     Args:
         state_dict: tensors by name.
@@ -125,7 +136,8 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
 
     Raises:
         DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
-        UsageError: two tensors would have one name, or the file cannot be written. Then nothing has changed.
+        UsageError: two tensors would have one name, the storage of a tensor was resized to less than it needs, or the
+            file cannot be written. Then nothing has changed.
     """
     for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
         if hasattr(value, "to_local"):
@@ -142,7 +154,9 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
     place = check_file_target(path)
     unwritten = translated(f"{path} cannot be written", "a file in a folder, and room", to=UsageError, of=OSError)
     with unwritten, Partial(place) as partial:
-        write_tensors(partial.path / "tensors", stored, {**texts, **described(quantized, aliases)})
+        # Who may not read the old file may not read the new one at any time.
+        about = {**texts, **described(quantized, aliases)}
+        write_tensors(partial.path / "tensors", stored, about, mode_of(place))
         partial.put_file("tensors")
 
 
@@ -259,6 +273,7 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
     for declared, tensor in held:
         if not derived and local.is_derived(declared):
             continue
+        check_memory(f"{name}.{declared.argument}", tensor)
         native = native_dtype(local, declared)
         made = tensor if native is None else tensor.view(native)
         if sharded and declared.gather:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ottava.checkpoint.files import check_memory
 from ottava.checkpoint.flatten import held_tensors, load_file, save_file
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import AnyPath, as_path, uninterrupted
@@ -181,8 +182,7 @@ def check_writable(name: str, value: Any) -> None:
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             raise UsageError(f"{name!r} was made in inference mode", remedy="load it in torch.inference_mode()")
         if tensor.numel():
-            if not tensor.untyped_storage().nbytes():
-                raise UsageError(f"{name!r} has no memory: its storage was resized to nothing", expected="memory")
+            check_memory(name, tensor)
             # Of an alias with a count of writes of its own: what autograd has saved of the tensor is still right.
             first = _as_bytes(tensor.data)[(0,) * tensor.dim()]
             first.copy_(first.clone())

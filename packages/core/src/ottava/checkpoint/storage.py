@@ -31,7 +31,7 @@ from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dt
 from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, opened, sync
+from ottava.filesystem import AnyPath, Partial, as_path, mode_of, opened, read_bytes, sync, write_new
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _VERSION = 2
@@ -62,7 +62,7 @@ def read_index(folder: Path, tries: int = 10) -> Index:
     """The index of the checkpoint in ``folder``, checked, whose files are there as long as they were written."""
     path = folder / INDEX_NAME
     with translated(f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"):
-        text = path.read_bytes()
+        text = read_bytes(path)
     with translated(f"{path} is damaged", "the index of a sharded checkpoint", "load another one"):
         start = len(_START % 0)
         if text[:start] != _START % (crc32 := zlib.crc32(text[start:])):
@@ -79,7 +79,7 @@ def read_index(folder: Path, tries: int = 10) -> Index:
         if found != size:
             with contextlib.suppress(OSError):
                 # A writer that replaces the checkpoint removes its old files: then the new index counts.
-                if tries > 1 and path.read_bytes() != text:
+                if tries > 1 and read_bytes(path) != text:
                     return read_index(folder, tries - 1)
             raise CheckpointError(f"{file} has {found} bytes", expected=f"{size}", remedy="load another checkpoint")
     return index
@@ -132,7 +132,7 @@ def check_target(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise CheckpointError(f"{target} exists", expected="a new name", remedy="overwrite=True replaces a checkpoint")
-    replaceable = target.is_dir() and ((target / INDEX_NAME).exists() or not any(target.iterdir()))
+    replaceable = target.is_dir() and ((target / INDEX_NAME).is_file() or not any(target.iterdir()))
     if target.is_symlink() or not replaceable:
         raise CheckpointError(f"{target} is not a sharded checkpoint and is not replaced", "a checkpoint or a new name")
 
@@ -145,7 +145,7 @@ def publish(partial: Partial, overwrite: bool) -> None:
     try:
         os.rename(source, target)
     except OSError:
-        if not (target / INDEX_NAME).exists():
+        if not (target / INDEX_NAME).is_file():
             raise
         check_target(target, overwrite)
         with opened(target) as descriptor:
@@ -198,13 +198,17 @@ class FolderWriter(StorageWriter):
             check_target(self.path, self.overwrite)
             Path(os.path.abspath(self.path)).parent.mkdir(parents=True, exist_ok=True)
             self.partial: Partial = self._stack.enter_context(Partial(self.path))
+            # Who may not read the old files may not read the new ones at any time.
+            old = mode_of(self.path / INDEX_NAME)
+            self._mode = (mode_of(self.partial.path) or 0) & 0o666 if old is None else old
         # Names of their own: a checkpoint that is replaced keeps its files until the index says otherwise.
         token, world = secrets.token_hex(4), len(plans)
         names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
-        return [replace(p, storage_data=self.partial.path / name) for p, name in zip(plans, names, strict=True)]
+        places = [(self.partial.path / name, self._mode) for name in names]
+        return [replace(p, storage_data=place) for p, place in zip(plans, places, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        path: Path = plan.storage_data
+        path, mode = plan.storage_data
         tensors: dict[str, Any] = {}
         stored: list[Any] = []
         for item in plan.items:
@@ -220,7 +224,7 @@ class FolderWriter(StorageWriter):
         file = None
         if tensors:
             with _written(path):
-                checksum = write_tensors(path, tensors, described({}))
+                checksum = write_tensors(path, tensors, described({}), mode)
                 file = (path.stat().st_size, checksum)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(i, tensors[shard["key"]].nbytes, (shard, file)) for i, shard in stored])
@@ -239,8 +243,7 @@ class FolderWriter(StorageWriter):
         index = self.partial.path / INDEX_NAME
         with _written(self.path):
             rest = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
-            index.write_bytes(_START % zlib.crc32(rest) + rest)
-            sync(index)
+            write_new(index, _START % zlib.crc32(rest) + rest, self._mode)
             # It is read before it may stand for a checkpoint.
             read_index(self.partial.path)
             publish(self.partial, self.overwrite)
@@ -262,11 +265,15 @@ class FolderReader:
         """What goes where: tensors to write, and their new values, mapped, of the same shapes and dtypes."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({**tensors}, dcp.Metadata({**self.index.tensors}))
+        # By their places: to look for each among the others takes minutes where a tensor has many. The first one of a
+        # place counts.
+        shards: dict[str, dict[torch.Size, Any]] = {
+            name: {shard.offsets: shard for shard in reversed(self.index.tensors[name].chunks)} for name in tensors
+        }
         pairs = []
         for item in planner.create_local_plan().items:
             name, offsets = item.storage_index.fqn, item.storage_index.offset
-            shards: list[Any] = self.index.tensors[name].chunks
-            stored = self.shard(name, next(shard for shard in shards if shard.offsets == offsets))
+            stored = self.shard(name, shards[name][offsets])
             pairs.append((planner.resolve_tensor(item).detach(), stored[_box(item.storage_offsets, item.lengths)]))
         return pairs
 
