@@ -287,6 +287,15 @@ def test_what_is_refused(path, tmp_path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("name", ["kept", "hidden"])
+def test_buffers_without_memory_are_refused(name, path) -> None:
+    model = model_of()
+    getattr(model, name).untyped_storage().resize_(0)
+    with pytest.raises(UsageError, match=f"'{name}' has no memory"), capture(model, path):
+        pass
+    assert not path.exists()
+
+
 def test_nothing_is_left_of_the_block(path) -> None:
     hooks = len(model_of()._forward_pre_hooks)
     model, step = written(path)

@@ -1,5 +1,7 @@
 """Recipe files that keep something in high precision: read back they say exactly what was written."""
 
+import os
+
 import pytest
 import torch
 import yaml
@@ -8,6 +10,10 @@ import ottava
 from ottava.errors import OptionError, RecipeNotFoundError
 from ottava.formats import Format
 from ottava_custom import CustomRecipe
+from ottava_custom.files.source import MAX_BYTES
+from ottava_debug import located
+from ottava_debug.log_files import StatisticsFile
+from ottava_debug.output import write_text
 from ottava_debug.recipe_file import OPERANDS, Keep, recipe_text, write_recipe_file
 
 ROLES = ("input", "weight", "grad_output")
@@ -141,6 +147,41 @@ def test_without_anything_kept_the_file_is_the_recipe(tmp_path):
     recipe = write_recipe_file(tmp_path / "kept.yml", [], "mxfp8")
     assert recipe.explain("weight").rowwise == "mxfp8 E4M3"
     assert recipe_text([], "mxfp8") == "default: mxfp8\n"
+
+
+def test_a_file_that_is_too_large_to_be_read_is_not_written(tmp_path):
+    """Neither over another one nor anew; the largest one is read back."""
+    path = tmp_path / "kept.yaml"
+    write_recipe_file(path, [Keep("a", "x")])
+    before = path.read_bytes()
+    for name in ("kept.yaml", "new.yaml"):
+        with pytest.raises(OptionError, match=rf"is larger than {MAX_BYTES} bytes.*fewer patterns"):
+            write_recipe_file(tmp_path / name, [Keep("a", "é" * MAX_BYTES)])
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kept.yaml"]
+    # A comment of several lines takes more room than its text.
+    room = MAX_BYTES - len(recipe_text([], about="x"))
+    write_recipe_file(path, [], about="\n".join(["x" * 97] * (room // 100)))
+    assert MAX_BYTES - 200 < path.stat().st_size <= MAX_BYTES
+
+
+def test_pipes_are_refused(tmp_path):
+    """Nobody has their other ends: to open one would wait for ever."""
+    pipe = tmp_path / "kept.yaml"
+    os.mkfifo(pipe)
+    logs = tmp_path / "nvdlfw_inspect_statistics_logs"
+    logs.mkdir()
+    os.mkfifo(logs / "nvdlfw_inspect_globalrank-0.log")
+    for call in (
+        lambda: write_recipe_file(pipe, []),
+        lambda: CustomRecipe.from_file(pipe),
+        lambda: located.read(pipe),
+        lambda: write_text(pipe, "a report"),
+        lambda: write_text("/dev/null", "a report"),
+        lambda: StatisticsFile(tmp_path),
+    ):
+        with pytest.raises(OptionError, match=r"no regular file"):
+            call()
 
 
 def test_bad_input_is_told_and_nothing_is_written(tmp_path):

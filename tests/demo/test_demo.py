@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,16 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(
     monkeypatch.setattr(command, "train", lambda *a, **k: pytest.fail("it trains"))
     with pytest.raises(OptionError, match="--out"):
         run_demo(**OPTIONS, out=tmp_path / out)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["loss.png", "index.html", "results.json"])
+def test_a_pipe_in_the_place_of_a_result_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    os.mkfifo(tmp_path / name)
+    monkeypatch.setattr(command, "train", lambda *a, **k: pytest.fail("it trains"))
+    with pytest.raises(UsageError, match=f"{name} cannot be written: it is no regular file"):
+        run_demo(**OPTIONS, out=tmp_path)  # type: ignore[arg-type]
 
 
 def test_results_that_cannot_be_written_in_the_end_are_told(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ottava.cli.main import app
 from ottava.cli.recipes import checkpoint_layers
 from ottava.errors import CheckpointError, OttavaError, UsageError
 from ottava.tensors import InnerTensor, QuantizedTensorStorage, StaticField
-from ottava_integrations import convert_file, read_state
+from ottava_integrations import convert_file, read_state, reading
 from tests.integrations.files import same_tensors
 
 
@@ -38,6 +38,37 @@ def assert_equal(one: Any, two: Any) -> None:
     assert one.keys() == two.keys()
     for name, tensors in held(one).items():
         assert all(torch.equal(a, b) for a, b in zip(tensors, held(two)[name], strict=True)), name
+
+
+def test_an_index_of_many_files_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in looks at the index, of which a file for each tensor made as many as their square."""
+    names = [f"{number}.weight" for number in range(40)]
+    for name in names:
+        safetensors.torch.save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    looks = 0
+
+    class Counting(dict[str, str]):
+        def __getitem__(self, name: str) -> str:
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(reading.json, "loads", lambda text: {"weight_map": Counting(index["weight_map"])})
+    assert read_state(tmp_path)[0].keys() == set(names)
+    assert looks <= 2 * len(names)
+
+
+def test_an_index_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read: it is no regular file"):
+        read_state(tmp_path)
+    for name in ("ottava.json", "model.safetensors"):
+        (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_state(tmp_path)
 
 
 def test_a_folder_of_shards(recipe: Any, tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 import ottava
+from ottava.checkpoint.files import check_memory
+from ottava.checkpoint.flatten import held_tensors
 from ottava.errors import DTypeError, OptionError, UsageError, text_of, translated
-from ottava.filesystem import AnyPath, check_file_target
+from ottava.filesystem import AnyPath, check_file_target, uninterrupted
 from ottava.recipes.region import current_region
 from ottava.torch_private import version_of
 from ottava_debug.bundle import Bundle, LayerCall, norm_of
+from ottava_debug.interrupts import InterruptCleanup
 from ottava_debug.losses import LOSSES, loss_in
 from ottava_debug.products import Watch
 from ottava_debug.recipe_data import describe
@@ -54,8 +57,9 @@ class capture:
     Raises:
         DTypeError: the model is no module; what it is called with is not made of tensors and plain values.
         OptionError: ``loss`` names no known function, or there are no targets for it.
-        UsageError: the model is compiled or sharded; the block is in an ``autocast`` block; parameters were changed in
-            it; no layer ran under a recipe, or no loss was set for ``above`` to look at; the file cannot be written.
+        UsageError: the model is compiled or sharded, or the storage of one of its tensors was resized to less than it
+            needs; the block is in an ``autocast`` block, or was interrupted; parameters were changed in it; no layer
+            ran under a recipe, or no loss was set for ``above`` to look at; the file cannot be written.
     """
 
     def __init__(
@@ -84,7 +88,9 @@ class capture:
         self._model, self._path, self._above, self._when = model, path, above, when
         self._step = Bundle(loss_name=loss or "")
         self._step.targets = flatten(targets, "targets", self._step.tensors)
+        self._watch: Watch | None = None
         self._hooks: list[Any] = []
+        self._interrupts = InterruptCleanup(self._close)
         self._depth = 0
         self.loss: Any = None
         self.grad_norm: float | None = None
@@ -103,25 +109,38 @@ class capture:
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         step.state = {name: _copied(name, v, name in parameters) for name, v in model.state_dict().items()}
         buffers = {name: b for name, b in model.named_buffers() if name not in step.state and b is not None}
-        step.buffers = {name: b.detach().to("cpu", copy=True) for name, b in buffers.items()}
+        step.buffers = {name: _copied(name, b, parameter=False) for name, b in buffers.items()}
         step.training = [name for name, module in modules.items() if module.training]
         step.frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         step.device = next((p.device.type for p in model.parameters()), "cpu")
         step.versions = {"ottava": ottava.__version__, "torch": str(torch.__version__), "machine": platform.machine()}
         step.tensors |= random_state()
         self._recorder = Recorder(names)
-        self._watch = Watch(self._recorder)
-        self._hooks = [
-            model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
-            model.register_forward_hook(self._leave_model, always_call=True),
-        ]
-        return self
+        try:
+            self._interrupts.begin()
+            with uninterrupted():
+                self._watch = Watch(self._recorder)
+                self._hooks.append(model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
+                self._hooks.append(model.register_forward_hook(self._leave_model, always_call=True))
+            return self
+        except BaseException:  # an interrupt, after which __exit__ is not called
+            self._close()
+            self._interrupts.end()
+            raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._watch.close()
-        for hook in self._hooks:
-            hook.remove()
         try:
+            with uninterrupted():
+                self._close()
+            self._interrupts.end()
+        except BaseException:  # an interrupt
+            self._close()
+            self._interrupts.end()
+            raise
+        try:
+            if error is None and self._interrupts.done:
+                what, remedy = "the step was interrupted, and seen in part", "capture it again"
+                raise UsageError(what, expected="a step without an interrupt", remedy=remedy)
             if error is None or isinstance(error, Exception):
                 self._finish()
         except Exception as failure:
@@ -133,6 +152,13 @@ class capture:
             # What was kept takes as much memory as the step did.
             self._step, self._recorder = Bundle(), Recorder({})
             self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else self.loss
+
+    def _close(self) -> None:
+        """Take off what looks at the model; what an interrupt has left of that, another call does."""
+        if self._watch is not None:
+            self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
 
     # -- in the block --
 
@@ -215,10 +241,12 @@ class capture:
 
 
 def _copied(name: str, value: Any, parameter: bool) -> Any:
-    """A value of a state dict as it is now; parameters are left where they are until the file is written."""
+    """A value of the model's as it is now; parameters are left where they are until the file is written."""
     if not isinstance(value, torch.Tensor):
         what, expected = f"{name!r} in the state dict is a {type(value).__name__}", "tensors"
         raise DTypeError(what, expected=expected, remedy="keep what modules add by get_extra_state elsewhere")
+    for held in held_tensors(value):
+        check_memory(name, held)
     return value if parameter else value.detach().to("cpu", copy=True)
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from nvdlfw_inspect.logging import BaseLogger, wrap_tensorboard_writer  # type: ignore[import-untyped]
 
 from ottava.errors import DTypeError, OptionError
+from ottava.filesystem import open_text
 
 _FOLDER = "nvdlfw_inspect_statistics_logs"
 
@@ -31,9 +32,9 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
         self.path = Path(log_dir) / _FOLDER / f"nvdlfw_inspect_globalrank-{rank}.log"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w", encoding="utf-8", buffering=1)
+            self._file = open_text(self.path)
         except OSError as error:
-            what = f"log_dir is {str(log_dir)!r}: {self.path} cannot be written: {error.strerror}"
+            what = f"log_dir is {str(log_dir)!r}: {self.path} cannot be written: {error.strerror or error}"
             raise OptionError(what, expected="a folder, or where one can be made") from error
 
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:

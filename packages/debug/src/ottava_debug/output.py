@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 
 from ottava.cli.output import console
 from ottava.errors import OptionError, translated
-from ottava.filesystem import AnyPath, check_file_target
+from ottava.filesystem import AnyPath, check_file_target, open_text
 
 #: What the names of recipe files in YAML end in.
 SUFFIXES = (".yaml", ".yml")
@@ -34,7 +34,8 @@ def check_targets(recipe_file: Path | None, *others: Path | None) -> None:
 def write_text(path: AnyPath, text: str) -> None:
     """Write a file; OptionError where that fails."""
     with translated(f"{path} cannot be written", "a file in an existing folder", to=OptionError, of=OSError):
-        Path(path).write_text(text, encoding="utf-8", newline="\n")
+        with open_text(path) as file:
+            file.write(text)
 
 
 def rendered(package: str, **values: Any) -> str:

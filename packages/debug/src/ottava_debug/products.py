@@ -98,10 +98,9 @@ class Watch:
         _changed()
 
     def close(self) -> None:
-        """Stop watching."""
-        if self in _watches:
-            _watches.remove(self)
-            _changed()
+        """Stop watching; what an interrupt has left of that, another call does."""
+        _watches[:] = [watch for watch in _watches if watch is not self]
+        _changed()
 
     def __enter__(self) -> "Watch":
         return self

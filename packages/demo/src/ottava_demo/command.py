@@ -13,11 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID,
 import ottava
 from ottava.cli.output import console, say
 from ottava.errors import DeviceError, OptionError, OttavaError, UsageError, text_of
+from ottava.filesystem import check_file_target
 from ottava.kernels.products import product_dtype
 from ottava.recipes.registry import RECIPE, plugin_statuses
 from ottava_demo.data import load_corpus
 from ottava_demo.model import SIZES
-from ottava_demo.report import Skipped, check_libraries, table, write
+from ottava_demo.report import FILES, Skipped, check_libraries, table, write
 from ottava_demo.training import Run, train
 
 _SEEDS = range(-(2**63), 2**63)
@@ -74,6 +75,8 @@ def _make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out) as probe:
             probe.write(b"x")
+        for name in FILES:
+            check_file_target(out / name)
     except OSError as error:
         raise OptionError(
             f"--out {out} cannot be written: {error.strerror}",

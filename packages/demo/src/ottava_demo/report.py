@@ -21,6 +21,8 @@ _COLOURS = ["#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#
 # Losses of so many steps are averaged, in the table and in the curves.
 _AVERAGED = 10
 _PEAK = "peak memory"
+#: What :func:`write` makes.
+FILES = ("loss.png", "index.html", "results.json")
 
 
 @dataclass(frozen=True)

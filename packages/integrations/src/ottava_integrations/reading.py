@@ -13,7 +13,7 @@ from ottava.checkpoint import unflatten_state_dict
 from ottava.checkpoint.files import BY_TORCH, INDEX_NAME, METADATA_KEY, looks_like, read_tensors
 from ottava.checkpoint.flatten import described, held_tensors
 from ottava.errors import CheckpointError, named, translated
-from ottava.filesystem import AnyPath, as_path
+from ottava.filesystem import AnyPath, as_path, read_bytes
 
 _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -58,11 +58,14 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     """safetensors files with an index of which tensor is in which, as large models are published."""
     index = folder / _FOLDER_INDEX
     with translated(f"{index} cannot be read", f"{_SINGLE}, files by tensor in {_FOLDER_INDEX}, or {INDEX_NAME}"):
-        file_of: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        file_of: dict[str, str] = json.loads(read_bytes(index))["weight_map"]
         outside = [file for file in file_of.values() if Path(file).name != file]
     if outside:
         raise CheckpointError(f"{index} names {outside[0]!r}", expected="files in the same folder")
-    return {folder / file: [name for name in file_of if file_of[name] == file] for file in sorted({*file_of.values()})}
+    names: dict[str, list[str]] = {}
+    for name, file in file_of.items():
+        names.setdefault(file, []).append(name)
+    return {folder / file: names[file] for file in sorted(names)}
 
 
 def _read_sharded(path: Path) -> dict[str, Any]:

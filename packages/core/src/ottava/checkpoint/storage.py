@@ -267,7 +267,7 @@ class FolderReader:
         planner.set_up_planner({**tensors}, dcp.Metadata({**self.index.tensors}))
         # By their places: to look for each among the others takes minutes where a tensor has many. The first one of a
         # place counts.
-        shards: dict[str, dict[torch.Size, Any]] = {
+        shards: dict[str, dict[Any, Any]] = {
             name: {shard.offsets: shard for shard in reversed(self.index.tensors[name].chunks)} for name in tensors
         }
         pairs = []

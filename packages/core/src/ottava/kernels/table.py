@@ -20,7 +20,7 @@ from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import Outputs
 from ottava.kernels.direct import is_direct
 from ottava.layout import Layout
-from ottava.torch_private import graph_task_id, schema_of
+from ottava.torch_private import graph_task_id
 
 LIBRARY = torch.library.Library("ottava", "DEF")
 Tensor = torch.Tensor
@@ -37,6 +37,13 @@ def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any])
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.ottava, name)
+
+
+def _arguments(schema: str) -> dict[str, str]:
+    """The types of an operator's arguments by their names, as its schema, ``"name(type name, …) -> …"``, has them."""
+    written = schema.partition("(")[2].partition(") -> ")[0]
+    pairs = [argument.rpartition(" ") for argument in written.split(", ")]
+    return {name: kind for kind, _, name in pairs}
 
 
 # What makes outputs, still to be written, from the arguments of a call.
@@ -117,13 +124,13 @@ class Operation:
         self.name = schema.partition("(")[0]
         self.outputs, self._for_layers = outputs, for_layers or outputs
         self._operator = _define(schema, self._written, self._fake)
-        given = schema_of(self._operator.default).arguments
+        kinds = _arguments(schema)
         #: The names of the arguments.
-        self.arguments = tuple(argument.name for argument in given)
-        self._given = len(given) - asking
+        self.arguments = tuple(kinds)
+        self._given = len(kinds) - asking
         self._single = schema.endswith("-> Tensor")
         # Tensors come first.
-        self._tensors = sum("Tensor" in str(argument.type) for argument in given)
+        self._tensors = sum(kind.startswith("Tensor") for kind in kinds.values())
 
     def __call__(self, *arguments: Any) -> Any:
         """The results: a tensor, or a tuple with empty tensors for what is not wanted. Nothing is checked."""
@@ -211,7 +218,7 @@ def define_product(schema: str, function: Callable[..., Tensor], sizes: Callable
         return int(2 * rows * columns * inner)
 
     operator = _define(schema, function, fake)
-    dtype_at = [argument.name for argument in schema_of(operator.default).arguments].index("out_dtype")
+    dtype_at = [*_arguments(schema)].index("out_dtype")
     register_flop_formula(operator)(flops)
     return operator
 

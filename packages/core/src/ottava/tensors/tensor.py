@@ -15,7 +15,7 @@ from ottava.tensors.memory import holder_of, storage_of
 from ottava.tensors.saved_by_others import CAN_SHOW_MEMORY
 from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, schema_of, tree_map
+from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, tree_map, writes_of
 
 # The aten table: of each class its ops.
 _TABLES: dict[type, dict[Any, Callable[..., Any]]] = {}
@@ -374,14 +374,15 @@ def implements(cls: type, *ops: Any) -> Callable[[Callable[..., Any]], Callable[
 
 
 def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dequantize, compute, and quantize into whatever the schema says is written: that of a collective does not."""
-    schema = schema_of(op)
-    if op.namespace == "c10d":
-        what = f"the collective {schema.name} was called with a quantized tensor"
+    """Dequantize, compute, and quantize into whatever was written: the schema says what, but not that of a
+    collective."""
+    if op.name().startswith("c10d::"):
+        what = f"the collective {op.name()} was called with a quantized tensor"
         load = "load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
         expected, remedy = "plain tensors: its data and scales, or its values", f"{load}ottava.checkpoint.load_sharded"
         raise UsageError(what, expected=expected, remedy=remedy)
     plain: dict[int, torch.Tensor] = {}
+    owners: dict[int, Any] = {}
 
     def unwrap(value: Any) -> Any:
         if not isinstance(value, QuantizedTensorStorage):
@@ -389,15 +390,21 @@ def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         # One dequantized copy per object, so that an op given the same tensor twice still sees one.
         if id(value) not in plain:
             plain[id(value)] = value.dequantize()
+            owners[id(value)] = value
         return plain[id(value)]
 
-    result = op(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+    plain_args, plain_kwargs = tree_map(unwrap, args), tree_map(unwrap, kwargs)
+    places = writes_of(op)
+    before = {key: values.clone() for key, values in plain.items()} if places is None else {}
+    result = op(*plain_args, **plain_kwargs)
     written: dict[int, Any] = {}
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            entries = value if isinstance(value, (list, tuple)) else (value,)
-            written |= {id(entry): entry for entry in entries if isinstance(entry, QuantizedTensorStorage)}
+    for position, name in places or ():
+        value = args[position] if position < len(args) else kwargs.get(name)
+        entries = value if isinstance(value, (list, tuple)) else (value,)
+        written |= {id(entry): entry for entry in entries if isinstance(entry, QuantizedTensorStorage)}
+    for key, values in before.items():
+        if not _same_bits(values, plain[key]):
+            written[key] = owners[key]
     if len(written) > 1 and any(getattr(value, "_shard_group", None) is not None for value in written.values()):
         # Shards: one collective serves all whose scales are shared.
         above("rules").requantize([(value, plain[key]) for key, value in written.items()])
@@ -405,8 +412,15 @@ def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for key, value in written.items():
             value.quantize_(plain[key])
     # An in-place op returns its own argument: hand back the quantized one.
-    returned = {id(plain[key]): value for key, value in written.items()}
+    returned = {id(plain[key]): value for key, value in (owners if places is None else written).items()}
     return tree_map(lambda r: returned.get(id(r), r), result) if returned else result
+
+
+def _same_bits(values: torch.Tensor, others: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same shape and bits, NaN included."""
+    if values.shape != others.shape:
+        return False
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (values, others)))
 
 
 def blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:

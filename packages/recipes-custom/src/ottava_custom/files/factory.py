@@ -13,7 +13,7 @@ from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule
 from ottava_custom.files.expressions import Served
 from ottava_custom.files.rules import Rules
 from ottava_custom.files.schema import Schema
-from ottava_custom.files.source import Place, Source, read_text
+from ottava_custom.files.source import Place, Source, check_size, read_text
 from ottava_custom.files.toml_file import parse_toml
 from ottava_custom.files.yaml_file import parse_yaml
 
@@ -57,6 +57,7 @@ class FileFactory:
             raise OptionError(f"{self.path} is read from itself", expected="files that do not lead back to themselves")
         token = _reading.set((*_reading.get(), file))
         try:
+            check_size(self.path, len(self.text.encode(errors="surrogatepass")))
             source = Source(self.path, self.text)
             root = _LANGUAGES[_suffix(self.path)](source)
             if root is None or root.value is None:

@@ -95,9 +95,15 @@ def read_text(
         ) from error
     if data is None:
         raise OptionError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}", expected=expected)
-    if len(data) > MAX_BYTES:
-        raise OptionError(f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy=shorter)
+    check_size(path, len(data), shorter)
     return _decoded(path, data)
+
+
+def check_size(path: str, size: int, shorter: str = "use fewer patterns") -> None:
+    """Refuse a file of more bytes than are read with an OptionError: before it is parsed, and before it is written."""
+    if size > MAX_BYTES:
+        expected = f"a file of at most {MAX_BYTES} bytes"
+        raise OptionError(f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy=shorter)
 
 
 def _decoded(path: str, data: bytes) -> str:
