@@ -107,7 +107,10 @@ def from_a_file(ranks: list[int], group: Any) -> None:
             expected |= {f"activation_{stat}": value for stat, value in direct(torch.cat(shares)).items()}
             expected |= {f"weight_{stat}": value for stat, value in direct(layer.weight.detach()).items()}
         for name, value in expected.items():
-            assert writer.found[f"layer_{name}", step] == pytest.approx(value, rel=1e-6), (name, step)
+            assert writer.found[f"layer_{name}", step] == pytest.approx(value, rel=1e-6), (
+                name,
+                step,
+            )
     counts = torch.frexp(torch.cat([share(other) for other in ranks]))[1] - 1
     values = torch.cat([share(other) for other in ranks])
     for exponent in set(counts[values != 0].tolist()):

@@ -24,9 +24,18 @@ REFUSED = {
     "aliases": (BOMB, rf"line 5: these are \d+ values, .* Expected: at most {MAX_VALUES}"),
     "aliases in mappings": (MERGED, rf"these are \d+ values.*at most {MAX_VALUES}"),
     "values": ("it: [" + "a, " * (MAX_VALUES + 1) + "]", r"line 1: these are \d+ values"),
-    "a circle": ("it: &a [*a]", "line 1: an alias stands for what it is in. Expected: no such circle"),
-    "brackets": (DEEP, f"line 1: values are nested too deeply. Expected: at most {MAX_DEPTH} levels"),
-    "indents": (INDENTED, rf"line \d+: values are nested too deeply. Expected: at most {MAX_DEPTH} levels"),
+    "a circle": (
+        "it: &a [*a]",
+        "line 1: an alias stands for what it is in. Expected: no such circle",
+    ),
+    "brackets": (
+        DEEP,
+        f"line 1: values are nested too deeply. Expected: at most {MAX_DEPTH} levels",
+    ),
+    "indents": (
+        INDENTED,
+        rf"line \d+: values are nested too deeply. Expected: at most {MAX_DEPTH} levels",
+    ),
     "sequences": ("- " * 50_000, "values are nested too deeply"),
     "keys": ("? " * 50_000, "values are nested too deeply"),
     "bytes": (GOOD + "#" * MAX_BYTES, f"larger than {MAX_BYTES} bytes.*fewer sections"),

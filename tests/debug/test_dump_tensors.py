@@ -41,7 +41,12 @@ def train(initialize, options, *, recipe="current", name="a/b", steps=1, batches
             y = layer(x)
             dy = torch.randn_like(y)
             y.backward(dy)
-            seen[step, batch] = {"activation": x, "weight": layer.weight.detach(), "gradient": dy, "output": y}
+            seen[step, batch] = {
+                "activation": x,
+                "weight": layer.weight.detach(),
+                "gradient": dy,
+                "output": y,
+            }
         debug_api.step()
     return seen, layer, path.parent / "tensor_dumps"
 

@@ -30,8 +30,14 @@ STRUCTS = """gemms_struct:
 """
 # The options, and (product, operand) -> margin.
 CASES = {
-    "lists": (SOME, {("fprop", "activation"): 0, ("wgrad", "activation"): 0, ("wgrad", "gradient"): 0}),
-    "margin": ("gemms: [fprop]\n      tensors: [weight]\n      margin: 3", {("fprop", "weight"): 3}),
+    "lists": (
+        SOME,
+        {("fprop", "activation"): 0, ("wgrad", "activation"): 0, ("wgrad", "gradient"): 0},
+    ),
+    "margin": (
+        "gemms: [fprop]\n      tensors: [weight]\n      margin: 3",
+        {("fprop", "weight"): 3},
+    ),
     "structs": (STRUCTS, {("dgrad", "gradient"): 2, ("dgrad", "weight"): -1}),
 }
 # Recipe -> the formats of what goes forward and back.
@@ -98,7 +104,10 @@ def test_what_a_product_takes_in_high_precision_stays_so(initialize):
 WRONG = [
     (f"{SOME}\n      margin: 65", "margin is 65. Expected: a number from -64 to 64"),
     (f"{SOME}\n      margin: True", "margin is True"),
-    ("gemms: [fprop]\n      tensors: [output]", "output is the result of a product.*activation, weight, gradient"),
+    (
+        "gemms: [fprop]\n      tensors: [output]",
+        "output is the result of a product.*activation, weight, gradient",
+    ),
     ("gemms: [fprop]", "names no tensors"),
     (f"{SOME}\n      margins: 1", "use 'margin'"),
 ]

@@ -67,7 +67,11 @@ class DumpTensors(Feature):
     """
 
     by_tensor = True
-    options: ClassVar[dict[str, Check]] = {_HIGH_PRECISION: _flag, _QUANTIZED: _flag, _INTERNALS: _flag}
+    options: ClassVar[dict[str, Check]] = {
+        _HIGH_PRECISION: _flag,
+        _QUANTIZED: _flag,
+        _INTERNALS: _flag,
+    }
 
     def __init__(self, log_dir: AnyPath | None = None) -> None:
         self._log_dir = log_dir
@@ -85,7 +89,10 @@ class DumpTensors(Feature):
                 expected = f"{_HIGH_PRECISION}: True, {_QUANTIZED}: True, or both"
                 raise OptionError(f"{what}: nothing of {target.tensor} is to be written", expected=expected)
             if _INTERNALS in wanted and _QUANTIZED not in wanted:
-                raise OptionError(f"{what}: {_INTERNALS} without {_QUANTIZED}", expected=f"{_QUANTIZED}: True, too")
+                raise OptionError(
+                    f"{what}: {_INTERNALS} without {_QUANTIZED}",
+                    expected=f"{_QUANTIZED}: True, too",
+                )
         return found
 
     @api_method  # type: ignore[untyped-decorator]
@@ -113,7 +120,11 @@ class DumpTensors(Feature):
             return
         number = self._written[layer_name, tensor_name]
         path = self._folder() / file_name(layer_name, tensor_name, iteration, number)
-        save_file(entries, path, metadata={"layer": layer_name, "tensor": tensor_name, "step": str(iteration)})
+        save_file(
+            entries,
+            path,
+            metadata={"layer": layer_name, "tensor": tensor_name, "step": str(iteration)},
+        )
         self._written[layer_name, tensor_name] += 1
         if tensor_name == "weight":
             self._weights.add(layer_name if layer is None else layer)

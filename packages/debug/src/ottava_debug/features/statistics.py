@@ -34,7 +34,11 @@ from ottava_debug.products import ROLES
 EXPONENTS = "exponents"
 _COLUMNWISE = "_columnwise"
 # What TransformerEngine's configurations call recipes.
-_RECIPES = {"fp8_current_scaling": "current", "fp8_block_scaling": "blockwise", "fp8_delayed_scaling": "delayed"}
+_RECIPES = {
+    "fp8_current_scaling": "current",
+    "fp8_block_scaling": "blockwise",
+    "fp8_delayed_scaling": "delayed",
+}
 
 
 class Statistic(NamedTuple):
@@ -195,7 +199,10 @@ def _of_blocks(given: Any) -> str:
             raise unknown("", f"has {BLOCKWISE} with the key", key, ("block_size", "dims"))
     size, dims = options.get("block_size", BLOCK_SIZE), options.get("dims", BLOCK_DIMS)
     if type(size) is not int or not 0 < size < 10**9:
-        raise OptionError(f"has {BLOCKWISE} with block_size {kind_of(size)}", expected="a number of elements, from 1")
+        raise OptionError(
+            f"has {BLOCKWISE} with block_size {kind_of(size)}",
+            expected="a number of elements, from 1",
+        )
     if type(dims) is not int or dims not in (1, 2):
         raise OptionError(f"has {BLOCKWISE} with dims {kind_of(dims)}", expected="1 or 2, for squares")
     return blockwise_name(size, dims)

@@ -197,7 +197,10 @@ class ValueSums:
     def __init__(self, stats: Iterable[str], with_exponents: bool, both_ways: bool = False) -> None:
         stats = list(stats)
         needed = dict.fromkeys(name for stat in stats if stat in VALUES for name in VALUES[stat][0])
-        self._names, self._with_exponents = [name for name in needed if name in _SUMS], with_exponents
+        self._names, self._with_exponents = (
+            [name for name in needed if name in _SUMS],
+            with_exponents,
+        )
         self._blocks = {stat: block for stat in stats if (block := block_of(stat)) is not None}
         self._both_ways = both_ways
         # A rank that has no values has numbers all the same, for others to add theirs to.
