@@ -11,6 +11,7 @@ import torch
 
 from ottava.checkpoint import save_file
 from ottava.checkpoint.flatten import held_tensors, place_of
+from ottava.checkpoint.published import FLOAT8, find_codes
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import AnyPath, as_path, check_file_target
 from ottava.kernels import HIGH_PRECISION
@@ -71,9 +72,10 @@ def convert_file(
     Values pass through float32; what was quantized and would not change keeps its bytes. For a recipe, what was
     quantized is quantized, and where nothing was, floating-point matrices named ``weight`` or ``*.weight`` but for
     those named as embeddings, or tied to such; everything else keeps its dtype, and so does what the recipe keeps in
-    high precision. For high precision, every tensor of
-    float32, bfloat16 or float16 gets that dtype, as of ``model.to``. Scaling state (``*.recipe_state.*``) is kept for a
-    recipe whose state has the same buffers, else dropped. What is written is in memory; the source need not be.
+    high precision. For high precision, every tensor of float32, bfloat16 or float16 gets that dtype, as of
+    ``model.to``, and so do elements of 8-bit float formats, which are values where they come without scales; with
+    scales of another tool the source is refused. Scaling state (``*.recipe_state.*``) is kept for a recipe whose state
+    has the same buffers, else dropped. What is written is in memory; the source need not be.
 
     Args:
         source: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``, a file of
@@ -89,7 +91,8 @@ def convert_file(
         progress: called with the bytes that were read, and those to read in all.
 
     Raises:
-        CheckpointError: the source is damaged, nothing that can be read, or without a weight of ``model``.
+        CheckpointError: the source is damaged, nothing that can be read, without a weight of ``model``, or has weights
+            that another tool has quantized.
         OptionError, RecipeNotFoundError, PluginError: the recipe, options or patterns that do not fit.
         UsageError: the target cannot be written, or two tensors would have one name.
     """
@@ -102,6 +105,8 @@ def convert_file(
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
     state, metadata = read_state(source)
+    codes = find_codes(state, as_path(source))
+    codes.refuse(source, [name for name in codes.scales if name.startswith(prefix)])
     state = _beginning_with(prefix, state) if prefix else state
     keeps, ways, made = _keeps_state(by, state), {}, {}
     tell = progress or (lambda read, total: None)
@@ -208,9 +213,10 @@ def _chosen(
 ) -> tuple[set[str], tuple[str, ...]]:
     """The tensors to convert, and matrices that are left alone because they are named as embeddings."""
     able: list[str] = []
+    dtypes = HIGH_PRECISION if recipe is not None else (*HIGH_PRECISION, *FLOAT8)
     for name, value in state.items():
         with of_any_class(name):
-            able += [name] if value.dtype in HIGH_PRECISION and not OF_STATE.search(name) else []
+            able += [name] if value.dtype in dtypes and not OF_STATE.search(name) else []
     if model is not None:
         if recipe is None:
             raise OptionError("a model, to convert to high precision", expected="a model for a recipe alone")

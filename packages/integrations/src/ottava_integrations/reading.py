@@ -21,6 +21,7 @@ _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
     """The state dict in a file or a folder, mapped where the files allow that.
 
+    Of weights that another tool has quantized it has the codes and the scales, as in the files.
     Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step would have reduced,
     the largest of all.
 

@@ -165,6 +165,7 @@ def load_file(
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
     """The state dict of a safetensors file; files of other tools give plain tensors.
 
+    Of weights that another tool has quantized these are the codes and the scales, as in the file.
     Quantized tensors come without quantizers. On the CPU tensors are mapped, not read: they take memory as they are
     used, writes to them stay in memory, and the file must not be shortened in place meanwhile.
 

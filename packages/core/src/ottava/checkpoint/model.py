@@ -10,6 +10,7 @@ import torch
 
 from ottava.checkpoint.files import check_memory
 from ottava.checkpoint.flatten import held_tensors, load_file, save_file
+from ottava.checkpoint.published import Codes, find_codes, weight_of
 from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, listed, named, of_any_class, translated
 from ottava.filesystem import AnyPath, as_path, uninterrupted
 from ottava.kernels import HIGH_PRECISION
@@ -48,6 +49,7 @@ def load_model(
 
     Raises:
         DTypeError, UsageError: the model cannot be loaded into.
+        CheckpointError: the file has weights that another tool has quantized.
         OttavaError: as of :func:`load_file`, or names, shapes or kinds are not those of the model.
     """
     check_flag("strict", strict)
@@ -59,6 +61,8 @@ def load_model(
         if tensor.is_meta:
             raise UsageError(f"{what} on meta", expected="memory to load into", remedy="call model.to_empty first")
     state: dict[str, Any] = load_file(path, verify=verify)
+    codes = find_codes(state, as_path(path))
+    codes.refuse(path, _misread(codes, targets, state, strict))
     modules = dict(model.named_modules(remove_duplicate=False))
     # Layers keep the state of a recipe that a region has yet to bring, and make the state that a file has nothing of.
     bare = {n: m for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None}
@@ -108,6 +112,18 @@ def _module(model: Any) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"the model is a {type(model).__name__}", expected="a torch.nn.Module")
     return model
+
+
+def _misread(codes: Codes, targets: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:
+    """The codes whose weights the model has, or, where ``strict``, that it has no place for."""
+
+    def has_place(name: str) -> bool:
+        target = targets.get(name)
+        own = target is not None and target.dtype == codes.dtypes[name]
+        return own and all(scale in targets for scale in codes.scales[name] if scale in state)
+
+    lost = [name for name in codes.scales if not has_place(name)]
+    return [n for n in lost if strict or not targets.keys().isdisjoint((n, weight_of(n)))]
 
 
 def _fitting(name: str, target: Any, value: Any) -> Any:

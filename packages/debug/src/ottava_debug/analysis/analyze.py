@@ -48,7 +48,8 @@ def analyze(
         progress: called as it goes on.
 
     Raises:
-        CheckpointError: the source is damaged, nothing that can be read, or does not fit the model.
+        CheckpointError: the source is damaged, nothing that can be read, does not fit the model, or has weights for it
+            that another tool has quantized.
         OptionError: an option has a value that is not allowed, or two do not go together.
         UsageError: there is no weight, no recipe or no batch, or a step fails.
         DTypeError: an argument is of another kind.
@@ -66,6 +67,8 @@ def analyze(
         # What watches layers takes seconds to import.
         from ottava_debug.analysis import captured
 
+        if state is not None:
+            sources.check_values(source, state)
         model = captured.in_high_precision(model, state)
         weights, skipped = captured.weights_of(model)
     total, done = sum(weight.numel() for weight in weights.values()), 0

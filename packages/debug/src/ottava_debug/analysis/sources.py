@@ -9,6 +9,7 @@ import torch
 
 from ottava.checkpoint.files import INDEX_NAME
 from ottava.checkpoint.flatten import place_of
+from ottava.checkpoint.published import find_codes
 from ottava.errors import CheckpointError, DTypeError, UsageError
 from ottava.filesystem import as_path
 from ottava.kernels import HIGH_PRECISION
@@ -52,6 +53,13 @@ def read(source: Any) -> Mapping[str, Any]:
         remedy = "`ottava bisect` reads it; torch.save a model's state dict, say"
         raise CheckpointError(f"{path} is a captured step", expected="a checkpoint", remedy=remedy)
     return state
+
+
+def check_values(source: Any, state: Mapping[str, Any]) -> None:
+    """CheckpointError where a source, which a model is to load, has codes of another tool."""
+    path = None if isinstance(source, Mapping) else as_path(source)
+    codes = find_codes(state, path)
+    codes.refuse(path or "the state dict", codes.scales)
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
