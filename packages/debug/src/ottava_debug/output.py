@@ -2,19 +2,51 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import jinja2
+import typer
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from ottava.cli.output import console
-from ottava.errors import OptionError, translated
-from ottava.filesystem import AnyPath, check_file_target, open_text
+from ottava.errors import OptionError, UsageError, translated
+from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, sync
 
 #: What the names of recipe files in YAML end in.
 SUFFIXES = (".yaml", ".yml")
+#: The option of commands that write files.
+Force = Annotated[bool, typer.Option("--force", help="Replace files that are no such reports.")]
+# So much of a file tells whether it is a report.
+_HEAD_BYTES = 1 << 16
+
+
+class FileKind(NamedTuple):
+    """A kind of files that a command writes.
+
+    Attributes:
+        title: what errors call it.
+        head: matches the beginning of such a file; None where an existing one may have been edited.
+    """
+
+    title: str
+    head: re.Pattern[bytes] | None
+
+
+#: Whoever edits a recipe file would lose that.
+RECIPE_FILE = FileKind("recipe file", None)
+
+
+class Output(NamedTuple):
+    """A file that a command is to write: the option that names it, where it is, and what it will be."""
+
+    option: str
+    path: Path | None
+    kind: FileKind
 
 
 def check_suffix(path: AnyPath, what: str = "the recipe file") -> None:
@@ -23,19 +55,59 @@ def check_suffix(path: AnyPath, what: str = "the recipe file") -> None:
         raise OptionError(f"{what} is {path}", expected=f"a name that ends in {' or '.join(SUFFIXES)}")
 
 
-def check_targets(recipe_file: Path | None, *others: Path | None) -> None:
-    """See that files which a command is to write can be; raises as :func:`check_suffix`, and UsageError."""
-    for path in filter(None, (recipe_file, *others)):
+def check_outputs(outputs: Sequence[Output], inputs: Sequence[str | Path | None], force: bool) -> None:
+    """See that the files which a command is to write can be, and that nothing is lost by it.
+
+    Args:
+        outputs: the files; those without a path are not written.
+        inputs: what the command reads: files, folders, and names of what is no file.
+        force: whether files are replaced that are not of the same kind.
+
+    Raises:
+        OptionError: two outputs are one file, one is read as well, or a recipe file has another suffix.
+        UsageError: a file exists, or cannot be written.
+    """
+    written = [(option, path, kind) for option, path, kind in outputs if path is not None]
+    for option, path, kind in written:
         check_file_target(path)
-    if recipe_file is not None:
-        check_suffix(recipe_file, "--recipe-file")
+        if kind is RECIPE_FILE:
+            check_suffix(path, option)
+        if any(os.path.exists(read) and _is_same(path, read) for read in inputs if read):
+            raise OptionError(f"{option} is {path}, which is read", expected="another file")
+    for (one, path, _), (other, second, _) in combinations(written, 2):
+        if _is_same(path, second):
+            raise OptionError(f"{one} and {other} are both {path}", expected="a file for each")
+    for _, path, kind in written:
+        if os.path.exists(path) and not force and not _is_of_kind(path, kind):
+            expected = f"a new file, or a {kind.title}" if kind.head else "a new file"
+            raise UsageError(f"{path} exists", expected=expected, remedy="--force replaces it")
+
+
+def _is_same(path: Path, other: str | Path) -> bool:
+    """Whether two paths lead to one file, by links too."""
+    with contextlib.suppress(OSError):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def _is_of_kind(path: Path, kind: FileKind) -> bool:
+    if kind.head is not None:
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            return kind.head.match(file.read(_HEAD_BYTES)) is not None
+    return False
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a file; OptionError where that fails."""
-    with translated(f"{path} cannot be written", "a file in an existing folder", to=OptionError, of=OSError):
-        with open_text(path) as file:
-            file.write(text)
+    """Write a file whole, or leave what is there; OptionError where that fails."""
+    expected = "a file in an existing folder, and room"
+    with translated(f"{path} cannot be written", expected, to=OptionError, of=OSError):
+        place = Path(os.path.realpath(as_path(path)))
+        if os.path.lexists(place) and not place.is_file():
+            raise FileExistsError("it is no regular file")
+        with Partial(place) as partial:
+            (partial.path / "text").write_text(text, encoding="utf-8", newline="\n")
+            sync(partial.path / "text")
+            partial.put_file("text")
 
 
 def rendered(package: str, **values: Any) -> str:

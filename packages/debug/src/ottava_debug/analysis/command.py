@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ottava_debug.output import Force
+
 _Paths = Path | None
 
 
@@ -53,10 +55,11 @@ def analyze(
         str | None,
         typer.Option(help="The recipe of the suggested file. By default that which needs high precision least."),
     ] = None,
+    force: Force = False,
 ) -> None:
     """Say what each recipe would make of a checkpoint's tensors, and which layers should stay in BF16."""
     from ottava_debug.analysis.running import run
 
     options: dict[str, Any] = {"recipes": recipe, "loss": loss, "steps": steps, "threshold": threshold}
     files = {"json": json_file, "html": html, "recipe": recipe_file}
-    run(checkpoint, model, data, files, rows=rows, base=base, **options)
+    run(checkpoint, model, data, files, rows=rows, base=base, force=force, **options)

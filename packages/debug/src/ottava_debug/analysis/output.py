@@ -2,22 +2,37 @@
 
 import json
 import os
+import re
 
 from ottava.filesystem import AnyPath
 from ottava_custom import CustomRecipe
 from ottava_debug.analysis.page import page
 from ottava_debug.analysis.report import Analysis, most_underflow
-from ottava_debug.output import write_text
+from ottava_debug.output import FileKind, write_text
 from ottava_debug.recipe_file import recipe_text, write_recipe_file
+
+# Both begin with the name of what was analyzed.
+_JSON_HEAD = rb'\{\s*"source":\s*"(?:[^"\\]|\\.)*",\s*"recipes":\s*\['
+_PAGE_HEAD = rb"(?is)<!doctype html>.*?<title>[^<]* ottava analyze</title>"
+JSON = FileKind("JSON report of `ottava analyze`", re.compile(_JSON_HEAD))
+PAGE = FileKind("page of `ottava analyze`", re.compile(_PAGE_HEAD))
 
 
 def write_json(report: Analysis, path: AnyPath) -> None:
-    """Write what :meth:`Analysis.to_json` gives. OptionError: the file cannot be written."""
+    """Write what :meth:`Analysis.to_json` gives; a file that is there is replaced at once.
+
+    Raises:
+        OptionError: the file cannot be written. Then what was there is there still.
+    """
     write_text(path, json.dumps(report.to_json(), indent=1))
 
 
 def write_html(report: Analysis, path: AnyPath) -> None:
-    """Write the report as one page, which asks for nothing else. OptionError: the file cannot be written."""
+    """Write the report as one page, which asks for nothing else; a file that is there is replaced at once.
+
+    Raises:
+        OptionError: the file cannot be written. Then what was there is there still.
+    """
     write_text(path, page(report, suggestion(report)))
 
 

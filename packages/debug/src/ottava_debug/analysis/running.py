@@ -12,7 +12,7 @@ from ottava_debug.analysis import output
 from ottava_debug.analysis.analyze import analyze
 from ottava_debug.analysis.terminal import sentences, summary_table, tensor_table
 from ottava_debug.losses import LOSSES
-from ottava_debug.output import check_targets, progress_bar
+from ottava_debug.output import RECIPE_FILE, Output, check_outputs, progress_bar
 from ottava_debug.references import made, resolve
 from ottava_integrations import read_state
 
@@ -28,12 +28,18 @@ def run(
     *,
     rows: int,
     base: str | None,
+    force: bool,
     loss: str | None,
     **options: Any,
 ) -> None:
     """Analyze, show and write; raises as of :func:`ottava_debug.analyze`, before anything is written."""
     recipe_file = files["recipe"]
-    check_targets(recipe_file, files["json"], files["html"])
+    outputs = (
+        Output("--json", files["json"], output.JSON),
+        Output("--html", files["html"], output.PAGE),
+        Output("--recipe-file", recipe_file, RECIPE_FILE),
+    )
+    check_outputs(outputs, (checkpoint, data, base, *(options["recipes"] or ())), force)
     if base is not None and options["recipes"] and base not in options["recipes"]:
         raise OptionError(f"--base {base!r}", expected=f"one of {', '.join(options['recipes'])}")
     function = loss if loss is None or loss in LOSSES else resolve("--loss", loss)

@@ -7,7 +7,7 @@ import typer
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from ottava.cli.output import Json, console, say, show_json, table
-from ottava_debug.output import check_targets, progress_bar, write_text
+from ottava_debug.output import RECIPE_FILE, Force, Output, check_outputs, progress_bar, write_text
 from ottava_debug.references import made, resolve
 
 
@@ -36,14 +36,16 @@ def bisect(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
     as_json: Json = False,
+    force: Force = False,
 ) -> None:
     """Find the layer, the tensor and the direction whose quantization breaks a captured step."""
     from ottava_debug.bundle import Bundle
     from ottava_debug.losses import LOSSES
     from ottava_debug.search.bisect import bisect as search
-    from ottava_debug.search.page import page
+    from ottava_debug.search.page import PAGE, page
 
-    check_targets(recipe_file, html)
+    outputs = Output("--recipe-file", recipe_file, RECIPE_FILE), Output("--html", html, PAGE)
+    check_outputs(outputs, (BUNDLE, recipe), force)
     step = Bundle.read(BUNDLE)
     function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
     model_made = None if model is None else made("--model", model)

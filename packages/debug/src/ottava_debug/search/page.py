@@ -1,7 +1,12 @@
 """The report as one self-contained page."""
 
-from ottava_debug.output import rendered
+import re
+
+from ottava_debug.output import FileKind, rendered
 from ottava_debug.search.report import COLUMNS, Report, number
+
+_HEAD = rb"(?is)<!doctype html>.*?<title>ottava bisect [^<]*</title>"
+PAGE = FileKind("page of `ottava bisect`", re.compile(_HEAD))
 
 
 def page(report: Report, name: str) -> str:
