@@ -11,9 +11,9 @@ from typing import Annotated, Any, NamedTuple
 
 import jinja2
 import typer
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TimeRemainingColumn
 
-from ottava.cli.output import console
+from ottava.cli.output import PlainColumn, console
 from ottava.errors import OptionError, UsageError, translated
 from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, sync
 
@@ -136,6 +136,6 @@ def progress_bar(*columns: ProgressColumn) -> Iterator[Progress]:
     """A bar in a terminal, gone at the end; ``columns`` stand between it and the time that is left."""
     # On standard error, so that what is printed alone can be kept.
     bar = console(stderr=True)
-    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+    shown = (PlainColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
     with Progress(*shown, console=bar, disable=not bar.is_terminal, transient=True) as progress:
         yield progress

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TimeRemainingColumn
 
 import ottava
-from ottava.cli.output import console, say
+from ottava.cli.output import PlainColumn, console, say
 from ottava.errors import DeviceError, OptionError, OttavaError, UsageError, text_of
 from ottava.filesystem import check_file_target
 from ottava.kernels.products import product_dtype
@@ -121,10 +121,10 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
 
     runs: list[Run] = []
     columns = (
-        TextColumn("{task.description:>10}"),
+        PlainColumn("{task.description:>10}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
+        PlainColumn("loss {task.fields[loss]:.3f}"),
         TimeRemainingColumn(),
     )
     failures = 0

@@ -56,7 +56,7 @@ def _show_report(report: Any, as_json: bool) -> None:
     columns = ("check", "outcome", "seconds")
     console().print(table(f"Conformance of {report.recipe}", columns, rows, right=("seconds",)))
     # Whole, below the table: a message is a sentence or more.
-    return say(str(report))
+    return say(str(report), lines=True)
 
 
 def check_recipe(

@@ -163,5 +163,5 @@ def doctor(as_json: Json = False) -> None:
         show_json({"ok": healthy, "checks": [check._asdict() for check in checks]})
     else:
         rows = [(name, "ok" if ok else "WRONG", detail) for name, ok, detail in checks]
-        console().print(table("ottava doctor", ("check", "", "detail"), rows))
+        console().print(table("ottava doctor", ("check", "", "detail"), rows, lines=True))
     raise typer.Exit(0 if healthy else 1)

@@ -4,8 +4,9 @@ Other packages add commands through entry points of the group ``ottava.commands`
 :mod:`typer` takes it. They are looked for where a name is none of core's, and imported when they run or are listed.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from typer.core import TyperGroup
 
 import ottava
 from ottava.cli.doctor import doctor
+from ottava.cli.output import escaped, say
 from ottava.cli.recipes import recipes
 from ottava.errors import OttavaError, PluginError, UsageError, text_of, translated
 from ottava.recipes.registry import PluginStatus, discover
@@ -41,21 +43,34 @@ def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
 def _command(name: str, function: Callable[..., Any], text: str, **settings: Any) -> Any:
     alone = typer.Typer(add_completion=False)
     # A text of a plugin is no markup.
-    alone.command(name, help=escape(text), **settings)(function)
+    alone.command(name, help=escape(escaped(text, lines=True)), **settings)(function)
     return typer.main.get_command(alone)
+
+
+@contextlib.contextmanager
+def _escaped_errors() -> Iterator[None]:
+    """Errors about arguments, which typer prints with the arguments in them, without control characters."""
+    try:
+        yield
+    except Exception as error:
+        # The class of such errors has had several names.
+        if hasattr(error, "format_message") and isinstance(getattr(error, "message", None), str):
+            error.message = escaped(error.message, lines=True)
+        raise
 
 
 class _Commands(TyperGroup):
     """Core's commands and those of other packages. An error that Ottava raises on purpose is told, with exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        others = {found.entry_point for found in discover(COMMANDS) if found.entry is not None}
+        offers = [found for found in discover(COMMANDS) if found.entry is not None]
+        others = {escaped(found.entry_point) for found in offers}
         return list(dict.fromkeys([*super().list_commands(ctx), *sorted(others)]))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in self.commands:
             return self.commands[cmd_name]
-        offers = [found for found in discover(COMMANDS) if found.entry_point == cmd_name]
+        offers = [found for found in discover(COMMANDS) if escaped(found.entry_point) == cmd_name]
         if not offers and cmd_name not in _ELSEWHERE:
             return None
         try:
@@ -72,11 +87,16 @@ class _Commands(TyperGroup):
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
         return _command(cmd_name, broken, text_of(failure), context_settings=anything)
 
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with _escaped_errors():
+            return super().make_context(*arguments, **options)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _escaped_errors():
+                return super().invoke(ctx)
         except OttavaError as error:
-            typer.echo(f"error: {text_of(error)}", err=True)
+            say(f"error: {text_of(error)}", stderr=True)
             raise typer.Exit(2) from None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ottava.cli.output import Json, console, say, show_json, table
+from ottava.cli.output import Json, console, escaped, say, show_json, table
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.base import get_recipe
 from ottava.recipes.registry import FACTORY, RECIPE, PluginStatus, discover, plugin_statuses
@@ -54,7 +54,7 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
     for number, row in enumerate(rows, 1):
         layer = row["layer"] if number % len(OF_LINEAR) == 1 else ""
         cells = (layer, row["role"], row["rowwise"], row["columnwise"], row["place"] or "-")
-        made.add_row(*cells, end_section=number % len(OF_LINEAR) == 0)
+        made.add_row(*map(escaped, cells), end_section=number % len(OF_LINEAR) == 0)
     console().print(made)
     for rule in unused:
         say(f"unused: the rule in {rule.place}, {rule.text}, serves none of these layers")

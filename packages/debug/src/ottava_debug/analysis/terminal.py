@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from ottava.cli.output import table
+from ottava.cli.output import escaped, table
 from ottava_debug.analysis.report import Analysis, Noise, most_underflow
 from ottava_integrations.command import grouped
 
@@ -50,7 +50,7 @@ def tensor_table(report: Analysis, rows: int) -> Table:
         made.add_column(head, no_wrap=True, justify="right")
     for tensor, name in report.worst(rows):
         what = f"{tensor.layer or '(root)'} ({tensor.role}, {name})"
-        made.add_row(what, *_cells(tensor.noise[name], report.threshold))
+        made.add_row(escaped(what), *_cells(tensor.noise[name], report.threshold))
     return made
 
 

@@ -85,7 +85,8 @@ def _show(report: Any, recipe_file: Path | None, html: Path | None) -> None:
     if report.verified is not None:
         say(f"Under the recipe file the distance is {report.verified:.4g}.")
     if report.recipe_file and recipe_file is None:
-        say(f"The recipe file that keeps them in high precision (--recipe-file writes it):\n\n{report.recipe_file}")
+        text = "The recipe file that keeps them in high precision (--recipe-file writes it):"
+        say(f"{text}\n\n{report.recipe_file}", lines=True)
     for path in (recipe_file if report.recipe_file else None, html):
         if path is not None:
             say(f"Written: {path}")

@@ -93,4 +93,4 @@ def new_recipe(
             expected="a folder that can be made, and written to",
             remedy=_ANOTHER,
         ) from error
-    say(_advice(names, target))
+    say(_advice(names, target), lines=True)

@@ -1,0 +1,118 @@
+"""Names of tensors, files, layers and plugins reach the terminal as text, whatever command prints them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import ottava
+import ottava_debug
+from ottava.cli.main import app
+from tests.published import published
+
+#: Colour, title of the window, the CSI of 8 bits, bell, carriage return, backspace, end of line, reversed text, markup.
+NASTY = "n\x1b[31m\x1b]0;t\x07\x9b2J\r\x08\n\x7f\u202e[red]x[bold]"
+SHOWN = r"n\x1b[31m\x1b]0;t\x07\x9b2J\r\x08\n\x7f\u202e[red]x[bold]"
+PLUGIN = f"""
+import ottava.recipes.hookspecs as h
+from ottava.recipes.spec import RecipeSpec
+raise ValueError({NASTY!r})
+"""
+MODULE = f"""
+def fails():
+    raise ValueError({NASTY!r})
+"""
+
+
+class Net(torch.nn.Module):
+    """A layer with such a name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({NASTY: torch.nn.Linear(32, 32)})
+        with torch.no_grad():
+            self.layers[NASTY].weight[:, 5] = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[NASTY](x)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a checkpoint, a captured step and a broken plugin, all with such names."""
+    monkeypatch.chdir(tmp_path)
+    save_file({f"{NASTY}.weight": torch.randn(32, 32), "b": torch.ones(1)}, "in")
+    Path(NASTY).write_bytes(Path("in").read_bytes())
+    net = ottava.convert(Net(), "current")
+    x = torch.randn(32, 32)
+    # An outlier that meets weights of zero: a search finds the layer.
+    x[:, 5] = 2.0**26
+    with ottava_debug.capture(net, "step") as step:
+        step.loss = net(x).square().sum()
+        step.loss.backward()
+    Path("module_of_names.py").write_text(MODULE)
+    with published(tmp_path, "names-in-texts", names_plugin=PLUGIN):
+        yield tmp_path
+    sys.modules.pop("module_of_names", None)
+
+
+# What is run, and whether the whole name is in what is printed.
+COMMANDS: dict[str, tuple[list[str], bool]] = {
+    "analyze": (["analyze", "in", "--recipe", "current"], False),
+    "analyze, a file": (["analyze", f"{NASTY}.gone"], True),
+    "analyze, written": (["analyze", "in", "--recipe", "current", "--json", f"{NASTY}.json"], True),
+    "analyze, an option": (["analyze", "in", f"--{NASTY}"], False),
+    "analyze, a model": (["analyze", "in", "--model", "module_of_names:fails"], True),
+    "bisect": (["bisect", "step", "--html", f"{NASTY}.html"], True),
+    "bisect, a file": (["bisect", NASTY], True),
+    "check-recipe": (["check-recipe", NASTY], True),
+    "demo": (["demo", "--recipe", NASTY], True),
+    "doctor": (["doctor"], False),
+    "export": (["export", "in", "out", "--recipe", "current"], True),
+    "export, a file": (["export", NASTY, f"{NASTY}.out", "--recipe", "bf16"], True),
+    "export, a pattern": (["export", "in", "out", "--recipe", "bf16", "--include", NASTY], True),
+    "new-recipe": (["new-recipe", NASTY], True),
+    "new-recipe, a folder": (["new-recipe", "a-recipe", "--out", NASTY], True),
+    "recipes": (["recipes"], False),
+    "recipes --explain": (["recipes", "--explain", "current", "--checkpoint", "in"], False),
+    "recipes --explain, a name": (["recipes", "--explain", NASTY], True),
+    "recipes, a layer": (["recipes", "--explain", "current", "--layer", NASTY], False),
+    "no command": ([NASTY], False),
+    "no option": ([f"--{NASTY}"], False),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("width", [60, 400])
+def test_control_characters_are_shown(command: str, width: int, files: Path) -> None:
+    """In tables, sentences and errors, at any width; markup is text, too."""
+    arguments, whole = COMMANDS[command]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": str(width)})
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    text = done.output
+    strange = {c for line in text.split("\n") for c in line if not c.isprintable()}
+    assert not strange
+    assert "\\x1b" in text
+    if width == 400:
+        assert "[red]" in text
+    if whole:
+        assert SHOWN in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["recipes"], ["recipes", "--explain", "current", "--layer", NASTY], ["bisect", "step"]]
+)
+def test_json_has_the_names_without_control_characters(arguments: list[str], files: Path) -> None:
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert all(c.isprintable() or c == "\n" for c in done.stdout)
+    told: Any = json.loads(done.stdout)
+    if "--layer" in arguments:
+        assert told["layers"][0]["layer"] == NASTY
