@@ -54,8 +54,9 @@ def _escaped_errors() -> Iterator[None]:
         yield
     except Exception as error:
         # The class of such errors has had several names.
-        if hasattr(error, "format_message") and isinstance(getattr(error, "message", None), str):
-            error.message = escaped(error.message, lines=True)
+        message = getattr(error, "message", None)
+        if hasattr(error, "format_message") and isinstance(message, str):
+            vars(error)["message"] = escaped(message, lines=True)
         raise
 
 

@@ -57,9 +57,8 @@ class PlainColumn(TextColumn):
         super().__init__(text_format, markup=False)
 
     def render(self, task: Any) -> Text:
-        shown = super().render(task)
-        shown.plain = escaped(shown.plain)
-        return shown
+        # Before it is a Text, which would leave out some control characters.
+        return Text(escaped(self.text_format.format(task=task)), self.style, justify=self.justify)
 
 
 def console(*, stderr: bool = False) -> Console:
