@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TimeRemainingColu
 
 from ottava.cli.output import PlainColumn, console
 from ottava.errors import OptionError, UsageError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, sync
+from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, mode_of, write_new
 
 #: What the names of recipe files in YAML end in.
 SUFFIXES = (".yaml", ".yml")
@@ -105,8 +105,9 @@ def write_text(path: AnyPath, text: str) -> None:
         if os.path.lexists(place) and not place.is_file():
             raise FileExistsError("it is no regular file")
         with Partial(place) as partial:
-            (partial.path / "text").write_text(text, encoding="utf-8", newline="\n")
-            sync(partial.path / "text")
+            new_file = mode_of(partial.path) or 0
+            mode = mode_of(place)
+            write_new(partial.path / "text", text.encode(), new_file & 0o666 if mode is None else mode)
             partial.put_file("text")
 
 
