@@ -67,7 +67,27 @@ def test_what_multiplies_is_counted_and_nothing_else(recipe: Any) -> None:
     assert "Experts" in experts.reason
     assert report.share == 128 / 704
     assert "18.2% of the weights of products" in str(report)
-    assert "72.7% in high precision: experts.gate_up [4, 16, 8]" in str(report)
+
+
+def test_it_prints_as_tables(recipe: Any) -> None:
+    model = ottava.convert(torch.nn.ModuleDict({"model": Model()}), recipe, exclude="model.up")
+    first, linear, others = str(ottava.conversion_report(model)).split("\n\n")
+    assert first == "1 of 2 linear modules run under 'sample', with 9.1% of the weights of products"
+    assert linear.splitlines() == [
+        "linear module  recipe  reason",
+        "-------------  ------  --------------------",
+        "model.up       no      in exclude",
+        "model.down     yes     recipe bound: sample",
+    ]
+    rows = others.splitlines()
+    assert rows[0].split() == "weight in high precision shape share reason".split()
+    assert rows[2:] == [
+        "model.experts.gate_up     [4, 16, 8]  72.7%  Experts has no converter",
+        "model.up.weight           [8, 8]       9.1%  in exclude",
+        "model.conv.weight         [8, 8, 1]    9.1%  Conv1d has no converter",
+    ]
+    # Nothing has no table.
+    assert len(str(ottava.conversion_report(torch.nn.ReLU())).splitlines()) == 1
 
 
 def test_attention_of_torch(recipe: Any) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,10 +82,31 @@ class ConversionReport:
     def __str__(self) -> str:
         under = f"under {self.recipe!r}" if self.recipe else "under a recipe"
         modules = f"{len(self.swapped)} of {len(self.decisions)} linear modules run {under}"
-        lines = [f"{modules}, with {self.share:.1%} of the weights of products"]
-        lines += [f"  {'+' if d.swapped else '-'} {d.name or '(root)'}: {d.reason}" for d in self.decisions]
-        lines += [f"  {w.share:6.1%} in high precision: {w.name} {[*w.shape]}, {w.reason}" for w in self.left_out]
-        return "\n".join(lines)
+        share = f"{modules}, with {self.share:.1%} of the weights of products"
+        linear = [(d.name or "(root)", "yes" if d.swapped else "no", d.reason) for d in self.decisions]
+        others = [(w.name, str([*w.shape]), f"{w.share:.1%}", w.reason) for w in self.left_out]
+        parts = [[share]]
+        if linear:
+            parts.append(_table(("linear module", "recipe", "reason"), linear))
+        if others:
+            heads = ("weight in high precision", "shape", "share", "reason")
+            parts.append(_table(heads, others, right=("share",)))
+        return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> list[str]:
+    """The lines of a table as plain text, its columns aligned, those in ``right`` by their ends."""
+    columns = list(zip(heads, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    rules = ["-" * width for width in widths]
+    lines = []
+    for row in (heads, rules, *rows):
+        cells = [
+            cell.rjust(width) if head in right else cell.ljust(width)
+            for head, cell, width in zip(heads, row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def conversion_report(model: torch.nn.Module) -> ConversionReport:
