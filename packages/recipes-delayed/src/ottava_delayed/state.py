@@ -11,6 +11,7 @@ import torch
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.tensors import Quantizer
+from ottava_delayed.evaluation import Evaluations
 from ottava_delayed.quantizer import Float8Quantizer, SlotQuantizer, largest
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -49,6 +50,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         saturated: buffer, int64 ``[slots]``: how many elements were clamped since the layer was made or reset.
         slots: which slot is which tensor's.
         maxima: what the amax of a slot is scaled to: its format's maximum, 2^margin times smaller.
+        evaluations: what was clamped in evaluation, which is no part of the state.
     """
 
     stateful: ClassVar[bool] = True
@@ -81,6 +83,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.register_buffer("gathered_saturated", None, persistent=False)
         # Quantizers by what they are asked for.
         self._kept: dict[Any, Any] = {}
+        self.evaluations = Evaluations(self.slots, self.formats)
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """The group does not matter here, because only the update reduces."""
@@ -118,6 +121,27 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             slot, usages = self.slots[tensor_type], {"rowwise": rowwise, "columnwise": columnwise}
             kept[key] = SlotQuantizer(self._buffers, slot, self.formats[slot], **usages, recording=recording)
         return kept[key]  # type: ignore[no-any-return]
+
+    def evaluation_quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool) -> Quantizer:
+        # In few steps, as the quantizers of a forward pass.
+        own: dict[str, Any] = self.__dict__
+        evaluations: Evaluations = own["evaluations"]
+        given = tensor_type in self.given
+        if given or not evaluations.opens(self._buffers["scale"]):  # type: ignore[arg-type]
+            return self.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False)
+        kept, key = own["_kept"], ("evaluation", tensor_type, rowwise, columnwise)
+        if key not in kept:
+            slot, usages = self.slots[tensor_type], {"rowwise": rowwise, "columnwise": columnwise}
+            kept[key] = SlotQuantizer(evaluations.buffers, slot, self.formats[slot], **usages, recording=True)
+        return kept[key]  # type: ignore[no-any-return]
+
+    def note_evaluation(self, weight: Any) -> None:
+        evaluations: Evaluations = self.__dict__["evaluations"]
+        gathered: Any = getattr(weight, "_quantizer", None)
+        if _gathers(gathered) and "weight" in self.slots and evaluations.opens(self.scale):
+            evaluations.take("weight", gathered.amax, gathered.saturated)
+        name = self._roles[0].name if self._roles else ""
+        evaluations.close(f"layer {name!r}" if name else "a layer")
 
     def _own(self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool) -> Float8Quantizer:
         # They read and write the buffers that the state has now.
@@ -185,6 +209,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.scale.fill_(1.0)
         self.amax_history.zero_()
         self.saturated.zero_()
+        self.evaluations.reset()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         key = f"{prefix}amax_history"
@@ -202,7 +227,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        return RecipeState.__getstate__(self) | {"_kept": {}}
+        own = {"_kept": {}, "evaluations": Evaluations(self.slots, self.formats)}
+        return RecipeState.__getstate__(self) | own
 
     def extra_repr(self) -> str:
         return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"

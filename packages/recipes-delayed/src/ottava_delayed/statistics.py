@@ -17,13 +17,15 @@ class SlotStatistics:
         scale: what multiplies in the next quantization.
         amax: of the step before; with a history of one, of the current step.
         largest_amax: of the whole history, the current step included.
-        saturated: elements clamped since the layer was made or its state reset.
+        saturated: elements clamped in training since the layer was made or its state reset.
+        saturated_in_evaluation: elements clamped in evaluations that this process ran eagerly.
     """
 
     scale: float
     amax: float
     largest_amax: float
     saturated: int
+    saturated_in_evaluation: int = 0
 
 
 def scaling_statistics(model: torch.nn.Module) -> dict[str, dict[str, SlotStatistics]]:
@@ -34,9 +36,9 @@ def scaling_statistics(model: torch.nn.Module) -> dict[str, dict[str, SlotStatis
             continue
         scale, history = module.scale.tolist(), module.amax_history
         newest, largest = history[-1].tolist(), history.amax(0).tolist()
-        saturated = module.saturated.tolist()
+        saturated, in_evaluation = module.saturated.tolist(), module.evaluations.counts()
         found[name.removesuffix("recipe_state").removesuffix(".")] = {
-            tensor: SlotStatistics(scale[slot], newest[slot], largest[slot], saturated[slot])
+            tensor: SlotStatistics(scale[slot], newest[slot], largest[slot], saturated[slot], in_evaluation[slot])
             for tensor, slot in module.slots.items()
         }
     return found

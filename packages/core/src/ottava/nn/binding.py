@@ -23,7 +23,14 @@ from ottava.recipes.step import Step, backward_task, is_taken_apart, repeats_for
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
-from ottava.torch_private import KNOWS_BACKWARD, any_autocast_enabled, graph_task_id, is_distributed, local_tensor
+from ottava.torch_private import (
+    KNOWS_BACKWARD,
+    any_autocast_enabled,
+    dispatch_modes,
+    graph_task_id,
+    is_distributed,
+    local_tensor,
+)
 
 _STRIDED = torch.strided
 
@@ -45,6 +52,7 @@ class Call(NamedTuple):
     recomputed: bool = False  # whether activation checkpointing runs this forward pass again
     of_block: bool | None = None  # what a microbatch block said of first, and the call did not
     training: bool = False  # whether a forward pass of a step begins, in a reentrant checkpoint without gradients
+    evaluating: bool = False  # whether a stateful state may count what it clamps, because no step sees this pass
 
 
 class KeptWeight(NamedTuple):
@@ -196,6 +204,7 @@ class Binding:
             recipe = recipe if region.recipe is None else region.recipe
             recipe = recipe if region.enabled or calibrating else None
         state = None if recipe is None else self.state_for(layer, recipe, group)
+        evaluating = False
         if task != -1:
             # The forward pass of a reentrant checkpoint ran without gradients, and the state sees the operands now.
             recording = torch.is_grad_enabled() and state is not None and state.stateful and not repeats_forward()
@@ -220,7 +229,11 @@ class Binding:
                 what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
                 what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"
                 warnings.warn(what, UserWarning, stacklevel=4)
-        call = _call_of((recipe, state, group, grad_enabled, calibrating, first, False, of_block, training))
+            if not (grad_enabled or training or compiling):
+                # Modes may trace, and what they trace is to change nothing.
+                evaluating = not (observed and dispatch_modes())
+        passes = False, of_block, training, evaluating
+        call = _call_of((recipe, state, group, grad_enabled, calibrating, first, *passes))
         if not compiling and (grad_enabled or layer.training):
             self._last = call._replace(recipe=None) if calibrating else call
         return call
@@ -247,7 +260,11 @@ class Binding:
         if kept is None or kept.by is not state or (call.first and not call.recomputed):
             # In a reentrant checkpoint the other operands are seen when they are recomputed, and this one is kept.
             recording = call.recording or call.training
-            quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=recording)
+            usages = {"rowwise": True, "columnwise": True}
+            if call.evaluating:
+                quantizer = state.evaluation_quantizer("weight", **usages)
+            else:
+                quantizer = state.quantizer("weight", **usages, recording=recording)
             weight = weight.detach()
             with torch.no_grad():
                 storage = quantizer.quantize(weight.clone() if quantizer.keeps_operands else weight, dtype=dtype)

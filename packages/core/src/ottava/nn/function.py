@@ -34,9 +34,14 @@ def quantized_linear(
     grad_enabled = torch.is_grad_enabled() and not (observed and is_exporting())
     rest = call, dtype, kept, main_grad, observed, grad_enabled
     if observed or grad_enabled:
-        return (LinearFunction.apply if observed else _apply)(x, weight, bias, rest)  # type: ignore[no-any-return]
-    # No backward pass follows, so that nothing is saved.
-    return _product(x, weight, bias, rest, False, False)[0]
+        y: torch.Tensor = (LinearFunction.apply if observed else _apply)(x, weight, bias, rest)
+    else:
+        # No backward pass follows, so that nothing is saved.
+        y = _product(x, weight, bias, rest, False, False)[0]
+    if call.evaluating:
+        state: Any = call.state
+        state.note_evaluation(weight)
+    return y
 
 
 def _product(
@@ -48,7 +53,11 @@ def _product(
     matrix = x if x.dim() == 2 else as_matrix(x)
     columnwise = w_needs and "input" not in state.wgrad_unquantized
     given = weight if isinstance(weight, QuantizedTensorStorage) else kept
-    if given is None:
+    if call.evaluating:
+        quantizer = state.evaluation_quantizer("input", rowwise=True, columnwise=False)
+        if given is None:
+            of_weight = state.evaluation_quantizer("weight", rowwise=True, columnwise=False)
+    elif given is None:
         quantizer, of_weight = state.forward_quantizers(columnwise, x_needs, call.recording)
     else:
         quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=call.recording)

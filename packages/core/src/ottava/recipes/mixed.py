@@ -84,6 +84,14 @@ class MixedState(torch.nn.Module, RecipeState):
         part = self.serving[tensor_type]
         return part.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=recording)
 
+    def evaluation_quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool) -> Quantizer:
+        part = self.serving[tensor_type]
+        return part.evaluation_quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise)
+
+    def note_evaluation(self, weight: Any) -> None:
+        for part in self.parts():
+            part.note_evaluation(weight)
+
     def reset(self) -> None:
         for part in self.parts():
             part.reset()

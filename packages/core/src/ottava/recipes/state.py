@@ -104,6 +104,18 @@ class RecipeState:
         of_input = self.quantizer("input", rowwise=True, columnwise=columnwise_input, recording=recording)
         return of_input, self.quantizer("weight", rowwise=True, columnwise=columnwise_weight, recording=recording)
 
+    def evaluation_quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool) -> "Quantizer":
+        """:meth:`quantizer` of an operand in an evaluation, for states with :attr:`stateful`.
+
+        It may count what it clamps, and changes nothing that another pass computes with. Compiled evaluation does not
+        ask for it.
+        """
+        return self.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False)
+
+    def note_evaluation(self, weight: Any) -> None:
+        """Called after a forward pass that asked for :meth:`evaluation_quantizer`, and used ``weight``. Nothing to do
+        for states that count nothing."""
+
     def parts(self) -> "Sequence[RecipeState]":
         """The states that begin a step, each with those of its own recipe: this one, or those that it consists of."""
         return [self]
