@@ -80,7 +80,7 @@ def test_it_prints_as_tables(recipe: Any) -> None:
         "model.down     yes     recipe bound: sample",
     ]
     rows = others.splitlines()
-    assert rows[0].split() == "weight in high precision shape share reason".split()
+    assert rows[0].split() == ["weight", "in", "high", "precision", "shape", "share", "reason"]
     assert rows[2:] == [
         "model.experts.gate_up     [4, 16, 8]  72.7%  Experts has no converter",
         "model.up.weight           [8, 8]       9.1%  in exclude",

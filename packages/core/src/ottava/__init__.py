@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "formats": "E4M3 E5M2 E8M0 HYBRID Format",
     "layout": "Layout",
-    "nn": "HEADS ConversionReport conversion_report convert microbatch quantized_model_init register_converter",
+    "nn": "HEADS ConversionReport conversion_report convert microbatch quantized_model_init register_converter revert",
     "recipes.base": "QuantizerRequest Recipe get_recipe",
     "recipes.hookspecs": "hookimpl",
     "recipes.region": "autocast",

@@ -22,6 +22,7 @@ from ottava.nn import convert as convert
 from ottava.nn import microbatch as microbatch
 from ottava.nn import quantized_model_init as quantized_model_init
 from ottava.nn import register_converter as register_converter
+from ottava.nn import revert as revert
 from ottava.recipes.base import QuantizerRequest as QuantizerRequest
 from ottava.recipes.base import Recipe as Recipe
 from ottava.recipes.base import get_recipe as get_recipe

@@ -16,8 +16,9 @@ from ottava.nn.converted import ConvertedModel, begins_steps
 from ottava.nn.converters import NO_FUNCTIONS, converted, is_convertible, refusal
 from ottava.nn.linear import Linear
 from ottava.nn.loading import OF_STATE, fill_in_states
-from ottava.nn.replaced import watch
+from ottava.nn.replaced import swap, watch
 from ottava.nn.report import LEFT_ALONE, ConversionReport, ProductWeight, conversion_report
+from ottava.nn.reverting import note_original
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.patterns import suggestion
@@ -98,7 +99,7 @@ def convert(
     Parameters stay the same objects: tied weights stay tied and optimizers stay valid. One new module takes all places
     of a module. A bare linear module gives the new module itself. Where less than 90 % of the weights of products run
     quantized then, those in ``exclude`` not counted, a ``UserWarning`` names the largest others.
-    :func:`conversion_report` says all of it.
+    :func:`conversion_report` says all of it, and :func:`revert` undoes it.
 
     Args:
         model: swapped in place.
@@ -134,14 +135,15 @@ def convert(
     weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
 
     for module, layer in replacements.items():
+        note_original(layer, module)
         layer._binding.bind(layer, chosen, states[module])
     for parent in [*model.modules(), *replacements.values()]:
         parent.__dict__.pop(LEFT_ALONE, None)
-        _swap(parent._modules, replacements)
+        swap(parent._modules, replacements)
     result: Any = replacements.get(model, model)
     before = {layer: layer._parameters.get("weight") for layer in replacements.values()}
     for owner in result.modules():
-        _swap(owner._parameters, weights)
+        swap(owner._parameters, weights)
     for layer, weight in before.items():
         if weight in weights:
             watch(weight, layer, layer.name)
@@ -156,12 +158,6 @@ def convert(
         module.__dict__[LEFT_ALONE] = reason
     _warn(conversion_report(result), unwanted)
     return result  # type: ignore[no-any-return]
-
-
-def _swap(held: Any, made: dict[Any, Any]) -> None:
-    for name, old in list(held.items()):  # of a dict, or of what a scripted module has for one
-        if old in made:
-            held[name] = made[old]
 
 
 def _replacements(

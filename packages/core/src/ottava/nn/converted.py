@@ -59,6 +59,15 @@ def _converted(model: Any) -> Any:
     return model
 
 
+def unconverted(model: Any) -> None:
+    """Have the forward pass of a converted model begin no steps, and the model be of the class that it was of."""
+    model.__dict__.pop("_ottava_step", None)
+    cls: Any = type(model)
+    # One that was derived from it since, by FSDP2 say, stays: without a step it does what the other one does.
+    if cls.__bases__[:1] == (ConvertedModel,):
+        model.__class__ = cls.__bases__[1]
+
+
 def _as_converted(make: Any, *arguments: Any) -> Any:
     """A converted model as a pickle or a copy makes it."""
     return _converted(make(*arguments))

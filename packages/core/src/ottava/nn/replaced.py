@@ -1,4 +1,4 @@
-"""Parameters that ``convert(primary=True)`` replaced, looked for in the optimizers that step afterwards.
+"""Parameters that ``convert(primary=True)`` or ``revert`` replaced, looked for in the optimizers that step afterwards.
 
 An optimizer that was made before the conversion holds the parameters of before: it steps them, nothing reads them, and
 the weights of the layers stay as they are. A hook of torch's, which all optimizers run before a step, says so once. It
@@ -14,17 +14,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ottava.errors import listed
 
-#: id of a replaced parameter -> the parameter, and the layer and the name of the weight that took its place.
-_replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], str]] = {}
+#: id of a replaced parameter -> the parameter, the layer and the name of the weight that took its place, and the call.
+_replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], str, str]] = {}
 #: What takes the hook off, while it is on.
 _hook: list[Any] = []
 
 
-def watch(parameter: Any, layer: Any, name: str) -> None:
-    """Warn at the step of an optimizer that holds ``parameter``, which the weight of ``layer`` replaced."""
+def watch(parameter: Any, layer: Any, name: str, by: str = "ottava.convert(primary=True)") -> None:
+    """Warn at the step of an optimizer that holds ``parameter``, which the weight of ``layer`` replaced in the call
+    ``by``."""
     key = id(parameter)
     gone = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
-    _replaced[key] = gone, weakref.ref(layer), f"{name}.weight" if name else "weight"
+    _replaced[key] = gone, weakref.ref(layer), f"{name}.weight" if name else "weight", by
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -33,10 +34,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if torch.compiler.is_compiling():
         return
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    names = [name for parameter in held.values() if (name := _name_of_trained(parameter, held))]
-    if names:
+    trained = [found for parameter in held.values() if (found := _trained(parameter, held))]
+    if trained:
         _replaced.clear()
-        what = f"{type(optimizer).__name__} holds parameters from before ottava.convert(primary=True)"
+        names, calls = [name for name, _ in trained], dict.fromkeys(by for _, by in trained)
+        what = f"{type(optimizer).__name__} holds parameters from before {' and '.join(calls)}"
         effect = f"it does not train the weights that replaced them: {listed(names)}"
         remedy = "make the optimizer after the conversion"
         warnings.warn(f"{what}, so that {effect}; {remedy}", UserWarning, stacklevel=3)
@@ -44,11 +46,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _hook.pop().remove()
 
 
-def _name_of_trained(parameter: Any, held: dict[int, Any]) -> str | None:
-    """The name of the weight that replaced a parameter, has a gradient and is not held besides; None without one."""
+def _trained(parameter: Any, held: dict[int, Any]) -> tuple[str, str] | None:
+    """The name of the weight that replaced a parameter, has a gradient and is not held besides, and the call that
+    replaced it; None without one."""
     found = _replaced.get(id(parameter))
     layer = None if found is None else found[1]()
     if found is None or layer is None or found[0]() is not parameter or id(layer.weight) in held:
         return None
     has_gradient = layer.weight.grad is not None or getattr(layer.weight, "main_grad", None) is not None
-    return found[2] if has_gradient else None
+    return found[2:] if has_gradient else None
+
+
+def swap(owned: Any, made: dict[Any, Any]) -> None:
+    """Put what was made of modules or parameters in their places."""
+    for name, old in list(owned.items()):  # of a dict, or of what a scripted module has for one
+        if old in made:
+            owned[name] = made[old]

@@ -230,7 +230,10 @@ def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
     return provided(FACTORY, name)[1]
 
 
-_HIGH_PRECISION = "to compute in high precision, use ottava.autocast(enabled=False), or bind None to a layer"
+_HIGH_PRECISION = (
+    "to compute in high precision, use ottava.autocast(enabled=False), or bind None to a layer; to have the layers of"
+    " before in a converted model, ottava.revert(model)"
+)
 #: Names that people try, which are those of no recipe -> what they may have meant.
 _NO_RECIPES = {
     "fp8": "FP8 has several recipes: choose one by its name; `ottava recipes` describes those that are installed",
