@@ -7,6 +7,7 @@ import torch
 from bisect_steps import Stack, of, outlier, stored
 
 import ottava
+from ottava.nn.binding import Call
 from ottava_debug import Bundle, bisect
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,6 +56,48 @@ def test_reasons(values, scale, expected) -> None:
 def test_scales_are_of_earlier_steps_where_the_quantizer_says_so() -> None:
     assert "the scale is of earlier steps, and too large" in lost(gaussian() * 2.0**9, delayed(1.0), stateful=True)
     assert "earlier" not in lost(gaussian() * 2.0**9, delayed(1.0))
+
+
+def lost_by_layer(values, steps):
+    """The reason for a weight of a layer with delayed scaling that has made so many steps."""
+    from ottava_debug.search.operands import Comparison, Operand
+    from ottava_debug.search.report import reason
+
+    layer = ottava.nn.Linear(64, 64, recipe="delayed")
+    with torch.no_grad():
+        layer.weight.copy_(values)
+    for _ in range(steps):
+        layer(torch.ones(1, 64)).sum().backward()
+    state, operand, found = layer.recipe_state, Operand("a", "fprop", "weight"), Comparison()
+    call = Call(layer.recipe, state)
+    made = state.quantizer("weight", rowwise=True, columnwise=False, recording=False).quantize(values)
+    before = {name: value.clone() for name, value in state.state_dict().items()}
+    found.note(call, operand, values, made, None)
+    assert all(torch.equal(value, before[name]) for name, value in state.state_dict().items())
+    return reason([operand], found)
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "expected"),
+    [
+        (gaussian(_7=2.0**9) * 2.0**-9, 0, "the scale is the initial one, which no step has set yet, and too small"),
+        (gaussian() * 2.0**-20, 0, "the scale is the initial one, which no step has set yet, and too small"),
+        (gaussian() * 2.0**9, 0, "the scale is the initial one, which no step has set yet, and too large"),
+        # Their own scale would not be another one.
+        (gaussian(_7=400 * 2.0**12) * 2.0**-12, 0, "an outlier, 400, takes the range"),
+        (gaussian(_7=2.0**20), 2, "an outlier, 1.05e+06, takes the range"),
+    ],
+)
+def test_the_initial_scale_is_told_from_an_outlier(values, steps, expected) -> None:
+    assert expected in lost_by_layer(values, steps)
+
+
+def test_a_first_step_of_delayed_scaling(path) -> None:
+    model = Stack(2)
+    model.used.fill_(2.0**-14)
+    report = bisect(stored(model, path, "delayed"), lambda: Stack(2))
+    assert {f.tensor for f in report.findings} == {"gradient"}
+    assert all("the scale is the initial one, which no step has set yet" in f.reason for f in report.findings)
 
 
 class Again(torch.nn.Module):

@@ -1,5 +1,6 @@
 """Operands of products as they were captured, and as they arrive in replays."""
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -8,6 +9,7 @@ import torch
 
 from ottava.errors import CheckpointError
 from ottava.nn.binding import Call
+from ottava.recipes.step import begin
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import Bundle, digest
 from ottava_debug.measures import Measures, compare
@@ -16,6 +18,8 @@ from ottava_debug.recorder import Recorder, Recording, taken
 from ottava_debug.search.measure import loss_of_operand
 
 _NUDGE = 2.0**-9
+# What an operand has to lose for its scale to be asked where it comes from.
+_MUCH = 0.05
 
 
 class Operand(NamedTuple):
@@ -35,6 +39,39 @@ def quantizer_of(call: Call, gemm: str, tensor: str) -> Any:
     return state.quantizer(ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False)
 
 
+class Lossy(NamedTuple):
+    """An operand that loses much: its call, its values, and the digest of what a product took."""
+
+    call: Call
+    values: torch.Tensor
+    digest: str
+
+
+def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
+    """Whether an operand loses by a state that no step has set yet: a state that forgot all steps gives the same bytes,
+    and one that saw the same values in the step before loses less than half as much. (No step begins in a backward
+    pass: to be asked outside.)"""
+    state, values = cast(Any, lossy.call.state), lossy.values
+    if not (isinstance(state, torch.nn.Module) and getattr(state, "stateful", False)):
+        return False
+    columnwise = operand[1:] in BY_COLUMN
+    fresh: Any = copy.deepcopy(state)
+    fresh.reset()
+    of_fresh = lossy.call._replace(state=fresh)
+
+    def quantized() -> Any:
+        return quantizer_of(of_fresh, operand.gemm, operand.tensor).quantize_impl(values, values.dtype)
+
+    initial = quantized()
+    if digest(taken(initial, *operand[1:])) != lossy.digest:
+        return False
+    observer = fresh.quantizer(ROLES[operand.tensor], rowwise=not columnwise, columnwise=columnwise)
+    observer.quantize_impl(values, values.dtype)
+    begin([fresh], None)
+    before, after = (compare(values, made, columnwise=columnwise) for made in (initial, quantized()))
+    return loss_of_operand(after) < loss_of_operand(before) / 2
+
+
 class Comparison:
     """How near the replay of the whole step came to the captured one.
 
@@ -49,6 +86,7 @@ class Comparison:
             which may be clamped; NaN where nothing is left.
         largest: the largest magnitude that they become.
         stateful: operands whose scales are those of earlier steps.
+        lossy: operands that lose much, in the call in which they lose most.
     """
 
     def __init__(self) -> None:
@@ -59,6 +97,7 @@ class Comparison:
         self.gains: dict[Operand, float] = {}
         self.largest: dict[Operand, float] = {}
         self.stateful: set[Operand] = set()
+        self.lossy: dict[Operand, Lossy] = {}
 
     def note(self, call: Call, operand: Operand, values: torch.Tensor, quantized: Any, expected: str | None) -> None:
         """What a product takes of a quantized operand, and the digest that this had when the step was captured."""
@@ -70,12 +109,19 @@ class Comparison:
             ratios = (found / values)[found.abs() < top]
             self.statistics[operand], self.largest[operand] = made, float(top)
             self.gains[operand] = float(ratios[ratios.isfinite() & (ratios != 0)].nanmedian())
+            if loss_of_operand(made) > _MUCH:
+                self.lossy[operand] = Lossy(call, values.detach().clone(), digest(found))
         recipe: Any = call.recipe
         if recipe.stateful or quantizer_of(call, operand.gemm, operand.tensor).stateful:
             self.stateful.add(operand)
         if expected is not None:
             self.products += 1
             self.other_bytes += [operand] * (digest(found) != expected)
+
+    def is_initial(self, operand: Operand) -> bool:
+        """Whether an operand loses by the scale that its state begins with, because there was no step before."""
+        lossy = self.lossy.get(operand)
+        return lossy is not None and loses_by_initial_state(operand, lossy)
 
 
 class CapturedOperands:

@@ -159,14 +159,16 @@ def is_clamped(operand: Operand, found: Comparison) -> bool:
 
 def _cause(operand: Operand, found: Comparison) -> str:
     made, gain = found.statistics[operand], found.gains[operand]
-    lost, old = f"SQNR {made.sqnr:.1f} dB", "of earlier steps, and " if operand in found.stateful else ""
+    lost, initial = f"SQNR {made.sqnr:.1f} dB", found.is_initial(operand)
+    old = "of earlier steps, and " if operand in found.stateful else ""
+    old = "the initial one, which no step has set yet, and " if initial else old
     if made.not_finite:
         return f"{made.not_finite} of its {made.count} values are NaN or infinite before they are quantized"
     if is_clamped(operand, found):
         share = f"{made.saturation:.3g} % of the values are clamped"
         return f"{share}, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
     zeros = f"{made.underflow:.3g} % of the values become zero"
-    if made.underflow > 5 and made.sqnr < 1:
+    if made.underflow > 5 and (made.sqnr < 1 or initial):
         return f"{zeros}, {lost}: the scale is {old}too small (amax {made.amax:.3g})"
     if made.underflow > 5:
         return f"{zeros}: an outlier, {made.amax:.3g}, takes the range ({lost})"
