@@ -19,7 +19,9 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFou
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
 from ottava_debug.analysis.measuring import Candidate, Series
+from ottava_debug.analysis.page import page
 from ottava_debug.analysis.report import Analysis, Noise, TensorReport, most_underflow
+from ottava_debug.analysis.terminal import sentences
 from ottava_debug.measures import Measures
 from tests.debug.checkpoints import demo_checkpoint, direct, real_checkpoint
 
@@ -43,7 +45,8 @@ def test_the_numbers_are_those_of_a_direct_computation(of, tmp_path):
     looked_up = {name for name in layers if name.startswith(("embeddings.", "tokens", "positions", "head"))}
     assert len(looked_up) == (2 if of == "demo" else 3)
     assert {tensor["layer"] for tensor in report["tensors"]} == layers - looked_up
-    assert report["recipes"] == recipes()
+    # The recipe for files does by itself what current does.
+    assert report["recipes"] == [name for name in recipes() if name != "custom"]
     # Of the real one each kind of layer, which takes time enough.
     chosen = [t for t in report["tensors"] if of == "demo" or ".layer.3." in t["layer"] or t["layer"] == "pooler.dense"]
     assert len(chosen) == (16 if of == "demo" else 7)
@@ -353,6 +356,45 @@ def test_of_recipes_that_keep_as_much_the_best_is_the_one_whose_worst_tensor_is_
     assert Analysis("x", ("y", "x"), tensors).best_recipe() == "x"
     same = (tensor_of("a", "weight", x=measured(25.0), y=measured(25.0)),)
     assert [Analysis("x", names, same).best_recipe() for names in (("x", "y"), ("y", "x"))] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("noise", "expected"),
+    [
+        ({"x": measured(30.0), "y": measured(5.0)}, ""),
+        (
+            {"x": measured(30.0), "y": measured(25.0)},
+            "y would leave as little: x is suggested because its worst tensor keeps more, 30.0 dB (y 25.0 dB).",
+        ),
+        (
+            {"x": measured(math.inf), "y": measured(math.inf)},
+            "y would leave as little: x is suggested because it comes before y, whose worst tensor keeps as much.",
+        ),
+        (
+            {"x": measured(25.0), "y": measured(30.0), "z": measured(30.0)},
+            "x, z would leave as little: y is suggested because its worst tensor keeps more, 30.0 dB (x 25.0 dB), "
+            "and it comes before z, whose worst tensor keeps as much.",
+        ),
+    ],
+)
+def test_why_one_of_several_equal_recipes_is_suggested(noise, expected):
+    report = Analysis("x", tuple(noise), (tensor_of("a", "weight", **noise),))
+    assert report.why_best() == expected
+    assert report.to_json()["suggestion"]["reason"] == expected
+    told = list(sentences(report, 5))
+    assert (expected in told) is bool(expected)
+    assert expected in page(report, "")
+
+
+def test_a_reader_of_files_that_repeats_another_recipe_is_left_out():
+    weights = {"a.weight": torch.randn(32, 32)}
+    report = ottava_debug.analyze(weights)
+    assert "custom" not in report.recipes
+    assert all("custom" not in tensor.noise for tensor in report.tensors)
+    assert {"current", "delayed"} <= {*report.recipes}
+    words = "without a file it makes of all tensors what current makes"
+    assert [(skip.name, skip.reason) for skip in report.unavailable] == [("custom", words)]
+    assert ottava_debug.analyze(weights, recipes=["current", "custom"]).recipes == ("current", "custom")
 
 
 def test_files_are_not_read_into_memory(tmp_path):

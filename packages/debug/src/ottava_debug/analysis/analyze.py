@@ -8,7 +8,7 @@ import torch
 
 from ottava.errors import OptionError, UsageError
 from ottava_debug.analysis import sources
-from ottava_debug.analysis.measuring import Series, candidates
+from ottava_debug.analysis.measuring import Series, candidates, repeated
 from ottava_debug.analysis.report import THRESHOLD, Analysis
 from ottava_debug.losses import LOSSES, Loss
 
@@ -35,7 +35,8 @@ def analyze(
     Args:
         source: a safetensors file, a folder of such, a file of ``torch.save``, a sharded checkpoint, or a state dict;
             None for the weights that ``model`` has. Files are mapped and their tensors looked at one by one.
-        recipes: recipes by name, or paths of recipe files; None: every installed one that needs no options.
+        recipes: recipes by name, or paths of recipe files; None: every installed one that needs no options, but for
+            one that reads recipe files and does by itself what another one does.
         model: the model that the weights belong to. Its layers are those that :func:`ottava.convert` takes, whatever
             their names; it is copied, and not changed.
         data: batches: a tensor, or a tuple or a mapping of arguments of the model. With ``loss`` a batch may be a pair
@@ -88,9 +89,12 @@ def analyze(
         place = {layer: number for number, layer in enumerate(weights)}
         tensors.sort(key=lambda tensor: place.get(tensor.layer, len(place)))
     named = type(model).__name__ if source is None else "a state dict" if isinstance(source, Mapping) else str(source)
-    names = tuple(candidate.name for candidate in tried)
+    repeating = repeated(tried, tensors) if recipes is None else []
+    left_out = {skip.name for skip in repeating}
+    names = tuple(candidate.name for candidate in tried if candidate.name not in left_out)
+    tensors = [tensor.under(names) for tensor in tensors]
     left = tuple(dict.fromkeys(skipped))
-    return Analysis(named, names, tuple(tensors), left, tuple(unavailable), taken, threshold)
+    return Analysis(named, names, tuple(tensors), left, (*unavailable, *repeating), taken, threshold)
 
 
 def _check(source: Any, model: Any, data: Any, loss: Any, steps: int, threshold: float) -> None:

@@ -43,6 +43,22 @@ def candidates(asked: Sequence[str] | None) -> tuple[list[Candidate], list[Skipp
     return found, unavailable
 
 
+def repeated(tried: Sequence[Candidate], tensors: Sequence[TensorReport]) -> list[Skipped]:
+    """Recipes that only repeat another one, and which: those that read recipe files, and that without one make of every
+    tensor what another recipe without state makes."""
+    readers = {spec.name for spec in list_recipes() if spec.file_suffixes}
+    stateless = [candidate.name for candidate in tried if not candidate.recipe.stateful]
+    found = []
+    for name in stateless:
+        if name not in readers:
+            continue
+        others = [other for other in stateless if other not in readers]
+        same = [other for other in others if all(t.noise[name] == t.noise[other] for t in tensors)]
+        if same:
+            found.append(Skipped(name, f"without a file it makes of all tensors what {same[0]} makes"))
+    return found
+
+
 class Series:
     """One tensor of a layer under all recipes, through all steps.
 

@@ -98,6 +98,7 @@ def page(report: Analysis, suggestion: str) -> str:
         worst=worst,
         summaries=summaries,
         best=report.best_recipe(),
+        reason=report.why_best(),
         kept=report.keeps(report.best_recipe()),
         suggestion=suggestion,
         notes=list(notes(report)),

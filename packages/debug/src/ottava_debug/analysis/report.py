@@ -1,8 +1,8 @@
 """What ``ottava analyze`` found, as data: what recipes make of tensors, and which layers need high precision."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist, median
 from typing import Any
 
@@ -31,6 +31,11 @@ def _of_underflow(percent: float) -> float:
     if percent <= 0 or percent >= 100:
         return -math.inf if percent > 0 else math.inf
     return 10 * math.log10(3 / NormalDist().inv_cdf((1 + percent / 100) / 2) ** 2)
+
+
+def _decibels(rank: tuple[int, float]) -> str:
+    """The quality in a rank."""
+    return "exact" if rank[1] == -math.inf else f"{-rank[1]:.1f} dB"
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,10 @@ class TensorReport:
     exponents: Mapping[int, int]
     noise: Mapping[str, Noise]
 
+    def under(self, recipes: Sequence[str]) -> "TensorReport":
+        """The report with the noise of these recipes alone."""
+        return replace(self, noise={recipe: self.noise[recipe] for recipe in recipes})
+
 
 @dataclass(frozen=True)
 class Skipped:
@@ -159,7 +168,7 @@ class Analysis:
         recipes: the recipes by name, in the order of the columns.
         tensors: layer by layer in the order of the source, the weight first.
         skipped: tensors of the source, or layers of the model, that were left out.
-        unavailable: installed recipes that could not be used.
+        unavailable: installed recipes that could not be used, or only repeat another one.
         steps: how many steps were captured.
         threshold: dB below which a layer needs high precision.
     """
@@ -213,16 +222,37 @@ class Analysis:
     def best_recipe(self) -> str:
         """The recipe that leaves the fewest elements of weights in high precision; of equal ones the one whose worst
         tensor has the highest quality, then the first."""
-        weights = {tensor.layer: tensor.count for tensor in self.tensors if tensor.role == "weight"}
+        ranks = self._ranks()
+        return min(self.recipes, key=lambda recipe: ranks[recipe])
 
+    def _ranks(self) -> dict[str, tuple[int, float]]:
+        """For each recipe the elements of weights in high precision, and the quality of its worst tensor, negative."""
+        weights = {tensor.layer: tensor.count for tensor in self.tensors if tensor.role == "weight"}
         # Recipes do not differ in what was NaN or infinite before.
         finite = [tensor for tensor in self.tensors if not tensor.not_finite]
-
-        def rank(recipe: str) -> tuple[int, float]:
+        ranks = {}
+        for recipe in self.recipes:
             kept = sum(weights.get(layer, 0) for layer in self.complaints(recipe))
-            return kept, -min((tensor.noise[recipe].quality for tensor in finite), default=0.0)
+            quality = min((tensor.noise[recipe].quality for tensor in finite), default=0.0)
+            ranks[recipe] = kept, -quality
+        return ranks
 
-        return min(self.recipes, key=rank)
+    def why_best(self) -> str:
+        """Why :meth:`best_recipe` is suggested among recipes that leave as little in high precision, in a sentence;
+        empty where there are no such recipes."""
+        best, ranks = self.best_recipe(), self._ranks()
+        equals = [recipe for recipe in self.recipes if recipe != best and ranks[recipe][0] == ranks[best][0]]
+        alike = [recipe for recipe in equals if ranks[recipe] == ranks[best]]
+        worse = [f"{recipe} {_decibels(ranks[recipe])}" for recipe in equals if recipe not in alike]
+        reasons = []
+        if worse:
+            own = _decibels(ranks[best])
+            reasons.append(f"its worst tensor keeps more, {own} (" + ", ".join(worse) + ")")
+        if alike:
+            reasons.append(f"it comes before {', '.join(alike)}, whose worst tensor keeps as much")
+        if not reasons:
+            return ""
+        return f"{', '.join(equals)} would leave as little: {best} is suggested because {', and '.join(reasons)}."
 
     def worst(self, number: int) -> list[tuple[TensorReport, str]]:
         """The tensors with the lowest quality, lowest first, each with the recipe under which it has it."""
@@ -236,7 +266,8 @@ class Analysis:
     def to_json(self) -> dict[str, Any]:
         """The report as JSON has it: what is not finite is the text ``"inf"``, ``"-inf"`` or ``"nan"``."""
         best = self.best_recipe()
-        suggestion = {"recipe": best, "kept": [{"layer": k.layer, "reason": k.reason} for k in self.keeps(best)]}
+        kept = [{"layer": keep.layer, "reason": keep.reason} for keep in self.keeps(best)]
+        suggestion = {"recipe": best, "kept": kept, "reason": self.why_best()}
         complaints = {recipe: self.complaints(recipe) for recipe in self.recipes}
         summaries = [asdict(summary) for summary in self.summaries()]
         more = {"summaries": summaries, "complaints": complaints, "suggestion": suggestion}

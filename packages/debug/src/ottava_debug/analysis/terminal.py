@@ -72,6 +72,8 @@ def sentences(report: Analysis, rows: int) -> Iterator[str]:
     best = report.best_recipe()
     keeps = report.keeps(best)
     yield f"Suggested: {best}, with {len(keeps)} of {len(report.layers)} layers in high precision."
+    if reason := report.why_best():
+        yield reason
     for keep in keeps[:rows]:
         yield f"  {keep.layer or '(root)'}: {keep.reason}"
 
