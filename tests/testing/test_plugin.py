@@ -86,6 +86,32 @@ def test_an_expected_failure_of_what_does_not_apply_fails(pytester: pytest.Pytes
     result.stdout.fnmatch_lines(["*does not apply, and is expected to fail: remove the override*"])
 
 
+def test_a_class_names_its_expected_failures(pytester: pytest.Pytester) -> None:
+    names = {"clone-shares-nothing": "its clone shares its scale", "zeros": "no idea", "state-moves": "no state"}
+    source = f"{BROKEN}\n    expected_failures = {names!r}\n"
+    chosen = f"{SOME} or test_state_moves"
+    result = run(pytester, source, "-k", chosen, "-rx")
+    result.assert_outcomes(passed=2, xfailed=1, failed=2)
+    result.stdout.fnmatch_lines(["*its clone shares its scale (*"])
+    text = result.stdout.str()
+    assert "it passes, and was expected to fail (no idea): remove that" in text
+    assert "it is expected to fail, and does not apply" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        ({"zeroes": "x"}, "OptionError: the expected failure 'zeroes' is no check. Expected: a name such as zeros"),
+        ({"zeros": " "}, "OptionError: the expected failure of 'zeros' has no reason"),
+        (["zeros"], "DTypeError: expected_failures is a list"),
+    ],
+)
+def test_expected_failures_that_say_something_wrong(names: Any, error: str, pytester: pytest.Pytester) -> None:
+    result = run(pytester, f"{GOOD}\n    expected_failures = {names!r}\n")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines([f"*{error}*"])
+
+
 def test_a_class_names_the_layers_that_it_checks(pytester: pytest.Pytester) -> None:
     result = run(pytester, BROKEN.replace("spec = SPEC", "spec, layers = SPEC, ('encoder.0', 'head')"))
     result.assert_outcomes(passed=3, failed=1)

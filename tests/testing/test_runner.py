@@ -76,6 +76,11 @@ def test_an_unknown_check_is_refused_with_the_nearest(options: Any) -> None:
         check_recipe(rows.Rows(), **options)
 
 
+def test_expected_failures_are_a_mapping() -> None:
+    with pytest.raises(DTypeError, match="expected_failures is a list"):
+        check_recipe(rows.Rows(), expected_failures=["copy"])  # type: ignore[arg-type]
+
+
 def test_what_is_no_recipe_is_refused() -> None:
     with pytest.raises(DTypeError, match="the recipe is a int"):
         check_recipe(3)  # type: ignore[arg-type]

@@ -16,13 +16,16 @@ from ottava.errors import OptionError, OttavaError
 from ottava.recipes.spec import RecipeSpec
 from ottava_testing.checks import list_checks
 from ottava_testing.compare import CheckFailed
-from ottava_testing.runner import run_for_layers, subjects_of, why_not
+from ottava_testing.runner import checked_failures, run_for_layers, subjects_of, why_not
 from ottava_testing.subject import LAYER, Subject
 from ottava_testing.table import Check
 
 # Where a standard test notes in its instance that its check failed.
 _FAILED = "_ottava_failed"
-_RULE = 'a standard test may be overridden only with @pytest.mark.xfail(reason="why it fails") on the method, strict'
+_RULE = (
+    'a standard test may be overridden only with @pytest.mark.xfail(reason="why it fails") on the method, strict; '
+    "or name the check in expected_failures"
+)
 
 
 class ConformanceError(OttavaError, TypeError):
@@ -41,22 +44,27 @@ class RecipeConformance:
         class TestMine(RecipeConformance):
             recipe = "mine"
 
-    A subclass may override a standard test only as one that is expected to fail, for a reason.
+    A subclass names the checks that are expected to fail, with the reasons, or overrides a standard test as one that
+    is.
 
     Attributes:
         recipe: the name of an installed recipe, the path of a recipe file, or a recipe.
         options: the recipe's options, with a name or a file.
         spec: what the recipe says of itself; by default that of the installed one, else the defaults of every flag.
         layers: names of layers. A recipe that goes by them is checked as each of these layers has it.
+        expected_failures: name of a check -> reason. Such a check has to fail.
 
     Raises:
         ConformanceError: when a subclass is made that overrides a standard test in another way.
+        OptionError: when one is made that expects an unknown check to fail, with the nearest ones, or gives no reason.
+        DTypeError: ``expected_failures`` is no mapping.
     """
 
     recipe: ClassVar[str | Path | ottava.Recipe | None] = None
     options: ClassVar[Mapping[str, Any]] = {}
     spec: ClassVar[RecipeSpec | None] = None
     layers: ClassVar[Sequence[str]] = (LAYER,)
+    expected_failures: ClassVar[Mapping[str, str]] = {}
 
     def make_recipe(self) -> ottava.Recipe:
         """The recipe; to be overridden where it has no name."""
@@ -70,6 +78,7 @@ class RecipeConformance:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        checked_failures(cls.expected_failures)
         wrong = overrides_wrongly(cls)
         if wrong:
             raise ConformanceError(f"{cls.__name__}: {'; '.join(wrong)}", remedy=_RULE)
@@ -94,7 +103,9 @@ def _standard_test(check: Check) -> Callable[..., None]:
     def test(self: RecipeConformance) -> None:
         __tracebackhide__ = True
         subjects = subjects_of_class(type(self))
-        reason = why_not(check, subjects)
+        reason, expected = why_not(check, subjects), self.expected_failures.get(check.name)
+        if reason is not None and expected is not None:
+            pytest.fail(f"it is expected to fail, and does not apply: {reason}; remove it", pytrace=False)
         if reason is not None:
             raise NotApplicable(f"does not apply: {reason}")
         failure = ""
@@ -102,10 +113,14 @@ def _standard_test(check: Check) -> Callable[..., None]:
             run_for_layers(check, subjects)
         except CheckFailed as error:
             vars(self)[_FAILED] = check.method
-            if error.__cause__ is not None:
+            if error.__cause__ is not None and expected is None:
                 # The traceback of the recipe's own code says more.
                 raise
             failure = str(error)
+        if failure and expected is not None:
+            pytest.xfail(f"{expected} ({failure})")
+        if expected is not None:
+            failure = f"it passes, and was expected to fail ({expected}): remove that"
         if failure:
             pytest.fail(failure, pytrace=False)
 
@@ -221,6 +236,11 @@ def wrongly_left_out(item: Any, when: str, excinfo: Any) -> str | None:
         excinfo: what pytest knows of the exception that ended it.
     """
     overridden = is_override(item.cls, item.originalname)
+    named = {check.method for check in list_checks() if check.name in item.cls.expected_failures}
+    if excinfo is not None and when == "call" and not overridden and item.originalname in named:
+        expected = excinfo.errisinstance(pytest.xfail.Exception)
+        if expected and vars(item.instance).get(_FAILED) == item.originalname:
+            return None
     if excinfo is None:
         return f"{when} skips it"
     if excinfo.errisinstance(NotApplicable):

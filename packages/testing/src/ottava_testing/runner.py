@@ -158,6 +158,26 @@ def find_checks(names: Iterable[str], what: str) -> list[Check]:
     return [known[name] for name in names]
 
 
+def checked_failures(expected: Mapping[str, str] | None) -> dict[str, str]:
+    """Expected failures: the name of a check, and why it fails.
+
+    Raises:
+        DTypeError: they are no mapping.
+        OptionError: there is no check of that name, with the nearest ones; or a failure has no reason.
+    """
+    if expected is not None and not isinstance(expected, Mapping):
+        what = f"expected_failures is a {type(expected).__name__}"
+        raise DTypeError(what, expected="a mapping, {check: why it fails}")
+    found = dict(expected or {})
+    find_checks(found, "the expected failure")
+    for name, reason in found.items():
+        if not isinstance(reason, str) or not reason.strip():
+            raise OptionError(
+                f"the expected failure of {name!r} has no reason", expected="why it fails", remedy=f"{name}=REASON"
+            )
+    return found
+
+
 def check_recipe(
     recipe: Given,
     *,
@@ -180,16 +200,10 @@ def check_recipe(
         layers: names of layers. A recipe that goes by them is checked as each of these layers has it.
 
     Raises:
-        OptionError: an unknown check, or an expected failure without a reason.
+        OptionError: an unknown check, with the nearest ones, or an expected failure without a reason.
         RecipeNotFoundError, PluginError, DTypeError: ``recipe`` gives no recipe.
     """
-    expected = dict(expected_failures or {})
-    find_checks(expected, "the expected failure")
-    for name, reason in expected.items():
-        if not isinstance(reason, str) or not reason.strip():
-            raise OptionError(
-                f"the expected failure of {name!r} has no reason", expected="why it fails", remedy=f"{name}=REASON"
-            )
+    expected = checked_failures(expected_failures)
     chosen = list_checks() if only is None else find_checks(list(only), "only")
     subjects = subjects_of(recipe, options or {}, spec, layers)
     for subject in subjects:
