@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import importlib
 import os
 import re
 import stat
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_plugins import HOOK, plugin, run
 from typer.testing import CliRunner
 
 import ottava
 from ottava.cli.main import app
 from ottava.errors import OptionError, UsageError
+from ottava_testing import check_recipe
 from ottava_testing.new_recipe import command
 from ottava_testing.new_recipe.names import LONGEST, Names, checked_names
 from ottava_testing.new_recipe.rendering import TEMPLATE, compatible_versions, render
@@ -103,12 +106,31 @@ def test_the_places_to_change_are_marked() -> None:
     assert files["src/acme_rows/plugin.py"].count("# Your scheme:") == 1
 
 
+def test_the_storage_with_two_directions_passes_the_kit(monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = render(Names("acme-rows"))["README.md"]
+    Path("two_way_rows.py").write_text(re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)[2])
+    monkeypatch.syspath_prepend(os.getcwd())
+    two_way = importlib.import_module("two_way_rows")
+    spec = ottava.RecipeSpec(
+        name="acme-rows",
+        factory="two_way_rows:RowRecipe",
+        summary="as the README has it",
+        relative_error=0.02,
+        quantized_weights=False,
+    )
+    report = check_recipe(two_way.RowRecipe(), spec=spec, skip_slow=True)
+    assert report.ok, str(report)
+    made = two_way.TwoWayQuantizer()(torch.rand(6, 8))
+    made.update_usage(rowwise_usage=False)
+    assert (made._data, made.shape) == (None, (6, 8))
+
+
 @pytest.mark.parametrize("name", ["x", "acme-rows", "a1_b2-c3", "a" + "-b" * 19 + "c"])
 def test_names_of_every_length_give_python_that_compiles(name: str) -> None:
     names = Names(name)
     files = render(names)
     shown = re.findall(r"^```python\n(.*?)^```", files["README.md"], re.M | re.S)
-    assert len(shown) == 2
+    assert len(shown) == 3
     sources = {path: text for path, text in files.items() if path.endswith(".py")} | dict(enumerate(shown))
     for path, text in sources.items():
         ast.parse(text)
