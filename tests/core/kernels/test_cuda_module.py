@@ -165,9 +165,7 @@ def test_doctor_says_what_was_built_and_where_it_has_run(monkeypatch: pytest.Mon
     monkeypatch.setattr("ottava._cuda", SimpleNamespace(targets="90a-real"), raising=False)
     check = doctor._backend("cuda", "available")
     assert check.ok
-    assert (
-        check.detail == f"built for 90a-real; {backends.RUN_ON['cuda']}; {gpus[0] if gpus else 'torch sees no GPU'}"
-    )
+    assert check.detail == f"built for 90a-real; {backends.RUN_ON['cuda']}; {gpus[0] if gpus else 'torch sees no GPU'}"
     assert "compute capability 9.0 (H100)" in check.detail
 
 
