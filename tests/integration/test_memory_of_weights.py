@@ -133,6 +133,45 @@ def test_safetensors_writes_values_and_says_how_to_keep_the_bytes(
         assert (mine.dequantize() - its.dequantize()).norm() <= 0.01 * its.dequantize().norm()
 
 
+def steps(model: torch.nn.Module, count: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(count):
+        trained(model, optimizer)
+
+
+MIXED = CustomRecipe(lambda role: ottava.QuantizerRequest("delayed" if role.tensor_type == "weight" else "current"))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), MIXED], ids=[*RECIPES, "mixed"])
+def test_written_values_load_into_weights_that_were_trained_on(recipe: Any, tmp_path: Path) -> None:
+    """A recipe with state quantizes them by the scale that is loaded with them, not by that of later steps."""
+    model, path = net(recipe), tmp_path / "model.safetensors"
+    steps(model, 2)
+    state = {name: value for name, value in model.state_dict().items() if name != "3.weight"}
+    with pytest.warns(UserWarning, match="3 quantized tensors"):
+        safetensors.torch.save_file(state, path)
+    expected = [weight.dequantize().detach().clone() for weight in model.parameters()]
+    steps(model, 4)
+    written = safetensors.torch.load_file(path)
+    for target in (model, net(recipe)):
+        target.load_state_dict(written | {"3.weight": written["2.weight"]})
+        for weight, values in zip(target.parameters(), expected, strict=True):
+            assert (weight.dequantize() - values).norm() <= 1e-4 * values.norm()
+
+
+def test_a_state_without_steps_gives_loaded_weights_no_scale(tmp_path: Path) -> None:
+    written = {
+        name: v.detach().dequantize() if v.dim() == 2 and "weight" in name else v.clone()
+        for name, v in net("delayed").state_dict().items()
+    }
+    model = net("delayed")
+    steps(model, 2)
+    model.load_state_dict(written)
+    for index, weight in enumerate(layer.weight for layer in model):
+        values = written[f"{index}.weight"]
+        assert (weight.dequantize() - values).norm() <= 0.05 * values.norm()
+
+
 @each_recipe
 def test_a_whole_model_with_shared_weights_is_written_by_safetensors(recipe: Any, tmp_path: Path) -> None:
     model, path = net(recipe), tmp_path / "model.safetensors"

@@ -135,7 +135,7 @@ def test_low_rank_adapters_are_merged_and_saved(recipe: str, tmp_path: Path) -> 
     assert_same_values(loaded, merged)
 
 
-def accelerated(mesh: Any, recipe: str, sharded: bool) -> None:
+def accelerated(mesh: Any, recipe: str, sharded: bool, **options: Any) -> None:
     """Train by Accelerate, see that every weight did, and save and load its state."""
     rank = mesh.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(mesh.size())}
@@ -153,6 +153,7 @@ def accelerated(mesh: Any, recipe: str, sharded: bool) -> None:
                 fsdp_version=2,
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+                **options,
             ),
         }
     model = primary(recipe, dtype=torch.float32)
@@ -175,7 +176,7 @@ def accelerated(mesh: Any, recipe: str, sharded: bool) -> None:
     step()
     trained = local()
     assert [name for name, value in trained.items() if torch.equal(value, before[name])] == []
-    folder = Path(os.environ["OTTAVA_TEST_FOLDER"]) / f"{recipe}-{sharded}"
+    folder = Path(os.environ["OTTAVA_TEST_FOLDER"]) / "-".join([recipe, str(sharded), *options])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accelerator.save_state(str(folder))
@@ -211,7 +212,16 @@ def ddp_blockwise(mesh: Any) -> None:
     accelerated(mesh, "blockwise", sharded=False)
 
 
+def ddp_delayed(mesh: Any) -> None:
+    accelerated(mesh, "delayed", sharded=False)
+
+
+def full_delayed(mesh: Any) -> None:
+    accelerated(mesh, "delayed", sharded=True, state_dict_type="FULL_STATE_DICT")
+
+
 def test_accelerate_trains_every_weight_and_saves_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTTAVA_TEST_FOLDER", str(tmp_path))
-    cases = ["fsdp2_current", "fsdp2_mxfp8", "fsdp2_delayed", "ddp_current", "ddp_blockwise"]
+    cases = ["fsdp2_current", "fsdp2_mxfp8", "fsdp2_delayed", "full_delayed"]
+    cases += ["ddp_current", "ddp_blockwise", "ddp_delayed"]
     assert ranks.failures(__name__, cases) == dict.fromkeys(cases)

@@ -171,6 +171,19 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         made.unset = present.unset or (present.scale.is_meta and not slot.is_meta)
         return made
 
+    def expect_weight(self, state_dict: Any, prefix: str) -> None:
+        """Take the scale of the weight that is to be loaded; a state without steps has none to give."""
+        if "weight" in self.given:
+            return
+        slot = self.slots["weight"]
+        scale, history = (state_dict.get(f"{prefix}{name}") for name in ("scale", "amax_history"))
+        if not all(isinstance(buffer, torch.Tensor) and not buffer.is_meta for buffer in (scale, history)):
+            return
+        # What has other shapes is refused afterwards, where the state itself is loaded.
+        alike = scale.shape == self.scale.shape == history.shape[-1:]
+        if alike and bool(history[..., slot].any()):
+            self.scale[slot].copy_(scale[slot])
+
     def gather_quantizer(self) -> Quantizer:
         """The slot's quantizer, which records apart: a gather may serve a forward pass, or no step at all."""
         given = self.given.get("weight")

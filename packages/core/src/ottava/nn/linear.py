@@ -192,6 +192,9 @@ class Linear(torch.nn.Linear):
     ) -> None:
         before = local_tensor(self.weight)
         fill_in_states(self, state_dict, prefix, metadata)
+        state: Any = self._modules.get("recipe_state")
+        if state is not None and isinstance(before, QuantizedTensorStorage):
+            state.expect_weight(state_dict, f"{prefix}recipe_state.")
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         gather_as(self, before)
         self._binding.kept = None

@@ -99,6 +99,12 @@ class MixedState(torch.nn.Module, RecipeState):
     def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
         return self.serving["weight"].weight_quantizer(weight)
 
+    def expect_weight(self, state_dict: Any, prefix: str) -> None:
+        serving = self.serving["weight"]
+        for name, part in self._modules.items():
+            if part is serving:
+                serving.expect_weight(state_dict, f"{prefix}{name}.")
+
     def gather_quantizer(self) -> Quantizer:
         return self.serving["weight"].gather_quantizer()
 

@@ -140,6 +140,14 @@ class RecipeState:
         """The quantizer for in-place updates of an FP8-primary weight, or None to leave it the one that it has."""
         return None
 
+    def expect_weight(self, state_dict: Any, prefix: str) -> None:
+        """Called before values of an FP8-primary weight are loaded from ``state_dict``, which may hold this state.
+
+        Modules load their parameters before their submodules. So a weight would be quantized by the scale of before,
+        and leave the grid that its values lie on. ``prefix`` is that of this state's names. A state that knows the
+        scale takes it here; there is nothing to do without state.
+        """
+
     def gather_quantizer(self) -> "Quantizer":
         """The quantizer for a weight in high precision whose shards are quantized when they are gathered."""
         made = self.quantizers["weight", True, True].copy()
