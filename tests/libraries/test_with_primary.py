@@ -216,12 +216,12 @@ def ddp_delayed(mesh: Any) -> None:
     accelerated(mesh, "delayed", sharded=False)
 
 
-def full_delayed(mesh: Any) -> None:
-    accelerated(mesh, "delayed", sharded=True, state_dict_type="FULL_STATE_DICT")
+def full_mxfp8(mesh: Any) -> None:
+    accelerated(mesh, "mxfp8", sharded=True, state_dict_type="FULL_STATE_DICT")
 
 
 def test_accelerate_trains_every_weight_and_saves_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTTAVA_TEST_FOLDER", str(tmp_path))
-    cases = ["fsdp2_current", "fsdp2_mxfp8", "fsdp2_delayed", "full_delayed"]
+    cases = ["fsdp2_current", "fsdp2_mxfp8", "fsdp2_delayed", "full_mxfp8"]
     cases += ["ddp_current", "ddp_blockwise", "ddp_delayed"]
     assert ranks.failures(__name__, cases) == dict.fromkeys(cases)
