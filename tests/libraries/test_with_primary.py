@@ -76,6 +76,23 @@ def test_shared_weights_are_found(recipe: str) -> None:
     assert id_tensor_storage(tied.lm_head.weight) == id_tensor_storage(tied.model.embed_tokens.weight.detach())
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_end_of_a_weight_is_that_of_its_data(recipe: str) -> None:
+    """Tied weights are saved if both names end alike; a copy in high precision has another address each time."""
+    import huggingface_hub.serialization._torch as hub
+
+    model = primary(recipe, tied=True)
+    head, table = model.lm_head.weight.detach(), model.model.embed_tokens.weight.detach()
+    start = head.untyped_storage().data_ptr()
+    kept = []
+    for module in (transformers.modeling_utils, hub):
+        for weight in (head, table):
+            # Memory that is free otherwise, so that copies lie elsewhere.
+            kept.append(torch.empty(weight.shape, dtype=weight.dtype))
+            assert module._end_ptr(weight) == start + head.untyped_storage().nbytes()
+        assert module._end_ptr(kept[0]) == kept[0].data_ptr() + kept[0].nbytes
+
+
 def trainer_of(model: Any, folder: Path) -> Any:
     data = [{"input_ids": row, "labels": row} for row in TOKENS]
     arguments = transformers.TrainingArguments(
@@ -157,7 +174,8 @@ def accelerated(mesh: Any, recipe: str, sharded: bool, **options: Any) -> None:
             ),
         }
     model = primary(recipe, dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    # With a momentum, because torch gathers no whole state of an optimizer that has none.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     if sharded:
         AcceleratorState._shared_state["distributed_type"] = accelerate.DistributedType.FSDP

@@ -101,9 +101,9 @@ class MixedState(torch.nn.Module, RecipeState):
 
     def expect_weight(self, state_dict: Any, prefix: str) -> None:
         serving = self.serving["weight"]
-        for name, part in self._modules.items():
-            if part is serving:
-                serving.expect_weight(state_dict, f"{prefix}{name}.")
+        for name, part in self.named_children():
+            if isinstance(part, RecipeState) and part is serving:
+                part.expect_weight(state_dict, f"{prefix}{name}.")
 
     def gather_quantizer(self) -> Quantizer:
         return self.serving["weight"].gather_quantizer()

@@ -4,10 +4,12 @@ The format has one block of memory for a tensor, and a quantized tensor has seve
 under names of their own; ``save_pretrained`` of Transformers, or ``Accelerator.save_state``, write what is in a state
 dict as it is. Without this module, safetensors would read the memory at ``data_ptr()`` as that of a plain tensor of the
 nominal dtype, which is longer. It offers no public way to say what is to be written, so two of its functions are
-replaced by ones that know quantized tensors.
+replaced by ones that know quantized tensors. Transformers and huggingface_hub compare where tensors end, which they are
+told in the same way.
 """
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -68,3 +70,31 @@ def teach_safetensors() -> bool:
 
 #: Whether quantized tensors may show where their data lies: safetensors would read more than there is.
 CAN_SHOW_MEMORY = teach_safetensors()
+
+#: Modules whose private ``_end_ptr(tensor)`` reads the address of ``tensor.view(-1)[-1]``.
+_ASK_FOR_ENDS = ("transformers.modeling_utils", "huggingface_hub.serialization._torch")
+
+
+def teach_ends() -> None:
+    """Let what is imported of these modules know where the data of a quantized tensor ends.
+
+    A flat view of a tensor in blocks is a copy, whose address says nothing. Two names of one tied weight would have
+    different ends, and be refused or saved as memory happened to be allocated. Called where a quantized tensor is
+    asked for its memory, which those modules do first, because they may be imported after this one.
+    """
+    for name in _ASK_FOR_ENDS:
+        module: Any = sys.modules.get(name)
+        function = getattr(module, "_end_ptr", None)
+        if function is not None and not hasattr(function, "_of_plain_tensors"):
+            module._end_ptr = _with_ends(function)
+
+
+def _with_ends(function: Callable[[Any], int]) -> Callable[[Any], int]:
+    @functools.wraps(function)
+    def end_of(tensor: Any) -> int:
+        held = holder_of(tensor.inner_list()) if isinstance(tensor, QuantizedTensorStorage) else None
+        return function(tensor) if held is None else held.data_ptr() + held.nbytes
+
+    changed: Any = end_of
+    changed._of_plain_tensors = function
+    return end_of

@@ -12,7 +12,7 @@ from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
 from ottava.tensors.declaration import StaticField, check_values_dtype, checked, same_kind
 from ottava.tensors.memory import holder_of, storage_of
-from ottava.tensors.saved_by_others import CAN_SHOW_MEMORY
+from ottava.tensors.saved_by_others import CAN_SHOW_MEMORY, teach_ends
 from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, tree_map, writes_of
@@ -277,7 +277,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def _holder(self) -> torch.Tensor | None:
         """The inner tensor whose memory this tensor shows."""
-        return holder_of(self.inner_list()) if CAN_SHOW_MEMORY else None
+        if not CAN_SHOW_MEMORY:
+            return None
+        teach_ends()
+        return holder_of(self.inner_list())
 
     def data_ptr(self) -> int:
         """The address of the first inner tensor that is held: codes lie there. 0 where nothing has memory.
