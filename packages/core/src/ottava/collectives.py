@@ -1,13 +1,14 @@
 """All-reduces (MAX, SUM) and all-gather, which anyone may call; and ranks that fail together."""
 
+import hashlib
 from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ottava.errors import CheckpointError, OptionError, UsageError, text_of
+from ottava.errors import CheckpointError, OptionError, UsageError, listed, text_of
 from ottava.torch_private import resolve_process_group
 
 _T = TypeVar("_T")
@@ -142,3 +143,39 @@ class Ranks:
             if message is not None:
                 raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
         return result
+
+
+class Disagreement(NamedTuple):
+    """What an error says where ranks are about to do different things."""
+
+    what: str
+    expected: str
+    remedy: str
+
+
+def check_alike(lines: Sequence[str], group: Any, device: torch.device | None, error: Disagreement) -> None:
+    """Compare what the ranks of a group are about to do, in one all-gather of 32 bytes.
+
+    Args:
+        lines: what this rank is about to do, in words that other processes would use, too.
+        group: as of :func:`all_reduce_max`.
+        device: where the group's collectives run; None is the default device.
+        error: what is said where the lines differ. The words of the first rank serve all of them.
+
+    Raises:
+        UsageError: the lines differ; on every rank, with one text.
+    """
+    hashed = hashlib.sha256("\n".join(lines).encode()).digest()
+    digest = torch.tensor(list(hashed), dtype=torch.uint8, device=device)
+    if bool((all_gather(digest, group) == digest).all()):
+        return
+    of_ranks = Ranks(find_group(group)).gather((error, list(lines)))
+    (error, first), *others = of_ranks
+    rank, other = next((at, told) for at, (_, told) in enumerate(others, 1) if told != first)
+    mine = [line for line in first if line not in other]
+    theirs = [line for line in other if line not in first]
+    found = "they ran in another order"
+    if mine or theirs:
+        here, there = listed(mine) or "nothing else", listed(theirs) or "nothing else"
+        found = f"rank 0 has {here}, rank {rank} {there}"
+    raise UsageError(f"{error.what}: {found}", error.expected, error.remedy)

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 from collections import abc
 from typing import Any
 
@@ -28,6 +29,11 @@ def text_of(error: BaseException) -> str:
     # The text is somebody else's code.
     except (Exception, SystemExit):
         return "an error whose text cannot be shown"
+
+
+def stable_repr(value: object) -> str:
+    """``repr(value)`` without the addresses in it, which are others in each process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 class ShapeError(OttavaError, ValueError):

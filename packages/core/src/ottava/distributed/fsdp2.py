@@ -8,7 +8,7 @@ themselves, and a flat copy of each shard in high precision stays in memory.
 
 import contextlib
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,14 +27,18 @@ def _states() -> list[Any]:
     return [reference() if callable(reference) else reference for reference in list(_module_state_mapping.values())]
 
 
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [getattr(state, "_fsdp_param_group", None)] if groups is None else list(groups)
+
+
 def _group_and_state(module: Any) -> tuple[Any, Any]:
     known = _groups.get(module)
     group, state = (None, None) if known is None else (known[0](), known[1]())
     if group is not None and state is not None:
         return group, state
     for state in _states():
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+        for group in _groups_of(state):
             if any(parameter._module_info.module is module for parameter in getattr(group, "fsdp_params", ())):
                 _groups[module] = weakref.ref(group), weakref.ref(state)
                 return group, state
@@ -50,12 +54,34 @@ def _will_be_kept(state: Any) -> bool:
     return not any(inner is module for outer in others for inner in outer.modules() for module in own)
 
 
-def gathered_together(module: Any) -> list[tuple[torch.Tensor, torch.Size, Any]]:
-    """The parameters that are gathered in one collective with those of ``module``, if that can be known: of each this
-    rank's shard, the size of the whole, and the module that owns it."""
+class GatheredWeight(NamedTuple):
+    """A parameter that FSDP gathers: its name, this rank's shard, the size of the whole, the module that owns it, the
+    dtype that it is cast to, if any, and whether it is given up after the forward pass."""
+
+    name: str
+    shard: torch.Tensor
+    size: torch.Size
+    module: Any
+    dtype: torch.dtype | None = None
+    resharded: bool | None = None
+
+
+def gathered_over(module: Any, group: Any) -> list[GatheredWeight]:
+    """All parameters below the outermost FSDP module around ``module`` whose shards lie on the ranks of ``group``, in
+    the order of the modules, if that can be known."""
+    found: list[GatheredWeight] = []
     with contextlib.suppress(*_OTHERWISE):
-        all_of = _group_and_state(module)[0].fsdp_params
-        return [(local_tensor(p.sharded_param), p._orig_size, p._module_info.module) for p in all_of]
+        own, state = _group_and_state(module)
+        groups = [group for other in state._state_ctx.all_states for group in _groups_of(other)]
+        for together in groups if any(one is own for one in groups) else [own]:
+            if together._all_gather_process_group.group_name != group.group_name:
+                continue
+            for one in together.fsdp_params:
+                name = one._param_fqn or one._module_info.param_name
+                shard, owner = local_tensor(one.sharded_param), one._module_info.module
+                given_up = bool(together._reshard_after_forward)
+                found.append(GatheredWeight(name, shard, one._orig_size, owner, one.param_dtype, given_up))
+        return found
     return []
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ottava import torch_private
 from ottava.collectives import all_reduce_max
 from ottava.distributed import fsdp2
+from ottava.distributed.agreement import compare_weights
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, check_blocks, shard_output
 from ottava.errors import DTypeError, ShapeError, UsageError, listed
@@ -78,15 +79,18 @@ def pre_all_gather(
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
     """What this rank sends, padded to the length of the longest shard, and the plan."""
     group = mesh.get_group()
+    world = dist.get_world_size(group)
+    if world > 1:
+        # Before the ranks compare their weights: one whose shard no blocks make has no hook, and takes no part.
+        _check_rows(tensor, size, world)
+    compare_weights(tensor, size, group, module)
     check_shard(tensor.shape, size, module)
     binding = getattr(module, "_binding", None)
     if binding is not None:
         binding.own_shard(module, tensor)
     _agree(tensor, size, group, module)
     fsdp2.drop_flat_copies(module)
-    world, gathered = dist.get_world_size(group), _to_gather(tensor, module)
-    if world > 1:
-        _check_rows(tensor, size, world)
+    gathered = _to_gather(tensor, module)
     # With one rank nothing is gathered: FSDP copies the first input, and no other.
     sent = dict(list(gathered.items())[: None if world > 1 else 1])
     inputs, coming = [], []
@@ -274,6 +278,7 @@ class HighPrecisionWeight(torch.Tensor):
         dtype = mp_policy.param_dtype or self.dtype
         group, values = mesh.get_group(), self._plain
         world = dist.get_world_size(group)
+        compare_weights(self, orig_size, group, module)
         check_shard(values.shape, orig_size, module)
         known = _quantized.pop(module, None)
         if known is None or known[:2] != (torch_private.version_of(values), dtype):

@@ -6,16 +6,14 @@ the order in which it ran, decides all of it: that is the same on all ranks, as 
 """
 
 import gc
-import hashlib
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ottava.collectives import Ranks, all_gather, find_group, process_groups_ready, spans_ranks
-from ottava.errors import UsageError, listed
+from ottava.collectives import Disagreement, check_alike, process_groups_ready, spans_ranks
+from ottava.errors import stable_repr
 from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
 from ottava.recipes.state import RecipeState, by_recipe
@@ -59,7 +57,14 @@ def _line(state: RecipeState) -> str:
     """What a state belongs to, what it serves, and its recipe. (Functions are at another address in each process.)"""
     name = state._roles[0].name or "a layer"
     served = ", ".join(role.tensor_type for role in state._roles)
-    return f"{name} ({served}): {re.sub(r' at 0x[0-9a-f]+', '', repr(state.recipe))}"
+    return f"{name} ({served}): {stable_repr(state.recipe)}"
+
+
+_OTHER_LAYERS = Disagreement(
+    "the ranks of the group reduce amaxes of other layers",
+    "the same layers and the same options of their recipe on all ranks",
+    "give layers that only some ranks have a group of these ranks, by autocast(amax_reduction_group=...)",
+)
 
 
 def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
@@ -71,18 +76,7 @@ def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
     # A rank that reduces nothing takes part: others may.
     lines = [_line(part) for part in parts if part.recipe.reduces_amaxes]
     device = next((buffer.device for part in parts for buffer in part.buffers()), None)
-    digest = torch.tensor(list(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.uint8, device=device)
-    if bool((all_gather(digest, group) == digest).all()):
-        return
-    first, *others = Ranks(find_group(group)).gather(lines)
-    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
-    mine, theirs = [line for line in first if line not in other], [line for line in other if line not in first]
-    found = "they ran in another order"
-    if mine or theirs:
-        found = f"rank 0 has {listed(mine) or 'nothing else'}, rank {rank} {listed(theirs) or 'nothing else'}"
-    what = f"the ranks of the group reduce amaxes of other layers: {found}"
-    remedy = "give layers that only some ranks have a group of these ranks, by autocast(amax_reduction_group=...)"
-    raise UsageError(what, "the same layers and the same options of their recipe on all ranks", remedy)
+    check_alike(lines, group, device, _OTHER_LAYERS)
 
 
 _collecting = [False]

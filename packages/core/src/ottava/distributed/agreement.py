@@ -1,0 +1,111 @@
+"""What the ranks of a group are about to gather, compared before the first gather.
+
+Ranks whose recipes differ would take the bytes of other formats for theirs, or wait for ever.
+"""
+
+import weakref
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ottava.collectives import Disagreement, check_alike
+from ottava.distributed import fsdp2
+from ottava.errors import stable_repr
+from ottava.tensors import QuantizedTensor, Quantizer
+
+_OTHER_WEIGHTS = Disagreement(
+    "the ranks of the group gather other weights",
+    "the same weights on all ranks, quantized by the same recipe with the same options",
+    "convert the model in the same way on every rank, and call gather_quantized on all of them or none",
+)
+# How a quantizer is used, which no gather sees.
+_USAGES = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
+_PLAIN = (bool, int, float, str, torch.dtype, torch.Size, Enum, type(None))
+
+# Module -> the names of the groups whose ranks have compared its weights.
+_compared: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def compare_weights(shard: torch.Tensor, size: torch.Size, group: Any, module: Any) -> None:
+    """Compare once all weights that FSDP gathers over ``group`` with this one, those of the whole model.
+
+    Args:
+        shard: this rank's shard of the weight that is about to be gathered.
+        size: of the whole weight.
+        module: the layer that owns it.
+
+    Raises:
+        UsageError: the ranks have other weights, recipes or options. All ranks raise it, and
+            nothing is changed.
+    """
+    # The name is kept, not the group, because a module must not keep a destroyed group alive.
+    name = group.group_name
+    if dist.get_world_size(group) == 1:
+        return
+    if isinstance(module, torch.nn.Module) and name in _compared.get(module, ()):
+        return
+    alone = fsdp2.GatheredWeight("weight", shard, size, module)
+    weights = fsdp2.gathered_over(module, group) or [alone]
+    check_alike([_line(weight) for weight in weights], group, shard.device, _OTHER_WEIGHTS)
+    for weight in (*weights, alone):
+        if isinstance(weight.module, torch.nn.Module):
+            _compared.setdefault(weight.module, set()).add(name)
+
+
+def _line(weight: fsdp2.GatheredWeight) -> str:
+    """A weight, its format and its recipe, in words that all ranks use."""
+    shard, module = weight.shard, weight.module
+    place = f"{weight.name} {list(weight.size)}"
+    if not hasattr(shard, "fsdp_pre_all_gather"):
+        return f"{place}: {shard.dtype}, gathered as it is"
+    binding = getattr(module, "_binding", None)
+    recipe = None if binding is None else binding.recipe
+    kept = isinstance(shard, QuantizedTensor)
+    kind = _kept(shard) if kept else f"gathered by {_words(_bound_quantizer(module))}"
+    # What these say changes which bytes are gathered.
+    gather = {
+        "dtype": weight.dtype or shard.dtype,
+        "columns": tuple(shard.shape[1:]),
+        "recomputes": getattr(module, "recomputes", False),
+        "resharded": weight.resharded,
+    }
+    gathers = ", ".join(f"{name}={_words(value)}" for name, value in gather.items())
+    return f"{place}: {kind}, for {stable_repr(recipe)} ({gathers})"
+
+
+def _kept(shard: Any) -> str:
+    """The class and the fields of a shard that is kept quantized, what it sends, and its quantizer."""
+    fields = {field.argument: getattr(shard, field.attribute) for field in shard.own_fields}
+    sent = [
+        inner.argument for inner in shard.inner_tensors if inner.gather and getattr(shard, inner.attribute) is not None
+    ]
+    return f"a {_called(type(shard), fields)} that sends {', '.join(sent)}, by {_words(shard._quantizer)}"
+
+
+def _bound_quantizer(module: Any) -> Quantizer | None:
+    """What would quantize the weight of a layer, if a recipe is bound; no step begins with it."""
+    binding = getattr(module, "_binding", None)
+    if binding is None or binding.recipe is None:
+        return None
+    state = binding.state_for(module, binding.recipe)
+    quantizer: Quantizer = state.quantizer("weight", rowwise=True, columnwise=True, recording=False)
+    return quantizer
+
+
+def _called(cls: type, values: dict[str, Any]) -> str:
+    return f"{cls.__name__}({', '.join(f'{name}={_words(value)}' for name, value in values.items())})"
+
+
+def _words(value: Any) -> str:
+    """An option in words; other objects, which may differ from rank to rank, by their class."""
+    if isinstance(value, Quantizer):
+        hidden = {*value.process_attributes, *_USAGES}
+        options = {name: option for name, option in vars(value).items() if name not in hidden}
+        return _called(type(value), {name: o for name, o in options.items() if not isinstance(o, torch.Tensor)})
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_words, value))})"
+    if isinstance(value, type):
+        return value.__qualname__
+    return stable_repr(value) if isinstance(value, _PLAIN) else type(value).__qualname__
