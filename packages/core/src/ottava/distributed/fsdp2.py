@@ -54,6 +54,29 @@ def _will_be_kept(state: Any) -> bool:
     return not any(inner is module for outer in others for inner in outer.modules() for module in own)
 
 
+def shards(module: torch.nn.Module) -> bool:
+    """Whether FSDP shards the parameters of ``module``, or of the one whose place it took; True where that cannot be
+    known."""
+    with contextlib.suppress(*_OTHERWISE):
+        for state in _states():
+            for parameter in [one for group in _groups_of(state) for one in getattr(group, "fsdp_params", ())]:
+                info = parameter._module_info
+                owners = [info.module, *info.shared_modules]
+                if any(owner._parameters is module._parameters for owner in owners):
+                    return True
+        return False
+    return True
+
+
+def gathered_together(module: Any) -> list[tuple[torch.Tensor, torch.Size, Any]]:
+    """The parameters that are gathered in one collective with those of ``module``, if that can be known: of each this
+    rank's shard, the size of the whole, and the module that owns it."""
+    with contextlib.suppress(*_OTHERWISE):
+        all_of = _group_and_state(module)[0].fsdp_params
+        return [(local_tensor(p.sharded_param), p._orig_size, p._module_info.module) for p in all_of]
+    return []
+
+
 class GatheredWeight(NamedTuple):
     """A parameter that FSDP gathers: its name, this rank's shard, the size of the whole, the module that owns it, the
     dtype that it is cast to, if any, and whether it is given up after the forward pass."""

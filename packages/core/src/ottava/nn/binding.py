@@ -21,6 +21,7 @@ from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
 from ottava.recipes.step import Step, backward_task, is_taken_apart, repeats_forward
 from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import (
@@ -33,6 +34,9 @@ from ottava.torch_private import (
 )
 
 _STRIDED = torch.strided
+# Types that are asked nothing else.
+_NO_DTENSOR = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+_NO_PLAN = "leave the layer out of the plan of parallelize_module, or exclude it from ottava.convert; use fully_shard"
 
 
 def label_of(layer: Any) -> str:
@@ -86,7 +90,13 @@ class Binding:
     # -- recipes and states --
 
     def prepare(self, layer: Any, recipe: Recipe, group: Any = None) -> RecipeState:
-        """A new state for a recipe, which may refuse its options. Nothing is changed."""
+        """A new state for a recipe, which may refuse its options. Nothing is changed.
+
+        Raises:
+            UsageError: a parameter of the layer is sharded by a tensor parallel plan.
+        """
+        for name, parameter in layer._parameters.items():
+            check_not_parallel(layer, name, parameter)
         roles = [QuantizerRole("linear", tensor_type, layer.name) for tensor_type in OF_LINEAR]
         state = layer_state(recipe, roles, group)
         # Chosen now, so that code compiled later finds it chosen.
@@ -295,6 +305,24 @@ class Binding:
         if quantizer is not None:
             shard.update_quantizer(quantizer)
             shard._shard_group = None
+
+
+def check_not_parallel(layer: Any, name: str, parameter: Any) -> None:
+    """Refuse a DTensor that FSDP2 did not make, or did not make alone: a shard of a tensor parallel plan."""
+    if type(parameter) is torch.nn.Parameter or not is_distributed(parameter):
+        return
+    sharded = [placement for placement in parameter.placements if not placement.is_replicate()]
+    if len(sharded) > 1 or not above("fsdp2").shards(layer):
+        what = f"{name} of {label_of(layer)} is a DTensor, {parameter.placements}, as of a tensor parallel plan"
+        raise UsageError(what, "a plain parameter, or a shard of FSDP2: such plans are not supported", _NO_PLAN)
+
+
+def check_plain_operands(layer: Any, *operands: tuple[str, Any]) -> None:
+    """Refuse DTensors in a forward pass that quantizes: FSDP2 gives layers their whole weights."""
+    for name, tensor in operands:
+        if type(tensor) not in _NO_DTENSOR and is_distributed(tensor):
+            what = f"{name} of {label_of(layer)} is a DTensor, {tensor.placements}"
+            raise UsageError(what, "a plain tensor: tensor parallel plans are not supported", _NO_PLAN)
 
 
 def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:

@@ -8,7 +8,17 @@ import torch
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.kernels.direct import in_dual_level, is_direct
 from ottava.nn import function
-from ottava.nn.binding import Binding, Call, autocast_dtype, check_use, checked_dtype, label_of, main_grad_of
+from ottava.nn.binding import (
+    Binding,
+    Call,
+    autocast_dtype,
+    check_not_parallel,
+    check_plain_operands,
+    check_use,
+    checked_dtype,
+    label_of,
+    main_grad_of,
+)
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
@@ -92,6 +102,7 @@ class Linear(torch.nn.Linear):
 
         Raises:
             ShapeError, DTypeError, DeviceError: the input does not fit the layer.
+            UsageError: the input or the weight is a DTensor, as of a tensor parallel plan, and is to be quantized.
             OptionError: ``is_first_microbatch`` is something else.
         """
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
@@ -107,6 +118,8 @@ class Linear(torch.nn.Linear):
         # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
         own: Any = self._parameters
         weight: Any = self.weight if (found := own.get("weight")) is None else found
+        if type(input) is not torch.Tensor or type(weight) is not torch.nn.Parameter:
+            check_plain_operands(self, ("input", input), ("weight", weight))
         if self.weight_is_transposed:
             weight = weight.t()
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - asked for only there
@@ -174,6 +187,8 @@ class Linear(torch.nn.Linear):
         return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        if "_binding" in self.__dict__ and self.recipe is not None:
+            check_not_parallel(self, name, param)
         super().register_parameter(name, param)
         if "_binding" in self.__dict__:
             # What was kept for microbatches is of another weight.

@@ -1,4 +1,4 @@
-"""What ``ottava.distributed`` does for tensors, found by name on first use."""
+"""What ``ottava.distributed`` does for tensors and layers, found by name on first use."""
 
 import importlib
 from typing import Any

@@ -382,7 +382,8 @@ def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if op.name().startswith("c10d::"):
         what = f"the collective {op.name()} was called with a quantized tensor"
         load = "load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
-        expected, remedy = "plain tensors: its data and scales, or its values", f"{load}ottava.checkpoint.load_sharded"
+        expected = "plain tensors: its data and scales, or its values"
+        remedy = f"{load}ottava.checkpoint.load_sharded; shard weights by fully_shard, as no tensor parallel plan can"
         raise UsageError(what, expected=expected, remedy=remedy)
     plain: dict[int, torch.Tensor] = {}
     owners: dict[int, Any] = {}
