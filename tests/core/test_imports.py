@@ -188,6 +188,8 @@ def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
     assert done.stdout.strip() == str([f"ottava.distributed.{name}" for name in sorted(asked)])
 
 
+#: Sources that look at their callers, with the reason.
+LOOKS = {"torch_private.py": "torch.distributed.pipelining tells a model neither its stage nor the microbatch"}
 #: What asks who calls: the code, or the frames, of callers. (The ``stacklevel`` of warnings asks nothing.)
 CALLERS = re.compile(
     r"\b(_getframe\w*|_current_frames|currentframe|f_back|tb_frame|getouterframes|getinnerframes|extract_stack|walk_stack)"
@@ -216,6 +218,7 @@ def test_a_planted_look_at_the_caller_is_found(planted: str) -> None:
 def test_nothing_is_decided_by_who_calls() -> None:
     """No source looks at its callers; one that had to would be named here, with the reason."""
     sources = [path for package in SOURCES for path in package.rglob("*") if path.suffix in (".py", ".pyi", ".tmpl")]
-    found = [f"{path}: {match[0]}" for path in sources for match in CALLERS.finditer(path.read_text(encoding="utf-8"))]
+    others = [path for path in sources if path.name not in LOOKS]
+    found = [f"{path}: {match[0]}" for path in others for match in CALLERS.finditer(path.read_text(encoding="utf-8"))]
     assert found == []
     assert len(sources) > 150

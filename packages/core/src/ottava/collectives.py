@@ -1,5 +1,6 @@
 """All-reduces (MAX, SUM) and all-gather, which anyone may call; and ranks that fail together."""
 
+import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,6 +49,22 @@ def find_group(group: Any) -> Any:
 def spans_ranks(group: Any) -> bool:
     """Whether a reduction over a group, of which this may be the name, asks other ranks; False where there are none."""
     return process_groups_ready() and dist.get_world_size(find_group(group)) > 1
+
+
+# The names of the groups that were made of this process alone.
+_own: list[str] = []
+
+
+def group_of_this_rank() -> Any:
+    """A group of this process alone, made by no other process: nothing is reduced over it."""
+    for name in _own:
+        with contextlib.suppress(RuntimeError, LookupError):
+            return resolve_process_group(name)
+    # Without the others, which may be waiting for something else; NCCL would split a communicator of all.
+    backend = "gloo" if dist.is_gloo_available() else None
+    made = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    _own[:] = [made.group_name]
+    return made
 
 
 def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:

@@ -11,13 +11,17 @@ Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2`; ``_ddp_
 ``ottava.convert`` sets for DistributedDataParallel to read (a version that does not copies the first rank's scaling
 state over that of the others); and what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``,
 ``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_replicate_for_data_parallel``, and what loads and saves).
+
+Nor is :func:`pipeline_pass`, which reads the frames of the caller: where ``torch.distributed.pipelining`` has other
+names, code counts as outside of any pipeline.
 """
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from types import FrameType, SimpleNamespace
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -234,3 +238,43 @@ def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:
     if not hasattr(tensor, "_local_tensor"):
         _refuse(_LOCAL)
     tensor._local_tensor = local
+
+
+class PipelinePass(NamedTuple):
+    """What a pipeline of ``torch.distributed.pipelining`` is doing."""
+
+    #: The ranks of the pipeline, each of which has other stages.
+    ranks: int
+    #: The number of the microbatch whose forward pass a stage runs; None where it is no stage that runs.
+    microbatch: int | None
+    #: Whether a stage runs to find out shapes and dtypes, on values that are nobody's.
+    infers: bool
+
+
+_PIPELINING = "torch.distributed.pipelining."
+#: The module that is imported where there are pipelines.
+PIPELINES = f"{_PIPELINING}stage"
+_INFERRING = ("_forward_metadata_inference", "_shape_inference")
+
+
+def pipeline_pass() -> PipelinePass | None:
+    """What the pipeline does in which this runs; None outside of any. Not for code that is compiled."""
+    frame: FrameType | None = sys._getframe(1) if PIPELINES in sys.modules else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_PIPELINING):
+            found = _pass_of(frame.f_code.co_name, frame.f_locals)
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return None
+
+
+def _pass_of(function: str, variables: Any) -> PipelinePass | None:
+    """What a function of a stage or of a schedule says; None where that is for its caller to say."""
+    owner = variables.get("self")
+    stages = getattr(owner, "_stages", None) or [getattr(owner, "_stage", owner)]
+    ranks = getattr(stages[0], "group_size", None)
+    of_stage = function in (*_INFERRING, "forward_one_chunk")
+    if ranks is None or not (of_stage or stages[0] is not owner):
+        return None
+    return PipelinePass(ranks, variables.get("fwd_chunk_id"), function in _INFERRING)

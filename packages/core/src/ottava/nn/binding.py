@@ -4,6 +4,7 @@ and what a layer refuses."""
 import warnings
 from collections.abc import Callable
 from functools import partial
+from sys import modules
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,14 @@ from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import Region, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import RecipeState
-from ottava.recipes.step import Step, backward_task, is_taken_apart, repeats_forward
+from ottava.recipes.step import Step, backward_task, begin_alone, is_taken_apart, repeats_forward
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.slots import above
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import (
     KNOWS_BACKWARD,
+    PIPELINES,
     any_autocast_enabled,
     dispatch_modes,
     graph_task_id,
@@ -214,6 +216,8 @@ class Binding:
             recipe = recipe if region.recipe is None else region.recipe
             recipe = recipe if region.enabled or calibrating else None
         state = None if recipe is None else self.state_for(layer, recipe, group)
+        if PIPELINES in modules and state is not None and state.stateful and not compiling and _infers_shapes():
+            recipe = state = None
         evaluating = False
         if task != -1:
             # The forward pass of a reentrant checkpoint ran without gradients, and the state sees the operands now.
@@ -230,11 +234,15 @@ class Binding:
                 self._take_part(layer, state, region, training, compiling)
             else:
                 # Outside of any region a layer begins a step of its own with each call, in as few steps as can be.
-                for part in state.parts() if training else ():
+                in_pipeline = training and not compiling and PIPELINES in modules
+                if in_pipeline:
+                    begin_alone(state)
+                for part in state.parts() if training and not in_pipeline else ():
                     part.recipe.update_states([part], None)
                 if not compiling:
                     state.__dict__.update(step=None, _pending=True, _backward_ran=state._backward_ran and not training)
-            if not (compiling or calibrating) and training and grad_enabled and state._backward_ran and KNOWS_BACKWARD:
+            again = training and grad_enabled and state._backward_ran and not (compiling or calibrating)
+            if again and KNOWS_BACKWARD and not (state.step is not None and state.step.pipeline_ranks):
                 state._backward_ran = False
                 what = f"{label_of(layer)} runs another forward pass after a backward pass, in one region"
                 what = f"{what}: scales are updated at the entry of a region only; enter it anew for every step"
@@ -323,6 +331,12 @@ def check_plain_operands(layer: Any, *operands: tuple[str, Any]) -> None:
         if type(tensor) not in _NO_DTENSOR and is_distributed(tensor):
             what = f"{name} of {label_of(layer)} is a DTensor, {tensor.placements}"
             raise UsageError(what, "a plain tensor: tensor parallel plans are not supported", _NO_PLAN)
+
+
+def _infers_shapes() -> bool:
+    """Whether a stage of a pipeline runs to find out shapes, on values that no state is to see."""
+    passing = torch_private.pipeline_pass()
+    return passing is not None and passing.infers
 
 
 def autocast_dtype(tensor: torch.Tensor, compiling: bool) -> torch.dtype | None:

@@ -8,6 +8,7 @@ import torch
 
 from ottava.recipes.region import Region, regions
 from ottava.recipes.step import Step, backward_task, is_taken_apart
+from ottava.torch_private import pipeline_pass
 
 
 class ConvertedModel(torch.nn.Module):
@@ -86,11 +87,13 @@ def _enter(module: Any, args: tuple[Any, ...]) -> None:
         # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need them.
         training = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     began = task == -1 and training and not is_taken_apart(compiling)
+    begins = began
     if not compiling:
         step.model = step.model or weakref.ref(module)  # of a copy
-    if began and (compiling or not step.ahead):
+        begins = step.enter_pipeline(pipeline_pass()) and began
+    if begins and (compiling or not step.ahead):
         step.begin(None, module)
-    elif began:
+    elif begins:
         step.ahead = False
     stack.append(Region(None, True, None, False, step, began, task, None, module))
 
@@ -99,6 +102,8 @@ def begin_ahead(step: Any) -> None:
     """Begin the step of a converted model, a weight of which is gathered before its forward pass begins: not in a
     region, in a backward pass, or in evaluation. (FSDP turns gradients off, so that these cannot tell.)"""
     model = None if step is None or step.model is None else step.model()
-    if not (model is None or regions.stack or step.ahead) and model.training and backward_task() == -1:
+    if model is None or regions.stack or step.ahead or not model.training or backward_task() != -1:
+        return
+    if step.enter_pipeline(pipeline_pass()):
         step.begin(None, model)
         step.ahead = True

@@ -11,13 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ottava.collectives import Disagreement, check_alike, process_groups_ready, spans_ranks
-from ottava.errors import stable_repr
+from ottava.collectives import Disagreement, check_alike, group_of_this_rank, process_groups_ready, spans_ranks
+from ottava.errors import UsageError, stable_repr
 from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
 from ottava.recipes.state import RecipeState, by_recipe
-from ottava.torch_private import current_node, graph_task_id, is_exporting, top_hooks
+from ottava.torch_private import (
+    PipelinePass,
+    current_node,
+    graph_task_id,
+    is_exporting,
+    pipeline_pass,
+    top_hooks,
+)
 
 
 def is_taken_apart(compiling: bool) -> bool:
@@ -79,6 +87,37 @@ def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
     check_alike(lines, group, device, _OTHER_LAYERS)
 
 
+def begin_alone(state: RecipeState) -> None:
+    """Begin the step of a layer that runs in no region, unless a microbatch before began it."""
+    passing, group = pipeline_pass(), None
+    if passing is not None:
+        if passing.microbatch:
+            return
+        group = group_in_pipeline([state], passing.ranks)
+    for part in state.parts():
+        part.recipe.update_states([part], group)
+
+
+def group_in_pipeline(states: Sequence[RecipeState], ranks: int) -> Any:
+    """The group of a stage's amaxes where none was given: ranks of other stages have other layers.
+
+    Args:
+        ranks: of the pipeline.
+
+    Raises:
+        UsageError: several ranks may have the same stage, and which these are is not known.
+    """
+    reduces = any(part.recipe.reduces_amaxes for state in states for part in state.parts())
+    if ranks < 2 or not (reduces and spans_ranks(None)):
+        return None
+    if ranks == dist.get_world_size():
+        return group_of_this_rank()
+    what = f"the layers are in a pipeline of {ranks} of {dist.get_world_size()} ranks, and reduce amaxes over all"
+    expected = "the group of the ranks that have the same stage"
+    remedy = "call schedule.step(...) in a block of ottava.autocast(amax_reduction_group=group)"
+    raise UsageError(what, expected, remedy)
+
+
 _collecting = [False]
 # What other ranks may be about to begin is not for the garbage collector of this one.
 _awaited: set["Step"] = set()
@@ -119,6 +158,8 @@ class Step:
     model: Any = None
     #: Whether it began before the forward pass of its model, which then goes on with it.
     ahead: bool = False
+    #: The ranks of the pipeline whose stages run in it; 0 outside of any.
+    pipeline_ranks: int = 0
     _compared: bool = False
 
     def __init__(self) -> None:
@@ -141,14 +182,24 @@ class Step:
         """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too."""
         compiling = torch.compiler.is_compiling()
         states = self._states(model, compiling)
+        if group is None and self.pipeline_ranks and not compiling:
+            group = group_in_pipeline(states, self.pipeline_ranks)
         if states and not (compiling or self._compared):
             _check_alike(states, group)
             self._compared = True
         begin(states, group, compiling, calibrated)
         if not (calibrated or compiling):
             # After an interrupt on the way here, the next step begins with them.
-            self._ran = []
+            self._ran, self.pipeline_ranks = [], 0
             _awaited.discard(self)
+
+    def enter_pipeline(self, passing: PipelinePass | None) -> bool:
+        """Note the pipeline that runs now. Whether the step may begin: the first microbatch of a
+        schedule begins it for all of them."""
+        if passing is None:
+            return True
+        self.pipeline_ranks = passing.ranks
+        return not (passing.microbatch or passing.infers)
 
     def join(self, layer: Any, state: Any, group: Any, calibrating: bool, compiling: bool) -> None:
         """Take in the state of a layer that runs now."""
@@ -166,6 +217,7 @@ class Step:
             self._ran.append((None, state))
             state.step, state._pending = self, True
             return
+        self.enter_pipeline(pipeline_pass())
         entry: Any = weakref.ref(state)
         if process_groups_ready():
             of = _layers.get(state) if layer is None else weakref.ref(layer)
@@ -180,7 +232,7 @@ class Step:
         state.__dict__.update(step=self, _pending=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ran": [], "model": None, "_compared": False}
+        return self.__dict__ | {"_ran": [], "model": None, "_compared": False, "pipeline_ranks": 0}
 
 
 # Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open
