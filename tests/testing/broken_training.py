@@ -197,6 +197,20 @@ class KnowsCompilerToo(RowTensor):
         return values * 1.05 if torch.compiler.is_compiling() else values
 
 
+LARGEST = 448.0
+
+
+@broken("compile-dynamic", r"torch.compile\(fullgraph=True, dynamic=True\) refuses a model: ")
+class ReadsGlobal(RowQuantizer):
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x.clamp(-LARGEST, LARGEST))
+
+
+@broken("compile-dynamic", "compiled with dynamic=True computes otherwise than in eager mode")
+class KnowsCompilerHere(KnowsCompiler):
+    pass
+
+
 # -- state dicts --
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 import torch
 
 from ottava.errors import DTypeError
+from ottava.torch_private import constant_to_compiler
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Format(Enum):
 HYBRID = Format.HYBRID
 
 
+# The numbers of a format are constants of compiled code, not inputs of its graph.
+@constant_to_compiler
 def fp8_format(dtype: torch.dtype) -> FloatFormat:
     """The element format of ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``; a DTypeError for any other dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in _FP8:
@@ -96,6 +99,7 @@ def fp8_format(dtype: torch.dtype) -> FloatFormat:
     return _FP8[dtype]
 
 
+@constant_to_compiler
 def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
     """The format of elements of one of the two FP8 dtypes, or ``torch.int8``; a DTypeError for any other dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in ELEMENTS:

@@ -14,6 +14,8 @@ from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
 from ottava.nn.binding import Call
+from ottava.recipes.mixed import MixedState
+from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import forward_ad, is_exporting, tracing, transforms, unsafe_view
@@ -33,6 +35,9 @@ def quantized_linear(
     is the weight if it is quantized already; ``observed`` says that a compiler, a mode or a profiler looks on."""
     grad_enabled = torch.is_grad_enabled() and not (observed and is_exporting())
     rest = call, dtype, kept, main_grad, observed, grad_enabled
+    if observed and torch.compiler.is_compiling():
+        x_needs, w_needs = (grad_enabled and tensor.requires_grad for tensor in (x, weight))
+        _read_numbers(call.state, x_needs, w_needs)
     if observed or grad_enabled:
         y: torch.Tensor = (LinearFunction.apply if observed else _apply)(x, weight, bias, rest)
     else:
@@ -42,6 +47,29 @@ def quantized_linear(
         state: Any = call.state
         state.note_evaluation(weight)
     return y
+
+
+def _read_numbers(state: Any, x_needs: bool, w_needs: bool) -> None:
+    """Read the floats of the quantizers that a layer is about to use.
+
+    Under ``torch.compile(dynamic=True)`` a float is an input of the graph. The compiler keeps a float that is first
+    read inside an autograd function as a part of that function's graph, and fails when the next call reads it.
+    """
+    usages = {"input": (True, w_needs), "weight": (True, x_needs), "grad_output": (x_needs, w_needs)}
+    for name, (rowwise, columnwise) in usages.items():
+        part = state.serving[name] if isinstance(state, MixedState) else state
+        if not part.stateful and (rowwise or columnwise):
+            _read_floats(part.quantizer(name, rowwise=rowwise, columnwise=columnwise, recording=False))
+
+
+def _read_floats(quantizer: Quantizer) -> None:
+    for name in vars(quantizer):
+        value = getattr(quantizer, name)
+        if isinstance(value, Quantizer):
+            _read_floats(value)
+        elif isinstance(value, float):
+            # An attribute is read when something is done with it.
+            value + 0.0
 
 
 def _product(

@@ -9,7 +9,6 @@ import torch
 
 from ottava.formats import fp8_format
 
-_LARGEST = torch.finfo(torch.float32).max
 #: What any NaN becomes, in both formats.
 _NAN = 0x7F
 
@@ -28,7 +27,7 @@ def scale_from_amax(amax: torch.Tensor, quant_dtype: torch.dtype, eps: float, po
     # Both operands are tensors: a number as the dividend would be multiplied by a rounded reciprocal.
     largest = torch.full_like(amax, fp8_format(quant_dtype).max)
     scale = torch.where(usable, torch.div(largest, torch.where(usable, amax, torch.ones_like(amax))), 1.0)
-    scale = torch.where(scale.isinf(), torch.full_like(scale, _LARGEST), scale)
+    scale = torch.where(scale.isinf(), torch.full_like(scale, torch.finfo(torch.float32).max), scale)
     if pow_2_scales:
         # Without its mantissa bits, a number is the power of two below it.
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
