@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
 from comparing import assert_same
 from rows import RowQuantizer
-from strided import ROWS, check_places
+from strided import ROWS, VIEWS, check_places
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -194,8 +194,10 @@ def test_everything_is_derived_from_the_two_declarations(pair: str, tmp_path: Pa
 
 
 def test_views_lie_where_plain_ones_do() -> None:
-    for quantizer in (IdentityQuantizer(), reference(E4M3), *(HybridQuantizer(*pair) for pair in PAIRS.values())):
-        check_places(quantizer(torch.randn(96, 64)), ROWS)
+    for quantizer in (IdentityQuantizer(), reference(E4M3)):
+        check_places(quantizer(torch.randn(96, 64)), set(VIEWS))
+    for pair in PAIRS.values():
+        check_places(HybridQuantizer(*pair)(torch.randn(96, 64)), ROWS)
 
 
 @PAIR

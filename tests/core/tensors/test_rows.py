@@ -11,7 +11,7 @@ from strided import ROWS, check_places
 
 from ottava import QuantizedTensor
 from ottava.errors import UsageError
-from ottava.tensors import Float8Tensor, InnerTensor
+from ottava.tensors import DequantizedView, Float8Tensor, InnerTensor
 
 BOTH = pytest.mark.parametrize("quantizer", [RowQuantizer(), OneScaleQuantizer()], ids=["rows", "one"])
 
@@ -61,7 +61,7 @@ def test_parts_of_rows_keep_the_class(quantizer: Any) -> None:
 @pytest.mark.parametrize("take", [lambda t: t[::2], lambda t: t[:, :2], lambda t: t.split(2, 1)[0]])
 def test_what_is_not_rows_is_dequantized(quantizer: Any, take: Any) -> None:
     tensor = quantizer(torch.randn(4, 6))
-    assert type(take(tensor)) is torch.Tensor
+    assert type(take(tensor)) is DequantizedView
     assert torch.equal(take(tensor), take(tensor.dequantize()))
 
 

@@ -15,7 +15,9 @@ from ottava.tensors import (
     Quantizer,
     StaticField,
     check_values_dtype,
+    implements,
 )
+from ottava.torch_private import aten_overloads
 
 
 class SharedElements(QuantizedTensorStorage):
@@ -79,7 +81,59 @@ class IdentityTensorStorage(SharedElements):
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
-    """Values in high precision as a quantized tensor."""
+    """Values in high precision as a quantized tensor. All views share them."""
+
+    @classmethod
+    def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
+        return declared["values"]  # type: ignore[no-any-return]
+
+
+_aten = torch.ops.aten
+#: Ops that give views, which elements in the order of the tensor share one by one.
+VIEWS = (
+    _aten.as_strided.default,
+    _aten.diagonal.default,
+    _aten.expand.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unbind.int,
+    _aten.unfold.default,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+    *aten_overloads("_unsafe_view"),
+)
+
+
+@implements(IdentityTensor, *VIEWS)
+def view_of_elements(op: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """The view that ``op`` gives of the elements, or a list of such."""
+    elements = tensor.inner_tensors[0]
+    found = op(getattr(tensor, elements.attribute), *args, **kwargs)
+    views = []
+    for part in found if isinstance(found, (list, tuple)) else [found]:
+        view = tensor.make_like(tensor, shape=part.shape, **{elements.argument: part})
+        # A scale of all elements is that of the rest, too.
+        view.mark_view(tensor, part=part.numel() != tensor.numel())
+        views.append(view)
+    return views if isinstance(found, (list, tuple)) else views[0]
+
+
+@implements(IdentityTensor, _aten.clone.default)
+def clone_of_elements(op: Any, tensor: Any, *, memory_format: Any = None) -> Any:
+    """A copy whose elements lie in memory as ``memory_format`` says."""
+    if memory_format in (None, torch.preserve_format):
+        return NotImplemented
+    elements = tensor.inner_tensors[0]
+    cloned = getattr(tensor, elements.attribute).clone(memory_format=memory_format)
+    return tensor.make_like(tensor, **{elements.argument: cloned}).clone_storage()
 
 
 class IdentityQuantizer(Quantizer):

@@ -24,6 +24,7 @@ from ottava.nn.loading import fill_in_states
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.tensors.declaration import check_flag
+from ottava.tensors.dequantized_view import DequantizedView
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import local_tensor
 
@@ -138,7 +139,7 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input, call, inspected)
         if observed:
             check_use(self, input, weight, bias)
-        if isinstance(input, QuantizedTensorStorage):
+        if isinstance(input, (QuantizedTensorStorage, DequantizedView)):
             input = input.dequantize()
         grad_enabled, kept = torch.is_grad_enabled(), None
         if primary:

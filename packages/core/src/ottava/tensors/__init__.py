@@ -2,6 +2,7 @@
 
 from ottava.tensors import tensor_ops as _tensor_ops  # noqa: F401  (fills the aten table)
 from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, as_data, check_values_dtype
+from ottava.tensors.dequantized_view import DequantizedView
 from ottava.tensors.float8 import (
     Float8QuantizerBase,
     Float8Tensor,
@@ -18,6 +19,7 @@ from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor, implements
 
 __all__ = [
+    "DequantizedView",
     "Float8QuantizerBase",
     "Float8Tensor",
     "Float8TensorStorage",

@@ -27,7 +27,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     """Quantized data with scales on a grid, as a ``torch.Tensor`` of its nominal dtype.
 
     Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction
-    held, and share the data; elsewhere they give the dequantized values. Arguments and errors:
+    held, and share the data; elsewhere they give a :class:`DequantizedView`. Arguments and errors:
     :class:`GridTensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
     """
 

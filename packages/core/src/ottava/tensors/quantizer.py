@@ -11,6 +11,7 @@ from ottava.formats import fp8_format
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.kernels.checks import check_dtype, check_epsilon, check_fits, check_scalar
 from ottava.tensors.declaration import check_flag
+from ottava.tensors.dequantized_view import plain_values
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import StraightThrough
 
@@ -347,7 +348,7 @@ def _plain(tensor: Any, what: str) -> torch.Tensor:
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     check_high_precision(tensor, what)
-    return tensor  # type: ignore[no-any-return]
+    return plain_values(tensor)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -11,6 +11,7 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype
 from ottava.tensors.declaration import StaticField, check_values_dtype, checked, same_kind
+from ottava.tensors.dequantized_view import as_dequantized_views
 from ottava.tensors.memory import holder_of, storage_of
 from ottava.tensors.saved_by_others import CAN_SHOW_MEMORY, teach_ends
 from ottava.tensors.slots import above
@@ -104,12 +105,15 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         owner = next((t for t in types if issubclass(t, QuantizedTensor)), cls)
+        result = NotImplemented
         for ancestor in owner.__mro__:
             function = _TABLES.get(ancestor, {}).get(func)
             result = NotImplemented if function is None else function(func, *args, **(kwargs or {}))
             if result is not NotImplemented:
-                return result
-        return _dequantize_and_run(func, args, kwargs or {})
+                break
+        if result is NotImplemented:
+            result = _dequantize_and_run(func, args, kwargs or {})
+        return as_dequantized_views(func, result, owner.__name__)
 
     __torch_function__ = disabled_torch_function
 

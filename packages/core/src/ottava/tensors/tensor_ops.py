@@ -148,9 +148,16 @@ def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storag
     if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), own):
         return tensor.make_like(tensor)
     memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8, device="meta").untyped_storage()
+    asked = torch.empty_strided(tuple(size), tuple(stride), dtype=torch.uint8, device="meta").untyped_storage()
+    remedy = "call it on the whole tensor, or on view.dequantize()"
     if memory.nbytes() > tensor.numel():
         what, expected = "as_strided of a view with elements of its tensor in between", "a tensor without gaps"
-        raise UsageError(what, expected=expected, remedy="call it on the whole tensor, or on view.dequantize()")
+        raise UsageError(what, expected=expected, remedy=remedy)
+    first, last = offset - own, offset - own + asked.nbytes()
+    if first < 0 or (asked.nbytes() and last > tensor.numel()):
+        what = f"as_strided asks for elements {offset} to {offset + asked.nbytes()} of memory"
+        expected = f"some of those that the tensor has, {own} to {own + tensor.numel()}"
+        raise UsageError(what, expected=expected, remedy=remedy)
     return op(_laid_out(tensor), size, stride, offset - own)
 
 

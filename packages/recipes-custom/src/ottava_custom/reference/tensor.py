@@ -15,9 +15,9 @@ import torch
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
 from ottava.gemm import as_matrix
-from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StaticField, as_data, check_values_dtype
+from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StaticField, as_data, check_values_dtype, implements
 from ottava.torch_private import make_wrapper_subclass
-from ottava_custom.identity import SharedElements
+from ottava_custom.identity import VIEWS, SharedElements, clone_of_elements, view_of_elements
 
 
 class CurrentScalingTensorRefStorage(SharedElements):
@@ -185,6 +185,10 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         QuantizedTensor.data.fset(self, value)  # type: ignore[attr-defined]
+
+
+implements(CurrentScalingTensorRef, *VIEWS)(view_of_elements)
+implements(CurrentScalingTensorRef, torch.ops.aten.clone.default)(clone_of_elements)
 
 
 def _checked(
