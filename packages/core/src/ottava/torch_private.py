@@ -150,7 +150,7 @@ resolve_process_group: Callable[[str], Any] = _ask(
 # Looked up each time. Functions that have no entry say themselves what serves.
 _LOCAL = "distributed.tensor.DTensor._local_tensor"
 PRIVATE |= {
-    "writes_of": ("_ops.OpOverload._schema", "the values before and after an op that core does not know: slower"),
+    "aliases_of": ("_ops.OpOverload._schema", "the values before and after an op that core does not know: slower"),
     "version_of": ("Tensor._version", "what is derived from tensors is made anew for each use: slower"),
     "local_tensor": (_LOCAL, "DTensor.to_local"),
     "set_local_tensor": (_LOCAL, "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused"),
@@ -188,13 +188,22 @@ def aten_overloads(*names: str) -> list[Any]:
     return [found.default for name in names if (found := getattr(torch.ops.aten, name, None)) is not None]
 
 
-def writes_of(operator: Any) -> list[tuple[int, str]] | None:
-    """The arguments that an operator writes to, by position and name; None where this torch does not say."""
+def aliases_of(operator: Any) -> list[tuple[int, str, bool]] | None:
+    """The arguments whose memory an operator writes to, or its results share: position, name, whether it writes.
+
+    None where this torch does not say.
+    """
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return None
     infos = [(place, argument.name, argument.alias_info) for place, argument in enumerate(schema.arguments)]
-    return [(place, name) for place, name, info in infos if info is not None and info.is_write]
+    return [(place, name, bool(info.is_write)) for place, name, info in infos if info is not None]
+
+
+def writes_of(operator: Any) -> list[tuple[int, str]] | None:
+    """The arguments that an operator writes to, by position and name; None where this torch does not say."""
+    aliases = aliases_of(operator)
+    return None if aliases is None else [(place, name) for place, name, is_write in aliases if is_write]
 
 
 def version_of(tensor: torch.Tensor) -> int:

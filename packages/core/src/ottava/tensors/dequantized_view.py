@@ -10,12 +10,17 @@ import torch
 from ottava.errors import UsageError
 from ottava.tensors.declaration import check_values_dtype
 from ottava.torch_private import (
+    aliases_of,
     disabled_torch_function,
     make_wrapper_subclass,
-    schema_of,
     tree_map,
 )
 
+# Names of ops that give views, for a torch that does not show schemas.
+_VIEWS = frozenset(
+    "alias as_strided detach diagonal expand permute select slice split split_with_sizes squeeze t transpose unbind"
+    " unfold unsqueeze view".split()
+)
 # By the op: whether its results share the memory of an argument, and the places of arguments that it writes.
 _KINDS: dict[Any, tuple[bool, tuple[tuple[int, str], ...]]] = {}
 
@@ -23,11 +28,22 @@ _KINDS: dict[Any, tuple[bool, tuple[tuple[int, str], ...]]] = {}
 def _kind_of(op: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
     kind = _KINDS.get(op)
     if kind is None:
-        arguments = list(enumerate(schema_of(op).arguments))
-        aliases = [(i, a.name, a.alias_info.is_write) for i, a in arguments if a.alias_info is not None]
-        written = tuple((i, name) for i, name, is_write in aliases if is_write)
-        kind = _KINDS[op] = (bool(aliases) and not written, written)
+        kind = _KINDS[op] = _kind_by_schema(op) or _kind_by_name(op)
     return kind
+
+
+def _kind_by_schema(op: Any) -> tuple[bool, tuple[tuple[int, str], ...]] | None:
+    aliases = aliases_of(op)
+    if aliases is None:
+        return None
+    written = tuple((place, name) for place, name, is_write in aliases if is_write)
+    return bool(aliases) and not written, written
+
+
+def _kind_by_name(op: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
+    """As torch names operators: one that writes in place ends with an underscore."""
+    name = op.name().rpartition("::")[2].partition(".")[0]
+    return name in _VIEWS, ((0, "self"),) if name.endswith("_") else ()
 
 
 class DequantizedView(torch.Tensor):
@@ -67,7 +83,7 @@ class DequantizedView(torch.Tensor):
             entries = args[place] if place < len(args) else kwargs.get(name)
             for entry in entries if isinstance(entries, (list, tuple)) else (entries,):
                 if isinstance(entry, DequantizedView):
-                    raise entry._refusal(schema_of(op).name)
+                    raise entry._refusal(op.name())
         result = op(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         if not is_view:
             return result
@@ -75,7 +91,7 @@ class DequantizedView(torch.Tensor):
         return tree_map(lambda r: dequantized_view(r, of), result)
 
     def _refusal(self, op: str) -> UsageError:
-        what = f"{op.removeprefix('aten::')} would write to a view of a {self._of} that cannot share its data"
+        what = f"{op.removeprefix('aten::').partition('.')[0]} would write to a view of a {self._of} that cannot share its data"
         expected = "a write to the whole tensor, or to a view of whole blocks"
         remedy = "assign with tensor[index] = values, or change a copy: view.dequantize()"
         return UsageError(what, expected=expected, remedy=remedy)
