@@ -18,8 +18,25 @@ from ottava.torch_private import (
 
 # Names of ops that give views, for a torch that does not show schemas.
 _VIEWS = frozenset(
-    "alias as_strided detach diagonal expand permute select slice split split_with_sizes squeeze t transpose unbind"
-    " unfold unsqueeze view".split()
+    [
+        "alias",
+        "as_strided",
+        "detach",
+        "diagonal",
+        "expand",
+        "permute",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unfold",
+        "unsqueeze",
+        "view",
+    ]
 )
 # By the op: whether its results share the memory of an argument, and the places of arguments that it writes.
 _KINDS: dict[Any, tuple[bool, tuple[tuple[int, str], ...]]] = {}
