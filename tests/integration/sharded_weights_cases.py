@@ -169,7 +169,7 @@ def cast(data: Any, batch: Sequence[Weight], made: Sequence[Any], shards: Any, o
         else:
             given_quantizers = data.draw(st.booleans())
             quantizers = [weight.quantizer for weight in batch] if given_quantizers else None
-            cast_master_weights_to_fp8(made, shards, quantizers, start_offsets=offsets, **more)
+            cast_master_weights_to_fp8(made, shards, offsets, quantizers=quantizers, **more)
     reductions.check(batch)
 
 

@@ -86,8 +86,8 @@ class Batch:
         cast_master_weights_to_fp8(
             self.weights,
             self.masters,
-            self.given,
             start_offsets=self.starts,
+            quantizers=self.given,
             fsdp_shard_model_weights=self.outs,
             **self.options,
         )
@@ -292,7 +292,7 @@ def test_a_quantizer_for_all_serves_all() -> None:
     for weight in weights:
         weight.update_quantizer(None)
     masters = [torch.randn(5, 7), torch.randn(5, 7) * 9]
-    cast_master_weights_to_fp8(weights, masters, quantizer)
+    cast_master_weights_to_fp8(weights, masters, quantizers=quantizer)
     for weight, master in zip(weights, masters, strict=True):
         assert torch.equal(weight._data, quantizer.quantize(master)._data)
         assert torch.equal(weight._scale_inv, quantizer.quantize(master)._scale_inv)

@@ -245,7 +245,7 @@ def test_one_side_is_written_as_two(pair: str, side: str, made: bool) -> None:
         assert torch.equal(tensor.dequantize(), expected)
     for quantizers in (None, quantizer):
         tensor = one(x)
-        cast_master_weights_to_fp8([tensor], [master.flatten()], quantizers, start_offsets=[0])
+        cast_master_weights_to_fp8([tensor], [master.flatten()], [0], quantizers=quantizers)
         assert torch.equal(tensor.dequantize(), expected)
     both = quantizer(x)
     both.copy_(one(master))

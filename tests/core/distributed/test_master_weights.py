@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,51 @@ def test_a_transpose_follows_the_bytes(quantizer: Any) -> None:
             assert held._transpose is None
         post_all_gather_processing([weight])
         assert torch.equal(weight._transpose, weight._data.t())
+
+
+ORDERS: dict[str, Any] = {
+    "positional": lambda w, m, o, q: ((w, m, o, None, [None], False), {}),
+    "offsets and group": lambda w, m, o, q: ((w, m, o, None), {}),
+    "quantizers by name": lambda w, m, o, q: ((w, m, o), {"quantizers": q}),
+    "by name": lambda w, m, o, q: ((), {"model_weights": w, "master_weights": m, "start_offsets": o}),
+    "all by name": lambda w, m, o, q: (
+        (w, m),
+        {"quantizers": [q], "amax_reduce_group": None, "start_offsets": o, "fsdp_shard_model_weights": None},
+    ),
+}
+OLD_ORDERS: dict[str, Any] = {
+    "one": lambda w, m, o, q: ((w, m, q), {"start_offsets": o}),
+    "list": lambda w, m, o, q: ((w, m, [q], None), {"start_offsets": o}),
+    "none": lambda w, m, o, q: ((w, m, None, None), {"start_offsets": o}),
+    "their own": lambda w, m, o, q: ((w, m, [None]), {"start_offsets": o}),
+}
+
+
+@pytest.mark.parametrize("order", [*ORDERS, *OLD_ORDERS])
+def test_arguments_in_both_orders(order: str, quantizer: Any) -> None:
+    weight, master = quantizer.quantize(torch.ones(4, 6)), torch.randn(24)
+    arguments = (ORDERS | OLD_ORDERS)[order]
+    args, named = arguments([weight], [master[6:]], [6], quantizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cast_master_weights_to_fp8(*args, **named)
+    assert [w.category for w in caught] == [DeprecationWarning] * (order in OLD_ORDERS)
+    expected = quantizer.quantize(torch.ones(4, 6))
+    quantize_master_weights([expected], [master[6:]], [6])
+    assert torch.equal(weight._data, expected._data)
+
+
+def test_arguments_that_are_given_twice_are_refused(quantizer: Any) -> None:
+    weight, master = quantizer.quantize(torch.ones(4, 6)), torch.randn(24)
+    before = weight._data.clone()
+    cast: Any = cast_master_weights_to_fp8
+    with pytest.raises(OptionError, match=r"given twice.*by name alone"):
+        cast([weight], [master], quantizer, quantizers=quantizer)
+    with pytest.raises(DTypeError, match="quantizer"), pytest.warns(DeprecationWarning, match="by name"):
+        cast([weight], [master], [0], start_offsets=[0])
+    with pytest.raises(OptionError, match="two groups"):
+        cast([weight], [master], [0], object(), amax_reduce_group=object())
+    assert torch.equal(weight._data, before)
 
 
 def test_storages_serve_as_weights(quantizer: Any) -> None:

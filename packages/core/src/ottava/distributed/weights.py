@@ -7,9 +7,10 @@ does, one all-gather brings the shards of all such weights besides. All is check
 
 import math
 import operator
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -36,15 +37,39 @@ def quantize_master_weights(
     MasterWeights(*given, manual_post_all_gather_processing).quantize()
 
 
+@overload
 def cast_master_weights_to_fp8(
     model_weights: Sequence[Any],
     master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None] | None = None,
+    group: Any = None,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    manual_post_all_gather_processing: bool = False,
+    *,
     quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
     amax_reduce_group: Any = None,
+) -> None: ...
+
+
+@overload
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[torch.Tensor | None],
+    quantizers: Sequence[Quantizer | None] | Quantizer | None,
+    amax_reduce_group: Any = None,
+    /,
     *,
     start_offsets: Sequence[int | None] | None = None,
     fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
+) -> None: ...
+
+
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[Any],
+    *positional: Any,
+    **named: Any,
 ) -> None:
     """Write this rank's shards of quantized weights from its shards of their master weights.
 
@@ -56,23 +81,81 @@ def cast_master_weights_to_fp8(
             then the shard is the local tensor.
         master_weights: for each weight the shard that this rank holds, float32 (or bfloat16, float16), flattened as the
             weight is; None for nothing. A DTensor stands for its local tensor.
-        quantizers: for each weight, or one for all; None is the weight's own.
-        amax_reduce_group: the ranks that hold the shards; None is that of the DTensors, or the default group. With
-            no process group initialized, this process holds all there is.
         start_offsets: index of each shard's first element in the flattened weight; None where there is no shard.
             Without the list, masters are whole, or have the rows of a DTensor.
+        group: the ranks that hold the shards; None is that of the DTensors, or the default group. With no process
+            group initialized, this process holds all there is.
         fsdp_shard_model_weights: where the shard is not to be written into the weight itself: a quantized tensor that
             is the shard, or its bytes (uint8), one tensor for each direction that has data of its own. Entries may be
             None, and so may both of a pair.
         manual_post_all_gather_processing: leave what derives from the bytes, a transpose, to
             :func:`post_all_gather_processing`; otherwise the next forward pass makes it.
+        quantizers: for each weight, or one for all; None is the weight's own.
+        amax_reduce_group: ``group`` by another name.
+
+    The order of positional arguments was ``quantizers, amax_reduce_group`` once. Quantizers in the third place are
+    taken for these, with a DeprecationWarning.
 
     Raises:
         ShapeError, OptionError, DTypeError, UsageError, DeviceError: an argument does not fit. Nothing has been
             written then. All but UsageError are ValueErrors.
+        TypeError: an argument is unknown, or another one is given twice.
     """
-    given = (model_weights, master_weights, quantizers, amax_reduce_group, start_offsets, fsdp_shard_model_weights)
-    MasterWeights(*given, manual_post_all_gather_processing).quantize()
+    # Offsets by name beside a third argument: that one can only be quantizers.
+    by_name = "start_offsets" in named
+    if positional and (by_name or _are_quantizers(positional[0], master_weights)):
+        if "quantizers" in named:
+            what, expected = "quantizers are given twice, by position and by name", "one of them"
+            raise OptionError(what, expected=expected, remedy="pass quantizers by name alone")
+        what = "cast_master_weights_to_fp8(weights, masters, quantizers, …)"
+        warnings.warn(f"{what} is deprecated: pass quantizers by name", DeprecationWarning, stacklevel=2)
+        _cast_old(model_weights, master_weights, *positional, **named)
+        return
+    _cast(model_weights, master_weights, *positional, **named)
+
+
+def _are_quantizers(third: Any, masters: Any) -> bool:
+    """Whether a third positional argument is what it was once, and not a list of offsets."""
+    if isinstance(third, Quantizer):
+        return True
+    if not isinstance(third, (list, tuple)) or not third:
+        return False
+    if any(isinstance(entry, Quantizer) for entry in third):
+        return True
+    # No shard has an offset of None.
+    shards = isinstance(masters, (list, tuple)) and any(master is not None for master in masters)
+    return shards and all(entry is None for entry in third)
+
+
+def _cast_old(
+    model_weights: Any,
+    master_weights: Any,
+    quantizers: Any,
+    amax_reduce_group: Any = None,
+    **named: Any,
+) -> None:
+    """:func:`cast_master_weights_to_fp8` with the arguments in the order that they had once."""
+    named |= {"quantizers": quantizers, "amax_reduce_group": amax_reduce_group}
+    _cast(model_weights, master_weights, **named)
+
+
+def _cast(
+    model_weights: Any,
+    master_weights: Any,
+    start_offsets: Any = None,
+    group: Any = None,
+    fsdp_shard_model_weights: Any = None,
+    manual_post_all_gather_processing: bool = False,
+    *,
+    quantizers: Any = None,
+    amax_reduce_group: Any = None,
+) -> None:
+    if group is not None and amax_reduce_group is not None and group is not amax_reduce_group:
+        what, expected = "group and amax_reduce_group are two groups", "one group of ranks"
+        raise OptionError(what, expected=expected, remedy="pass group alone")
+    group = amax_reduce_group if group is None else group
+    given = (model_weights, master_weights, quantizers, group, start_offsets)
+    MasterWeights(*given, fsdp_shard_model_weights, manual_post_all_gather_processing).quantize()
 
 
 _LISTS = ("model_weights", "master_weights", "quantizers", "start_offsets", "fsdp_shard_model_weights")
