@@ -123,3 +123,54 @@ def test_a_sparse_tensor_is_not_copied(quantizer: Any) -> None:
     held = quantizer(torch.zeros(4, 4))
     with pytest.raises(DTypeError, match=r"source has layout torch\.sparse_coo.*to_dense"):
         held.copy_(torch.eye(4).to_sparse())
+
+
+class Plain(Quantizer):
+    """As quantizers are written that know no nominal dtype."""
+
+    def __init__(self, inner: Quantizer) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        self.inner = inner
+
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:  # type: ignore[override]
+        made = self.inner.copy()
+        made.internal = self.internal
+        made.set_usage(**self.get_usages())
+        return made.quantize(tensor)
+
+
+class Doubled(Plain):
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().quantize_impl(2 * tensor)
+
+
+class Wrong(Quantizer):
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:  # type: ignore[override]
+        return tensor
+
+
+@pytest.mark.parametrize("internal", [False, True])
+def test_quantize_impl_may_take_a_tensor_alone(quantizer: Any, internal: bool) -> None:
+    x = torch.randn(4, 8)
+    for made, factor in ((Plain(quantizer), 1), (Doubled(quantizer), 2)):
+        made.internal = internal
+        expected = quantizer.quantize(factor * x)
+        for found in (made(x), made.quantize(x), made.quantize(x, dtype=torch.bfloat16)):
+            assert torch.equal(found._data, expected._data)
+            assert torch.equal(found.dequantize(torch.float32), expected.dequantize())
+        assert found.dtype == torch.bfloat16
+        into = made.update_quantized(-x, made(x))
+        assert torch.equal(into.dequantize(), quantizer.quantize(-factor * x).dequantize())
+    with pytest.raises(DTypeError, match=r"Wrong.quantize_impl returned a Tensor.*Remedy"):
+        Wrong()(x)
+
+
+def test_a_layer_takes_a_quantizer_whose_quantize_impl_takes_a_tensor_alone(quantizer: Any, recipe: Any) -> None:
+    x, grads = torch.randn(4, 16), []
+    for wrap in (Plain, lambda made: made):
+        recipe.set_quantizer_factory(lambda role, wrap=wrap: wrap(quantizer.copy()))
+        torch.manual_seed(0)
+        layer = ottava.nn.Linear(16, 8, recipe=recipe)
+        layer(x).square().sum().backward()
+        grads.append(layer.weight.grad)
+    assert torch.equal(*grads)

@@ -1,5 +1,7 @@
 """``Quantizer``: turns high-precision tensors into quantized ones."""
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
@@ -13,7 +15,7 @@ from ottava.kernels.checks import check_dtype, check_epsilon, check_fits, check_
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.dequantized_view import plain_values
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.tensors.tensor import StraightThrough
+from ottava.tensors.tensor import QuantizedTensor, StraightThrough
 
 
 class Option:
@@ -113,10 +115,16 @@ class Quantizer(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        own = cls.__dict__.get("quantize_impl")
+        if inspect.isfunction(own) and _takes_no_dtype(own):
+            cls.quantize_impl = _with_dtype(own)  # type: ignore[method-assign]
 
     @abstractmethod
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        """Quantize a checked, plain tensor for the usages set. ``dtype`` is the nominal dtype of the result."""
+        """Quantize a checked, plain tensor for the usages set. ``dtype`` is the nominal dtype of the result.
+
+        A subclass may define ``quantize_impl(self, tensor)`` instead: its results get the nominal dtype by themselves.
+        """
 
     def make_empty(
         self,
@@ -333,6 +341,33 @@ class Quantizer(ABC):
         if out is None:
             return result.to(out_dtype)
         return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _takes_no_dtype(function: Callable[..., Any]) -> bool:
+    """Whether a ``quantize_impl`` takes a tensor and nothing else."""
+    parameters = inspect.signature(function).parameters.values()
+    several = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    return len(parameters) == 2 and not several
+
+
+def _with_dtype(quantize_impl: Callable[[Any, torch.Tensor], Any]) -> Callable[..., Any]:
+    """A ``quantize_impl(self, tensor)`` that also takes the nominal dtype of its result."""
+
+    @functools.wraps(quantize_impl)
+    def quantize(self: Quantizer, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        made = quantize_impl(self, tensor)
+        if not isinstance(made, QuantizedTensorStorage):
+            what = f"{type(self).__name__}.quantize_impl returned a {type(made).__name__}"
+            expected = "an ottava.QuantizedTensor or QuantizedTensorStorage"
+            raise DTypeError(what, expected=expected, remedy="return what holds the quantized data")
+        if dtype is None or made.dtype == dtype:
+            return made
+        if isinstance(made, QuantizedTensor):
+            return made.make_like(made, dtype=dtype)  # type: ignore[no-any-return]
+        made._dtype = dtype
+        return made
+
+    return quantize
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
