@@ -37,7 +37,7 @@ WRONG = {
     "no tensors": ("      tensors: [weight]\n", "", 8, [OF_FAKE_QUANT, "no tensors", "tensors_struct"]),
     "no gemms": ("      gemms: [fprop]\n", "", 8, [OF_FAKE_QUANT, "no gemms", "gemms_struct"]),
     "a pair that no product has": ("[weight]", "[gradient]", 8, [OF_FAKE_QUANT, "of fprop activation, weight, output"]),
-    "empty list": ("[fprop]", "[]", 9, [OF_FAKE_QUANT, "gemms is empty"]),
+    "empty list": ("[fprop]", "[]", 9, [OF_FAKE_QUANT, "gemms is empty", "set enabled: False"]),
     "a struct that is no list": ("gemms: [fprop]", "gemms_struct: fprop", 9, [OF_FAKE_QUANT, "gemms_struct"]),
     "a struct without a name": ("gemms: [fprop]", "gemms_struct: [{gem: fprop}]", 9, [OF_FAKE_QUANT, "no gemm"]),
     "a struct with a wrong key": (

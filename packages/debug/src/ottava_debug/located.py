@@ -151,7 +151,9 @@ def names(parent: Located, key: str, what: str, known: Iterable[str]) -> list[st
         if name not in known and name != "all":
             raise unknown(parent.where(key), f"{what}: {key} has", name, known)
     if not given:
-        raise OptionError(f"{parent.where(key)}: {what}: {key} is empty", expected=f"some of {', '.join(known)}")
+        where, expected = parent.where(key), f"some of {', '.join(known)}, or all"
+        remedy = f"name the {key} to change; to leave the layers as they are, set enabled: False"
+        raise OptionError(f"{where}: {what}: {key} is empty", expected=expected, remedy=remedy)
     return known if "all" in given else given
 
 
