@@ -55,6 +55,21 @@ def test_a_function_is_asked_for_each_role_of_each_layer() -> None:
     assert {("linear", t, n) for t in ("input", "weight", "grad_output") for n in ("0", "1")} == set(asked)
 
 
+def test_how_often_a_function_is_asked() -> None:
+    calls: list[str] = []
+
+    def qfactory(role: QuantizerRole) -> Any:
+        calls.append(role.tensor_type)
+        return current_scaling_ref_quantizer_factory(role)
+
+    for primary, of_weight in ((False, 2), (True, 3)):
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        model = ottava.convert(net, CustomRecipe(qfactory), primary=primary)
+        model(torch.randn(4, 8)).sum().backward()
+        assert sorted(calls) == ["grad_output"] * 2 + ["input"] * 2 + ["weight"] * of_weight
+        calls.clear()
+
+
 def test_first_and_last_layers_stay_in_high_precision() -> None:
     recipe = CustomRecipe(by_layer({"first": "identity", "head*": identity_factory}, "custom"))
     assert kinds(recipe, "first") == kinds(recipe, "head.0") == [IDENTITY] * 3
