@@ -108,7 +108,8 @@ class DequantizedView(torch.Tensor):
         return tree_map(lambda r: dequantized_view(r, of), result)
 
     def _refusal(self, op: str) -> UsageError:
-        what = f"{op.removeprefix('aten::').partition('.')[0]} would write to a view of a {self._of} that cannot share its data"
+        name = op.removeprefix("aten::").partition(".")[0]
+        what = f"{name} would write to a view of a {self._of} that cannot share its data"
         expected = "a write to the whole tensor, or to a view of whole blocks"
         remedy = "assign with tensor[index] = values, or change a copy: view.dequantize()"
         return UsageError(what, expected=expected, remedy=remedy)
