@@ -191,7 +191,7 @@ def test_a_weight_that_is_kept_for_microbatches() -> None:
 
 
 def test_a_recipe_that_another_one_asks_for() -> None:
-    recipe = ottava.get_recipe("current")
+    recipe = ottava.get_recipe("delayed", margin=1)
     asks = {"weight": ottava.QuantizerRequest(RECIPE)}
     recipe.set_quantizer_factory(lambda role: asks.get(role.tensor_type))
     net = trained(recipe)

@@ -41,15 +41,15 @@ def strided() -> torch.Tensor:
     return column
 
 
-def model_of(tensor: Any) -> torch.nn.Module:
+def model_of(tensor: Any, recipe: Any = None) -> torch.nn.Module:
     model = torch.nn.Module()
     model.register_buffer("x", tensor)
     return model
 
 
-def quantized_model(tensor: Any) -> torch.nn.Module:
+def quantized_model(tensor: Any, recipe: Any) -> torch.nn.Module:
     """One whose quantized weight holds such a tensor."""
-    with ottava.quantized_model_init("current"):
+    with ottava.quantized_model_init(recipe):
         layer = ottava.nn.Linear(16, 16, bias=False)
     held = next(inner for inner in layer.weight.inner_list() if inner is not None and inner.numel() > 1)
     # Memory of its own: that of some kernels cannot be resized.
@@ -73,11 +73,13 @@ WRITERS: dict[str, Callable[[Any, Path], object]] = {
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("of", [model_of, quantized_model])
-def test_memory_that_is_not_there(of: Callable[[Any], torch.nn.Module], writer: str, name: str, tmp_path: Path) -> None:
+def test_memory_that_is_not_there(
+    of: Callable[[Any, Any], torch.nn.Module], writer: str, name: str, recipe: Any, tmp_path: Path
+) -> None:
     checkpoint.save_sharded({"x": torch.ones(3)}, tmp_path / "there")
     if of is quantized_model and name in ("behind_its_end", "strided"):
         pytest.skip("what a quantized tensor holds is whole")
-    state = of(MADE[name]()).state_dict()
+    state = of(MADE[name](), recipe).state_dict()
     with pytest.raises(UsageError, match=r"'x[\w.]*' (has no memory|lies outside of its memory): its storage.* bytes"):
         WRITERS[writer](state, tmp_path / "saved")
     assert [entry.name for entry in tmp_path.iterdir()] == ["there"]

@@ -331,6 +331,18 @@ def test_a_forced_layout_is_that_of_the_storages_of_its_block_alone(quantizer: Q
         assert serves_columns()
 
 
+def test_the_scale_has_one_dimension_and_shares_its_memory(quantizer: object) -> None:
+    whole = quantizer(torch.randn(4, 6))
+    before = whole.dequantize()
+    assert whole._scale_inv.shape == (1,)
+    whole._scale_inv.mul_(2)
+    assert torch.equal(whole.dequantize(), 2 * before)
+    whole._scale_inv = whole._scale_inv / 2
+    assert whole._scale_inv.shape == (1,)
+    assert torch.equal(whole.dequantize(), before)
+    assert whole.detach()._scale_inv.data_ptr() == whole._scale_inv.data_ptr()
+
+
 def test_bytes_that_are_gathered_again_outdate_the_transpose(x: torch.Tensor, quantizer: Quantizer) -> None:
     """The memory of a gather is filled again below torch: the tensor around it is told."""
     with columnwise_layout("transpose"):
@@ -338,12 +350,12 @@ def test_bytes_that_are_gathered_again_outdate_the_transpose(x: torch.Tensor, qu
         memory = one._data.clone()
         coming = ((one.inner_tensors[0], memory.shape, False),)
         spec = one.flatten_storage()[1]
-        plan = GatherPlan(coming, {"data_transpose": None, "fp8_scale_inv": one._scale_inv}, spec, x.shape)
+        plan = GatherPlan(coming, {"data_transpose": None, "fp8_scale_inv": one._scale_inv[0]}, spec, x.shape)
         whole, _ = post_all_gather(plan, [memory], torch.float32, None)
         whole.update_usage(columnwise_usage=True)
         assert torch.equal(whole._transpose, one._data.t())
         memory.numpy()[:] = two._data.numpy()
-        plan.shared["fp8_scale_inv"] = two._scale_inv
+        plan.shared["fp8_scale_inv"] = two._scale_inv[0]
         assert post_all_gather(plan, [memory], torch.float32, whole) is None
         assert whole._transpose is None
         whole.update_usage(columnwise_usage=True)

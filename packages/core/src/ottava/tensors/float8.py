@@ -80,19 +80,29 @@ class Float8TensorStorage(GridTensorStorage):
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
         InnerTensor("_data", "data", usage="rowwise", gather=True, native="_fp8_dtype"),
         InnerTensor("_transpose", "data_transpose", usage="columnwise", native="_fp8_dtype"),
-        InnerTensor("_scale_inv", "fp8_scale_inv"),
+        InnerTensor("_scalar", "fp8_scale_inv"),
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (
         StaticField("_dtype", "dtype", default=torch.float32),
         StaticField("_fp8_dtype", "fp8_dtype"),
     )
-    data_names, scale_names = ("_data", "_transpose"), ("_scale_inv", "_scale_inv")
+    data_names, scale_names = ("_data", "_transpose"), ("_scalar", "_scalar")
 
     _data: torch.Tensor | None
-    _scale_inv: torch.Tensor
+    #: What multiplies when dequantizing, of shape ``()``.
+    _scalar: torch.Tensor
     _fp8_dtype: torch.dtype
     #: The transposed data if it is held and still that of ``_data``, else None.
     _transpose = columns("_transpose", "_data")
+
+    @property
+    def _scale_inv(self) -> torch.Tensor | None:
+        """What multiplies when dequantizing, of shape ``(1,)``: a view, so that writes to it count."""
+        return None if self._scalar is None else self._scalar.view(1)
+
+    @_scale_inv.setter
+    def _scale_inv(self, scale_inv: torch.Tensor) -> None:
+        self._scalar = scale_inv.reshape(())
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:

@@ -51,7 +51,6 @@ ottava.register_converter(Turned, TransposedLinear.from_linear)
 @pytest.mark.parametrize("other", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_it_is_as_before(name: str, other: Any) -> None:
-    pytest.importorskip(f"ottava_{name}")
     plain = torch.nn.ModuleDict({"model": Model(), "turned": Turned()})
     expected, values = plain["model"](X), {key: value.clone() for key, value in plain.state_dict().items()}
     model = other(ottava.convert(plain, name).eval())
@@ -76,7 +75,6 @@ def test_it_is_as_before(name: str, other: Any) -> None:
 
 
 def test_kept_weights_are_dequantized() -> None:
-    pytest.importorskip("ottava_current")
     model = ottava.convert(Model(), "current", primary=True, keep_initial_values=True)
     model.first.weight.tag = "mine"  # type: ignore[attr-defined]
     stale = torch.optim.SGD(model.parameters(), lr=0.1)
