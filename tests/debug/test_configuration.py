@@ -37,7 +37,6 @@ WRONG = {
     "no tensors": ("      tensors: [weight]\n", "", 8, [OF_FAKE_QUANT, "no tensors", "tensors_struct"]),
     "no gemms": ("      gemms: [fprop]\n", "", 8, [OF_FAKE_QUANT, "no gemms", "gemms_struct"]),
     "a pair that no product has": ("[weight]", "[gradient]", 8, [OF_FAKE_QUANT, "of fprop activation, weight, output"]),
-    "empty list": ("[fprop]", "[]", 9, [OF_FAKE_QUANT, "gemms is empty", "set enabled: False"]),
     "a struct that is no list": ("gemms: [fprop]", "gemms_struct: fprop", 9, [OF_FAKE_QUANT, "gemms_struct"]),
     "a struct without a name": ("gemms: [fprop]", "gemms_struct: [{gem: fprop}]", 9, [OF_FAKE_QUANT, "no gemm"]),
     "a struct with a wrong key": (
@@ -272,3 +271,10 @@ def test_yaml_of_all_kinds_is_read_as_pyyaml_reads_it(tmp_path):
     found = read(path)
     assert plain(found) == {str(key): value for key, value in yaml.safe_load(text).items()}
     assert (found.lines["b"], found["a"].lines["more"]) == (6, 5)
+
+
+def test_an_empty_list_is_nothing_to_do(initialize):
+    initialize(GOOD.replace("[fprop]", "[]"))
+    asked = {"layer_name": "x", "gemm": "fprop", "tensor_name": "weight", "iteration": 0}
+    assert debug_api.transformer_engine.fp8_gemm_enabled("x", gemm="fprop", iteration=0) is True
+    assert debug_api.transformer_engine.modify_tensor_enabled(**asked) is False

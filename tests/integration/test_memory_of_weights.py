@@ -254,3 +254,26 @@ def test_optimizers_that_train_the_weights_are_not_warned_of() -> None:
     with pytest.warns(UserWarning, match="'1.weight'; make"):
         trained(model, frozen)
     assert len(before) == 4
+
+
+def test_a_parameter_of_before_that_is_a_master_is_not_dead() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    masters = list(model.parameters())
+    ottava.convert(model, "current", primary=True)
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    model(torch.randn(4, 128)).sum().backward()
+    for master, weight in zip(masters, model.parameters(), strict=True):
+        master.grad = weight.grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_each_dead_optimizer_is_warned_of() -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(128, 128)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model in models:
+        ottava.convert(model, "current", primary=True)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        with pytest.warns(UserWarning, match="SGD holds parameters"):
+            trained(model, optimizer)

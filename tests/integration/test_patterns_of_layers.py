@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,20 @@ def test_an_exported_checkpoint(tmp_path: Path) -> None:
 def test_exclude_names_the_nearest_pattern() -> None:
     with pytest.raises(OptionError, match=r"exclude pattern '\*\.q_prj' matches no module.*such as \*\.q_proj"):
         ottava.convert(net(), "current", exclude="*.q_prj")
+
+
+def test_what_a_file_leaves_in_high_precision_is_not_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("default: current\nlayers:\n  - match: [q_proj, k_proj]\n    all: identity\n")
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in NAMES})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ottava.convert(model, path)
+
+
+def test_what_an_earlier_conversion_excluded_is_not_warned_of() -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in NAMES})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ottava.convert(model, "current", exclude=["q_proj", "k_proj"])
+        ottava.convert(model, "mxfp8", include=["up"])

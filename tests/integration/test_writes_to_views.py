@@ -165,3 +165,19 @@ def test_gradients_pass_a_view_of_values() -> None:
     expected = torch.zeros(64, 64)
     expected[3:5] = 1
     assert torch.equal(tensor.grad, expected)
+
+
+def test_collectives_do_not_write_to_views() -> None:
+    dist = torch.distributed
+    tensor = MX(torch.ones(64, 64))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for collective in (lambda v: dist.broadcast(v, 0), dist.all_reduce):
+            with pytest.raises(UsageError, match=r"c10d::\w+ may write to a view of a MXFP8Tensor"):
+                collective(tensor[1:2])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_view_is_formatted_as_its_value() -> None:
+    assert f"{MX(torch.full((64, 64), 0.5))[0, 0]:.3f}" == "0.500"

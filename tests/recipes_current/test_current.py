@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -171,3 +172,30 @@ def test_a_named_region_keeps_the_state_of_its_layers() -> None:
             layer(torch.randn(4, 16))
         states.append(layer._binding.state)
     assert states[0] is states[1]
+
+
+class Doubling(Float8CurrentScalingQuantizer):
+    """A quantizer in TransformerEngine's form, which calls that of its base."""
+
+    def quantize_impl(self, tensor):  # type: ignore[no-untyped-def, override]
+        return super().quantize_impl(2 * tensor)
+
+
+class Keywords:
+    """What a class beside the quantizers brings."""
+
+    def quantize_impl(self, tensor, **options):  # type: ignore[no-untyped-def]
+        return Float8CurrentScalingQuantizer.quantize_impl(self, 2 * tensor, **options)  # type: ignore[arg-type]
+
+
+class Mixed(Keywords, Float8CurrentScalingQuantizer):  # type: ignore[misc]
+    """The function of one base, the rest of another."""
+
+
+@pytest.mark.parametrize("kind", [Doubling, Mixed])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantize_impl_that_takes_a_tensor_alone(kind: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 7).to(dtype)
+    made, expected = kind(torch.float8_e4m3fn)(x), Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(2 * x)
+    assert made.dtype == dtype
+    assert torch.equal(made.dequantize(), expected.dequantize())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ottava
 
@@ -49,6 +50,16 @@ def test_a_block_around_a_compiled_layer_says_nothing(recipe: Any) -> None:
         for _ in range(2):
             with ottava.autocast(recipe):
                 compiled(X).sum().backward()
+
+
+def test_a_block_around_a_recomputation_says_nothing(recipe: Any) -> None:
+    layer = ottava.nn.Linear(4, 4, recipe=recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ottava.autocast(recipe):
+            y = checkpoint(layer, X.requires_grad_(), use_reentrant=False)
+        with ottava.autocast(recipe):
+            y.sum().backward()
 
 
 def test_a_block_that_an_exception_ends_says_nothing(recipe: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.errors import DTypeError
+from ottava.errors import DTypeError, stable_repr
 from ottava.nn import Linear
 
 
@@ -225,3 +225,9 @@ def test_a_line_where_less_than_nine_tenths_run_quantized(rows: int, says: bool,
         warnings.simplefilter("always")
         ottava.convert(model, recipe, include="big")
     assert [str(one.message)[:8] for one in told] == (["only 89%"] if says else [])
+
+
+def test_text_of_objects_that_every_process_has() -> None:
+    assert stable_repr([{"b", "a"}, frozenset({3, 1})]) == "[{'a', 'b'}, frozenset({1, 3})]"
+    assert stable_repr({"b": 1, "a": 2}) == "{'b': 1, 'a': 2}"
+    assert stable_repr(object()) == "<object object>"

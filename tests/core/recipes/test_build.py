@@ -138,7 +138,11 @@ def test_a_recipe_and_a_factory_may_share_a_name(site: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("fp8", "ottava recipes"), ("none", r"autocast\(enabled=False\).*ottava\.revert\(model\)")],
+    [
+        *((name, "ottava recipes") for name in ("fp8", "FP8", "float8", "e4m3")),
+        *((name, "ottava.revert") for name in ("NONE", "fp16")),
+        ("none", r"autocast\(enabled=False\).*ottava\.revert\(model\)"),
+    ],
 )
 def test_names_that_are_those_of_no_recipe(name: str, meant: str) -> None:
     with pytest.raises(RecipeNotFoundError, match=meant):

@@ -32,8 +32,9 @@ def text_of(error: BaseException) -> str:
 
 
 def stable_repr(value: object) -> str:
-    """``repr(value)`` without the addresses in it, which are others in each process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    """``repr(value)`` as every process has it: without addresses, and with the elements of sets in order."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return re.sub(r"\{([^{}:]*)\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)
 
 
 class ShapeError(OttavaError, ValueError):

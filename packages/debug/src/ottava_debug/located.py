@@ -143,17 +143,13 @@ def mapping(parent: Located, key: str, what: str) -> Located:
 
 
 def names(parent: Located, key: str, what: str, known: Iterable[str]) -> list[str]:
-    """The names at a key, which is one of those known, a list of such, or ``all``."""
+    """The names at a key, which is one of those known, a list of such, or ``all``; an empty list is none of them."""
     value = parent[key]
     given = value if isinstance(value, list) else [value]
     known = list(known)
     for name in given:
         if name not in known and name != "all":
             raise unknown(parent.where(key), f"{what}: {key} has", name, known)
-    if not given:
-        where, expected = parent.where(key), f"some of {', '.join(known)}, or all"
-        remedy = f"name the {key} to change; to leave the layers as they are, set enabled: False"
-        raise OptionError(f"{where}: {what}: {key} is empty", expected=expected, remedy=remedy)
     return known if "all" in given else given
 
 

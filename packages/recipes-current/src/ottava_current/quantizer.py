@@ -72,7 +72,8 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         copied.with_amax_reduction, copied.amax_reduction_group = True, group
         return copied
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        dtype = dtype or tensor.dtype
         wanted = float8.DATA if tensor.is_cpu and not float8.forced else self.needs(tensor.device, tensor.dim())
         if self.with_amax_reduction:
             return self._wrap(self._with_amax_of_all(tensor, *wanted), dtype)

@@ -97,7 +97,8 @@ class HybridQuantizer(Quantizer):
             return False
         return self.columnwise_quantizer.is_alike(other.columnwise_quantizer)
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        dtype = dtype or tensor.dtype
         cls = hybrid_class(*self.kinds, tensor=not self.internal)
         if self.keeps_operands and not self.internal:
             tensor = tensor.clone()

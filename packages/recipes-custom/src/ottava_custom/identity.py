@@ -142,7 +142,8 @@ class IdentityQuantizer(Quantizer):
     shards = ShardRule(rows=1)
     keeps_operands = keeps_values = True
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        dtype = dtype or tensor.dtype
         make: Any = IdentityTensorStorage if self.internal else IdentityTensor
         made: QuantizedTensorStorage = make(
             # What a layer saves may be its operand itself: autograd sees to it that nobody writes to that.

@@ -10,6 +10,9 @@ import torch
 
 from ottava.formats import fp8_format
 
+#: From how many times its range on an input is warned of: among the batches of an evaluation some have values that are
+#: somewhat larger than all that training saw, and clamping these few loses little.
+INPUT_EXCESS = 2.0
 #: On a GPU one pass of so many is looked at, by copies that no pass waits for.
 GPU_INTERVAL = 16
 _REMEDY = (
@@ -32,8 +35,9 @@ class Evaluations:
 
     None of this is state: checkpoints do not have it, copies begin afresh, and no scale depends on it. A warning needs
     a value that clamping changes by more than rounding could: a weight that has grown a little since its scale was
-    taken is no reason for one. A CPU is asked after every pass. A GPU is not waited for: the amaxes of the first pass,
-    and of each sixteenth from then on, are copied while it works, and looked at in a later pass.
+    taken is no reason for one, and an input has to be larger by a factor of :data:`INPUT_EXCESS`. A CPU is asked after
+    every pass. A GPU is not waited for: the amaxes of the first pass, and of each sixteenth from then on, are copied
+    while it works, and looked at in a later pass.
 
     Args:
         slots: which slot is which tensor's.
@@ -48,6 +52,9 @@ class Evaluations:
     def __init__(self, slots: Mapping[str, int], formats: Sequence[torch.dtype]) -> None:
         self.slots = slots
         self.limits = [1.0 + torch.finfo(dtype).eps / 2 for dtype in formats]
+        for tensor_type, slot in slots.items():
+            if tensor_type == "input":
+                self.limits[slot] = INPUT_EXCESS
         self.maxima = [fp8_format(dtype).max for dtype in formats]
         self.buffers: dict[str, torch.Tensor] = {}
         self.reset()

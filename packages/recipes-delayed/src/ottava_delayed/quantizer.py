@@ -138,7 +138,8 @@ class Float8Quantizer(Float8QuantizerBase):
                 tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
         return dst
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        dtype = dtype or tensor.dtype
         wanted = float8.DATA if tensor.is_cpu and not float8.forced else self.needs(tensor.device, tensor.dim())
         scale = self.scale
         if self.fits and self.amax is not None:
@@ -182,7 +183,8 @@ class SlotQuantizer(Float8Quantizer):
         check_device(scale, self.scale.device, "the weight")
         super()._start_with(scale)
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        dtype = dtype or tensor.dtype
         if self.fits:
             return super().quantize_impl(tensor, dtype)
         buffers, amax, saturated = self.buffers, None, None

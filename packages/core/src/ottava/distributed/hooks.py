@@ -298,10 +298,22 @@ class HighPrecisionWeight(torch.Tensor):
         if out is not None and (isinstance(out, QuantizedTensor) == (plan is None) or not isinstance(out, kind)):
             what = f"a weight that was gathered as a {type(out).__name__} is gathered as a {kind.__name__}"
             raise UsageError(what, "one kind of weight", "bind the recipe before fully_shard, and keep it then")
+        if out is not None and plan is not None:
+            _check_format(out, plan.spec)
         if plan is not None:
-            return post_all_gather(plan, outputs, param_dtype, out)  # type: ignore[arg-type]
+            return post_all_gather(plan, outputs, param_dtype, out)
         # FSDP fills the same memory at every gather, so that one view of it stays the weight.
         return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())
+
+
+def _check_format(weight: Any, spec: StorageSpec) -> None:
+    """Refuse to bring a weight up to date with bytes of another format."""
+    fields = weight.own_fields
+    before = {field.argument: getattr(weight, field.attribute) for field in fields}
+    now = dict(zip(before, spec.static[len(spec.static) - len(fields) :], strict=True))
+    if before != now:
+        what = f"a weight that was gathered as a {type(weight).__name__} of {before} is one of {now}"
+        raise UsageError(what, "one recipe of a weight", "bind the recipe before fully_shard, and keep it then")
 
 
 def _quantizer_of(module: Any) -> Quantizer:

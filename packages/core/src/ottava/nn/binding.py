@@ -208,6 +208,8 @@ class Binding:
         recipe, group, calibrating = self.recipe, None, False
         if task != -1 and (region is None or region.graph_task != task or (region.recipe is None and region.enabled)):
             # What is recomputed runs under the recipe of the forward pass, whatever region surrounds the backward pass.
+            if region is not None:
+                region.served = True
             if self._last is not None:
                 recipe, group = self._last.recipe, self._last.group
         elif region is not None:

@@ -17,7 +17,7 @@ from ottava.nn.converters import NO_FUNCTIONS, converted, is_convertible, refusa
 from ottava.nn.linear import Linear
 from ottava.nn.loading import OF_STATE, fill_in_states
 from ottava.nn.replaced import swap, watch
-from ottava.nn.report import LEFT_ALONE, ConversionReport, ProductWeight, conversion_report
+from ottava.nn.report import KEEPS_OPERANDS, LEFT_ALONE, ConversionReport, ProductWeight, conversion_report
 from ottava.nn.reverting import note_original
 from ottava.nn.weight import quantized_parameter
 from ottava.recipes.base import Recipe, as_recipe
@@ -41,7 +41,7 @@ _HEAD_NAME = re.compile(
 )
 
 # Why a linear module was left alone that the user excluded.
-_EXCLUDED = "in exclude"
+_EXCLUDED, _NOT_INCLUDED = "in exclude", "not in include"
 
 
 def _heads(model: torch.nn.Module) -> set[str]:
@@ -137,6 +137,10 @@ def convert(
     for module, layer in replacements.items():
         note_original(layer, module)
         layer._binding.bind(layer, chosen, states[module])
+    # What an earlier conversion excluded stays excluded where this one does not name it.
+    for module, reason in left_alone.items():
+        if reason == _NOT_INCLUDED and module.__dict__.get(LEFT_ALONE) == _EXCLUDED:
+            left_alone[module] = _EXCLUDED
     for parent in [*model.modules(), *replacements.values()]:
         parent.__dict__.pop(LEFT_ALONE, None)
         swap(parent._modules, replacements)
@@ -177,7 +181,7 @@ def _replacements(
         elif refusal(module):
             continue
         elif included and not any(included(alias, module) for alias in known_as):
-            left_alone[module] = "not in include"
+            left_alone[module] = _NOT_INCLUDED
         elif isinstance(made := converted(module, known_as[0]), str):
             left_alone[module] = made
         else:
@@ -222,12 +226,13 @@ def _primary_weights(
 
 
 def _warn(report: ConversionReport, unwanted: set[str]) -> None:
-    """Warn if more than 10 % of the weights of products run in high precision, those in ``exclude`` not counted.
+    """Warn if more than 10 % of the weights of products run in high precision, those not counted that the user left
+    there: in ``exclude``, or by a recipe that keeps its operands.
 
-    Where no layer was converted at all, the user may have mistaken the filters, and all weights count.
+    Where nothing is quantized at all, the user may have mistaken the filters, and all weights count.
     """
     weights = [weight for weight in report.weights if not _is_unwanted(weight, unwanted)]
-    if not report.swapped:
+    if not report.swapped or all(weight.reason.endswith(KEEPS_OPERANDS) for weight in report.weights):
         weights = [*report.weights]
     total = sum(weight.share for weight in weights)
     quantized = sum(weight.share for weight in weights if weight.recipe is not None)
@@ -250,8 +255,9 @@ def _warn(report: ConversionReport, unwanted: set[str]) -> None:
 
 
 def _is_unwanted(weight: ProductWeight, unwanted: set[str]) -> bool:
-    """Whether ``exclude`` names the module of a weight."""
-    return weight.reason == _EXCLUDED or weight.name.rpartition(".")[0] in unwanted
+    """Whether ``exclude`` names the module of a weight, or its recipe keeps it in high precision."""
+    by_reason = weight.reason == _EXCLUDED or weight.reason.endswith(KEEPS_OPERANDS)
+    return by_reason or weight.name.rpartition(".")[0] in unwanted
 
 
 def _keep_from_broadcast(model: Any) -> None:

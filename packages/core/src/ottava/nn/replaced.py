@@ -34,9 +34,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if torch.compiler.is_compiling():
         return
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    trained = [found for parameter in held.values() if (found := _trained(parameter, held))]
-    if trained:
-        _replaced.clear()
+    dead = {key: found for key, parameter in held.items() if (found := _trained(parameter, held))}
+    if dead:
+        trained = list(dead.values())
+        for key in dead:
+            del _replaced[key]
         names, calls = [name for name, _ in trained], dict.fromkeys(by for _, by in trained)
         what = f"{type(optimizer).__name__} holds parameters from before {' and '.join(calls)}"
         effect = f"it does not train the weights that replaced them: {listed(names)}"
@@ -48,10 +50,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _trained(parameter: Any, held: dict[int, Any]) -> tuple[str, str] | None:
     """The name of the weight that replaced a parameter, has a gradient and is not held besides, and the call that
-    replaced it; None without one."""
+    replaced it; None without one.
+
+    A parameter that has a gradient itself is one that somebody uses: a master, say, of which the weight is a copy.
+    """
     found = _replaced.get(id(parameter))
     layer = None if found is None else found[1]()
     if found is None or layer is None or found[0]() is not parameter or id(layer.weight) in held:
+        return None
+    if getattr(parameter, "grad", None) is not None:
         return None
     has_gradient = layer.weight.grad is not None or getattr(layer.weight, "main_grad", None) is not None
     return found[2:] if has_gradient else None

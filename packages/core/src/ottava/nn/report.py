@@ -18,6 +18,8 @@ from ottava.torch_private import local_tensor
 
 # On a module: why `convert` left it alone, as it was told; nothing, on a model that was converted.
 LEFT_ALONE = "_ottava_left_alone"
+#: How the reason of a layer ends whose recipe quantizes nothing of it.
+KEEPS_OPERANDS = "which keeps its operands in high precision"
 _LOOKED_UP_OR_ELEMENTWISE = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.nn.LayerNorm, torch.nn.RMSNorm)
 _NO_WEIGHT_OF_PRODUCTS = re.compile("bias|embed|position|token|scale|norm")
 
@@ -133,7 +135,7 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
             reason = f"recipe bound: {recipe}"
             state = module._binding.state
             if state is not None and state.keeps_values and state.recipe is module.recipe:
-                recipe, reason = None, f"{reason}, which keeps its operands in high precision"
+                recipe, reason = None, f"{reason}, {KEEPS_OPERANDS}"
             if isinstance(local_tensor(module.weight), QuantizedTensor):
                 reason += "; the weight is kept quantized"
             if isinstance(modules.get(name.rpartition(".")[0]), torch.nn.TransformerEncoderLayer):

@@ -230,14 +230,16 @@ def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
     return provided(FACTORY, name)[1]
 
 
+_FP8 = "FP8 has several recipes: choose one by its name; `ottava recipes` describes those that are installed"
 _HIGH_PRECISION = (
     "to compute in high precision, use ottava.autocast(enabled=False), or bind None to a layer; to have the layers of"
     " before in a converted model, ottava.revert(model)"
 )
 #: Names that people try, which are those of no recipe -> what they may have meant.
 _NO_RECIPES = {
-    "fp8": "FP8 has several recipes: choose one by its name; `ottava recipes` describes those that are installed",
-    **dict.fromkeys(("none", "None", "off", "bf16", "bfloat16", "high_precision"), _HIGH_PRECISION),
+    **dict.fromkeys(("fp8", "float8", "e4m3", "e5m2", "hybrid"), _FP8),
+    **dict.fromkeys(("none", "off", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"), _HIGH_PRECISION),
+    "high_precision": _HIGH_PRECISION,
 }
 
 
@@ -257,8 +259,8 @@ def provided(kind: str, name: object) -> tuple[str, Callable[..., Any]]:
     known = [spec.name for spec in specs(kind)]
     what = f"no installed package provides {kind} {name!r}"
     expected = f"one of {', '.join(known)}" if known else f"an installed {kind}"
-    if kind == RECIPE and name in _NO_RECIPES:
-        raise RecipeNotFoundError(what, expected, _NO_RECIPES[str(name)])
+    if kind == RECIPE and str(name).lower() in _NO_RECIPES:
+        raise RecipeNotFoundError(what, expected, _NO_RECIPES[str(name).lower()])
     # The name may be misspelled: it must not become a command that installs whatever has that name.
     if near := difflib.get_close_matches(str(name).lower(), known):
         remedy = f"use {' or '.join(map(repr, near))}, or install the package that has {name!r}"

@@ -95,6 +95,11 @@ class DequantizedView(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if op.name().startswith("c10d::"):
+            # Schemas of collectives do not say what they write.
+            views: list[DequantizedView] = []
+            tree_map(lambda leaf: views.append(leaf) if isinstance(leaf, DequantizedView) else None, (args, kwargs))
+            raise views[0]._refusal(op.name())
         is_view, written = _kind_of(op)
         for place, name in written:
             entries = args[place] if place < len(args) else kwargs.get(name)
@@ -109,7 +114,8 @@ class DequantizedView(torch.Tensor):
 
     def _refusal(self, op: str) -> UsageError:
         name = op.removeprefix("aten::").partition(".")[0]
-        what = f"{name} would write to a view of a {self._of} that cannot share its data"
+        does = "would write" if op.startswith("aten::") else "may write"
+        what = f"{name} {does} to a view of a {self._of} that cannot share its data"
         expected = "a write to the whole tensor, or to a view of whole blocks"
         remedy = "assign with tensor[index] = values, or change a copy: view.dequantize()"
         return UsageError(what, expected=expected, remedy=remedy)
@@ -144,6 +150,9 @@ class DequantizedView(torch.Tensor):
     def tolist(self) -> Any:
         """The values as numbers."""
         return self._held.tolist()
+
+    def __format__(self, spec: str) -> str:
+        return format(self._held, spec)
 
     def __array__(self, *args: Any) -> Any:
         return self._held.clone().__array__(*args)

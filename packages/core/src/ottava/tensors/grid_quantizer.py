@@ -80,7 +80,8 @@ class GridQuantizer(Quantizer):
         copied.amax_reduction_group = group if spanning else None
         return copied
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        dtype = dtype or tensor.dtype
         if self.amax_reduction_group is not None and process_groups_ready():
             return self._wrap(self._quantize_reduced(tensor), dtype)
         layout, unread = self.layout, False

@@ -115,9 +115,10 @@ class Quantizer(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
-        own = cls.__dict__.get("quantize_impl")
-        if inspect.isfunction(own) and _takes_no_dtype(own):
-            cls.quantize_impl = _with_dtype(own)  # type: ignore[method-assign]
+        # That of a class beside the quantizers, which knows nothing of this one, too.
+        resolved = inspect.getattr_static(cls, "quantize_impl")
+        if inspect.isfunction(resolved) and _takes_no_dtype(resolved):
+            cls.quantize_impl = _with_dtype(resolved)  # type: ignore[method-assign]
 
     @abstractmethod
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
@@ -344,10 +345,10 @@ class Quantizer(ABC):
 
 
 def _takes_no_dtype(function: Callable[..., Any]) -> bool:
-    """Whether a ``quantize_impl`` takes a tensor and nothing else."""
+    """Whether a ``quantize_impl`` takes a tensor, and no second argument by position."""
     parameters = inspect.signature(function).parameters.values()
-    several = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
-    return len(parameters) == 2 and not several
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) == 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
 def _with_dtype(quantize_impl: Callable[[Any, torch.Tensor], Any]) -> Callable[..., Any]:

@@ -15,6 +15,10 @@ from ottava.tensors import declaration
 from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, check_flag, checked, native_dtype
 from ottava.tensors.saving import OfPattern, StorageSpec
 
+_CHANGED = (
+    "where options of the quantizer changed after it made the tensor, set them on quantizer.copy() instead, or give the"
+    " tensor another quantizer with update_quantizer()"
+)
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
 USAGES = ("rowwise", "columnwise")
@@ -275,7 +279,8 @@ class QuantizedTensorStorage:
                 view, and ``src`` has another scale than the rest of its tensor.
         """
         if not isinstance(src, QuantizedTensorStorage) or src.inner_tensors != self.inner_tensors:
-            raise DTypeError(f"cannot copy a {type(src).__name__} into a {type(self).__name__}", expected="one kind")
+            what = f"cannot copy a {type(src).__name__} into a {type(self).__name__}"
+            raise DTypeError(what, expected="one kind", remedy=_CHANGED)
         if tuple(src.size()) != tuple(self.size()):
             raise ShapeError(f"source has shape {tuple(src.size())}", expected=str(tuple(self.size())))
         if self._whole is not None and not (self.shares_scales(src) or self._rest_is_zero()):
@@ -290,7 +295,8 @@ class QuantizedTensorStorage:
                 remedy = "quantize it with the usages of the destination"
                 raise UsageError(f"the source holds no {inner.argument!r}", expected="the same usages", remedy=remedy)
             if native_dtype(src, inner) != native_dtype(self, inner):
-                raise DTypeError(f"source holds {native_dtype(src, inner)}", expected=str(native_dtype(self, inner)))
+                what, expected = f"source holds {native_dtype(src, inner)}", str(native_dtype(self, inner))
+                raise DTypeError(what, expected=expected, remedy=_CHANGED)
             if theirs.shape != mine.shape:
                 what = f"{inner.argument!r} of the source has shape {tuple(theirs.shape)}"
                 raise ShapeError(what, expected=str(tuple(mine.shape)))

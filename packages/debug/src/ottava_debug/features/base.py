@@ -135,7 +135,8 @@ class Feature:
                 # In lists for several products a tensor is meant for those that have it.
                 if tensor is None or tensor in tensors:
                     found.append(Target(gemm, tensor, options))
-        if not found:
+        nothing_to_do = [] in (given.get("gemms"), given.get("tensors"))
+        if not found and not nothing_to_do:
             raise OptionError(
                 f"{given.where()}: {what} names no tensor of the products that it names", expected=_pairs()
             )

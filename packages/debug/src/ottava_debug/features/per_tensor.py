@@ -32,7 +32,8 @@ class _PerTensorQuantizer(Float8QuantizerBase):
         self.margin = margin
         self.internal = True
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        dtype = dtype or tensor.dtype
         scale, scale_inv = kernels.scale_from_amax(kernels.amax(tensor), self.fp8_dtype)
         if self.margin:
             limits = torch.finfo(torch.float32)

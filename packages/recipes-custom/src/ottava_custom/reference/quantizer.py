@@ -43,6 +43,15 @@ class CurrentScalingQuantizerRef(Quantizer):
     pow_2_scales: bool = flag_option()
     eps: float = epsilon_option()
 
+    @property
+    def fp8_dtype(self) -> torch.dtype:
+        """``dtype``, under the name that other quantizers have for it."""
+        return self.dtype
+
+    @fp8_dtype.setter
+    def fp8_dtype(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
     def __init__(
         self,
         dtype: torch.dtype,
@@ -72,7 +81,8 @@ class CurrentScalingQuantizerRef(Quantizer):
     def is_requantization_safe(self) -> bool:
         return True
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+        dtype = dtype or tensor.dtype
         largest = amax(tensor)
         if self.shard_group is not None:
             largest = reduce_amax(largest, self.shard_group)
