@@ -42,6 +42,8 @@ def digest(tensor: torch.Tensor) -> str:
     held = {"": tensor}
     if isinstance(tensor, QuantizedTensorStorage):
         held = {inner.attribute: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors}
+        # The record has the scale of per-tensor weights under the name of its public form.
+        held = {"_scale_inv" if name == "_scalar" else name: value for name, value in held.items()}
     for name, value in held.items():
         if value is not None:
             made.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())

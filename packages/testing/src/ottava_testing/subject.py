@@ -6,7 +6,7 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,16 @@ ROLES = ("input", "weight", "grad_output")
 #: The name of the layers, where no other is asked for.
 LAYER = "layer"
 Given = str | Path | ottava.Recipe | Callable[[], ottava.Recipe]
+
+
+def _accept(names: Sequence[str]) -> None:
+    """Stands for :meth:`ottava.Recipe.check_layers`."""
+
+
+def _for_any_layers(recipe: ottava.Recipe) -> ottava.Recipe:
+    """The recipe, whose patterns may name layers that the models of the checks do not have."""
+    object.__setattr__(recipe, "check_layers", _accept)
+    return recipe
 
 
 @dataclass(frozen=True)
@@ -113,12 +123,12 @@ class Subject:
             DTypeError: the function made something else.
         """
         if isinstance(self.given, str):
-            return ottava.get_recipe(self.given, **self.options)
+            return _for_any_layers(ottava.get_recipe(self.given, **self.options))
         given: Any = self.given
         made: object = given if isinstance(given, ottava.Recipe) else given()
         if not isinstance(made, ottava.Recipe):
             raise DTypeError(f"the function made a {type(made).__name__}", expected="an ottava.Recipe")
-        return made
+        return _for_any_layers(made)
 
     # -- quantizers and what they give --
 

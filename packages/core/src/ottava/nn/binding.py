@@ -218,7 +218,8 @@ class Binding:
             recipe = recipe if region.recipe is None else region.recipe
             recipe = recipe if region.enabled or calibrating else None
         state = None if recipe is None else self.state_for(layer, recipe, group)
-        if PIPELINES in modules and state is not None and state.stateful and not compiling and _infers_shapes():
+        # Compiled code must not ask which modules are imported: it would be compiled again with each new one.
+        if not compiling and PIPELINES in modules and state is not None and state.stateful and _infers_shapes():
             recipe = state = None
         evaluating = False
         if task != -1:
