@@ -31,7 +31,7 @@ def assert_same(x: torch.Tensor, quant_dtype: torch.dtype, pow_2: bool, eps: flo
     reference = CurrentScalingQuantizerRef(quant_dtype, pow_2_scales=pow_2, eps=eps)(x)
     tensor = Float8CurrentScalingQuantizer(quant_dtype, force_pow_2_scales=pow_2, amax_epsilon=eps)(x)
     assert torch.equal(reference.data.view(torch.uint8), tensor._data)
-    assert torch.equal(reference._scale_inv.view(torch.int32), tensor._scale_inv.view(torch.int32))
+    assert torch.equal(reference.scale.view(torch.int32), tensor._scale_inv[0].view(torch.int32))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         one, other = reference.dequantize(dtype), tensor.dequantize(dtype)
         assert torch.equal(one.isnan(), other.isnan())

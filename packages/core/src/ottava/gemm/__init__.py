@@ -94,6 +94,12 @@ def gemm(
     return multiply(a, b, gemm_type, out_dtype, bias, out, accumulate, use_split_accumulator)
 
 
+def _scale_of(x: _Matrix) -> Tensor | None:
+    """The scale of an operand that has one. The view is made here, where the compiler sees it."""
+    scalar = getattr(x, "_scalar", None)
+    return getattr(x, "_scale_inv", None) if scalar is None else scalar.view(1)
+
+
 def multiply(
     a: _Matrix,
     b: _Matrix,
@@ -110,7 +116,7 @@ def multiply(
     for x in (a, b):
         owner = getattr(x, "_quantizer", None)
         if owner is not None and owner.custom:
-            scales = getattr(a, "_scale_inv", None), getattr(b, "_scale_inv", None)
+            scales = _scale_of(a), _scale_of(b)
             with dense.without_autocast(a.device.type):
                 made = owner.qgemm(a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b)
             return rounded(made) if out is None else made

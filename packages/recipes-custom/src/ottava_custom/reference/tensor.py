@@ -106,8 +106,8 @@ class CurrentScalingTensorRefStorage(SharedElements):
 
     @property
     def _scale_inv(self) -> torch.Tensor:
-        """The scale, of shape ``(1,)``, under the name that all tensors with one scale have for it."""
-        return self._scale.view(1)
+        """The scale under the name that products ask for. What is held, and no view of it: the compiler guards it."""
+        return self._scale
 
     @property
     def original_shape(self) -> tuple[int, ...]:
