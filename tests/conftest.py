@@ -23,3 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             shared = definitions[-1]
             if shared.scope != "function" and shared.baseid.startswith("tests/"):
                 item.add_marker(pytest.mark.xdist_group(shared.baseid.removeprefix("tests/")))
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A test draws the same numbers in each run, whatever ran before it."""
+    import torch
+
+    torch.manual_seed(0)

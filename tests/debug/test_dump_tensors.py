@@ -37,12 +37,13 @@ def train(initialize, options, *, recipe="current", name="a/b", steps=1, batches
     layer, seen = ottava.nn.Linear(64, 32, recipe=recipe, name=name), {}
     for step in range(steps):
         for batch in range(batches):
-            x = torch.randn(8, 64)
+            # All tensors are multiplied by their rows, the gradient too.
+            x = torch.randn(8, 64, requires_grad=True)
             y = layer(x)
             dy = torch.randn_like(y)
             y.backward(dy)
             seen[step, batch] = {
-                "activation": x,
+                "activation": x.detach(),
                 "weight": layer.weight.detach(),
                 "gradient": dy,
                 "output": y,

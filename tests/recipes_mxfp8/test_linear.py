@@ -219,12 +219,12 @@ def test_torch_autocast(primary: bool) -> None:
 
 def test_regions_and_conversion() -> None:
     recipe = MXFP8BlockScaling(scale_rounding="floor")
-    plain = torch.nn.Sequential(torch.nn.Linear(70, 64), torch.nn.GELU(), torch.nn.Linear(64, 33)).bfloat16()
+    plain = torch.nn.Sequential(torch.nn.Linear(70, 64), torch.nn.GELU(), torch.nn.Linear(64, 33))
     free = copy.deepcopy(plain)
     converted = ottava.convert(copy.deepcopy(plain), recipe)
     assert ottava.conversion_report(converted).swapped == ("0", "2")
     assert all(isinstance(converted[i], Linear) for i in (0, 2))
-    x = spread(40, 70, dtype=torch.bfloat16)
+    x = spread(40, 70)
     low = converted(x)
     assert not torch.equal(low, plain(x))
     for i in (0, 2):

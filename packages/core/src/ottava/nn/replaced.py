@@ -22,7 +22,9 @@ _hook: list[Any] = []
 
 def watch(parameter: Any, layer: Any, name: str, by: str = "ottava.convert(primary=True)") -> None:
     """Warn at the step of an optimizer that holds ``parameter``, which the weight of ``layer`` replaced in the call
-    ``by``."""
+    ``by``, and took over the gradient of."""
+    # One that is left would say that somebody still trains the parameter.
+    parameter.grad = None
     key = id(parameter)
     gone = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
     _replaced[key] = gone, weakref.ref(layer), f"{name}.weight" if name else "weight", by
