@@ -101,6 +101,11 @@ def test_construction(case: str, cls: type) -> None:
         cls(**arguments)
 
 
+def test_tensors_are_not_made_of_values() -> None:
+    with pytest.raises(DTypeError, match=r"called with Tensor as its values.*make it by a quantizer"):
+        Float8Tensor(torch.ones(2, 2), requires_grad=True)
+
+
 def test_nothing_to_hold() -> None:
     with pytest.raises(UsageError, match="needs data"):
         Float8Tensor(dtype=torch.float32, data=None, fp8_dtype=E4M3, fp8_scale_inv=ONE)

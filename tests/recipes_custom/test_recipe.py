@@ -62,12 +62,32 @@ def test_how_often_a_function_is_asked() -> None:
         calls.append(role.tensor_type)
         return current_scaling_ref_quantizer_factory(role)
 
-    for primary, of_weight in ((False, 2), (True, 3)):
+    def converted(primary: bool) -> torch.nn.Module:
         net = torch.nn.Sequential(torch.nn.Linear(8, 8))
-        model = ottava.convert(net, CustomRecipe(qfactory), primary=primary)
-        model(torch.randn(4, 8)).sum().backward()
-        assert sorted(calls) == ["grad_output"] * 2 + ["input"] * 2 + ["weight"] * of_weight
-        calls.clear()
+        return ottava.convert(net, CustomRecipe(qfactory), primary=primary)
+
+    def made(primary: bool) -> torch.nn.Module:
+        recipe = CustomRecipe(qfactory)
+        with ottava.quantized_model_init(recipe, enabled=primary):
+            return ottava.nn.Linear(8, 8, recipe=recipe)
+
+    def over(primary: bool) -> torch.nn.Module:
+        recipe = CustomRecipe(current_scaling_ref_quantizer_factory)
+        recipe.set_quantizer_factory(qfactory)
+        return ottava.convert(torch.nn.Linear(8, 8), recipe, primary=primary)
+
+    for make in (converted, made, over):
+        for primary in (False, True):
+            model = make(primary)
+            for _ in range(2):
+                model(torch.randn(4, 8)).sum().backward()
+            assert sorted(calls) == ["grad_output", "input", "weight"], (make, primary)
+            calls.clear()
+    layer = ottava.nn.Linear(8, 8)
+    for _ in range(2):
+        with ottava.autocast(CustomRecipe(qfactory)):
+            layer(torch.randn(4, 8)).sum().backward()
+    assert sorted(calls) == ["grad_output", "input", "weight"]
 
 
 def test_first_and_last_layers_stay_in_high_precision() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import ml_dtypes
@@ -162,6 +163,7 @@ def test_straight_through_gradient() -> None:
         (DTypeError, (torch.ones(1), torch.zeros(1), torch.int8), {}),
         (DTypeError, (torch.ones(1), torch.zeros(1), torch.float8_e5m2), {"saturated": torch.zeros(1)}),
         (OptionError, (torch.ones(1), torch.zeros(1), torch.float8_e5m2), {"rowwise": None}),
+        *((OptionError, (number, None, torch.float8_e4m3fn), {}) for number in (0, -1.0, math.nan, math.inf, 1e39)),
     ],
 )
 def test_bad_state(error: type[Exception], arguments: Any, options: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from ottava import kernels
 from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax
-from ottava.errors import DeviceError, DTypeError, ShapeError
+from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
 from ottava.kernels.checks import check_device
@@ -47,6 +47,8 @@ def _as_scale(value: Any, amax: Any) -> Any:
     """A number as float32 with one element, on the device of ``amax`` if that is a tensor; anything else as it is."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
+    if not 2.0**-149 <= value <= torch.finfo(torch.float32).max:
+        raise OptionError(f"scale is {value}", expected="a number that float32 holds, greater than 0, or a tensor")
     device = amax.device if isinstance(amax, torch.Tensor) else torch.get_default_device()
     return torch.tensor([value], dtype=torch.float32, device=device)
 
@@ -68,6 +70,7 @@ class Float8Quantizer(Float8QuantizerBase):
 
     Raises:
         DTypeError, ShapeError, DeviceError: the state is not of this kind, or ``fp8_dtype`` no FP8 element format.
+        OptionError: a scale that is a number is not greater than 0, or float32 cannot hold it.
     """
 
     stateful: ClassVar[bool] = True

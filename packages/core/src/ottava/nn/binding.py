@@ -15,7 +15,7 @@ from ottava.kernels.backends import backend_for
 from ottava.kernels.checks import HIGH_PRECISION, check_dense, check_fits, check_high_precision
 from ottava.kernels.direct import has_tangent, transform
 from ottava.nn.converted import begin_ahead
-from ottava.recipes.base import Recipe
+from ottava.recipes.base import Recipe, asked_once
 from ottava.recipes.mixed import layer_state
 from ottava.recipes.region import Region, current_region, regions
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
@@ -100,7 +100,8 @@ class Binding:
         for name, parameter in layer._parameters.items():
             check_not_parallel(layer, name, parameter)
         roles = [QuantizerRole("linear", tensor_type, layer.name) for tensor_type in OF_LINEAR]
-        state = layer_state(recipe, roles, group)
+        with asked_once():
+            state = layer_state(recipe, roles, group)
         # Chosen now, so that code compiled later finds it chosen.
         backend_for(layer.weight.device.type)
         # The state's buffers follow the weight's device, because the kernels read both in one call.

@@ -20,7 +20,7 @@ from ottava.nn.replaced import swap, watch
 from ottava.nn.report import KEEPS_OPERANDS, LEFT_ALONE, ConversionReport, ProductWeight, conversion_report
 from ottava.nn.reverting import note_original
 from ottava.nn.weight import quantized_parameter
-from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.base import Recipe, as_recipe, asked_once
 from ottava.recipes.patterns import suggestion
 from ottava.tensors import QuantizedTensor
 from ottava.tensors.declaration import check_flag
@@ -131,8 +131,9 @@ def convert(
     left_alone, replacements = _replacements(model, include, exclude)
     unwanted = _unwanted(model, exclude)
     # All states and weights are made before the first change, because a quantizer factory may raise.
-    states = {module: layer._binding.prepare(layer, chosen) for module, layer in replacements.items()}
-    weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
+    with asked_once():
+        states = {module: layer._binding.prepare(layer, chosen) for module, layer in replacements.items()}
+        weights = _primary_weights(model, replacements, chosen, keep_initial_values) if primary else {}
 
     for module, layer in replacements.items():
         note_original(layer, module)

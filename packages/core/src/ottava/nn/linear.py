@@ -22,7 +22,7 @@ from ottava.nn.binding import (
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
 from ottava.nn.loading import fill_in_states
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
-from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.base import Recipe, as_recipe, asked_once
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.dequantized_view import DequantizedView
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -71,8 +71,9 @@ class Linear(torch.nn.Linear):
         check_flag("fuse_wgrad_accumulation", fuse_wgrad_accumulation)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.__dict__.update(name=name, _binding=Binding())
-        quantize_new_weight(self)
-        self.bind(recipe)
+        with asked_once():
+            quantize_new_weight(self)
+            self.bind(recipe)
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> "Linear":

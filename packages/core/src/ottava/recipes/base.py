@@ -3,10 +3,14 @@
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from ottava.errors import DTypeError, OptionError, PluginError, check_takes, translated
 from ottava.recipes.registry import RECIPE, get_quantizer_factory, is_path, provided, reader_of
@@ -17,6 +21,34 @@ if TYPE_CHECKING:
     from ottava.tensors import Quantizer
 
 QuantizerFactory = Callable[[QuantizerRole], Any]
+
+#: What factories answered inside :func:`asked_once`, by the factory's id and the role; the factories are kept with it,
+#: so that no other one gets their ids.
+_answers: ContextVar[dict[tuple[int, QuantizerRole], tuple[QuantizerFactory, Any]] | None]
+_answers = ContextVar("answers", default=None)
+
+
+@contextmanager
+def asked_once() -> Iterator[None]:
+    """Inside, a factory is asked once for a role, and its answer serves all who want to know it."""
+    if torch.compiler.is_compiling() or _answers.get() is not None:
+        yield
+        return
+    token = _answers.set({})
+    try:
+        yield
+    finally:
+        _answers.reset(token)
+
+
+def _ask(factory: QuantizerFactory, role: QuantizerRole) -> Any:
+    answers = None if torch.compiler.is_compiling() else _answers.get()
+    if answers is None:
+        return factory(role)
+    key = id(factory), role
+    if key not in answers:
+        answers[key] = factory, factory(role)
+    return answers[key][1]
 
 
 class Recipe(ABC):
@@ -81,7 +113,7 @@ class Recipe(ABC):
         from ottava.tensors import Quantizer
 
         factory = self._factory if of is None else of
-        answer = None if factory is None else factory(role)
+        answer = None if factory is None else _ask(factory, role)
         if answer is not None and not isinstance(answer, (Quantizer, QuantizerRequest)):
             what = f"the quantizer factory returned a {type(answer).__name__} for {role}"
             raise DTypeError(what, expected="an ottava.Quantizer, an ottava.QuantizerRequest or None")

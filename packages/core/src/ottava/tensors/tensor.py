@@ -59,13 +59,18 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     @staticmethod
     def __new__(
         cls,
-        *,
+        *by_position: Any,
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         quantizer: Any = None,
         requires_grad: bool = False,
         **declared: Any,
     ) -> Any:
+        if by_position:
+            # Code that replaces parameters calls type(parameter)(values).
+            what = f"{cls.__name__} was called with {type(by_position[0]).__name__} as its values"
+            expected = f"{', '.join(i.argument for i in cls.inner_tensors)} by name"
+            raise DTypeError(what, expected, "make it by a quantizer: quantizer(values)")
         check_dtype(dtype)
         declared = checked(cls, declared, dtype=dtype)
         held: list[Any] = [declared[inner.argument] for inner in cls.inner_tensors]
@@ -87,7 +92,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         made._hold(declared, quantizer)
         return made
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, *by_position: Any, **given: Any) -> None:
         pass  # __new__ did everything, and says what the arguments are.
 
     @classmethod
