@@ -13,6 +13,14 @@ from ottava.nn import function
 from ottava_debug.capturing import capture
 
 
+@pytest.fixture(autouse=True)
+def _interrupts_arrive():
+    """A process that runs in the background, by nohup say, starts with a SIGINT that is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class CtrlC:
     """A profile function that sends SIGINT at the ``at``-th place that it sees, where Python could handle it: at the
     entry of a function and after a call into C."""

@@ -132,9 +132,11 @@ def test_the_gradient_and_its_hooks_are_the_new_parameters(recipe: str) -> None:
     before = model[0].weight
     handles = [before.register_hook(lambda grad: seen.append(grad) or grad * 0)]  # type: ignore[func-returns-value]
     handles.append(before.register_post_accumulate_grad_hook(seen.append))
+    grad = before.grad.clone()
     ottava.convert(model, recipe, primary=True)
-    weight, grad = model[0].weight, before.grad.clone()
+    weight = model[0].weight
     assert weight is not before
+    assert before.grad is None
     assert torch.equal(weight.grad, grad)
     model(x).sum().backward()
     assert torch.equal(weight.grad, grad), "the hook made the second one 0"
