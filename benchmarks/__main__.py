@@ -1,4 +1,5 @@
-"""Runs every benchmark, replaces this kind of machine's results in ``benchmarks/results.json``, writes the page."""
+"""Runs every benchmark, replaces this kind of machine's results in ``benchmarks/results.json``,
+writes the page."""
 
 from __future__ import annotations
 
@@ -21,26 +22,30 @@ from benchmarks.timing import Row, interleaved, measure
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "benchmarks.md"
 
-# glibc gives large blocks back at once and faults their pages in again at the next use: that would slow the
-# alternatives that make temporaries, and make ours look faster than it is. Read when a process starts.
+# glibc gives large blocks back at once and faults their pages in again at the next use: that would
+# slow the alternatives that make temporaries, and make ours look faster than it is. Read when a
+# process starts.
 _VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-# Code that Inductor compiled before, for all instructions of a machine, would serve a run that is held to fewer.
+# Code that Inductor compiled before, for all instructions of a machine, would serve a run that is
+# held to fewer.
 _VARIABLES["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 _SMALL = (16, 64, 64)
 _INTRODUCTION = """\
 # Benchmarks
 
-Written by `python -m benchmarks` (`nox -s bench`), which replaces the results of the kind of machine that it runs on
-and leaves the others. Ratios are of medians in one process, alternatives run in turns, buffers reused, with an
-allocator that keeps freed memory (`MALLOC_MMAP_MAX_=0`): page faults would flatter the kernels. A copy (memcpy) is
-`Tensor.copy_` of as many bytes in all as the kernel reads and writes. An alternative that a machine does not have, that
-was not installed, or whose compiled code makes other bytes than the same in eager mode is not in its table; of one that
+Written by `python -m benchmarks` (`nox -s bench`), which replaces the results of the kind of
+machine that it runs on and leaves the others. Ratios are of medians in one process, alternatives
+run in turns, buffers reused, with an allocator that keeps freed memory (`MALLOC_MMAP_MAX_=0`): page
+faults would flatter the kernels. A copy (memcpy) is `Tensor.copy_` of as many bytes in all as the
+kernel reads and writes. An alternative that a machine does not have, that was not installed, or
+whose compiled code makes other bytes than the same in eager mode is not in its table; of one that
 takes longer than 20 seconds a call, one call was timed.
 """
 
 
 def _start_alike() -> None:
-    """Start again with an allocator that keeps what was freed and no compiled code of before, unless that is so."""
+    """Start again with an allocator that keeps what was freed and no compiled code of before,
+    unless that is so."""
     if any(os.environ.get(name) != value for name, value in _VARIABLES.items()):
         os.environ.update(_VARIABLES)
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]])
@@ -62,7 +67,9 @@ def merged(results: dict[str, Any], kind: str, found: dict[str, Any]) -> dict[st
     return dict(sorted({**results, kind: found}.items()))
 
 
-def sections(kernel_size: int, linear_sizes: list[int], rounds: int, at_most: float) -> dict[str, list[Row]]:
+def sections(
+    kernel_size: int, linear_sizes: list[int], rounds: int, at_most: float
+) -> dict[str, list[Row]]:
     """Title -> the rows of a table."""
     seconds = partial(interleaved, rounds=rounds, at_most=at_most, warmup=min(3, rounds))
     kernels.check_same_bytes(kernels.Set(torch.randn(256, 256).bfloat16()))
@@ -78,7 +85,9 @@ def sections(kernel_size: int, linear_sizes: list[int], rounds: int, at_most: fl
         "Shards of float32 weights, quantized as bf16": multi.table(many),
         f"Products of BF16 operands by layout, {product_size}³": layouts.table(products),
         "Linear without bias, forward and backward, BF16 in and out": linear.table(layers),
-        f"Host time of a bound layer, {'x'.join(map(str, _SMALL))}, float32, one thread": _host(rounds),
+        f"Host time of a bound layer, {'x'.join(map(str, _SMALL))}, float32, one thread": _host(
+            rounds
+        ),
         **({"Imports": imports.measure(rounds // 2)} if rounds > 1 else {}),
     }
 
@@ -88,7 +97,9 @@ def _host(rounds: int) -> list[Row]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return host.measure(_SMALL, torch.float32, torch.device("cpu"), rounds=10 * rounds, calls=10)
+        return host.measure(
+            _SMALL, torch.float32, torch.device("cpu"), rounds=10 * rounds, calls=10
+        )
     finally:
         torch.set_num_threads(threads)
 
@@ -100,23 +111,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kernel-size", type=int, default=4096)
     parser.add_argument("--linear-sizes", type=int, nargs="+", default=list(linear.SIZES))
-    parser.add_argument("--at-most", type=float, default=120.0, help="seconds for a row, after which three turns do")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one turn; prints, writes nothing")
+    parser.add_argument(
+        "--at-most", type=float, default=120.0, help="seconds for a row, after which three turns do"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, one turn; prints, writes nothing"
+    )
     parser.add_argument("--no-write", action="store_true", help="print only")
-    parser.add_argument("--page-only", action="store_true", help="write the page of the results that there are")
+    parser.add_argument(
+        "--page-only", action="store_true", help="write the page of the results that there are"
+    )
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     if not options.page_only:
         _start_alike()
         torch.set_num_threads(options.threads)
         sizes = (options.kernel_size, options.linear_sizes, options.rounds, options.at_most)
-        kind, made = this_kind(options.threads), sections(*((256, [64], 1, 5.0) if options.quick else sizes))
+        kind, made = (
+            this_kind(options.threads),
+            sections(*((256, [64], 1, 5.0) if options.quick else sizes)),
+        )
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         found = {"date": today, "torch": torch.__version__, "cpu": cpu_model(), "sections": made}
         print(page({str(kind): found}))
         results = merged(results, str(kind), found)
     if not (options.quick or options.no_write):
-        RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        RESULTS.write_text(
+            json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         PAGE.write_text(page(results), encoding="utf-8")
 
 

@@ -1,7 +1,9 @@
-"""Draws ``docs/_static/analyze.png``: the page of ``ottava analyze`` for a model with outliers, in headless Chromium.
+"""Draws ``docs/_static/analyze.png``: the page of ``ottava analyze`` for a model with outliers, in
+headless Chromium.
 
-``python -m benchmarks.analysis [file]``. The model is the demo's after some steps, with huge weights put into some of
-its layers; they multiply inputs that are always zero, so that they change nothing in high precision.
+``python -m benchmarks.analysis [file]``. The model is the demo's after some steps, with huge
+weights put into some of its layers; they multiply inputs that are always zero, so that they change
+nothing in high precision.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _FEATURE = 5
 
 
 def plant(model: torch.nn.Module, outliers: dict[int, tuple[float | None, float | None]]) -> None:
-    """Put one huge weight into layers of the demo's model: behind a feature of a norm that is zero and stays zero."""
+    """Put one huge weight into layers of the demo's model: behind a feature of a norm that is zero
+    and stays zero."""
     for number, (attention, feed_forward) in outliers.items():
         block = model.get_submodule(f"blocks.{number}")
         for size, norm, layer in ((attention, "norm1", "qkv"), (feed_forward, "norm2", "up")):
@@ -71,8 +74,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         ottava_debug.write_html(report, page)
-        options = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-        options += " --disable-component-update --disable-quic --hide-scrollbars --window-size=1280,1330"
+        options = (
+            "--headless --no-sandbox --disable-gpu --no-first-run "
+            "--disable-background-networking --disable-sync"
+        )
+        options += (
+            " --disable-component-update --disable-quic --hide-scrollbars --window-size=1280,1330"
+        )
         own = [f"--user-data-dir={folder}/profile", f"--screenshot={picture}", page.as_uri()]
         subprocess.run([browser, *options.split(), *own], check=True, timeout=120)
 

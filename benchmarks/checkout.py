@@ -1,4 +1,5 @@
-"""A checkout made importable with nothing installed: CMake builds the modules, a folder stands for the packages.
+"""A checkout made importable with nothing installed: CMake builds the modules, a folder stands for
+the packages.
 
 Imports neither torch nor ottava.
 """
@@ -27,7 +28,9 @@ class BuildError(RuntimeError):
 def architecture(capability: tuple[int, int]) -> str:
     """What CMake calls the machine code for a GPU."""
     if capability < (8, 0):
-        raise BuildError(f"the CUDA kernels are for compute capability 8.0 and later; this GPU has {capability}")
+        raise BuildError(
+            f"the CUDA kernels are for compute capability 8.0 and later; this GPU has {capability}"
+        )
     return _SPECIFIC.get(capability, "{}{}-real".format(*capability))
 
 
@@ -35,52 +38,92 @@ def find_tool(name: str) -> str | None:
     """A program on PATH, beside this Python, or in the usual places of a CUDA toolkit."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     places = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
-    places += [str(Path(home) / folder) for home in homes if home for folder in ("bin", "compute-sanitizer")]
+    places += [
+        str(Path(home) / folder)
+        for home in homes
+        if home
+        for folder in ("bin", "compute-sanitizer")
+    ]
     return shutil.which(name, path=os.pathsep.join(places))
 
 
 def compile_modules(folder: Path, architectures: str | None = None) -> list[Path]:
-    """``_cpu`` and ``_cuda`` in ``folder``, for ``CMAKE_CUDA_ARCHITECTURES`` or every GPU; kept if up to date.
+    """``_cpu`` and ``_cuda`` in ``folder``, for ``CMAKE_CUDA_ARCHITECTURES`` or every GPU; kept if
+    up to date.
 
     Raises:
         BuildError: a tool is missing, or the build failed.
     """
     cmake, ninja, nvcc = (find_tool(name) for name in ("cmake", "ninja", "nvcc"))
     if not (cmake and nvcc):
-        raise BuildError("cmake or nvcc not found; install it, or build ottava otherwise and give --no-build")
+        raise BuildError(
+            "cmake or nvcc not found; install it, or build ottava otherwise and give --no-build"
+        )
     pybind11 = importlib.import_module("pybind11").get_cmake_dir()
-    configure = [cmake, "-S", str(PACKAGES / "core"), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
+    configure = [
+        cmake,
+        "-S",
+        str(PACKAGES / "core"),
+        "-B",
+        str(folder),
+        "-DCMAKE_BUILD_TYPE=Release",
+    ]
     # By default the build leaves CUDA out where it sees no GPU.
-    configure += [f"-Dpybind11_DIR={pybind11}", f"-DPython_EXECUTABLE={sys.executable}", "-DOTTAVA_CUDA=on"]
+    configure += [
+        f"-Dpybind11_DIR={pybind11}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+        "-DOTTAVA_CUDA=on",
+    ]
     configure += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"] if architectures else []
     configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
     folder.mkdir(parents=True, exist_ok=True)
-    for command in (configure, [cmake, "--build", str(folder), "--parallel", str(os.cpu_count() or 2)]):
-        done = subprocess.run(command, capture_output=True, text=True, env={"CUDACXX": nvcc} | os.environ)
+    for command in (
+        configure,
+        [cmake, "--build", str(folder), "--parallel", str(os.cpu_count() or 2)],
+    ):
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={"CUDACXX": nvcc} | os.environ
+        )
         if done.returncode:
             raise BuildError(f"{' '.join(command)} failed\n{(done.stdout + done.stderr)[-6000:]}")
     return [next(folder.glob(f"{name}.*so")) for name in ("_cpu", "_cuda")]
 
 
 def assemble(site: Path, modules: list[Path]) -> None:
-    """A folder for ``sys.path``, made anew, in which the packages lie, by links, as if they were installed."""
+    """A folder for ``sys.path``, made anew, in which the packages lie, by links, as if they were
+    installed."""
     shutil.rmtree(site, ignore_errors=True)
     (site / "ottava").mkdir(parents=True)
     # Modules of another build may lie in the sources.
-    sources = [p for p in (PACKAGES / "core/src/ottava").iterdir() if p.name != "__pycache__" and p.suffix != ".so"]
+    sources = [
+        p
+        for p in (PACKAGES / "core/src/ottava").iterdir()
+        if p.name != "__pycache__" and p.suffix != ".so"
+    ]
     for path in (*sources, *modules):
         (site / "ottava" / path.name).symlink_to(path)
-    core = tomllib.loads((PACKAGES / "core" / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    core = tomllib.loads((PACKAGES / "core" / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]["version"]
     for file in sorted(PACKAGES.glob("*/pyproject.toml")):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         name, version = project["name"], project.get("version", core)
         # What an installation leaves for importlib.metadata: name, version and entry points.
         (info := site / f"{name.replace('-', '_')}-{version}.dist-info").mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
+        )
         groups = project.get("entry-points", {}).items()
-        texts = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items()) for group, entries in groups]
+        texts = [
+            f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items())
+            for group, entries in groups
+        ]
         (info / "entry_points.txt").write_text("".join(texts), encoding="utf-8")
-        for source in (path.parent for path in file.parent.glob("src/*/__init__.py") if file.parent.name != "core"):
+        for source in (
+            path.parent
+            for path in file.parent.glob("src/*/__init__.py")
+            if file.parent.name != "core"
+        ):
             (site / source.name).symlink_to(source)
 
 
@@ -95,6 +138,9 @@ def use(site: Path) -> None:
     sys.path.insert(0, str(site))
     # An editable installation brings a finder that is asked before sys.path is.
     for finder in list(sys.meta_path):
-        if finder is not importlib.machinery.PathFinder and finder.find_spec("ottava", None, None) is not None:
+        if (
+            finder is not importlib.machinery.PathFinder
+            and finder.find_spec("ottava", None, None) is not None
+        ):
             sys.meta_path.remove(finder)
     importlib.invalidate_caches()

@@ -1,6 +1,8 @@
-"""Saving and loading a model, held against the safetensors library alone: ``python -m benchmarks.checkpoints``.
+"""Saving and loading a model, held against the safetensors library alone:
+``python -m benchmarks.checkpoints``.
 
-Both write to the disk (fsync); loads read every byte of what they map. In turn, the best of a few rounds counts.
+Both write to the disk (fsync); loads read every byte of what they map. In turn, the best of a few
+rounds counts.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from ottava import checkpoint
 
 def model(megabytes: int) -> torch.nn.Module:
     """Layers of 16 MB in bfloat16."""
-    layers = [torch.nn.Linear(2048, 4096, bias=False, dtype=torch.bfloat16) for _ in range(max(1, megabytes // 16))]
+    layers = [
+        torch.nn.Linear(2048, 4096, bias=False, dtype=torch.bfloat16)
+        for _ in range(max(1, megabytes // 16))
+    ]
     return torch.nn.Sequential(*layers)
 
 
@@ -58,9 +63,17 @@ def main() -> None:
         jobs: list[tuple[str, str, Callable[[], object]]] = [
             ("save", "safetensors save_file, fsync", by_the_library),
             ("save", "ottava save_file", lambda: checkpoint.save_file(net.state_dict(), ours)),
-            ("save", "ottava save_sharded", lambda: checkpoint.save_sharded(net.state_dict(), sharded, overwrite=True)),
+            (
+                "save",
+                "ottava save_sharded",
+                lambda: checkpoint.save_sharded(net.state_dict(), sharded, overwrite=True),
+            ),
             ("load", "safetensors load_file", lambda: touch(safetensors.torch.load_file(theirs))),
-            ("load", "ottava load_file, verify=False", lambda: touch(checkpoint.load_file(ours, verify=False))),
+            (
+                "load",
+                "ottava load_file, verify=False",
+                lambda: touch(checkpoint.load_file(ours, verify=False)),
+            ),
             ("load", "ottava load_file", lambda: touch(checkpoint.load_file(ours))),
             ("into a model", "safetensors load_file, load_state_dict", into_a_model_by_the_library),
             (
@@ -74,7 +87,11 @@ def main() -> None:
                 "ottava load_sharded, verify=False",
                 lambda: checkpoint.load_sharded(other.state_dict(), sharded, verify=False),
             ),
-            ("into a model", "ottava load_sharded", lambda: checkpoint.load_sharded(other.state_dict(), sharded)),
+            (
+                "into a model",
+                "ottava load_sharded",
+                lambda: checkpoint.load_sharded(other.state_dict(), sharded),
+            ),
         ]
         best = [float("inf")] * len(jobs)
         for _ in range(options.rounds):
@@ -86,7 +103,10 @@ def main() -> None:
         first: dict[str, float] = {}
         for (kind, what, _), seconds in zip(jobs, best, strict=True):
             ratio = seconds / first.setdefault(kind, seconds)
-            print(f"{kind:13} {what:40} {seconds:8.3f} s  {size / seconds / 1e9:7.2f} GB/s  {ratio:6.2f} x")
+            print(
+                f"{kind:13} {what:40} {seconds:8.3f} s  {size / seconds / 1e9:7.2f} GB/s  "
+                f"{ratio:6.2f} x"
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What statistics cost the demo: ``python -m benchmarks.debug`` prints the table of ``docs/debug.md``, ``--write`` puts
-it there.
+"""What statistics cost the demo: ``python -m benchmarks.debug`` prints the table of
+``docs/debug.md``, ``--write`` puts it there.
 
-The same model takes steps in turns, with nothing in force and with statistics of activations, weights and gradients of
-all layers. What a step costs in which statistics wait for theirs is less than two such times differ by: the layers are
-looked up many times over.
+The same model takes steps in turns, with nothing in force and with statistics of activations,
+weights and gradients of all layers. What a step costs in which statistics wait for theirs is less
+than two such times differ by: the layers are looked up many times over.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ STATS = {
 
 
 def seconds(recipe: str, size: str, stats: list[str], rounds: int) -> dict[str, float]:
-    """Median seconds of a step without and with statistics, and of the lookups of a step that waits; of the processor,
-    so that what else runs on the machine does not count."""
+    """Median seconds of a step without and with statistics, and of the lookups of a step that
+    waits; of the processor, so that what else runs on the machine does not count."""
     shape, corpus = SIZES[size], load_corpus(1 << 18)
     trainee, generator = Trainee(recipe, size=shape), torch.Generator().manual_seed(0)
     data = batch(corpus.train, shape.batch, shape.length, generator)
@@ -46,7 +46,11 @@ def seconds(recipe: str, size: str, stats: list[str], rounds: int) -> dict[str, 
     for turn in range(-2, rounds):
         for name, values in times.items():
             on = name == "with"
-            with ottava_debug.statistics(trainee.model, stats, layers="blocks.*") if on else nullcontext() as run:
+            with (
+                ottava_debug.statistics(trainee.model, stats, layers="blocks.*")
+                if on
+                else nullcontext() as run
+            ):
                 start = time.process_time()
                 trainee.step(data)
                 if run is not None:
@@ -92,7 +96,9 @@ def draw(path: Path, steps: int = 30) -> None:
     shape, corpus = SIZES["small"], load_corpus(1 << 18)
     trainee, generator = Trainee("current", size=shape), torch.Generator().manual_seed(0)
     stats, tensors = ["exponents", "cur_amax"], ["activation", "weight", "gradient"]
-    with ottava_debug.statistics(trainee.model, stats, layers="blocks.*", tensors=tensors, start_step=steps) as run:
+    with ottava_debug.statistics(
+        trainee.model, stats, layers="blocks.*", tensors=tensors, start_step=steps
+    ) as run:
         for _ in range(steps + 1):
             trainee.step(batch(corpus.train, shape.batch, shape.length, generator))
             run.step()
@@ -102,9 +108,17 @@ def draw(path: Path, steps: int = 30) -> None:
     for axis, tensor in zip(axes, tensors, strict=True):
         counts: list[dict[int, int]] = [found[layer, tensor, "exponents"] for layer in layers]  # type: ignore[misc]
         low, high = -52 if tensor == "gradient" else -26, max(max(each) for each in counts) + 1
-        shares = [[each.get(e, 0) / sum(each.values()) or math.nan for e in range(low, high)] for each in counts]
+        shares = [
+            [each.get(e, 0) / sum(each.values()) or math.nan for e in range(low, high)]
+            for each in counts
+        ]
         image = axis.imshow(
-            shares, aspect="auto", norm="log", cmap="viridis", extent=(low, high, len(layers) - 0.5, -0.5), vmin=1e-5
+            shares,
+            aspect="auto",
+            norm="log",
+            cmap="viridis",
+            extent=(low, high, len(layers) - 0.5, -0.5),
+            vmin=1e-5,
         )
         element = ottava.E5M2 if tensor == "gradient" else ottava.E4M3
         smallest = math.log2(element.min_subnormal / element.max)
@@ -127,7 +141,9 @@ def main() -> None:
     parser.add_argument("--size", default="small")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--draw", action="store_true", help="draw docs/_static/exponents.png instead")
+    parser.add_argument(
+        "--draw", action="store_true", help="draw docs/_static/exponents.png instead"
+    )
     parser.add_argument("--write", action="store_true", help="put the table into docs/debug.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

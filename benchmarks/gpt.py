@@ -34,7 +34,9 @@ def _made(recipe: str, size: str, compiler: str | None) -> Run:
 
     def run() -> None:
         model.zero_grad()
-        F.cross_entropy(call(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        F.cross_entropy(
+            call(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten()
+        ).backward()
 
     return run
 
@@ -45,7 +47,9 @@ def timings(size: str = "small", *, compiler: str = "inductor") -> list[Timing]:
     # Each recipe is a compilation of the same function: beyond a number of them torch refuses.
     torch.compiler.reset()
     return [
-        Timing(recipe, {name: lambda r=recipe, c=way: _made(r, size, c) for name, way in ways.items()})
+        Timing(
+            recipe, {name: lambda r=recipe, c=way: _made(r, size, c) for name, way in ways.items()}
+        )
         for recipe in ("bf16", *recipes())
     ]
 
@@ -65,7 +69,9 @@ def table(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpt", description="Eager and compiled steps of a GPT.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpt", description="Eager and compiled steps of a GPT."
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--size", default="small", help="of the demo's models")

@@ -1,6 +1,8 @@
-"""Draws ``docs/_static/layouts.png``: which elements share a scale in the layouts that the docs name.
+"""Draws ``docs/_static/layouts.png``: which elements share a scale in the layouts that the docs
+name.
 
-``python -m benchmarks.grids`` needs matplotlib. What is drawn, and the shapes beneath, follow from the layouts.
+``python -m benchmarks.grids`` needs matplotlib. What is drawn, and the shapes beneath, follow from
+the layouts.
 """
 
 from __future__ import annotations
@@ -25,10 +27,16 @@ LAYOUTS = {
     "a stranger's INT8, 8 × 64": Layout(torch.int8, (8, 64), rounding="floor"),
     "a stranger's E5M2 by column": Layout(torch.float8_e5m2, (None, 1)),
 }
-# The cells that are drawn of a tensor, and how many of them stand for a side of a block that is neither 1 nor all.
+# The cells that are drawn of a tensor, and how many of them stand for a side of a block that is
+# neither 1 nor all.
 ROWS, COLUMNS = 8, 12
 SIDES = {8: 2, 32: 4, 64: 4, 128: 4}
-_COLORS = (("#cfe0f5", "#9dbfe8"), ("#fbe3c4", "#f3c489"), ("#d5ecd4", "#a9d7a7"), ("#e6d3ee", "#cba6dc"))
+_COLORS = (
+    ("#cfe0f5", "#9dbfe8"),
+    ("#fbe3c4", "#f3c489"),
+    ("#d5ecd4", "#a9d7a7"),
+    ("#e6d3ee", "#cba6dc"),
+)
 
 
 def cells(side: int | None, count: int) -> list[int]:
@@ -52,7 +60,9 @@ def size(side: int | None, name: str) -> str:
 def shapes(layout: Layout, columnwise: bool) -> str:
     """The shapes of stored data and scales of a tensor ``[M, K]``."""
     names = ("K", "M") if columnwise and layout.transposed else ("M", "K")
-    grid = (size(side, name) for side, name in zip(layout.stored_block(columnwise), names, strict=True))
+    grid = (
+        size(side, name) for side, name in zip(layout.stored_block(columnwise), names, strict=True)
+    )
     return f"data [{', '.join(names)}]\nscales [{', '.join(grid)}]"
 
 
@@ -63,7 +73,9 @@ def _panel(axes: Any, layout: Layout, columnwise: bool) -> None:
     for top, row in enumerate(every):
         for left, (down, across) in enumerate(row):
             color = _COLORS[down % len(_COLORS)][across % 2]
-            axes.add_patch(Rectangle((left, top), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5))
+            axes.add_patch(
+                Rectangle((left, top), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5)
+            )
             # A line where another block begins.
             if left and row[left - 1] != row[left]:
                 axes.plot((left, left), (top, top + 1), color="#444444", linewidth=1.1)
@@ -76,11 +88,17 @@ def _panel(axes: Any, layout: Layout, columnwise: bool) -> None:
     axes.set_anchor("NW")
     axes.set_aspect("equal")
     axes.axis("off")
-    what = ("columnwise, transposed" if layout.transposed else "columnwise") if columnwise else "rowwise"
+    what = (
+        ("columnwise, transposed" if layout.transposed else "columnwise")
+        if columnwise
+        else "rowwise"
+    )
     if layout.columnwise == "same":
         what = "rowwise and columnwise"
     axes.set_title(what, fontsize=9, pad=3, loc="left")
-    axes.text(0, height + 0.4, shapes(layout, columnwise), fontsize=8.5, va="top", family="monospace")
+    axes.text(
+        0, height + 0.4, shapes(layout, columnwise), fontsize=8.5, va="top", family="monospace"
+    )
 
 
 def draw(out: Path) -> None:
@@ -94,15 +112,21 @@ def draw(out: Path) -> None:
     # Transposed data are higher.
     heights = [3.35 if any(layout.transposed for _, layout in line) else 2.6 for line in lines]
     figure = plt.figure(figsize=(10, sum(heights)), facecolor="white")
-    for height, line, part in zip(heights, lines, figure.subfigures(len(lines), 1, height_ratios=heights), strict=True):
+    for height, line, part in zip(
+        heights, lines, figure.subfigures(len(lines), 1, height_ratios=heights), strict=True
+    ):
         for (name, layout), half in zip(line, part.subfigures(1, 2), strict=True):
-            half.suptitle(name, fontsize=12, fontweight="bold", x=0.05, y=1 - 0.1 / height, ha="left")
+            half.suptitle(
+                name, fontsize=12, fontweight="bold", x=0.05, y=1 - 0.1 / height, ha="left"
+            )
             for columnwise, axes in enumerate(half.subplots(1, 2)):
                 if columnwise and layout.columnwise == "same":
                     axes.axis("off")
                 else:
                     _panel(axes, layout, bool(columnwise))
-            half.subplots_adjust(left=0.05, right=0.99, top=1 - 0.55 / height, bottom=0.0, wspace=0.08)
+            half.subplots_adjust(
+                left=0.05, right=0.99, top=1 - 0.55 / height, bottom=0.0, wspace=0.08
+            )
     figure.savefig(out, dpi=110)
     plt.close(figure)
 

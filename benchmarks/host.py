@@ -1,12 +1,15 @@
-"""What an eager step of a linear layer costs the host, against ``torch.nn.Linear``: ``python -m benchmarks.host``.
+"""What an eager step of a linear layer costs the host, against ``torch.nn.Linear``:
+``python -m benchmarks.host``.
 
-Shapes are small, so that the time is that of Python, of allocations and of launches. Calls come in short bursts, the
-alternatives in turns, and of each the fastest burst counts: what else the machine does only adds to one. On a GPU the
-device is waited for between bursts only: what it does itself is not in the figures. On a CPU, with one thread, the
-kernels are in them, for both sides; without kernels, the compiled module's functions that quantize give what they gave
-once, and a product is torch's alone. (What a recipe does in plain PyTorch stays.) A layer that is alone begins a step
-of its own with each forward pass: delayed scaling's update is in its figures, once for this layer instead of once for
-a model. Python calls are those that ``sys.setprofile`` sees of one step, torch's own included.
+Shapes are small, so that the time is that of Python, of allocations and of launches. Calls come in
+short bursts, the alternatives in turns, and of each the fastest burst counts: what else the machine
+does only adds to one. On a GPU the device is waited for between bursts only: what it does itself is
+not in the figures. On a CPU, with one thread, the kernels are in them, for both sides; without
+kernels, the compiled module's functions that quantize give what they gave once, and a product is
+torch's alone. (What a recipe does in plain PyTorch stays.) A layer that is alone begins a step of
+its own with each forward pass: delayed scaling's update is in its figures, once for this layer
+instead of once for a model. Python calls are those that ``sys.setprofile`` sees of one step,
+torch's own included.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ Run = Callable[[], object]
 
 
 def bursts(runs: Mapping[str, Run], wait: Run, *, rounds: int, calls: int) -> dict[str, float]:
-    """Least seconds of a call of each alternative: of ``rounds`` bursts of ``calls``, after one that is not timed."""
+    """Least seconds of a call of each alternative: of ``rounds`` bursts of ``calls``, after one
+    that is not timed."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     order, shuffled = list(runs.items()), random.Random(0)
     for turn in range(1 + rounds):
@@ -91,7 +95,9 @@ class _Idle:
         self.__dict__[name] = once
         return once
 
-    def ProductPlan(self, left: Any, right: Any, multiply: object, dtype: torch.dtype, finished: int) -> Any:
+    def ProductPlan(
+        self, left: Any, right: Any, multiply: object, dtype: torch.dtype, finished: int
+    ) -> Any:
         mm = partial(torch.mm, left[-1], right[-1])
         return mm if left[-1].dtype is dtype else lambda: mm().to(dtype)
 
@@ -104,7 +110,8 @@ class _Idle:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Inside a ``with`` block layers on a CPU compute nothing but torch's products, of values that are not theirs."""
+    """Inside a ``with`` block layers on a CPU compute nothing but torch's products, of values that
+    are not theirs."""
     backend = backend_module("cpu")
     backend.native = _Idle(backend.native)
     changed()
@@ -116,7 +123,8 @@ def without_kernels() -> Iterator[None]:
 
 
 def _steps(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Run]:
-    """What is timed of a layer; a weight is kept between microbatches where the layer knows of such."""
+    """What is timed of a layer; a weight is kept between microbatches where the layer knows of
+    such."""
     leaf = x.clone().requires_grad_()
 
     def without_gradients() -> torch.Tensor:
@@ -140,9 +148,15 @@ def _steps(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[st
 
 
 def measure(
-    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, rounds: int = 300, calls: int = 10
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rounds: int = 300,
+    calls: int = 10,
 ) -> list[dict[str, object]]:
-    """One row for each step and each installed recipe: Python calls, microseconds, and how many times ``nn.Linear``'s.
+    """One row for each step and each installed recipe: Python calls, microseconds, and how many
+    times ``nn.Linear``'s.
 
     Args:
         shape: rows of the input, features in, features out.
@@ -155,7 +169,9 @@ def measure(
         "nn.Linear": torch.nn.Linear(features_in, features_out, dtype=dtype, device=device)
     }
     for name in recipes():
-        layers[name] = ottava.nn.Linear(features_in, features_out, dtype=dtype, device=device, recipe=name)
+        layers[name] = ottava.nn.Linear(
+            features_in, features_out, dtype=dtype, device=device, recipe=name
+        )
     steps = {name: _steps(layer, x, dy) for name, layer in layers.items()}
 
     def wait() -> None:
@@ -169,7 +185,12 @@ def measure(
         calls_of = {name: python_calls(run) for name, run in runs.items()}
         seconds = bursts(runs, wait, rounds=rounds, calls=calls)
         for name, value in seconds.items():
-            row = {"step": title, "recipe": name, "Python calls": calls_of[name], "microseconds": 1e6 * value}
+            row = {
+                "step": title,
+                "recipe": name,
+                "Python calls": calls_of[name],
+                "microseconds": 1e6 * value,
+            }
             table.append(row | {"times nn.Linear": value / seconds["nn.Linear"]})
 
     for step in steps["nn.Linear"]:
@@ -183,9 +204,14 @@ def measure(
 
 def text_of(rows: list[dict[str, object]]) -> str:
     """The rows as a table."""
-    cells = [list(rows[0])] + [[f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    cells = [list(rows[0])] + [
+        [f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows
+    ]
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
 
 
 def main() -> None:
@@ -193,19 +219,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="float32")
-    parser.add_argument("--shape", type=int, nargs=3, metavar=("ROWS", "IN", "OUT"), default=(16, 64, 64))
+    parser.add_argument(
+        "--shape", type=int, nargs=3, metavar=("ROWS", "IN", "OUT"), default=(16, 64, 64)
+    )
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: torch {torch.__version__} sees no GPU; expected cpu")
+        parser.error(
+            f"--device {options.device}: torch {torch.__version__} sees no GPU; expected cpu"
+        )
     if device.type == "cpu":
         torch.set_num_threads(1)
     shape = tuple(options.shape)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
-    print(f"Host time, {'x'.join(map(str, shape))}, {options.dtype}, {name}, torch {torch.__version__}\n")
-    print(text_of(measure(shape, _DTYPES[options.dtype], device, rounds=options.rounds, calls=options.calls)))
+    print(
+        f"Host time, {'x'.join(map(str, shape))}, {options.dtype}, {name}, torch "
+        f"{torch.__version__}\n"
+    )
+    print(
+        text_of(
+            measure(
+                shape, _DTYPES[options.dtype], device, rounds=options.rounds, calls=options.calls
+            )
+        )
+    )
 
 
 if __name__ == "__main__":

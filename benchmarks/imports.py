@@ -23,6 +23,10 @@ def measure(rounds: int) -> list[dict[str, object]]:
     }
     seconds = interleaved(runs, rounds=rounds, warmup=1)
     return [
-        {"import": name, "milliseconds": 1e3 * value, "times torch": value / seconds["import torch"]}
+        {
+            "import": name,
+            "milliseconds": 1e3 * value,
+            "times torch": value / seconds["import torch"],
+        }
         for name, value in seconds.items()
     ]

@@ -1,4 +1,5 @@
-"""The table of timed kernels: ours, the same arithmetic in plain torch, and a copy of as many bytes."""
+"""The table of timed kernels: ours, the same arithmetic in plain torch, and a copy of as many
+bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +19,13 @@ E4M3 = torch.float8_e4m3fn
 TENSOR = Layout(E4M3, (None, None))
 MX = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up")
 MX_SQUARES = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up", shared=(32, 32))
-#: Grids of float32 scales, by the names of their rows in the table. The last is nobody's, and has no instance.
+#: Grids of float32 scales, by the names of their rows in the table. The last is nobody's, and has
+#: no instance.
 GRIDS = {
     "1 × 128": Layout(E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"),
-    "128 × 128": Layout(E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"),
+    "128 × 128": Layout(
+        E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"
+    ),
     "by row": Layout(E4M3, (1, None)),
     "INT8, 8 × 64": Layout(torch.int8, (8, 64), rounding="floor"),
 }
@@ -42,7 +46,9 @@ class Set:
 
     def __post_init__(self) -> None:
         device, shape = self.x.device, self.x.shape
-        self.out, self.turned, row_codes, column_codes = (self.x.new_empty(shape, dtype=torch.uint8) for _ in range(4))
+        self.out, self.turned, row_codes, column_codes = (
+            self.x.new_empty(shape, dtype=torch.uint8) for _ in range(4)
+        )
         # Scales near that of 1, as those of such values are.
         sizes = [MX.scale_shape(shape, columnwise) for columnwise in (False, True)]
         scales = [torch.randint(110, 130, size, dtype=torch.uint8, device=device) for size in sizes]
@@ -50,10 +56,14 @@ class Set:
         self.decoded = torch.empty_like(self.x)
         # Nothing is clamped at this scale: counting would be a second pass.
         self.scale, self.amax = torch.tensor(50.0, device=device), torch.zeros((), device=device)
-        self.own_scale, self.inverse, self.own_amax = (torch.zeros((), device=device) for _ in range(3))
+        self.own_scale, self.inverse, self.own_amax = (
+            torch.zeros((), device=device) for _ in range(3)
+        )
         self.saturated = torch.zeros((), dtype=torch.int64, device=device)
         self.codes = kernels.cast(self.x, self.scale, E4M3)
-        self.grids = {name: list(kernels.grid_quantize(self.x, layout)) for name, layout in GRIDS.items()}
+        self.grids = {
+            name: list(kernels.grid_quantize(self.x, layout)) for name, layout in GRIDS.items()
+        }
 
 
 def _torch_cast(s: Set) -> None:
@@ -86,7 +96,9 @@ def _torch_blocks(blocks: Tensor, dim: int, codes: Tensor, scales: Tensor, finit
     scales.copy_(scale.squeeze(dim))
     values = blocks.float() * multiplier
     encoded = values.clamp(-448.0, 448.0).to(E4M3).view(torch.uint8)
-    codes.copy_((encoded if finite else torch.where(values.isnan(), 0x7F, encoded)).view(codes.shape))
+    codes.copy_(
+        (encoded if finite else torch.where(values.isnan(), 0x7F, encoded)).view(codes.shape)
+    )
 
 
 def torch_mx(x: Tensor, rowwise: Buffers, columnwise: Buffers, finite: bool = False) -> None:
@@ -136,11 +148,15 @@ def torch_grid(x: Tensor, layout: Layout, outputs: list[Tensor]) -> None:
 
 def _quantize(s: Set, data: bool, turned: bool) -> None:
     out, out_t = s.out if data else None, s.turned if turned else None
-    operations.quantize.into([out, out_t, s.own_scale, s.inverse, s.own_amax], s.x, E4M3, 0.0, False, data, turned)
+    operations.quantize.into(
+        [out, out_t, s.own_scale, s.inverse, s.own_amax], s.x, E4M3, 0.0, False, data, turned
+    )
 
 
 def _record(s: Set, transposed: bool) -> Any:
-    return kernels.cast_amax(s.x, s.scale, s.amax, E4M3, saturated=s.saturated, transposed=transposed)
+    return kernels.cast_amax(
+        s.x, s.scale, s.amax, E4M3, saturated=s.saturated, transposed=transposed
+    )
 
 
 def _mx(s: Set, rows: Buffers | None, columns: Buffers | None, layout: Layout = MX) -> None:
@@ -154,7 +170,8 @@ def _mx_decode(s: Set, columnwise: bool) -> None:
 
 
 def _grid(name: str) -> Kernel:
-    """The kernel of one of ``GRIDS``, rows and columns, whose scales count for as good as nothing in bytes."""
+    """The kernel of one of ``GRIDS``, rows and columns, whose scales count for as good as nothing
+    in bytes."""
     layout = GRIDS[name]
     return (
         lambda b: b + 2,
@@ -164,20 +181,37 @@ def _grid(name: str) -> Kernel:
 
 
 _BLOCKS = 1 / 32
-#: Name -> bytes moved for an element whose own size is b (read plus written, each once), ours, and plain torch's.
+#: Name -> bytes moved for an element whose own size is b (read plus written, each once), ours, and
+#: plain torch's.
 KERNELS: dict[str, Kernel] = {
     "cast": (
         lambda b: b + 1,
         lambda s: operations.cast_amax.into([s.out, None, None], s.x, s.scale, None, None, E4M3),
         _torch_cast,
     ),
-    "cast, transpose": (lambda b: b + 2, lambda s: kernels.cast_transpose(s.x, s.scale, E4M3), _torch_cast_transpose),
+    "cast, transpose": (
+        lambda b: b + 2,
+        lambda s: kernels.cast_transpose(s.x, s.scale, E4M3),
+        _torch_cast_transpose,
+    ),
     "cast recording amax": (lambda b: b + 1, lambda s: _record(s, False), None),
     "cast recording amax, transpose": (lambda b: b + 2, lambda s: _record(s, True), None),
-    "amax": (lambda b: b, lambda s: operations.amax.into([s.own_amax], s.x), lambda s: s.x.abs().amax()),
+    "amax": (
+        lambda b: b,
+        lambda s: operations.amax.into([s.own_amax], s.x),
+        lambda s: s.x.abs().amax(),
+    ),
     "current scaling": (lambda b: 2 * b + 1, lambda s: _quantize(s, True, False), _torch_quantize),
-    "current scaling, transpose": (lambda b: 2 * b + 2, lambda s: _quantize(s, True, True), _torch_quantize_transpose),
-    "current scaling, transpose alone": (lambda b: 2 * b + 1, lambda s: _quantize(s, False, True), None),
+    "current scaling, transpose": (
+        lambda b: 2 * b + 2,
+        lambda s: _quantize(s, True, True),
+        _torch_quantize_transpose,
+    ),
+    "current scaling, transpose alone": (
+        lambda b: 2 * b + 1,
+        lambda s: _quantize(s, False, True),
+        None,
+    ),
     "MX, rows and columns": (
         lambda b: b + 2 + 2 * _BLOCKS,
         lambda s: _mx(s, s.rows, s.columns),
@@ -200,7 +234,9 @@ KERNELS: dict[str, Kernel] = {
     **{f"{name}, rows and columns": _grid(name) for name in GRIDS},
     "decode": (
         lambda b: b + 1,
-        lambda s: operations.grid_decode.into([s.decoded], s.codes, None, TENSOR.text, False, s.decoded.dtype),
+        lambda s: operations.grid_decode.into(
+            [s.decoded], s.codes, None, TENSOR.text, False, s.decoded.dtype
+        ),
         lambda s: s.decoded.copy_(s.codes.view(E4M3)),
     ),
     "transpose": (
@@ -214,7 +250,10 @@ KERNELS: dict[str, Kernel] = {
 def copies(moved: float, count: int, device: torch.device) -> Run:
     """Copies that move so many bytes each, half of them read and half written."""
     size = max(1, int(moved / 2))
-    pairs = [[torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)] for _ in range(count)]
+    pairs = [
+        [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        for _ in range(count)
+    ]
     return lambda: [target.copy_(source) for source, target in pairs]
 
 
@@ -222,11 +261,19 @@ def _compiled(plain: Callable[[Set], Any], s: Set, compiler: str) -> Callable[[S
     """``plain`` through ``torch.compile``.
 
     Raises:
-        RuntimeError: what it makes of the set differs from what ``plain`` makes, so that its time would mean nothing.
+        RuntimeError: what it makes of the set differs from what ``plain`` makes, so that its time
+            would mean nothing.
     """
     made, other = torch.compile(plain, backend=compiler, dynamic=False), copy.deepcopy(s)
     for each in (s, other):
-        for written in (each.out, each.turned, each.rows[0], each.columns[0], each.decoded, *tree_leaves(each.grids)):
+        for written in (
+            each.out,
+            each.turned,
+            each.rows[0],
+            each.columns[0],
+            each.decoded,
+            *tree_leaves(each.grids),
+        ):
             written.zero_()
     results = [[call(each), *tree_leaves(vars(each))] for call, each in ((plain, s), (made, other))]
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True) if isinstance(a, Tensor)):
@@ -266,7 +313,8 @@ def timings(
     peers: bool = True,
     only: tuple[str, ...] = (),
 ) -> list[Timing]:
-    """One for each kernel on ``[n, n]``; every run makes a call on each of ``sets`` sets of memory."""
+    """One for each kernel on ``[n, n]``; every run makes a call on each of ``sets`` sets of
+    memory."""
     made = [Set(torch.randn(n, n, device=device).to(dtype)) for _ in range(sets)]
 
     def on_all(call: Callable[[Set], Any]) -> Run:
@@ -292,7 +340,10 @@ def table(rows: list[Row]) -> list[Row]:
     for row in rows:
         seconds = row["seconds"]
         ours = seconds["ottava"]
-        of = {who: seconds[who] / ours if who in seconds else None for who in ("eager", "compile", "copy")}
+        of = {
+            who: seconds[who] / ours if who in seconds else None
+            for who in ("eager", "compile", "copy")
+        }
         made.append(
             {
                 "kernel": row["name"],

@@ -1,4 +1,5 @@
-"""Products of every layout of their operands, in bfloat16 and of the same operands in float32, conversions included."""
+"""Products of every layout of their operands, in bfloat16 and of the same operands in float32,
+conversions included."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 
 from benchmarks.timing import Row, Run, Timing
 
-#: What fprop, dgrad and wgrad make of their operands, and what nothing makes: ``t`` is a transposed view.
+#: What fprop, dgrad and wgrad make of their operands, and what nothing makes: ``t`` is a transposed
+#: view.
 LAYOUTS = {"nn": "dgrad", "nt": "fprop", "tn": "wgrad", "tt": "-"}
 
 
@@ -42,7 +44,11 @@ def timings(n: int) -> list[Timing]:
     rows = []
     for layout in LAYOUTS:
         a, b = (_operand(n, letter == "t") for letter in layout)
-        rows.append(Timing(layout, {name: lambda way=way, a=a, b=b: way(a, b) for name, way in _WAYS.items()}))
+        rows.append(
+            Timing(
+                layout, {name: lambda way=way, a=a, b=b: way(a, b) for name, way in _WAYS.items()}
+            )
+        )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""The table of linear layers, forward and backward: torch's, every recipe's, and torchao's where it is installed."""
+"""The table of linear layers, forward and backward: torch's, every recipe's, and torchao's where it
+is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def _torch(dtype: torch.dtype) -> Make:
 
 
 def _ottava(recipe: str) -> Make:
-    return lambda n, device: ottava.nn.Linear(n, n, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe)
+    return lambda n, device: ottava.nn.Linear(
+        n, n, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe
+    )
 
 
 def _torchao(recipe: str) -> Make:
@@ -30,7 +33,9 @@ def _torchao(recipe: str) -> Make:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         model = torch.nn.Sequential(_torch(torch.bfloat16)(n, device))
-        made: torch.nn.Module = convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+        made: torch.nn.Module = convert_to_float8_training(
+            model, config=Float8LinearConfig.from_recipe_name(recipe)
+        )
         return made
 
     return make
@@ -50,7 +55,8 @@ def alternatives() -> dict[str, Make]:
 #: What is timed on a CPU, with every recipe that is installed, and the sizes M = K = N.
 PEERS = ("torchao tensorwise", "torchao tensorwise compiled")
 SIZES = (512, 1024, 2048)
-# Up to this size: where FP8 products go to the reference loops of oneDNN, theirs take minutes at 2048.
+# Up to this size: where FP8 products go to the reference loops of oneDNN, theirs take minutes at
+# 2048.
 _LARGEST_OF_PEERS = 1024
 
 
@@ -61,7 +67,8 @@ def _step(module: torch.nn.Module, call: Any, n: int, device: torch.device) -> R
 
     def run() -> None:
         weight.grad = x.grad = None
-        # As after an optimizer's step, so that nobody takes the weight for one that was quantized before.
+        # As after an optimizer's step, so that nobody takes the weight for one that was quantized
+        # before.
         weight.detach().view(-1)[:0].zero_()
         call(x).backward(dy)
 
@@ -72,26 +79,41 @@ def _made(name: str, n: int, device: torch.device, compiler: str) -> Run:
     module = alternatives()[name.removesuffix(" compiled")](n, device)
     if not name.endswith(" compiled"):
         return _step(module, module, n, device)
-    return _step(module, torch.compile(module, backend=compiler, fullgraph=True, dynamic=False), n, device)
+    return _step(
+        module, torch.compile(module, backend=compiler, fullgraph=True, dynamic=False), n, device
+    )
 
 
 def timing(
-    n: int, names: Iterable[str] = (), device: torch.device | None = None, *, compiler: str = "inductor"
+    n: int,
+    names: Iterable[str] = (),
+    device: torch.device | None = None,
+    *,
+    compiler: str = "inductor",
 ) -> Timing:
     """All layers named, at M = K = N; by default those for a CPU."""
     place = device or torch.device("cpu")
-    # Each size and recipe is a compilation of the same function: beyond a number of them torch refuses.
+    # Each size and recipe is a compilation of the same function: beyond a number of them torch
+    # refuses.
     torch.compiler.reset()
-    chosen = list(names) or ["bf16", "float32", *recipes(), *(PEERS if n <= _LARGEST_OF_PEERS else ())]
+    chosen = list(names) or [
+        "bf16",
+        "float32",
+        *recipes(),
+        *(PEERS if n <= _LARGEST_OF_PEERS else ()),
+    ]
     return Timing(
-        str(n), {name: lambda name=name: _made(name, n, place, compiler) for name in chosen}, flops=6.0 * n**3
+        str(n),
+        {name: lambda name=name: _made(name, n, place, compiler) for name in chosen},
+        flops=6.0 * n**3,
     )
 
 
 def saved_bytes(forward: Callable[[], torch.Tensor], device: torch.device | None = None) -> int:
     """What a forward pass keeps for the backward pass, beside its result.
 
-    On a GPU what stays allocated while the result lives; elsewhere, where no allocator says, what autograd is given.
+    On a GPU what stays allocated while the result lives; elsewhere, where no allocator says, what
+    autograd is given.
     """
     if device is not None and device.type == "cuda":
         gc.collect()  # what an earlier run left in cycles is not to be freed in this one

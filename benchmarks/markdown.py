@@ -10,9 +10,16 @@ def markdown(rows: Sequence[Mapping[str, object]], number: str = "{:.2f}") -> st
     headings = list(dict.fromkeys(key for row in rows for key in row))
 
     def line(values: Sequence[object]) -> str:
-        cells = ("-" if v is None else number.format(v) if isinstance(v, float) else str(v) for v in values)
+        cells = (
+            "-" if v is None else number.format(v) if isinstance(v, float) else str(v)
+            for v in values
+        )
         return f"| {' | '.join(cells)} |"
 
     return "\n".join(
-        [line(headings), "|" + "---|" * len(headings), *(line([row.get(h) for h in headings]) for row in rows)]
+        [
+            line(headings),
+            "|" + "---|" * len(headings),
+            *(line([row.get(h) for h in headings]) for row in rows),
+        ]
     )

@@ -1,4 +1,5 @@
-"""Many shards of float32 weights, quantized as bf16: one call for all of them against loops over them."""
+"""Many shards of float32 weights, quantized as bf16: one call for all of them against loops over
+them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def _multi(xs: Tensors, outs: Tensors) -> None:
     count = len(xs)
     places = xs, [BF16] * count, [(1, x.numel()) for x in xs], [0] * count, [TENSOR] * count
     scales, _ = kernels.scale_from_amax(kernels.grid_multi_amax(*places), E4M3)
-    kernels.grid_multi_cast(*places, list(zip(scales.view(-1, 1, 1).unbind(), outs, strict=True)), [None] * count)
+    kernels.grid_multi_cast(
+        *places, list(zip(scales.view(-1, 1, 1).unbind(), outs, strict=True)), [None] * count
+    )
 
 
 def _mx_eager(xs: Tensors, rowwise: list[Buffers], columnwise: list[Buffers]) -> None:
@@ -54,7 +57,8 @@ def _mx_single(xs: Tensors, rowwise: list[Buffers], columnwise: list[Buffers]) -
 
 
 def _mx_multi(xs: Tensors, row_codes: Tensors, column_codes: Tensors) -> tuple[Tensors, Tensors]:
-    """As a rank does it, but for the exchange of amaxes: those of whole weights, and scales of them."""
+    """As a rank does it, but for the exchange of amaxes: those of whole weights, and scales of
+    them."""
     count, start = len(xs), MX_SHARD[0] * MX_SHARD[1]
     places = xs, [BF16] * count, [MX_SHAPE] * count, [start] * count, [MX] * count
     sizes = kernels.grid_amax_sizes(*MX_SHAPE, MX)
@@ -72,18 +76,28 @@ def _mx_multi(xs: Tensors, row_codes: Tensors, column_codes: Tensors) -> tuple[T
 
 
 def timings(count: int = COUNT) -> list[Timing]:
-    """One scale a weight, and MX blocks along rows and columns: one call, and loops that make the same bytes."""
+    """One scale a weight, and MX blocks along rows and columns: one call, and loops that make the
+    same bytes."""
     xs = [torch.randn(SIZE) for _ in range(count)]
-    outs, theirs, eager = (list(torch.empty(count, SIZE, dtype=torch.uint8).unbind()) for _ in range(3))
+    outs, theirs, eager = (
+        list(torch.empty(count, SIZE, dtype=torch.uint8).unbind()) for _ in range(3)
+    )
     _multi(xs, outs)
     _single(xs, theirs)
     _eager(xs, eager)
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(outs, theirs, eager, strict=True))
+    assert all(
+        torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(outs, theirs, eager, strict=True)
+    )
 
     parts = [torch.randn(MX_SHARD) for _ in range(count)]
-    row_codes, column_codes, *more = (list(torch.empty(count, *MX_SHARD, dtype=torch.uint8).unbind()) for _ in range(4))
+    row_codes, column_codes, *more = (
+        list(torch.empty(count, *MX_SHARD, dtype=torch.uint8).unbind()) for _ in range(4)
+    )
     pairs = [
-        [(codes, torch.empty(MX.scale_shape(MX_SHARD, columnwise), dtype=torch.uint8)) for codes in buffers]
+        [
+            (codes, torch.empty(MX.scale_shape(MX_SHARD, columnwise), dtype=torch.uint8))
+            for codes in buffers
+        ]
         for buffers, columnwise in zip(more, (False, True), strict=True)
     ]
     row_scales, column_scales = _mx_multi(parts, row_codes, column_codes)
@@ -123,24 +137,46 @@ def table(rows: list[Row]) -> list[Row]:
     ]
 
 
-def calls(device: torch.device, count: int = 200, size: int = 1 << 18, steps: int = 1024) -> list[Timing]:
+def calls(
+    device: torch.device, count: int = 200, size: int = 1 << 18, steps: int = 1024
+) -> list[Timing]:
     """One call each, against a copy: shards of float32 weights, and the update of many slots."""
     if device.type == "cpu":
         count, size, steps = 20, SIZE, 16
-    xs, outs = torch.randn(count, size, device=device), torch.empty(count, size, dtype=torch.uint8, device=device)
-    slots, histories = torch.ones(count, 3, device=device), torch.rand(count, steps, 3, device=device)
+    xs, outs = (
+        torch.randn(count, size, device=device),
+        torch.empty(count, size, dtype=torch.uint8, device=device),
+    )
+    slots, histories = (
+        torch.ones(count, 3, device=device),
+        torch.rand(count, steps, 3, device=device),
+    )
     x, out, slot, history = (list(tensor.unbind()) for tensor in (xs, outs, slots, histories))
     shards = Shards(x, [BF16] * count, [(1, size)] * count, [0] * count)
-    texts, pairs = [TENSOR.text] * count, [(torch.full((1, 1), 50.0, device=device), each) for each in out]
+    texts, pairs = (
+        [TENSOR.text] * count,
+        [(torch.full((1, 1), 50.0, device=device), each) for each in out],
+    )
     amaxes, backend = torch.zeros(count, device=device), backend_module(device.type)
-    # As after a reduction over ranks: a history whose first row was taken is all zeros, and nothing moves.
+    # As after a reduction over ranks: a history whose first row was taken is all zeros, and nothing
+    # moves.
     last, maxima = torch.rand(3 * count, device=device) + 0.5, [448.0] * (3 * count)
     runs: dict[str, tuple[int, Run]] = {
         "multi_amax": (4 * xs.numel(), lambda: backend.grid_multi_amax(shards, texts, amaxes)),
-        "multi_cast": (5 * xs.numel(), lambda: backend.grid_multi_cast(shards, texts, pairs, [None] * count)),
-        "update_scales": (8 * histories.numel(), lambda: kernels.update_scales(slot, history, maxima, last=last)),
+        "multi_cast": (
+            5 * xs.numel(),
+            lambda: backend.grid_multi_cast(shards, texts, pairs, [None] * count),
+        ),
+        "update_scales": (
+            8 * histories.numel(),
+            lambda: kernels.update_scales(slot, history, maxima, last=last),
+        ),
     }
     return [
-        Timing(f"{name}, {count}", {"ottava": lambda run=run: run, "copy": lambda m=moved: copies(m, 1, device)}, moved)
+        Timing(
+            f"{name}, {count}",
+            {"ottava": lambda run=run: run, "copy": lambda m=moved: copies(m, 1, device)},
+            moved,
+        )
         for name, (moved, run) in runs.items()
     ]

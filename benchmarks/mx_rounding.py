@@ -1,11 +1,13 @@
 """Error and saturation of the two roundings of MX scales; draws ``docs/_static/mx_rounding.png``.
 
-``python -m benchmarks.mx_rounding`` needs matplotlib. Three tensors are drawn at random, the others come from a short
-BF16 training of the demo's model: weights, inputs and output gradients of one attention and one MLP layer. Blocks run
-along rows. An element is clamped when it is larger than the format's largest value after division by its scale.
+``python -m benchmarks.mx_rounding`` needs matplotlib. Three tensors are drawn at random, the others
+come from a short BF16 training of the demo's model: weights, inputs and output gradients of one
+attention and one MLP layer. Blocks run along rows. An element is clamped when it is larger than the
+format's largest value after division by its scale.
 
-The SQNR is that of the whole tensor. "Blocks alike" is that of blocks which were all scaled to the same energy first:
-where a few elements hold most of it, as in the wider lognormal, the former only says how well just these came out.
+The SQNR is that of the whole tensor. "Blocks alike" is that of blocks which were all scaled to the
+same energy first: where a few elements hold most of it, as in the wider lognormal, the former only
+says how well just these came out.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def trained() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         tensors[name] = tensor.detach().to(torch.bfloat16).flatten(0, -2).contiguous()
 
     def watch(kind: str, layer: torch.nn.Module) -> None:
-        def hook(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        def hook(
+            _: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+        ) -> None:
             keep(f"{kind} input", inputs[0])
             output.register_hook(lambda grad: keep(f"{kind} gradient", grad))
 
@@ -73,7 +77,9 @@ def trained() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         watch(kind, layer)
     losses.append(trainee.backward(batch(data, SIZE.batch, SIZE.length, random)))
     ordered = {
-        f"{kind} {what}": tensors[f"{kind} {what}"] for what in ("weight", "input", "gradient") for kind in LAYERS
+        f"{kind} {what}": tensors[f"{kind} {what}"]
+        for what in ("weight", "input", "gradient")
+        for kind in LAYERS
     }
     return ordered, {"first": losses[0], "last": losses[-1]}
 
@@ -104,13 +110,18 @@ def compare(x: torch.Tensor, format_name: str, *, two_dimensional: bool = False)
         "format": format_name,
         "block": f"{rows} x {BLOCK}",
         "elements": x.numel(),
-        "energy_in_ten_elements_percent": 100 * (energy.topk(10).values.sum() / energy.sum()).item(),
+        "energy_in_ten_elements_percent": 100
+        * (energy.topk(10).values.sum() / energy.sum()).item(),
     }
     signal = _energy(exact, rows)
     scales, clamped, noise = {}, {}, {}
     for rule in RULES:
         layout = Layout(
-            dtype, (1, BLOCK), torch.float8_e8m0fnu, rule, shared=(BLOCK, BLOCK) if two_dimensional else None
+            dtype,
+            (1, BLOCK),
+            torch.float8_e8m0fnu,
+            rule,
+            shared=(BLOCK, BLOCK) if two_dimensional else None,
         )
         data, scales[rule], _, _ = kernels.grid_quantize(x, layout, columnwise=False)
         decoded = kernels.grid_decode(data, scales[rule], layout, torch.float32).double()
@@ -123,11 +134,15 @@ def compare(x: torch.Tensor, format_name: str, *, two_dimensional: bool = False)
         noise[rule] = _energy(error, rows)
         row[rule] = {
             "sqnr_db": 10 * math.log10((signal.sum() / noise[rule].sum()).item()),
-            "blocks_alike_sqnr_db": -10 * math.log10((noise[rule] / signal)[signal > 0].mean().item()),
+            "blocks_alike_sqnr_db": -10
+            * math.log10((noise[rule] / signal)[signal > 0].mean().item()),
             "clamped_percent": _percent(over),
             "clamped_blocks_percent": _percent(_blocks(over, rows)),
-            "largest_clamp_error_percent": 100 * (error[over] / exact[over].abs()).max().item() if over.any() else 0.0,
-            "clamped_error_share_percent": 100 * (error[over].square().sum() / noise[rule].sum()).item(),
+            "largest_clamp_error_percent": 100 * (error[over] / exact[over].abs()).max().item()
+            if over.any()
+            else 0.0,
+            "clamped_error_share_percent": 100
+            * (error[over].square().sum() / noise[rule].sum()).item(),
             "zeroed_percent": _percent((decoded == 0) & (exact != 0)),
         }
     assert not clamped["up"].any(), "an element is clamped although its scale was rounded up"
@@ -146,7 +161,9 @@ def measure() -> tuple[list[Row], dict[str, float]]:
     """Every tensor in every format asked of it."""
     real, losses = trained()
     rows: list[Row] = []
-    draws = [{name: compare(x, "E4M3") for name, x in synthetic(seed).items()} for seed in range(DRAWS)]
+    draws = [
+        {name: compare(x, "E4M3") for name, x in synthetic(seed).items()} for seed in range(DRAWS)
+    ]
     for name, row in draws[0].items():
         for rule in RULES:
             seen = sorted(draw[name][rule]["sqnr_db"] for draw in draws)
@@ -214,16 +231,28 @@ def draw(rows: list[Row], out: Path) -> None:
             axes.barh(index + offset, seen["sqnr_db"], height=0.38, color=color, label=label)
             low, high = seen.get("sqnr_range_db", [seen["sqnr_db"]] * 2)
             if high > low:
-                axes.plot((low, high), [index + offset] * 2, color="black", linewidth=1.2, marker="|", markersize=6)
+                axes.plot(
+                    (low, high),
+                    [index + offset] * 2,
+                    color="black",
+                    linewidth=1.2,
+                    marker="|",
+                    markersize=6,
+                )
             text = f"{seen['sqnr_db']:.2f}"
             if rule == "floor":
                 text += f"   {seen['clamped_percent']:.2f} % clamped"
-            axes.text(max(seen["sqnr_db"], high) + 0.4, index + offset, text, va="center", fontsize=9)
+            axes.text(
+                max(seen["sqnr_db"], high) + 0.4, index + offset, text, va="center", fontsize=9
+            )
     names = [f"{row['tensor']}\n{row['format']}, {row['block'].replace('x', '×')}" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, 1.32 * max(row[rule]["sqnr_db"] for row in rows for rule in RULES))
-    axes.set_xlabel(f"signal to quantization noise (dB), higher is better; black: range of {DRAWS} random tensors")
+    axes.set_xlabel(
+        f"signal to quantization noise (dB), higher is better; black: range of {DRAWS} random "
+        f"tensors"
+    )
     axes.set_title("MX scales by the rules up and floor; up clamps nothing", pad=28)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     axes.grid(axis="x", alpha=0.25)
@@ -236,7 +265,9 @@ def draw(rows: list[Row], out: Path) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mx_rounding", description=__doc__)
-    parser.add_argument("--threads", type=int, default=1, help="more is slower where cores are shared")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="more is slower where cores are shared"
+    )
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--fragment", type=Path, help="where to write the table besides")
     options = parser.parse_args()
@@ -246,15 +277,25 @@ def main() -> None:
     text = table(rows)
     print(text)
     worst = max(row["floor"]["largest_clamp_error_percent"] for row in rows)
-    print(f"In brackets: range of {DRAWS} random tensors. Largest relative error of a clamped element: {worst:.1f} %")
+    print(
+        f"In brackets: range of {DRAWS} random tensors. Largest relative error of a clamped "
+        f"element: {worst:.1f} %"
+    )
     gain = max(row["largest_gain_of_floor_in_a_block_db"] for row in rows)
     print(f"In no block is floor better by more than {gain:.2g} dB")
     print(f"Training of {STEPS} steps: loss {losses['first']:.2f} to {losses['last']:.2f}")
     if not options.no_write:
         machine = f"{options.threads} thread(s), {platform.machine()}, torch {torch.__version__}"
         training = {"steps": STEPS, "size": vars(SIZE), "layers": LAYERS, "loss": losses}
-        results = {"machine": machine, "python": platform.python_version(), "training": training, "rows": rows}
-        (ROOT / "benchmarks" / "mx_rounding.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        results = {
+            "machine": machine,
+            "python": platform.python_version(),
+            "training": training,
+            "rows": rows,
+        }
+        (ROOT / "benchmarks" / "mx_rounding.json").write_text(
+            json.dumps(results, indent=1) + "\n", encoding="utf-8"
+        )
         draw(rows, ROOT / "docs" / "_static" / "mx_rounding.png")
         if options.fragment is not None:
             options.fragment.write_text(text + "\n", encoding="utf-8")

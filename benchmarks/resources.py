@@ -1,7 +1,8 @@
-"""What the CUDA compiler says of each kernel: ``python -m benchmarks.resources [--write]``, without a GPU.
+"""What the CUDA compiler says of each kernel: ``python -m benchmarks.resources [--write]``, without
+a GPU.
 
-Registers, spills, stack frame and shared memory of every kernel for every target. ``--write`` puts the table on
-``docs/gpu_resources.md``.
+Registers, spills, stack frame and shared memory of every kernel for every target. ``--write`` puts
+the table on ``docs/gpu_resources.md``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ _ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\w+)'")
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
-_SHORT = ((r"\bottava::(cuda::)?", ""), (r"\(anonymous namespace\)::", ""), (r"\bunsigned char\b", "uint8"))
+_SHORT = (
+    (r"\bottava::(cuda::)?", ""),
+    (r"\(anonymous namespace\)::", ""),
+    (r"\bunsigned char\b", "uint8"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,15 @@ def targets() -> list[str]:
 
 
 def demangled(names: Iterable[str]) -> dict[str, str]:
-    """Mangled name -> what the kernel is called in the sources, or the mangled name where there is no c++filt."""
+    """Mangled name -> what the kernel is called in the sources, or the mangled name where there is
+    no c++filt."""
     given = list(names)
     program = find_tool("c++filt") or find_tool("cu++filt")
     if program is None or not given:
         return {name: name for name in given}
-    done = subprocess.run([program], input="\n".join(given), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [program], input="\n".join(given), capture_output=True, text=True, check=True
+    )
     return {name: _short(text) for name, text in zip(given, done.stdout.splitlines(), strict=True)}
 
 
@@ -103,7 +111,11 @@ def parse(file: str, output: str) -> list[Kernel]:
         elif (match := _USED.search(line)) and entry is not None:
             shared = _SHARED.search(line)
             spilled = frame[1] + frame[2]
-            found.append(Kernel(file, *entry, int(match[1]), spilled, frame[0], int(shared[1]) if shared else 0))
+            found.append(
+                Kernel(
+                    file, *entry, int(match[1]), spilled, frame[0], int(shared[1]) if shared else 0
+                )
+            )
             entry = None
     return found
 
@@ -116,7 +128,9 @@ def compile_one(source: Path, target: str, folder: Path) -> list[Kernel]:
     """
     cubin = folder / f"{source.stem}.{target}.cubin"
     machine = f"-gencode=arch=compute_{target},code=sm_{target}"
-    done = subprocess.run([_nvcc(), *FLAGS, machine, "-o", str(cubin), str(source)], capture_output=True, text=True)
+    done = subprocess.run(
+        [_nvcc(), *FLAGS, machine, "-o", str(cubin), str(source)], capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"{source.name} for sm_{target}:\n{done.stderr[-4000:]}")
     return parse(source.name, done.stderr + done.stdout)
@@ -125,15 +139,26 @@ def compile_one(source: Path, target: str, folder: Path) -> list[Kernel]:
 def measure(wanted: list[str] | None = None, workers: int = 2) -> list[Kernel]:
     """Every kernel of every file, for the targets wanted (by default all that nvcc knows)."""
     chosen = targets() if wanted is None else wanted
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        jobs = [pool.submit(compile_one, source, target, Path(folder)) for source in sources() for target in chosen]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(workers) as pool,
+    ):
+        jobs = [
+            pool.submit(compile_one, source, target, Path(folder))
+            for source in sources()
+            for target in chosen
+        ]
         found = [kernel for job in jobs for kernel in job.result()]
     names = demangled({kernel.name for kernel in found})
-    return [Kernel(k.file, names[k.name], *(getattr(k, f) for f in list(Kernel.__annotations__)[2:])) for k in found]
+    return [
+        Kernel(k.file, names[k.name], *(getattr(k, f) for f in list(Kernel.__annotations__)[2:]))
+        for k in found
+    ]
 
 
 def table(found: list[Kernel]) -> str:
-    """One line for each kernel, one column for each target: registers, and shared memory, stack and spills if any."""
+    """One line for each kernel, one column for each target: registers, and shared memory, stack and
+    spills if any."""
     columns = [target for target in TARGETS if any(k.target == target for k in found)]
     lines = ["| file | kernel | " + " | ".join(f"sm_{c}" for c in columns) + " | shared memory |"]
     lines += ["|---" * (len(columns) + 3) + "|"]
@@ -142,29 +167,39 @@ def table(found: list[Kernel]) -> str:
         by_kernel.setdefault((kernel.file, kernel.name), {})[kernel.target] = kernel
     for (file, name), of in sorted(by_kernel.items()):
         cells = [_cell(of.get(column)) for column in columns]
-        lines.append(f"| {file} | `{name}` | {' | '.join(cells)} | {max(k.shared for k in of.values())} |")
+        lines.append(
+            f"| {file} | `{name}` | {' | '.join(cells)} | {max(k.shared for k in of.values())} |"
+        )
     return "\n".join(lines)
 
 
 def _cell(kernel: Kernel | None) -> str:
     if kernel is None:
         return "-"
-    extra = f", {kernel.stack} of stack, {kernel.spilled} spilled" if kernel.stack or kernel.spilled else ""
+    extra = (
+        f", {kernel.stack} of stack, {kernel.spilled} spilled"
+        if kernel.stack or kernel.spilled
+        else ""
+    )
     return f"{kernel.registers}{extra}"
 
 
 def page(found: list[Kernel]) -> str:
     """The page of the docs."""
     spilling = sum(1 for k in found if k.spilled or k.stack)
-    words = f"{spilling or 'none'} of the results {'has' if spilling < 2 else 'have'} a stack frame or spills"
+    words = (
+        f"{spilling or 'none'} of the results {'has' if spilling < 2 else 'have'} a stack "
+        f"frame or spills"
+    )
     kernels, wanted = len({(k.file, k.name) for k in found}), len({k.target for k in found})
     return "\n".join(
         [
             "# Registers and shared memory of the CUDA kernels",
             "",
             "Written by `python -m benchmarks.resources --write`: what the compiler "
-            f"(nvcc {release()}) says of each kernel.",
-            "Numbers are registers of a thread for each target, and bytes of shared memory of a block.",
+            f"(nvcc {release()}) says of",
+            "each kernel. Numbers are registers of a thread for each target, and bytes of shared "
+            "memory of a block.",
             f"{kernels} kernels for {wanted} targets: {words}.",
             "",
             table(found),
@@ -175,7 +210,9 @@ def page(found: list[Kernel]) -> str:
 
 def main() -> int:
     """Compile, print, write; 1 if a kernel spills."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.resources", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.resources", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()

@@ -1,4 +1,5 @@
-"""Draws ``docs/_static/delayed_spike.png``: amax, scale and clamped elements of a run with one spike in its inputs.
+"""Draws ``docs/_static/delayed_spike.png``: amax, scale and clamped elements of a run with one
+spike in its inputs.
 
 ``python -m benchmarks.spike`` needs ``ottava-recipes-delayed`` and matplotlib.
 """
@@ -21,7 +22,8 @@ CASES = {
 
 
 def run(options: dict[str, object]) -> dict[str, list[float]]:
-    """Train one layer; for each step the input's amax, what its scale can hold, and how much was clamped."""
+    """Train one layer; for each step the input's amax, what its scale can hold, and how much was
+    clamped."""
     from ottava_delayed import DelayedScaling, scaling_statistics
 
     torch.manual_seed(0)
@@ -56,11 +58,19 @@ def main() -> None:
     from matplotlib import pyplot as plt
 
     results = {name: run(options) for name, options in CASES.items()}
-    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 6), sharex=True, height_ratios=[3, 1], layout="constrained")
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 6), sharex=True, height_ratios=[3, 1], layout="constrained"
+    )
     amax = next(iter(results.values()))["amax"]
     above.plot(amax, color="black", marker=".", linewidth=0.8, label="amax of the step's input")
     for (name, seen), color in zip(results.items(), ("#e69f00", "#0072b2", "#009e73"), strict=True):
-        above.step(range(STEPS), seen["limit"], where="mid", color=color, label=f"largest value at this scale: {name}")
+        above.step(
+            range(STEPS),
+            seen["limit"],
+            where="mid",
+            color=color,
+            label=f"largest value at this scale: {name}",
+        )
         below.plot(seen["clamped"], color=color, marker=".", linewidth=0.8)
     above.set_yscale("log")
     above.set_ylabel("magnitude")

@@ -1,9 +1,10 @@
 """Signal to quantization noise of current, rowwise, blockwise and MXFP8 on heavy-tailed tensors.
 
-``python -m benchmarks.sqnr`` prints the tables of ``docs/numerics.md``, ``--write`` puts them there. Tensors of 512 ×
-512 in bfloat16, drawn with a fixed seed, in E4M3, quantized along rows. Of each tensor there are two figures: of the
-whole, where its largest elements decide, and one for which every element counts alike, by its relative error: that says
-what becomes of small elements beside large ones.
+``python -m benchmarks.sqnr`` prints the tables of ``docs/numerics.md``, ``--write`` puts them
+there. Tensors of 512 × 512 in bfloat16, drawn with a fixed seed, in E4M3, quantized along rows. Of
+each tensor there are two figures: of the whole, where its largest elements decide, and one for
+which every element counts alike, by its relative error: that says what becomes of small elements
+beside large ones.
 """
 
 from __future__ import annotations
@@ -68,10 +69,16 @@ def figures(x: torch.Tensor, scheme: str) -> tuple[float, float]:
 
 def text() -> str:
     """What stands between the marks of the page."""
-    found = {name: {scheme: figures(x, scheme) for scheme in SCHEMES} for name, x in tensors().items()}
+    found = {
+        name: {scheme: figures(x, scheme) for scheme in SCHEMES} for name, x in tensors().items()
+    }
     wholes, alike = (
         markdown(
-            [{"tensor": name, **{s: pair[at] for s, pair in row.items()}} for name, row in found.items()], "{:.1f}"
+            [
+                {"tensor": name, **{s: pair[at] for s, pair in row.items()}}
+                for name, row in found.items()
+            ],
+            "{:.1f}",
         )
         for at in (0, 1)
     )

@@ -1,4 +1,5 @@
-"""Alternatives that are timed side by side, so that whatever else the machine does falls on all of them."""
+"""Alternatives that are timed side by side, so that whatever else the machine does falls on all of
+them."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Run = Callable[[], object]
-#: What was measured of one row of a table: a name, seconds of each alternative, why others have none.
+#: What was measured of one row of a table: a name, seconds of each alternative, why others have
+#: none.
 Row = dict[str, Any]
 #: Of one call: so much is not waited for again and again.
 SLOW = 20.0
@@ -22,7 +24,8 @@ class Timing:
 
     Attributes:
         name: what is timed.
-        runs: alternative -> what makes the call that is timed; it may raise, where an alternative is not there.
+        runs: alternative -> what makes the call that is timed; it may raise, where an alternative
+            is not there.
         moved: bytes that a call reads and writes, each once.
         flops: what it multiplies and adds.
         calls: how many calls of what is named one run makes.
@@ -55,10 +58,11 @@ def interleaved(
     wait: Run = lambda: None,
     turn_seconds: float = 0.0,
 ) -> dict[str, float]:
-    """Median seconds of each alternative, run in turns: ``rounds`` times after ``warmup`` untimed turns.
+    """Median seconds of each alternative, run in turns: ``rounds`` times after ``warmup`` untimed
+    turns.
 
-    When ``at_most`` seconds are over, ``least`` turns are enough. ``wait``: for what a call has queued. In a turn an
-    alternative is called as often as fits ``turn_seconds``, 1 to 200 times.
+    When ``at_most`` seconds are over, ``least`` turns are enough. ``wait``: for what a call has
+    queued. In a turn an alternative is called as often as fits ``turn_seconds``, 1 to 200 times.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     calls = dict.fromkeys(runs, 1)
@@ -86,8 +90,9 @@ def measure(
 ) -> Row:
     """Seconds of one call of each alternative, by ``seconds`` of what ``prepare`` makes of each.
 
-    What would be made after ``until``, on the monotonic clock, is left out. An alternative whose calls take longer than
-    ``SLOW`` seconds takes no turns: its second call stands for it, since the first may have compiled.
+    What would be made after ``until``, on the monotonic clock, is left out. An alternative whose
+    calls take longer than ``SLOW`` seconds takes no turns: its second call stands for it, since the
+    first may have compiled.
     """
     runs: dict[str, Run] = {}
     errors: dict[str, str] = {}
@@ -98,12 +103,23 @@ def measure(
                 raise TimeoutError("not run for want of time")
             run = make()
             runs[name] = prepare(run) if prepare else run
-            if _once(runs[name], lambda: None) > SLOW and (again := _once(runs[name], lambda: None)) > SLOW:
+            if (
+                _once(runs[name], lambda: None) > SLOW
+                and (again := _once(runs[name], lambda: None)) > SLOW
+            ):
                 slow[name] = again
                 del runs[name]
-        except Exception as error:  # what is missing, or does not fit this machine, is left out of its row
+        except (
+            Exception
+        ) as error:  # what is missing, or does not fit this machine, is left out of its row
             runs.pop(name, None)
             errors[name] = f"{type(error).__name__}: {str(error)[:300]}"
     measured = {**seconds(runs), **slow}
     found = {name: measured[name] / timing.calls for name in timing.runs if name in measured}
-    return {"name": timing.name, "seconds": found, "errors": errors, "moved": timing.moved, "flops": timing.flops}
+    return {
+        "name": timing.name,
+        "seconds": found,
+        "errors": errors,
+        "moved": timing.moved,
+        "flops": timing.flops,
+    }

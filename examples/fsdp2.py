@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 2 examples/fsdp2.py --recipe mxfp8 --steps 20
     python examples/fsdp2.py --weights primary
 
-With ``--weights high-precision`` each rank keeps its rows of the weights in float32 (or bfloat16), and quantizes them
-when they are gathered. With ``--weights primary`` its rows of the weights are FP8, and the optimizer has master weights
-of its own, from which all weights are quantized after a step, with one all-reduce. Either way a gather moves one byte
-an element. Checkpoints are sharded, and a run continues from the latest one on any number of ranks.
+With ``--weights high-precision`` each rank keeps its rows of the weights in float32 (or bfloat16),
+and quantizes them when they are gathered. With ``--weights primary`` its rows of the weights are
+FP8, and the optimizer has master weights of its own, from which all weights are quantized after a
+step, with one all-reduce. Either way a gather moves one byte an element. Checkpoints are sharded,
+and a run continues from the latest one on any number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from common import Checkpoints, Text, arguments, digest, initial_values, leave, make_gpt, mean, ranks, say
+from common import (
+    Checkpoints,
+    Text,
+    arguments,
+    digest,
+    initial_values,
+    leave,
+    make_gpt,
+    mean,
+    ranks,
+    say,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -30,15 +42,24 @@ from ottava_demo.training import loss_of
 
 
 def make_model(options: Any, mesh: DeviceMesh) -> torch.nn.Module:
-    """The sharded model, in memory but without values. It is made on the meta device: no rank ever has the whole."""
+    """The sharded model, in memory but without values. It is made on the meta device: no rank ever
+    has the whole."""
     recipe = ottava.get_recipe(options.recipe, **options.options)
     # With a policy parameters are kept in float32 and become bfloat16 when they are gathered.
     dtype = torch.float32 if options.mixed_precision else torch.bfloat16
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.mixed_precision else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if options.mixed_precision
+        else MixedPrecisionPolicy()
+    )
     primary = options.weights == "primary"
-    with torch.device("meta"), ottava.quantized_model_init(recipe) if primary else contextlib.nullcontext():
+    with (
+        torch.device("meta"),
+        ottava.quantized_model_init(recipe) if primary else contextlib.nullcontext(),
+    ):
         model = make_gpt(options, dtype)
-    # The order: convert, gather_quantized, compile, fully_shard; then memory, the optimizer, values.
+    # The order: convert, gather_quantized, compile, fully_shard; then memory, the optimizer,
+    # values.
     ottava.convert(model, recipe, exclude="head")
     if not primary:
         gather_quantized(model)
@@ -58,11 +79,14 @@ def is_quantized(parameter: Any) -> bool:
 
 def rows_of(values: torch.Tensor, parameter: Any) -> torch.Tensor:
     """The values, sharded as the parameter is; every rank has them whole and keeps its rows."""
-    return distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(
+        values, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
 
 
 class ShardedAdamW:
-    """AdamW on sharded parameters, or on float32 master weights in their place where some are quantized.
+    """AdamW on sharded parameters, or on float32 master weights in their place where some are
+    quantized.
 
     Args:
         model: sharded; its parameters get their first values here.
@@ -72,7 +96,9 @@ class ShardedAdamW:
 
     def __init__(self, model: torch.nn.Module, seed: int, lr: float, max_norm: float) -> None:
         self.parameters: list[Any] = list(model.parameters())
-        self.quantized = [place for place, parameter in enumerate(self.parameters) if is_quantized(parameter)]
+        self.quantized = [
+            place for place, parameter in enumerate(self.parameters) if is_quantized(parameter)
+        ]
         values = (rows_of(whole.to(p.device), p) for _, p, whole in initial_values(model, seed))
         if self.quantized:
             self.optimized = [torch.nn.Parameter(value) for value in values]
@@ -99,10 +125,15 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Round the master weights into the parameters; all that are quantized in one call, with one all-reduce."""
-        weights, masters = ([of[place] for place in self.quantized] for of in (self.parameters, self.optimized))
+        """Round the master weights into the parameters; all that are quantized in one call, with
+        one all-reduce."""
+        weights, masters = (
+            [of[place] for place in self.quantized] for of in (self.parameters, self.optimized)
+        )
         quantize_master_weights(weights, masters, None)
-        for place, (parameter, master) in enumerate(zip(self.parameters, self.optimized, strict=True)):
+        for place, (parameter, master) in enumerate(
+            zip(self.parameters, self.optimized, strict=True)
+        ):
             if place not in self.quantized:
                 parameter.copy_(master)
 
@@ -111,7 +142,9 @@ class ShardedAdamW:
         if not self.adamw.state:
             # AdamW makes its state in the first step; a checkpoint is loaded before that.
             for parameter in self.optimized:
-                moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+                moments = {
+                    name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")
+                }
                 self.adamw.state[parameter] = {"step": torch.tensor(0.0), **moments}
         masters = [master.detach() for master in self.optimized] if self.quantized else []
         return {"adamw": self.adamw.state_dict(), "masters": masters}
@@ -148,10 +181,18 @@ def main(given: Sequence[str] | None = None) -> None:
     """Run with these arguments, or those of the command line."""
     parser = arguments(__doc__)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("--weights", choices=("primary", "high-precision"), default="high-precision")
-    parser.add_argument("--reshard", action=flag, default=True, help="give weights up after the forward pass")
-    parser.add_argument("--mixed-precision", action=flag, default=True, help="float32 parameters, used in bfloat16")
-    parser.add_argument("--max-norm", type=float, default=1.0, help="of the gradients, which are clipped to it")
+    parser.add_argument(
+        "--weights", choices=("primary", "high-precision"), default="high-precision"
+    )
+    parser.add_argument(
+        "--reshard", action=flag, default=True, help="give weights up after the forward pass"
+    )
+    parser.add_argument(
+        "--mixed-precision", action=flag, default=True, help="float32 parameters, used in bfloat16"
+    )
+    parser.add_argument(
+        "--max-norm", type=float, default=1.0, help="of the gradients, which are clipped to it"
+    )
     parser.add_argument(
         "--compile",
         nargs="?",

@@ -1,15 +1,20 @@
-"""A sharded optimizer (ZeRO) over weights in FP8: every rank has all weights, and a part of everything else.
+"""A sharded optimizer (ZeRO) over weights in FP8: every rank has all weights, and a part of
+everything else.
 
     torchrun --nproc-per-node 2 examples/zero.py --recipe current --steps 20
     python examples/zero.py
 
-Each rank computes with the whole model, whose weights are FP8 and lie end to end in one buffer. Master weights and
-Adam's moments are float32; of these a rank has an even range of the elements, wherever that begins and ends. A step:
+Each rank computes with the whole model, whose weights are FP8 and lie end to end in one buffer.
+Master weights and Adam's moments are float32; of these a rank has an even range of the elements,
+wherever that begins and ends. A step:
 
-1. gradients are summed over the ranks: all of them on each rank (stage 1), or only its range (stage 2);
+1. gradients are summed over the ranks: all of them on each rank (stage 1), or only its range (stage
+   2);
 2. AdamW on the range;
-3. ``MasterWeights.quantize``: one all-reduce for the amaxes of all weights, and the bytes of the range are written;
-4. one all-gather brings the bytes of the other ranges into the buffer, and with that into the weights.
+3. ``MasterWeights.quantize``: one all-reduce for the amaxes of all weights, and the bytes of the
+   range are written;
+4. one all-gather brings the bytes of the other ranges into the buffer, and with that into the
+   weights.
 """
 
 from __future__ import annotations
@@ -41,16 +46,20 @@ class FlatParameters:
         mesh: the ranks, in one dimension.
 
     Attributes:
-        buffers: what the parameters are views of. MX has data for rows and data for columns: two of them.
+        buffers: what the parameters are views of. MX has data for rows and data for columns: two of
+            them.
         master, exp_avg, exp_avg_sq: float32, ``[end - begin]``.
         gradient: the same, once it is reduced.
     """
 
-    def __init__(self, parameters: Sequence[Any], values: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, parameters: Sequence[Any], values: Sequence[torch.Tensor], mesh: DeviceMesh
+    ) -> None:
         self.parameters, self.mesh = list(parameters), mesh
         self.starts = list(accumulate((p.numel() for p in parameters), initial=0))
         self.numel = self.starts[-1]
-        # As DTensor cuts a dimension, so that checkpoints fit any number of ranks: the last range may be shorter.
+        # As DTensor cuts a dimension, so that checkpoints fit any number of ranks: the last range
+        # may be shorter.
         self.chunk = math.ceil(self.numel / mesh.size())
         self.begin = min(mesh.get_local_rank() * self.chunk, self.numel)
         self.end = min(self.begin + self.chunk, self.numel)
@@ -72,13 +81,18 @@ class FlatParameters:
                 view = buffer[start : start + parameter.numel()].view(parameter.shape)
                 parameter.data = view.copy_(parameter.data)
             return [buffer]
-        buffers = [torch.zeros(size, dtype=torch.uint8, device=first.device) for _ in first.raw_inner()]
+        buffers = [
+            torch.zeros(size, dtype=torch.uint8, device=first.device) for _ in first.raw_inner()
+        ]
         for parameter, start in places:
-            replace_raw_data(parameter, [buffer[start : start + parameter.numel()] for buffer in buffers])
+            replace_raw_data(
+                parameter, [buffer[start : start + parameter.numel()] for buffer in buffers]
+            )
         return buffers
 
     def parts(self) -> Iterator[tuple[int, int, int] | None]:
-        """Of each parameter what this rank owns: where in its range, where in the parameter, and how many; or None."""
+        """Of each parameter what this rank owns: where in its range, where in the parameter, and
+        how many; or None."""
         for parameter, start in zip(self.parameters, self.starts, strict=False):
             low, high = max(start, self.begin), min(start + parameter.numel(), self.end)
             yield (low - self.begin, low - start, high - low) if low < high else None
@@ -116,19 +130,23 @@ class FlatParameters:
         owned = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         size = torch.Size([self.numel])
         return {
-            name: DTensor.from_local(value, self.mesh, [Shard(0)], run_check=False, shape=size, stride=(1,))
+            name: DTensor.from_local(
+                value, self.mesh, [Shard(0)], run_check=False, shape=size, stride=(1,)
+            )
             for name, value in owned.items()
         }
 
 
 class ZeroOptimizer:
-    """AdamW whose master weights and moments are sharded over the ranks, for a model of which each rank has the whole.
+    """AdamW whose master weights and moments are sharded over the ranks, for a model of which each
+    rank has the whole.
 
     Args:
-        model: its quantized parameters become views of one buffer for each of their directions, the others
-            (embeddings, biases, norms) of another.
+        model: its quantized parameters become views of one buffer for each of their directions, the
+            others (embeddings, biases, norms) of another.
         mesh: the ranks, in one dimension.
-        stage: 1 keeps gradients as they are until the last backward pass of a step, 2 those of the rank's own range.
+        stage: 1 keeps gradients as they are until the last backward pass of a step, 2 those of the
+            rank's own range.
         lr, betas, eps: as in ``torch.optim.AdamW``.
         weight_decay: of the quantized weights.
     """
@@ -153,12 +171,17 @@ class ZeroOptimizer:
         self.weights, self.decay = FlatParameters(kinds[True], kept, mesh), weight_decay
         self.flat = {"weights": self.weights}
         if kinds[False]:
-            self.flat["others"] = FlatParameters(kinds[False], [p.detach() for p in kinds[False]], mesh)
+            self.flat["others"] = FlatParameters(
+                kinds[False], [p.detach() for p in kinds[False]], mesh
+            )
         owned = list(self.weights.parts())
         # What does not change from step to step is looked up here, once.
         self.masters = MasterWeights(
             self.weights.parameters,
-            [None if part is None else self.weights.cut(self.weights.master, part) for part in owned],
+            [
+                None if part is None else self.weights.cut(self.weights.master, part)
+                for part in owned
+            ],
             start_offsets=[None if part is None else part[1] for part in owned],
             amax_reduce_group=mesh.get_group(),
         )
@@ -170,7 +193,8 @@ class ZeroOptimizer:
         return value
 
     def reduce_gradients(self) -> None:
-        """To be called after each backward pass of a step (stage 2), or after the last one (stage 1)."""
+        """To be called after each backward pass of a step (stage 2), or after the last one (stage
+        1)."""
         for flat in self.flat.values():
             flat.reduce_gradients(self.stage)
 
@@ -192,11 +216,15 @@ class ZeroOptimizer:
         first, second = self.betas
         gradient, flat.gradient = flat.gradient, None
         if gradient is None:
-            raise UsageError("there are no gradients", remedy="call backward() and reduce_gradients() first")
+            raise UsageError(
+                "there are no gradients", remedy="call backward() and reduce_gradients() first"
+            )
         flat.exp_avg.lerp_(gradient, 1 - first)
         flat.exp_avg_sq.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         spread = (flat.exp_avg_sq.sqrt() / math.sqrt(1 - second**self.count)).add_(self.eps)
-        flat.master.mul_(1 - self.lr * decay).addcdiv_(flat.exp_avg, spread, value=-self.lr / (1 - first**self.count))
+        flat.master.mul_(1 - self.lr * decay).addcdiv_(
+            flat.exp_avg, spread, value=-self.lr / (1 - first**self.count)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """For ``save_sharded`` and, in place, ``load_sharded``."""
@@ -237,7 +265,9 @@ def train(options: Any, mesh: DeviceMesh) -> None:
 def main(given: Sequence[str] | None = None) -> None:
     """Run with these arguments, or those of the command line."""
     parser = arguments(__doc__)
-    parser.add_argument("--stage", type=int, choices=(1, 2), default=1, help="2 shards the gradients as well")
+    parser.add_argument(
+        "--stage", type=int, choices=(1, 2), default=1, help="2 shards the gradients as well"
+    )
     options = parser.parse_args(given)
     with ranks(options) as mesh:
         train(options, mesh)

@@ -24,7 +24,8 @@ def _chosen(module: Any, name: str, value: Callable[..., bool] | bool) -> Iterat
 
 
 def cpu_products(dtype: torch.dtype) -> Any:
-    """Inside a ``with`` block CPUs multiply bfloat16 operands as such or in float32, whatever the machine has."""
+    """Inside a ``with`` block CPUs multiply bfloat16 operands as such or in float32, whatever the
+    machine has."""
     return _chosen(products, "_bfloat16_is_fast", dtype == torch.bfloat16)
 
 

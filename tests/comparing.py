@@ -1,4 +1,5 @@
-"""Whole arrays compared byte for byte; what differs is named with its index, its input and its bits."""
+"""Whole arrays compared byte for byte; what differs is named with its index, its input and its
+bits."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def assert_same(got: Any, expected: Any, inputs: Any = None, note: object = "") -> None:
     """The same dtype, shape and bytes; a NaN of a wide dtype equals any NaN.
 
-    Tensors, arrays, numbers, None, and sequences of these. ``inputs`` are what the elements were made of: an array
-    whose dimensions are the first of the result's, or a list with an entry for each place of the first dimension.
+    Tensors, arrays, numbers, None, and sequences of these. ``inputs`` are what the elements were
+    made of: an array whose dimensions are the first of the result's, or a list with an entry for
+    each place of the first dimension.
     """
     if isinstance(expected, tuple | list) and not all(isinstance(e, int | float) for e in expected):
         assert len(got) == len(expected), f"{note}: {len(got)} results, expected {len(expected)}"
@@ -29,7 +31,9 @@ def assert_same(got: Any, expected: Any, inputs: Any = None, note: object = "") 
     mine = _tensor(got)
     theirs = _tensor(expected, mine.dtype)
     assert mine.dtype == theirs.dtype, f"{note}: got {mine.dtype}, expected {theirs.dtype}"
-    assert mine.shape == theirs.shape, f"{note}: got the shape {tuple(mine.shape)}, expected {tuple(theirs.shape)}"
+    assert mine.shape == theirs.shape, (
+        f"{note}: got the shape {tuple(mine.shape)}, expected {tuple(theirs.shape)}"
+    )
     differs = _bits(mine) != _bits(theirs)
     if mine.is_floating_point() and mine.element_size() > 1:
         differs &= ~(mine.isnan() & theirs.isnan())
@@ -54,10 +58,15 @@ def _one(value: torch.Tensor) -> str:
         return str(value.item())
     size = value.element_size()
     pattern = int(_bits(value.reshape(1))[0]) % (1 << 8 * size)
-    return f"{value.float().item() if value.is_floating_point() else value.item()} (0x{pattern:0{2 * size}x})"
+    return (
+        f"{value.float().item() if value.is_floating_point() else value.item()} "
+        f"(0x{pattern:0{2 * size}x})"
+    )
 
 
-def _message(mine: torch.Tensor, theirs: torch.Tensor, differs: torch.Tensor, inputs: Any, note: object) -> str:
+def _message(
+    mine: torch.Tensor, theirs: torch.Tensor, differs: torch.Tensor, inputs: Any, note: object
+) -> str:
     lines = [f"{note}: {int(differs.sum())} of {differs.numel()} elements differ"]
     for place in differs.nonzero()[:SHOWN]:
         index = tuple(place.tolist())
@@ -68,5 +77,7 @@ def _message(mine: torch.Tensor, theirs: torch.Tensor, differs: torch.Tensor, in
             made_of = f" of {_one(found) if found.dim() == 0 else found.tolist()}"
         elif isinstance(inputs, Sequence):
             made_of = f" of {inputs[index[0]]}"
-        lines.append(f"  at {list(index)}{made_of}: got {_one(mine[index])}, expected {_one(theirs[index])}")
+        lines.append(
+            f"  at {list(index)}{made_of}: got {_one(mine[index])}, expected {_one(theirs[index])}"
+        )
     return "\n".join(lines)

@@ -7,14 +7,15 @@ import os
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # There is a process for each processor, so more threads would only take turns. Before torch starts its own; the
-    # processes that tests start inherit it.
+    # There is a process for each processor, so more threads would only take turns. Before torch
+    # starts its own; the processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests that share a fixture of a module or a session together, so that it is made in one process."""
+    """Keeps the tests that share a fixture of a module or a session together, so that it is made in
+    one process."""
     for item in items:
         if item.get_closest_marker("xdist_group") is not None:
             continue

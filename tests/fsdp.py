@@ -1,4 +1,5 @@
-"""What the cases under FSDP2 share: a model of two layers whose weights are kept quantized, and its training."""
+"""What the cases under FSDP2 share: a model of two layers whose weights are kept quantized, and its
+training."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def losses(net: torch.nn.Module, columns: int, out: int, count: int = 3) -> list
 
 
 class GatheredBytes:
-    """What the weights of this rank hand to the all-gathers of FSDP: bytes by the number of elements of the whole."""
+    """What the weights of this rank hand to the all-gathers of FSDP: bytes by the number of
+    elements of the whole."""
 
     def __init__(self) -> None:
         self.handed: list[tuple[int, int]] = []
@@ -50,11 +52,20 @@ class GatheredBytes:
     def __enter__(self) -> GatheredBytes:
         self.original = QuantizedTensor.fsdp_pre_all_gather
 
-        def counted(tensor: QuantizedTensor, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
+        def counted(
+            tensor: QuantizedTensor,
+            mesh: Any,
+            size: torch.Size,
+            stride: Any,
+            module: Any,
+            policy: Any,
+        ) -> Any:
             inputs, plan = self.original(tensor, mesh, size, stride, module, policy)
             # Elements and E8M0 scales, or float32 scales.
             assert all(data.dtype in (torch.uint8, torch.float32) for data in inputs)
-            self.handed.append((size.numel(), sum(data.numel() * data.element_size() for data in inputs)))
+            self.handed.append(
+                (size.numel(), sum(data.numel() * data.element_size() for data in inputs))
+            )
             return inputs, plan
 
         QuantizedTensor.fsdp_pre_all_gather = counted  # type: ignore[method-assign]

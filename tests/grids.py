@@ -1,6 +1,8 @@
-"""What the tests of recipes with float32 scales on a grid share: a scalar oracle of their bytes, and checks of layers.
+"""What the tests of recipes with float32 scales on a grid share: a scalar oracle of their bytes,
+and checks of layers.
 
-The oracle says in Python what quantizing is, one element after the other; it shares nothing with the kernels.
+The oracle says in Python what quantizing is, one element after the other; it shares nothing with
+the kernels.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def element(value: np.float32, fp8_dtype: torch.dtype) -> int:
     return code | (0x80 if math.copysign(1.0, value) < 0 else 0)
 
 
-def scales(amax: np.float32, largest: float, epsilon: float, pow_2: bool, finite: float) -> tuple[Any, Any]:
+def scales(
+    amax: np.float32, largest: float, epsilon: float, pow_2: bool, finite: float
+) -> tuple[Any, Any]:
     """Scale and scale_inv of one block, in this order."""
     one = np.float32(1)
     if amax < np.float32(epsilon):
@@ -80,7 +84,10 @@ def quantized(
     """Bytes and scales of blocks of a float32 matrix."""
     rows, columns = matrix.shape
     high, wide = (side or max(size, 1) for side, size in zip(block, matrix.shape, strict=True))
-    grid = tuple(1 if side is None else -(-size // side) for side, size in zip(block, matrix.shape, strict=True))
+    grid = tuple(
+        1 if side is None else -(-size // side)
+        for side, size in zip(block, matrix.shape, strict=True)
+    )
     data, inverses = np.zeros((rows, columns), np.uint8), np.zeros(grid, np.float32)
     epsilon, pow_2 = options.get("amax_epsilon", 0.0), options.get("force_pow_2_scales", False)
     with np.errstate(all="ignore"):
@@ -97,11 +104,19 @@ def quantized(
 
 
 def expected_bytes(
-    x: torch.Tensor, fp8_dtype: torch.dtype, block: Any, *, transposed: bool, finite_as_input: bool, **options: Any
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    block: Any,
+    *,
+    transposed: bool,
+    finite_as_input: bool,
+    **options: Any,
 ) -> list[torch.Tensor]:
     """What the four inner tensors of a quantized tensor hold."""
     matrix = (
-        x.float().reshape(-1, x.shape[-1]).numpy() if x.numel() else np.zeros((math.prod(x.shape[:-1]), x.shape[-1]))
+        x.float().reshape(-1, x.shape[-1]).numpy()
+        if x.numel()
+        else np.zeros((math.prod(x.shape[:-1]), x.shape[-1]))
     )
     matrix = matrix.astype(np.float32)
     finite = torch.finfo(x.dtype).max if finite_as_input else _FLOAT32_MAX
@@ -110,7 +125,10 @@ def expected_bytes(
     if transposed:
         shapes = x.shape, (x.shape[-1], *x.shape[:-1])
     else:
-        shapes, columns = (x.shape, x.shape), tuple(np.ascontiguousarray(part.T) for part in columns)
+        shapes, columns = (
+            (x.shape, x.shape),
+            tuple(np.ascontiguousarray(part.T) for part in columns),
+        )
     return [
         torch.from_numpy(part.reshape(shape) if part.dtype == np.uint8 else part)
         for (data, own), shape in zip((rows, columns), shapes, strict=True)
@@ -122,18 +140,24 @@ def inner(q: Any) -> list[Any]:
     return [getattr(q, name) for name in INNER]
 
 
-def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, sigma: float = 3.0) -> torch.Tensor:
+def wide(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, sigma: float = 3.0
+) -> torch.Tensor:
     """Magnitudes so far apart that blocks, rows and columns keep different values."""
     random = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=random) * torch.exp(sigma * torch.randn(shape, generator=random))).to(dtype)
+    return (
+        torch.randn(shape, generator=random)
+        * torch.exp(sigma * torch.randn(shape, generator=random))
+    ).to(dtype)
 
 
 def special(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Matrices of 3 × 260 (blocks of 128, 128 and 4) with what is not an ordinary value somewhere."""
+    """Matrices of 3 × 260 (blocks of 128, 128 and 4) with what is not an ordinary value
+    somewhere."""
     largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     cases: dict[str, Any] = {
-        "NaN": math.nan, "infinity": math.inf, "minus infinity": -math.inf, "minus zero": -0.0, "largest": largest,
-        "tiny": tiny, "subnormal": tiny / 8,
+        "NaN": math.nan, "infinity": math.inf, "minus infinity": -math.inf, "minus zero": -0.0,
+        "largest": largest, "tiny": tiny, "subnormal": tiny / 8,
     }  # fmt: skip
     for name, value in cases.items():
         x = wide(3, 260, dtype=dtype, sigma=1.0)
@@ -151,25 +175,42 @@ def special(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
 def decoded(q: Any, block: Any, *, columnwise: bool, transposed: bool) -> torch.Tensor:
     """The values of one direction as a float64 matrix in the order of the tensor."""
     data, own = inner(q)[2:] if columnwise else inner(q)[:2]
-    matrix = data.reshape(data.shape[0], -1) if columnwise and transposed else data.reshape(-1, data.shape[-1])
+    matrix = (
+        data.reshape(data.shape[0], -1)
+        if columnwise and transposed
+        else data.reshape(-1, data.shape[-1])
+    )
     turned = columnwise and not transposed
     elements = (matrix.t() if turned else matrix).contiguous().view(q._fp8_dtype).double()
     factors = (own.t() if turned else own).double()
     for dim, side in enumerate(block):
         size = elements.shape[dim]
-        factors = factors.repeat_interleave(size if side is None else side, dim).narrow(dim, 0, size)
+        factors = factors.repeat_interleave(size if side is None else side, dim).narrow(
+            dim, 0, size
+        )
     values = elements * factors
     return values.t() if columnwise else values
 
 
 _PRODUCTS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
-_SHAPES = {"fprop": ((70, 300), (33, 300)), "dgrad": ((70, 300), (300, 33)), "wgrad": ((300, 70), (300, 33))}
+_SHAPES = {
+    "fprop": ((70, 300), (33, 300)),
+    "dgrad": ((70, 300), (300, 33)),
+    "wgrad": ((300, 70), (300, 33)),
+}
 
 
 def check_product(
-    kind: Any, quantizers: Any, blocks: Any, transposed: bool, out_dtype: torch.dtype, sigma: float, roundings: int = 1
+    kind: Any,
+    quantizers: Any,
+    blocks: Any,
+    transposed: bool,
+    out_dtype: torch.dtype,
+    sigma: float,
+    roundings: int = 1,
 ) -> None:
-    """A GEMM is as near to float64's of its decoded operands as float32's of the same is, rounded so often."""
+    """A GEMM is as near to float64's of its decoded operands as float32's of the same is, rounded
+    so often."""
     a, b = (wide(*shape, seed=seed, sigma=sigma) for seed, shape in enumerate(_SHAPES[kind]))
     qa, qb = (quantizer(x) for quantizer, x in zip(quantizers, (a, b), strict=True))
     left, right = (
@@ -183,7 +224,10 @@ def check_product(
     exact, plain = left @ right, (left.float() @ right.float()).to(out_dtype)
     magnitudes = left.abs() @ right.abs()
     # Of sums of 300 float32 terms in any order, and of the roundings to the output.
-    bound = 300 * 2.0**-24 * magnitudes + ((1 + torch.finfo(out_dtype).eps / 2) ** roundings - 1) * exact.abs()
+    bound = (
+        300 * 2.0**-24 * magnitudes
+        + ((1 + torch.finfo(out_dtype).eps / 2) ** roundings - 1) * exact.abs()
+    )
     assert ((got.double() - exact).abs() <= bound).all()
     # The root of the mean square, in units of what was summed: no worse but for luck.
     worse = [((x.double() - exact) / magnitudes).square().mean().sqrt() for x in (got, plain)]
@@ -193,7 +237,9 @@ def check_product(
 # -- layers --
 
 
-def layer_of(recipe: Any, n: int = 140, k: int = 300, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Linear:
+def layer_of(
+    recipe: Any, n: int = 140, k: int = 300, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Linear:
     layer = Linear(k, n, dtype=dtype, recipe=recipe, **options)
     with torch.no_grad():
         layer.weight.copy_(wide(n, k, seed=11, sigma=1.0) / 16)
@@ -202,7 +248,9 @@ def layer_of(recipe: Any, n: int = 140, k: int = 300, dtype: torch.dtype = torch
     return layer
 
 
-def close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+def close(
+    got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
     """``got`` is ``a @ b + bias`` up to sums in float32 and two roundings to its dtype."""
     exact = a @ b if bias is None else a @ b + bias.detach().double()
     bound = torch.finfo(got.dtype).eps * ((a @ b).abs() + exact.abs())
@@ -211,7 +259,11 @@ def close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tenso
 
 
 def check_layer(
-    recipe: Any, blocks: Any, transposed: bool, dtype: torch.dtype, wgrad_high_precision: bool = False
+    recipe: Any,
+    blocks: Any,
+    transposed: bool,
+    dtype: torch.dtype,
+    wgrad_high_precision: bool = False,
 ) -> None:
     """Output and gradients of a layer are the three products of what its quantizers hold.
 
@@ -223,10 +275,18 @@ def check_layer(
         matrix = x.detach().reshape(-1, x.shape[-1])
         if wgrad_high_precision and columnwise and role != "weight":
             return matrix.double()
-        return decoded(recipe.quantizer(role)(matrix), blocks[role], columnwise=columnwise, transposed=transposed)
+        return decoded(
+            recipe.quantizer(role)(matrix),
+            blocks[role],
+            columnwise=columnwise,
+            transposed=transposed,
+        )
 
     layer = layer_of(recipe, dtype=dtype)
-    x, dy = wide(2, 65, 300, seed=1, dtype=dtype, sigma=1.0), wide(2, 65, 140, seed=2, dtype=dtype, sigma=1.0)
+    x, dy = (
+        wide(2, 65, 300, seed=1, dtype=dtype, sigma=1.0),
+        wide(2, 65, 140, seed=2, dtype=dtype, sigma=1.0),
+    )
     y = layer(x.requires_grad_())
     y.backward(dy)
     close(y, values("input", x, False), values("weight", layer.weight, False).t(), layer.bias)
@@ -284,7 +344,11 @@ def train(net: torch.nn.Module, count: int = 20) -> list[float]:
 def mlp() -> torch.nn.Sequential:
     torch.manual_seed(7)
     return torch.nn.Sequential(
-        torch.nn.Linear(256, 160), torch.nn.GELU(), torch.nn.Linear(160, 160), torch.nn.GELU(), torch.nn.Linear(160, 32)
+        torch.nn.Linear(256, 160),
+        torch.nn.GELU(),
+        torch.nn.Linear(160, 160),
+        torch.nn.GELU(),
+        torch.nn.Linear(160, 32),
     ).bfloat16()
 
 
@@ -299,7 +363,10 @@ def check_training(convert: Any) -> None:
 def check_compiled(recipe: Any) -> None:
     """Forward and backward of a compiled layer have the bytes of eager ones."""
     torch._dynamo.reset()
-    x, dy = wide(70, 300, dtype=torch.bfloat16, sigma=1.0), wide(70, 140, seed=1, dtype=torch.bfloat16, sigma=1.0)
+    x, dy = (
+        wide(70, 300, dtype=torch.bfloat16, sigma=1.0),
+        wide(70, 140, seed=1, dtype=torch.bfloat16, sigma=1.0),
+    )
     found = []
     for compiled in (False, True):
         layer, own = layer_of(recipe), x.clone().requires_grad_()

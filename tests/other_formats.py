@@ -1,4 +1,5 @@
-"""Checkpoints as other tools publish them quantized: tensors by name, and the configuration beside the file."""
+"""Checkpoints as other tools publish them quantized: tensors by name, and the configuration beside
+the file."""
 
 from __future__ import annotations
 
@@ -27,12 +28,16 @@ def ones(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def compressed(kind: str) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "quantization_status": "compressed",
+    }
 
 
 class Published(NamedTuple):
-    """A format: what a layer's tensors are by the ends of their names, and what the error calls it with and without
-    the configuration."""
+    """A format: what a layer's tensors are by the ends of their names, and what the error calls it
+    with and without the configuration."""
 
     tensors: Callable[[], Tensors]
     config: dict[str, Any]
@@ -77,7 +82,10 @@ FORMATS = {
         "compressed-tensors nvfp4-pack-quantized",
     ),
     "Hugging Face FP8": Published(
-        lambda: {"weight": e4m3(ROWS, COLUMNS), "weight_scale_inv": ones(2, 1, dtype=torch.float32)},
+        lambda: {
+            "weight": e4m3(ROWS, COLUMNS),
+            "weight_scale_inv": ones(2, 1, dtype=torch.float32),
+        },
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         "Hugging Face FP8",
         "Hugging Face FP8",
@@ -130,7 +138,9 @@ def write(name: str, folder: Path, *, config: bool, file: str = "model.safetenso
     folder.mkdir(exist_ok=True)
     safetensors.torch.save_file(state_of(name), folder / file)
     if config:
-        (folder / "config.json").write_text(json.dumps({"quantization_config": FORMATS[name].config}))
+        (folder / "config.json").write_text(
+            json.dumps({"quantization_config": FORMATS[name].config})
+        )
     return folder / file
 
 

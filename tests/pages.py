@@ -1,4 +1,5 @@
-"""Pages of documentation and their snippets, which run as printed: each page in a namespace of its own."""
+"""Pages of documentation and their snippets, which run as printed: each page in a namespace of its
+own."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 # What is about released libraries runs where these are installed, in tests/libraries.
-OF_LIBRARIES = [DOCS / f"{name}.md" for name in ("accelerate", "lightning", "peft", "transformers", "trl")]
+OF_LIBRARIES = [
+    DOCS / f"{name}.md" for name in ("accelerate", "lightning", "peft", "transformers", "trl")
+]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 

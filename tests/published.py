@@ -12,7 +12,8 @@ from ottava.recipes import registry
 
 @contextmanager
 def published(folder: Path, name: str, **modules: str) -> Iterator[None]:
-    """The distribution ``name`` in ``folder``, with the source of its modules; the first one is the entry point."""
+    """The distribution ``name`` in ``folder``, with the source of its modules; the first one is the
+    entry point."""
     for module, source in modules.items():
         (folder / f"{module}.py").write_text(source)
     info = folder / f"{name.replace('-', '_')}-1.0.dist-info"

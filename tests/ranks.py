@@ -1,4 +1,5 @@
-"""Cases that run on several ranks, functions of a module that take the device mesh: all of a list in one launch."""
+"""Cases that run on several ranks, functions of a module that take the device mesh: all of a list
+in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from ottava_testing import CheckFailed, launch
 
 def failures(module: str, names: list[str], world: int = 2) -> dict[str, str | None]:
     """What went wrong in each case, or None."""
-    told = launch.run_on_ranks("tests.ranks:run", [f"{module}.{name}" for name in names], world, seconds=400)
+    told = launch.run_on_ranks(
+        "tests.ranks:run", [f"{module}.{name}" for name in names], world, seconds=400
+    )
     return {name: told[f"{module}.{name}"] for name in names}
 
 

@@ -1,4 +1,5 @@
-"""Views of a quantized tensor lie in its storage where torch says that those of a plain tensor do."""
+"""Views of a quantized tensor lie in its storage where torch says that those of a plain tensor
+do."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ VIEWS: dict[str, Any] = {
 #: Those that are rows.
 ROWS = {"rows", "rows of blocks", "rows of rows", "no rows", "detached rows", "split"}
 # Sizes and strides, to begin with the view, or so much later, or at a place of the whole's storage.
-_LAYOUTS = [((2, 64), (64, 1)), ((32, 64), (64, 1)), ((3, 2), (64, 1)), ((16, 16), (1, 64)), ((4, 32), (32, 1))]
+_LAYOUTS = [
+    ((2, 64), (64, 1)),
+    ((32, 64), (64, 1)),
+    ((3, 2), (64, 1)),
+    ((16, 16), (1, 64)),
+    ((4, 32), (32, 1)),
+]
 
 
 def check_places(whole: QuantizedTensor, expected_views: set[str]) -> None:
@@ -35,10 +42,19 @@ def check_places(whole: QuantizedTensor, expected_views: set[str]) -> None:
         if type(view) is not type(whole):
             continue
         kept.add(name)
-        assert (view.storage_offset(), view.stride()) == (plain.storage_offset(), plain.stride()), name
+        assert (view.storage_offset(), view.stride()) == (plain.storage_offset(), plain.stride()), (
+            name
+        )
         own = plain.storage_offset()
-        asked: list[tuple[Any, ...]] = [(plain.shape, plain.stride()), (plain.shape, plain.stride(), own)]
-        asked += [(*layout, *place) for layout in _LAYOUTS for place in ((), (own + 7,), (0,), (64 * 33,), (64 * 32,))]
+        asked: list[tuple[Any, ...]] = [
+            (plain.shape, plain.stride()),
+            (plain.shape, plain.stride(), own),
+        ]
+        asked += [
+            (*layout, *place)
+            for layout in _LAYOUTS
+            for place in ((), (own + 7,), (0,), (64 * 33,), (64 * 32,))
+        ]
         for arguments in asked:
             _check_strided(view, plain, arguments, f"{name} as_strided{arguments}")
     assert kept == expected_views
@@ -47,12 +63,16 @@ def check_places(whole: QuantizedTensor, expected_views: set[str]) -> None:
 def _check_strided(view: Any, plain: torch.Tensor, arguments: tuple[Any, ...], note: str) -> None:
     expected, made = (_strided(tensor, arguments) for tensor in (plain, view))
     if made is None:
-        # A view has no elements but its own, and tells where these are only if there are no others in between.
+        # A view has no elements but its own, and tells where these are only if there are no others
+        # in between.
         assert expected is None or not _is_inside(plain, expected), note
         return
     assert expected is not None, note
     if isinstance(made, QuantizedTensor):
-        assert (made.storage_offset(), made.stride()) == (expected.storage_offset(), expected.stride()), note
+        assert (made.storage_offset(), made.stride()) == (
+            expected.storage_offset(),
+            expected.stride(),
+        ), note
         made = made.dequantize()
     assert torch.equal(made, expected), note
 
@@ -71,4 +91,6 @@ def _is_inside(plain: torch.Tensor, part: torch.Tensor) -> bool:
 
 def _range(plain: torch.Tensor) -> tuple[int, int]:
     first = plain.storage_offset()
-    return first, first + 1 + sum((n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True))
+    return first, first + 1 + sum(
+        (n - 1) * stride for n, stride in zip(plain.shape, plain.stride(), strict=True)
+    )

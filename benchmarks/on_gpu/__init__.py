@@ -1,2 +1,2 @@
-"""The GPU checks: what `benchmarks/gpu.py` runs. Cases are data (`kernel_cases`, `model_cases`), `exact` has what some
-are to give, `runner` runs them."""
+"""The GPU checks: what `benchmarks/gpu.py` runs. Cases are data (`kernel_cases`, `model_cases`),
+`exact` has what some are to give, `runner` runs them."""

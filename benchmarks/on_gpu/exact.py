@@ -22,7 +22,8 @@ def finite(fp8: torch.dtype) -> Tensor:
 
 
 def _float32(operation: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """Rounded as the exact one is: a product of float32's fits float64, and a quotient may be rounded to it before."""
+    """Rounded as the exact one is: a product of float32's fits float64, and a quotient may be
+    rounded to it before."""
     return operation(*(x.double() for x in operands)).float()
 
 
@@ -33,17 +34,31 @@ def _amax(x: Tensor) -> Tensor:
 def _cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
     """Codes: the nearest value, to even between two, and the largest one beyond it."""
     values, ladder = _float32(torch.mul, x, scale).double(), finite(fp8_dtype)
-    size, ties = values.abs().clamp(max=float(ladder[-1])).contiguous(), (ladder[1:] + ladder[:-1]) / 2
+    size, ties = (
+        values.abs().clamp(max=float(ladder[-1])).contiguous(),
+        (ladder[1:] + ladder[:-1]) / 2,
+    )
     code = torch.searchsorted(ties, size)  # of the lower one at a tie
     code += (code % 2 == 1) & torch.isin(size, ties)
     return (code + 128 * values.signbit()).to(torch.uint8)
 
 
 def _per_tensor(
-    x: Tensor, fp8_dtype: torch.dtype, scale: Any = None, rowwise: bool = True, transposed: bool = True, **own: Any
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    scale: Any = None,
+    rowwise: bool = True,
+    transposed: bool = True,
+    **own: Any,
 ) -> Tensors:
-    """Codes, their transpose, the scale, its inverse and the amax: of a scale that is known, or of the amax."""
-    largest, limit, amax, saturated = _amax(x), finite(fp8_dtype)[-1], own.get("amax"), own.get("saturated")
+    """Codes, their transpose, the scale, its inverse and the amax: of a scale that is known, or of
+    the amax."""
+    largest, limit, amax, saturated = (
+        _amax(x),
+        finite(fp8_dtype)[-1],
+        own.get("amax"),
+        own.get("saturated"),
+    )
     if amax is not None:
         amax.copy_(torch.maximum(amax, largest))
     if saturated is not None:
@@ -61,7 +76,9 @@ def _of_amax(largest: Tensor, layout: Layout) -> Tensors:
     limit = _limit(layout.element)
     if layout.scale == F32:
         scale = _float32(torch.div, limit, largest.clamp(min=layout.epsilon))
-        scale = torch.exp2(torch.frexp(scale).exponent - 1.0) if layout.rounding == "floor" else scale
+        scale = (
+            torch.exp2(torch.frexp(scale).exponent - 1.0) if layout.rounding == "floor" else scale
+        )
         return [scale, _float32(torch.div, _ONE, scale)]
     mantissa, exponent = torch.frexp(_float32(torch.mul, largest, (1.0 / limit).float()))
     exponent = exponent - (mantissa == 0.5).int()
@@ -72,16 +89,21 @@ def _of_amax(largest: Tensor, layout: Layout) -> Tensors:
 
 
 def _limit(element: torch.dtype) -> Tensor:
-    return torch.tensor(127.0, dtype=torch.float64) if element == torch.int8 else finite(element)[-1]
+    return (
+        torch.tensor(127.0, dtype=torch.float64) if element == torch.int8 else finite(element)[-1]
+    )
 
 
 def _repeated(each: Tensor, times: Sequence[int], shape: Sequence[int]) -> Tensor:
     """For each entry a rectangle of it, cut where the shape ends."""
-    return each.repeat_interleave(times[0], 0).repeat_interleave(times[1], 1)[: shape[0], : shape[1]]
+    return each.repeat_interleave(times[0], 0).repeat_interleave(times[1], 1)[
+        : shape[0], : shape[1]
+    ]
 
 
 def _along_rows(x: Tensor, layout: Layout) -> Tensors:
-    """Data and scales for rows; scales that blocks have in common are held once for each of them."""
+    """Data and scales for rows; scales that blocks have in common are held once for each of
+    them."""
     (m, k), block = x.shape, [own or size for own, size in zip(layout.block, x.shape, strict=True)]
     down, across = layout.shared or block
     padded = torch.nn.functional.pad(x.double().abs(), (0, -k % across, 0, -m % down))
@@ -90,7 +112,10 @@ def _along_rows(x: Tensor, layout: Layout) -> Tensors:
     scale, stored = (_repeated(made, times, grid) for made in _of_amax(largest, layout))
     scale = _repeated(scale, block, x.shape)
     if layout.element == torch.int8:
-        return [_float32(torch.mul, x, scale).round().clamp(-127, 127).to(torch.int8).view(U8), stored]
+        return [
+            _float32(torch.mul, x, scale).round().clamp(-127, 127).to(torch.int8).view(U8),
+            stored,
+        ]
     return [_cast(x, scale, layout.element), stored]
 
 
@@ -98,12 +123,19 @@ def _grid_quantize(x: Tensor, layout: Layout, rowwise: bool, columnwise: bool) -
     """Along columns as along the rows of the transpose."""
     rows = _along_rows(x, layout) if rowwise else [_EMPTY] * 2
     columns = _along_rows(x.t(), layout) if columnwise else [_EMPTY] * 2
-    return [*rows, *(columns if layout.transposed or not columnwise else [made.t() for made in columns])]
+    return [
+        *rows,
+        *(columns if layout.transposed or not columnwise else [made.t() for made in columns]),
+    ]
 
 
-def _grid_decode(data: Tensor, scales: Tensor, layout: Layout, dtype: torch.dtype, columnwise: bool) -> Tensor:
+def _grid_decode(
+    data: Tensor, scales: Tensor, layout: Layout, dtype: torch.dtype, columnwise: bool
+) -> Tensor:
     block = layout.stored_block(columnwise)
-    spread = _repeated(scales, [own or size for own, size in zip(block, data.shape, strict=True)], data.shape)
+    spread = _repeated(
+        scales, [own or size for own, size in zip(block, data.shape, strict=True)], data.shape
+    )
     values = data.view(layout.element)
     if layout.element == torch.int8:  # whose smallest stands for NaN
         values = torch.where(values == -128, torch.nan, values.float())

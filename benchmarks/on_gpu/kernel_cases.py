@@ -1,4 +1,5 @@
-"""The table of kernels: a case is a choice for each argument, by the name with which a kernel declares it."""
+"""The table of kernels: a case is a choice for each argument, by the name with which a kernel
+declares it."""
 
 from __future__ import annotations
 
@@ -19,11 +20,32 @@ from ottava.kernels.table import OPERATIONS
 from ottava.layout import grid_of
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
-SMALL_SHAPES: list[Shape] = [(), (0,), (1,), (0, 5), (3, 0), (3, 5), (16, 16), (33, 65), (129, 127), (2, 3, 41)]
+SMALL_SHAPES: list[Shape] = [
+    (),
+    (0,),
+    (1,),
+    (0, 5),
+    (3, 0),
+    (3, 5),
+    (16, 16),
+    (33, 65),
+    (129, 127),
+    (2, 3, 41),
+]
 SHAPES: list[Shape] = [
     *SMALL_SHAPES,
     *((7,), (4097,), (1, 1), (1, 31), (8, 8), (15, 17), (31, 33), (32, 32), (63, 65), (64, 64)),
-    *((127, 129), (128, 128), (128, 136), (136, 128), (255, 256), (1, 4097), (4097, 1), (257, 1023), (512, 384)),
+    *(
+        (127, 129),
+        (128, 128),
+        (128, 136),
+        (136, 128),
+        (255, 256),
+        (1, 4097),
+        (4097, 1),
+        (257, 1023),
+        (512, 384),
+    ),
     *((2, 0, 3), (3, 40, 32), (1000, 1000), (4097, 129), (2048, 2056)),
 ]
 Make = Callable[[Shape], Tensor]
@@ -39,20 +61,27 @@ VIEWS: dict[str, tuple[int, Callable[[Make, Shape], Tensor]]] = {
 
 
 def _hardest(dtype: torch.dtype) -> Tensor:
-    """All 65,536 values of a 16-bit dtype; of float32 every leading pattern of bits, and both neighbours of each.
+    """All 65,536 values of a 16-bit dtype; of float32 every leading pattern of bits, and both
+    neighbours of each.
 
     Among the latter are all FP8 values, the ties between them, and what lies next to a tie.
     """
     if dtype != torch.float32:
         return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
     leading = torch.arange(1 << 15, dtype=torch.int64) << 17
-    return torch.cat([leading, leading + 1, (leading - 1).clamp(min=0)]).to(torch.uint32).view(dtype)
+    return (
+        torch.cat([leading, leading + 1, (leading - 1).clamp(min=0)]).to(torch.uint32).view(dtype)
+    )
 
 
 E8M0 = torch.float8_e8m0fnu
-#: The layout of the kernels for MX blocks that a case without a choice takes, and all of those kernels'.
+#: The layout of the kernels for MX blocks that a case without a choice takes, and all of those
+#: kernels'.
 MX = Layout(FP8[0], (1, 32), E8M0, "up")
-_MX = tuple(Layout(f, (1, 32), E8M0, r, shared=s) for f, r, s in product(FP8, ("up", "floor"), (None, (32, 32))))
+_MX = tuple(
+    Layout(f, (1, 32), E8M0, r, shared=s)
+    for f, r, s in product(FP8, ("up", "floor"), (None, (32, 32)))
+)
 #: Every grid of the recipes, and some of nobody's.
 LAYOUTS = (
     *_MX,
@@ -67,7 +96,12 @@ _ALIKE = {"mx": _MX, "tensors": tuple(Layout(f, (None, None)) for f in FP8), "an
 #: Label, number of dimensions, and what draws the input.
 Source = tuple[str, int, Callable[[Draw], Any]]
 # Many tensors at once. Their dtypes and formats follow from their numbers.
-_LISTS: list[list[Shape]] = [[()], [(0,)], [(4097,)], [(3, 5), (0,), (1,), (129, 127), (7,), (2, 3, 41), (1024,)]]
+_LISTS: list[list[Shape]] = [
+    [()],
+    [(0,)],
+    [(4097,)],
+    [(3, 5), (0,), (1,), (129, 127), (7,), (2, 3, 41), (1024,)],
+]
 _LISTS += [[(n % 40 + 1,) for n in range(200)], [(33153,), (256, 64), (40, 100), (160,)]]
 
 
@@ -77,22 +111,32 @@ def _viewed(name: str, shape: Shape, dtype: torch.dtype, kind: Callable[..., Ten
 
 
 def _numbers(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
-    """For each dtype and shape contiguous values, and bits in one of the other views; and the special values."""
+    """For each dtype and shape contiguous values, and bits in one of the other views; and the
+    special values."""
     for dtype in FLOATS:
         views = cycle(name for name in VIEWS if name != "contiguous")
         yield from (_viewed("contiguous", shape, dtype, Draw.values) for shape in shapes)
         for shape in () if plain else shapes:
-            yield _viewed(next(v for v in views if VIEWS[v][0] <= len(shape)), shape, dtype, Draw.bits)
+            yield _viewed(
+                next(v for v in views if VIEWS[v][0] <= len(shape)), shape, dtype, Draw.bits
+            )
         # Divisible by 256, and so both a line and a matrix.
         x = _hardest(dtype)
         for made in () if plain else (x, x.view(256, -1), x[: len(x) // 255 * 255].view(-1, 255)):
-            yield f"{str(dtype)[6:]} special {tuple(made.shape)}", made.dim(), lambda _, made=made: made
+            yield (
+                f"{str(dtype)[6:]} special {tuple(made.shape)}",
+                made.dim(),
+                lambda _, made=made: made,
+            )
 
 
 def _lists(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
     """Every other tensor is off a round address."""
     for many, kind in product(_LISTS, (Draw.values,) if plain else (Draw.values, Draw.bits)):
-        ways = [(("contiguous", "unaligned")[i % 2], shape, FLOATS[i % 3]) for i, shape in enumerate(many)]
+        ways = [
+            (("contiguous", "unaligned")[i % 2], shape, FLOATS[i % 3])
+            for i, shape in enumerate(many)
+        ]
         makes = [_viewed(*way, kind)[2] for way in ways]
         label = f"{len(many)} from {many[0]} {kind.__name__}"
         yield label, 2, partial(lambda makes, d: [make(d) for make in makes], makes)
@@ -102,7 +146,9 @@ def _lists(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
 SOURCES: dict[str, Callable[[Sequence[Shape], bool], Iterable[Source]]] = {
     "x": _numbers,
     "data": lambda shapes, plain: (
-        _viewed(name, s, U8, Draw.bits) for s, name in product(shapes, VIEWS) if VIEWS[name][0] <= len(s)
+        _viewed(name, s, U8, Draw.bits)
+        for s, name in product(shapes, VIEWS)
+        if VIEWS[name][0] <= len(s)
     ),
     "amax": lambda shapes, plain: (
         (str(s), len(s), partial(lambda s, d: d.bits(s, F32).abs(), s))
@@ -110,7 +156,8 @@ SOURCES: dict[str, Callable[[Sequence[Shape], bool], Iterable[Source]]] = {
     ),
     "xs": _lists,
 }
-#: An argument's name -> what it may be, or what draws it: from the arguments that are there, and the case's number.
+#: An argument's name -> what it may be, or what draws it: from the arguments that are there, and
+#: the case's number.
 Arguments = dict[str, tuple[Any, ...] | Callable[[Draw, Args, int], Any]]
 
 
@@ -127,7 +174,9 @@ def _pairs(d: Draw, a: Args, n: int, direction: int) -> Any:
     """For each shard None, or the scales of its whole matrix and room for its data."""
     pairs = zip(a["shapes"], a["layouts"], strict=True)
     scales = (d.bits(own.grid(shape, bool(direction)), own.stored_scale) for shape, own in pairs)
-    pairs = zip(scales, (d.result((x.numel(),), U8, i % 3) for i, x in enumerate(a["xs"])), strict=True)
+    pairs = zip(
+        scales, (d.result((x.numel(),), U8, i % 3) for i, x in enumerate(a["xs"])), strict=True
+    )
     return [pair if i % 3 != 1 + direction else None for i, pair in enumerate(pairs)]
 
 
@@ -147,8 +196,13 @@ def _matrix(i: int, shard: Tensor) -> Shape:
 
 
 def _history(d: Draw, length: int, slots: int) -> Tensor:
-    """Some slots without an amax in the first row, which are left alone; with an oracle in float64 none."""
-    history = d.values((length, slots), F32).abs() + 0.1 if d.plain else d.bits((length, slots), F32).abs()
+    """Some slots without an amax in the first row, which are left alone; with an oracle in float64
+    none."""
+    history = (
+        d.values((length, slots), F32).abs() + 0.1
+        if d.plain
+        else d.bits((length, slots), F32).abs()
+    )
     history[0] *= 1 if d.plain else d.integers(0, 3, (slots,)) > 0
     return history
 
@@ -169,7 +223,9 @@ COMMON: Arguments = {
     "rowwise": partial(_pairs, direction=0),
     "columnwise": partial(_pairs, direction=1),
     "dtypes": lambda d, a, n: [FLOATS[(i // 2) % 3] for i in range(len(a["xs"]))],
-    "layouts": lambda d, a, n: list(islice(cycle(_ALIKE[a["_alike"]] or LAYOUTS[n % 5 :]), len(a["xs"]))),
+    "layouts": lambda d, a, n: list(
+        islice(cycle(_ALIKE[a["_alike"]] or LAYOUTS[n % 5 :]), len(a["xs"]))
+    ),
     "shapes": lambda d, a, n: [_matrix(n + i, x) for i, x in enumerate(a["xs"])],
     "starts": lambda d, a, n: [
         _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
@@ -179,9 +235,15 @@ COMMON: Arguments = {
 OWN: dict[str, Arguments] = {
     "for_layers.cast": {
         "slot": (-1, 2),
-        "scale": lambda d, a, n: d.scale() if a["slot"] < 0 else torch.stack([d.scale() for _ in range(3)]),
-        "amax": lambda d, a, n: torch.full((4, 3) if a["slot"] >= 0 else (), 0.5) if _one_of(n, 2) else None,
-        "saturated": lambda d, a, n: torch.full((3,) if a["slot"] >= 0 else (), 7) if _one_of(n, 2) else None,
+        "scale": lambda d, a, n: (
+            d.scale() if a["slot"] < 0 else torch.stack([d.scale() for _ in range(3)])
+        ),
+        "amax": lambda d, a, n: (
+            torch.full((4, 3) if a["slot"] >= 0 else (), 0.5) if _one_of(n, 2) else None
+        ),
+        "saturated": lambda d, a, n: (
+            torch.full((3,) if a["slot"] >= 0 else (), 7) if _one_of(n, 2) else None
+        ),
     },
     "grid_decode": {"dtype": (*FLOATS, torch.float64)},
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
@@ -192,26 +254,46 @@ OWN: dict[str, Arguments] = {
         "_last": (True, False),
         "scales": lambda d, a, n: [d.values((k,), F32).abs() for k in a["_counts"]],
         "histories": lambda d, a, n: [_history(d, a["_length"], k) for k in a["_counts"]],
-        "maxima": lambda d, a, n: [(448.0, 57344.0, 28672.0)[i % 3] for i in range(sum(a["_counts"]))],
-        "last": lambda d, a, n: d.bits((sum(a["_counts"]),), F32).abs() if a["_last"] and not d.plain else None,
+        "maxima": lambda d, a, n: [
+            (448.0, 57344.0, 28672.0)[i % 3] for i in range(sum(a["_counts"]))
+        ],
+        "last": lambda d, a, n: (
+            d.bits((sum(a["_counts"]),), F32).abs() if a["_last"] and not d.plain else None
+        ),
     },
     # Small integers, whose sums are exact in any order: the bytes are those of one rounding.
     "products.product": {
-        "_size": ((0, 4, 3), (4, 0, 3), (4, 3, 0), (1, 1, 1), (3, 5, 7), (17, 33, 65), (64, 128, 80)),
+        "_size": (
+            (0, 4, 3),
+            (4, 0, 3),
+            (4, 3, 0),
+            (1, 1, 1),
+            (3, 5, 7),
+            (17, 33, 65),
+            (64, 128, 80),
+        ),
         "_operand": FLOATS[:2],
         **dict.fromkeys(("_scaled", "_biased"), (True, False)),
         "a": lambda d, a, n: d.integers(-2, 3, a["_size"][:2]).to(a["_operand"]),
         "b": lambda d, a, n: d.integers(-2, 3, a["_size"][:0:-1]).to(a["_operand"]).t(),
         "scale_a": lambda d, a, n: torch.tensor(0.25) if a["_scaled"] else None,
         "scale_b": lambda d, a, n: torch.tensor(2.0) if a["_scaled"] else None,
-        "bias": lambda d, a, n: d.integers(-9, 9, (a["_size"][2],)).float() if a["_biased"] else None,
+        "bias": lambda d, a, n: (
+            d.integers(-9, 9, (a["_size"][2],)).float() if a["_biased"] else None
+        ),
     },
 }
 
 
-#: Every kernel that ``ottava.kernels`` offers, the forms that layers and products call, and those that write into given
-#: outputs.
-_NAMES = {*kernels.__all__, "products.product", "for_layers.cast", "for_layers.grid_quantize", "for_layers.quantize"}
+#: Every kernel that ``ottava.kernels`` offers, the forms that layers and products call, and those
+#: that write into given outputs.
+_NAMES = {
+    *kernels.__all__,
+    "products.product",
+    "for_layers.cast",
+    "for_layers.grid_quantize",
+    "for_layers.quantize",
+}
 _NAMES |= {f"{name} into" for name in OPERATIONS}
 _NAMES -= {"available_backends", "backend_for", "use_backend", "grid_amax_sizes", "HIGH_PRECISION"}
 KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
@@ -235,7 +317,9 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
     flags = dict.fromkeys(("force_pow_2", "rowwise", "columnwise", "transposed"), "bool")
 
     def outputs(d: Draw, a: Args, n: int) -> list[Tensor | None]:
-        given = [a[key].to("meta") if isinstance(a[key], Tensor) else a[key] for key in row.arguments]
+        given = [
+            a[key].to("meta") if isinstance(a[key], Tensor) else a[key] for key in row.arguments
+        ]
         made = row.outputs(*given)
         made = [made] if isinstance(made, Tensor) else made
         return [None if x is None else _room(d, n, x.shape, x.dtype) for x in made]
@@ -247,7 +331,9 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
     return into, declared, {"outputs": outputs, "layout": COMMON["text"]}
 
 
-def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any = "cpu") -> list[Case]:
+def kernel_cases(
+    name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any = "cpu"
+) -> list[Case]:
     """A kernel's cases: for each first input ``each`` choices for the other arguments in turn.
 
     Random, special, ragged and unaligned inputs; for an ``oracle`` that is a function plain ones.
@@ -257,7 +343,10 @@ def kernel_cases(name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any 
     """
     (call, declared, drawn), plain = _kernel(name), callable(oracle)
     own = OWN.get(name.removesuffix(" into"), {}) | drawn
-    (first, *others), flags = declared, {key: (True, False) for key, kind in declared.items() if kind == "bool"}
+    (first, *others), flags = (
+        declared,
+        {key: (True, False) for key, kind in declared.items() if kind == "bool"},
+    )
     source, known = SOURCES.get(first), COMMON | flags | own
     needed = [*(key for key in own if key.startswith("_")), *([] if source else [first]), *others]
     table = {key: known[key] for key in needed}
@@ -289,8 +378,14 @@ def byte_cases(small: bool = False) -> dict[str, list[Case]]:
 
 def exact_cases() -> dict[str, list[Case]]:
     """Kernels over elements against float64, for each dtype, format and option."""
-    shapes, oracles = [(64, 96), (257, 131), (33, 40)], {name: lambda a, f=f: f(**a) for name, f in EXACT.items()}
-    return {f"{name} against float64": kernel_cases(name, shapes, 99, oracle) for name, oracle in oracles.items()}
+    shapes, oracles = (
+        [(64, 96), (257, 131), (33, 40)],
+        {name: lambda a, f=f: f(**a) for name, f in EXACT.items()},
+    )
+    return {
+        f"{name} against float64": kernel_cases(name, shapes, 99, oracle)
+        for name, oracle in oracles.items()
+    }
 
 
 #: More than 2^31 elements: rows and columns that suit wide accesses, and ones that do not.
@@ -308,18 +403,29 @@ _LARGE |= {f"grid_quantize in {blocks}": (0, 0, 1, 1) for blocks in _LARGE_ON}
 def _large(name: str, shape: Shape, step: int) -> Case:
     kernel, _, blocks = name.partition(" in ")
     call, dims, (rows, columns) = getattr(kernels, kernel), _LARGE[name], shape
-    declared, options = inspect.signature(call).parameters, _OPTIONS | {"layout": _LARGE_ON.get(blocks, MX)}
+    declared, options = (
+        inspect.signature(call).parameters,
+        _OPTIONS | {"layout": _LARGE_ON.get(blocks, MX)},
+    )
 
     def make(d: Draw) -> Args:
         x, codes = d.values((step, columns), BF16), d.integers(0, 127, (step, columns), U8)
         x[0, 0] = 3000.0  # the largest number, for the scale, of the last rows too
-        known = {"x": x, "data": codes, "scales": torch.full((step, -(-columns // 32)), 130, dtype=U8)}
+        known = {
+            "x": x,
+            "data": codes,
+            "scales": torch.full((step, -(-columns // 32)), 130, dtype=U8),
+        }
         known |= dict.fromkeys(("scale", "scale_inv"), torch.tensor(20.0))
         return {key: value for key, value in known.items() if key in declared}
 
     def repeated(a: Args, count: int) -> Tensors:
-        given = {key: x.repeat(-(-count // step), 1)[:count] if x.dim() else x for key, x in a.items()}
-        return tensors(call(**given, **{k: v for k, v in options.items() if k in declared}))[: len(dims)]
+        given = {
+            key: x.repeat(-(-count // step), 1)[:count] if x.dim() else x for key, x in a.items()
+        }
+        return tensors(call(**given, **{k: v for k, v in options.items() if k in declared}))[
+            : len(dims)
+        ]
 
     def compare(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
         for i, dim in enumerate(dims):
@@ -335,6 +441,11 @@ def _large(name: str, shape: Shape, step: int) -> Case:
 def large_cases(shapes: Sequence[Shape] = LARGE, step: int = 1920) -> dict[str, list[Case]]:
     """The bytes of the same rows many times are many times those of one time, by the CPU backend.
 
-    ``step``: how many rows, a multiple of 128; 2^31 elements are to be no whole number of times so many.
+    ``step``: how many rows, a multiple of 128; 2^31 elements are to be no whole number of times so
+    many.
     """
-    return {f"{name}, {shape[0]} x {shape[1]}": [_large(name, shape, step)] for shape in shapes for name in _LARGE}
+    return {
+        f"{name}, {shape[0]} x {shape[1]}": [_large(name, shape, step)]
+        for shape in shapes
+        for name in _LARGE
+    }

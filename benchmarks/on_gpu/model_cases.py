@@ -12,7 +12,19 @@ import torch
 import ottava
 from benchmarks.installed import recipes
 from benchmarks.linear import saved_bytes
-from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Gpu, Rehearsal, Shape, Tensor, Tensors, within
+from benchmarks.on_gpu.runner import (
+    FLOATS,
+    FP8,
+    Args,
+    Case,
+    Draw,
+    Gpu,
+    Rehearsal,
+    Shape,
+    Tensor,
+    Tensors,
+    within,
+)
 from ottava.gemm import gemm
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_delayed import Float8Quantizer
@@ -21,27 +33,42 @@ from ottava_demo.training import train
 from ottava_mxfp8 import MXFP8Quantizer
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
-#: Kind -> which of m, n and k are the two operands' dimensions, the result's, and the one that is summed over.
+#: Kind -> which of m, n and k are the two operands' dimensions, the result's, and the one that is
+#: summed over.
 KINDS: dict[Kind, str] = {"fprop": "mk nk mn k", "dgrad": "mn nk mk n", "wgrad": "mn mk nk m"}
-#: Recipe whose passes must not wait for the GPU, and must be fit for graphs -> its quantizer, clamping nothing.
+#: Recipe whose passes must not wait for the GPU, and must be fit for graphs -> its quantizer,
+#: clamping nothing.
 QUANTIZERS: dict[str, Callable[[torch.dtype, torch.device], Any]] = {
     "current": lambda fp8, _: Float8CurrentScalingQuantizer(fp8),
-    "delayed": lambda fp8, at: Float8Quantizer(torch.full((1,), 16.0, device=at), torch.zeros(1, device=at), fp8),
+    "delayed": lambda fp8, at: Float8Quantizer(
+        torch.full((1,), 16.0, device=at), torch.zeros(1, device=at), fp8
+    ),
     "mxfp8": lambda fp8, _: MXFP8Quantizer(fp8),
 }
 OWN = tuple(QUANTIZERS)
 #: Rows, columns and the dimension that is summed over, of the forward product.
 SIZES = [
-    *((1, 1, 1), (3, 5, 7), (16, 16, 16), (17, 33, 65), (64, 48, 100), (128, 256, 512), (127, 129, 257)),
+    *(
+        (1, 1, 1),
+        (3, 5, 7),
+        (16, 16, 16),
+        (17, 33, 65),
+        (64, 48, 100),
+        (128, 256, 512),
+        (127, 129, 257),
+    ),
     *((1, 4097, 64), (512, 512, 1024), (0, 4, 3), (4, 0, 3), (4, 3, 0), (33, 32, 31)),
 ]
-# ||result - exact|| / ||exact||. Tensor cores add FP8 products in fewer bits than float32 has; with fast accumulation
-# the whole sum stays in them, 32 products a step, each of which may cut off what is below 2^-13 of it. A bfloat16
-# result is rounded besides. MX blocks are multiplied as FP8 on some devices only.
+# ||result - exact|| / ||exact||. Tensor cores add FP8 products in fewer bits than float32 has; with
+# fast accumulation the whole sum stays in them, 32 products a step, each of which may cut off what
+# is below 2^-13 of it. A bfloat16 result is rounded besides. MX blocks are multiplied as FP8 on
+# some devices only.
 _BOUND, _STEP, _ROUNDING = 2e-3, 2.0**-13, dict(zip(FLOATS, (0.0, 3e-3, 4e-4), strict=True))
 
 
-def _product(recipe: str, kind: Kind, size: Shape, dtype: torch.dtype, integers: bool = False) -> Case:
+def _product(
+    recipe: str, kind: Kind, size: Shape, dtype: torch.dtype, integers: bool = False
+) -> Case:
     """Of quantized operands: plain, fast, with a bias in two dtypes, and added to what is there.
 
     Sums of small integers are exact in any order and in few bits.
@@ -50,17 +77,29 @@ def _product(recipe: str, kind: Kind, size: Shape, dtype: torch.dtype, integers:
     *shapes, result, (summed,) = ([length[name] for name in names] for names in KINDS[kind].split())
 
     def make(d: Draw) -> Args:
-        operands = [d.integers(-1, 2, s).bfloat16() if integers else d.normal(s, torch.float32) for s in shapes]
-        return {"operands": operands, "bias": d.normal(result[1:], torch.float32), "out": d.normal(result)}
+        operands = [
+            d.integers(-1, 2, s).bfloat16() if integers else d.normal(s, torch.float32)
+            for s in shapes
+        ]
+        return {
+            "operands": operands,
+            "bias": d.normal(result[1:], torch.float32),
+            "out": d.normal(result),
+        }
 
     def quantized(a: Args) -> list[Any]:
         formats = FP8[kind != "fprop"], FP8[0]
-        return [QUANTIZERS[recipe](fp8, x.device)(x) for fp8, x in zip(formats, a["operands"], strict=True)]
+        return [
+            QUANTIZERS[recipe](fp8, x.device)(x)
+            for fp8, x in zip(formats, a["operands"], strict=True)
+        ]
 
     def run(a: Args) -> Tensors:
         multiply = partial(gemm, *quantized(a), kind)
         made = [multiply(out_dtype=dtype, use_split_accumulator=split) for split in (True, False)]
-        made += [multiply(out_dtype=dtype, bias=a["bias"].to(given)) for given in (dtype, torch.float32)]
+        made += [
+            multiply(out_dtype=dtype, bias=a["bias"].to(given)) for given in (dtype, torch.float32)
+        ]
         return [*made, multiply(out=a["out"].to(dtype, copy=True), accumulate=True)]
 
     def exact(a: Args) -> Tensors:
@@ -72,25 +111,35 @@ def _product(recipe: str, kind: Kind, size: Shape, dtype: torch.dtype, integers:
 
     bound = _BOUND + _ROUNDING[dtype]
     first = (0.0, 0.0) if integers else (bound, bound + -(-summed // 32) * _STEP)
-    return Case(f"{recipe} {kind} {size} {dtype}", make, run, exact, within(*first, bound, bound, bound))
+    return Case(
+        f"{recipe} {kind} {size} {dtype}", make, run, exact, within(*first, bound, bound, bound)
+    )
 
 
 def product_cases(small: bool = False) -> dict[str, list[Case]]:
     """Any values; small integers."""
     table: dict[str, Any] = {
-        **{f"products, {recipe}": product([recipe], KINDS, SIZES[: 4 if small else None], FLOATS) for recipe in OWN},
-        "products of small integers": product(["delayed", "mxfp8"], KINDS, SIZES[2:6], FLOATS, [True]),
+        **{
+            f"products, {recipe}": product([recipe], KINDS, SIZES[: 4 if small else None], FLOATS)
+            for recipe in OWN
+        },
+        "products of small integers": product(
+            ["delayed", "mxfp8"], KINDS, SIZES[2:6], FLOATS, [True]
+        ),
     }
     return {name: [_product(*choice) for choice in choices] for name, choices in table.items()}
 
 
-# Codes are the same on both; what differs is the products' last bits, before and after they are rounded to bfloat16.
-# One of a few elements may be rounded to the next bfloat16 and to the one after it. On one device less differs.
+# Codes are the same on both; what differs is the products' last bits, before and after they are
+# rounded to bfloat16. One of a few elements may be rounded to the next bfloat16 and to the one
+# after it. On one device less differs.
 _NEAR, _FEW, _SAME, _LOSS = 1e-2, 2e-2, 1e-3, 0.02
 _EAGER = Rehearsal().capture
 
 
-def layer(recipe: str | None, inner: int, outer: int, device: torch.device, bias: bool = True) -> torch.nn.Module:
+def layer(
+    recipe: str | None, inner: int, outer: int, device: torch.device, bias: bool = True
+) -> torch.nn.Module:
     """A bfloat16 layer; without a recipe torch's own."""
     torch.manual_seed(inner)
     kind: Any = torch.nn.Linear if recipe is None else partial(ottava.nn.Linear, recipe=recipe)
@@ -127,8 +176,11 @@ def _passes(recipe: str, outer: int, a: Args, capture: Any = _EAGER, compiler: s
 
 
 def _kept(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
-    """Bytes that a forward pass leaves for the backward pass when its caller has let go of the input."""
-    model = torch.nn.Sequential(*(layer(recipe, size, size, place.device, bias=False) for _ in range(2)))
+    """Bytes that a forward pass leaves for the backward pass when its caller has let go of the
+    input."""
+    model = torch.nn.Sequential(
+        *(layer(recipe, size, size, place.device, bias=False) for _ in range(2))
+    )
     dy = torch.ones(4 * size, size, device=place.device, dtype=torch.bfloat16)
     with place.serving():
         model(torch.randn_like(dy)).backward(dy)  # what is made once
@@ -138,7 +190,11 @@ def _kept(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
 
 def _losses(recipe: str, steps: int, a: Args) -> Tensor:
     """Of the demo's training, where the arguments are."""
-    return torch.tensor(train(recipe, load_corpus(), size="tiny", steps=steps, device=str(a[""].device), seed=0).losses)
+    return torch.tensor(
+        train(
+            recipe, load_corpus(), size="tiny", steps=steps, device=str(a[""].device), seed=0
+        ).losses
+    )
 
 
 def _falls(got: Tensors, expected: Tensors) -> str | None:
@@ -149,15 +205,21 @@ def _falls(got: Tensors, expected: Tensors) -> str | None:
 
 
 def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
-    """Passes and losses follow the CPU's; graphs and compiled code agree with eager mode; less memory is kept."""
+    """Passes and losses follow the CPU's; graphs and compiled code agree with eager mode; less
+    memory is kept."""
     steps, size, found = 4 if small else 30, 32 if small else 2048, dict[str, list[Case]]()
     nothing: Any = lambda d: {"": torch.empty(0)}  # noqa: E731
     near = within(*[_NEAR] * 12, few=_FEW)
-    fewer: Any = lambda got, bf16: None if got[0] < bf16[0] else f"{got[0]} bytes, bfloat16 {bf16[0]}"  # noqa: E731
+
+    def fewer(got: Any, bf16: Any) -> str | None:
+        return None if got[0] < bf16[0] else f"{got[0]} bytes, bfloat16 {bf16[0]}"
 
     def linear(recipe: str, shape: Shape, outer: int, **how: Any) -> Case:
         """Eager against the CPU; captured or compiled against eager on the same device."""
-        steps: Any = lambda d: {str(n): (d.normal(shape), d.normal((*shape[:-1], outer))) for n in range(3)}  # noqa: E731
+
+        def inputs(d: Any) -> Any:
+            return {str(n): (d.normal(shape), d.normal((*shape[:-1], outer))) for n in range(3)}
+
         eager = partial(_passes, recipe, outer)
 
         def there(a: Args) -> Tensors:
@@ -165,15 +227,19 @@ def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
                 return eager(place.put(a))
 
         oracle, compare = (there, within(*[_SAME] * 12)) if how else ("cpu", near)
-        return Case(f"{shape} to {outer}", steps, partial(eager, **how), oracle, compare)
+        return Case(f"{shape} to {outer}", inputs, partial(eager, **how), oracle, compare)
 
     for recipe in recipes():
         sizes = ((64, 48), 32), ((3, 7, 33), 65), ((0, 16), 16), ((128, 256), 512), ((1, 17), 1)
         found[f"Linear, {recipe}"] = [linear(recipe, *size) for size in sizes]
-        found[f"training, {recipe}"] = [Case("losses", nothing, partial(_losses, recipe, steps), "cpu", _falls)]
+        found[f"training, {recipe}"] = [
+            Case("losses", nothing, partial(_losses, recipe, steps), "cpu", _falls)
+        ]
     for recipe in OWN:
         found[f"in a graph, {recipe}"] = [linear(recipe, (64, 128), 256, capture=place.capture)]
-        found[f"compiled whole, {recipe}"] = [linear(recipe, (64, 128), 256, compiler=place.compiler)]
+        found[f"compiled whole, {recipe}"] = [
+            linear(recipe, (64, 128), 256, compiler=place.compiler)
+        ]
         kept, plain = (partial(_kept, place, which, size) for which in (recipe, None))
         found[f"memory kept for backward, {recipe}"] = [Case("bytes", nothing, kept, plain, fewer)]
     return found

@@ -1,4 +1,5 @@
-"""Where cases run, what a case is, and what runs cases: results on the device against an oracle's."""
+"""Where cases run, what a case is, and what runs cases: results on the device against an
+oracle's."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Args = dict[str, Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-#: The first three suit the float64 oracle: as it is, much clamped, much lost below the smallest number.
+#: The first three suit the float64 oracle: as it is, much clamped, much lost below the smallest
+#: number.
 SCALES = [1.0, 701.3, 2.0**-16, -2.0, 0.0, 1e-30, 3e38, 2.0**-127, math.inf, math.nan]
 # A frame around results, which nobody may touch, and what it is filled with.
 _FRAME, _FILL = 67, 0xA5
@@ -37,7 +39,9 @@ class Draw:
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
-    def integers(self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    def integers(
+        self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype = torch.int64
+    ) -> Tensor:
         return torch.randint(low, high, tuple(shape), generator=self.generator).to(dtype)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -45,7 +49,9 @@ class Draw:
 
     def values(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Normal ones, some of them far larger or smaller."""
-        return (self.normal(shape, torch.float32) * torch.exp2(self.integers(-6, 7, shape).float())).to(dtype)
+        return (
+            self.normal(shape, torch.float32) * torch.exp2(self.integers(-6, 7, shape).float())
+        ).to(dtype)
 
     def bits(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Any bits: all exponents, NaN, infinities and subnormal numbers among them."""
@@ -55,12 +61,19 @@ class Draw:
         return flat.view(dtype).view(shape)
 
     def scale(self) -> Tensor:
-        return torch.tensor(SCALES[int(self.integers(0, 3 if self.plain else len(SCALES), ()))], dtype=torch.float32)
+        return torch.tensor(
+            SCALES[int(self.integers(0, 3 if self.plain else len(SCALES), ()))], dtype=torch.float32
+        )
 
-    def result(self, shape: Sequence[int], dtype: torch.dtype = torch.uint8, shift: int = 0) -> Tensor:
-        """Room for a result in the middle of other memory, ``shift`` elements off a round address."""
+    def result(
+        self, shape: Sequence[int], dtype: torch.dtype = torch.uint8, shift: int = 0
+    ) -> Tensor:
+        """Room for a result in the middle of other memory, ``shift`` elements off a round
+        address."""
         count = math.prod(shape)
-        around = torch.full(((2 * _FRAME + count + shift) * dtype.itemsize,), _FILL, dtype=torch.uint8).view(dtype)
+        around = torch.full(
+            ((2 * _FRAME + count + shift) * dtype.itemsize,), _FILL, dtype=torch.uint8
+        ).view(dtype)
         # 64 elements, and so a round address where the memory begins at one.
         return around[(start := _FRAME - 3 + shift) : start + count].view(tuple(shape))
 
@@ -72,7 +85,11 @@ def storage_of(tensor: Tensor) -> Tensor:
 
 def placed(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy with the same strides at the same offset into memory of its own."""
-    return storage_of(tensor).to(device, copy=True).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return (
+        storage_of(tensor)
+        .to(device, copy=True)
+        .as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    )
 
 
 def tensors(tree: Any) -> Tensors:
@@ -86,7 +103,8 @@ def fill(there: Tensors, news: Tensors) -> None:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, memory that torch allocates is filled: with NaN, with 255. What a kernel leaves unwritten is seen."""
+    """Inside, memory that torch allocates is filled: with NaN, with 255. What a kernel leaves
+    unwritten is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -120,7 +138,8 @@ class Gpu:
     def side_stream(self) -> Iterator[None]:
         """A stream of its own that begins busy, so that whatever is queued elsewhere runs before.
 
-        It is waited for after an error as well: what is queued on it would write into memory that is freed by then.
+        It is waited for after an error as well: what is queued on it would write into memory that
+        is freed by then.
         """
         self.synchronize()
         try:
@@ -131,7 +150,8 @@ class Gpu:
             self.synchronize()
 
     def capture(self, run: Run) -> tuple[Any, Run]:
-        """A graph of what ``run`` queues: its result, which every replay writes anew, and the replay."""
+        """A graph of what ``run`` queues: its result, which every replay writes anew, and the
+        replay."""
         with self.side_stream():
             run()  # once outside: code is loaded at the first call
         graph = torch.cuda.CUDAGraph()
@@ -141,11 +161,17 @@ class Gpu:
 
     def medians(self, runs: Mapping[str, Run]) -> dict[str, float]:
         """Median seconds of a call of each, in turns."""
-        return interleaved(runs, rounds=self.rounds, wait=self.synchronize, turn_seconds=0.01 * (not self.rehearsal))
+        return interleaved(
+            runs,
+            rounds=self.rounds,
+            wait=self.synchronize,
+            turn_seconds=0.01 * (not self.rehearsal),
+        )
 
 
 class Rehearsal(Gpu):
-    """The CPU in a GPU's place, so that the checks themselves are run where there is none; no figure means anything."""
+    """The CPU in a GPU's place, so that the checks themselves are run where there is none; no
+    figure means anything."""
 
     rehearsal, compiler, rounds = True, "aot_eager", 1
     side_stream = nullcontext  # type: ignore[assignment]
@@ -172,7 +198,9 @@ def same_bytes(got: Tensors, expected: Tensors) -> str | None:
     kinds = [[f"{x.dtype} {tuple(x.shape)}" for x in tensors] for tensors in (got, expected)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} instead of {kinds[1]}"
-    for number, (mine, theirs) in enumerate(zip(map(_bits, got), map(_bits, expected), strict=True)):
+    for number, (mine, theirs) in enumerate(
+        zip(map(_bits, got), map(_bits, expected), strict=True)
+    ):
         if len(at := (mine != theirs).nonzero()):
             words = f"{len(at)} of {len(mine)} bytes differ, the first is {int(at[0])}"
             return f"tensor {number} (results, then arguments): {words}"
@@ -188,14 +216,17 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 
 def within(*bounds: float, few: float = 0.0) -> Compare:
-    """The first results at most so far from what is expected, relatively; ``few``: that of less than 64 elements."""
+    """The first results at most so far from what is expected, relatively; ``few``: that of less
+    than 64 elements."""
 
     def compare(got: Tensors, expected: Tensors) -> str | None:
         for number, (bound, mine, theirs) in enumerate(zip(bounds, got, expected, strict=False)):
             far, allowed = distance(mine, theirs), max(bound, few) if theirs.numel() < 64 else bound
             if not far <= allowed:
                 return f"result {number} is off by {far:.2e}, allowed {allowed:.2e}"
-        return None if len(got) == len(expected) else f"{len(got)} results instead of {len(expected)}"
+        return (
+            None if len(got) == len(expected) else f"{len(got)} results instead of {len(expected)}"
+        )
 
     return compare
 
@@ -206,9 +237,11 @@ class Case:
 
     Attributes:
         label: what tells it from the others in its table.
-        make: draws the arguments on the CPU; tensors in them have the same shapes and strides each time.
+        make: draws the arguments on the CPU; tensors in them have the same shapes and strides each
+            time.
         run: what is checked, of the arguments wherever they were put.
-        oracle: the backend whose results and writes into the arguments are right; or what gives the right ones itself.
+        oracle: the backend whose results and writes into the arguments are right; or what gives the
+            right ones itself.
         compare: what is wrong with results, given the oracle's; None if nothing is.
     """
 
@@ -225,7 +258,8 @@ Table = Mapping[str, Sequence[Case]]
 
 @dataclass
 class Outcome:
-    """What came of the cases of one name: how many were run, failed and, for want of time, left out; a few failures."""
+    """What came of the cases of one name: how many were run, failed and, for want of time, left
+    out; a few failures."""
 
     name: str
     cases: int = 0
@@ -247,17 +281,21 @@ def _memory(arguments: Args) -> Tensors:
 def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
     """What is wrong with a case.
 
-    ``stream``: on a stream that is busy still when the arguments are queued; on another they would be zeros. ``graph``:
+    ``stream``: on a stream that is busy still when the arguments are queued; on another they would
+    be zeros. ``graph``:
     captured with other arguments, replayed on these.
     """
     arguments = case.make(Draw(seed))
     own, ready = Rehearsal().put(arguments), place.put(arguments)
-    backend, oracle = (case.oracle, case.run) if isinstance(case.oracle, str) else ("cpu", case.oracle)
+    backend, oracle = (
+        (case.oracle, case.run) if isinstance(case.oracle, str) else ("cpu", case.oracle)
+    )
     with use_backend(backend):
         expected = [*tensors(oracle(own)), *_memory(own)]
     there = place.put(case.make(Draw(seed + 1000)) if mode == "graph" else arguments)
 
-    # What torch allocates is filled only where bytes are compared: torch's own operations may refuse to run so.
+    # What torch allocates is filled only where bytes are compared: torch's own operations may
+    # refuse to run so.
     with place.serving(), poisoned() if case.compare is same_bytes else nullcontext():
         if mode == "graph":
             results, replay = place.capture(lambda: case.run(there))
@@ -277,7 +315,14 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
 MODES = {"some bytes": 23, "stream": 11, "graph": 17, "bytes": 10**6}
 
 
-def check(name: str, cases: Sequence[Case], place: Gpu, mode: str = "", seed: int = 0, seconds: float = 1e9) -> Outcome:
+def check(
+    name: str,
+    cases: Sequence[Case],
+    place: Gpu,
+    mode: str = "",
+    seed: int = 0,
+    seconds: float = 1e9,
+) -> Outcome:
     """The cases of one name in one mode; what raises has failed."""
     stop, most = time.monotonic() + seconds, min(len(cases), MODES.get(mode, 10**6))
     outcome = Outcome(f"{name}, {mode}" if mode else name)
@@ -305,7 +350,9 @@ def run(
     A few cases of every name come before all of any, and the longest tables last: time may run out.
     """
     stop = time.monotonic() + seconds
-    plan = [(mode, name) for mode in modes for name in sorted(table, key=lambda name: len(table[name]))]
+    plan = [
+        (mode, name) for mode in modes for name in sorted(table, key=lambda name: len(table[name]))
+    ]
     for number, (mode, name) in enumerate(plan):
         left = max(0.0, stop - time.monotonic()) / (len(plan) - number)
         yield check(name, table[name], place, mode, seed=seed, seconds=left)

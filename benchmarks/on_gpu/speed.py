@@ -21,14 +21,19 @@ from ottava_demo.training import train
 LARGE = 16384
 #: M = K = N -> how many times faster than bfloat16 a layer is to be.
 LINEAR = {4096: 1.25, 8192: 1.45, 16384: 1.6}
-#: How far a validation loss may be from bfloat16's, relatively. The custom recipe's default is current scaling.
+#: How far a validation loss may be from bfloat16's, relatively. The custom recipe's default is
+#: current scaling.
 LOSSES = {"current": 0.02, "delayed": 0.02, "mxfp8": 0.01, "custom": 0.02}
 
 
 def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
-    """A call of a replayed graph, on memory beyond what caches hold; the launch of a small kernel is not in it."""
+    """A call of a replayed graph, on memory beyond what caches hold; the launch of a small kernel
+    is not in it."""
     stop, (big, medium) = time.monotonic() + seconds, (64, 32) if place.rehearsal else (LARGE, 4096)
-    few, kept = ("cast", "cast, transpose", "current scaling", "MX, rows and columns", "decode"), list[Any]()
+    few, kept = (
+        ("cast", "cast, transpose", "current scaling", "MX, rows and columns", "decode"),
+        list[Any](),
+    )
 
     def graph(run: Run) -> Run:
         results, replay = place.capture(run)
@@ -36,12 +41,33 @@ def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
         return replay
 
     plan: list[tuple[int, torch.dtype, bool, tuple[str, ...]]] = [(big, torch.bfloat16, False, ())]
-    plan += [(medium, torch.bfloat16, False, ()), (big, torch.float32, False, few), (big, torch.float16, False, few)]
-    for n, dtype, peers, only in [*plan, (big, torch.bfloat16, True, ()), (0, torch.float32, False, ())]:
-        sets = 2 if peers or place.rehearsal else min(24, max(2, -(-(512 << 20) // (3 * max(n, 1) ** 2))))
-        options: dict[str, Any] = {"sets": sets, "compiler": place.compiler, "peers": peers, "only": only}
+    plan += [
+        (medium, torch.bfloat16, False, ()),
+        (big, torch.float32, False, few),
+        (big, torch.float16, False, few),
+    ]
+    for n, dtype, peers, only in [
+        *plan,
+        (big, torch.bfloat16, True, ()),
+        (0, torch.float32, False, ()),
+    ]:
+        sets = (
+            2
+            if peers or place.rehearsal
+            else min(24, max(2, -(-(512 << 20) // (3 * max(n, 1) ** 2))))
+        )
+        options: dict[str, Any] = {
+            "sets": sets,
+            "compiler": place.compiler,
+            "peers": peers,
+            "only": only,
+        }
         with place.serving():
-            for timing in kernels.timings(n, dtype, place.device, **options) if n else multi.calls(place.device):
+            for timing in (
+                kernels.timings(n, dtype, place.device, **options)
+                if n
+                else multi.calls(place.device)
+            ):
                 row = measure(timing, place.medians, graph, stop)
                 yield row | {"size": n, "dtype": str(dtype)[6:], "peers": peers}
                 kept.clear()
@@ -54,7 +80,8 @@ def linear_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     compiled = [*(f"{name} compiled" for pair in pairs for name in pair if name), "bf16 compiled"]
     for number, n in enumerate(sizes):
         deadline = time.monotonic() + (stop - time.monotonic()) / (len(sizes) - number)
-        # Any other recipe may quantize in plain PyTorch, as custom's default does: minutes at large sizes.
+        # Any other recipe may quantize in plain PyTorch, as custom's default does: minutes at large
+        # sizes.
         names = dict.fromkeys(["bf16", *OWN, *(recipes() if n <= 4096 else ()), *compiled])
         timing = linear.timing(n, names, place.device, compiler=place.compiler)
         with place.serving():
@@ -66,15 +93,22 @@ def host_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     rounds, calls = (1, 2) if place.rehearsal else (15, 25)
     for shape in ((16, 64, 64), (128, 128, 128)):
         with place.serving():
-            for row in host.measure(shape, torch.bfloat16, place.device, rounds=rounds, calls=calls):
+            for row in host.measure(
+                shape, torch.bfloat16, place.device, rounds=rounds, calls=calls
+            ):
                 yield row | {"shape": "x".join(map(str, shape))}
 
 
 def demo_rows(place: Gpu, seconds: float) -> Iterator[Row]:
-    """The demo's training in bfloat16 and every recipe: validation loss, peak memory, tokens a second."""
-    stop, size, steps = time.monotonic() + seconds, *(("tiny", 2) if place.rehearsal else ("small", 300))
+    """The demo's training in bfloat16 and every recipe: validation loss, peak memory, tokens a
+    second."""
+    stop, size, steps = (
+        time.monotonic() + seconds,
+        *(("tiny", 2) if place.rehearsal else ("small", 300)),
+    )
     run = partial(train, corpus=load_corpus(), size=size, device=str(place.device), seed=0)
-    # What is allocated once in a process, by the libraries that multiply matrices, is nobody's peak.
+    # What is allocated once in a process, by the libraries that multiply matrices, is nobody's
+    # peak.
     run(None, steps=1)
     for name in (None, *recipes()):
         if time.monotonic() < stop:
@@ -95,22 +129,46 @@ def targets(rows: dict[str, list[Row]]) -> Iterator[Row]:
     """Every target of speed and of training; ``holds`` is None where nothing was measured."""
     key = {"size": LARGE, "dtype": "bfloat16", "peers": False}
     timed = {row["name"]: row["seconds"] for row in rows["kernels"] if key.items() <= row.items()}
-    ours, copies = ({name: row.get(who) for name, row in timed.items()} for who in ("ottava", "copy"))
-    for name, bound in {"cast": 0.90, "cast, transpose": 0.80, "MX, rows and columns": 0.75}.items():
-        yield _target(f"{name}, of a copy's bandwidth", bound, copies.get(name), ours.get(name), ">=")
-    for name, base in {"current scaling": "cast", "current scaling, transpose": "cast, transpose"}.items():
+    ours, copies = (
+        {name: row.get(who) for name, row in timed.items()} for who in ("ottava", "copy")
+    )
+    for name, bound in {
+        "cast": 0.90,
+        "cast, transpose": 0.80,
+        "MX, rows and columns": 0.75,
+    }.items():
+        yield _target(
+            f"{name}, of a copy's bandwidth", bound, copies.get(name), ours.get(name), ">="
+        )
+    for name, base in {
+        "current scaling": "cast",
+        "current scaling, transpose": "cast, transpose",
+    }.items():
         yield _target(f"{name}, of {base}'s time", 1.6, ours.get(name), ours.get(base))
     for (size, bound), recipe in product(LINEAR.items(), ("current", "delayed")):
         seconds: Row = next((row["seconds"] for row in rows["linear"] if row["size"] == size), {})
-        eager, compiled, name = seconds.get(recipe), seconds.get(f"{recipe} compiled"), f"Linear {recipe} {size}"
+        eager, compiled, name = (
+            seconds.get(recipe),
+            seconds.get(f"{recipe} compiled"),
+            f"Linear {recipe} {size}",
+        )
         best = min(filter(None, (eager, compiled)), default=None)
         yield _target(f"{name}, times faster than bf16", bound, seconds.get("bf16"), eager, ">=")
-        yield _target(f"{name}, of torchao's time", 1.0, best, seconds.get("torchao tensorwise compiled"))
+        yield _target(
+            f"{name}, of torchao's time", 1.0, best, seconds.get("torchao tensorwise compiled")
+        )
         yield _target(f"{name}, eager of compiled's time", 1.1, eager, compiled)
     for row in (row for row in rows["host"] if row["step"] == "forward" and row["recipe"] in OWN):
-        yield _target(f"host, {row['recipe']} {row['shape']}, of nn.Linear's", 2.5, row["times nn.Linear"], 1.0)
+        yield _target(
+            f"host, {row['recipe']} {row['shape']}, of nn.Linear's",
+            2.5,
+            row["times nn.Linear"],
+            1.0,
+        )
     for bf16, row in ((rows["demo"][0], row) for row in rows["demo"][1:]):
         name, loss = row["demo"], abs(row["validation"] - bf16["validation"])
-        yield _target(f"demo {name}, loss from bf16", LOSSES.get(name, 0.02), loss, bf16["validation"])
+        yield _target(
+            f"demo {name}, loss from bf16", LOSSES.get(name, 0.02), loss, bf16["validation"]
+        )
         if name != "custom":  # quantizes in plain PyTorch, to be read and not to be fast
             yield _target(f"demo {name}, peak memory of bf16's", 0.9999, row["peak"], bf16["peak"])

@@ -1,4 +1,5 @@
-"""Fixtures of core's tests: the kernels' code paths, and a recipe written on core's base classes alone."""
+"""Fixtures of core's tests: the kernels' code paths, and a recipe written on core's base classes
+alone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from sequential_grid import serving_cpu
 
 try:
     from ottava import _cpu
-except ImportError:  # a checkout without the compiled module: its paths are reported as failing, not skipped
+except (
+    ImportError
+):  # a checkout without the compiled module: its paths are reported as failing, not skipped
     _cpu = None
 
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -43,13 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what runs the CUDA kernels as loops."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        if parameters.get("code_path") == "grid" or {"grid", "on_every_path"} & set(getattr(item, "fixturenames", ())):
+        if parameters.get("code_path") == "grid" or {"grid", "on_every_path"} & set(
+            getattr(item, "fixturenames", ())
+        ):
             item.add_marker("grid")
 
 
 @contextmanager
 def running(path: str) -> Iterator[None]:
-    """Inside, kernels run on one of ``PATHS``: the reference, an instruction set, or the CUDA kernels as a loop."""
+    """Inside, kernels run on one of ``PATHS``: the reference, an instruction set, or the CUDA
+    kernels as a loop."""
     if path == "reference":
         with use_backend("reference"):
             yield
@@ -119,7 +125,9 @@ class SampleQuantizer(Float8QuantizerBase):
         data, transpose, _, scale_inv, _ = kernels.quantize(
             tensor, self.fp8_dtype, rowwise=with_data, transposed=with_transpose
         )
-        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+        return self.wrap(
+            data if with_data else None, transpose if with_transpose else None, scale_inv, dtype
+        )
 
 
 class SampleRecipe(Recipe):

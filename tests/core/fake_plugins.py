@@ -7,7 +7,10 @@ from pathlib import Path
 
 import forking
 
-GOOD = "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import FactorySpec, RecipeSpec\n"
+GOOD = (
+    "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import FactorySpec, "
+    "RecipeSpec\n"
+)
 HOOK = (
     "@h.hookimpl\ndef ottava_recipes():\n"
     "    return [RecipeSpec(name='{name}', summary='s', factory='{module}:Thing')]\n"
@@ -26,7 +29,9 @@ def hook(body: str, name: str = "ottava_recipes") -> str:
 
 def offers(*names: str, factory: str) -> str:
     """A plugin module that offers recipes."""
-    specs = ", ".join(f"RecipeSpec(name={name!r}, summary='s', factory={factory!r})" for name in names)
+    specs = ", ".join(
+        f"RecipeSpec(name={name!r}, summary='s', factory={factory!r})" for name in names
+    )
     return hook(f"return [{specs}]")
 
 

@@ -1,6 +1,8 @@
-"""Python processes that begin with torch imported: forks of one process, so that the import is paid once.
+"""Python processes that begin with torch imported: forks of one process, so that the import is paid
+once.
 
-That process imports nothing of Ottava. What a fork does with its variables and paths is what a new process would do.
+That process imports nothing of Ottava. What a fork does with its variables and paths is what a new
+process would do.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Forks:
         variables: of the process, those of this one by default.
     """
 
-    def __init__(self, interpreter: str | Path = sys.executable, variables: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, interpreter: str | Path = sys.executable, variables: dict[str, str] | None = None
+    ) -> None:
         self.variables = dict(os.environ) if variables is None else variables
         self._process = subprocess.Popen(
             [str(interpreter), "-W", "ignore", __file__],
@@ -40,9 +44,15 @@ class Forks:
         atexit.register(self._process.communicate)
 
     def python(
-        self, code: str, *arguments: str | Path, path: Path | None = None, cwd: Path | None = None, **variables: str
+        self,
+        code: str,
+        *arguments: str | Path,
+        path: Path | None = None,
+        cwd: Path | None = None,
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
-        """What ``python -c code arguments`` does, with ``path`` in front of where modules are looked for."""
+        """What ``python -c code arguments`` does, with ``path`` in front of where modules are
+        looked for."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         request = {

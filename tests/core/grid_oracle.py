@@ -1,4 +1,5 @@
-"""Scalar oracle of scales on a grid, written from the documented rules with Python numbers, numpy and ml_dtypes.
+"""Scalar oracle of scales on a grid, written from the documented rules with Python numbers, numpy
+and ml_dtypes.
 
 A layout is only read here: its fields, and nothing that it works out of them.
 """
@@ -24,13 +25,17 @@ NUMPY: dict[torch.dtype, Any] = {
     torch.float8_e5m2: ml_dtypes.float8_e5m2,
     torch.int8: np.int8,
 }
-LARGEST = {dtype: np.float32(float(ml_dtypes.finfo(NUMPY[dtype]).max)) for dtype in (torch.bfloat16, torch.float16)}
+LARGEST = {
+    dtype: np.float32(float(ml_dtypes.finfo(NUMPY[dtype]).max))
+    for dtype in (torch.bfloat16, torch.float16)
+}
 LARGEST[torch.float32] = np.finfo(np.float32).max
 ONE, INFINITE, NAN = np.float32(1), 254, 255
 
 
 def elements(values: Array, element: torch.dtype) -> Array:
-    """The bytes of float32 values: to nearest even, saturating; NaN is 0x7F, or the integer -128."""
+    """The bytes of float32 values: to nearest even, saturating; NaN is 0x7F, or the integer
+    -128."""
     nan, limit = np.isnan(values), LIMIT[element]
     clipped = np.clip(np.where(nan, np.float32(0), values), -limit, limit)
     if element == torch.int8:
@@ -92,7 +97,8 @@ def stored_dtype(layout: Any) -> Any:
 
 
 def cuts(size: int, side: int | None) -> list[slice]:
-    """The blocks of a dimension, of which the last may be smaller; one where a block has all, of nothing too."""
+    """The blocks of a dimension, of which the last may be smaller; one where a block has all, of
+    nothing too."""
     if side is None:
         return [slice(0, size)]
     return [slice(start, min(start + side, size)) for start in range(0, size, side)]
@@ -128,11 +134,20 @@ def same_for_both(layout: Any) -> bool:
 def quantize_rows(x: Array, layout: Any, dtype: torch.dtype) -> tuple[Array, Array]:
     """Data and stored scales of a matrix of float32 values that were of ``dtype``."""
     common, block = layout.shared or layout.block, layout.block
-    factors, stored = np.zeros(x.shape, np.float32), np.zeros(grid(x.shape, block), stored_dtype(layout))
-    for (_, _, rows, columns), largest in zip(blocks(x.shape, common), amaxes(x, layout).ravel(), strict=True):
+    factors, stored = (
+        np.zeros(x.shape, np.float32),
+        np.zeros(grid(x.shape, block), stored_dtype(layout)),
+    )
+    for (_, _, rows, columns), largest in zip(
+        blocks(x.shape, common), amaxes(x, layout).ravel(), strict=True
+    ):
         factors[rows, columns], kept = scales(float(largest), layout, dtype)
         down = slice(rows.start // block[0], -(-rows.stop // block[0])) if block[0] else slice(None)
-        across = slice(columns.start // block[1], -(-columns.stop // block[1])) if block[1] else slice(None)
+        across = (
+            slice(columns.start // block[1], -(-columns.stop // block[1]))
+            if block[1]
+            else slice(None)
+        )
         stored[down, across] = kept
     return multiplied(x, factors, layout.element), stored
 
@@ -144,28 +159,38 @@ def multiplied(x: Array, factors: Array, element: torch.dtype) -> Array:
 
 
 def quantize(x: Array, layout: Any, dtype: torch.dtype) -> tuple[Array, Array, Array, Array]:
-    """Data and scales of rows and of columns, in their shapes. Those of columns are those of the transpose's rows."""
+    """Data and scales of rows and of columns, in their shapes. Those of columns are those of the
+    transpose's rows."""
     shape = x.shape
     matrix = x.reshape(math.prod(shape[:-1]), shape[-1] if shape else 1)
     data, stored = quantize_rows(matrix, layout, dtype)
     turned, turned_stored = quantize_rows(matrix.T, layout, dtype)
     if layout.columnwise == "transposed":
-        return data.reshape(shape), stored, turned.reshape((*shape[-1:], *shape[:-1])), turned_stored
+        return (
+            data.reshape(shape),
+            stored,
+            turned.reshape((*shape[-1:], *shape[:-1])),
+            turned_stored,
+        )
     return data.reshape(shape), stored, turned.T.reshape(shape), turned_stored.T
 
 
 def cast(x: Array, factors: Array, layout: Any, columnwise: bool) -> Array:
-    """A matrix with one scale for each block, on the grid over it: float32 multipliers, or bytes of E8M0."""
+    """A matrix with one scale for each block, on the grid over it: float32 multipliers, or bytes of
+    E8M0."""
     if columnwise:
         return cast(x.T, factors.T, layout, False).T
     own = np.zeros(x.shape, np.float32)
     for i, j, rows, columns in blocks(x.shape, layout.block):
-        own[rows, columns] = factors[i, j] if layout.scale == torch.float32 else multiplier(int(factors[i, j]))
+        own[rows, columns] = (
+            factors[i, j] if layout.scale == torch.float32 else multiplier(int(factors[i, j]))
+        )
     return multiplied(x, own, layout.element)
 
 
 def for_blocks(values: Array, layout: Any, shape: tuple[int, ...], columnwise: bool) -> Array:
-    """For each block of a matrix what those that have a scale in common were given, on the grid over it."""
+    """For each block of a matrix what those that have a scale in common were given, on the grid
+    over it."""
     if columnwise:
         return for_blocks(values.T, layout, shape[::-1], False).T
     if layout.shared is None:
@@ -176,7 +201,8 @@ def for_blocks(values: Array, layout: Any, shape: tuple[int, ...], columnwise: b
 
 
 def decode(data: Array, stored: Array, layout: Any, columnwise: bool, dtype: torch.dtype) -> Array:
-    """``float32(element) * scale_inv``, a float32, or ``element * 2^(code - 127)``, exact; rounded to ``dtype``."""
+    """``float32(element) * scale_inv``, a float32, or ``element * 2^(code - 127)``, exact; rounded
+    to ``dtype``."""
     shape = data.shape
     if columnwise and layout.columnwise == "transposed":
         matrix = data.reshape((shape[0] if shape else 1), math.prod(shape[1:]))
@@ -189,15 +215,25 @@ def decode(data: Array, stored: Array, layout: Any, columnwise: bool, dtype: tor
 
 def _decode_rows(data: Array, stored: Array, layout: Any, dtype: torch.dtype) -> Array:
     of_floats = layout.scale == torch.float32
-    values = np.ascontiguousarray(data).view(NUMPY[layout.element]).astype(np.float32 if of_floats else np.float64)
+    values = (
+        np.ascontiguousarray(data)
+        .view(NUMPY[layout.element])
+        .astype(np.float32 if of_floats else np.float64)
+    )
     if layout.element == torch.int8:
         values = np.where(data == 0x80, values.dtype.type(math.nan), values)
     found = np.zeros(data.shape, values.dtype)
     for i, j, rows, columns in blocks(data.shape, layout.block):
         code = stored[i, j]
-        inverse = code if of_floats else math.nan if code == NAN else math.ldexp(1.0, int(code) - 127)
+        inverse = (
+            code if of_floats else math.nan if code == NAN else math.ldexp(1.0, int(code) - 127)
+        )
         with np.errstate(all="ignore"):
             found[rows, columns] = values[rows, columns] * inverse
     with np.errstate(all="ignore"):
         # Where a product does not fit float32 it is infinite in every narrower dtype as well.
-        return found.astype(NUMPY[dtype]) if dtype == torch.float64 else found.astype(np.float32).astype(NUMPY[dtype])
+        return (
+            found.astype(NUMPY[dtype])
+            if dtype == torch.float64
+            else found.astype(np.float32).astype(NUMPY[dtype])
+        )

@@ -1,4 +1,5 @@
-"""Scalar oracle of MX blocks, written from the documented rules with Python numbers only: no bit tricks, no arrays."""
+"""Scalar oracle of MX blocks, written from the documented rules with Python numbers only: no bit
+tricks, no arrays."""
 
 from __future__ import annotations
 
@@ -80,25 +81,37 @@ def quantize(
     across, down = block_ranges(columns), block_ranges(rows)
     if two_dimensional:
         squares = [
-            [scale_code(block_amax([x[i][j] for i in high for j in wide]), fmt, rounding) for wide in across]
+            [
+                scale_code(block_amax([x[i][j] for i in high for j in wide]), fmt, rounding)
+                for wide in across
+            ]
             for high in down
         ]
         row_scales = [list(squares[i // BLOCK]) for i in range(rows)]
         column_scales = [[line[j // BLOCK] for j in range(columns)] for line in squares]
     else:
         row_scales = [
-            [scale_code(block_amax([x[i][j] for j in wide]), fmt, rounding) for wide in across] for i in range(rows)
+            [scale_code(block_amax([x[i][j] for j in wide]), fmt, rounding) for wide in across]
+            for i in range(rows)
         ]
         column_scales = [
-            [scale_code(block_amax([x[i][j] for i in high]), fmt, rounding) for j in range(columns)] for high in down
+            [scale_code(block_amax([x[i][j] for i in high]), fmt, rounding) for j in range(columns)]
+            for high in down
         ]
-    row_data = [[element(x[i][j], row_scales[i][j // BLOCK], fmt) for j in range(columns)] for i in range(rows)]
-    column_data = [[element(x[i][j], column_scales[i // BLOCK][j], fmt) for j in range(columns)] for i in range(rows)]
+    row_data = [
+        [element(x[i][j], row_scales[i][j // BLOCK], fmt) for j in range(columns)]
+        for i in range(rows)
+    ]
+    column_data = [
+        [element(x[i][j], column_scales[i // BLOCK][j], fmt) for j in range(columns)]
+        for i in range(rows)
+    ]
     return row_data, row_scales, column_data, column_scales
 
 
 def wide_pattern(value: float, dtype: str) -> int:
-    """The bits of the nearest value of ``dtype``, to even on a tie; beyond the largest, infinity. NaN is refused."""
+    """The bits of the nearest value of ``dtype``, to even on a tie; beyond the largest, infinity.
+    NaN is refused."""
     mantissa, lowest, highest = WIDE[dtype]
     top = (highest - lowest + 2) << mantissa  # infinity
     sign = (highest - lowest + 3) << mantissa

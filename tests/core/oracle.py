@@ -1,4 +1,5 @@
-"""Scalar oracles, written from the documented rules with Python numbers and exact fractions only."""
+"""Scalar oracles, written from the documented rules with Python numbers and exact fractions
+only."""
 
 from __future__ import annotations
 
@@ -21,11 +22,14 @@ def float32(value: float) -> float:
 
 
 def divide(numerator: float, denominator: float) -> float:
-    """Correctly rounded float32 quotient. A double quotient of two floats rounds to the same float32."""
+    """Correctly rounded float32 quotient. A double quotient of two floats rounds to the same
+    float32."""
     return float32(numerator / denominator)
 
 
-def scale_from_amax(amax: float, fp8_max: float, epsilon: float, pow_2: bool) -> tuple[float, float]:
+def scale_from_amax(
+    amax: float, fp8_max: float, epsilon: float, pow_2: bool
+) -> tuple[float, float]:
     if amax < float32(epsilon):
         amax = float32(epsilon)
     if math.isnan(amax) or math.isinf(amax) or amax == 0:

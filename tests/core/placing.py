@@ -9,14 +9,28 @@ import torch
 
 Tensor = torch.Tensor
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-SPECIAL = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-45, -1e-40, 6e-8, 65520.0, -3.4028e38]
+SPECIAL = [
+    0.0,
+    -0.0,
+    math.nan,
+    -math.nan,
+    math.inf,
+    -math.inf,
+    1e-45,
+    -1e-40,
+    6e-8,
+    65520.0,
+    -3.4028e38,
+]
 
 
 def sample(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Stretches of very different magnitudes, some with special values."""
     random = np.random.default_rng([seed, *shape])
     low, high = (-20, 8) if dtype is torch.float16 else (-130, 110)
-    exponents = random.integers(low, high, (shape[0], -(-shape[1] // 32))).repeat(32, 1)[:, : shape[1]]
+    exponents = random.integers(low, high, (shape[0], -(-shape[1] // 32))).repeat(32, 1)[
+        :, : shape[1]
+    ]
     x = np.ldexp(random.standard_normal(shape), exponents).astype(np.float32)
     odd = random.random(shape) < 0.1 * (random.random((shape[0], 1)) < 0.4)
     x[odd] = random.choice(np.array(SPECIAL, np.float32), int(odd.sum()))
@@ -24,7 +38,8 @@ def sample(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def at(x: Tensor, offset: int) -> Tensor:
-    """The same values, ``offset`` elements beyond a boundary of 64 bytes, in a buffer of bytes 0xA5."""
+    """The same values, ``offset`` elements beyond a boundary of 64 bytes, in a buffer of bytes
+    0xA5."""
     size = x.element_size()
     room = torch.full((x.numel() * size + 256,), 0xA5, dtype=torch.uint8)
     first = -room.data_ptr() % 64 + offset * size
@@ -41,7 +56,12 @@ def surroundings_kept(part: Tensor) -> bool:
 
 
 def junk(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-    return at(torch.full((math.prod(shape) * dtype.itemsize,), 0x5A, dtype=torch.uint8).view(dtype).view(shape), offset)
+    return at(
+        torch.full((math.prod(shape) * dtype.itemsize,), 0x5A, dtype=torch.uint8)
+        .view(dtype)
+        .view(shape),
+        offset,
+    )
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -52,4 +72,6 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 def one_nan(values: Tensor, data: Tensor) -> Tensor:
     """Decoded values whose NaN have one pattern, and the sign of their code."""
     sign = torch.where(data >= 128, -1.0, 1.0).to(values.dtype)
-    return torch.where(values.isnan(), torch.copysign(torch.full_like(values, math.nan), sign), values)
+    return torch.where(
+        values.isnan(), torch.copysign(torch.full_like(values, math.nan), sign), values
+    )

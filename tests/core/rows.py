@@ -1,4 +1,5 @@
-"""A recipe with a scale for each row, and one with a scale for the tensor, written on the declaration alone."""
+"""A recipe with a scale for each row, and one with a scale for the tensor, written on the
+declaration alone."""
 
 from __future__ import annotations
 
@@ -56,7 +57,10 @@ class RowQuantizer(Quantizer):
 class OneScaleStorage(RowStorage):
     """Codes and one scale, the same on every shard."""
 
-    inner_tensors = (InnerTensor("_codes", "codes", gather=True, native=E4M3), InnerTensor("_scale_inv", "scale_inv"))
+    inner_tensors = (
+        InnerTensor("_codes", "codes", gather=True, native=E4M3),
+        InnerTensor("_scale_inv", "scale_inv"),
+    )
 
 
 class OneScaleTensor(QuantizedTensor, OneScaleStorage):

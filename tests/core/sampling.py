@@ -1,4 +1,5 @@
-"""How many combinations are run: all of them in the long run, else as few as have every pair of values."""
+"""How many combinations are run: all of them in the long run, else as few as have every pair of
+values."""
 
 from __future__ import annotations
 
@@ -38,5 +39,7 @@ def each(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     return _values(axes, some(few, _places(axes)))
 
 
-def _values(axes: Sequence[Sequence[Any]], rows: Sequence[tuple[int, ...]]) -> list[tuple[Any, ...]]:
+def _values(
+    axes: Sequence[Sequence[Any]], rows: Sequence[tuple[int, ...]]
+) -> list[tuple[Any, ...]]:
     return [tuple(axis[place] for axis, place in zip(axes, row, strict=True)) for row in rows]

@@ -1,4 +1,5 @@
-"""Products on FP8 hardware for the tests: what stands in for it, operands, and the comparison with float64."""
+"""Products on FP8 hardware for the tests: what stands in for it, operands, and the comparison with
+float64."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.choosing import scaled_products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ["fprop", "dgrad", "wgrad"]
-# What each kind takes of its operands of a layer: shapes of (M, N, K), and whether they are taken by columns.
+# What each kind takes of its operands of a layer: shapes of (M, N, K), and whether they are taken
+# by columns.
 SHAPES: dict[str, Any] = {
     "fprop": lambda m, n, k: ((m, k), (n, k)),
     "dgrad": lambda m, n, k: ((m, n), (n, k)),
@@ -25,20 +27,39 @@ PRODUCTS: dict[str, Any] = {
     "dgrad": lambda a, b: a @ b,
     "wgrad": lambda a, b: a.t() @ b,
 }
-SIZES = [(64, 48, 32), (1, 1, 1), (3, 5, 7), (17, 33, 65), (1, 16, 32), (33, 16, 48), (0, 4, 3), (4, 0, 3), (4, 3, 0)]
+SIZES = [
+    (64, 48, 32),
+    (1, 1, 1),
+    (3, 5, 7),
+    (17, 33, 65),
+    (1, 16, 32),
+    (33, 16, 48),
+    (0, 4, 3),
+    (4, 0, 3),
+    (4, 3, 0),
+]
 # Half a unit in the last place.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 class Strict:
-    """torch._scaled_mm with what a GPU's asks for: sizes, addresses, layouts, and the dtype of a bias."""
+    """torch._scaled_mm with what a GPU's asks for: sizes, addresses, layouts, and the dtype of a
+    bias."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.calls: list[dict[str, Any]] = []
 
     def __call__(
-        self, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, scale_result: Any, out_dtype: Any, fast: Any
+        self,
+        a: Any,
+        b: Any,
+        scale_a: Any,
+        scale_b: Any,
+        bias: Any,
+        scale_result: Any,
+        out_dtype: Any,
+        fast: Any,
     ) -> torch.Tensor:
         assert a.shape[1] == b.shape[0]
         assert min(*a.shape, *b.shape) > 0
@@ -73,7 +94,14 @@ class Strict:
             assert bias.data_ptr() % 16 == 0
             result = result + bias.double()
         self.calls.append(
-            {"a": a, "b": b, "scales": (scale_a, scale_b), "bias": bias, "dtype": out_dtype, "fast": fast}
+            {
+                "a": a,
+                "b": b,
+                "scales": (scale_a, scale_b),
+                "bias": bias,
+                "dtype": out_dtype,
+                "fast": fast,
+            }
         )
         return result.to(out_dtype)
 
@@ -105,7 +133,8 @@ class Recorded:
             try:
                 return original(*args)
             except RuntimeError as error:
-                # Where oneDNN is held to fewer instructions than the processor has, torch still asks it for this.
+                # Where oneDNN is held to fewer instructions than the processor has, torch still
+                # asks it for this.
                 if "could not create a primitive descriptor" not in str(error):
                     raise
                 pytest.skip(f"torch multiplies no FP8 here: {error}")
@@ -118,13 +147,17 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return Recorded(monkeypatch)
 
 
-def coded(shape: tuple[int, ...], fp8_dtype: torch.dtype, scale: float, seed: int) -> Float8TensorStorage:
+def coded(
+    shape: tuple[int, ...], fp8_dtype: torch.dtype, scale: float, seed: int
+) -> Float8TensorStorage:
     """Codes drawn from all finite ones."""
     generator = torch.Generator().manual_seed(seed)
     top = 0x7E if fp8_dtype == E4M3 else 0x7B
     data = torch.randint(0, top + 1, shape, dtype=torch.uint8, generator=generator)
     data |= torch.randint(0, 2, shape, dtype=torch.uint8, generator=generator) << 7
-    made = Float8TensorStorage(data=data, fp8_scale_inv=torch.tensor(scale), fp8_dtype=fp8_dtype, dtype=torch.bfloat16)
+    made = Float8TensorStorage(
+        data=data, fp8_scale_inv=torch.tensor(scale), fp8_dtype=fp8_dtype, dtype=torch.bfloat16
+    )
     # As the quantizers do, where the columnwise usage is a transpose.
     made.rebuild_derived()
     return made
@@ -136,11 +169,21 @@ def matrix(x: Any) -> torch.Tensor:
     if data is not None:
         # The scale's product with a code need not be a float32 value.
         values = data.contiguous().view(x._fp8_dtype).double() * x._scale_inv.double()
-    return values.reshape(-1, values.shape[-1]) if values.numel() else values.reshape(values.shape[0], values.shape[-1])
+    return (
+        values.reshape(-1, values.shape[-1])
+        if values.numel()
+        else values.reshape(values.shape[0], values.shape[-1])
+    )
 
 
 def check(
-    got: torch.Tensor, a: Any, b: Any, kind: str, dtype: torch.dtype, bias: Any = None, extra: Any = None
+    got: torch.Tensor,
+    a: Any,
+    b: Any,
+    kind: str,
+    dtype: torch.dtype,
+    bias: Any = None,
+    extra: Any = None,
 ) -> None:
     """Sums in float32 of exact products, and one rounding."""
     left, right = matrix(a), matrix(b)

@@ -1,7 +1,8 @@
-"""The CUDA kernels without a GPU: their module compiled as C++, and the backend on top of it, serving CPU tensors.
+"""The CUDA kernels without a GPU: their module compiled as C++, and the backend on top of it,
+serving CPU tensors.
 
-The module runs the threads of each block one after the other (csrc/sequential.h); everything above it, the launches
-with their grids and the Python of the backend, is what runs on a GPU.
+The module runs the threads of each block one after the other (csrc/sequential.h); everything above
+it, the launches with their grids and the Python of the backend, is what runs on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _fingerprint(*extra: str) -> str:
 
 def build(*options: str) -> Path:
     """The compiled module, made once for each state of its sources."""
-    folder = Path(tempfile.gettempdir()) / f"ottava-sequential-{os.getuid()}-{_fingerprint(*options)}"
+    folder = (
+        Path(tempfile.gettempdir()) / f"ottava-sequential-{os.getuid()}-{_fingerprint(*options)}"
+    )
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -46,10 +49,27 @@ def build(*options: str) -> Path:
             import pybind11
 
             build = folder / "build"
-            configure = ["cmake", "-G", "Ninja", "-S", str(SOURCES[1]), "-B", str(build), "-DOTTAVA_SEQUENTIAL=ON"]
-            configure += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
-            environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-            for command in ([*configure, *options], ["cmake", "--build", str(build), "--parallel", "2"]):
+            configure = [
+                "cmake",
+                "-G",
+                "Ninja",
+                "-S",
+                str(SOURCES[1]),
+                "-B",
+                str(build),
+                "-DOTTAVA_SEQUENTIAL=ON",
+            ]
+            configure += [
+                f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+                f"-DPython_EXECUTABLE={sys.executable}",
+            ]
+            environment = os.environ | {
+                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            }
+            for command in (
+                [*configure, *options],
+                ["cmake", "--build", str(build), "--parallel", "2"],
+            ):
                 done = subprocess.run(command, capture_output=True, text=True, env=environment)
                 assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
             (made,) = build.glob("_sequential*.so")
@@ -72,7 +92,8 @@ def module() -> ModuleType:
 
 @cache
 def backend() -> Any:
-    """The kernels of ``ottava.kernels.cuda`` on top of that module; the real one, if there is one, is left alone."""
+    """The kernels of ``ottava.kernels.cuda`` on top of that module; the real one, if there is one,
+    is left alone."""
     real = sys.modules.pop("ottava.kernels.cuda", None)
     native = (getattr(ottava, "_cuda", None), sys.modules.get("ottava._cuda"))
     ottava._cuda = sys.modules["ottava._cuda"] = module()  # type: ignore[attr-defined]

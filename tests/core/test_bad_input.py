@@ -1,4 +1,5 @@
-"""Bad input to kernels, gemm, tensors and quantizers: a typed error before anything is read or written."""
+"""Bad input to kernels, gemm, tensors and quantizers: a typed error before anything is read or
+written."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 
 from ottava import autocast, kernels, prepare_for_saving, restore_from_saved
-from ottava.errors import BackendError, DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
+from ottava.errors import (
+    BackendError,
+    DeviceError,
+    DTypeError,
+    OptionError,
+    OttavaError,
+    ShapeError,
+    UsageError,
+)
 from ottava.gemm import gemm
 from ottava.kernels.backends import use_backend
 from ottava.nn import Linear
@@ -75,7 +84,12 @@ def test_gemm(case: str) -> None:
 
 
 def made(**replaced: Any) -> dict[str, Any]:
-    return {"dtype": torch.float32, "data": CODES.clone(), "fp8_dtype": E4M3, "fp8_scale_inv": ONE} | replaced
+    return {
+        "dtype": torch.float32,
+        "data": CODES.clone(),
+        "fp8_dtype": E4M3,
+        "fp8_scale_inv": ONE,
+    } | replaced
 
 
 CONSTRUCTION: dict[str, tuple[type[OttavaError], dict[str, Any]]] = {
@@ -102,7 +116,9 @@ def test_construction(case: str, cls: type) -> None:
 
 
 def test_tensors_are_not_made_of_values() -> None:
-    with pytest.raises(DTypeError, match=r"called with Tensor as its values.*make it by a quantizer"):
+    with pytest.raises(
+        DTypeError, match=r"called with Tensor as its values.*make it by a quantizer"
+    ):
         Float8Tensor(torch.ones(2, 2), requires_grad=True)
 
 
@@ -113,7 +129,12 @@ def test_nothing_to_hold() -> None:
 
 @pytest.mark.parametrize(
     ("error", "flag"),
-    [(DTypeError, True), (DTypeError, torch.ones(1).int()), (ShapeError, torch.ones(3)), (DeviceError, "meta")],
+    [
+        (DTypeError, True),
+        (DTypeError, torch.ones(1).int()),
+        (ShapeError, torch.ones(3)),
+        (DeviceError, "meta"),
+    ],
 )
 def test_noop_flag(error: type[OttavaError], flag: Any, quantizer: Any) -> None:
     flag = torch.ones(1, device="meta") if isinstance(flag, str) else flag

@@ -1,4 +1,5 @@
-"""Benchmarks name the kind of machine; a run replaces the results of its own kind alone; the page is what they give."""
+"""Benchmarks name the kind of machine; a run replaces the results of its own kind alone; the page
+is what they give."""
 
 from __future__ import annotations
 
@@ -40,9 +41,15 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options: str) -> dict[
     monkeypatch.setattr(runner, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(runner, "PAGE", tmp_path / "page.md")
     monkeypatch.setattr(runner, "_start_alike", lambda: None)
-    monkeypatch.setattr(runner, "sections", lambda *_: {"Imports": [{"import": "y", "milliseconds": 2.0}]})
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--threads", str(torch.get_num_threads()), *options])
-    (tmp_path / "results.json").write_text(json.dumps({"another kind": OLD, **own(OLD)}), encoding="utf-8")
+    monkeypatch.setattr(
+        runner, "sections", lambda *_: {"Imports": [{"import": "y", "milliseconds": 2.0}]}
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["benchmarks", "--threads", str(torch.get_num_threads()), *options]
+    )
+    (tmp_path / "results.json").write_text(
+        json.dumps({"another kind": OLD, **own(OLD)}), encoding="utf-8"
+    )
     runner.main()
     found: dict[str, object] = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     return found
@@ -61,19 +68,30 @@ def test_a_run_replaces_its_own_kind_alone(monkeypatch: pytest.MonkeyPatch, tmp_
     assert results[mine]["torch"] == torch.__version__  # type: ignore[index]
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert text == runner.page(results)
-    assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {name}" for name in sorted(results)]
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        f"## {name}" for name in sorted(results)
+    ]
     assert "Measured on 2000-01-01 with torch 2.0, on one." in text
 
 
 @pytest.mark.parametrize("option", ["--quick", "--no-write"])
-def test_what_only_prints_leaves_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str) -> None:
+def test_what_only_prints_leaves_the_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
     assert run(monkeypatch, tmp_path, option) == {"another kind": OLD, **own(OLD)}
     assert not (tmp_path / "page.md").exists()
 
 
 def test_kinds_differ_where_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [("x86_64", "avx512", True, 2), ("x86_64", "avx2", False, 2), ("aarch64", "neon", True, 4)]
-    assert str(kind.Kind("x86_64", "avx512", True, 2, amx=True)) == "x86-64, AVX-512, BF16 by AMX, 2 threads"
+    kinds = [
+        ("x86_64", "avx512", True, 2),
+        ("x86_64", "avx2", False, 2),
+        ("aarch64", "neon", True, 4),
+    ]
+    assert (
+        str(kind.Kind("x86_64", "avx512", True, 2, amx=True))
+        == "x86-64, AVX-512, BF16 by AMX, 2 threads"
+    )
     assert [str(kind.Kind(*one)) for one in kinds] == [
         "x86-64, AVX-512, fast BF16, 2 threads",
         "x86-64, AVX2, no fast BF16, 2 threads",
@@ -84,7 +102,9 @@ def test_kinds_differ_where_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
     before = str(kind.this_kind(2))
     monkeypatch.setenv("OTTAVA_CPU_PRODUCT", "float32")
     monkeypatch.setenv("OTTAVA_ISA", "avx2")
-    assert str(kind.this_kind(2)) == f"{before}, forced by OTTAVA_ISA=avx2 OTTAVA_CPU_PRODUCT=float32"
+    assert (
+        str(kind.this_kind(2)) == f"{before}, forced by OTTAVA_ISA=avx2 OTTAVA_CPU_PRODUCT=float32"
+    )
     monkeypatch.delenv("OTTAVA_CPU_PRODUCT")
     with monkeypatch.context() as patch:
         patch.setattr(kind, "_cpuinfo", lambda field: {"flags": "fma amx_bf16 amx_tile"}[field])
@@ -98,7 +118,9 @@ def test_kinds_differ_where_figures_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_processors_name(tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: A CPU @ 2 GHz\nmodel name : B\n", encoding="utf-8")
+    (tmp_path / "cpuinfo").write_text(
+        "processor : 0\nmodel name\t: A CPU @ 2 GHz\nmodel name : B\n", encoding="utf-8"
+    )
     assert kind.cpu_model(tmp_path / "cpuinfo") == "A CPU @ 2 GHz"
     assert kind.cpu_model(tmp_path / "nowhere")
 
@@ -155,13 +177,20 @@ def test_a_turn_repeats_what_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_call_has_queued_is_waited_for() -> None:
     order: list[str] = []
-    interleaved({"x": lambda: order.append("run")}, rounds=1, warmup=0, wait=lambda: order.append("wait"))
+    interleaved(
+        {"x": lambda: order.append("run")}, rounds=1, warmup=0, wait=lambda: order.append("wait")
+    )
     assert order == ["wait", "run", "wait"]
 
 
 def test_a_table_has_a_column_for_every_key() -> None:
     table = markdown([{"a": 1.0, "b": "x"}, {"a": None, "c": 2}])
-    assert table.splitlines() == ["| a | b | c |", "|---|---|---|", "| 1.00 | x | - |", "| - | - | 2 |"]
+    assert table.splitlines() == [
+        "| a | b | c |",
+        "|---|---|---|",
+        "| 1.00 | x | - |",
+        "| - | - | 2 |",
+    ]
 
 
 def test_layers_are_held_against_both_of_torchs() -> None:
@@ -185,7 +214,11 @@ def test_compiled_code_that_makes_other_bytes_is_not_timed(monkeypatch: pytest.M
     rows = [measure(timing, partial(interleaved, rounds=1)) for timing in kernels.timings(64)]
     assert {row["name"] for row in rows if row["errors"]} == {"cast", "amax"}
     assert all("other bytes" in words for row in rows for words in row["errors"].values())
-    assert all("compile" in row["seconds"] for row in rows if row["name"] in ("MX, decode", "transpose", "decode"))
+    assert all(
+        "compile" in row["seconds"]
+        for row in rows
+        if row["name"] in ("MX, decode", "transpose", "decode")
+    )
 
 
 def test_comparing_with_compiled_code_reads_no_uninitialized_memory() -> None:

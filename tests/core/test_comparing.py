@@ -31,17 +31,22 @@ def test_the_same(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("got", "expected", "inputs", "said"),
     [
-        (torch.tensor([0.0]), torch.tensor([-0.0]), None, "at [0]: got 0.0 (0x00000000), expected -0.0 (0x80000000)"),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), None,
+         "at [0]: got 0.0 (0x00000000), expected -0.0 (0x80000000)"),
         (torch.tensor([1.0]), torch.tensor([NAN]), None, "expected nan"),
-        (torch.tensor([7, 8]), torch.tensor([7, 9]), torch.tensor([0.5, 1.5]), "at [1] of 1.5 (0x3fc00000): got 8 "),
-        (torch.zeros(2, 2), torch.eye(2), ["a", "b"], "2 of 4 elements differ\n  at [0, 0] of a: got 0.0"),
+        (torch.tensor([7, 8]), torch.tensor([7, 9]), torch.tensor([0.5, 1.5]),
+         "at [1] of 1.5 (0x3fc00000): got 8 "),
+        (torch.zeros(2, 2), torch.eye(2), ["a", "b"],
+         "2 of 4 elements differ\n  at [0, 0] of a: got 0.0"),
         (torch.zeros(2, 2), torch.eye(2)[:, :1], None, "got the shape (2, 2), expected (2, 1)"),
         (torch.zeros(1), torch.zeros(1).half(), None, "got torch.float32, expected torch.float16"),
-        ((torch.ones(1), torch.ones(1)), (torch.ones(1), torch.zeros(1)), None, "here result 1: 1 of 1"),
+        ((torch.ones(1), torch.ones(1)), (torch.ones(1), torch.zeros(1)), None,
+         "here result 1: 1 of 1"),
         ((torch.ones(1), None), (torch.ones(1), torch.zeros(1)), None, "here result 1: got None"),
         ((torch.ones(1),), (torch.ones(1), None), None, "1 results, expected 2"),
-        (torch.tensor([127, 5]).to(torch.uint8).view(torch.float8_e4m3fn), torch.tensor([255, 5]).to(torch.uint8)
-         .view(torch.float8_e4m3fn), None, "got nan (0x7f), expected nan (0xff)"),
+        (torch.tensor([127, 5]).to(torch.uint8).view(torch.float8_e4m3fn),
+         torch.tensor([255, 5]).to(torch.uint8).view(torch.float8_e4m3fn), None,
+         "got nan (0x7f), expected nan (0xff)"),
     ],
 )  # fmt: skip
 def test_what_differs_is_named(got: Any, expected: Any, inputs: Any, said: str) -> None:

@@ -1,4 +1,5 @@
-"""Whether the build makes the CUDA module, and for what: OTTAVA_CUDA, with and without an nvcc and a GPU."""
+"""Whether the build makes the CUDA module, and for what: OTTAVA_CUDA, with and without an nvcc and
+a GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ OLD_NVCC = [
     "-DCMAKE_CUDA_COMPILER_VERSION=11.8",
     "-DCMAKE_CUDA_COMPILER=/bin/true",
 ]
-ALL = [*(f"{name}-real" for name in resources.targets()), "90-virtual"] if shutil.which("nvcc") else []
+ALL = (
+    [*(f"{name}-real" for name in resources.targets()), "90-virtual"]
+    if shutil.which("nvcc")
+    else []
+)
 
 
 def program(folder: Path, name: str, *lines: str, code: int = 0) -> Path:
@@ -46,15 +51,23 @@ def reason(folder: Path) -> str:
     return found[1].replace("\\", "")
 
 
-def configure(folder: Path, *options: str, gpus: tuple[str, ...] = (), **variables: str) -> tuple[bool, str, str]:
-    """Whether CMake configures core where there are these GPUs, what it says, and the targets of the CUDA module."""
+def configure(
+    folder: Path, *options: str, gpus: tuple[str, ...] = (), **variables: str
+) -> tuple[bool, str, str]:
+    """Whether CMake configures core where there are these GPUs, what it says, and the targets of
+    the CUDA module."""
     own = ("OTTAVA_CUDA", "CUDACXX", "CUDAARCHS", "CMAKE_ARGS")
     environment = {k: v for k, v in os.environ.items() if k not in own} | variables
     tools = folder.with_name(f"{folder.name}-tools")
     program(tools, "nvidia-smi", *(gpus or ("No devices were found",)), code=0 if gpus else 6)
-    environment["PATH"] = os.pathsep.join([str(tools), str(Path(sys.executable).parent), environment["PATH"]])
+    environment["PATH"] = os.pathsep.join(
+        [str(tools), str(Path(sys.executable).parent), environment["PATH"]]
+    )
     command = ["cmake", "-G", "Ninja", "-S", str(CORE), "-B", str(folder), *options]
-    command += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
+    command += [
+        f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     said = " ".join((done.stdout + done.stderr).split())
     targets = re.search(r"ottava: CUDA kernels for ([\w -]+?) --", said)
@@ -68,18 +81,49 @@ def configure(folder: Path, *options: str, gpus: tuple[str, ...] = (), **variabl
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests share the folder of a build, because CMake looks for a C++ compiler in each new one."""
+    """Where tests share the folder of a build, because CMake looks for a C++ compiler in each new
+    one."""
     return tmp_path_factory.mktemp("builds")
 
 
 @pytest.mark.parametrize(
     ("gpus", "options", "variables", "said", "remedy"),
     [
-        ((), [], NO_NVCC, "there was no nvcc, and nvidia-smi saw no GPU", "put the nvcc of CUDA 12.0 or later on PATH"),
-        ((), OLD_NVCC, {}, "nvidia-smi saw no GPU", "reinstall ottava from source with OTTAVA_CUDA=on"),
-        (("9.0",), [], NO_NVCC, "there was a GPU but no nvcc that works", "put the nvcc of CUDA 12.0"),
-        (("9.0",), OLD_NVCC, {}, "there was a GPU but nvcc was of CUDA 11.8", "put the nvcc of CUDA 12.0"),
-        (("7.5", "6.1"), OLD_NVCC, {}, "the GPU is of compute capability 6.1 and 7.5 and the kernels take 8.0", "on"),
+        (
+            (),
+            [],
+            NO_NVCC,
+            "there was no nvcc, and nvidia-smi saw no GPU",
+            "put the nvcc of CUDA 12.0 or later on PATH",
+        ),
+        (
+            (),
+            OLD_NVCC,
+            {},
+            "nvidia-smi saw no GPU",
+            "reinstall ottava from source with OTTAVA_CUDA=on",
+        ),
+        (
+            ("9.0",),
+            [],
+            NO_NVCC,
+            "there was a GPU but no nvcc that works",
+            "put the nvcc of CUDA 12.0",
+        ),
+        (
+            ("9.0",),
+            OLD_NVCC,
+            {},
+            "there was a GPU but nvcc was of CUDA 11.8",
+            "put the nvcc of CUDA 12.0",
+        ),
+        (
+            ("7.5", "6.1"),
+            OLD_NVCC,
+            {},
+            "the GPU is of compute capability 6.1 and 7.5 and the kernels take 8.0",
+            "on",
+        ),
         (("9.0",), [], {"OTTAVA_CUDA": "off"}, "OTTAVA_CUDA was off", "without it"),
         (("9.0",), ["-DOTTAVA_CUDA=OFF"], {}, "OTTAVA_CUDA was off", "without it"),
     ],
@@ -105,10 +149,17 @@ def test_it_is_left_out_and_the_build_says_why(
 
 @needs_nvcc
 def test_a_gpu_gets_its_own_code_and_both_are_found_when_they_come_later(tmp_path: Path) -> None:
-    """All in one folder, of which CMake remembers much: first neither, then each alone, then both, then other GPUs."""
+    """All in one folder, of which CMake remembers much: first neither, then each alone, then both,
+    then other GPUs."""
     folder = tmp_path / "build"
-    missing = ("there was no nvcc, and nvidia-smi saw no GPU", "there was a GPU but no nvcc", "nvidia-smi saw no GPU")
-    for (gpus, variables), why in zip((((), NO_NVCC), (("9.0",), NO_NVCC), ((), {})), missing, strict=True):
+    missing = (
+        "there was no nvcc, and nvidia-smi saw no GPU",
+        "there was a GPU but no nvcc",
+        "nvidia-smi saw no GPU",
+    )
+    for (gpus, variables), why in zip(
+        (((), NO_NVCC), (("9.0",), NO_NVCC), ((), {})), missing, strict=True
+    ):
         done, said, targets = configure(folder, gpus=gpus, **variables)
         assert done, said
         assert targets == ""
@@ -123,7 +174,9 @@ def test_a_gpu_gets_its_own_code_and_both_are_found_when_they_come_later(tmp_pat
     assert "fast_math" not in rules
     assert "cudart_static" in rules
     assert configure(folder, gpus=("8.9", "8.0", "8.9", "7.5"))[2] == "80-real 89-real"
-    assert configure(folder, gpus=("9.0",), CUDAARCHS="80-real;90-virtual")[2] == "80-real 90-virtual"
+    assert (
+        configure(folder, gpus=("9.0",), CUDAARCHS="80-real;90-virtual")[2] == "80-real 90-virtual"
+    )
     assert configure(folder, gpus=())[2] == ""
 
 
@@ -139,15 +192,26 @@ def test_on_builds_it_for_all_generations_or_those_named(tmp_path: Path) -> None
     assert configure(tmp_path / "all", gpus=("8.9",), OTTAVA_CUDA="on")[2].split() == ALL
     by_variable = configure(tmp_path / "all", OTTAVA_CUDA="on", CUDAARCHS="80-real;90-virtual")
     assert by_variable[2] == "80-real 90-virtual", by_variable[1]
-    by_option = configure(tmp_path / "all", "-DCMAKE_CUDA_ARCHITECTURES=90a-real", OTTAVA_CUDA="on", CUDAARCHS="80")
+    by_option = configure(
+        tmp_path / "all", "-DCMAKE_CUDA_ARCHITECTURES=90a-real", OTTAVA_CUDA="on", CUDAARCHS="80"
+    )
     assert by_option[2] == "90a-real", by_option[1]
 
 
 @pytest.mark.parametrize(
     ("options", "variables", "said"),
     [
-        ([], NO_NVCC, "OTTAVA_CUDA is on, but there is no nvcc that works; put it on PATH or name it in CUDACXX"),
-        (OLD_NVCC, {}, "nvcc is of CUDA 11.8; the kernels take 12.0 or later; name a newer one in CUDACXX"),
+        (
+            [],
+            NO_NVCC,
+            "OTTAVA_CUDA is on, but there is no nvcc that works; put it on PATH or name it in "
+            "CUDACXX",
+        ),
+        (
+            OLD_NVCC,
+            {},
+            "nvcc is of CUDA 11.8; the kernels take 12.0 or later; name a newer one in CUDACXX",
+        ),
     ],
 )
 def test_on_without_a_compiler_is_an_error_with_a_remedy(
@@ -172,7 +236,9 @@ def ask(folder: Path, call: str, **variables: str) -> str:
     script.write_text(f'include({DECIDE})\n{call}\nmessage("<${{A}}|${{B}}>")')
     cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     assert cmake is not None
-    done = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, env=os.environ | variables)
+    done = subprocess.run(
+        [cmake, "-P", str(script)], capture_output=True, text=True, env=os.environ | variables
+    )
     assert done.returncode == 0, done.stderr
     found = re.search("<(.*)>", done.stderr)
     assert found is not None
@@ -191,7 +257,9 @@ def ask(folder: Path, call: str, **variables: str) -> str:
         (["[N/A]"], 0, ""),
     ],
 )
-def test_gpus_are_those_that_nvidia_smi_names(tmp_path: Path, lines: list[str], code: int, found: str) -> None:
+def test_gpus_are_those_that_nvidia_smi_names(
+    tmp_path: Path, lines: list[str], code: int, found: str
+) -> None:
     program(tmp_path / "bin", "nvidia-smi", *lines, code=code)
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     capabilities, _, why_not = ask(tmp_path, "ottava_gpus(A B)", PATH=path).partition("|")

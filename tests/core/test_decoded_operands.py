@@ -110,7 +110,10 @@ def test_planned_products_have_the_bytes_of_the_operator(recipe: str, dtype: tor
             for region in (torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
                 with region:
                     made.append(multiply(a, b, kind, dtype, bias))  # type: ignore[arg-type]
-            assert all(torch.equal(each, made[0]) and each.dtype == dtype for each in made), (kind, given)
+            assert all(torch.equal(each, made[0]) and each.dtype == dtype for each in made), (
+                kind,
+                given,
+            )
 
 
 @each_layout
@@ -121,7 +124,9 @@ def test_a_setting_that_changes_is_seen(recipe: str, monkeypatch: pytest.MonkeyP
     mm, addmm = torch.mm, torch.addmm
     monkeypatch.setattr(torch, "mm", lambda a, *rest: seen.append(str(a.dtype)) or mm(a, *rest))
     monkeypatch.setattr(
-        torch, "addmm", lambda bias, a, *rest, **o: seen.append(str(a.dtype)) or addmm(bias, a, *rest, **o)
+        torch,
+        "addmm",
+        lambda bias, a, *rest, **o: seen.append(str(a.dtype)) or addmm(bias, a, *rest, **o),
     )
 
     def dtypes() -> list[str]:
@@ -155,7 +160,9 @@ def test_a_plan_asks_python_little(recipe: str) -> None:
     bias = torch.randn(24)
     multiply(x, w, "fprop", F32, bias)
     calls: list[str] = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None
+    )
     try:
         multiply(x, w, "fprop", F32, bias)
     finally:
@@ -164,7 +171,9 @@ def test_a_plan_asks_python_little(recipe: str) -> None:
 
 
 @each_layout
-def test_a_plan_that_was_made_in_inference_mode_serves_training(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_was_made_in_inference_mode_serves_training(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(products, "_scratch", products._Scratch())
     x, w = operands(recipe)
     with torch.inference_mode():
@@ -184,7 +193,10 @@ def test_plans_are_no_more_than_so_many(recipe: str, monkeypatch: pytest.MonkeyP
     pairs = [operands(recipe, size) for size in (32, 64, 96, 128, 160)]
     first = [gemm(*pair, out_dtype=F32) for pair in pairs]
     # Their memory has grown since, and they were given up.
-    assert all(torch.equal(gemm(*pair, out_dtype=F32), made) for pair, made in zip(pairs, first, strict=True))
+    assert all(
+        torch.equal(gemm(*pair, out_dtype=F32), made)
+        for pair, made in zip(pairs, first, strict=True)
+    )
     assert 0 < len(products._scratch.plans) <= 3
 
 
@@ -204,15 +216,22 @@ def test_scales_beyond_float32_follow_ieee() -> None:
     """Their product is infinite, or 0: so is the result, and NaN where IEEE has one."""
     a = torch.tensor([[1.0, 0.0], [0.0, 0.0], [float("nan"), 0.0], [-2.0, 0.0]]).bfloat16()
     one = torch.tensor([[1.0, 0.0]]).bfloat16().t()
-    for scale, expected in ((2.0**100, ["inf", "nan", "nan", "-inf"]), (2.0**-100, [0.0, 0.0, "nan", 0.0])):
+    for scale, expected in (
+        (2.0**100, ["inf", "nan", "nan", "-inf"]),
+        (2.0**-100, [0.0, 0.0, "nan", 0.0]),
+    ):
         for dtype in (torch.bfloat16, torch.float32):
             with cpu_products(dtype):
-                made = scaled_mm(a, one, torch.tensor(scale), torch.tensor(scale), None, torch.bfloat16)
+                made = scaled_mm(
+                    a, one, torch.tensor(scale), torch.tensor(scale), None, torch.bfloat16
+                )
             wanted = torch.tensor([[float(value)] for value in expected]).bfloat16()
             torch.testing.assert_close(made, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("block", "count"), [((None, None), 3), ((1, None), 3), ((1, 128), 3), ((8, 32), 10)], ids=str)
+@pytest.mark.parametrize(
+    ("block", "count"), [((None, None), 3), ((1, None), 3), ((1, 128), 3), ((8, 32), 10)], ids=str
+)
 def test_partial_sums_are_those_of_blocks(
     block: tuple[int | None, int | None], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +241,9 @@ def test_partial_sums_are_those_of_blocks(
     for rows, sides in ((5, (1, 128)), (7, block)):
         layout = Layout(E4M3, sides)
         data, scales, _, _ = kernels.grid_quantize(torch.randn(rows, 300), layout, columnwise=False)
-        operands.append(Operand(data, scales.reshape(()) if sides == (None, None) else scales, layout.text))
+        operands.append(
+            Operand(data, scales.reshape(()) if sides == (None, None) else scales, layout.text)
+        )
         high, wide = (side or size for side, size in zip(sides, (rows, 300), strict=True))
         spread = scales.double()[torch.arange(rows) // high][:, torch.arange(300) // wide]
         exact.append(data.view(E4M3).double() * spread)

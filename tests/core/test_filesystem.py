@@ -1,4 +1,5 @@
-"""Hidden folders of writers, found by nobody else and gone in the end; files that are replaced while they are read."""
+"""Hidden folders of writers, found by nobody else and gone in the end; files that are replaced
+while they are read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ottava.errors import CheckpointError
 from ottava.filesystem import Partial, remove_leftovers, unreplaced
 
 
-def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_taken_for_a_leftover_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before it is locked, at its opening and at its locking, another writer may remove it."""
     real_mkdir, real_flock, made = os.mkdir, fcntl.flock, []
 
@@ -42,7 +45,9 @@ def test_a_folder_that_is_taken_for_a_leftover_is_made_again(tmp_path: Path, mon
     assert len(os.listdir("/dev/fd")) == descriptors
 
 
-def test_without_locks_nothing_of_others_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_nothing_of_others_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -67,7 +72,12 @@ def test_what_was_left_goes_before_something_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raised", "seen"), [(KeyboardInterrupt, KeyboardInterrupt), (ValueError, CheckpointError), (None, CheckpointError)]
+    ("raised", "seen"),
+    [
+        (KeyboardInterrupt, KeyboardInterrupt),
+        (ValueError, CheckpointError),
+        (None, CheckpointError),
+    ],
 )
 def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, raised: Any, seen: Any) -> None:
     """What was read of two files is said to be that; an interrupt stays an interrupt."""

@@ -1,4 +1,5 @@
-"""The GEMM: against float64 on dequantized operands, every kind, ragged and empty shapes, accumulation."""
+"""The GEMM: against float64 on dequantized operands, every kind, ragged and empty shapes,
+accumulation."""
 
 from __future__ import annotations
 
@@ -19,13 +20,21 @@ def operands(quantizer: Any, kind: str, m: int, n: int, k: int) -> tuple[Any, An
     a, b = (quantizer(torch.randn(shape, generator=generator)) for shape in shapes)
     x, y = a.dequantize(torch.float64), b.dequantize(torch.float64)
     # float64 products of the data themselves, so that rounding scale_inv first plays no part.
-    return a, b, {"fprop": lambda: x @ y.t(), "dgrad": lambda: x @ y, "wgrad": lambda: x.t() @ y}[kind]()
+    return (
+        a,
+        b,
+        {"fprop": lambda: x @ y.t(), "dgrad": lambda: x @ y, "wgrad": lambda: x.t() @ y}[kind](),
+    )
 
 
 @pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 7), (17, 33, 65), (0, 4, 3), (4, 0, 3), (4, 3, 0), (64, 48, 100)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (3, 5, 7), (17, 33, 65), (0, 4, 3), (4, 0, 3), (4, 3, 0), (64, 48, 100)]
+)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_against_float64(quantizer: Any, kind: Any, shape: tuple[int, int, int], backend: str) -> None:
+def test_against_float64(
+    quantizer: Any, kind: Any, shape: tuple[int, int, int], backend: str
+) -> None:
     a, b, expected = operands(quantizer, kind, *shape)
     with use_backend(backend):
         exact = gemm(a, b, kind, out_dtype=torch.float32)
@@ -38,7 +47,9 @@ def test_against_float64(quantizer: Any, kind: Any, shape: tuple[int, int, int],
 
 
 def test_power_of_two_scales_round_once() -> None:
-    data = torch.randint(0, 120, (64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = torch.randint(
+        0, 120, (64, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
 
     def make(scale_inv: float) -> Float8Tensor:
         return Float8Tensor(
@@ -110,7 +121,11 @@ def test_bad_operands_are_refused(quantizer: Any) -> None:
 
 
 def test_no_gradient_flows_through_a_product() -> None:
-    a, b, bias = torch.randn(4, 6, requires_grad=True), torch.randn(5, 6), torch.randn(5, requires_grad=True)
+    a, b, bias = (
+        torch.randn(4, 6, requires_grad=True),
+        torch.randn(5, 6),
+        torch.randn(5, requires_grad=True),
+    )
     for operand in (a, a.detach().requires_grad_()):
         result = gemm(operand, b, "fprop", out_dtype=torch.float32, bias=bias)
         assert not result.requires_grad

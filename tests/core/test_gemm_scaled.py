@@ -1,7 +1,7 @@
 """Products on hardware that multiplies FP8, with torch's CPU library in its place.
 
-They are compared with float64 on the dequantized operands. The library on a GPU takes less than the one on a CPU does:
-``Strict`` stands in for it, and insists on what it insists on.
+They are compared with float64 on the dequantized operands. The library on a GPU takes less than the
+one on a CPU does: ``Strict`` stands in for it, and insists on what it insists on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,19 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from scaled_gemm import E4M3, E5M2, KINDS, PRODUCTS, SHAPES, SIZES, Recorded, Strict, check, coded, matrix
+from scaled_gemm import (
+    E4M3,
+    E5M2,
+    KINDS,
+    PRODUCTS,
+    SHAPES,
+    SIZES,
+    Recorded,
+    Strict,
+    check,
+    coded,
+    matrix,
+)
 
 import ottava
 from ottava import Layout
@@ -34,7 +46,9 @@ def test_against_float64(library: Recorded, kind: Any, layout: Any) -> None:
             a, b = coded(shapes[0], E4M3, 2.3e-3, 0), coded(shapes[1], E4M3, 0.7e-3, 1)
             columns = PRODUCTS[kind](matrix(a), matrix(b)).shape[1]
             biases = [None, torch.randn(columns), torch.randn(columns, dtype=torch.bfloat16)]
-            for bias, dtype in itertools.product(biases, (torch.float32, torch.bfloat16, torch.float16)):
+            for bias, dtype in itertools.product(
+                biases, (torch.float32, torch.bfloat16, torch.float16)
+            ):
                 check(gemm(a, b, kind, out_dtype=dtype, bias=bias), a, b, kind, dtype, bias)
             assert library.count == (9 if all(sizes) else 0), sizes
 
@@ -42,20 +56,28 @@ def test_against_float64(library: Recorded, kind: Any, layout: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_gpu_is_given(strict: Strict, kind: Any) -> None:
     for number, sizes in enumerate(SIZES):
-        # Every pair of formats with sizes that fit and with sizes that do not, one with each of the others.
+        # Every pair of formats with sizes that fit and with sizes that do not, one with each of the
+        # others.
         for formats in FORMATS if sizes in SIZES[:3] else FORMATS[number % 3 :][:1]:
             strict.calls.clear()
-            a, b = (coded(s, f, 0.7e-5, i) for i, (s, f) in enumerate(zip(SHAPES[kind](*sizes), formats, strict=True)))
+            a, b = (
+                coded(s, f, 0.7e-5, i)
+                for i, (s, f) in enumerate(zip(SHAPES[kind](*sizes), formats, strict=True))
+            )
             columns = PRODUCTS[kind](matrix(a), matrix(b)).shape[1]
             narrow = [torch.randn(columns).bfloat16(), torch.randn(columns + 1).bfloat16()[1:]]
             for bias, dtype in itertools.product(
                 [None, torch.randn(columns), *narrow], (torch.float32, torch.bfloat16)
             ):
-                got = gemm(a, b, kind, out_dtype=dtype, bias=bias, use_split_accumulator=kind != "fprop")
+                got = gemm(
+                    a, b, kind, out_dtype=dtype, bias=bias, use_split_accumulator=kind != "fprop"
+                )
                 check(got, a, b, kind, dtype, bias)
             assert len(strict.calls) == (8 if all(sizes) else 0), sizes
             assert all(call["fast"] == (kind == "fprop") for call in strict.calls)
-            assert sum(call["bias"] is not None for call in strict.calls) == (2 if all(sizes) else 0), sizes
+            assert sum(call["bias"] is not None for call in strict.calls) == (
+                2 if all(sizes) else 0
+            ), sizes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,9 +88,15 @@ def test_nothing_is_copied_that_fits(strict: Strict, kind: Any) -> None:
     got = gemm(a, b, kind, bias=bias)
     (call,) = strict.calls
     own = [{t.data_ptr() for t in x.inner_list() if t is not None} for x in (a, b)]
-    copied = [matrix.data_ptr() not in held for matrix, held in zip((call["a"], call["b"]), own, strict=True)]
+    copied = [
+        matrix.data_ptr() not in held
+        for matrix, held in zip((call["a"], call["b"]), own, strict=True)
+    ]
     # One buffer for both usages, and a library that takes one layout only: transposed here.
-    by_columns = [strict.capability >= 120 and kind == "wgrad", strict.capability >= 120 and kind != "fprop"]
+    by_columns = [
+        strict.capability >= 120 and kind == "wgrad",
+        strict.capability >= 120 and kind != "fprop",
+    ]
     assert copied == by_columns
     assert call["scales"][0].data_ptr() == a._scale_inv.data_ptr()
     assert call["bias"].data_ptr() == bias.data_ptr()
@@ -118,7 +146,9 @@ def test_strides_addresses_and_leading_dimensions(strict: Strict) -> None:
     weight = coded((32, 64), E4M3, 1e-3, 1)
 
     def around(codes: torch.Tensor) -> Float8TensorStorage:
-        return Float8TensorStorage(data=codes, fp8_scale_inv=whole._scale_inv, fp8_dtype=E4M3, dtype=torch.bfloat16)
+        return Float8TensorStorage(
+            data=codes, fp8_scale_inv=whole._scale_inv, fp8_dtype=E4M3, dtype=torch.bfloat16
+        )
 
     data = whole._data
     assert data is not None
@@ -139,12 +169,24 @@ def test_strides_addresses_and_leading_dimensions(strict: Strict) -> None:
         if view.dim() == 2:
             other = coded((view.shape[0], 48), E4M3, 1.0, 2)
             for one, two in ((a, other), (other, a)):
-                check(gemm(one, two, "wgrad", out_dtype=torch.float32), one, two, "wgrad", torch.float32)
+                check(
+                    gemm(one, two, "wgrad", out_dtype=torch.float32),
+                    one,
+                    two,
+                    "wgrad",
+                    torch.float32,
+                )
             grad = coded((16, view.shape[0]), E4M3, 1.0, 3)
             check(gemm(grad, a, "dgrad", out_dtype=torch.float32), grad, a, "dgrad", torch.float32)
     leading = coded((2, 3, 64), E4M3, 1.0, 5)
     other = coded((6, 16), E4M3, 1.0, 6)
-    check(gemm(other, leading, "wgrad", out_dtype=torch.float32), other, leading, "wgrad", torch.float32)
+    check(
+        gemm(other, leading, "wgrad", out_dtype=torch.float32),
+        other,
+        leading,
+        "wgrad",
+        torch.float32,
+    )
     assert len(strict.calls) > 20
 
 
@@ -156,9 +198,27 @@ def test_transposed_codes_alone_serve_both_usages(strict: Strict) -> None:
             assert whole._data is None
             rows = matrix(whole).shape[0]
             grad, weight = coded((rows, 16), E4M3, 1.0, 1), coded((16, shape[-1]), E4M3, 1.0, 2)
-            check(gemm(grad, whole, "wgrad", out_dtype=torch.float32), grad, whole, "wgrad", torch.float32)
-            check(gemm(whole, weight, "fprop", out_dtype=torch.float32), whole, weight, "fprop", torch.float32)
-            check(gemm(weight, whole, "fprop", out_dtype=torch.float32), weight, whole, "fprop", torch.float32)
+            check(
+                gemm(grad, whole, "wgrad", out_dtype=torch.float32),
+                grad,
+                whole,
+                "wgrad",
+                torch.float32,
+            )
+            check(
+                gemm(whole, weight, "fprop", out_dtype=torch.float32),
+                whole,
+                weight,
+                "fprop",
+                torch.float32,
+            )
+            check(
+                gemm(weight, whole, "fprop", out_dtype=torch.float32),
+                weight,
+                whole,
+                "fprop",
+                torch.float32,
+            )
     assert len(strict.calls) == 9
 
 
@@ -167,7 +227,9 @@ def test_a_stale_transpose_is_not_read(strict: Strict) -> None:
     gemm(grad, weight, "dgrad")
     assert weight._data is not None
     weight._data.copy_(coded((32, 48), E4M3, 1.0, 2)._data)
-    check(gemm(grad, weight, "dgrad", out_dtype=torch.float32), grad, weight, "dgrad", torch.float32)
+    check(
+        gemm(grad, weight, "dgrad", out_dtype=torch.float32), grad, weight, "dgrad", torch.float32
+    )
 
 
 @pytest.mark.parametrize("kind", ["fprop", "dgrad"])
@@ -178,9 +240,12 @@ def test_what_is_made_of_a_weight_is_made_once(strict: Strict, kind: Any) -> Non
         gemm(a, weight, kind)
     first, second = (call["b"] for call in strict.calls)
     assert first.data_ptr() == second.data_ptr()
-    # A write makes it anew: counted by the storage, or to the buffer itself, through an alias, or in another's place.
+    # A write makes it anew: counted by the storage, or to the buffer itself, through an alias, or
+    # in another's place.
     other = coded(b_shape, E4M3, 1.0, 2)
-    alias = Float8TensorStorage(data=other._data, fp8_scale_inv=weight._scale_inv, fp8_dtype=E4M3, dtype=torch.bfloat16)
+    alias = Float8TensorStorage(
+        data=other._data, fp8_scale_inv=weight._scale_inv, fp8_dtype=E4M3, dtype=torch.bfloat16
+    )
     alias._writes = weight._writes
     writes = [
         lambda: setattr(weight, "_data", other._data),
@@ -232,7 +297,10 @@ ROW_SIZES = [(64, 48, 32), (17, 33, 65), (1, 16, 32), (5, 1, 16), (4, 3, 0), (0,
 def test_one_scale_for_each_row(strict: Strict, rows_of_both: bool) -> None:
     for number, (m, n, k) in enumerate(ROW_SIZES):
         for formats in FORMATS if number < 2 else FORMATS[number % 3 :][:1]:
-            plain = [coded(s, f, 1.5, i) for i, (s, f) in enumerate(zip(((m, k), (n, k)), formats, strict=True))]
+            plain = [
+                coded(s, f, 1.5, i)
+                for i, (s, f) in enumerate(zip(((m, k), (n, k)), formats, strict=True))
+            ]
             a, b = (
                 LineScaled(data=x._data.view(f), scales=1e-4 + torch.rand(x._data.shape[0]) * 1e-3)  # type: ignore[union-attr]
                 for x, f in zip(plain, formats, strict=True)
@@ -246,15 +314,32 @@ def test_one_scale_for_each_row(strict: Strict, rows_of_both: bool) -> None:
                     got = gemm(a, second, "fprop", out_dtype=dtype, bias=bias)
                     check(got, a, second, "fprop", dtype, bias)
             assert len(strict.calls) == (9 if m * n * k else 0)
-            by_line = [call for call in strict.calls if call["scales"][0].numel() * call["scales"][1].numel() > 1]
-            native = strict.capability >= 90 and formats[1] == E4M3 and (m > 1 or (rows_of_both and n > 1))
+            by_line = [
+                call
+                for call in strict.calls
+                if call["scales"][0].numel() * call["scales"][1].numel() > 1
+            ]
+            native = (
+                strict.capability >= 90
+                and formats[1] == E4M3
+                and (m > 1 or (rows_of_both and n > 1))
+            )
             assert len(by_line) == (2 if native and m * n * k else 0), (m, n, k)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11's function for the CPU takes one scale for a tensor")
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11's function for the CPU takes one scale for a tensor",
+)
 def test_one_scale_for_each_row_in_torchs_own_function(library: Recorded) -> None:
     a, b = coded((48, 64), E4M3, 1.0, 0), coded((40, 64), E4M3, 1.0, 1)
-    rows = [LineScaled(data=x._data.view(E4M3), scales=torch.rand(x._data.shape[0])) for x in (a, b)]  # type: ignore[union-attr]
+    rows = [
+        LineScaled(
+            data=x._data.view(E4M3),  # type: ignore[union-attr]
+            scales=torch.rand(x._data.shape[0]),  # type: ignore[union-attr]
+        )
+        for x in (a, b)
+    ]
     with scaled_products():
         for dtype in (torch.float32, torch.bfloat16):
             check(gemm(*rows, "fprop", out_dtype=dtype), *rows, "fprop", dtype)
@@ -268,16 +353,22 @@ def test_bare_codes(strict: Strict) -> None:
     check(got, a, b, "fprop", torch.float32)
 
 
-def test_a_dense_operand_and_a_subclass_of_its_own_are_decoded(library: Recorded, quantizer: Any) -> None:
+def test_a_dense_operand_and_a_subclass_of_its_own_are_decoded(
+    library: Recorded, quantizer: Any
+) -> None:
     class Doubled(Float8TensorStorage):
         def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> Any:
             values, scale = super().gemm_operand(columnwise=columnwise, dtype=dtype)
             return values * 2, scale
 
     a, b = coded((16, 32), E4M3, 1.0, 0), coded((48, 32), E4M3, 1.0, 1)
-    doubled = Doubled(data=a._data, fp8_scale_inv=a._scale_inv, fp8_dtype=E4M3, dtype=torch.bfloat16)
+    doubled = Doubled(
+        data=a._data, fp8_scale_inv=a._scale_inv, fp8_dtype=E4M3, dtype=torch.bfloat16
+    )
     with scaled_products():
-        check(gemm(a, b.dequantize(), "fprop", out_dtype=torch.float32), a, b, "fprop", torch.float32)
+        check(
+            gemm(a, b.dequantize(), "fprop", out_dtype=torch.float32), a, b, "fprop", torch.float32
+        )
         plain = gemm(doubled, b, "fprop", out_dtype=torch.float32)
     assert library.count == 0
     torch.testing.assert_close(plain, 2 * gemm(a, b, "fprop", out_dtype=torch.float32))

@@ -1,4 +1,5 @@
-"""Products on FP8 hardware in compiled graphs, without memory, counted, without a look at a value, and in a layer."""
+"""Products on FP8 hardware in compiled graphs, without memory, counted, without a look at a value,
+and in a layer."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ def test_compiled_products_equal_eager_ones(library: Recorded, layout: Any) -> N
             [as_tensor(coded(shape, E4M3, 1e-3, i)) for i, shape in enumerate(SHAPES[kind](*sizes))]
             for kind, sizes in cases
         ]
-        biases = [torch.randn(gemm(*pair, kind).shape[1]) for pair, (kind, _) in zip(pairs, cases, strict=True)]
+        biases = [
+            torch.randn(gemm(*pair, kind).shape[1])
+            for pair, (kind, _) in zip(pairs, cases, strict=True)
+        ]
 
         def products(pairs: Any, biases: Any) -> list[torch.Tensor]:
             given = zip(pairs, biases, cases, strict=True)
@@ -51,7 +55,9 @@ def test_compiled_products_equal_eager_ones(library: Recorded, layout: Any) -> N
         assert_same(compiled(pairs, biases), products(pairs, biases), note=cases)
 
 
-def test_a_devices_capability_is_a_constant_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_devices_capability_is_a_constant_of_compiled_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(products, "_capabilities", {0: 90})
 
     def choose(x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +109,14 @@ class NoLook(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        assert name not in ("_local_scalar_dense", "item", "equal", "nonzero", "is_nonzero", "masked_select"), name
+        assert name not in (
+            "_local_scalar_dense",
+            "item",
+            "equal",
+            "nonzero",
+            "is_nonzero",
+            "masked_select",
+        ), name
         return func(*args, **(kwargs or {}))
 
 
@@ -123,7 +136,9 @@ def test_no_value_is_looked_at(strict: Strict, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("sizes", [(32, 48, 64), (21, 19, 35)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_training_step(library: Recorded, recipe: Any, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_a_training_step(
+    library: Recorded, recipe: Any, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     """Both paths are within the stated bound of the same sums: one rounding here, two there."""
     m, n, k = sizes
     torch.manual_seed(0)
@@ -158,7 +173,9 @@ def test_what_multiplies_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None
     original = gemm_scaled._choice
     monkeypatch.setattr(gemm_scaled, "_choices", {})
     monkeypatch.setattr(gemm_scaled, "_choice", lambda *key: chosen.append(key) or original(*key))
-    a, b = (_on_grid(coded(shape, E4M3, 1.0, i), False) for i, shape in enumerate(((16, 32), (48, 32))))
+    a, b = (
+        _on_grid(coded(shape, E4M3, 1.0, i), False) for i, shape in enumerate(((16, 32), (48, 32)))
+    )
     with scaled_products():
         first = gemm_scaled.product_of(a, b)
         assert gemm_scaled.product_of(a, b) is first is gemm_scaled.product

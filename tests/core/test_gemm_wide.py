@@ -17,10 +17,13 @@ from ottava.kernels.backends import backend_module
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A device whose bfloat16 products give float32 sums, and whose backend has an epilogue for them."""
+    """A device whose bfloat16 products give float32 sums, and whose backend has an epilogue for
+    them."""
     calls: list[Any] = []
 
-    def epilogue32(sums: torch.Tensor, scale_a: Any, scale_b: Any, bias: Any, out: torch.Tensor) -> None:
+    def epilogue32(
+        sums: torch.Tensor, scale_a: Any, scale_b: Any, bias: Any, out: torch.Tensor
+    ) -> None:
         assert sums.dtype == torch.float32
         assert sums.is_contiguous()
         assert out.is_contiguous()
@@ -74,7 +77,11 @@ def test_the_library_adds_a_bias_that_it_can(wide: list[Any]) -> None:
     """One of the result's own dtype, where there is no scale to apply before."""
     a, b, bias = torch.randn(5, 6).bfloat16(), torch.randn(7, 6).bfloat16(), torch.randn(7)
     exact = a.double() @ b.double().t()
-    for dtype, given in ((torch.bfloat16, bias.bfloat16()), (torch.bfloat16, bias), (torch.float32, bias)):
+    for dtype, given in (
+        (torch.bfloat16, bias.bfloat16()),
+        (torch.bfloat16, bias),
+        (torch.float32, bias),
+    ):
         result = gemm(a, b, "fprop", out_dtype=dtype, bias=given)
         assert result.dtype == dtype
         torch.testing.assert_close(result.double(), exact + given.double(), rtol=2**-8, atol=1e-6)

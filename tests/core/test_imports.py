@@ -1,6 +1,7 @@
 """Imports go down: no circles in any package, and in core only from a room to those below it.
 
-Every import counts: those under ``TYPE_CHECKING``, inside functions, and of modules that are found by their names, too.
+Every import counts: those under ``TYPE_CHECKING``, inside functions, and of modules that are found
+by their names, too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ROOMS = (
     "checkpoint",
     "cli",
 )
-#: The one module that finds another by its name, upwards; the package itself, which has every public name, does too.
+#: The one module that finds another by its name, upwards; the package itself, which has every
+#: public name, does too.
 SLOTS = "ottava.tensors.slots"
 UPWARDS = {"ottava", SLOTS}
 COMPILED = ("_cpu", "_cuda")
@@ -53,7 +55,11 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
-            above = name.split(".")[: -node.level + (path.name == "__init__.py") or None] if node.level else []
+            above = (
+                name.split(".")[: -node.level + (path.name == "__init__.py") or None]
+                if node.level
+                else []
+            )
             origin = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 inner = f"{origin}.{alias.name}"
@@ -66,7 +72,8 @@ def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def found_by_name(call: ast.Call, known: Iterable[str]) -> list[str]:
-    """The modules that a call may import, by a name that the file spells out, or of which it has the beginning."""
+    """The modules that a call may import, by a name that the file spells out, or of which it has
+    the beginning."""
     if ast.unparse(call.func).rpartition(".")[2] not in FINDERS or not call.args:
         return []
     given = call.args[0]
@@ -131,10 +138,13 @@ PLANTED = {
     "relative": "from .one import value\n",
     "of a module": "from planted import one\n",
     "plain": "import planted.one\n",
-    "under TYPE_CHECKING": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from planted.one import value\n",
+    "under TYPE_CHECKING": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from "
+    "planted.one import value\n",
     "inside a function": "def ask():\n    from planted.one import value\n    return value\n",
-    "by its name": "import importlib\ndef ask():\n    return importlib.import_module('planted.one').value\n",
-    "by its reference": "from pkgutil import resolve_name\ndef ask():\n    return resolve_name('planted.one:value')\n",
+    "by its name": "import importlib\ndef ask():\n    return "
+    "importlib.import_module('planted.one').value\n",
+    "by its reference": "from pkgutil import resolve_name\ndef ask():\n    return "
+    "resolve_name('planted.one:value')\n",
     "by the beginning of its name": "from importlib import import_module\n"
     "def ask(name):\n    return import_module(f'planted.{name}').value\n",
     "through the package": "def ask():\n    from planted import value\n    return value\n",
@@ -155,26 +165,43 @@ def test_a_planted_circle_is_found(planted: str, tmp_path: Path) -> None:
 
 
 def room(module: str) -> int:
-    return next(number for number, names in enumerate(ROOMS) if module.split(".")[1] in names.split())
+    return next(
+        number for number, names in enumerate(ROOMS) if module.split(".")[1] in names.split()
+    )
 
 
 def test_rooms_of_core_import_what_is_below_them() -> None:
-    edges = {(name, other) for name, others in graph(CORE).items() for other in others if "ottava" not in (name, other)}
+    edges = {
+        (name, other)
+        for name, others in graph(CORE).items()
+        for other in others
+        if "ottava" not in (name, other)
+    }
     assert [edge for edge in edges if room(edge[1]) > room(edge[0])] == []
     # The package itself, which names everything, is for the commands.
-    assert {name.split(".")[1] for name, others in graph(CORE).items() if "ottava" in others} <= {"cli"}
+    assert {name.split(".")[1] for name, others in graph(CORE).items() if "ottava" in others} <= {
+        "cli"
+    }
 
 
 def test_one_module_finds_another_upwards_by_its_name() -> None:
-    """Elsewhere a name that is imported at run time is one of the module's own room, or of another package."""
+    """Elsewhere a name that is imported at run time is one of the module's own room, or of another
+    package."""
     known = modules(CORE)
-    calls = [(name, node) for name, path in known.items() for node in ast.walk(ast.parse(path.read_text()))]
-    found = {name for name, node in calls if isinstance(node, ast.Call) and found_by_name(node, known)}
+    calls = [
+        (name, node)
+        for name, path in known.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+    ]
+    found = {
+        name for name, node in calls if isinstance(node, ast.Call) and found_by_name(node, known)
+    }
     assert found == UPWARDS
 
 
 def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
-    """In a process that has not imported ``ottava.distributed``, as a recipe of its own would have."""
+    """In a process that has not imported ``ottava.distributed``, as a recipe of its own would
+    have."""
     sources = [path.read_text(encoding="utf-8") for path in sorted(CORE.rglob("*.py"))]
     asked = {name for text in sources for name in re.findall(r'above\("(\w+)"\)', text)}
     assert asked == {"fsdp2", "hooks", "rules"}
@@ -189,8 +216,12 @@ def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
 
 
 #: Sources that look at their callers, with the reason.
-LOOKS = {"torch_private.py": "torch.distributed.pipelining tells a model neither its stage nor the microbatch"}
-#: What asks who calls: the code, or the frames, of callers. (The ``stacklevel`` of warnings asks nothing.)
+LOOKS = {
+    "torch_private.py": "torch.distributed.pipelining tells a model neither its stage nor the "
+    "microbatch"
+}
+#: What asks who calls: the code, or the frames, of callers. (The ``stacklevel`` of warnings asks
+#: nothing.)
 CALLERS = re.compile(
     r"\b(_getframe\w*|_current_frames|currentframe|f_back|tb_frame|getouterframes|getinnerframes|extract_stack|walk_stack)"
     r"\b|\binspect\.(stack|trace)\b|\bfrom inspect import\b[^\n]*\bstack\b"
@@ -212,13 +243,24 @@ CALLERS = re.compile(
 )
 def test_a_planted_look_at_the_caller_is_found(planted: str) -> None:
     assert CALLERS.search(planted)
-    assert not CALLERS.search("warnings.warn('x', stacklevel=2); torch.stack(pair); regions.stack; inspect.isclass(c)")
+    assert not CALLERS.search(
+        "warnings.warn('x', stacklevel=2); torch.stack(pair); regions.stack; inspect.isclass(c)"
+    )
 
 
 def test_nothing_is_decided_by_who_calls() -> None:
     """No source looks at its callers; one that had to would be named here, with the reason."""
-    sources = [path for package in SOURCES for path in package.rglob("*") if path.suffix in (".py", ".pyi", ".tmpl")]
+    sources = [
+        path
+        for package in SOURCES
+        for path in package.rglob("*")
+        if path.suffix in (".py", ".pyi", ".tmpl")
+    ]
     others = [path for path in sources if path.name not in LOOKS]
-    found = [f"{path}: {match[0]}" for path in others for match in CALLERS.finditer(path.read_text(encoding="utf-8"))]
+    found = [
+        f"{path}: {match[0]}"
+        for path in others
+        for match in CALLERS.finditer(path.read_text(encoding="utf-8"))
+    ]
     assert found == []
     assert len(sources) > 150

@@ -30,14 +30,29 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"element": wrong}, DTypeError, "float8_e4m3fn.*float8_e5m2.*int8")
         for wrong in (torch.float16, E8M0, torch.uint8)
     ],
-    *[({"element": wrong}, DTypeError, "format of elements") for wrong in (None, "float8_e4m3fn", 0, [])],
+    *[
+        ({"element": wrong}, DTypeError, "format of elements")
+        for wrong in (None, "float8_e4m3fn", 0, [])
+    ],
     *[
         ({"scale": wrong}, DTypeError, "scale.*float32.*e8m0fnu")
         for wrong in (torch.float16, torch.uint8, None, [], "")
     ],
     *[
         ({"block": wrong}, OptionError, "block.*rows, columns")
-        for wrong in (None, 32, [1, 32], (32,), (1, 2, 3), (0, 32), (1, -1), (1, 1.0), (True, 32), ("1", 32), ())
+        for wrong in (
+            None,
+            32,
+            [1, 32],
+            (32,),
+            (1, 2, 3),
+            (0, 32),
+            (1, -1),
+            (1, 1.0),
+            (True, 32),
+            ("1", 32),
+            (),
+        )
     ],
     *[
         ({"shared": wrong}, OptionError, "shared.*rows, columns")
@@ -49,16 +64,36 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ],
     ({"block": (1, None), "shared": (32, 32)}, OptionError, "share a scale.*squares"),
     ({"block": (3, 32), "shared": (32, 32)}, OptionError, "share a scale.*squares"),
-    *[({"rounding": wrong}, OptionError, "rounding.*nearest, floor") for wrong in ("up", "UP", "", None, 0, ["floor"])],
-    *[({"scale": E8M0, "rounding": wrong}, OptionError, "rounding.*up, floor") for wrong in ("nearest", "down", True)],
-    *[({"columnwise": wrong}, OptionError, "columnwise.*own, transposed, same") for wrong in ("", "rows", None, 1)],
+    *[
+        ({"rounding": wrong}, OptionError, "rounding.*nearest, floor")
+        for wrong in ("up", "UP", "", None, 0, ["floor"])
+    ],
+    *[
+        ({"scale": E8M0, "rounding": wrong}, OptionError, "rounding.*up, floor")
+        for wrong in ("nearest", "down", True)
+    ],
+    *[
+        ({"columnwise": wrong}, OptionError, "columnwise.*own, transposed, same")
+        for wrong in ("", "rows", None, 1)
+    ],
     *[
         ({"finite_as": wrong}, OptionError, "finite_as.*float32, input")
         for wrong in ("", "float16", None, torch.float32)
     ],
     *[
         ({"epsilon": wrong}, OptionError, "epsilon.*>= 0")
-        for wrong in (-1.0, -1, math.nan, math.inf, 1e39, 10**400, True, "0", None, torch.tensor(0.0))
+        for wrong in (
+            -1.0,
+            -1,
+            math.nan,
+            math.inf,
+            1e39,
+            10**400,
+            True,
+            "0",
+            None,
+            torch.tensor(0.0),
+        )
     ],
     *[
         ({"block": wrong, "columnwise": "same"}, OptionError, "same.*squares")
@@ -66,9 +101,17 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ],
     ({"block": (1, 32), "columnwise": "same", "shared": (32, 32)}, OptionError, "same.*squares"),
     *[
-        ({"scale": E8M0, "rounding": rounding, **wrong}, OptionError, "E8M0.*epsilon.*finite_as.*scale=torch.float32")
+        (
+            {"scale": E8M0, "rounding": rounding, **wrong},
+            OptionError,
+            "E8M0.*epsilon.*finite_as.*scale=torch.float32",
+        )
         for rounding in ("up", "floor")
-        for wrong in ({"epsilon": 1e-30}, {"finite_as": "input"}, {"epsilon": 1, "finite_as": "input"})
+        for wrong in (
+            {"epsilon": 1e-30},
+            {"finite_as": "input"},
+            {"epsilon": 1, "finite_as": "input"},
+        )
     ],
 ]
 
@@ -89,10 +132,15 @@ TEXT = "float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"
 def test_the_text() -> None:
     assert MX.text == TEXT
     assert Layout.of(TEXT) == MX
-    assert Layout(INT8, (None, 8), epsilon=1, shared=None).text == "int8/allx8/float32/nearest/1.0/own/None/float32"
+    assert (
+        Layout(INT8, (None, 8), epsilon=1, shared=None).text
+        == "int8/allx8/float32/nearest/1.0/own/None/float32"
+    )
     square = Layout(E5M2, (1, 32), E8M0, "floor", shared=(32, 32))
     assert square.text == "float8_e5m2/1x32/float8_e8m0fnu/floor/0.0/own/32x32/float32"
-    blockwise = Layout(E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input")
+    blockwise = Layout(
+        E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"
+    )
     assert blockwise.text == "float8_e4m3fn/128x128/float32/floor/0.0/transposed/None/input"
 
 
@@ -173,7 +221,12 @@ def known_anew(text: str) -> Layout:
 
 @given(layouts())
 def test_text_and_back(made: Layout) -> None:
-    for again in (Layout.of(made.text), known_anew(made.text), dataclasses.replace(made), copy.deepcopy(made)):
+    for again in (
+        Layout.of(made.text),
+        known_anew(made.text),
+        dataclasses.replace(made),
+        copy.deepcopy(made),
+    ):
         assert again == made
         assert again.text == made.text
         assert hash(again) == hash(made)
@@ -276,12 +329,21 @@ NAMED = {
 @pytest.mark.parametrize(("name", "shape"), SHAPES, ids=str)
 def test_shapes_of_data_and_scales(name: str, shape: tuple[int, ...]) -> None:
     layout = NAMED[name]
-    found = [f(shape, columnwise) for columnwise in (False, True) for f in (layout.data_shape, layout.scale_shape)]
+    found = [
+        f(shape, columnwise)
+        for columnwise in (False, True)
+        for f in (layout.data_shape, layout.scale_shape)
+    ]
     assert tuple(found) == SHAPES[name, shape]
     for columnwise, (data, scales) in enumerate((found[:2], found[2:])):
         # What is stored is a grid over a matrix of its own.
-        matrix, block = layout.stored_matrix(data, bool(columnwise)), layout.stored_block(bool(columnwise))
-        assert scales == tuple(1 if b is None else -(-size // b) for size, b in zip(matrix, block, strict=True))
+        matrix, block = (
+            layout.stored_matrix(data, bool(columnwise)),
+            layout.stored_block(bool(columnwise)),
+        )
+        assert scales == tuple(
+            1 if b is None else -(-size // b) for size, b in zip(matrix, block, strict=True)
+        )
         assert math.prod(matrix) == math.prod(shape)
 
 
@@ -289,15 +351,28 @@ def test_what_follows() -> None:
     squares = {name for name, layout in NAMED.items() if layout.square}
     assert squares == {"squares", "tensor", "128 x 128"}
     assert {name for name, layout in NAMED.items() if layout.transposed} == {"1 x 128", "128 x 128"}
-    assert {name for name, layout in NAMED.items() if layout.stored_scale == torch.uint8} == {"MX", "squares"}
+    assert {name for name, layout in NAMED.items() if layout.stored_scale == torch.uint8} == {
+        "MX",
+        "squares",
+    }
     assert {layout.stored_scale for layout in NAMED.values()} == {torch.uint8, torch.float32}
     shared, wide = NAMED["squares"], NAMED["8 x 64"]
     assert [shared.block_of(columnwise) for columnwise in (False, True)] == [(1, 32), (32, 1)]
-    assert [shared.block_of(columnwise, shared=True) for columnwise in (False, True)] == [(32, 32)] * 2
-    assert [wide.block_of(columnwise, shared=True) for columnwise in (False, True)] == [(8, 64), (64, 8)]
+    assert [shared.block_of(columnwise, shared=True) for columnwise in (False, True)] == [
+        (32, 32)
+    ] * 2
+    assert [wide.block_of(columnwise, shared=True) for columnwise in (False, True)] == [
+        (8, 64),
+        (64, 8),
+    ]
     assert shared.grid((33, 65), True) == (2, 65)
     assert shared.grid((33, 65), True, shared=True) == (2, 3)
-    assert [as_matrix_shape(shape) for shape in ((), (5,), (2, 3, 4), (2, 0, 4))] == [(1, 1), (1, 5), (6, 4), (0, 4)]
+    assert [as_matrix_shape(shape) for shape in ((), (5,), (2, 3, 4), (2, 0, 4))] == [
+        (1, 1),
+        (1, 5),
+        (6, 4),
+        (0, 4),
+    ]
 
 
 def test_it_is_public_and_its_fields_are_seen() -> None:

@@ -14,7 +14,8 @@ from ottava import _cpu
 
 def test_the_compiled_module_needs_neither_torch_nor_cuda() -> None:
     binary = Path(_cpu.__file__).read_bytes()
-    # The names of needed libraries stand in the file as they are; libgomp is torch's own OpenMP by name.
+    # The names of needed libraries stand in the file as they are; libgomp is torch's own OpenMP by
+    # name.
     assert b"libstdc++" in binary or b"libc++" in binary
     for name in (b"libtorch", b"libc10", b"libcuda", b"libcudart"):
         assert name not in binary, name
@@ -28,24 +29,44 @@ def test_the_package_shows_public_names_only() -> None:
 
 
 def test_importing_what_users_need_does_not_import_the_compiler() -> None:
-    code = "import ottava, sys; ottava.convert, ottava.autocast; print('torch._dynamo' in sys.modules)"
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import ottava, sys; ottava.convert, ottava.autocast; print('torch._dynamo' in sys.modules)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "False"
 
 
 def test_the_types_of_public_names_are_told(tmp_path: Path) -> None:
-    """By a stub, to who checks the types of a program: all that are public, each as what it is, and no others."""
+    """By a stub, to who checks the types of a program: all that are public, each as what it is, and
+    no others."""
     stub = Path(ottava.__file__).with_suffix(".pyi")
     names = {alias.asname for node in ast.parse(stub.read_text()).body[:-1] for alias in node.names}  # type: ignore[attr-defined]
     assert names | {"__version__"} == set(dir(ottava))
     wrong = ["ottava.convert(3, 'current')", "ottava.absent"]
-    used = ["def width(layout: ottava.Layout) -> str: return ottava.__version__ + layout.text", *wrong]
-    lines = ["import ottava", *(f"from ottava import {name} as {name}" for name in sorted(names)), *used]
+    used = [
+        "def width(layout: ottava.Layout) -> str: return ottava.__version__ + layout.text",
+        *wrong,
+    ]
+    lines = [
+        "import ottava",
+        *(f"from ottava import {name} as {name}" for name in sorted(names)),
+        *used,
+    ]
     (tmp_path / "program.py").write_text("\n".join(lines))
     environment = dict(os.environ)
     if "site-packages" not in stub.parts:
         environment["MYPYPATH"] = str(stub.parents[1])
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "program.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "program.py",
+    ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     told = [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line]
     assert (stub.parent / "py.typed").exists()

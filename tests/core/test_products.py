@@ -65,13 +65,17 @@ def test_torch_is_asked_and_a_variable_overrules_it(monkeypatch: pytest.MonkeyPa
         products.multiplies_bfloat16()
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 is of x86 processors")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 is of x86 processors"
+)
 def test_a_processor_without_avx512_is_seen() -> None:
     """torch and oneDNN held to AVX2, in a process of its own: there torch has no fast product."""
     code = "from ottava.kernels.products import multiplies_bfloat16; print(multiplies_bfloat16())"
     held = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": ""}
     held |= {"PYTHONPATH": ":".join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", code], env=held, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=held, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "False"
 
 
@@ -94,7 +98,9 @@ def test_a_product_in_float32_is_the_references(
 ) -> None:
     dtypes: list[torch.dtype] = []
     mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *operands: dtypes.extend(x.dtype for x in operands) or mm(*operands))
+    monkeypatch.setattr(
+        torch, "mm", lambda *operands: dtypes.extend(x.dtype for x in operands) or mm(*operands)
+    )
     a, b = (quantizer.quantize(torch.randn(shape).bfloat16()) for shape in GEMMS[kind])
     columns = gemm(a, b, kind).shape[1]
     for bias in (None, torch.randn(columns), torch.randn(columns).bfloat16()):
@@ -113,13 +119,16 @@ def test_a_product_in_float32_is_the_references(
 def test_scales_and_bias_are_in_float32_and_the_result_is_rounded_once(
     wide: None, backend: str, dtype: torch.dtype, operands: torch.dtype
 ) -> None:
-    """Of small integers, whose sums are exact: what is left are the operations that are written here."""
+    """Of small integers, whose sums are exact: what is left are the operations that are written
+    here."""
     a, b = torch.randint(-8, 9, (33, 20)), torch.randint(-8, 9, (20, 17))
     sums = (a @ b).to(torch.float32)
     one, other = torch.rand(()) + 0.5, torch.rand(()) * 7
     for bias in (None, torch.randn(17), torch.randn(17).bfloat16()):
         for scales in ((None, None), (one, None), (None, other), (one, other)):
-            factor = (1.0 if scales[0] is None else scales[0]) * (1.0 if scales[1] is None else scales[1])
+            factor = (1.0 if scales[0] is None else scales[0]) * (
+                1.0 if scales[1] is None else scales[1]
+            )
             expected = sums * factor + (0.0 if bias is None else bias.to(torch.float32))
             with use_backend(backend):
                 made = scaled_mm(a.to(operands), b.to(operands), *scales, bias, dtype)
@@ -128,18 +137,28 @@ def test_scales_and_bias_are_in_float32_and_the_result_is_rounded_once(
 
 @pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
 def test_a_wider_result_has_the_sums_of_float32(products: torch.dtype) -> None:
-    """Whatever the machine multiplies fast: sums in the operands' dtype would round, or overflow."""
+    """Whatever the machine multiplies fast: sums in the operands' dtype would round, or
+    overflow."""
     with cpu_products(products):
-        a, b = torch.randint(-99, 99, (5, 64)).bfloat16(), torch.randint(-99, 99, (64, 3)).bfloat16()
+        a, b = (
+            torch.randint(-99, 99, (5, 64)).bfloat16(),
+            torch.randint(-99, 99, (64, 3)).bfloat16(),
+        )
         assert torch.equal(scaled_mm(a, b, None, None, None, torch.float32), a.float() @ b.float())
         large = torch.full((2, 64), 100.0).half()
-        assert scaled_mm(large, large.t(), None, None, None, torch.float32).unique().item() == 640_000.0
+        assert (
+            scaled_mm(large, large.t(), None, None, None, torch.float32).unique().item()
+            == 640_000.0
+        )
         scale = torch.tensor(2.0**-10)
-        assert scaled_mm(large, large.t(), scale, None, None, torch.float16).unique().item() == 625.0
+        assert (
+            scaled_mm(large, large.t(), scale, None, None, torch.float16).unique().item() == 625.0
+        )
 
 
 def test_the_result_is_rounded_once(wide: None) -> None:
-    """257 lies between bfloat16's 256 and 258: rounded before the scale of 3, the result is 768; once, 772."""
+    """257 lies between bfloat16's 256 and 258: rounded before the scale of 3, the result is 768;
+    once, 772."""
     a = torch.tensor([[256.0, 1.0]]).bfloat16()
     b, three, one = torch.ones(1, 2).bfloat16(), torch.tensor(3.0), torch.tensor(1.0)
     assert scaled_mm(a, b.t(), three, one, None, torch.bfloat16).item() == 772.0
@@ -154,12 +173,15 @@ def test_a_bias_is_read_by_its_strides(dtype: torch.dtype) -> None:
     a, b, three = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16(), torch.tensor(3.0)
     for bias in (torch.randn(5, 2)[:, 0], torch.randn(1).expand(5)):
         with cpu_products(dtype):
-            made = [scaled_mm(a, b, three, None, b_, torch.bfloat16) for b_ in (bias, bias.contiguous())]
+            made = [
+                scaled_mm(a, b, three, None, b_, torch.bfloat16) for b_ in (bias, bias.contiguous())
+            ]
         assert torch.equal(*made)
 
 
 def test_scales_and_bias_of_fast_products_are_in_float32() -> None:
-    """The factors' product first, and one rounding; with a float32 bias torch's product is rounded before."""
+    """The factors' product first, and one rounding; with a float32 bias torch's product is rounded
+    before."""
     torch.manual_seed(0)
     # Sums that any order gives.
     a, b = (torch.randint(-99, 100, shape).bfloat16() for shape in ((9, 16), (16, 5)))
@@ -209,7 +231,9 @@ def test_bytes_of_quantized_operands_do_not_depend_on_the_product(recipe: Any) -
 # -- layers in high precision --
 
 
-def layers(bias: bool = True, features: tuple[int, int] = (24, 7)) -> tuple[ottava.nn.Linear, torch.nn.Linear]:
+def layers(
+    bias: bool = True, features: tuple[int, int] = (24, 7)
+) -> tuple[ottava.nn.Linear, torch.nn.Linear]:
     """One of ours in bfloat16, and torch's of the same values in float32."""
     torch.manual_seed(0)
     ours = ottava.nn.Linear(*features, bias=bias).bfloat16()
@@ -242,9 +266,14 @@ def test_a_layer_is_float32s_rounded_once(wide: None, shape: tuple[int, ...], bi
 def test_bfloat16_is_what_is_saved(wide: None) -> None:
     ours, _ = layers()
     kept: list[torch.dtype] = []
-    for x in (torch.randn(5, 24).bfloat16().requires_grad_(), torch.nn.Parameter(torch.randn(5, 24).bfloat16())):
+    for x in (
+        torch.randn(5, 24).bfloat16().requires_grad_(),
+        torch.nn.Parameter(torch.randn(5, 24).bfloat16()),
+    ):
         kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.dtype) or t, lambda t: t
+        ):
             ours(x)
         assert kept == [torch.bfloat16, torch.bfloat16]
 
@@ -252,14 +281,22 @@ def test_bfloat16_is_what_is_saved(wide: None) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
 def test_bfloat16_is_what_a_compiled_layer_saves(wide: None, backend: str) -> None:
     torch.compiler.reset()
-    net = torch.nn.Sequential(ottava.nn.Linear(64, 64), torch.nn.GELU(), ottava.nn.Linear(64, 32)).bfloat16()
-    run, x = torch.compile(net, backend=backend, fullgraph=True), torch.randn(16, 64).bfloat16().requires_grad_()
+    net = torch.nn.Sequential(
+        ottava.nn.Linear(64, 64), torch.nn.GELU(), ottava.nn.Linear(64, 32)
+    ).bfloat16()
+    run, x = (
+        torch.compile(net, backend=backend, fullgraph=True),
+        torch.randn(16, 64).bfloat16().requires_grad_(),
+    )
     kept: list[torch.dtype] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
         y = run(x)
     assert len(kept) >= 4
     assert set(kept) == {torch.bfloat16}
-    made, expected = (torch.autograd.grad(out.float().square().sum(), [x, *net.parameters()]) for out in (y, net(x)))
+    made, expected = (
+        torch.autograd.grad(out.float().square().sum(), [x, *net.parameters()])
+        for out in (y, net(x))
+    )
     for one, other in zip(made, expected, strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=2e-2, atol=2e-2)
 
@@ -270,7 +307,11 @@ def test_dual_numbers_see_a_layer_as_torchs(wide: None) -> None:
     made = []
     for layer in (ours, theirs):
         with torch.autograd.forward_ad.dual_level():
-            y = layer(torch.autograd.forward_ad.make_dual(x.to(layer.weight.dtype), tangent.to(layer.weight.dtype)))
+            y = layer(
+                torch.autograd.forward_ad.make_dual(
+                    x.to(layer.weight.dtype), tangent.to(layer.weight.dtype)
+                )
+            )
             made.append(torch.autograd.forward_ad.unpack_dual(y).tangent)
     assert torch.allclose(made[0].float(), made[1].float(), rtol=1e-2, atol=1e-2)
 
@@ -284,7 +325,10 @@ def test_other_dtypes_keep_theirs(wide: None) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), expected)
         plain = ottava.nn.Linear(24, 7)
-        for wrong in (torch.ones(5, 24, dtype=torch.int64), torch.ones(5, 24, dtype=torch.complex64)):
+        for wrong in (
+            torch.ones(5, 24, dtype=torch.int64),
+            torch.ones(5, 24, dtype=torch.complex64),
+        ):
             with pytest.raises((RuntimeError, TypeError)):
                 plain(wrong)
 
@@ -303,9 +347,13 @@ def test_a_few_rows_do_not_convert_the_weight(wide: None) -> None:
 def test_nested_tensors_get_what_torch_gives(wide: None) -> None:
     ours, _ = layers()
     for layout in (torch.strided, torch.jagged):
-        x = torch.nested.nested_tensor([torch.randn(2, 24), torch.randn(3, 24)], dtype=torch.bfloat16, layout=layout)
+        x = torch.nested.nested_tensor(
+            [torch.randn(2, 24), torch.randn(3, 24)], dtype=torch.bfloat16, layout=layout
+        )
         made, expected = ours(x), torch.nn.functional.linear(x, ours.weight, ours.bias)
-        assert [torch.equal(a, b) for a, b in zip(made.unbind(), expected.unbind(), strict=True)] == [True, True]
+        assert [
+            torch.equal(a, b) for a, b in zip(made.unbind(), expected.unbind(), strict=True)
+        ] == [True, True]
 
 
 def test_only_gradients_that_are_asked_for_are_computed(wide: None) -> None:
@@ -344,7 +392,9 @@ def test_transforms_see_a_layer_as_torchs(wide: None) -> None:
     _, tangent = torch.func.jvp(ours, (x,), (torch.ones_like(x),))
     with torch.no_grad():
         torch.testing.assert_close(many, theirs(x.float()).bfloat16(), rtol=2**-7, atol=1e-6)
-        torch.testing.assert_close(one, theirs.weight.sum(0).expand(5, 24).bfloat16(), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(
+            one, theirs.weight.sum(0).expand(5, 24).bfloat16(), rtol=2**-7, atol=1e-3
+        )
         expected = (theirs(x.float() + 1) - theirs(x.float())).bfloat16()
         torch.testing.assert_close(tangent, expected, rtol=0.02, atol=0.01)
 
@@ -354,7 +404,10 @@ def test_regions_without_a_recipe_get_the_same_product(wide: None, recipe: Any) 
     x = torch.randn(5, 24).bfloat16()
     expected = theirs(x.float()).bfloat16()
     ours.bind(recipe)
-    for region in (ottava.autocast(enabled=False), ottava.autocast(enabled=False, calibrating=True)):
+    for region in (
+        ottava.autocast(enabled=False),
+        ottava.autocast(enabled=False, calibrating=True),
+    ):
         with region, Products() as seen:
             y = ours(x)
         assert set(seen.dtypes) == {torch.float32}

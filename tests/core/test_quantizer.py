@@ -70,7 +70,9 @@ def test_formats_agree_with_torch() -> None:
         assert fmt.min_normal == info.tiny
         assert fmt.min_subnormal == fmt.min_normal * 2.0**-fmt.mantissa_bits
         assert fmt.min_normal == 2.0 ** (1 - fmt.bias)
-        assert math.isnan(torch.tensor([fmt.nan_code], dtype=torch.uint8).view(fmt.torch_dtype).float().item())
+        assert math.isnan(
+            torch.tensor([fmt.nan_code], dtype=torch.uint8).view(fmt.torch_dtype).float().item()
+        )
         assert fp8_format(fmt.torch_dtype) is fmt
     assert (Format.HYBRID.forward, Format.HYBRID.backward) == (E4M3, E5M2)
     assert (Format.E5M2.forward, Format.E4M3.backward) == (E5M2, E4M3)
@@ -94,7 +96,9 @@ def test_configurations_of_lists_and_dicts_compare_by_value(quantizer: Quantizer
 
 
 def _nested(layout: torch.layout) -> torch.Tensor:
-    made: torch.Tensor = torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)], layout=layout)
+    made: torch.Tensor = torch.nested.nested_tensor(
+        [torch.ones(2, 32), torch.ones(3, 32)], layout=layout
+    )
     return made
 
 
@@ -165,7 +169,9 @@ def test_quantize_impl_may_take_a_tensor_alone(quantizer: Any, internal: bool) -
         Wrong()(x)
 
 
-def test_a_layer_takes_a_quantizer_whose_quantize_impl_takes_a_tensor_alone(quantizer: Any, recipe: Any) -> None:
+def test_a_layer_takes_a_quantizer_whose_quantize_impl_takes_a_tensor_alone(
+    quantizer: Any, recipe: Any
+) -> None:
     x, grads = torch.randn(4, 16), []
     for wrap in (Plain, lambda made: made):
         recipe.set_quantizer_factory(lambda role, wrap=wrap: wrap(quantizer.copy()))

@@ -20,7 +20,8 @@ ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_Z1aIfEvT_' for 'sm_80'
 ptxas info    : Function properties for _Z1aIfEvT_
     8 bytes stack frame, 12 bytes spill stores, 20 bytes spill loads
-ptxas info    : Used 40 registers, used 1 barriers, 8 bytes cumulative stack size, 2080 bytes smem, 400 bytes cmem[0]
+ptxas info    : Used 40 registers, used 1 barriers, 8 bytes cumulative stack size, \
+2080 bytes smem, 400 bytes cmem[0]
 ptxas info    : Compile time = 1.0 ms
 ptxas info    : Compiling entry function 'b' for 'sm_80'
 ptxas info    : Function properties for b
@@ -38,12 +39,16 @@ def test_output_is_read() -> None:
 
 
 def test_every_source_is_listed() -> None:
-    assert {path.name for path in resources.sources()} == {path.name for path in resources.CUDA.glob("*.cu")}
+    assert {path.name for path in resources.sources()} == {
+        path.name for path in resources.CUDA.glob("*.cu")
+    }
 
 
 def listed() -> list[tuple[str, str]]:
     """File and kernel of each line of the docs' table."""
-    return re.findall(r"^\| (\w+\.cu) \| `([^`]+)` \|", resources.PAGE.read_text(encoding="utf-8"), re.M)
+    return re.findall(
+        r"^\| (\w+\.cu) \| `([^`]+)` \|", resources.PAGE.read_text(encoding="utf-8"), re.M
+    )
 
 
 def test_the_page_has_every_file() -> None:
@@ -75,8 +80,14 @@ def check_compiled(found: list[resources.Kernel], wanted: list[str]) -> None:
 def check_numbers(found: list[resources.Kernel]) -> None:
     text = resources.PAGE.read_text(encoding="utf-8")
     if f"(nvcc {resources.release()})" not in text:
-        pytest.skip("the page was written with another release of nvcc, which may use other registers")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+        pytest.skip(
+            "the page was written with another release of nvcc, which may use other registers"
+        )
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
     columns, page = rows[0], {(row[0], row[1].strip("`")): row for row in rows[2:]}
     for kernel in found:
         cell = page[kernel.file, kernel.name][columns.index(f"sm_{kernel.target}")]

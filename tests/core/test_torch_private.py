@@ -23,11 +23,17 @@ from ottava.errors import BackendError
 from ottava.kernels import direct
 from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensor
 
-pytestmark = pytest.mark.filterwarnings(r"ignore:torch .* has no torch\._C\._current_graph_task_id:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:torch .* has no torch\._C\._current_graph_task_id:RuntimeWarning"
+)
 
 PACKAGES = Path(__file__).parents[2] / "packages"
 # Looked up once; the others are functions that look each time.
-BOUND = {name: path for name, (path, _) in torch_private.PRIVATE.items() if "_ask" not in name and " " not in path}
+BOUND = {
+    name: path
+    for name, (path, _) in torch_private.PRIVATE.items()
+    if "_ask" not in name and " " not in path
+}
 for _each_time in ("aliases_of", "version_of", "local_tensor", "set_local_tensor"):
     del BOUND[_each_time]
 TP: Any = torch_private
@@ -35,7 +41,8 @@ TP: Any = torch_private
 
 @contextmanager
 def taken(path: str) -> Iterator[None]:
-    """torch without this name; None stands for it, because namespaces of operators make what they lack."""
+    """torch without this name; None stands for it, because namespaces of operators make what they
+    lack."""
     *places, name = path.split(".")
     parent: Any = torch
     for place in places:
@@ -58,14 +65,19 @@ def without(path: str) -> Any:
 
 
 def use(patch: pytest.MonkeyPatch, module: Any) -> int:
-    """Put what ``module`` has in the place of what torch has, wherever it was imported to; how often that was."""
+    """Put what ``module`` has in the place of what torch has, wherever it was imported to; how
+    often that was."""
     changed = 0
     for name in (*BOUND, "KNOWS_BACKWARD"):
         before, now = getattr(torch_private, name), getattr(module, name)
         if name == "strange_keys":
             patch.setattr(direct, "_STRANGE", now(direct._PLAIN_KEYS))
         for known, place in list(sys.modules.items()):
-            if known.startswith("ottava") and place is not torch_private and vars(place).get(name) is before:
+            if (
+                known.startswith("ottava")
+                and place is not torch_private
+                and vars(place).get(name) is before
+            ):
                 patch.setattr(place, name, now)
                 changed += now is not before
     for cls in (QuantizedTensor, hooks.HighPrecisionWeight):
@@ -74,7 +86,8 @@ def use(patch: pytest.MonkeyPatch, module: Any) -> int:
 
 
 def trained(recipe: Any) -> list[torch.Tensor]:
-    """What comes of a step of three layers: bfloat16 in autocast, one that is recomputed, and one without a bias."""
+    """What comes of a step of three layers: bfloat16 in autocast, one that is recomputed, and one
+    without a bias."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=place < 2) for place in range(3)))
     net = ottava.convert(net, recipe)
@@ -98,7 +111,13 @@ def primary(recipe: Any) -> list[torch.Tensor]:
     layer(torch.randn(4, 32)).sum().backward()
     torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.5).step()
     moved = weight.detach().to(torch.bfloat16)
-    return [weight.dequantize(), moved.dequantize(), weight.view(32, 16).clone(), weight * 2, torch.add(1, weight)]
+    return [
+        weight.dequantize(),
+        moved.dequantize(),
+        weight.view(32, 16).clone(),
+        weight * 2,
+        torch.add(1, weight),
+    ]
 
 
 def same(got: list[Any], want: list[Any]) -> bool:
@@ -108,7 +127,9 @@ def same(got: list[Any], want: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(BOUND))
-def test_a_layer_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, name: str, recipe: Any) -> None:
+def test_a_layer_gives_the_same_bytes(
+    monkeypatch: pytest.MonkeyPatch, name: str, recipe: Any
+) -> None:
     want, want_primary = trained(recipe), primary(recipe)
     fresh = without(BOUND[name])
     if name in vars(torch_private) and name not in ("strange_keys", "raw_stream"):
@@ -121,7 +142,9 @@ def test_a_layer_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, name: str
         assert changed, "nothing in ottava asks for it"
     assert same(trained(recipe), want)
     if name in ("make_wrapper_subclass", "tree_map"):
-        with pytest.raises(BackendError, match=rf"torch {torch.__version__.split('+')[0]}.*{BOUND[name]}"):
+        with pytest.raises(
+            BackendError, match=rf"torch {torch.__version__.split('+')[0]}.*{BOUND[name]}"
+        ):
             primary(recipe)
     else:
         assert same(primary(recipe), want_primary)
@@ -141,7 +164,9 @@ def test_without_a_number_no_code_is_inside_of_a_backward_pass(
     assert path not in torch_private.MISSING
     said: list[int] = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: said.extend((fresh.graph_task_id(), torch_private.graph_task_id())))
+    x.register_hook(
+        lambda grad: said.extend((fresh.graph_task_id(), torch_private.graph_task_id()))
+    )
     x.sum().backward()
     assert said[0] == fresh.graph_task_id() == -1 != said[1]
     monkeypatch.setattr(torch_private, "MISSING", fresh.MISSING)
@@ -151,10 +176,17 @@ def test_without_a_number_no_code_is_inside_of_a_backward_pass(
     assert f"no torch.{path}: recomputations" in check.detail
 
 
-def test_rows_and_columns_are_gathered_at_once_where_the_pass_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, columns = (InnerTensor(f"_{u}", u, usage=f"{u}wise", gather=True) for u in ("row", "column"))
+def test_rows_and_columns_are_gathered_at_once_where_the_pass_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, columns = (
+        InnerTensor(f"_{u}", u, usage=f"{u}wise", gather=True) for u in ("row", "column")
+    )
     held: Any = types.SimpleNamespace(
-        inner_tensors=(rows, columns), rowwise_serves_columnwise=False, _row=torch.ones(4), _column=torch.ones(6)
+        inner_tensors=(rows, columns),
+        rowwise_serves_columnwise=False,
+        _row=torch.ones(4),
+        _column=torch.ones(6),
     )
     monkeypatch.setattr(hooks.fsdp2, "resharded_after_forward", lambda module: True)
     assert hooks._to_gather(held, None) == {rows: 6}
@@ -168,8 +200,13 @@ def test_products_by_the_public_function(by_row: bool, out_dtype: torch.dtype) -
     if by_row and out_dtype is torch.float32:
         pytest.skip("torch takes a scale for each row with bfloat16 alone")
     torch.manual_seed(0)
-    a, b = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.randn(48, 64).to(torch.float8_e4m3fn).t()
-    scale_a, scale_b = (torch.rand(32, 1), torch.rand(1, 48)) if by_row else (torch.tensor(0.5), torch.tensor(3.0))
+    a, b = (
+        torch.randn(32, 64).to(torch.float8_e4m3fn),
+        torch.randn(48, 64).to(torch.float8_e4m3fn).t(),
+    )
+    scale_a, scale_b = (
+        (torch.rand(32, 1), torch.rand(1, 48)) if by_row else (torch.tensor(0.5), torch.tensor(3.0))
+    )
     bias = torch.randn(48, dtype=torch.bfloat16) if out_dtype is torch.bfloat16 else None
     try:
         want = torch._scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False)
@@ -177,7 +214,10 @@ def test_products_by_the_public_function(by_row: bool, out_dtype: torch.dtype) -
         pytest.skip(f"this torch multiplies no such operands on a CPU: {error}")
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
         pytest.skip("the public function of torch 2.11 multiplies on GPUs alone")
-    assert torch.equal(torch_private.Fallbacks.scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False), want)
+    assert torch.equal(
+        torch_private.Fallbacks.scaled_mm(a, b, scale_a, scale_b, bias, None, out_dtype, False),
+        want,
+    )
 
 
 def test_the_other_fallbacks_answer_as_torch_does() -> None:
@@ -186,7 +226,10 @@ def test_the_other_fallbacks_answer_as_torch_does() -> None:
     assert torch.equal(made, torch.ops.aten._unsafe_view(x.contiguous(), [2, 6]))
     assert not made._is_view()
     assert made.data_ptr() != x.data_ptr()
-    targets, others = [torch.tensor([1.0, 5.0]), torch.tensor(2.0)], [torch.tensor([3.0, 4.0]), torch.tensor(1.0)]
+    targets, others = (
+        [torch.tensor([1.0, 5.0]), torch.tensor(2.0)],
+        [torch.tensor([3.0, 4.0]), torch.tensor(1.0)],
+    )
     torch_private.Fallbacks.foreach_maximum_(targets, others)
     assert [t.tolist() for t in targets] == [[3.0, 5.0], 2.0]
     torch_private.Fallbacks.foreach_copy_(targets, others)
@@ -195,12 +238,22 @@ def test_the_other_fallbacks_answer_as_torch_does() -> None:
         with torch.autocast("cpu", enabled=enabled):
             assert torch_private.Fallbacks.any_autocast_enabled() is enabled
     if hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported"):
-        assert torch_private.Fallbacks.mkldnn_bf16_supported() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert (
+            torch_private.Fallbacks.mkldnn_bf16_supported()
+            == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
 
 
 def test_without_a_question_somebody_looks_on() -> None:
     assert direct.is_direct(torch.ones(2))
-    for name in ("dispatch_modes", "function_modes", "transforms", "tracing", "profiling", "dispatch_keys"):
+    for name in (
+        "dispatch_modes",
+        "function_modes",
+        "transforms",
+        "tracing",
+        "profiling",
+        "dispatch_keys",
+    ):
         fresh = without(BOUND[name])
         with pytest.MonkeyPatch.context() as patch:
             use(patch, fresh)
@@ -238,12 +291,15 @@ def test_tensors_without_versions_are_always_written_to_and_always_views() -> No
 
 
 def test_operators_that_are_gone_are_in_no_table() -> None:
-    assert torch_private.aten_overloads("_to_copy", "_no_such_operator") == [torch.ops.aten._to_copy.default]
+    assert torch_private.aten_overloads("_to_copy", "_no_such_operator") == [
+        torch.ops.aten._to_copy.default
+    ]
     assert issubclass(Float8Tensor, QuantizedTensor)
 
 
 def _private_uses(path: Path) -> list[str]:
-    """Private names of torch in a file: attributes of what is torch's, imports, and names that are given as texts."""
+    """Private names of torch in a file: attributes of what is torch's, imports, and names that are
+    given as texts."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     roots, found = {"torch"}, []
 
@@ -265,21 +321,30 @@ def _private_uses(path: Path) -> list[str]:
             found += [f"{path.name}:{node.lineno} {a.name}" for a in of_torch if "._" in a.name]
             roots |= {alias.asname for alias in of_torch if alias.asname}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and root(node.value) in roots:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Attribute)
+            and root(node.value) in roots
+        ):
             roots |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     texts = {path.rpartition(".")[2] for path, _ in torch_private.PRIVATE.values()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             if root(node) in roots or node.attr in texts:
                 found.append(f"{path.name}:{node.lineno} {node.attr}")
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "getattr"
+        ):
             given = [a for a in node.args[1:2] if isinstance(a, ast.Constant) and a.value in texts]
             found += [f"{path.name}:{node.lineno} {a.value!r}" for a in given]
     return found
 
 
 def test_nothing_else_asks_for_what_is_private() -> None:
-    """But for FSDP2's room, the level of forward_ad, which changes, and optimizers' operators that the kit tries."""
+    """But for FSDP2's room, the level of forward_ad, which changes, and optimizers' operators that
+    the kit tries."""
     found = []
     for path in sorted(PACKAGES.glob("*/src/**/*.py")):
         if path.name in ("torch_private.py", "fsdp2.py"):
@@ -287,14 +352,17 @@ def test_nothing_else_asks_for_what_is_private() -> None:
         found += [
             use
             for use in _private_uses(path)
-            if not use.endswith(" _current_level") and not (path.name == "updates.py" and "_foreach_" in use)
+            if not use.endswith(" _current_level")
+            and not (path.name == "updates.py" and "_foreach_" in use)
         ]
     assert found == []
     assert _private_uses(PACKAGES / "core" / "src" / "ottava" / "distributed" / "fsdp2.py")
 
 
 def test_a_module_may_refuse_to_load_where_its_hooks_cannot_be_seen() -> None:
-    plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), ottava.nn.Linear(2, 2))
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), ottava.nn.Linear(2, 2)
+    )
     assert not any(torch_private.may_refuse_to_load(module) for module in plain.modules())
     for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
         module = torch.nn.Linear(2, 2)

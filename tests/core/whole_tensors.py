@@ -14,7 +14,13 @@ DTypes = Sequence[torch.dtype]
 
 def _places(xs: Sequence[Tensor], dtypes: DTypes, formats: DTypes) -> tuple[list[object], ...]:
     shapes: list[object] = [(1, x.numel()) for x in xs]
-    return [*xs], [*dtypes], shapes, [0] * len(xs), [Layout(fp8_dtype, (None, None)) for fp8_dtype in formats]
+    return (
+        [*xs],
+        [*dtypes],
+        shapes,
+        [0] * len(xs),
+        [Layout(fp8_dtype, (None, None)) for fp8_dtype in formats],
+    )
 
 
 def multi_amax(xs: Sequence[Tensor], dtypes: DTypes) -> Tensor:
@@ -22,7 +28,9 @@ def multi_amax(xs: Sequence[Tensor], dtypes: DTypes) -> Tensor:
     return kernels.grid_multi_amax(*_places(xs, dtypes, [torch.float8_e4m3fn] * len(xs)))  # type: ignore[arg-type]
 
 
-def multi_cast(xs: Sequence[Tensor], dtypes: DTypes, scales: Tensor, formats: DTypes, outs: Sequence[Tensor]) -> None:
+def multi_cast(
+    xs: Sequence[Tensor], dtypes: DTypes, scales: Tensor, formats: DTypes, outs: Sequence[Tensor]
+) -> None:
     """Data of each, with one of ``scales``."""
     pairs = list(zip(scales.view(-1, 1, 1).unbind(), outs, strict=True))
     kernels.grid_multi_cast(*_places(xs, dtypes, formats), pairs, [None] * len(xs))  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Checkpoints for the tests of ``ottava analyze``, and what a recipe makes of a weight, computed once more."""
+"""Checkpoints for the tests of ``ottava analyze``, and what a recipe makes of a weight, computed
+once more."""
 
 import importlib.util
 from pathlib import Path
@@ -32,7 +33,8 @@ def real_checkpoint():
 
 
 def made_of(recipe, weight, columnwise):
-    """What the recipe's quantizer makes of a weight in one direction, and which values are saturated, in float64."""
+    """What the recipe's quantizer makes of a weight in one direction, and which values are
+    saturated, in float64."""
     quantizer = ottava.get_recipe(recipe).quantizer(ottava.QuantizerRole("linear", "weight"))
     quantizer = quantizer.with_usage(not columnwise, columnwise).copy()
     # A scale that the past would have given: that of the values themselves.

@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def initialize(tmp_path):
-    """Writes a file, and initializes nvdlfw-inspect with it; what is given besides goes to ``initialize()``."""
+    """Writes a file, and initializes nvdlfw-inspect with it; what is given besides goes to
+    ``initialize()``."""
 
     def begin(text, **options):
         path = tmp_path / "debug.yaml"

@@ -1,4 +1,5 @@
-"""A model of eight layers of different sizes, and a recorder of what their products take and give."""
+"""A model of eight layers of different sizes, and a recorder of what their products take and
+give."""
 
 import itertools
 
@@ -65,7 +66,9 @@ def model_of(recipe, dtype=torch.float32):
 
 def layers_of(model):
     """Name -> layer."""
-    return {f"model.{name}": m for name, m in model.named_modules() if isinstance(m, ottava.nn.Linear)}
+    return {
+        f"model.{name}": m for name, m in model.named_modules() if isinstance(m, ottava.nn.Linear)
+    }
 
 
 def step(model, seed=1):
@@ -100,7 +103,9 @@ class Recorder:
         monkeypatch.setattr(ottava.gemm, "multiply", recorded)
         monkeypatch.setattr(function, "gemm", recorded)
         for name, layer in layers_of(model).items():
-            layer.register_forward_hook(lambda layer, given, y, name=name: self._look(name, layer, given[0], y))
+            layer.register_forward_hook(
+                lambda layer, given, y, name=name: self._look(name, layer, given[0], y)
+            )
 
     def _look(self, name, layer, x, y):
         self.plain[name] = {

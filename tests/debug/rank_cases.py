@@ -24,7 +24,8 @@ it:
   layers: {{layer_types: [layer]}}
   transformer_engine:
     LogTensorStats:
-      {{enabled: True, tensors: [activation, weight], stats: [{", ".join(STATS)}, exponents], freq: 2}}
+      {{enabled: True, tensors: [activation, weight], stats: [{", ".join(STATS)}, exponents],
+       freq: 2}}
     LogFp8TensorStats: {{enabled: True, tensors: [activation], stats: [{", ".join(OF_QUANTIZED)}]}}
 """
 
@@ -68,7 +69,9 @@ def lost(shares: list[torch.Tensor]) -> dict[str, float]:
     """What per-tensor scaling of each share loses of all of them."""
     factors = [448 / x.abs().max() for x in shares]
     scales = [1 / factor for factor in factors]
-    rounded = [(x * factor).to(torch.float8_e4m3fn) for x, factor in zip(shares, factors, strict=True)]
+    rounded = [
+        (x * factor).to(torch.float8_e4m3fn) for x, factor in zip(shares, factors, strict=True)
+    ]
     made = [(bits.float() * scale).double() for bits, scale in zip(rounded, scales, strict=True)]
     x, q = torch.cat(shares).double(), torch.cat(made)
     noise = (x - q).square()
@@ -88,7 +91,8 @@ def layer_of(rank: int = 0) -> ottava.nn.Linear:
 
 
 def from_a_file(ranks: list[int], group: Any) -> None:
-    """Each rank logs the statistics of ``ranks``; with ``freq`` in some steps alone, and weights as they are."""
+    """Each rank logs the statistics of ``ranks``; with ``freq`` in some steps alone, and weights as
+    they are."""
     rank, writer, layer = dist.get_rank(), Writer(), layer_of()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "debug.yaml"
@@ -104,8 +108,12 @@ def from_a_file(ranks: list[int], group: Any) -> None:
         shares = [share(other, step) for other in ranks]
         expected = {f"activation_{stat}": value for stat, value in lost(shares).items()}
         if step % 2 == 0:
-            expected |= {f"activation_{stat}": value for stat, value in direct(torch.cat(shares)).items()}
-            expected |= {f"weight_{stat}": value for stat, value in direct(layer.weight.detach()).items()}
+            expected |= {
+                f"activation_{stat}": value for stat, value in direct(torch.cat(shares)).items()
+            }
+            expected |= {
+                f"weight_{stat}": value for stat, value in direct(layer.weight.detach()).items()
+            }
         for name, value in expected.items():
             assert writer.found[f"layer_{name}", step] == pytest.approx(value, rel=1e-6), (
                 name,
@@ -138,11 +146,14 @@ def from_python(mesh: Any) -> None:
             layer(share(rank))
             run.step()
         expected = direct(torch.cat([share(other) for other in ranks]))
-        assert {stat: value for (_, _, stat), value in run.latest().items()} == pytest.approx(expected)
+        assert {stat: value for (_, _, stat), value in run.latest().items()} == pytest.approx(
+            expected
+        )
 
 
 def different_layers(mesh: Any) -> None:
-    """Stages of a pipeline have different layers: each is told what it has, and none waits for another."""
+    """Stages of a pipeline have different layers: each is told what it has, and none waits for
+    another."""
     rank = mesh.get_rank()
     stage = torch.nn.ModuleDict({f"stage{rank}": layer_of(), "shared": layer_of()})
     with ottava_debug.statistics(stage, ["l1_norm", "sqnr"], tensors="activation") as run:
@@ -165,7 +176,9 @@ def nan_of_one_rank(mesh: Any) -> None:
         x = share(rank)
         if rank == broken:
             x[1, 1] = float("nan")
-        with ottava_debug.statistics(layer, ["min", "max", "cur_amax"], tensors="activation") as run:
+        with ottava_debug.statistics(
+            layer, ["min", "max", "cur_amax"], tensors="activation"
+        ) as run:
             layer(x)
             run.step()
         found = {stat: value for (_, _, stat), value in run.latest().items()}
@@ -184,7 +197,9 @@ def failing_rank(mesh: Any) -> None:
             raise OSError("disk full")
 
     writer = Broken() if rank else None
-    run = ottava_debug.statistics(layer, ["max"], tensors="activation", tb_writer=writer, on_error="warn")
+    run = ottava_debug.statistics(
+        layer, ["max"], tensors="activation", tb_writer=writer, on_error="warn"
+    )
     with run, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in range(3):
@@ -196,7 +211,8 @@ def failing_rank(mesh: Any) -> None:
 
 
 def unfinished_step(mesh: Any) -> None:
-    """At the end of the block no rank waits for another, which may have failed: what is left is a rank's own."""
+    """At the end of the block no rank waits for another, which may have failed: what is left is a
+    rank's own."""
     rank, layer = mesh.get_rank(), layer_of()
     run = ottava_debug.statistics(layer, ["max"], tensors="activation")
     layer(share(rank))

@@ -1,4 +1,5 @@
-"""The page of ``ottava analyze``: one file that asks for nothing else, in a browser without an error."""
+"""The page of ``ottava analyze``: one file that asks for nothing else, in a browser without an
+error."""
 
 import html
 import json
@@ -19,7 +20,19 @@ from ottava_debug.analysis.report import Analysis, Noise, TensorReport
 from ottava_debug.measures import Measures
 from tests.debug.checkpoints import demo_checkpoint, real_checkpoint
 
-ASKING = {"src", "srcset", "href", "action", "formaction", "poster", "data", "background", "manifest", "ping", "cite"}
+ASKING = {
+    "src",
+    "srcset",
+    "href",
+    "action",
+    "formaction",
+    "poster",
+    "data",
+    "background",
+    "manifest",
+    "ping",
+    "cite",
+}
 HARMFUL = {"iframe", "object", "embed", "base", "form", "audio", "video", "img"}
 
 
@@ -38,7 +51,9 @@ class Parser(HTMLParser):
         self.asked += [(tag, key, value) for key, value in attributes if "url(" in (value or "")]
 
     def handle_data(self, data):
-        self.text[self.tags[-1] if self.tags else ""] = self.text.get(self.tags[-1] if self.tags else "", "") + data
+        self.text[self.tags[-1] if self.tags else ""] = (
+            self.text.get(self.tags[-1] if self.tags else "", "") + data
+        )
 
 
 def report_of(layers, recipes=("current", "mxfp8")):
@@ -49,7 +64,9 @@ def report_of(layers, recipes=("current", "mxfp8")):
             measures = Measures(100, 0, 2.0, number % 40, 0.5, 10.0 + number % 30, 0.99)
             noise = {recipe: Noise(measures) for recipe in recipes}
             exponents = {exponent: 5 + exponent % 7 for exponent in range(-30, 1)}
-            tensors.append(TensorReport(layer, role, (10, 10), "bfloat16", 100, 0, 2.0, exponents, noise))
+            tensors.append(
+                TensorReport(layer, role, (10, 10), "bfloat16", 100, 0, 2.0, exponents, noise)
+            )
     return Analysis("a <model>", tuple(recipes), tuple(tensors), steps=2)
 
 
@@ -84,7 +101,11 @@ def test_names_are_escaped():
 
 def test_a_page_of_five_hundred_layers_is_made_at_once():
     start = time.perf_counter()
-    text = rendered(report_of([f"model.layers.{n // 7}.mlp.{n % 7}" for n in range(500)], recipes=tuple("abcdef")))
+    text = rendered(
+        report_of(
+            [f"model.layers.{n // 7}.mlp.{n % 7}" for n in range(500)], recipes=tuple("abcdef")
+        )
+    )
     assert time.perf_counter() - start < 20
     assert len(text) < 6_000_000
 
@@ -95,7 +116,8 @@ addEventListener("error", event => found.errors.push(String(event.message)), tru
 addEventListener("securitypolicyviolation", event => found.errors.push(event.blockedURI));
 addEventListener("load", () => {
   const shown = "#rows tr:not([hidden])";
-  const column = number => Array.from(document.querySelectorAll(shown), row => row.cells[number].textContent);
+  const column = number =>
+    Array.from(document.querySelectorAll(shown), row => row.cells[number].textContent);
   const change = (id, value) => { const element = document.getElementById(id);
     if (element.type === "checkbox") element.checked = value; else element.value = value;
     element.dispatchEvent(new Event("change")); element.dispatchEvent(new Event("input")); };
@@ -126,8 +148,13 @@ def in_browser(text, folder, *options):
         pytest.skip("the distribution's package chromium is not installed")
     file = folder / "watched.html"
     file.write_text(text.replace("<head>", WATCH, 1), encoding="utf-8")
-    quiet = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    quiet += " --disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=5000"
+    quiet = (
+        "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    )
+    quiet += (
+        " --disable-component-update --disable-sync --enable-logging=stderr "
+        "--virtual-time-budget=5000"
+    )
     profile = folder / "profile"
     command = [
         browser,
@@ -141,7 +168,9 @@ def in_browser(text, folder, *options):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     dumped = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
     assert dumped, done.stderr[-2000:]
-    return json.loads(html.unescape(dumped[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(html.unescape(dumped[1])), [
+        line for line in done.stderr.splitlines() if "CONSOLE" in line
+    ]
 
 
 @pytest.mark.parametrize("of", ["demo", "real"])
@@ -163,7 +192,11 @@ def test_a_browser_shows_it_without_an_error(of, tmp_path):
 
 
 def test_a_narrow_window_is_not_wider_than_itself(tmp_path):
-    text = rendered(report_of([f"encoder.layer.{n}.attention.output.dense" for n in range(4)], tuple("abcdefgh")))
+    text = rendered(
+        report_of(
+            [f"encoder.layer.{n}.attention.output.dense" for n in range(4)], tuple("abcdefgh")
+        )
+    )
     found, console = in_browser(text, tmp_path, "--window-size=500,900")
     assert found["wide"] is False
     assert found["errors"] == console == []
@@ -185,5 +218,9 @@ def test_layers_without_values_and_broken_recipes_have_a_page():
     assert "(root)" in rendered(report)
     broken = Noise(error="no <luck>")
     tensor = TensorReport("a", "weight", (2, 2), "float32", 4, 4, 0.0, {}, {"x": broken})
-    text = rendered(Analysis("x", ("current",), (TensorReport(**(vars(tensor) | {"noise": {"current": broken}})),)))
+    text = rendered(
+        Analysis(
+            "x", ("current",), (TensorReport(**(vars(tensor) | {"noise": {"current": broken}})),)
+        )
+    )
     assert "fails: no &lt;luck&gt;" in text

@@ -1,4 +1,5 @@
-"""``ottava analyze`` of weights: its numbers are those of a direct computation, its words name what was left out."""
+"""``ottava analyze`` of weights: its numbers are those of a direct computation, its words name what
+was left out."""
 
 import json
 import math
@@ -41,14 +42,22 @@ def test_the_numbers_are_those_of_a_direct_computation(of, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     with safe_open(path, "pt") as file:
         matrices = {name: file.get_tensor(name) for name in file.keys() if name.endswith(".weight")}  # noqa: SIM118
-    layers = {name.removesuffix(".weight") for name, weight in matrices.items() if weight.dim() == 2}
-    looked_up = {name for name in layers if name.startswith(("embeddings.", "tokens", "positions", "head"))}
+    layers = {
+        name.removesuffix(".weight") for name, weight in matrices.items() if weight.dim() == 2
+    }
+    looked_up = {
+        name for name in layers if name.startswith(("embeddings.", "tokens", "positions", "head"))
+    }
     assert len(looked_up) == (2 if of == "demo" else 3)
     assert {tensor["layer"] for tensor in report["tensors"]} == layers - looked_up
     # The recipe for files does by itself what current does.
     assert report["recipes"] == [name for name in recipes() if name != "custom"]
     # Of the real one each kind of layer, which takes time enough.
-    chosen = [t for t in report["tensors"] if of == "demo" or ".layer.3." in t["layer"] or t["layer"] == "pooler.dense"]
+    chosen = [
+        t
+        for t in report["tensors"]
+        if of == "demo" or ".layer.3." in t["layer"] or t["layer"] == "pooler.dense"
+    ]
     assert len(chosen) == (16 if of == "demo" else 7)
     for tensor in chosen:
         weight = matrices[f"{tensor['layer']}.weight"]
@@ -59,7 +68,10 @@ def test_the_numbers_are_those_of_a_direct_computation(of, tmp_path):
             noise = tensor["noise"][recipe]
             sides = [side for side in (noise["rowwise"], noise["columnwise"]) if side is not None]
             sqnr, underflow, cosine = direct(recipe, weight)
-            assert min(side["sqnr"] for side in sides) == pytest.approx(sqnr, rel=1e-9), (tensor["layer"], recipe)
+            assert min(side["sqnr"] for side in sides) == pytest.approx(sqnr, rel=1e-9), (
+                tensor["layer"],
+                recipe,
+            )
             assert max(side["underflow"] for side in sides) == pytest.approx(underflow, abs=1e-9)
             assert min(side["cosine"] for side in sides) == pytest.approx(cosine, rel=1e-9)
             assert max(side["saturation"] for side in sides) == 0
@@ -93,12 +105,18 @@ def test_what_needs_high_precision_is_named_and_suggested(tmp_path):
     done = run(path, "--recipe", "current", "--recipe-file", tmp_path / "same.yaml", "--rows", 3)
     assert done.exit_code == 0, done.output
     assert (tmp_path / "same.yaml").read_text() == (tmp_path / "kept.yaml").read_text()
-    for text in ("blocks.2.down", "2 of 16", "13 more tensors are not shown", "tied to tokens.weight"):
+    for text in (
+        "blocks.2.down",
+        "2 of 16",
+        "13 more tensors are not shown",
+        "tied to tokens.weight",
+    ):
         assert text in done.output
 
 
 def test_the_threshold_is_that_of_noise_and_of_underflow(tmp_path):
-    # What a grid with the noise of the threshold leaves of a normal distribution: Monte Carlo against the formula.
+    # What a grid with the noise of the threshold leaves of a normal distribution: Monte Carlo
+    # against the formula.
     torch.manual_seed(0)
     x = torch.randn(1_000_000)
     step = math.sqrt(12 * 10 ** (-20 / 10))
@@ -125,7 +143,9 @@ def test_every_source_gives_the_same_report(tmp_path):
     for place in (indexed, folder):
         place.mkdir()
         save_plain({"a.weight": state["a.weight"]}, place / "part-1.safetensors")
-        save_plain({k: v for k, v in state.items() if k != "a.weight"}, place / "part-2.safetensors")
+        save_plain(
+            {k: v for k, v in state.items() if k != "a.weight"}, place / "part-2.safetensors"
+        )
     files = {name: f"part-{1 if name == 'a.weight' else 2}.safetensors" for name in state}
     (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     several = {"-1": ["a.weight"], "-2": ["b.c.weight", "d.weight"]}
@@ -133,8 +153,19 @@ def test_every_source_gives_the_same_report(tmp_path):
         (tmp_path / place).mkdir()
         torch.save({"never": "read"}, tmp_path / place / "training_args.bin")
         for part, names in parts.items():
-            torch.save({name: state[name] for name in names}, tmp_path / place / f"pytorch_model{part}.bin")
-    for source in ("one.safetensors", "one.pt", "own.safetensors", "sharded", "indexed", "folder", "by-torch", "parts"):
+            torch.save(
+                {name: state[name] for name in names}, tmp_path / place / f"pytorch_model{part}.bin"
+            )
+    for source in (
+        "one.safetensors",
+        "one.pt",
+        "own.safetensors",
+        "sharded",
+        "indexed",
+        "folder",
+        "by-torch",
+        "parts",
+    ):
         found = ottava_debug.analyze(tmp_path / source, recipes=["mxfp8"])
         assert {t.layer: t for t in found.tensors} == {t.layer: t for t in expected.tensors}
     assert expected.layers == ("a", "b.c", "d")
@@ -183,13 +214,19 @@ def test_what_is_no_weight_of_a_product_is_left_out_by_name(tmp_path):
     # The same from a file of Ottava's own, where they come back as quantized tensors.
     save_file({"layer.weight": weight, "quantized.weight": quantized}, tmp_path / "own.safetensors")
     found = ottava_debug.analyze(tmp_path / "own.safetensors", recipes=["current"])
-    assert [(skip.name, skip.reason[:17]) for skip in found.skipped] == [("quantized.weight", "quantized already")]
+    assert [(skip.name, skip.reason[:17]) for skip in found.skipped] == [
+        ("quantized.weight", "quantized already")
+    ]
     with pytest.raises(UsageError, match="nothing that was read is a weight of a product; fp8"):
         ottava_debug.analyze({"fp8.weight": state["fp8.weight"]})
 
 
 def test_what_cannot_be_read_is_an_error_and_nothing_is_written(tmp_path):
-    damaged, pickled, empty = tmp_path / "damaged.safetensors", tmp_path / "code.pt", tmp_path / "empty"
+    damaged, pickled, empty = (
+        tmp_path / "damaged.safetensors",
+        tmp_path / "code.pt",
+        tmp_path / "empty",
+    )
     empty.mkdir()
     save_plain({"a.weight": torch.randn(32, 32)}, damaged)
     data = damaged.read_bytes()
@@ -270,7 +307,11 @@ class Broken(Recipe):
 
 
 def test_a_recipe_that_fails_is_named_and_the_others_go_on():
-    series = Series("a", "weight", [Candidate("broken", Broken()), Candidate("current", ottava.get_recipe("current"))])
+    series = Series(
+        "a",
+        "weight",
+        [Candidate("broken", Broken()), Candidate("current", ottava.get_recipe("current"))],
+    )
     series.add(torch.randn(32, 32))
     tensor = series.report()
     assert tensor.noise["broken"].error == "RuntimeError: no quantizer today"
@@ -278,10 +319,14 @@ def test_a_recipe_that_fails_is_named_and_the_others_go_on():
     report = Analysis("x", ("broken", "current"), (tensor,))
     assert report.complaints("broken") == {"a": ["weight: fails: RuntimeError: no quantizer today"]}
     assert report.best_recipe() == "current"
-    assert json.loads(json.dumps(report.to_json()))["tensors"][0]["noise"]["broken"]["rowwise"] is None
+    assert (
+        json.loads(json.dumps(report.to_json()))["tensors"][0]["noise"]["broken"]["rowwise"] is None
+    )
 
 
-@pytest.mark.parametrize(("value", "count"), [(math.nan, 4096), (math.inf, 1), (-math.inf, 3), (math.nan, 1)])
+@pytest.mark.parametrize(
+    ("value", "count"), [(math.nan, 4096), (math.inf, 1), (-math.inf, 3), (math.nan, 1)]
+)
 def test_values_that_are_not_finite_are_a_complaint_everywhere(value, count, tmp_path):
     torch.manual_seed(0)
     weight, good = torch.randn(64, 64), torch.randn(64, 64) * torch.logspace(-7, 0, 64)
@@ -301,7 +346,10 @@ def test_values_that_are_not_finite_are_a_complaint_everywhere(value, count, tmp
     files = [tmp_path / name for name in ("report.json", "report.html", "kept.yaml")]
     options = ["--recipe", "current", "--recipe", "mxfp8", "--json", files[0], "--html", files[1]]
     done = run(tmp_path / "file.safetensors", *options, "--recipe-file", files[2])
-    assert f"a (weight): {count} of 4096 values are NaN or infinite, in high precision too." in done.output
+    assert (
+        f"a (weight): {count} of 4096 values are NaN or infinite, in high precision too."
+        in done.output
+    )
     assert "Suggested: mxfp8, with 1 of 2 layers" in done.output
     assert "broken !" in done.output
     told = json.loads(files[0].read_text())
@@ -342,20 +390,30 @@ def test_every_reason_of_a_layer_is_told():
 
 
 def test_of_recipes_that_keep_as_much_the_best_is_the_one_whose_worst_tensor_is_better():
-    small, large = {"x": measured(25.0), "y": measured(28.0)}, {"x": measured(40.0), "y": measured(29.0)}
+    small, large = (
+        {"x": measured(25.0), "y": measured(28.0)},
+        {"x": measured(40.0), "y": measured(29.0)},
+    )
     tensors = (tensor_of("a", "weight", **small), tensor_of("b", "weight", **large))
     for recipes_in_order in (("x", "y"), ("y", "x")):
         assert Analysis("x", recipes_in_order, tensors).best_recipe() == "y"
     # What was not finite before is so under both.
     broken = Noise(Measures(100, 1, 1.0, 0.0, 0.0, 30.0, 0.99))
-    tensors += (TensorReport("broken", "weight", (10, 10), "float32", 100, 1, 1.0, {}, {"x": broken, "y": broken}),)
+    tensors += (
+        TensorReport(
+            "broken", "weight", (10, 10), "float32", 100, 1, 1.0, {}, {"x": broken, "y": broken}
+        ),
+    )
     assert Analysis("x", ("x", "y"), tensors).best_recipe() == "y"
     # The fewest elements in high precision come first, and equal recipes are as they are named.
     tensors += (tensor_of("c", "weight", x=measured(5.0), y=measured(30.0)),)
     tensors += (tensor_of("d", "weight", 200, x=measured(30.0), y=measured(19.0)),)
     assert Analysis("x", ("y", "x"), tensors).best_recipe() == "x"
     same = (tensor_of("a", "weight", x=measured(25.0), y=measured(25.0)),)
-    assert [Analysis("x", names, same).best_recipe() for names in (("x", "y"), ("y", "x"))] == ["x", "y"]
+    assert [Analysis("x", names, same).best_recipe() for names in (("x", "y"), ("y", "x"))] == [
+        "x",
+        "y",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -364,15 +422,18 @@ def test_of_recipes_that_keep_as_much_the_best_is_the_one_whose_worst_tensor_is_
         ({"x": measured(30.0), "y": measured(5.0)}, ""),
         (
             {"x": measured(30.0), "y": measured(25.0)},
-            "y would leave as little: x is suggested because its worst tensor keeps more, 30.0 dB (y 25.0 dB).",
+            "y would leave as little: x is suggested because its worst tensor keeps more, 30.0 dB "
+            "(y 25.0 dB).",
         ),
         (
             {"x": measured(math.inf), "y": measured(math.inf)},
-            "y would leave as little: x is suggested because it comes before y, whose worst tensor keeps as much.",
+            "y would leave as little: x is suggested because it comes before y, whose worst "
+            "tensor keeps as much.",
         ),
         (
             {"x": measured(25.0), "y": measured(30.0), "z": measured(30.0)},
-            "x, z would leave as little: y is suggested because its worst tensor keeps more, 30.0 dB (x 25.0 dB), "
+            "x, z would leave as little: y is suggested because its worst tensor keeps more, 30.0 "
+            "dB (x 25.0 dB), "
             "and it comes before z, whose worst tensor keeps as much.",
         ),
     ],
@@ -394,7 +455,10 @@ def test_a_reader_of_files_that_repeats_another_recipe_is_left_out():
     assert {"current", "delayed"} <= {*report.recipes}
     words = "without a file it makes of all tensors what current makes"
     assert [(skip.name, skip.reason) for skip in report.unavailable] == [("custom", words)]
-    assert ottava_debug.analyze(weights, recipes=["current", "custom"]).recipes == ("current", "custom")
+    assert ottava_debug.analyze(weights, recipes=["current", "custom"]).recipes == (
+        "current",
+        "custom",
+    )
 
 
 def test_files_are_not_read_into_memory(tmp_path):
@@ -403,13 +467,19 @@ def test_files_are_not_read_into_memory(tmp_path):
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
-    save_plain({f"{n}.weight": torch.randn(512, 4096) for n in range(16)}, tmp_path / "large.safetensors")
+    save_plain(
+        {f"{n}.weight": torch.randn(512, 4096) for n in range(16)}, tmp_path / "large.safetensors"
+    )
     size = (tmp_path / "large.safetensors").stat().st_size
     seen = []
     ottava_debug.analyze({"a.weight": torch.randn(512, 4096)}, recipes=["current"])
     before = anonymous()
     ottava_debug.analyze(
-        tmp_path / "large.safetensors", recipes=["current"], progress=lambda *about: seen.append((anonymous(), about))
+        tmp_path / "large.safetensors",
+        recipes=["current"],
+        progress=lambda *about: seen.append((anonymous(), about)),
     )
     assert max(memory for memory, _ in seen) - before < size / 3
-    assert [about for _, about in seen] == [("elements", n * 512 * 4096, 16 * 512 * 4096) for n in range(17)]
+    assert [about for _, about in seen] == [
+        ("elements", n * 512 * 4096, 16 * 512 * 4096) for n in range(17)
+    ]

@@ -1,4 +1,5 @@
-"""``ottava analyze`` with a model and data: real inputs and gradients, as hooks of torch see them."""
+"""``ottava analyze`` with a model and data: real inputs and gradients, as hooks of torch see
+them."""
 
 from copy import deepcopy
 
@@ -48,7 +49,9 @@ def seen_by_hooks(model, batches):
     def keep(name, role):
         def hook(module, given, *rest):
             values = given[0] if role == "input" else rest[0][0]
-            seen.setdefault((name, role), []).append(values.detach().reshape(-1, values.shape[-1]).clone())
+            seen.setdefault((name, role), []).append(
+                values.detach().reshape(-1, values.shape[-1]).clone()
+            )
 
         return hook
 
@@ -83,9 +86,13 @@ def test_inputs_and_gradients_are_those_of_the_model(recipe):
         assert tensor.amax == pytest.approx(x.abs().max().item(), rel=1e-5)
         ratios = []
         for columnwise in (False, True):
-            quantizer = ottava.get_recipe(recipe).quantizer(ottava.QuantizerRole("linear", role, layer))
+            quantizer = ottava.get_recipe(recipe).quantizer(
+                ottava.QuantizerRole("linear", role, layer)
+            )
             quantizer = quantizer.with_usage(not columnwise, columnwise)
-            made = np.concatenate([quantizer.quantize(step).dequantize().double().numpy() for step in steps])
+            made = np.concatenate(
+                [quantizer.quantize(step).dequantize().double().numpy() for step in steps]
+            )
             exact = x.double().numpy()
             ratios.append(10 * np.log10((exact**2).sum() / ((exact - made) ** 2).sum()))
         assert tensor.noise[recipe].sqnr == pytest.approx(min(ratios), abs=0.02)
@@ -109,7 +116,10 @@ def test_a_recipe_with_state_takes_its_scales_from_the_steps_before():
     assert noise.sqnr == pytest.approx(
         float(10 * torch.log10(exact.square().sum() / (exact - made).square().sum())), abs=1e-3
     )
-    beyond = sum(int((step.abs() * (448.0 / amax) > 464.0).sum()) for step, amax in zip(steps, before, strict=True))
+    beyond = sum(
+        int((step.abs() * (448.0 / amax) > 464.0).sum())
+        for step, amax in zip(steps, before, strict=True)
+    )
     assert noise.saturation == pytest.approx(100 * beyond / exact.numel())
     assert beyond > 10
 
@@ -134,10 +144,16 @@ def test_batches_and_losses_of_several_forms():
 
         def forward(self, inputs, labels=None):
             logits = self.inner(inputs)
-            return {"loss": loss(logits, labels), "logits": logits} if labels is not None else logits
+            return (
+                {"loss": loss(logits, labels), "logits": logits} if labels is not None else logits
+            )
 
-    pair = ottava_debug.analyze(model=model, data=[(x, y)], loss="cross_entropy", recipes=["current"])
-    named = ottava_debug.analyze(model=Whole(), data=[{"inputs": x, "labels": y}], recipes=["current"])
+    pair = ottava_debug.analyze(
+        model=model, data=[(x, y)], loss="cross_entropy", recipes=["current"]
+    )
+    named = ottava_debug.analyze(
+        model=Whole(), data=[{"inputs": x, "labels": y}], recipes=["current"]
+    )
     assert [t.noise for t in named.tensors] == [t.noise for t in pair.tensors]
     assert [t.layer for t in named.tensors] == [f"inner.{t.layer}" for t in pair.tensors]
     forward = ottava_debug.analyze(model=model, data=[x], recipes=["current"])
@@ -154,7 +170,9 @@ def test_the_checkpoint_is_loaded_into_the_model(tmp_path):
     assert found.tensors == ottava_debug.analyze(model=other, recipes=["current"]).tensors
     assert found.tensors != ottava_debug.analyze(model=model, recipes=["current"]).tensors
     with pytest.raises(CheckpointError, match=r"nothing for .*second\.weight"):
-        ottava_debug.analyze({"first.weight": other.first.weight}, model=torch.nn.ModuleDict(model.named_children()))
+        ottava_debug.analyze(
+            {"first.weight": other.first.weight}, model=torch.nn.ModuleDict(model.named_children())
+        )
     with pytest.raises(CheckpointError, match="does not fit"):
         ottava_debug.analyze(other.state_dict() | {"first.bias": torch.zeros(3)}, model=model)
 
@@ -162,7 +180,9 @@ def test_the_checkpoint_is_loaded_into_the_model(tmp_path):
 def test_bfloat16():
     model = Model().bfloat16()
     batches = [(x.bfloat16(), y) for x, y in data()]
-    report = ottava_debug.analyze(model=model, data=batches, loss="cross_entropy", recipes=["current"])
+    report = ottava_debug.analyze(
+        model=model, data=batches, loss="cross_entropy", recipes=["current"]
+    )
     assert {tensor.dtype for tensor in report.tensors} == {"bfloat16"}
 
 
@@ -173,7 +193,9 @@ class Transposed(torch.nn.Module):
         super().__init__()
         self.nx, self.nf = linear.in_features, linear.out_features
         self.weight = torch.nn.Parameter(linear.weight.detach().t().contiguous())
-        self.bias = None if linear.bias is None else torch.nn.Parameter(linear.bias.detach().clone())
+        self.bias = (
+            None if linear.bias is None else torch.nn.Parameter(linear.bias.detach().clone())
+        )
 
     def forward(self, x):
         return x @ self.weight + (0 if self.bias is None else self.bias)
@@ -189,7 +211,9 @@ def test_transposed_layers_are_those_of_their_twins():
     stored = deepcopy(model)
     stored.first, stored.second = Transposed(model.first), Transposed(model.second)
     both = [
-        ottava_debug.analyze(model=m, data=data(), loss=loss, recipes=["current", "rowwise"], steps=2)
+        ottava_debug.analyze(
+            model=m, data=data(), loss=loss, recipes=["current", "rowwise"], steps=2
+        )
         for m in (model, stored)
     ]
     for usual, found in zip(*(report.tensors for report in both), strict=True):
@@ -212,7 +236,11 @@ def ending():
     [
         ({"data": []}, UsageError, "no batch"),
         ({"data": [torch.randn(3, 3)]}, UsageError, "a step fails"),
-        ({"data": [(torch.randn(2, 64), torch.zeros(3))], "loss": "mse"}, UsageError, "a step fails"),
+        (
+            {"data": [(torch.randn(2, 64), torch.zeros(3))], "loss": "mse"},
+            UsageError,
+            "a step fails",
+        ),
         ({"data": 3}, UsageError, "the data fail: TypeError"),
         ({"data": ending()}, UsageError, "the data fail: SystemExit: 4"),
         ({"data": [torch.randn(2, 64)], "loss": ends}, UsageError, "a step fails: SystemExit: 4"),
@@ -232,7 +260,9 @@ def test_the_command_takes_a_model_and_data(tmp_path, monkeypatch):
     torch.save({"x": torch.randn(4, 64), "targets": torch.zeros(4, 32)}, tmp_path / "batch.pt")
     model = ["analyze", "--model", "my_analyzed_model:Model", "--recipe", "current"]
     named = "my_analyzed_model:{}".format
-    done = CliRunner().invoke(app, [*model, "--data", named("data"), "--loss", named("loss"), "--json", "report.json"])
+    done = CliRunner().invoke(
+        app, [*model, "--data", named("data"), "--loss", named("loss"), "--json", "report.json"]
+    )
     assert done.exit_code == 0, done.output
     expected = ottava_debug.analyze(model=Model(), data=data(), loss=loss, recipes=["current"])
     ottava_debug.write_json(expected, "expected.json")

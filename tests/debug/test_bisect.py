@@ -34,7 +34,8 @@ def test_a_hundred_layers_take_tens_of_replays(layer, path) -> None:
     seen = []
     stored(outlier(Stack(), layer), path)
     report = bisect(path, Stack, progress=lambda done, expected: seen.append((done, expected)))
-    # What goes forward through one of a hundred layers matters less than what comes back to its norm.
+    # What goes forward through one of a hundred layers matters less than what comes back to its
+    # norm.
     expected = {(f"layers.{layer}", gemm, "weight") for gemm in ("dgrad", "fprop")}
     assert {(f"layers.{layer}", "dgrad", "weight")} <= of(report) <= expected
     assert report.solved
@@ -99,7 +100,9 @@ def test_a_quantizer_that_breaks_all_layers_is_one_finding(path) -> None:
         return Halved(made.dtype) if role.tensor_type == "weight" else made
 
     stored(Stack(24), path, CustomRecipe(factory))
-    report = bisect(path, lambda: Stack(24), measure="loss", tolerance=0.01, recipe=CustomRecipe(factory))
+    report = bisect(
+        path, lambda: Stack(24), measure="loss", tolerance=0.01, recipe=CustomRecipe(factory)
+    )
     (finding,) = report.findings
     assert finding.layers == tuple(f"layers.{n}" for n in range(24))
     assert (finding.gemm, finding.tensor) == ("fprop", "weight")
@@ -141,7 +144,9 @@ def test_the_replays_that_are_allowed(path) -> None:
 
 @pytest.mark.parametrize("measure", ["loss", "grad-norm", "grad-distance"])
 def test_measures(measure, path) -> None:
-    report = bisect(stored(outlier(Stack(6), 2), path), lambda: Stack(6), measure=measure, tolerance=1e-3)
+    report = bisect(
+        stored(outlier(Stack(6), 2), path), lambda: Stack(6), measure=measure, tolerance=1e-3
+    )
     assert ("layers.2", "fprop", "weight") in of(report)
     if measure != "grad-distance":
         assert report.value == report.captured
@@ -215,7 +220,8 @@ def test_what_is_refused(path) -> None:
 
 
 def test_a_state_that_moves_with_the_step_is_carried_to_the_fix(path) -> None:
-    """Under delayed scaling a role that is kept takes its slot with it; the others keep their scales."""
+    """Under delayed scaling a role that is kept takes its slot with it; the others keep their
+    scales."""
     model, (x, y) = ottava.convert(outlier(Stack(4), 1), "delayed"), data()
     for _ in range(3):
         F.mse_loss(model(x), y).backward()
@@ -231,7 +237,9 @@ def test_a_state_that_moves_with_the_step_is_carried_to_the_fix(path) -> None:
 def test_layers_without_names_get_a_note(path) -> None:
     def make():
         torch.manual_seed(0)
-        return torch.nn.Sequential(ottava.nn.Linear(16, 16), torch.nn.LayerNorm(16), ottava.nn.Linear(16, 16))
+        return torch.nn.Sequential(
+            ottava.nn.Linear(16, 16), torch.nn.LayerNorm(16), ottava.nn.Linear(16, 16)
+        )
 
     model, (x, y) = make(), data()
     for scale in (1, 1, 2**10):
@@ -251,12 +259,18 @@ def test_the_slots_of_a_state_are_carried(tmp_path) -> None:
     for _ in range(3):
         F.mse_loss(model(x), y).backward()
     captured = model.state_dict()
-    (tmp_path / "kept.yaml").write_text("default: delayed\nlayers:\n  - match: layers.1\n    weight: identity\n")
+    (tmp_path / "kept.yaml").write_text(
+        "default: delayed\nlayers:\n  - match: layers.1\n    weight: identity\n"
+    )
     kept = ottava.convert(Stack(2), str(tmp_path / "kept.yaml"))
     state = fitting_state(kept, captured)
     kept.load_state_dict(state)
-    scales, history = (captured[f"layers.1.recipe_state.{name}"] for name in ("scale", "amax_history"))
+    scales, history = (
+        captured[f"layers.1.recipe_state.{name}"] for name in ("scale", "amax_history")
+    )
     assert len(set(scales.tolist())) == 3
     assert torch.equal(state["layers.1.recipe_state.delayed.scale"], scales[[0, 2]])
     assert torch.equal(state["layers.1.recipe_state.delayed.amax_history"], history[:, [0, 2]])
-    assert torch.equal(state["layers.0.recipe_state.delayed.scale"], captured["layers.0.recipe_state.scale"])
+    assert torch.equal(
+        state["layers.0.recipe_state.delayed.scale"], captured["layers.0.recipe_state.scale"]
+    )

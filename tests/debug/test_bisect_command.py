@@ -56,7 +56,15 @@ def test_the_command(run, tmp_path) -> None:
 
 def test_the_command_in_json(run) -> None:
     done = run(
-        "--model", "of_a_user:make", "--loss", "of_a_user:loss", "--measure", "loss", "--tolerance", "1e-3", "--json"
+        "--model",
+        "of_a_user:make",
+        "--loss",
+        "of_a_user:loss",
+        "--measure",
+        "loss",
+        "--tolerance",
+        "1e-3",
+        "--json",
     )
     told = json.loads(done.stdout)
     assert told["solved"] is True
@@ -92,7 +100,9 @@ def test_names_are_escaped_in_the_page(path) -> None:
 
     report = bisect(stored(outlier(Stack(2), 1), path))
     finding = report.findings[0]
-    report.findings = [type(finding)(("<script>alert(1)</script>",), *list(vars(finding).values())[1:])]
+    report.findings = [
+        type(finding)(("<script>alert(1)</script>",), *list(vars(finding).values())[1:])
+    ]
     report.notes.append("<img src=x>")
     text = page(report, "<b>")
     assert "<script>" not in text
@@ -107,7 +117,8 @@ def test_public_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--loss", "cross_entropy"), ("--loss", "of_a_user:fails"), ("--loss", "of_a_user:words")]
+    "arguments",
+    [("--loss", "cross_entropy"), ("--loss", "of_a_user:fails"), ("--loss", "of_a_user:words")],
 )
 def test_the_command_with_a_loss_that_fails(arguments, run, path) -> None:
     done = run("--model", "of_a_user:make", *arguments)

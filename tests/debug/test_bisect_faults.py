@@ -47,7 +47,11 @@ class Branches(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.out = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 8)
+        self.a, self.b, self.out = (
+            torch.nn.Linear(32, 32),
+            torch.nn.Linear(32, 32),
+            torch.nn.Linear(32, 8),
+        )
         self.register_buffer("gain", torch.ones(()))
 
     def forward(self, x):
@@ -74,7 +78,11 @@ class Product(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.a, self.b, self.c = torch.nn.Linear(32, 16), torch.nn.Linear(32, 16), torch.nn.Linear(32, 16)
+        self.a, self.b, self.c = (
+            torch.nn.Linear(32, 16),
+            torch.nn.Linear(32, 16),
+            torch.nn.Linear(32, 16),
+        )
         self.register_buffer("exact", torch.zeros(2, 8, 16))
 
     def forward(self, x):
@@ -97,14 +105,19 @@ class NotANumber(CurrentScalingQuantizerRef):
 
 
 def replaced(quantizer, tensor_type, layer="", *, side=None):
-    """A recipe of current scaling whose quantizer for a role is another one: for all layers, or one."""
+    """A recipe of current scaling whose quantizer for a role is another one: for all layers, or
+    one."""
 
     def factory(role):
         made = reference_factory(role)
         if role.tensor_type != tensor_type or (layer and role.name != layer):
             return made
         other = quantizer(made.dtype)
-        return other if side is None else HybridQuantizer(*([other, made] if side == "rowwise" else [made, other]))
+        return (
+            other
+            if side is None
+            else HybridQuantizer(*([other, made] if side == "rowwise" else [made, other]))
+        )
 
     return CustomRecipe(factory)
 
@@ -123,7 +136,9 @@ def hidden():
 
 def tokens():
     torch.manual_seed(5)
-    return torch.randint(0, 256, (SIZE.batch, SIZE.length)), torch.randint(0, 256, (SIZE.batch, SIZE.length))
+    return torch.randint(0, 256, (SIZE.batch, SIZE.length)), torch.randint(
+        0, 256, (SIZE.batch, SIZE.length)
+    )
 
 
 def features(outputs=8):
@@ -133,7 +148,11 @@ def features(outputs=8):
 
 def run(model, data, loss):
     output = model(data[0])
-    found = F.cross_entropy(output.float().flatten(0, 1), data[1].flatten()) if loss == "cross_entropy" else None
+    found = (
+        F.cross_entropy(output.float().flatten(0, 1), data[1].flatten())
+        if loss == "cross_entropy"
+        else None
+    )
     return F.mse_loss(output.float(), data[1]) if found is None else found
 
 
@@ -233,7 +252,8 @@ ALL = ("fprop", "dgrad", "wgrad")
 # name -> model, recipe, data, plant, loss, measure, expected, options
 FAULTS = {
     "a weight scaled by 2^20 under the scale of earlier steps": (
-        mlp, "delayed", features, scaled_weight, "mse", "loss", {("3", "fprop", "weight")}, {"warm": True},
+        mlp, "delayed", features, scaled_weight, "mse", "loss",
+        {("3", "fprop", "weight")}, {"warm": True},
     ),
     "a weight of the demo scaled by 2^20, by its gradients": (
         gpt, "delayed", tokens, scaled_block_weight, "cross_entropy", "grad-distance",
@@ -257,19 +277,20 @@ FAULTS = {
         {("blocks.1.up", "fprop", "activation")}, {},
     ),
     "a gradient that underflows under the scale of earlier steps": (
-        Branches, "delayed", features, small_gradient, "mse", "grad-distance", {("b", "wgrad", "gradient")},
-        {"warm": True},
+        Branches, "delayed", features, small_gradient, "mse", "grad-distance",
+        {("b", "wgrad", "gradient")}, {"warm": True},
     ),
     "an input that saturates under the scale of earlier steps": (
         mlp, "delayed", features, larger_input, "mse", "grad-distance",
         {("0", "fprop", "activation"), ("0", "wgrad", "activation")}, {"warm": True},
     ),
     "a broken quantizer for the columns of one layer's weight": (
-        gpt, replaced(Broken, "weight", "blocks.1.qkv", side="columnwise"), tokens, nothing, "cross_entropy",
-        "grad-distance", {("blocks.1.qkv", "dgrad", "weight")}, {},
+        gpt, replaced(Broken, "weight", "blocks.1.qkv", side="columnwise"), tokens, nothing,
+        "cross_entropy", "grad-distance", {("blocks.1.qkv", "dgrad", "weight")}, {},
     ),
     "a broken quantizer for one role": (
-        gpt, replaced(Broken, "grad_output", side="rowwise"), tokens, nothing, "cross_entropy", "grad-distance",
+        gpt, replaced(Broken, "grad_output", side="rowwise"), tokens, nothing,
+        "cross_entropy", "grad-distance",
         {(layer, "dgrad", "gradient") for layer in BLOCK_LAYERS}, {},
     ),
     "a quantizer that gives NaN": (
@@ -282,7 +303,8 @@ FAULTS = {
     ),
     "two at once": (
         gpt, "current", tokens, both, "cross_entropy", "grad-distance",
-        {("blocks.0.up", "fprop", "activation")} | {("blocks.1.up", gemm, "weight") for gemm in ("fprop", "dgrad")}, {},
+        {("blocks.0.up", "fprop", "activation")}
+        | {("blocks.1.up", gemm, "weight") for gemm in ("fprop", "dgrad")}, {},
     ),
     "a layer called twice": (
         Twice, "current", lambda: features(32), second_call_outlier, "mse", "grad-distance",
@@ -294,7 +316,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
     make, recipe, data, plant, loss, measure, expected, options = FAULTS[name]
-    path = captured(make, recipe, data(), plant, tmp_path / "step.safetensors", loss=loss, **options)
+    path = captured(
+        make, recipe, data(), plant, tmp_path / "step.safetensors", loss=loss, **options
+    )
     given = None if isinstance(recipe, str) else recipe
     report = bisect(path, make(), measure=measure, recipe=given)
     print(
@@ -314,8 +338,17 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_fault_entails_is_told_from_it(tmp_path: Path) -> None:
-    """What comes back through a weight that has grown outgrows its own scale: in high precision it is clamped, too."""
-    path = captured(gpt, "delayed", tokens(), scaled_block_weight, tmp_path / "step", loss="cross_entropy", warm=True)
+    """What comes back through a weight that has grown outgrows its own scale: in high precision it
+    is clamped, too."""
+    path = captured(
+        gpt,
+        "delayed",
+        tokens(),
+        scaled_block_weight,
+        tmp_path / "step",
+        loss="cross_entropy",
+        warm=True,
+    )
     report = bisect(path, gpt())
     follows = {(f.operands[0]): f.follows for f in report.findings}
     assert {str(o): names for o, names in follows.items()} == {
@@ -324,7 +357,8 @@ def test_what_a_fault_entails_is_told_from_it(tmp_path: Path) -> None:
         "blocks.0.up: gradient in dgrad": ("blocks.0.down: weight",),
         "blocks.0.up: gradient in wgrad": ("blocks.0.down: weight",),
     }
-    # The numbers are of the step with all findings in high precision: with the weight clamped it is a third of that.
+    # The numbers are of the step with all findings in high precision: with the weight clamped it is
+    # a third of that.
     assert all(f.statistics.saturation > 40 for f in report.findings)
     assert all("clamped" in f.reason and "of earlier steps" in f.reason for f in report.findings)
 
@@ -354,7 +388,10 @@ def test_a_quantizer_that_raises_is_a_finding(tensor_type, side, expected, tmp_p
         F.mse_loss(model(x), y).backward()
     report = bisect(path, mlp(), recipe=recipe)
     assert found(report) == {("3", *operand) for operand in expected}
-    assert all(f.reason == "its quantizer raises ArithmeticError: this quantizer is broken" for f in report.findings)
+    assert all(
+        f.reason == "its quantizer raises ArithmeticError: this quantizer is broken"
+        for f in report.findings
+    )
     assert report.solved
     assert report.before == float("inf")
     assert json.dumps(report.as_json())
@@ -362,13 +399,19 @@ def test_a_quantizer_that_raises_is_a_finding(tensor_type, side, expected, tmp_p
 
 def test_a_quantizer_that_raises_without_the_model(tmp_path: Path) -> None:
     path = captured(mlp, "current", features(), nothing, tmp_path / "step")
-    with pytest.raises(UsageError, match=r"layer '3' cannot be computed: ArithmeticError: this quantizer is broken"):
+    with pytest.raises(
+        UsageError, match=r"layer '3' cannot be computed: ArithmeticError: this quantizer is broken"
+    ):
         bisect(path, recipe=raising("weight", "3"))
 
 
 def test_a_finding_that_the_recipe_file_does_not_fix_is_told(tmp_path: Path, monkeypatch) -> None:
-    path = captured(gpt, "current", tokens(), weight_outlier, tmp_path / "step", loss="cross_entropy")
-    monkeypatch.setattr("ottava_debug.search.bisect.recipe_text", lambda *_, **__: "default: current\n")
+    path = captured(
+        gpt, "current", tokens(), weight_outlier, tmp_path / "step", loss="cross_entropy"
+    )
+    monkeypatch.setattr(
+        "ottava_debug.search.bisect.recipe_text", lambda *_, **__: "default: current\n"
+    )
     report = bisect(path, gpt())
     assert report.after <= report.tolerance < report.verified
     assert "under the recipe file the step is still wrong" in report.notes

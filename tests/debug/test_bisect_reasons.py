@@ -54,7 +54,9 @@ def test_reasons(values, scale, expected) -> None:
 
 
 def test_scales_are_of_earlier_steps_where_the_quantizer_says_so() -> None:
-    assert "the scale is of earlier steps, and too large" in lost(gaussian() * 2.0**9, delayed(1.0), stateful=True)
+    assert "the scale is of earlier steps, and too large" in lost(
+        gaussian() * 2.0**9, delayed(1.0), stateful=True
+    )
     assert "earlier" not in lost(gaussian() * 2.0**9, delayed(1.0))
 
 
@@ -70,7 +72,9 @@ def lost_by_layer(values, steps):
         layer(torch.ones(1, 64)).sum().backward()
     state, operand, found = layer.recipe_state, Operand("a", "fprop", "weight"), Comparison()
     call = Call(layer.recipe, state)
-    made = state.quantizer("weight", rowwise=True, columnwise=False, recording=False).quantize(values)
+    made = state.quantizer("weight", rowwise=True, columnwise=False, recording=False).quantize(
+        values
+    )
     before = {name: value.clone() for name, value in state.state_dict().items()}
     found.note(call, operand, values, made, None)
     assert all(torch.equal(value, before[name]) for name, value in state.state_dict().items())
@@ -80,9 +84,21 @@ def lost_by_layer(values, steps):
 @pytest.mark.parametrize(
     ("values", "steps", "expected"),
     [
-        (gaussian(_7=2.0**9) * 2.0**-9, 0, "the scale is the initial one, which no step has set yet, and too small"),
-        (gaussian() * 2.0**-20, 0, "the scale is the initial one, which no step has set yet, and too small"),
-        (gaussian() * 2.0**9, 0, "the scale is the initial one, which no step has set yet, and too large"),
+        (
+            gaussian(_7=2.0**9) * 2.0**-9,
+            0,
+            "the scale is the initial one, which no step has set yet, and too small",
+        ),
+        (
+            gaussian() * 2.0**-20,
+            0,
+            "the scale is the initial one, which no step has set yet, and too small",
+        ),
+        (
+            gaussian() * 2.0**9,
+            0,
+            "the scale is the initial one, which no step has set yet, and too large",
+        ),
         # Their own scale would not be another one.
         (gaussian(_7=400 * 2.0**12) * 2.0**-12, 0, "an outlier, 400, takes the range"),
         (gaussian(_7=2.0**20), 2, "an outlier, 1.05e+06, takes the range"),
@@ -97,7 +113,10 @@ def test_a_first_step_of_delayed_scaling(path) -> None:
     model.used.fill_(2.0**-14)
     report = bisect(stored(model, path, "delayed"), lambda: Stack(2))
     assert {f.tensor for f in report.findings} == {"gradient"}
-    assert all("the scale is the initial one, which no step has set yet" in f.reason for f in report.findings)
+    assert all(
+        "the scale is the initial one, which no step has set yet" in f.reason
+        for f in report.findings
+    )
 
 
 class Again(torch.nn.Module):
@@ -138,7 +157,9 @@ def test_a_gradient_that_is_zero_in_high_precision_does_not_count() -> None:
     from ottava_debug.search.measure import Outcome, relative_distances
 
     right = Outcome(0.0, {"a": torch.zeros(2), "b": torch.ones(2)})
-    assert relative_distances(Outcome(0.0, {"a": torch.ones(2), "b": torch.ones(2)}), right) == {"b": 0.0}
+    assert relative_distances(Outcome(0.0, {"a": torch.ones(2), "b": torch.ones(2)}), right) == {
+        "b": 0.0
+    }
 
 
 def test_without_the_model_scales_of_another_recipe_start_afresh(path) -> None:

@@ -43,7 +43,9 @@ def test_operands_are_looked_at_both_ways(size, dims):
     layer = ottava.nn.Linear(96, 64, bias=False, recipe="current")
     x, dy = spread(40, 96), spread(40, 64)
     stat = {NAME: {"block_size": size, "dims": dims}}
-    with ottava_debug.statistics(layer, stat, tensors=["activation", "gradient", "weight", "output"]) as run:
+    with ottava_debug.statistics(
+        layer, stat, tensors=["activation", "gradient", "weight", "output"]
+    ) as run:
         y = layer(x)
         y.backward(dy)
         run.step()
@@ -51,7 +53,9 @@ def test_operands_are_looked_at_both_ways(size, dims):
     assert {stat for _, _, stat in run.latest()} == {f"{NAME}_block_size_{size}_dims_{dims}"}
     weight = layer.weight.detach()
     for tensor, values in (("activation", x), ("gradient", dy), ("weight", weight)):
-        assert found[tensor] == pytest.approx(max(direct(values, size, dims), direct(values.t(), size, dims)), abs=1e-9)
+        assert found[tensor] == pytest.approx(
+            max(direct(values, size, dims), direct(values.t(), size, dims)), abs=1e-9
+        )
     assert found["output"] == pytest.approx(direct(y.detach(), size, dims), abs=1e-9)
 
 

@@ -82,7 +82,9 @@ def test_the_file_holds_the_step(path) -> None:
     model.zero_grad()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     seen = {}
-    model.twice.register_forward_pre_hook(lambda layer, args: seen.setdefault("inputs", []).append(args[0].detach()))
+    model.twice.register_forward_pre_hook(
+        lambda layer, args: seen.setdefault("inputs", []).append(args[0].detach())
+    )
     model.twice.register_full_backward_hook(
         lambda layer, i, outputs: seen.setdefault("gradients", []).append(outputs[0])
     )
@@ -95,7 +97,9 @@ def test_the_file_holds_the_step(path) -> None:
     assert read.state.keys() == before.keys()
     assert all(torch.equal(read.state[name], value) for name, value in before.items())
     # The step itself has moved the state on.
-    assert not torch.equal(before["twice.recipe_state.scale"], model.state_dict()["twice.recipe_state.scale"])
+    assert not torch.equal(
+        before["twice.recipe_state.scale"], model.state_dict()["twice.recipe_state.scale"]
+    )
     assert torch.equal(read.buffers["hidden"], model.hidden)
     assert torch.equal(read.tensors["random.cpu"], random_before)
     said = read.arguments[0]
@@ -107,12 +111,16 @@ def test_the_file_holds_the_step(path) -> None:
     gradients = torch.cat([p.grad.double().flatten() for p in model.parameters()])
     assert read.grad_norm == pytest.approx(float(gradients.norm()), rel=1e-12)
     assert [call.layer for call in read.calls] == ["first", "twice", "twice", "last"]
-    for number, (found, gradient) in enumerate(zip(seen["inputs"], reversed(seen["gradients"]), strict=True), 1):
+    for number, (found, gradient) in enumerate(
+        zip(seen["inputs"], reversed(seen["gradients"]), strict=True), 1
+    ):
         assert torch.equal(read.operands[f"{number}.activation"], found)
         assert torch.equal(read.operands[f"{number}.gradient"], gradient)
     assert not any(name.endswith("weight") for name in read.operands)
     assert {len(call.digests) for call in read.calls[1:]} == {6}
-    assert "dgrad.gradient" not in read.calls[0].digests  # nothing needs the gradient of the model's input
+    assert (
+        "dgrad.gradient" not in read.calls[0].digests
+    )  # nothing needs the gradient of the model's input
     assert read.recipes[0]["name"] == "delayed"
     assert read.versions["torch"] == str(torch.__version__)
 
@@ -131,7 +139,10 @@ def test_the_file_holds_data_alone(path) -> None:
 def test_a_recipe_of_functions_is_not_kept(path) -> None:
     from ottava_custom.factories import current_scaling_ref_quantizer_factory
 
-    model, (x, y) = model_of(CustomRecipe(lambda role: current_scaling_ref_quantizer_factory(role))), data()
+    model, (x, y) = (
+        model_of(CustomRecipe(lambda role: current_scaling_ref_quantizer_factory(role))),
+        data(),
+    )
     with capture(model, path):
         step_of(model, x, y)
     assert set(Bundle.read(path).recipes[0]) == {"words"}
@@ -178,7 +189,9 @@ def test_activations_that_are_recomputed(reentrant, path, tmp_path) -> None:
     plain, recomputed = captured(Model, path), captured(Recomputing, tmp_path / "other.safetensors")
     assert recomputed.calls == plain.calls
     assert recomputed.operands.keys() == plain.operands.keys()
-    assert all(torch.equal(recomputed.operands[name], value) for name, value in plain.operands.items())
+    assert all(
+        torch.equal(recomputed.operands[name], value) for name, value in plain.operands.items()
+    )
 
 
 def test_several_calls_and_backward_passes(path) -> None:
@@ -189,7 +202,12 @@ def test_several_calls_and_backward_passes(path) -> None:
     assert Bundle.read(path).events == ["forward 0", "backward 0", "forward 1", "backward 1"]
     with capture(model, path):
         (model(data(0)[0]).sum() + model(data(1)[0]).sum()).backward()
-    assert sorted(Bundle.read(path).events) == ["backward 0", "backward 1", "forward 0", "forward 1"]
+    assert sorted(Bundle.read(path).events) == [
+        "backward 0",
+        "backward 1",
+        "forward 0",
+        "forward 1",
+    ]
 
 
 # -- whether it is written --
@@ -243,7 +261,11 @@ def test_a_step_that_raises_is_written(path) -> None:
 
 
 def test_the_error_of_a_step_is_told_and_not_that_nothing_could_be_written(path) -> None:
-    with pytest.raises(ArithmeticError), pytest.warns(UserWarning, match="not written"), capture(model_of(), path):
+    with (
+        pytest.raises(ArithmeticError),
+        pytest.warns(UserWarning, match="not written"),
+        capture(model_of(), path),
+    ):
         raise ArithmeticError
 
 
@@ -270,12 +292,19 @@ def test_what_is_refused(path, tmp_path) -> None:
         capture(model, tmp_path / "nowhere" / "step.safetensors")
     with pytest.raises(DTypeError, match="targets is a object"):
         capture(model, path, targets=object())
-    with pytest.raises(DTypeError, match=r"call\.0\.kwargs\.scale is a object"), pytest.warns(match="not written"):
+    with (
+        pytest.raises(DTypeError, match=r"call\.0\.kwargs\.scale is a object"),
+        pytest.warns(match="not written"),
+    ):
         with capture(model, path):
             model(x, scale=object())
     with pytest.raises(UsageError, match="compiled"):
         capture(torch.compile(model), path)
-    with ottava.autocast("current"), pytest.raises(UsageError, match="inside an autocast"), capture(model, path):
+    with (
+        ottava.autocast("current"),
+        pytest.raises(UsageError, match="inside an autocast"),
+        capture(model, path),
+    ):
         pass
     with pytest.raises(UsageError, match="no loss is known"), capture(model, path, above=1.0):
         step_of(model, x, y)
@@ -321,7 +350,13 @@ def changed(path, change):
 def test_damage_is_told(path) -> None:
     written(path)
     whole = path.read_bytes()
-    for damaged in (whole[:-5], whole[:20], b"", b"\x80\x04pickle", whole[:-100] + b"\x55" + whole[-99:]):
+    for damaged in (
+        whole[:-5],
+        whole[:20],
+        b"",
+        b"\x80\x04pickle",
+        whole[:-100] + b"\x55" + whole[-99:],
+    ):
         path.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=path.name):
             Bundle.read(path)
@@ -357,8 +392,12 @@ CHANGES = {
     "an activation of integers": lambda told, tensors: tensors.update(
         {"operands/0.activation": tensors["operands/0.activation"].long()}
     ),
-    "an activation of one dimension": lambda told, tensors: tensors.update({"operands/0.activation": torch.ones(8)}),
-    "a gradient of other rows": lambda told, tensors: tensors.update({"operands/1.gradient": torch.ones(7, 16)}),
+    "an activation of one dimension": lambda told, tensors: tensors.update(
+        {"operands/0.activation": torch.ones(8)}
+    ),
+    "a gradient of other rows": lambda told, tensors: tensors.update(
+        {"operands/1.gradient": torch.ones(7, 16)}
+    ),
     "a tensor of no kind": lambda told, tensors: tensors.update(stray=torch.zeros(1)),
 }
 
@@ -371,7 +410,9 @@ def test_what_does_not_fit_is_told(name, path) -> None:
         Bundle.read(path)
 
 
-@pytest.mark.parametrize("said", [{"tensor": "nowhere"}, {"object": "os.system"}, {}, {"list": 5}, {"dtype": "os"}, []])
+@pytest.mark.parametrize(
+    "said", [{"tensor": "nowhere"}, {"object": "os.system"}, {}, {"list": 5}, {"dtype": "os"}, []]
+)
 def test_arguments_that_are_none(said) -> None:
     with pytest.raises(CheckpointError, match="described"):
         unflatten(said, {}, "cpu")
@@ -381,7 +422,11 @@ def test_arguments_come_back() -> None:
     from ottava_debug.trees import flatten
 
     tensors = {}
-    value = {"a": [1, 2.5, float("inf"), None, True, "text"], "b": (torch.ones(2), torch.bfloat16), "c": {}}
+    value = {
+        "a": [1, 2.5, float("inf"), None, True, "text"],
+        "b": (torch.ones(2), torch.bfloat16),
+        "c": {},
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = unflatten(json.loads(json.dumps(flatten(value, "x", tensors))), tensors, "cpu")

@@ -1,4 +1,5 @@
-"""Ctrl-C in whatever moment of ``capture`` leaves no hooks on the model, no inspector and no handler of signals."""
+"""Ctrl-C in whatever moment of ``capture`` leaves no hooks on the model, no inspector and no
+handler of signals."""
 
 import contextlib
 import signal
@@ -22,8 +23,8 @@ def _interrupts_arrive():
 
 
 class CtrlC:
-    """A profile function that sends SIGINT at the ``at``-th place that it sees, where Python could handle it: at the
-    entry of a function and after a call into C."""
+    """A profile function that sends SIGINT at the ``at``-th place that it sees, where Python could
+    handle it: at the entry of a function and after a call into C."""
 
     def __init__(self, at):
         self.at, self.seen = at, 0

@@ -1,5 +1,5 @@
-"""What is wrong in a configuration is told with section, key, line and what is allowed; what matches nothing is warned
-of; nothing exits."""
+"""What is wrong in a configuration is told with section, key, line and what is allowed; what
+matches nothing is warned of; nothing exits."""
 
 import textwrap
 import warnings
@@ -18,7 +18,12 @@ OF_FAKE_QUANT = "section 'it', FakeQuant"
 
 # What is replaced in the good file, by what, the line, and what the error says besides.
 WRONG = {
-    "unknown format": ("FP8E4M3", "FP8E4M4", 11, [OF_FAKE_QUANT, "quant_format", "FP8E4M4", "FP8E4M3, FP8E5M2"]),
+    "unknown format": (
+        "FP8E4M3",
+        "FP8E4M4",
+        11,
+        [OF_FAKE_QUANT, "quant_format", "FP8E4M4", "FP8E4M3, FP8E5M2"],
+    ),
     "a format of no package": ("FP8E4M3", "ACME9E4M3", 11, ["pip install ottava-recipes-acme9"]),
     "no format": ("      quant_format: FP8E4M3\n", "", 8, [OF_FAKE_QUANT, "no quant_format"]),
     "unknown gemm": (
@@ -33,12 +38,37 @@ WRONG = {
         10,
         [OF_FAKE_QUANT, "tensors", "weights", "activation, dgrad, gradient"],
     ),
-    "unknown key": ("quant_format:", "quant_fromat:", 11, [OF_FAKE_QUANT, "quant_fromat", "use 'quant_format'"]),
-    "no tensors": ("      tensors: [weight]\n", "", 8, [OF_FAKE_QUANT, "no tensors", "tensors_struct"]),
+    "unknown key": (
+        "quant_format:",
+        "quant_fromat:",
+        11,
+        [OF_FAKE_QUANT, "quant_fromat", "use 'quant_format'"],
+    ),
+    "no tensors": (
+        "      tensors: [weight]\n",
+        "",
+        8,
+        [OF_FAKE_QUANT, "no tensors", "tensors_struct"],
+    ),
     "no gemms": ("      gemms: [fprop]\n", "", 8, [OF_FAKE_QUANT, "no gemms", "gemms_struct"]),
-    "a pair that no product has": ("[weight]", "[gradient]", 8, [OF_FAKE_QUANT, "of fprop activation, weight, output"]),
-    "a struct that is no list": ("gemms: [fprop]", "gemms_struct: fprop", 9, [OF_FAKE_QUANT, "gemms_struct"]),
-    "a struct without a name": ("gemms: [fprop]", "gemms_struct: [{gem: fprop}]", 9, [OF_FAKE_QUANT, "no gemm"]),
+    "a pair that no product has": (
+        "[weight]",
+        "[gradient]",
+        8,
+        [OF_FAKE_QUANT, "of fprop activation, weight, output"],
+    ),
+    "a struct that is no list": (
+        "gemms: [fprop]",
+        "gemms_struct: fprop",
+        9,
+        [OF_FAKE_QUANT, "gemms_struct"],
+    ),
+    "a struct without a name": (
+        "gemms: [fprop]",
+        "gemms_struct: [{gem: fprop}]",
+        9,
+        [OF_FAKE_QUANT, "no gemm"],
+    ),
     "a struct with a wrong key": (
         "gemms: [fprop]\n      tensors: [weight]",
         "gemms_struct: [{gemm: fprop, tensor: [weight]}]",
@@ -46,17 +76,42 @@ WRONG = {
         [OF_FAKE_QUANT, "no key 'tensor'", "use 'tensors'"],
     ),
     "a section twice": (GOOD, GOOD + GOOD.strip(), 12, ["'it' stands twice, first in line 2"]),
-    "a key twice": ("gemms:", "freq: 2\n      freq: 3\n      gemms:", 10, ["'freq' stands twice, first in line 9"]),
-    "unknown feature": ("FakeQuant", "FakeQuantize", 7, ["section 'it'", "transformer_engine", "use 'FakeQuant'"]),
+    "a key twice": (
+        "gemms:",
+        "freq: 2\n      freq: 3\n      gemms:",
+        10,
+        ["'freq' stands twice, first in line 9"],
+    ),
+    "unknown feature": (
+        "FakeQuant",
+        "FakeQuantize",
+        7,
+        ["section 'it'", "transformer_engine", "use 'FakeQuant'"],
+    ),
     "unknown namespace": (
         "transformer_engine",
         "transformer_motor",
         6,
         ["section 'it'", "one of LogTensorStats, enabled, layers, on_error, ottava"],
     ),
-    "unknown selector": ("layer_name_regex_pattern", "layer_regex", 5, ["section 'it'", "layers", "exact_layer_names"]),
-    "no regular expression": ("pattern: .*", "pattern: '*'", 5, ["section 'it'", "regular expression"]),
-    "no layers": ("  layers:\n    layer_name_regex_pattern: .*\n", "", 2, ["section 'it'", "has no layers"]),
+    "unknown selector": (
+        "layer_name_regex_pattern",
+        "layer_regex",
+        5,
+        ["section 'it'", "layers", "exact_layer_names"],
+    ),
+    "no regular expression": (
+        "pattern: .*",
+        "pattern: '*'",
+        5,
+        ["section 'it'", "regular expression"],
+    ),
+    "no layers": (
+        "  layers:\n    layer_name_regex_pattern: .*\n",
+        "",
+        2,
+        ["section 'it'", "has no layers"],
+    ),
     "no enabled": ("it:\n  enabled: True", "it:", 2, ["section 'it'", "has no enabled"]),
     "enabled is text": (
         "  enabled: True\n  l",
@@ -64,14 +119,24 @@ WRONG = {
         3,
         ["section 'it'", "'maybe'", "True or False"],
     ),
-    "a feature without enabled": ("      enabled: True\n", "", 7, [OF_FAKE_QUANT, "has no enabled"]),
+    "a feature without enabled": (
+        "      enabled: True\n",
+        "",
+        7,
+        [OF_FAKE_QUANT, "has no enabled"],
+    ),
     "a step that is none": (
         "enabled: True\n      g",
         "start_step: soon\n      enabled: True\n      g",
         8,
         ["start_step"],
     ),
-    "a range backwards": ("gemms:", "start_end_list: [[5, 2]]\n      gemms:", 9, ["start_end_list", "ascending"]),
+    "a range backwards": (
+        "gemms:",
+        "start_end_list: [[5, 2]]\n      gemms:",
+        9,
+        ["start_end_list", "ascending"],
+    ),
     "ranges that overlap": (
         "gemms:",
         "start_end_list: [[1, 4], [3, 5]]\n      gemms:",
@@ -111,7 +176,9 @@ def test_a_file_that_is_missing(tmp_path):
 def test_a_dict_is_taken_too(tmp_path):
     section = {"enabled": True, "layers": {"layer_types": ["fc1"]}}
     section["ottava"] = {"DisableFP8GEMM": {"enabled": True, "gemms": ["dgrad"]}}
-    with pytest.raises(OptionError, match="the configuration: section 'a', DisableFP8GEMM: gemms has 'x'"):
+    with pytest.raises(
+        OptionError, match="the configuration: section 'a', DisableFP8GEMM: gemms has 'x'"
+    ):
         wrong = {"DisableFP8GEMM": {"enabled": True, "gemms": ["x"]}}
         debug_api.initialize(config_file={"a": section | {"ottava": wrong}}, log_dir=str(tmp_path))
     debug_api.initialize(config_file={"a": section}, log_dir=str(tmp_path))
@@ -123,7 +190,10 @@ def test_a_dict_is_taken_too(tmp_path):
 
 SELECTORS = [
     ({"exact_layer_names": ["model.blocks.0.fc1"]}, ["model.blocks.0.fc1"]),
-    ({"layer_name_regex_pattern": r"\.1\..*(fc1|qkv)"}, ["model.blocks.1.qkv", "model.blocks.1.fc1"]),
+    (
+        {"layer_name_regex_pattern": r"\.1\..*(fc1|qkv)"},
+        ["model.blocks.1.qkv", "model.blocks.1.fc1"],
+    ),
     ({"layer_types": ["fc1"]}, ["model.blocks.0.fc1", "model.blocks.1.fc1"]),
     ({"layer_types": ["all"]}, NAMES),
     ({"layer_types": "proj"}, ["model.blocks.0.proj", "model.blocks.1.proj"]),
@@ -150,7 +220,9 @@ def test_selectors(given, expected):
 
 def test_a_layers_number_is_the_first_of_its_name():
     selector = Selector(Located({"layer_numbers": ["2-4"]}), "section")
-    found = [f"layers.{n}.experts.3.w1" for n in range(8) if selector.matches(f"layers.{n}.experts.3.w1")]
+    found = [
+        f"layers.{n}.experts.3.w1" for n in range(8) if selector.matches(f"layers.{n}.experts.3.w1")
+    ]
     assert found == [f"layers.{n}.experts.3.w1" for n in (2, 3, 4)]
 
 
@@ -205,7 +277,9 @@ def test_patterns_that_match_nothing_are_named(initialize):
 def test_patterns_that_match_nothing_are_named_where_no_step_ends(initialize):
     initialize(GOOD.replace(".*", "attention"))
     step(model_of("current"))
-    with pytest.warns(UserWarning, match=r"line 5: layer_name_regex_pattern 'attention' matches no layer.*fc1"):
+    with pytest.warns(
+        UserWarning, match=r"line 5: layer_name_regex_pattern 'attention' matches no layer.*fc1"
+    ):
         debug_api.end_debug()
 
 
@@ -214,7 +288,9 @@ def test_layers_of_one_name_are_told(initialize):
     models = [ottava.nn.Linear(8, 8, recipe="current", name="same") for _ in range(2)]
     x = torch.randn(4, 8)
     models[0](x)
-    with pytest.warns(UserWarning, match="several layers are called 'same'.*infer_and_assign_layer_names") as caught:
+    with pytest.warns(
+        UserWarning, match="several layers are called 'same'.*infer_and_assign_layer_names"
+    ) as caught:
         [model(x) for model in models * 2]
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -227,7 +303,10 @@ def test_newer_names_of_features(initialize, name):
     expected = step(model_of(None))
     options = "" if name.endswith("Layer") else ", gemms: [fprop, dgrad, wgrad]"
     layers = "layers: {layer_types: [all]}"
-    initialize(f"it:\n  enabled: True\n  {layers}\n  transformer_engine:\n    {name}: {{enabled: True{options}}}\n")
+    initialize(
+        f"it:\n  enabled: True\n  {layers}\n  transformer_engine:\n    {name}: {{enabled: "
+        f"True{options}}}\n"
+    )
     assert all(torch.equal(a, b) for a, b in zip(step(model_of("current")), expected, strict=True))
 
 
@@ -235,7 +314,9 @@ def test_two_sections_with_the_same_feature_for_a_layer(initialize):
     section = "layers: {{layer_types: [{}]}}\n  ottava: {{DisableFP8Layer: {{enabled: True}}}}"
     first, second = (section.format(name) for name in ("fc1", "blocks.0"))
     initialize(f"first:\n  enabled: True\n  {first}\nsecond:\n  enabled: True\n  {second}\n")
-    with pytest.raises(OptionError, match=r"layer 'blocks\.0\.fc1' has DisableFP8Layer twice, of .*line 4.* line 8"):
+    with pytest.raises(
+        OptionError, match=r"layer 'blocks\.0\.fc1' has DisableFP8Layer twice, of .*line 4.* line 8"
+    ):
         step(model_of("current"))
 
 
@@ -245,7 +326,9 @@ def test_the_api_is_asked_by_hand(initialize, tmp_path):
     assert api.fp8_gemm_enabled("a", gemm="fprop", iteration=0) is False
     assert api.fp8_gemm_enabled("a", gemm="wgrad", iteration=0) is True
     assert api.modify_tensor_enabled("a", gemm="fprop", tensor_name="weight", iteration=0) is True
-    assert api.modify_tensor_enabled("a", gemm="fprop", tensor_name="activation", iteration=0) is False
+    assert (
+        api.modify_tensor_enabled("a", gemm="fprop", tensor_name="activation", iteration=0) is False
+    )
     x = torch.randn(4, 5)
     made = api.modify_tensor("a", gemm="fprop", tensor_name="weight", tensor=x, iteration=0)
     assert torch.equal(made, ottava.debug.fake_quantize(x, "FP8E4M3"))

@@ -1,4 +1,5 @@
-"""Configurations have the limits that recipe files have: what is beyond them is refused, and soon."""
+"""Configurations have the limits that recipe files have: what is beyond them is refused, and
+soon."""
 
 import os
 import re
@@ -14,7 +15,9 @@ from ottava_debug.located import read
 TENFOLD = [", ".join([f"*a{n - 1}"] * 10 if n else ["x"] * 10) for n in range(12)]
 BOMB = "\n".join(f"k{n}: &a{n} [{values}]" for n, values in enumerate(TENFOLD))
 MERGED = "\n".join(
-    f"m{n}: &m{n} {{{', '.join(f'{key}: *m{n - 1}' if n else f'{key}: 1' for key in 'abcdefghij')}}}" for n in range(9)
+    f"m{n}: &m{n} "
+    f"{{{', '.join(f'{key}: *m{n - 1}' if n else f'{key}: 1' for key in 'abcdefghij')}}}"
+    for n in range(9)
 )
 DEEP = "it: " + "[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2)
 INDENTED = "".join(f"{' ' * n}a:\n" for n in range(MAX_DEPTH + 3))

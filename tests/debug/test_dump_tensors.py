@@ -24,7 +24,9 @@ it:
       tensors: [activation, weight, gradient, output]
       {options}
 """
-EVERYTHING = "{high_precision_tensor: True, quantized_tensor: True, dump_quantized_internals: True, freq: 2}"
+EVERYTHING = (
+    "{high_precision_tensor: True, quantized_tensor: True, dump_quantized_internals: True, freq: 2}"
+)
 
 
 def file_of(options):
@@ -55,11 +57,20 @@ def train(initialize, options, *, recipe="current", name="a/b", steps=1, batches
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "blockwise"])
 def test_files_have_what_products_take(recipe, initialize):
     with pytest.warns(UserWarning, match="output of layer 'layer' is not quantized"):
-        seen, layer, folder = train(initialize, EVERYTHING, recipe=recipe, name="layer", steps=3, batches=2)
+        seen, layer, folder = train(
+            initialize, EVERYTHING, recipe=recipe, name="layer", steps=3, batches=2
+        )
     names = {path.name for path in folder.glob("rank-00000/*")}
     tensors = [("activation", 2), ("gradient", 2), ("output", 2), ("weight", 1)]
-    expected = {(tensor, step, number) for tensor, count in tensors for step in (0, 2) for number in range(count)}
-    assert names == {f"layer.{t}.step-{step:06d}.{number}.safetensors" for t, step, number in expected}
+    expected = {
+        (tensor, step, number)
+        for tensor, count in tensors
+        for step in (0, 2)
+        for number in range(count)
+    }
+    assert names == {
+        f"layer.{t}.step-{step:06d}.{number}.safetensors" for t, step, number in expected
+    }
     for tensor, step, number in expected:
         path = folder / "rank-00000" / f"layer.{tensor}.step-{step:06d}.{number}.safetensors"
         found, plain = load_file(path), load_plain(path)
@@ -130,7 +141,9 @@ def test_a_folder_that_cannot_be_written_is_told_and_training_goes_on(initialize
     folder = initialize(file_of("{high_precision_tensor: True}")).parent / "tensor_dumps"
     folder.write_text("")
     layer = ottava.nn.Linear(16, 16, recipe="current", name="layer")
-    with pytest.warns(UserWarning, match=r"DumpTensors: inspect_tensor failed in layer 'layer'.*switched off"):
+    with pytest.warns(
+        UserWarning, match=r"DumpTensors: inspect_tensor failed in layer 'layer'.*switched off"
+    ):
         y = layer(torch.randn(4, 16))
     assert math.isfinite(y.sum().item())
 

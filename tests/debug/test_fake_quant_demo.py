@@ -1,12 +1,14 @@
-"""The demo under FakeQuant and under current scaling: the same operands, and products that differ by rounding alone.
+"""The demo under FakeQuant and under current scaling: the same operands, and products that differ
+by rounding alone.
 
-Current scaling multiplies elements, and the sums by the scales; FakeQuant multiplies what scales times elements round
-to in float32. For sums over ``K`` the two differ by at most ``γ · |a| · |b|`` with ``γ = 2 · (K + 4) · 2⁻²⁴``: one
-rounding for each operand, product and addition, and for the scales and the bias (Higham, "Accuracy and Stability of
-Numerical Algorithms", 2002, section 3.1).
+Current scaling multiplies elements, and the sums by the scales; FakeQuant multiplies what scales
+times elements round to in float32. For sums over ``K`` the two differ by at most ``γ · |a| · |b|``
+with ``γ = 2 · (K + 4) · 2⁻²⁴``: one rounding for each operand, product and addition, and for the
+scales and the bias (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section 3.1).
 
-Under BF16 autocast, ``u = 2⁻⁹`` for a rounding to bfloat16: both operands of FakeQuant are rounded to it, and the
-results of both. That is ``4 · u · |a| · |b|`` besides, and a little for the products of such errors.
+Under BF16 autocast, ``u = 2⁻⁹`` for a rounding to bfloat16: both operands of FakeQuant are rounded
+to it, and the results of both. That is ``4 · u · |a| · |b|`` besides, and a little for the products
+of such errors.
 """
 
 import nvdlfw_inspect.api as debug_api
@@ -64,21 +66,32 @@ def of_a_step(run):
     """Layer -> what its products take and give in a step, after some."""
     data, kept = next(batches()), {}
     losses(run, 3)
-    with Watch(lambda layer: kept.setdefault(layer.name, Keeps()) if layer.recipe is not None else None):
+    with Watch(
+        lambda layer: kept.setdefault(layer.name, Keeps()) if layer.recipe is not None else None
+    ):
         run.backward(data)
     return kept
 
 
-@pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 0.0), (None, 2.0**-9)], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    ("dtype", "unit"), [(torch.float32, 0.0), (None, 2.0**-9)], ids=["float32", "autocast"]
+)
 def test_each_product_differs_by_rounding_alone(initialize, dtype, unit):
     run = trainee("current", dtype)
     kept = of_a_step(run)
-    layers = {layer.name: layer for layer in run.model.modules() if getattr(layer, "recipe", None) is not None}
+    layers = {
+        layer.name: layer
+        for layer in run.model.modules()
+        if getattr(layer, "recipe", None) is not None
+    }
     assert kept.keys() == layers.keys()
     assert len(kept) == 4
     initialize(FILE)
     for name, layer in layers.items():
-        current, x = kept[name].taken, kept[name].taken["fprop", "activation"][0].clone().requires_grad_()
+        current, x = (
+            kept[name].taken,
+            kept[name].taken["fprop", "activation"][0].clone().requires_grad_(),
+        )
         found = Keeps()
         region = torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is None)
         with region, Watch(lambda layer, found=found: found):
@@ -89,7 +102,8 @@ def test_each_product_differs_by_rounding_alone(initialize, dtype, unit):
                 values, quantized = current[gemm, tensor]
                 fake, none = found.taken[gemm, tensor]
                 assert none is None
-                # Bit for bit what the bytes and the scale of the other stand for, in the dtype of the values.
+                # Bit for bit what the bytes and the scale of the other stand for, in the dtype of
+                # the values.
                 assert torch.equal(fake, quantized.dequantize(torch.float32).to(values.dtype))
                 quant_format = "FP8E5M2" if tensor == "gradient" else "FP8E4M3"
                 assert torch.equal(fake, fake_quantize(values, quant_format))
@@ -98,7 +112,9 @@ def test_each_product_differs_by_rounding_alone(initialize, dtype, unit):
             a, b = a.t() if gemm == "wgrad" else a, b.t() if gemm == "fprop" else b
             size = a @ b + (layer.bias.abs() if gemm == "fprop" else 0)
             bound = (2 * (a.shape[1] + 4) * 2.0**-24 + 4 * unit * (1 + 8 * unit)) * size
-            difference = (found.taken[gemm, result][0].double() - current[gemm, result][0].double()).abs()
+            difference = (
+                found.taken[gemm, result][0].double() - current[gemm, result][0].double()
+            ).abs()
             assert bool((difference <= bound).all()), (name, gemm, (difference / bound).max())
 
 
@@ -126,6 +142,8 @@ def test_from_python_it_is_the_same(initialize):
     expected = losses(trainee("current"), 3)
     debug_api.end_debug()
     run = trainee("current")
-    with ottava_debug.fake_quant(run.model, "FP8E4M3", layers="blocks.*", tensors=["activation", "weight"]):
+    with ottava_debug.fake_quant(
+        run.model, "FP8E4M3", layers="blocks.*", tensors=["activation", "weight"]
+    ):
         with ottava_debug.fake_quant(run.model, "FP8E5M2", layers="blocks.*", tensors=["gradient"]):
             assert torch.equal(losses(run, 3), expected)

@@ -1,4 +1,5 @@
-"""``fake_quantize`` is quantize → dequantize of the recipe, bit for bit, for every format of every installed recipe."""
+"""``fake_quantize`` is quantize → dequantize of the recipe, bit for bit, for every format of every
+installed recipe."""
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ FORMATS = [(spec.name, name) for spec in ottava.list_recipes() for name in spec.
 
 
 def quantizer_of(recipe, name):
-    """What a layer under the recipe uses for its inputs, in the element format that ends the name."""
+    """What a layer under the recipe uses for its inputs, in the element format that ends the
+    name."""
     element = ottava.Format.E5M2 if name.endswith("E5M2") else ottava.Format.E4M3
     made = ottava.get_recipe(recipe, fp8_format=element)
     layer = ottava.nn.Linear(8, 8, recipe=made)
@@ -20,7 +22,9 @@ def quantizer_of(recipe, name):
 
 def values(dtype, shape):
     random = torch.Generator().manual_seed(3)
-    x = torch.randn(shape, generator=random) * torch.exp2(torch.randint(-20, 8, shape, generator=random).float())
+    x = torch.randn(shape, generator=random) * torch.exp2(
+        torch.randint(-20, 8, shape, generator=random).float()
+    )
     return x.to(dtype)
 
 
@@ -54,10 +58,14 @@ def test_it_is_what_the_recipe_does(recipe, name, tensor):
         expected = quantizer.quantize(x).dequantize(dtype)
         found = fake_quantize(x, name)
         assert (found.dtype, found.shape) == (dtype, x.shape)
-        assert torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        assert torch.equal(
+            found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+        )
         out = torch.full_like(x, 7.0)
         assert fake_quantize(x, name, out) is out
-        assert torch.equal(out.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+        assert torch.equal(
+            out.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+        )
 
 
 @pytest.mark.parametrize(("recipe", "name"), FORMATS)

@@ -1,4 +1,5 @@
-"""Whichever is imported first, initialized again, or was initialized before: the features are there."""
+"""Whichever is imported first, initialized again, or was initialized before: the features are
+there."""
 
 import subprocess
 import sys
@@ -77,7 +78,10 @@ print(show())
 def run(tmp_path, program):
     (tmp_path / "it.yaml").write_text(FILE)
     return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-W", "error::UserWarning", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -88,11 +92,16 @@ def test_the_features_are_there(case, tmp_path):
     assert done.stdout.split()[-1] == "False"
     log = tmp_path / "logs" / "nvdlfw_inspect_statistics_logs" / "nvdlfw_inspect_globalrank-0.log"
     # Each run has its own file, in which each line stands once.
-    assert [line.split("INFO - ")[1].split()[0] for line in log.read_text().splitlines()] == ["fc_activation_max"]
+    assert [line.split("INFO - ")[1].split()[0] for line in log.read_text().splitlines()] == [
+        "fc_activation_max"
+    ]
 
 
 def test_importing_it_imports_neither_torch_nor_nvdlfw_inspect(tmp_path):
-    program = "import ottava_debug, sys; print([n for n in ('torch', 'nvdlfw_inspect') if n in sys.modules])"
+    program = (
+        "import ottava_debug, sys; print([n for n in ('torch', 'nvdlfw_inspect') if n in "
+        "sys.modules])"
+    )
     done = run(tmp_path, program)
     assert done.stdout.strip() == "[]", done.stderr
 

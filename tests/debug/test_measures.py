@@ -33,7 +33,9 @@ def test_measures_are_those_of_the_definitions(recipe, dtype):
     torch.manual_seed(0)
     x = (torch.randn(96, 352) * torch.logspace(-4, 0, 352)).to(dtype)
     for columnwise in (False, True):
-        quantizer = ottava.get_recipe(recipe).quantizer("weight").with_usage(not columnwise, columnwise)
+        quantizer = (
+            ottava.get_recipe(recipe).quantizer("weight").with_usage(not columnwise, columnwise)
+        )
         quantized = quantizer.quantize(x)
         sqnr, cosine, underflow = expected(x, quantized.dequantize(torch.float32))
         both = ottava.get_recipe(recipe).quantizer("weight").quantize(x)
@@ -58,9 +60,12 @@ def test_each_measure_by_itself():
 
 
 @pytest.mark.parametrize(
-    ("fp8_format", "largest", "next_one"), [(Format.E4M3, 448.0, 480.0), (Format.E5M2, 57344.0, 65536.0)]
+    ("fp8_format", "largest", "next_one"),
+    [(Format.E4M3, 448.0, 480.0), (Format.E5M2, 57344.0, 65536.0)],
 )
-def test_saturation_counts_what_rounding_would_not_have_made_the_largest(fp8_format, largest, next_one):
+def test_saturation_counts_what_rounding_would_not_have_made_the_largest(
+    fp8_format, largest, next_one
+):
     recipe = ottava.get_recipe("delayed", fp8_format=fp8_format)
     # Its scale is 1 before it has seen anything.
     quantizer = recipe.quantizer(ottava.QuantizerRole("linear", "weight"))
@@ -82,10 +87,18 @@ def test_values_that_are_not_finite_are_counted_and_left_out():
     assert measures.exponents(x) == {0: 1, 1: 1}
 
 
-@pytest.mark.parametrize("x", [torch.zeros(0, 4), torch.zeros(3, 4), torch.full((2,), float("nan"))])
+@pytest.mark.parametrize(
+    "x", [torch.zeros(0, 4), torch.zeros(3, 4), torch.full((2,), float("nan"))]
+)
 def test_of_nothing_nothing_is_lost(x):
     found = compare(x, x)
-    assert (found.amax, found.underflow, found.saturation, found.sqnr, found.cosine) == (0, 0, 0, math.inf, 1)
+    assert (found.amax, found.underflow, found.saturation, found.sqnr, found.cosine) == (
+        0,
+        0,
+        0,
+        math.inf,
+        1,
+    )
     assert measures.exponents(x) == {}
 
 
@@ -103,7 +116,9 @@ def test_exponents_are_those_of_the_bits():
     assert measures.exponents(x) == {-149: 1, -148: 1, -1: 2, 0: 2, 1: 1, 127: 1}
     many = torch.randn(50_000)
     _, powers = np.frexp(many.numpy())
-    counted = dict(zip(*(found.tolist() for found in np.unique(powers - 1, return_counts=True)), strict=True))
+    counted = dict(
+        zip(*(found.tolist() for found in np.unique(powers - 1, return_counts=True)), strict=True)
+    )
     assert measures.exponents(many) == counted
 
 
@@ -128,7 +143,10 @@ def test_tensors_that_are_added_are_measured_as_one():
     comparison = measures.Comparison()
     for part, quantized in zip(x, parts, strict=True):
         comparison.add(part, quantized)
-    found, whole = comparison.measures(), compare(x, torch.stack([part.dequantize() for part in parts]))
+    found, whole = (
+        comparison.measures(),
+        compare(x, torch.stack([part.dequantize() for part in parts])),
+    )
     assert found.saturation == 0
     for name in ("count", "not_finite", "amax", "underflow", "sqnr", "cosine"):
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-12)

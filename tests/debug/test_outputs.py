@@ -1,4 +1,5 @@
-"""The files that ``ottava analyze`` and ``ottava bisect`` write: what is there is not lost by it."""
+"""The files that ``ottava analyze`` and ``ottava bisect`` write: what is there is not lost by
+it."""
 
 import os
 
@@ -51,7 +52,13 @@ def refused(folder, command, *arguments):
 @pytest.mark.parametrize(("command", "option"), EACH)
 def test_another_file_is_replaced_by_force_alone(command, option, tmp_path):
     name = OUTPUTS[command][option]
-    for text in ("", "mine", '{"source": "mine"}', "default: current\n", "<!doctype html><title>x</title>"):
+    for text in (
+        "",
+        "mine",
+        '{"source": "mine"}',
+        "default: current\n",
+        "<!doctype html><title>x</title>",
+    ):
         (tmp_path / name).write_text(text)
         said = refused(tmp_path, command, option, name)
         assert f"{name} exists" in said

@@ -26,7 +26,9 @@ class Half:
         return gemm == "fprop" and tensor_name == "output", iteration + 1
 
     @api_method
-    def modify_tensor(self, config, layer_name, tensor_name, gemm, tensor, iteration, default_quantizer, out=None):
+    def modify_tensor(
+        self, config, layer_name, tensor_name, gemm, tensor, iteration, default_quantizer, out=None
+    ):
         self.calls.append((layer_name, gemm, tensor_name, config["by"]))
         return tensor * config["by"]
 
@@ -44,7 +46,9 @@ class Looks:
         self.seen.append((layer_name, tensor_name, tuple(tensor.shape), iteration))
 
     @api_method
-    def inspect_tensor_postquantize(self, config, layer_name, gemm, tensor_name, tensor, rowwise, iteration, **rest):
+    def inspect_tensor_postquantize(
+        self, config, layer_name, gemm, tensor_name, tensor, rowwise, iteration, **rest
+    ):
         self.seen.append((layer_name, gemm, tensor_name, type(tensor).__name__, rowwise))
 
 
@@ -140,14 +144,19 @@ def test_features_of_ones_own_that_look(initialize, features):
 
 
 @pytest.mark.parametrize("tensor", ["weight", "gradient"])
-@pytest.mark.parametrize(("how", "told"), [("raise", "no such thing"), ("exit", "SystemExit"), ("shape", r"\(3,\)")])
-def test_a_feature_that_fails_is_switched_off_for_its_layer(initialize, features, how, told, tensor):
+@pytest.mark.parametrize(
+    ("how", "told"), [("raise", "no such thing"), ("exit", "SystemExit"), ("shape", r"\(3,\)")]
+)
+def test_a_feature_that_fails_is_switched_off_for_its_layer(
+    initialize, features, how, told, tensor
+):
     expected = step(model_of("current"))
     initialize(section("Fails", "ottava", how=how, tensor=tensor), feature_dirs=features)
     model = model_of("current")
     debug_api.infer_and_assign_layer_names(model)
     with pytest.warns(
-        UserWarning, match=rf"line 6: section 'own', Fails: modify_tensor failed in layer .*fc1'.*{told}"
+        UserWarning,
+        match=rf"line 6: section 'own', Fails: modify_tensor failed in layer .*fc1'.*{told}",
     ) as w:
         found = step(model)
     assert len(w) == 1
@@ -165,11 +174,15 @@ def test_a_feature_that_fails_stops_training_where_that_is_asked_for(initialize,
     if where == "function":
         ottava_debug.on_error("raise")
     try:
-        initialize(section("Fails", "ottava", how="exit", tensor="weight", **options), feature_dirs=features)
+        initialize(
+            section("Fails", "ottava", how="exit", tensor="weight", **options),
+            feature_dirs=features,
+        )
         model = model_of("current")
         debug_api.infer_and_assign_layer_names(model)
         with pytest.raises(
-            PluginError, match=r"line 6: section 'own', Fails: modify_tensor failed in layer .*SystemExit"
+            PluginError,
+            match=r"line 6: section 'own', Fails: modify_tensor failed in layer .*SystemExit",
         ):
             step(model)
     finally:
@@ -183,7 +196,9 @@ def test_a_feature_that_fails_after_a_step_is_switched_off(initialize, features)
     model = model_of("current")
     debug_api.infer_and_assign_layer_names(model)
     step(model)
-    with pytest.warns(UserWarning, match="line 6: section 'own', FailsAfter: step failed: SystemExit: 4. .*off"):
+    with pytest.warns(
+        UserWarning, match="line 6: section 'own', FailsAfter: step failed: SystemExit: 4. .*off"
+    ):
         debug_api.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -192,13 +207,17 @@ def test_a_feature_that_fails_after_a_step_is_switched_off(initialize, features)
         debug_api.end_debug()
 
 
-def test_a_feature_that_fails_after_a_step_stops_training_where_that_is_asked_for(initialize, features):
+def test_a_feature_that_fails_after_a_step_stops_training_where_that_is_asked_for(
+    initialize, features
+):
     initialize(section("FailsAfter", "ottava", on_error="raise"), feature_dirs=features)
     model = model_of("current")
     debug_api.infer_and_assign_layer_names(model)
     step(model)
     for end in (debug_api.step, debug_api.end_debug):
-        with pytest.raises(PluginError, match="line 6: section 'own', FailsAfter: step failed: SystemExit: 4"):
+        with pytest.raises(
+            PluginError, match="line 6: section 'own', FailsAfter: step failed: SystemExit: 4"
+        ):
             end()
     # What failed is forgotten all the same.
     initialize(GOOD)

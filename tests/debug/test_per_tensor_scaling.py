@@ -1,4 +1,5 @@
-"""``PerTensorScaling``: products take the operands that are named with one scale, from their own amax."""
+"""``PerTensorScaling``: products take the operands that are named with one scale, from their own
+amax."""
 
 import nvdlfw_inspect.api as debug_api
 import pytest
@@ -49,7 +50,8 @@ FORMATS = {
 
 
 def expected_of(values, element, margin):
-    """One scale for all, of an amax that counts ``2^margin`` times, by float32 arithmetic as SPEC has it."""
+    """One scale for all, of an amax that counts ``2^margin`` times, by float32 arithmetic as SPEC
+    has it."""
     # A number over a tensor would be rounded twice.
     largest = torch.tensor(torch.finfo(element).max)
     scale = largest / values.abs().max() * 2.0**-margin
@@ -75,13 +77,17 @@ def test_operands_have_one_scale(case, recipe, initialize, monkeypatch):
             values = recorder.plain[LAYER][tensor]
             margin = margins.get((gemm, tensor))
             if margin is None:
-                made = quantizer(roles[tensor], rowwise=True, columnwise=True, recording=False).quantize(values)
+                made = quantizer(
+                    roles[tensor], rowwise=True, columnwise=True, recording=False
+                ).quantize(values)
                 by_column = (gemm, tensor) in BY_COLUMN
                 sides = (one.grid_operand(columnwise=by_column) for one in (operand, made))
                 assert all(torch.equal(a, b) for a, b in zip(*sides, strict=True))
                 continue
             element = FORMATS[recipe][tensor == "gradient"]
-            assert torch.equal(operand.dequantize(torch.float32), expected_of(values, element, margin)), (gemm, tensor)
+            assert torch.equal(
+                operand.dequantize(torch.float32), expected_of(values, element, margin)
+            ), (gemm, tensor)
 
 
 def test_other_layers_and_steps_are_as_they_were(initialize):

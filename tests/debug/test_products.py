@@ -1,4 +1,5 @@
-"""Layers that are watched compute what others compute, bit for bit, and inspections see what products take and give."""
+"""Layers that are watched compute what others compute, bit for bit, and inspections see what
+products take and give."""
 
 from copy import deepcopy
 
@@ -46,7 +47,9 @@ def steps(layer, call=lambda layer, x: layer(x), shape=(8, 32), count=3, dtype=N
         if y.requires_grad:
             y.float().square().sum().backward()
             found += [x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
-    return [t.clone() for t in found if t is not None] + [t.clone() for t in layer.state_dict().values()]
+    return [t.clone() for t in found if t is not None] + [
+        t.clone() for t in layer.state_dict().values()
+    ]
 
 
 def same(a, b):
@@ -56,7 +59,10 @@ def same(a, b):
 
 def with_main_grad(layer, x):
     if not hasattr(layer.weight, "main_grad"):
-        layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.full((48, 32), 0.1), False
+        layer.weight.main_grad, layer.weight.grad_added_to_main_grad = (
+            torch.full((48, 32), 0.1),
+            False,
+        )
     layer.fuse_wgrad_accumulation = True
     y = layer(x)
     # What the last pass has added is part of what is compared.
@@ -138,7 +144,10 @@ def test_each_tensor_of_each_product_is_seen_once(recipe, call):
     expected = [(gemm, tensor) for gemm, tensors in TENSORS.items() for tensor in tensors]
     assert sorted((gemm, tensor) for gemm, tensor, _, _ in looks.seen) == sorted(expected)
     for gemm, tensor, values, quantized in looks.seen:
-        assert (quantized is None) == (recipe is None or tensor in ("output", "dgrad", "wgrad")), (gemm, tensor)
+        assert (quantized is None) == (recipe is None or tensor in ("output", "dgrad", "wgrad")), (
+            gemm,
+            tensor,
+        )
         assert values.dim() == 2
     taken = {(gemm, tensor): values.float() for gemm, tensor, values, _ in looks.seen}
     for gemm, names in TENSORS.items():
@@ -163,8 +172,12 @@ def test_an_operand_may_be_quantized_by_an_inspection():
 
     class Replaces(Inspection):
         def modify(self, gemm, tensor, values):
-            quantizer = self.call.state.quantizer("weight", rowwise=True, columnwise=False, recording=False)
-            return quantizer.quantize(values * 2) if (gemm, tensor) == ("fprop", "weight") else values
+            quantizer = self.call.state.quantizer(
+                "weight", rowwise=True, columnwise=False, recording=False
+            )
+            return (
+                quantizer.quantize(values * 2) if (gemm, tensor) == ("fprop", "weight") else values
+            )
 
     bias = layer.bias.detach()
     expected = layer(x).detach() - bias
@@ -202,7 +215,10 @@ def test_a_modified_gradient_of_the_weight_is_added_to_main_grad():
     layer, dy = layer_of("current"), torch.ones(8, 48)
     x, added = torch.randn(8, 32), []
     for pairs in ([], [("wgrad", "wgrad")]):
-        layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.full((48, 32), 0.5), False
+        layer.weight.main_grad, layer.weight.grad_added_to_main_grad = (
+            torch.full((48, 32), 0.5),
+            False,
+        )
         layer.fuse_wgrad_accumulation = True
         with Watch(lambda layer, pairs=pairs: Doubles(*pairs)):
             layer(x).backward(dy)
@@ -245,12 +261,15 @@ def test_watches_end():
 def test_compiled_layers_that_nobody_selects_stay_in_one_graph():
     torch.compiler.reset()
     model = ottava.convert(
-        torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32)), "current"
+        torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32)),
+        "current",
     )
     x, looks = torch.randn(8, 32), Looks()
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)
     expected = whole(x)
-    with Watch(lambda layer: looks if layer.name == "other" else None, lambda name: name == "other"):
+    with Watch(
+        lambda layer: looks if layer.name == "other" else None, lambda name: name == "other"
+    ):
         assert torch.equal(whole(x), expected)
     assert looks.seen == []
     parts = torch.compile(model, backend="aot_eager")

@@ -1,4 +1,5 @@
-"""Recipe files that keep something in high precision: read back they say exactly what was written."""
+"""Recipe files that keep something in high precision: read back they say exactly what was
+written."""
 
 import os
 
@@ -21,11 +22,17 @@ ROLES = ("input", "weight", "grad_output")
 
 def served(recipe, layer):
     """Role -> what serves its rows and its columns."""
-    explained = {role: recipe.explain(ottava.QuantizerRole("linear", role, layer)) for role in ROLES}
+    explained = {
+        role: recipe.explain(ottava.QuantizerRole("linear", role, layer)) for role in ROLES
+    }
     return {role: (found.rowwise, found.columnwise) for role, found in explained.items()}
 
 
-CURRENT = {"input": ("current E4M3",) * 2, "weight": ("current E4M3",) * 2, "grad_output": ("current E5M2",) * 2}
+CURRENT = {
+    "input": ("current E4M3",) * 2,
+    "weight": ("current E4M3",) * 2,
+    "grad_output": ("current E5M2",) * 2,
+}
 KEPT = dict.fromkeys(ROLES, ("identity", "identity"))
 
 
@@ -38,7 +45,9 @@ def test_layers_roles_and_directions_are_kept_and_nothing_else(tmp_path):
         Keep("blocks.3.up", "first", role="weight", direction="columnwise"),
         Keep("blocks.3.up", "second", role="weight", direction="rowwise"),
     ]
-    recipe = write_recipe_file(tmp_path / "kept.yaml", keeps, about="Found by a search.\nTwo lines.")
+    recipe = write_recipe_file(
+        tmp_path / "kept.yaml", keeps, about="Found by a search.\nTwo lines."
+    )
     assert recipe == CustomRecipe.from_file(tmp_path / "kept.yaml")
     assert served(recipe, "blocks.0.up") == KEPT
     assert served(recipe, "blocks.1.up") == CURRENT | {"grad_output": ("identity",) * 2}
@@ -76,7 +85,9 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_is_taken_character_by_character(tmp_path, name):
-    recipe = write_recipe_file(tmp_path / "kept.yaml", [Keep(name, f"because of {name}\n- match: x\x00")])
+    recipe = write_recipe_file(
+        tmp_path / "kept.yaml", [Keep(name, f"because of {name}\n- match: x\x00")]
+    )
     assert served(recipe, name) == KEPT
     other = recipe.explain(ottava.QuantizerRole("linear", "weight", "another"))
     assert other.rowwise == ("current E4M3" if name else "identity")
@@ -85,22 +96,32 @@ def test_any_name_is_taken_character_by_character(tmp_path, name):
 
 def test_a_module_in_a_kept_one_may_be_kept_too(tmp_path):
     keeps = [
-        Keep(name, "x", role=role) for name, role in (("", "input"), ("a", "weight"), ("a.b", None), ("a.b.c", None))
+        Keep(name, "x", role=role)
+        for name, role in (("", "input"), ("a", "weight"), ("a.b", None), ("a.b.c", None))
     ]
     recipe = write_recipe_file(tmp_path / "kept.yaml", keeps)
     assert served(recipe, "a.b.c") == served(recipe, "a.b") == KEPT
-    assert served(recipe, "a.c") == CURRENT | {"weight": ("identity",) * 2, "input": ("identity",) * 2}
+    assert served(recipe, "a.c") == CURRENT | {
+        "weight": ("identity",) * 2,
+        "input": ("identity",) * 2,
+    }
     assert served(recipe, "d") == CURRENT | {"input": ("identity",) * 2}
 
 
 def test_options_and_files_serve_the_rest(tmp_path):
     keeps = [Keep("a", "x", role="weight", direction="rowwise")]
-    first = write_recipe_file(tmp_path / "first.yaml", keeps, "current", {"fp8_format": Format.E4M3})
+    first = write_recipe_file(
+        tmp_path / "first.yaml", keeps, "current", {"fp8_format": Format.E4M3}
+    )
     assert served(first, "b") == dict.fromkeys(ROLES, ("current E4M3",) * 2)
     assert served(first, "a") == served(first, "b") | {"weight": ("identity", "current E4M3")}
-    second = write_recipe_file(tmp_path / "second.yaml", [Keep("b", "y")], str(tmp_path / "first.yaml"))
+    second = write_recipe_file(
+        tmp_path / "second.yaml", [Keep("b", "y")], str(tmp_path / "first.yaml")
+    )
     of_file = f", file={tmp_path / 'first.yaml'}"
-    assert served(second, "a") == {role: (a + of_file, b + of_file) for role, (a, b) in served(first, "a").items()}
+    assert served(second, "a") == {
+        role: (a + of_file, b + of_file) for role, (a, b) in served(first, "a").items()
+    }
     assert served(second, "b") == KEPT
 
 

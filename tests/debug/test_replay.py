@@ -22,7 +22,8 @@ from ottava_debug.search.replay import Replay
 
 
 class Model(torch.nn.Module):
-    """Dropout, a layer that runs twice, a norm that keeps statistics, and Python's random numbers."""
+    """Dropout, a layer that runs twice, a norm that keeps statistics, and Python's random
+    numbers."""
 
     def __init__(self, outputs=16):
         super().__init__()
@@ -70,7 +71,9 @@ def captured(model, path, *, loss="mse", scale=1.0, autocast=False):
             output = model(x)
         step.loss = F.mse_loss(output.float(), y)
         (step.loss * scale).backward()
-    return Bundle.read(path), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Bundle.read(path), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.fixture
@@ -84,7 +87,9 @@ def check(step, gradients, replay):
     assert found.equal == found.operands == 2 * len(step.calls)
     assert found.products == sum(len(call.digests) for call in step.calls)
     assert not found.other_bytes
-    assert set(replay.operands) == {(c.layer, *key.split(".")) for c in step.calls for key in c.digests}
+    assert set(replay.operands) == {
+        (c.layer, *key.split(".")) for c in step.calls for key in c.digests
+    }
     for outcome in (replay.first, replay.run(replay.operands), replay.run(replay.operands)):
         assert outcome.loss == step.loss
         assert outcome.gradients.keys() >= gradients.keys()
@@ -131,7 +136,9 @@ def test_a_loss_that_was_scaled(scale, path) -> None:
 def test_without_a_loss_the_captured_gradients_of_the_output_serve(path) -> None:
     step, gradients = captured(converted(Model, "current"), path, loss=None)
     replay = Replay(step, Model())
-    assert all(torch.equal(replay.first.gradients[name], value) for name, value in gradients.items())
+    assert all(
+        torch.equal(replay.first.gradients[name], value) for name, value in gradients.items()
+    )
     assert replay.first.loss != replay.first.loss
 
 
@@ -145,7 +152,9 @@ def test_a_model_that_gives_its_loss(path) -> None:
     check(read, {name: p.grad for name, p in model.named_parameters()}, Replay(read, WithLoss()))
 
 
-@pytest.mark.parametrize("loss", [None, lambda outputs, targets: outputs[0].sum() + outputs[1]["b"].square().sum()])
+@pytest.mark.parametrize(
+    "loss", [None, lambda outputs, targets: outputs[0].sum() + outputs[1]["b"].square().sum()]
+)
 def test_outputs_that_were_computed_from_each_other(loss, path) -> None:
     class Chained(torch.nn.Module):
         def __init__(self):
@@ -163,7 +172,9 @@ def test_outputs_that_were_computed_from_each_other(loss, path) -> None:
     step = Bundle.read(path)
     replay = Replay(step, Chained(), loss=loss)
     assert replay.comparison.equal == replay.comparison.operands == 4
-    assert all(torch.equal(replay.first.gradients[name], p.grad) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(replay.first.gradients[name], p.grad) for name, p in model.named_parameters()
+    )
 
 
 def test_microbatches(path) -> None:
@@ -186,7 +197,9 @@ def test_frozen_parameters_and_modules_in_evaluation(path) -> None:
     step, gradients = captured(model, path)
     replay = Replay(step, Model())
     assert "twice.weight" not in replay.first.gradients
-    assert all(torch.equal(replay.first.gradients[name], value) for name, value in gradients.items())
+    assert all(
+        torch.equal(replay.first.gradients[name], value) for name, value in gradients.items()
+    )
 
 
 def test_a_fused_accumulation_of_gradients_is_left_out(path) -> None:
@@ -213,13 +226,18 @@ def test_high_precision_is_that_of_torch(path) -> None:
 
 
 def test_one_operand_alone(path) -> None:
-    """A replay with one operand quantized differs from high precision, and so does one with it alone left out."""
+    """A replay with one operand quantized differs from high precision, and so does one with it
+    alone left out."""
     step, _ = captured(converted(Model, "current"), path)
     replay = Replay(step, Model())
     exact = replay.run(())
     for operand in replay.operands:
         outcome = replay.run([operand])
-        moved = {name for name, value in outcome.gradients.items() if not torch.equal(value, exact.gradients[name])}
+        moved = {
+            name
+            for name, value in outcome.gradients.items()
+            if not torch.equal(value, exact.gradients[name])
+        }
         if operand.gemm == "fprop":
             # The loss, one float32 number, may be the same by chance.
             assert len(moved) > 1
@@ -230,21 +248,30 @@ def test_one_operand_alone(path) -> None:
             assert moved
             assert f"{operand.layer}.bias" not in moved or operand.layer == "twice"
         rest = replay.run([o for o in replay.operands if o != operand])
-        assert any(not torch.equal(value, replay.first.gradients[name]) for name, value in rest.gradients.items())
+        assert any(
+            not torch.equal(value, replay.first.gradients[name])
+            for name, value in rest.gradients.items()
+        )
 
 
 # -- on another machine --
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
-def test_where_sums_have_another_order_quantized_bytes_are_the_same(recipe, path, monkeypatch) -> None:
+def test_where_sums_have_another_order_quantized_bytes_are_the_same(
+    recipe, path, monkeypatch
+) -> None:
     class Summing(Model):
         backwards = False
 
         def forward(self, x):
             parts = (self.first(x.bfloat16()) * 3).unbind(-1)
             total = sum(reversed(parts) if self.backwards else parts)
-            return self.last(torch.relu(self.twice(torch.relu(self.twice(torch.stack(parts, -1) * total[:, None])))))
+            return self.last(
+                torch.relu(
+                    self.twice(torch.relu(self.twice(torch.stack(parts, -1) * total[:, None])))
+                )
+            )
 
     def make():
         return Summing().bfloat16()
@@ -260,17 +287,24 @@ def test_where_sums_have_another_order_quantized_bytes_are_the_same(recipe, path
     full = replay.run(replay.operands)
     # The same bytes go into the products in each replay.
     assert full.loss == replay.first.loss
-    assert all(torch.equal(full.gradients[name], value) for name, value in replay.first.gradients.items())
+    assert all(
+        torch.equal(full.gradients[name], value) for name, value in replay.first.gradients.items()
+    )
     for name, value in gradients.items():
         assert torch.allclose(
-            full.gradients[name].float(), value.float(), rtol=0.02, atol=0.02 * float(value.abs().max())
+            full.gradients[name].float(),
+            value.float(),
+            rtol=0.02,
+            atol=0.02 * float(value.abs().max()),
         )
 
 
 def test_other_bytes_are_told(path) -> None:
     step, _ = captured(converted(Model, "current"), path)
     step.calls[0].digests["fprop.weight"] = "0" * 32
-    assert [str(operand) for operand in Replay(step, Model()).comparison.other_bytes] == ["first: weight in fprop"]
+    assert [str(operand) for operand in Replay(step, Model()).comparison.other_bytes] == [
+        "first: weight in fprop"
+    ]
 
 
 def test_digests_are_of_the_direction_that_a_product_takes() -> None:
@@ -278,7 +312,8 @@ def test_digests_are_of_the_direction_that_a_product_takes() -> None:
     values = torch.randn(64, 64) * torch.logspace(-8, 8, 64)
     both = quantizer.quantize(values)
     rows, columns = (
-        quantizer.with_usage(side == "rows", side == "columns").quantize(values) for side in ("rows", "columns")
+        quantizer.with_usage(side == "rows", side == "columns").quantize(values)
+        for side in ("rows", "columns")
     )
     assert digest(taken(both, "fprop", "weight")) == digest(taken(rows, "fprop", "weight"))
     assert digest(taken(both, "dgrad", "weight")) == digest(taken(columns, "dgrad", "weight"))
@@ -341,9 +376,15 @@ def test_what_was_changed_in_a_step_is_refused(path) -> None:
     for changed, told in (
         ({"targets": None}, "cannot be replayed: AttributeError"),
         ({"targets": {"tensor": "nowhere"}}, "an argument is described"),
-        ({"arguments": [{"args": {"tuple": []}, "kwargs": {"dict": {}}}]}, "cannot be replayed: TypeError"),
+        (
+            {"arguments": [{"args": {"tuple": []}, "kwargs": {"dict": {}}}]},
+            "cannot be replayed: TypeError",
+        ),
         ({"layers": {"norm": 0}, "calls": []}, "'norm' of the model is a BatchNorm1d"),
-        ({"frozen": [name for name, _ in Model().named_parameters()]}, "no output of the model needs a gradient"),
+        (
+            {"frozen": [name for name, _ in Model().named_parameters()]},
+            "no output of the model needs a gradient",
+        ),
     ):
         with pytest.raises(UsageError, match=told):
             Replay(dataclasses.replace(step, **changed), Model())

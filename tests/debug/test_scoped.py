@@ -1,4 +1,5 @@
-"""The features from Python: which layers, products and tensors, in which steps; what nobody selects is as it was."""
+"""The features from Python: which layers, products and tensors, in which steps; what nobody selects
+is as it was."""
 
 import subprocess
 import sys
@@ -22,7 +23,9 @@ def own(name):
 def test_fake_quant_of_some_layers(monkeypatch):
     model = model_of("current")
     recorder = Recorder(monkeypatch, model)
-    with ottava_debug.fake_quant(model, "FP8E5M2", layers="*.fc?", gemms=["fprop"], tensors=["weight"]):
+    with ottava_debug.fake_quant(
+        model, "FP8E5M2", layers="*.fc?", gemms=["fprop"], tensors=["weight"]
+    ):
         step(model)
     for name in NAMES:
         left, right, _ = recorder.products[name, "fprop"]
@@ -77,7 +80,10 @@ def test_layers_by_a_predicate_and_in_one_model_only():
 def test_two_at_once_and_their_ends():
     model = model_of("current")
     expected = step(model)
-    with ottava_debug.high_precision(model, layers="blocks.0.*"), ottava_debug.statistics(model, ["amax"]) as run:
+    with (
+        ottava_debug.high_precision(model, layers="blocks.0.*"),
+        ottava_debug.statistics(model, ["amax"]) as run,
+    ):
         inside = step(model)
     assert run.found
     assert not torch.equal(inside[0], expected[0])
@@ -88,7 +94,8 @@ def test_two_at_once_and_their_ends():
 def test_patterns_that_match_nothing_are_named():
     model = model_of("current")
     with pytest.warns(
-        UserWarning, match=r"layers 'blocks\.7\.\*' matches no layer\. Layers of the model: 'blocks\.0\."
+        UserWarning,
+        match=r"layers 'blocks\.7\.\*' matches no layer\. Layers of the model: 'blocks\.0\.",
     ):
         ottava_debug.high_precision(model, layers=["blocks.0.*", "blocks.7.*"]).close()
     with warnings.catch_warnings():
@@ -103,7 +110,8 @@ def test_one_name_may_stand_for_a_list(monkeypatch):
         step(model)
     for name in NAMES:
         assert torch.equal(
-            recorder.products[name, "fprop"][1], fake_quantize(recorder.plain[name]["weight"], "FP8E5M2")
+            recorder.products[name, "fprop"][1],
+            fake_quantize(recorder.plain[name]["weight"], "FP8E5M2"),
         )
         assert isinstance(recorder.products[name, "wgrad"][0], ottava.QuantizedTensorStorage)
 
@@ -173,7 +181,12 @@ def calls(layer):
     for _ in range(3):
         layer(x).backward(dy)
     found = []
-    sys.setprofile(lambda frame, event, _: found.append(frame.f_code.co_qualname) if event == "call" else None)
+
+    def profile(frame, event, _):
+        if event == "call":
+            found.append(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
     try:
         layer(x).backward(dy)
     finally:
@@ -196,7 +209,9 @@ assert calls(layer) == before
 
 
 def test_what_is_not_enabled_makes_no_python_call(tmp_path):
-    done = subprocess.run([sys.executable, "-c", CALLS], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     before, more = map(int, done.stdout.split()[-2:])
     # A layer without a feature, while another has one: it is looked up.
@@ -212,6 +227,8 @@ def test_every_tensor_of_every_product_can_be_fake_quantized(monkeypatch):
     for name in NAMES:
         for gemm, tensors in TENSORS.items():
             for tensor, operand in recorder.operands(name, gemm).items():
-                assert torch.equal(operand, fake_quantize(recorder.plain[name][tensor], "MXFP8E4M3"))
+                assert torch.equal(
+                    operand, fake_quantize(recorder.plain[name][tensor], "MXFP8E4M3")
+                )
             made = fake_quantize(recorder.products[name, gemm][2], "MXFP8E4M3")
             assert torch.equal(made, recorder.plain[name][tensors[2]])

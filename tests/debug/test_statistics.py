@@ -1,4 +1,5 @@
-"""Statistics are what a direct computation gives, change nothing, and cost nothing in steps without them."""
+"""Statistics are what a direct computation gives, change nothing, and cost nothing in steps without
+them."""
 
 import math
 import warnings
@@ -29,8 +30,8 @@ it:
       enabled: True
       tensors_struct:
         - tensor: activation
-          stats: [underflows%, underflows_of_nonzero%, saturation%, overflows%, sqnr, cosine, mse, scale,
-                  scale_inv_value_min, scale_inv_value_max, sqnr_columnwise]
+          stats: [underflows%, underflows_of_nonzero%, saturation%, overflows%, sqnr, cosine, mse,
+                  scale, scale_inv_value_min, scale_inv_value_max, sqnr_columnwise]
         - tensor: gradient
           stats: [sqnr]
           start_step: 1
@@ -86,24 +87,40 @@ def test_statistics_of_a_file_are_those_of_a_direct_computation(recipe, initiali
     for number in range(3):
         step(model, seed=number)
         taken = dict(recorder.plain[LAYER])
-        taken["q"] = quantizer("input", rowwise=True, columnwise=True, recording=False).quantize(taken["activation"])
-        taken["qdy"] = quantizer("grad_output", rowwise=True, columnwise=True).quantize(taken["gradient"])
+        taken["q"] = quantizer("input", rowwise=True, columnwise=True, recording=False).quantize(
+            taken["activation"]
+        )
+        taken["qdy"] = quantizer("grad_output", rowwise=True, columnwise=True).quantize(
+            taken["gradient"]
+        )
         steps.append(taken)
         debug_api.step()
     expected = {}
     for number in (0, 2):
         for tensor in ("activation", "weight", "gradient", "output", "dgrad", "wgrad"):
             found = direct(steps[number][tensor])
-            expected |= {(f"{tensor}_{stat}", number): value.item() for stat, value in found.items()}
+            expected |= {
+                (f"{tensor}_{stat}", number): value.item() for stat, value in found.items()
+            }
         w = steps[number]["weight"]
-        by = {name: get_recipe(name).make_quantizer(QuantizerRole("linear", "weight")) for name in ("mxfp8", "current")}
-        expected["weight_mxfp8_sqnr", number] = measures.compare(w, by["mxfp8"].quantize(w), columnwise=False).sqnr
+        by = {
+            name: get_recipe(name).make_quantizer(QuantizerRole("linear", "weight"))
+            for name in ("mxfp8", "current")
+        }
+        expected["weight_mxfp8_sqnr", number] = measures.compare(
+            w, by["mxfp8"].quantize(w), columnwise=False
+        ).sqnr
         expected["weight_fp8_current_scaling_mse", number] = mse(w, by["current"].quantize(w))
     for number, taken in enumerate(steps):
         x, q = taken["activation"], taken["q"]
-        lost, columns = measures.compare(x, q, columnwise=False), measures.compare(x, q, columnwise=True)
+        lost, columns = (
+            measures.compare(x, q, columnwise=False),
+            measures.compare(x, q, columnwise=True),
+        )
         scales = q.grid_operand(columnwise=False)[1]
-        scales = torch.exp2(scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
+        scales = (
+            torch.exp2(scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
+        )
         of_activation = {
             "underflows%": 100 * int(((x != 0) & (q.dequantize() == 0)).sum()) / x.numel(),
             "underflows_of_nonzero%": lost.underflow,
@@ -118,8 +135,13 @@ def test_statistics_of_a_file_are_those_of_a_direct_computation(recipe, initiali
             "scale": 1 / scales.min().item(),
         }
         expected |= {(f"activation_{stat}", number): value for stat, value in of_activation.items()}
-    expected["gradient_sqnr", 1] = measures.compare(steps[1]["gradient"], steps[1]["qdy"], columnwise=False).sqnr
-    found = {(name.removeprefix(f"{LAYER}_"), number): value for (name, number), value in writer.scalars.items()}
+    expected["gradient_sqnr", 1] = measures.compare(
+        steps[1]["gradient"], steps[1]["qdy"], columnwise=False
+    ).sqnr
+    found = {
+        (name.removeprefix(f"{LAYER}_"), number): value
+        for (name, number), value in writer.scalars.items()
+    }
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert math.isclose(found[key], value, rel_tol=1e-5, abs_tol=1e-9), key
@@ -131,7 +153,10 @@ def test_files_are_in_the_format_of_nvdlfw_inspect(tmp_path):
 
     from ottava_debug.log_files import StatisticsFile
 
-    own, theirs = StatisticsFile(tmp_path / "own"), FileLogger("nvdlfw_inspect", str(tmp_path / "theirs"))
+    own, theirs = (
+        StatisticsFile(tmp_path / "own"),
+        FileLogger("nvdlfw_inspect", str(tmp_path / "theirs")),
+    )
     theirs._initialize_stats_logger("nvdlfw_inspect_statistics_logs")
     for logger in (own, theirs):
         logger.log_scalar("a_weight_max", 1.25, 7)
@@ -150,7 +175,12 @@ def test_files_are_in_the_format_of_nvdlfw_inspect(tmp_path):
 def test_histograms_of_exponents(tmp_path):
     writer, model = Writer(), model_of("current")
     with ottava_debug.statistics(
-        model, ["exponents"], layers="blocks.0.fc1", tensors=["weight"], tb_writer=writer, log_dir=tmp_path
+        model,
+        ["exponents"],
+        layers="blocks.0.fc1",
+        tensors=["weight"],
+        tb_writer=writer,
+        log_dir=tmp_path,
     ) as run:
         step(model)
         run.step()
@@ -158,7 +188,9 @@ def test_histograms_of_exponents(tmp_path):
     ((_, layer, tensor, stat, counts),) = run.found
     assert (layer, tensor, stat) == ("blocks.0.fc1", "weight", "exponents")
     expected = torch.frexp(weight)[1] - 1
-    assert counts == {e: int((expected == e).sum()) for e in sorted(set(expected.flatten().tolist()))}
+    assert counts == {
+        e: int((expected == e).sum()) for e in sorted(set(expected.flatten().tolist()))
+    }
     assert sum(counts.values()) == weight.numel()
     (((name, number), values),) = writer.histograms.items()
     assert (name, number) == ("blocks.0.fc1_weight_exponents", 0)
@@ -169,11 +201,16 @@ def test_histograms_of_exponents(tmp_path):
 
 
 def test_microbatches_of_a_step_are_put_together():
-    model, stats = model_of("current"), ["min", "max", "mean", "std", "l1_norm", "cur_amax", "mse", "underflows%"]
+    model, stats = (
+        model_of("current"),
+        ["min", "max", "mean", "std", "l1_norm", "cur_amax", "mse", "underflows%"],
+    )
     stats += ["scale_inv_min", "scale_inv_max"]
     layer = layers_of(model)[LAYER]
     xs = [torch.randn(6, 40) * scale for scale in (1.0, 3.0, 2.0)]
-    with ottava_debug.statistics(model, stats, layers="blocks.0.fc1", tensors=["activation"]) as run:
+    with ottava_debug.statistics(
+        model, stats, layers="blocks.0.fc1", tensors=["activation"]
+    ) as run:
         for x in xs:
             layer(x)
         run.step()
@@ -181,9 +218,17 @@ def test_microbatches_of_a_step_are_put_together():
     values = {stat: value for (_, _, stat), value in run.latest().items()}
     for stat in stats[:6]:
         assert math.isclose(values[stat], both[stat].item(), rel_tol=1e-6), stat
-    made = [layer._binding.state.quantizer("input", rowwise=True, columnwise=True).quantize(x).dequantize() for x in xs]
+    made = [
+        layer._binding.state.quantizer("input", rowwise=True, columnwise=True)
+        .quantize(x)
+        .dequantize()
+        for x in xs
+    ]
     error = torch.cat(xs).double() - torch.cat(made).double()
-    scales = [layer._binding.state.quantizer("input", rowwise=True, columnwise=True).quantize(x) for x in xs]
+    scales = [
+        layer._binding.state.quantizer("input", rowwise=True, columnwise=True).quantize(x)
+        for x in xs
+    ]
     scales = [made.grid_operand(columnwise=False)[1].float() for made in scales]
     assert values["scale_inv_min"] == min(scale.min().item() for scale in scales)
     assert values["scale_inv_max"] == max(scale.max().item() for scale in scales)
@@ -216,7 +261,9 @@ def test_steps_without_statistics_are_not_looked_at(monkeypatch):
     looked = []
     apply = products._InspectedLinear.apply
     monkeypatch.setattr(
-        products._InspectedLinear, "apply", lambda *given: looked.append(run.iteration) or apply(*given)
+        products._InspectedLinear,
+        "apply",
+        lambda *given: looked.append(run.iteration) or apply(*given),
     )
     model = model_of("current")
     with ottava_debug.statistics(model, ["amax"], freq=5, start_step=5) as run:
@@ -262,7 +309,10 @@ def test_a_logger_that_fails_is_told_and_training_goes_on():
     model = model_of("current")
     with ottava_debug.statistics(model, ["amax"], tb_writer=Broken(), on_error="warn") as run:
         step(model)
-        with pytest.warns(UserWarning, match=r"LogTensorStats: step failed: .*layer 'blocks.*OSError: disk full.*off"):
+        with pytest.warns(
+            UserWarning,
+            match=r"LogTensorStats: step failed: .*layer 'blocks.*OSError: disk full.*off",
+        ):
             run.step()
         step(model)
         with warnings.catch_warnings():
@@ -273,7 +323,10 @@ def test_a_logger_that_fails_is_told_and_training_goes_on():
 def test_statistics_under_checkpointing_are_those_without_it():
     layer, found = layers_of(model_of("current"))[LAYER], []
     x = torch.randn(6, 40)
-    for call in (layer, *(partial(checkpoint, layer, use_reentrant=kind) for kind in (False, True))):
+    for call in (
+        layer,
+        *(partial(checkpoint, layer, use_reentrant=kind) for kind in (False, True)),
+    ):
         with ottava_debug.statistics(layer, ["l1_norm", "sqnr", "exponents"]) as run:
             call(x.clone().requires_grad_()).square().sum().backward()
             run.step()
@@ -286,7 +339,10 @@ STATE = [f"fp8_delayed_scaling_{stat}" for stat in ("underflows%", "sqnr", "scal
 
 
 def test_names_of_a_recipe_with_state_are_what_it_made():
-    model, stats = model_of("delayed"), [*STATE, *(name.removeprefix("fp8_delayed_scaling_") for name in STATE)]
+    model, stats = (
+        model_of("delayed"),
+        [*STATE, *(name.removeprefix("fp8_delayed_scaling_") for name in STATE)],
+    )
     with ottava_debug.statistics(model, stats, layers="blocks.0.fc1") as run:
         for seed in range(3):
             step(model, seed)
@@ -294,14 +350,20 @@ def test_names_of_a_recipe_with_state_are_what_it_made():
     found = run.latest()
     assert len(found) == 3 * len(stats)
     for layer, tensor, stat in found:
-        assert found[layer, tensor, stat] == found[layer, tensor, stat.removeprefix("fp8_delayed_scaling_")]
+        assert (
+            found[layer, tensor, stat]
+            == found[layer, tensor, stat.removeprefix("fp8_delayed_scaling_")]
+        )
 
 
 def test_names_of_a_recipe_with_state_elsewhere_are_told():
     model = model_of("current")
-    with ottava_debug.statistics(model, "delayed_sqnr", layers="blocks.0.fc1", tensors="weight") as run:
+    with ottava_debug.statistics(
+        model, "delayed_sqnr", layers="blocks.0.fc1", tensors="weight"
+    ) as run:
         with pytest.warns(
-            UserWarning, match=r"weight of layer 'blocks\.0\.fc1' is not quantized along rows by 'delayed'"
+            UserWarning,
+            match=r"weight of layer 'blocks\.0\.fc1' is not quantized along rows by 'delayed'",
         ):
             step(model)
     assert run.found == []

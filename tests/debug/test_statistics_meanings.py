@@ -1,4 +1,5 @@
-"""Statistics that have a name of TransformerEngine's mean the same: by float64 arithmetic of its own."""
+"""Statistics that have a name of TransformerEngine's mean the same: by float64 arithmetic of its
+own."""
 
 import math
 
@@ -70,7 +71,12 @@ def test_scales_are_told_as_they_are_stored():
     x = torch.ones(32, 256)
     x[:, :32], x[:, 32:64] = 2.0**-20, 2.0**11
     ends = ("min", "max")
-    stats = [f"{prefix}scale_inv{kind}_{end}" for prefix in ("", "mxfp8_") for kind in ("", "_value") for end in ends]
+    stats = [
+        f"{prefix}scale_inv{kind}_{end}"
+        for prefix in ("", "mxfp8_")
+        for kind in ("", "_value")
+        for end in ends
+    ]
     found = values_of(stats, "activation", recipe="mxfp8", x=x)
     # The largest number of E4M3 is 448, between 2^8 and 2^9.
     exponents = {"min": -20 - 8, "max": 11 - 8}
@@ -82,7 +88,11 @@ def test_scales_are_told_as_they_are_stored():
     assert found == expected
     floats = values_of(["scale_inv_min", "scale_inv_value_min", "scale"], "activation", x=x)
     expected = torch.tensor(2.0**11) / 448
-    assert floats["scale_inv_min"] == floats["scale_inv_value_min"] == pytest.approx(expected.item(), rel=1e-6)
+    assert (
+        floats["scale_inv_min"]
+        == floats["scale_inv_value_min"]
+        == pytest.approx(expected.item(), rel=1e-6)
+    )
     assert floats["scale"] == pytest.approx(448 / 2.0**11, rel=1e-6)
 
 
@@ -114,7 +124,9 @@ def test_blockwise_scaling_of_weights_is_in_squares(tensor, rows):
     given = seen[tensor]
     made = blocks(given, rows)
     found = {stat: value for (_, _, stat), value in run.latest().items()}
-    assert found[stats[0]] == pytest.approx((given.double() - made).square().mean().item(), rel=1e-9)
+    assert found[stats[0]] == pytest.approx(
+        (given.double() - made).square().mean().item(), rel=1e-9
+    )
     zeroed = ((made == 0) & (given != 0)).sum().item()
     assert found[stats[1]] == pytest.approx(100 * zeroed / given.numel())
 
@@ -159,7 +171,9 @@ def test_ends_of_ranges_are_included(given, expected, initialize):
     assert writer.steps == expected
 
 
-@pytest.mark.parametrize("given", [[[0, 3], [2, 5]], [[3, 2]], [[0, -1], [3, 4]], [[-1, 2]]], ids=str)
+@pytest.mark.parametrize(
+    "given", [[[0, 3], [2, 5]], [[3, 2]], [[0, -1], [3, 4]], [[-1, 2]]], ids=str
+)
 def test_ranges_that_cannot_be(given):
     with pytest.raises(OptionError, match=r"start_end_list.*ends included"):
         ottava_debug.statistics(model_of("current"), ["min"], start_end_list=given)

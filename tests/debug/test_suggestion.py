@@ -1,4 +1,5 @@
-"""The suggested recipe file, fed back to the demo: a model with planted outliers learns under it."""
+"""The suggested recipe file, fed back to the demo: a model with planted outliers learns under
+it."""
 
 from statistics import fmean
 
@@ -22,9 +23,11 @@ def batches(seed, number=STEPS):
 
 
 def planted(recipe):
-    """The demo's model with one huge weight in each of two layers, which multiplies an input that is always zero.
+    """The demo's model with one huge weight in each of two layers, which multiplies an input that
+    is always zero.
 
-    In high precision they change nothing. With one scale for the tensor they leave the other weights without bits.
+    In high precision they change nothing. With one scale for the tensor they leave the other
+    weights without bits.
     """
     trainee = Trainee(recipe, size=SIZE, seed=0)
     plant(trainee.model, {0: (1e5, 1e5)})
@@ -38,7 +41,9 @@ def last_losses(recipe):
 
 def test_the_suggested_file_beats_the_recipe_where_outliers_are_planted(tmp_path):
     model = planted(None).model
-    report = ottava_debug.analyze(model=model, data=batches(2, 2), loss="cross_entropy", recipes=["current"])
+    report = ottava_debug.analyze(
+        model=model, data=batches(2, 2), loss="cross_entropy", recipes=["current"]
+    )
     complaints = report.complaints("current")
     assert set(complaints) == {"blocks.0.qkv", "blocks.0.up"}
     for reasons in complaints.values():

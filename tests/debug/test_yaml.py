@@ -1,4 +1,5 @@
-"""What is fake-quantized is exactly what a file of TransformerEngine's form says: each GEMM's operands, bit for bit."""
+"""What is fake-quantized is exactly what a file of TransformerEngine's form says: each GEMM's
+operands, bit for bit."""
 
 import nvdlfw_inspect.api as debug_api
 import pytest
@@ -175,7 +176,11 @@ CASES = {
               tensors: [output, dgrad, wgrad]
               quant_format: MXFP8E5M2
         """,
-        {n: pairs(TENSORS, ["output", "dgrad", "wgrad"], "MXFP8E5M2") for n in NAMES if n.endswith("qkv")},
+        {
+            n: pairs(TENSORS, ["output", "dgrad", "wgrad"], "MXFP8E5M2")
+            for n in NAMES
+            if n.endswith("qkv")
+        },
     ),
     "two sections": (
         """
@@ -206,18 +211,25 @@ def same(a, b):
 
 def as_recipe_quantizes(layer, gemm, tensor, values):
     by_column = gemm == "wgrad" or (gemm == "dgrad" and tensor == "weight")
-    quantizer = layer._binding.state.quantizer(ROLES[tensor], rowwise=True, columnwise=True, recording=False)
+    quantizer = layer._binding.state.quantizer(
+        ROLES[tensor], rowwise=True, columnwise=True, recording=False
+    )
     return quantizer.quantize(values), by_column
 
 
 def assert_quantized(found, expected, by_column):
     assert isinstance(found, QuantizedTensorStorage)
-    for a, b in zip(found.grid_operand(columnwise=by_column), expected.grid_operand(columnwise=by_column), strict=True):
+    for a, b in zip(
+        found.grid_operand(columnwise=by_column),
+        expected.grid_operand(columnwise=by_column),
+        strict=True,
+    ):
         assert same(a, b)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "dtype"), [("current", torch.float32), ("mxfp8", torch.float32), ("delayed", torch.bfloat16)]
+    ("recipe", "dtype"),
+    [("current", torch.float32), ("mxfp8", torch.float32), ("delayed", torch.bfloat16)],
 )
 @pytest.mark.parametrize("case", CASES)
 def test_operands_are_exactly_what_the_file_says(case, recipe, dtype, initialize, monkeypatch):
@@ -234,7 +246,9 @@ def test_operands_are_exactly_what_the_file_says(case, recipe, dtype, initialize
             off = any(key[0] == gemm for key in formats)
             for tensor, operand in recorder.operands(name, gemm).items():
                 if not off:
-                    assert_quantized(operand, *as_recipe_quantizes(layer, gemm, tensor, plain[tensor]))
+                    assert_quantized(
+                        operand, *as_recipe_quantizes(layer, gemm, tensor, plain[tensor])
+                    )
                 elif (gemm, tensor) in formats:
                     assert same(operand, fake_quantize(plain[tensor], formats[gemm, tensor]))
                     assert not same(operand, plain[tensor])

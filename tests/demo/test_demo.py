@@ -48,7 +48,9 @@ def test_the_model_sees_no_future() -> None:
 
 def test_one_seed_gives_one_curve() -> None:
     corpus = load_corpus(300_000)
-    runs = [train(None, corpus, size="tiny", steps=3, device="cpu", seed=seed) for seed in (0, 0, 1)]
+    runs = [
+        train(None, corpus, size="tiny", steps=3, device="cpu", seed=seed) for seed in (0, 0, 1)
+    ]
     assert runs[0].losses == runs[1].losses
     assert runs[0].losses != runs[2].losses
     assert runs[0].saved_bytes == runs[1].saved_bytes > 0
@@ -76,7 +78,10 @@ def test_the_base_says_how_its_products_were_computed() -> None:
             run = train(None, corpus, size="tiny", steps=1, device="cpu", seed=0)
         name = str(dtype).removeprefix("torch.")
         assert run.products == name
-        assert [row[0] for row in rows([run, Run("x", [2.0], 2.0, 1.0, 1)])] == [f"bf16, products in {name}", "x"]
+        assert [row[0] for row in rows([run, Run("x", [2.0], 2.0, 1.0, 1)])] == [
+            f"bf16, products in {name}",
+            "x",
+        ]
 
 
 def test_a_slow_product_is_nowhere_in_the_model() -> None:
@@ -84,9 +89,13 @@ def test_a_slow_product_is_nowhere_in_the_model() -> None:
     dtypes: set[torch.dtype] = set()
 
     class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if any(word in str(func) for word in ("mm", "attention")):
-                dtypes.update(x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point())
+                dtypes.update(
+                    x.dtype for x in args if isinstance(x, torch.Tensor) and x.is_floating_point()
+                )
             return func(*args, **(kwargs or {}))
 
     trainee = training.Trainee(None, size=SIZES["tiny"])
@@ -133,7 +142,9 @@ def test_a_long_run_is_announced_once(
             clock[0] += pace
             progress(1.0)
             printed = capsys.readouterr().out
-            heard.extend((number, line) for line in printed.splitlines() if "will take about" in line)
+            heard.extend(
+                (number, line) for line in printed.splitlines() if "will take about" in line
+            )
         return Run(recipe or "bf16", [1.0] * steps, 1.0, 1.0, 1)
 
     names = [f"r{number}" for number in range(len(paces) - 1)]
@@ -150,7 +161,10 @@ def test_a_long_run_is_announced_once(
 
 
 def test_peak_memory_is_a_column_where_it_is_known() -> None:
-    on_cpu, on_gpu = Run("x", [2.0], 2.0, 1.0, 1), Run("x", [2.0], 2.0, 1.0, 1, peak_bytes=3 * 2**20)
+    on_cpu, on_gpu = (
+        Run("x", [2.0], 2.0, 1.0, 1),
+        Run("x", [2.0], 2.0, 1.0, 1, peak_bytes=3 * 2**20),
+    )
     assert "peak memory" not in headings([on_cpu])
     assert headings([on_gpu])[-1] == "peak memory"
     assert rows([on_gpu])[0][-1] == "3.0 MiB"

@@ -21,7 +21,8 @@ class Q(Float8QuantizerBase):
         data, transpose, _, scale_inv, _ = kernels.quantize(
             tensor, self.fp8_dtype, rowwise=with_data, transposed=with_transpose
         )
-        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+        kept = data if with_data else None, transpose if with_transpose else None
+        return self.wrap(*kept, scale_inv, dtype)
 
 
 Thing.make_quantizer = lambda self, role, **k: Q(torch.float8_e4m3fn)
@@ -71,9 +72,15 @@ def test_what_cannot_be_built_is_left_out_and_told(site: Path, tmp_path: Path) -
     assert "<b>ctor" not in page
 
 
-def test_a_recipe_that_fails_in_training_does_not_cost_the_others_theirs(site: Path, tmp_path: Path) -> None:
+def test_a_recipe_that_fails_in_training_does_not_cost_the_others_theirs(
+    site: Path, tmp_path: Path
+) -> None:
     plugin(site, "aaa-fails", "aaa_fails", offers("fails", factory="impl_fails:Thing"))
-    failing = RECIPE + "def fail(self, role, **k): raise ValueError('no quantizer')\nThing.make_quantizer = fail\n"
+    failing = (
+        RECIPE
+        + "def fail(self, role, **k): raise ValueError('no quantizer')\nThing.make_quantizer = "
+        "fail\n"
+    )
     (site / "impl_fails.py").write_text(failing)
     done = run(site, *DEMO, "--out", str(tmp_path / "out"))
     assert done.returncode == 1
@@ -86,7 +93,10 @@ def test_a_recipe_that_fails_in_training_does_not_cost_the_others_theirs(site: P
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("raises", "recipe 'raises' of aaa-raises 1.2 cannot be built: ValueError: <b>ctor</b> [/red]"),
+        (
+            "raises",
+            "recipe 'raises' of aaa-raises 1.2 cannot be built: ValueError: <b>ctor</b> [/red]",
+        ),
         ("needs", "missing a required argument: 'scale'"),
         ("gone", "recipe 'gone' of aaa-gone 1.2 cannot be imported"),
         ("taken", "recipe 'taken' is offered by bbb-one 1.2"),
@@ -117,7 +127,9 @@ def test_a_recipe_asked_for_twice_is_trained_once(site: Path, tmp_path: Path) ->
     assert results["skipped"] == []
 
 
-@pytest.mark.parametrize("options", [["--seed", "99999999999999999999"], ["--out", "/proc/nonesuch"]])
+@pytest.mark.parametrize(
+    "options", [["--seed", "99999999999999999999"], ["--out", "/proc/nonesuch"]]
+)
 def test_a_bad_option_is_told_in_short(tmp_path: Path, options: list[str]) -> None:
     done = run(tmp_path, *DEMO, *options)
     assert done.returncode == 2

@@ -1,4 +1,5 @@
-"""Every kernel on the GPU: the CPU backend's bytes, on any stream, in graphs, on any device, far beyond 2^31."""
+"""Every kernel on the GPU: the CPU backend's bytes, on any stream, in graphs, on any device, far
+beyond 2^31."""
 
 from __future__ import annotations
 

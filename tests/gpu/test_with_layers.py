@@ -1,4 +1,5 @@
-"""Products and layers on the GPU: against float64 and the CPU, without waiting, in graphs, compiled."""
+"""Products and layers on the GPU: against float64 and the CPU, without waiting, in graphs,
+compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ LAYERS = sorted(model_cases.layer_cases(Rehearsal()))
 
 
 def _assert_passed(outcome: runner.Outcome) -> None:
-    assert outcome.passed, "\n".join([f"{outcome.name}: {outcome.failed} of {outcome.cases}", *outcome.failures])
+    assert outcome.passed, "\n".join(
+        [f"{outcome.name}: {outcome.failed} of {outcome.cases}", *outcome.failures]
+    )
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

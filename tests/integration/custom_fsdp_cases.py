@@ -1,4 +1,5 @@
-"""Mixed recipes, hybrids and a third party's tensors train under FSDP2 as in one process, bit for bit."""
+"""Mixed recipes, hybrids and a third party's tensors train under FSDP2 as in one process, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ import ottava
 from ottava.distributed import gather_quantized
 from ottava.errors import UsageError
 from ottava.tensors import QuantizedTensor
-from ottava_custom import CustomRecipe, by_direction, by_tensor, current_scaling_ref_quantizer_factory, mirror
+from ottava_custom import (
+    CustomRecipe,
+    by_direction,
+    by_tensor,
+    current_scaling_ref_quantizer_factory,
+    mirror,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
@@ -27,8 +34,12 @@ RECIPES: dict[str, Any] = {
     "a third party's": Rows(),
     "MX forward": CustomRecipe(by_direction("mxfp8", "current")),
     "MX backward": CustomRecipe(by_direction("current", "mxfp8")),
-    "formats": CustomRecipe(by_direction(mirror("current", fp8_format=E4M3), mirror("current", fp8_format=E5M2))),
-    "delayed and a hybrid": CustomRecipe(by_tensor("delayed", weight=by_direction("current", "mxfp8"))),
+    "formats": CustomRecipe(
+        by_direction(mirror("current", fp8_format=E4M3), mirror("current", fp8_format=E5M2))
+    ),
+    "delayed and a hybrid": CustomRecipe(
+        by_tensor("delayed", weight=by_direction("current", "mxfp8"))
+    ),
 }
 
 
@@ -76,7 +87,8 @@ def mixed_recipes(mesh: Any) -> None:
 
 
 def scales_that_nobody_keeps_equal(mesh: Any) -> None:
-    """One scale for all rows, and a quantizer that says nothing of shards: an error, and no training that is wrong."""
+    """One scale for all rows, and a quantizer that says nothing of shards: an error, and no
+    training that is wrong."""
     weight = OneScaleQuantizer()(torch.randn(64, 32))
     layer = torch.nn.Linear(32, 64, bias=False)
     layer.weight = torch.nn.Parameter(weight)

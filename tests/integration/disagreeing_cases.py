@@ -1,4 +1,5 @@
-"""Ranks whose models differ in what delayed scaling keeps: each is told so, by name, at the first step."""
+"""Ranks whose models differ in what delayed scaling keeps: each is told so, by name, at the first
+step."""
 
 from __future__ import annotations
 
@@ -40,9 +41,13 @@ def same_on_all_ranks(text: str) -> None:
 
 
 def refused(
-    mesh: Any, make: Callable[[bool], tuple[Any, Any]], *words: str, stepping: Callable[[Any, Any], None] = run
+    mesh: Any,
+    make: Callable[[bool], tuple[Any, Any]],
+    *words: str,
+    stepping: Callable[[Any, Any], None] = run,
 ) -> None:
-    """A step of what ``make(other)`` makes on each rank, another one on rank 1, is an error that has these words."""
+    """A step of what ``make(other)`` makes on each rank, another one on rank 1, is an error that
+    has these words."""
     net, recipe = make(mesh.get_rank() == 1)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     error = None
@@ -145,13 +150,20 @@ def functions_at_other_addresses(mesh: Any) -> None:
 
 def fewer_layers(mesh: Any) -> None:
     recipe = DelayedScaling()
-    refused(mesh, lambda other: (model(recipe, exclude="second" if other else None), recipe), "second")
+    refused(
+        mesh, lambda other: (model(recipe, exclude="second" if other else None), recipe), "second"
+    )
 
 
 def other_layers(mesh: Any) -> None:
     """As many, of the same shapes."""
     recipe = DelayedScaling()
-    refused(mesh, lambda other: (model(recipe, exclude="second" if other else "third"), recipe), "second", "third")
+    refused(
+        mesh,
+        lambda other: (model(recipe, exclude="second" if other else "third"), recipe),
+        "second",
+        "third",
+    )
 
 
 def fewer_layers_in_a_block(mesh: Any) -> None:
@@ -171,18 +183,28 @@ def other_roles(mesh: Any) -> None:
         request = ottava.QuantizerRequest("current")
         if other:
             recipe.set_quantizer_factory(
-                lambda role: request if (role.name, role.tensor_type) == ("second", "input") else None
+                lambda role: (
+                    request if (role.name, role.tensor_type) == ("second", "input") else None
+                )
             )
         return model(recipe), recipe
 
     refused(mesh, make, "second")
 
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "barrier")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "broadcast",
+    "barrier",
+)
 
 
 def agreeing(mesh: Any) -> None:
-    """One more collective, of a fixed size, at the first step, and one all-reduce a step from then on."""
+    """One more collective, of a fixed size, at the first step, and one all-reduce a step from then
+    on."""
     net, seen = model(DelayedScaling()), []
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 

@@ -1,4 +1,5 @@
-"""Ranks that gather other weights under FSDP2: all are told so, with one text, before the first of them is gathered."""
+"""Ranks that gather other weights under FSDP2: all are told so, with one text, before the first of
+them is gathered."""
 
 from __future__ import annotations
 
@@ -44,9 +45,21 @@ def unbound() -> torch.nn.Module:
 #: What rank 0 makes, what the others make, and words of the error.
 TABLE: dict[str, tuple[Make, Make, str]] = {
     "no_recipe": (partial(gathered, "current"), unbound, "for None"),
-    "fewer_layers": (partial(gathered, "current"), partial(gathered, "current", exclude="1"), "gathered as it is"),
-    "recomputes": (partial(gathered, "mxfp8"), partial(gathered, "mxfp8", recomputes=True), "recomputes=True"),
-    "primary_and_gathered": (partial(primary, "current"), partial(gathered, "current"), "Float8Tensor"),
+    "fewer_layers": (
+        partial(gathered, "current"),
+        partial(gathered, "current", exclude="1"),
+        "gathered as it is",
+    ),
+    "recomputes": (
+        partial(gathered, "mxfp8"),
+        partial(gathered, "mxfp8", recomputes=True),
+        "recomputes=True",
+    ),
+    "primary_and_gathered": (
+        partial(primary, "current"),
+        partial(gathered, "current"),
+        "Float8Tensor",
+    ),
     "primary_on_one": (partial(primary, "mxfp8"), partial(gathered, "current"), "MXFP8Tensor"),
 }
 PAIRS: dict[str, tuple[Any, Any, str]] = {
@@ -56,11 +69,23 @@ PAIRS: dict[str, tuple[Any, Any, str]] = {
     "delayed_and_mxfp8": ("delayed", "mxfp8", "MXFP8"),
     "mxfp8_and_blockwise": ("mxfp8", "blockwise", "Float8BlockQuantizer"),
     "blockwise_and_rowwise": ("blockwise", "rowwise", "Float8RowwiseQuantizer"),
-    "dimensions": ("mxfp8", MXFP8BlockScaling(with_2d_quantization=True), "with_2d_quantization=True"),
-    "dimensions_of_blockwise": ("blockwise", Float8BlockScaling(w_block_scaling_dim=1), "w_block_scaling_dim=1"),
+    "dimensions": (
+        "mxfp8",
+        MXFP8BlockScaling(with_2d_quantization=True),
+        "with_2d_quantization=True",
+    ),
+    "dimensions_of_blockwise": (
+        "blockwise",
+        Float8BlockScaling(w_block_scaling_dim=1),
+        "w_block_scaling_dim=1",
+    ),
     # As many bytes, in the same places.
     "rounding": ("mxfp8", MXFP8BlockScaling(scale_rounding="floor"), "scale_rounding='floor'"),
-    "powers_of_two": ("blockwise", Float8BlockScaling(force_pow_2_scales=False), "force_pow_2_scales=False"),
+    "powers_of_two": (
+        "blockwise",
+        Float8BlockScaling(force_pow_2_scales=False),
+        "force_pow_2_scales=False",
+    ),
     "epsilon": ("current", Float8CurrentScaling(amax_epsilon=1.0), "amax_epsilon=1.0"),
 }
 for _name, (_one, _other, _word) in PAIRS.items():
@@ -79,8 +104,13 @@ def train(net: torch.nn.Module) -> None:
 
 
 def held(net: torch.nn.Module) -> list[torch.Tensor]:
-    values = [value.to_local() if hasattr(value, "to_local") else value for value in net.state_dict().values()]
-    return [value.dequantize() if hasattr(value, "dequantize") else value.clone() for value in values]
+    values = [
+        value.to_local() if hasattr(value, "to_local") else value
+        for value in net.state_dict().values()
+    ]
+    return [
+        value.dequantize() if hasattr(value, "dequantize") else value.clone() for value in values
+    ]
 
 
 def refused(one: Make, other: Make, word: str, groups: str, mesh: Any) -> None:
@@ -110,7 +140,9 @@ for _place, (_name, _row) in enumerate(TABLE.items()):
 def other_dtypes(mesh: Any) -> None:
     """Of a policy for mixed precision."""
     dtype = torch.float16 if mesh.get_rank() else torch.float32
-    net = shard(gathered("current"), mesh, "layers", mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    net = shard(
+        gathered("current"), mesh, "layers", mp_policy=MixedPrecisionPolicy(param_dtype=dtype)
+    )
     with pytest.raises(UsageError, match=r"torch\.float16"):
         train(net)
 

@@ -1,4 +1,5 @@
-"""The examples on two ranks and on one, with every installed recipe, and continued where they were interrupted."""
+"""The examples on two ranks and on one, with every installed recipe, and continued where they were
+interrupted."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ ACCUMULATED = {"fsdp2-accumulated": "fsdp2 --no-reshard --no-mixed-precision --a
 
 
 def run(lines: list[str], world: int, folder: Path) -> list[Run]:
-    """Run command lines, each the name of an example and its arguments, one after the other on the same ranks."""
+    """Run command lines, each the name of an example and its arguments, one after the other on the
+    same ranks."""
 
     def job(mesh: DeviceMesh) -> None:
         for line in lines:
@@ -40,7 +42,8 @@ def run(lines: list[str], world: int, folder: Path) -> list[Run]:
                 print(f"## {line}", flush=True)
             name, *arguments = line.split()
             importlib.import_module(name).main(arguments)
-            # A model that is gone on one rank and not yet on another would take part in the other's collectives.
+            # A model that is gone on one rank and not yet on another would take part in the other's
+            # collectives.
             gc.collect()
 
     ranks = Ranks(job, world, folder)
@@ -54,7 +57,12 @@ def interrupted_runs_end_as_others(folder: Path) -> None:
     """Every variant and recipe: at once, to the middle, and from there on."""
     variants = VARIANTS | ACCUMULATED
     cases = each(RECIPES, list(VARIANTS))
-    cases += [(name, v) for name in STATEFUL for v in ("zero", "zero-stage-2", *ACCUMULATED) if (name, v) not in cases]
+    cases += [
+        (name, v)
+        for name in STATEFUL
+        for v in ("zero", "zero-stage-2", *ACCUMULATED)
+        if (name, v) not in cases
+    ]
     keys, lines = [], []
     for recipe, variant in cases:
         saved = f"--checkpoint {folder / variant}-{recipe} --save-every 2"
@@ -75,7 +83,9 @@ def interrupted_runs_end_as_others(folder: Path) -> None:
         assert sorted(whole.losses) == [1, 2, 3, 4, 5, 6], what
         assert sorted(first.losses) == [1, 2, 3], what
         assert sorted(rest.losses) == [4, 5, 6], what
-        assert (whole.continued, first.continued, rest.continued) == (None, None, "step-0000003"), what
+        assert (whole.continued, first.continued, rest.continued) == (None, None, "step-0000003"), (
+            what
+        )
         assert first.losses | rest.losses == whole.losses, (what, first, rest, whole)
         assert rest.weights == whole.weights != first.weights, what
         assert whole.falls(), what
@@ -90,9 +100,14 @@ def interrupted_runs_end_as_others(folder: Path) -> None:
     continued_by_one(cases, runs, folder)
 
 
-def continued_by_one(cases: list[tuple[str, str]], runs: dict[tuple[str, str, str], Run], folder: Path) -> None:
+def continued_by_one(
+    cases: list[tuple[str, str]], runs: dict[tuple[str, str, str], Run], folder: Path
+) -> None:
     """Gradients are summed in another order, so that losses are not the same to the last digit."""
-    chosen = [next(case for case in cases[::-1] if case[1] == variant) for variant in ("zero", "fsdp2-primary")]
+    chosen = [
+        next(case for case in cases[::-1] if case[1] == variant)
+        for variant in ("zero", "fsdp2-primary")
+    ]
     lines = []
     for recipe, variant in chosen:
         place = folder / f"{variant}-{recipe}"

@@ -34,7 +34,9 @@ def _run(job: Callable[[DeviceMesh], Any], rank: int, world: int, store: Path) -
     code = 1
     try:
         warnings.simplefilter("ignore")
-        dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(str(store), world))
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=world, store=dist.FileStore(str(store), world)
+        )
         job(init_device_mesh("cpu", (world,)))
         dist.barrier()
         code = 0
@@ -42,7 +44,8 @@ def _run(job: Callable[[DeviceMesh], Any], rank: int, world: int, store: Path) -
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the interpreter's finalization, which gloo's threads can abort (a group that is still referenced).
+    # Without the interpreter's finalization, which gloo's threads can abort (a group that is still
+    # referenced).
     os._exit(code)
 
 
@@ -133,6 +136,7 @@ class Ranks:
         self.end(1)
         if any(self.codes.values()):
             printed = (
-                f"rank {rank}, exit code {code}:\n{self.printed(rank)[-4000:]}" for rank, code in self.codes.items()
+                f"rank {rank}, exit code {code}:\n{self.printed(rank)[-4000:]}"
+                for rank, code in self.codes.items()
             )
             raise AssertionError("\n".join(printed))

@@ -1,7 +1,9 @@
-"""What two ranks gather of quantized weights, and the losses that follow, as ``fsdp_golden.json`` has them.
+"""What two ranks gather of quantized weights, and the losses that follow, as ``fsdp_golden.json``
+has them.
 
-Weights are sums of powers of two, so that the bytes of the first step are the same on every machine. Losses differ in
-the order and the rounding of sums, and are in bfloat16. With ``OTTAVA_TESTS_RECORD=1`` the file is written anew.
+Weights are sums of powers of two, so that the bytes of the first step are the same on every
+machine. Losses differ in the order and the rounding of sums, and are in bfloat16. With
+``OTTAVA_TESTS_RECORD=1`` the file is written anew.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 
 FILE = Path(__file__).with_name("fsdp_golden.json")
 #: Weights in high precision that are gathered quantized, and weights that are quantized only.
-KINDS = {"gathered": lambda recipe: made(recipe, gathered=True), "primary": lambda recipe: primary(recipe, 64)}
+KINDS = {
+    "gathered": lambda recipe: made(recipe, gathered=True),
+    "primary": lambda recipe: primary(recipe, 64),
+}
 
 
 def set_exactly(net: torch.nn.Module) -> None:
@@ -33,7 +38,9 @@ def set_exactly(net: torch.nn.Module) -> None:
     with torch.no_grad():
         for number, parameter in enumerate(net.parameters()):
             steps = torch.arange(parameter.numel()).mul_(7919 + number).remainder_(255).sub_(127)
-            parameter.copy_((steps.view(parameter.shape) * 2.0 ** (number % 3 - 9)).to(parameter.dtype))
+            parameter.copy_(
+                (steps.view(parameter.shape) * 2.0 ** (number % 3 - 9)).to(parameter.dtype)
+            )
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -55,7 +62,9 @@ def digest(tensor: torch.Tensor) -> str:
 def recorded() -> Iterator[list[str]]:
     """The digests of all weights that are gathered inside, in their order."""
     seen: list[str] = []
-    hooks: dict[Any, Any] = {cls: cls.fsdp_post_all_gather for cls in (HighPrecisionWeight, QuantizedTensor)}
+    hooks: dict[Any, Any] = {
+        cls: cls.fsdp_post_all_gather for cls in (HighPrecisionWeight, QuantizedTensor)
+    }
 
     def recording(hook: Any) -> Any:
         def gathered(self: Any, *args: Any, out: Any = None, **options: Any) -> Any:
@@ -85,12 +94,22 @@ def as_recorded(mesh: Any) -> None:
             with recorded() as gathers:
                 first = train(net, 1)
             losses = first + train(net, 2)
-            found[f"{kind} {recipe} {groups} reshard={reshard}"] = {"gathers": gathers, "losses": losses}
+            found[f"{kind} {recipe} {groups} reshard={reshard}"] = {
+                "gathers": gathers,
+                "losses": losses,
+            }
     if os.environ.get("OTTAVA_TESTS_RECORD") and dist.get_rank() == 0:
         FILE.write_text(json.dumps(found, indent=1) + "\n")
     elif not os.environ.get("OTTAVA_TESTS_RECORD"):
         assert list(found) == list(known)
         for name, now in found.items():
             assert now["gathers"], name
-            assert now["gathers"] == known[name]["gathers"], (name, now["gathers"], known[name]["gathers"])
-            assert now["losses"] == pytest.approx(known[name]["losses"], rel=3e-2), (name, now["losses"])
+            assert now["gathers"] == known[name]["gathers"], (
+                name,
+                now["gathers"],
+                known[name]["gathers"],
+            )
+            assert now["losses"] == pytest.approx(known[name]["losses"], rel=3e-2), (
+                name,
+                now["losses"],
+            )

@@ -1,4 +1,5 @@
-"""How weights are kept under FSDP2: made, saved, copied, of other kinds. Each case raises where a rank is wrong."""
+"""How weights are kept under FSDP2: made, saved, copied, of other kinds. Each case raises where a
+rank is wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ from fsdp_training import (
 )
 from random_weights import E4M3, OneScaleQuantizer, RowAmaxQuantizer, RowQuantizer
 from sampling import each, pairs, some
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -57,7 +62,9 @@ def meta_device(mesh: Any) -> None:
             if name.endswith("recipe_state.scale"):
                 assert torch.equal(value, torch.ones(3)), name
         alone = made(recipe, gathered=False, hidden=hidden)
-        set_model_state_dict(net, alone.state_dict(), options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(
+            net, alone.state_dict(), options=StateDictOptions(full_state_dict=True)
+        )
         assert train(net) == train(alone), (recipe, hidden)
         compare(alone, net, f"meta {recipe}")
 
@@ -67,7 +74,8 @@ WAYS = ("load_state_dict", "dcp", "full")
 
 
 def saving(mesh: Any) -> None:
-    """Checkpoints hold plain values, and a model goes on from them as if it had not been interrupted."""
+    """Checkpoints hold plain values, and a model goes on from them as if it had not been
+    interrupted."""
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     for place, (recipe, hidden) in enumerate(each(RECIPES, (64, 33))):
@@ -78,7 +86,9 @@ def saving(mesh: Any) -> None:
         alone = made(recipe, gathered=False, hidden=hidden)
         alone.load_state_dict(whole)
         # A file of this rank's shards, read as anyone would.
-        local = {n: v.to_local() if hasattr(v, "to_local") else v for n, v in shards.state_dict().items()}
+        local = {
+            n: v.to_local() if hasattr(v, "to_local") else v for n, v in shards.state_dict().items()
+        }
         path = os.path.join(folder[0], f"{recipe}{hidden}.{dist.get_rank()}")
         torch.save(local, path)
         for name, value in torch.load(path, weights_only=True).items():
@@ -105,9 +115,12 @@ def saving(mesh: Any) -> None:
                 dcp.load(state, checkpoint_id=path[:-2] + "dcp")
                 other.load_state_dict(state["model"])
             else:
-                set_model_state_dict(other, dict(whole), options=StateDictOptions(full_state_dict=True))
+                set_model_state_dict(
+                    other, dict(whole), options=StateDictOptions(full_state_dict=True)
+                )
             for name, value in full_state(other).items():
-                # Of plain tensors that differ, here the counts of each rank, torch saves one rank's.
+                # Of plain tensors that differ, here the counts of each rank, torch saves one
+                # rank's.
                 assert name.endswith("saturated") or torch.equal(value, whole[name]), (way, name)
             reference = made(recipe, gathered=False, hidden=hidden)
             reference.load_state_dict(whole)
@@ -128,7 +141,10 @@ def copying(mesh: Any) -> None:
         twin = copy.deepcopy(net)
         assert isinstance(twin.first.weight, HighPrecisionWeight)
         assert isinstance(twin.first.weight, torch.nn.Parameter)
-        assert twin.first.weight.high_precision().data_ptr() != net.first.weight.high_precision().data_ptr()
+        assert (
+            twin.first.weight.high_precision().data_ptr()
+            != net.first.weight.high_precision().data_ptr()
+        )
         expected = train(alone)
         # Not sharded it is the model that it was.
         assert train(net) == expected, recipe
@@ -161,12 +177,17 @@ def third_party(mesh: Any) -> None:
         for whole, handed in counted.handed:
             if hidden == 64:
                 # A float32 scale for each row of 64.
-                assert handed * world == whole * size + (whole // 64 * 4 if size == 1 else 0), (make, handed)
+                assert handed * world == whole * size + (whole // 64 * 4 if size == 1 else 0), (
+                    make,
+                    handed,
+                )
 
 
 def hybrid(mesh: Any) -> None:
     """Replicas of shards."""
-    both_ways = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+    both_ways = init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards")
+    )
     for recipe, hidden, groups in pairs(RECIPES, (64, 33), GROUPS):
         both(both_ways, recipe, "hybrid", hidden=hidden, groups=groups)
 
@@ -179,13 +200,16 @@ def primary(recipe: str, hidden: int = 64) -> torch.nn.Module:
         for name, layer in list(net.named_children()):
             if isinstance(layer, torch.nn.Linear):
                 bias = layer.bias is not None
-                new = ottava.nn.Linear(layer.in_features, layer.out_features, bias=bias, dtype=torch.bfloat16)
+                new = ottava.nn.Linear(
+                    layer.in_features, layer.out_features, bias=bias, dtype=torch.bfloat16
+                )
                 setattr(net, name, new)
     return ottava.convert(net, chosen)
 
 
 def fp8_primary(mesh: Any) -> None:
-    """Weights in FP8 only, next to norms and biases in one group; an optimizer's fused operation reduces once."""
+    """Weights in FP8 only, next to norms and biases in one group; an optimizer's fused operation
+    reduces once."""
     kinds = (("current", 64), ("current", 33), ("delayed", 33), ("delayed", 64), ("mxfp8", 64))
     for (recipe, hidden), groups in each(kinds, GROUPS):
         if recipe == "mxfp8" and dist.get_world_size() > 2:
@@ -204,13 +228,17 @@ def fp8_primary(mesh: Any) -> None:
 
 
 def sharded_masters(mesh: Any) -> None:
-    """Masters of this rank's rows, written into the shards of FP8-primary weights with the scales of the whole."""
+    """Masters of this rank's rows, written into the shards of FP8-primary weights with the scales
+    of the whole."""
     for recipe in RECIPES:
         for hidden in (64, 33) if recipe != "mxfp8" else (64,):
             if recipe == "mxfp8" and dist.get_world_size() > 2:
                 continue
             alone, shards = primary(recipe, hidden), sharded(primary(recipe, hidden), mesh, "root")
-            weights = [[getattr(net, n).weight for n in ("first", "second", "last")] for net in (alone, shards)]
+            weights = [
+                [getattr(net, n).weight for n in ("first", "second", "last")]
+                for net in (alone, shards)
+            ]
             for step, (x, y) in enumerate(batches(3)):
                 losses = []
                 for net in (alone, shards):
@@ -233,7 +261,10 @@ def sharded_masters(mesh: Any) -> None:
                         # None where nothing is held, and offsets where something is.
                         local = [w.to_local() for w in own]
                         rank = dist.get_rank()
-                        starts = [min(rank * -(-m.shape[0] // mesh.size()), m.shape[0]) * m.shape[1] for m in masters]
+                        starts = [
+                            min(rank * -(-m.shape[0] // mesh.size()), m.shape[0]) * m.shape[1]
+                            for m in masters
+                        ]
                         held = [value.numel() > 0 for value in local]
                         quantize_master_weights(
                             weights[1],
@@ -298,12 +329,17 @@ def refused(mesh: Any) -> None:
         net(next(batches(1))[0])
     # A dtype that nothing is quantized from.
     for recipe in RECIPES:
-        net = sharded(made(recipe, gathered=True), mesh, "root", mp_policy=MixedPrecisionPolicy(torch.float64))
+        net = sharded(
+            made(recipe, gathered=True), mesh, "root", mp_policy=MixedPrecisionPolicy(torch.float64)
+        )
         with pytest.raises(DTypeError, match=r"gathered in torch\.float64"):
             net(next(batches(1))[0])
     # Shards of it, whose largest magnitudes all ranks would reduce.
     for recipe in ("current", "delayed"):
-        made_wide, policy = made(recipe, gathered=True).double(), MixedPrecisionPolicy(torch.bfloat16)
+        made_wide, policy = (
+            made(recipe, gathered=True).double(),
+            MixedPrecisionPolicy(torch.bfloat16),
+        )
         with pytest.raises(DTypeError, match=r"a sharded weight has dtype torch\.float64"):
             sharded(made_wide, mesh, "root", mp_policy=policy)(next(batches(1))[0])
     # Columns in place of rows; and what torch does not do for tensors that gather themselves.

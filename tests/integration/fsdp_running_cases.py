@@ -52,7 +52,9 @@ def uneven_rows(mesh: Any) -> None:
 
 
 def world_of_one(mesh: Any) -> None:
-    own = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))["own"]
+    own = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ranks", "own"))[
+        "own"
+    ]
     for recipe, reshard in each(RECIPES, FLAGS):
         both(own, recipe, "a world of one", hidden=33, reshard_after_forward=reshard)
 
@@ -67,10 +69,15 @@ def collectives(mesh: Any) -> None:
                 loss = torch.nn.functional.mse_loss(net(x), y)
             with Counted() as backward:
                 loss.backward()
-            # Delayed scaling reduces at the beginning of each step too; blocks within shards need nothing.
+            # Delayed scaling reduces at the beginning of each step too; blocks within shards need
+            # nothing.
             blocks = recipe == "mxfp8" and (64 // world) % 32 == 0
             expected = 0 if recipe == "mxfp8" else number
-            assert forward.reductions == expected + (recipe == "delayed"), (recipe, groups, forward.reductions)
+            assert forward.reductions == expected + (recipe == "delayed"), (
+                recipe,
+                groups,
+                forward.reductions,
+            )
             # What does not need one for its scales needs none in the backward.
             assert backward.reductions == 0, (recipe, groups, backward.reductions)
             for whole, handed in forward.handed + backward.handed:
@@ -85,7 +92,10 @@ def mixed_precision(mesh: Any) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for recipe, (hidden, groups) in pairs(RECIPES, ((64, "layers"), (33, "root"))):
         shards = sharded(
-            made(recipe, gathered=True, hidden=hidden, dtype=torch.float32), mesh, groups, mp_policy=policy
+            made(recipe, gathered=True, hidden=hidden, dtype=torch.float32),
+            mesh,
+            groups,
+            mp_policy=policy,
         )
         masters = made(recipe, gathered=False, hidden=hidden, dtype=torch.float32)
         narrow = copy.deepcopy(masters).to(torch.bfloat16)
@@ -145,7 +155,8 @@ def clipped(net: torch.nn.Module, count: int, change: Between) -> list[float]:
 
 
 def clipping(mesh: Any) -> None:
-    """The norm is summed shard by shard, so it differs in the last bits, but not in what it does."""
+    """The norm is summed shard by shard, so it differs in the last bits, but not in what it
+    does."""
     for recipe in RECIPES:
         alone, shards = made(recipe, gathered=False), sharded(made(recipe, gathered=True), mesh)
         for x, y in batches(1):
@@ -170,7 +181,8 @@ def accumulating(way: str) -> Callable[..., list[float]]:
             if under_fsdp and "keep" in way:
                 net.set_reshard_after_backward(last)
             if not last:
-                # Garbage would take part in reductions until it is collected, on each rank at another time.
+                # Garbage would take part in reductions until it is collected, on each rank at
+                # another time.
                 gc.collect()
                 region = ottava.autocast() if "region" in way else contextlib.nullcontext()
                 region.__enter__()
@@ -189,9 +201,18 @@ def accumulating(way: str) -> Callable[..., list[float]]:
 def accumulation(mesh: Any) -> None:
     ways = ("plain", "sync", "region", "sync region")
     for recipe, groups, way, reshard in pairs(RECIPES, GROUPS, ways, FLAGS):
-        both(mesh, recipe, way, groups=groups, loop=accumulating(way), count=2, reshard_after_forward=reshard)
+        both(
+            mesh,
+            recipe,
+            way,
+            groups=groups,
+            loop=accumulating(way),
+            count=2,
+            reshard_after_forward=reshard,
+        )
     for recipe, groups in each(RECIPES, GROUPS):
-        # The weights of the first microbatch serve the second: in one region, where scales do not change.
+        # The weights of the first microbatch serve the second: in one region, where scales do not
+        # change.
         both(mesh, recipe, "keep", groups=groups, loop=accumulating("sync keep region"), count=2)
 
 
@@ -227,7 +248,8 @@ def explicit(mesh: Any) -> None:
 
 
 def evaluation(mesh: Any) -> None:
-    """Forward passes between the steps, in every mode: a step begins where one process would begin it."""
+    """Forward passes between the steps, in every mode: a step begins where one process would begin
+    it."""
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3)).bfloat16() * 9
 
     def run(training: bool, grad: bool) -> Between:
@@ -244,9 +266,13 @@ def evaluation(mesh: Any) -> None:
         return between
 
     modes = tuple(itertools.product(FLAGS, FLAGS))
-    for recipe, (training, grad), groups, reshard in pairs(("current", "delayed"), modes, GROUPS, FLAGS):
+    for recipe, (training, grad), groups, reshard in pairs(
+        ("current", "delayed"), modes, GROUPS, FLAGS
+    ):
         what, change = f"training={training} grad={grad}", run(training, grad)
-        both(mesh, recipe, what, groups=groups, change=change, count=4, reshard_after_forward=reshard)
+        both(
+            mesh, recipe, what, groups=groups, change=change, count=4, reshard_after_forward=reshard
+        )
 
 
 class Recomputed(Net):
@@ -259,7 +285,9 @@ class Recomputed(Net):
             return checkpoint(layer, value, use_reentrant=self.reentrant)
 
         x = x.requires_grad_()
-        return run(self.last, run(self.second, torch.nn.functional.gelu(self.norm(run(self.first, x)))))
+        return run(
+            self.last, run(self.second, torch.nn.functional.gelu(self.norm(run(self.first, x))))
+        )
 
 
 class Reentrant(Recomputed):
@@ -270,8 +298,14 @@ def recomputation(mesh: Any) -> None:
     for recipe, groups, make, reshard in pairs(RECIPES, GROUPS, (Recomputed, Reentrant), FLAGS):
         # Blocks along rows and along columns are not gathered for one backward pass.
         limit = recipe == "mxfp8" and reshard and (64 // dist.get_world_size()) % 32 == 0
-        with pytest.raises(UsageError, match="no rowwise data") if limit else contextlib.nullcontext():
-            both(mesh, recipe, make.__name__, groups=groups, make=make, reshard_after_forward=reshard)
+        with (
+            pytest.raises(UsageError, match="no rowwise data")
+            if limit
+            else contextlib.nullcontext()
+        ):
+            both(
+                mesh, recipe, make.__name__, groups=groups, make=make, reshard_after_forward=reshard
+            )
 
 
 def recomputed_in_blocks(mesh: Any) -> None:
@@ -293,7 +327,9 @@ def unusual(kind: str) -> Callable[..., list[float]]:
         each = {p: torch.optim.SGD([p], **options) for p in net.parameters()}
         if kind == "optimizer in backward":
             for parameter in net.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda p: each[p].step() or each[p].zero_grad())
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: each[p].step() or each[p].zero_grad()
+                )
         for step, (x, y) in enumerate(batches(count)):
             if kind == "toggled" and hasattr(net, "set_reshard_after_forward"):
                 net.set_reshard_after_forward(step % 2 == 0)
@@ -342,9 +378,13 @@ def under_torch_autocast(mesh: Any) -> None:
 
 def frozen(mesh: Any) -> None:
     def freeze(name: str) -> Callable[[torch.nn.Module], None]:
-        return lambda net: [p.requires_grad_(name not in n) for n, p in net.named_parameters()] and None
+        return lambda net: (
+            [p.requires_grad_(name not in n) for n, p in net.named_parameters()] and None
+        )
 
-    for recipe, name, groups in pairs(RECIPES, ("first.weight", "second", "last.weight", "weight"), GROUPS):
+    for recipe, name, groups in pairs(
+        RECIPES, ("first.weight", "second", "last.weight", "weight"), GROUPS
+    ):
         both(mesh, recipe, f"frozen {name}", groups=groups, prepare=freeze(name))
 
 
@@ -367,7 +407,9 @@ class TiedLinears(torch.nn.Module):
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.first, self.second, self.last = (torch.nn.Linear(64, 64, bias=b) for b in (False, True, True))
+        self.first, self.second, self.last = (
+            torch.nn.Linear(64, 64, bias=b) for b in (False, True, True)
+        )
         self.last.weight = self.second.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -377,12 +419,20 @@ class TiedLinears(torch.nn.Module):
 def tied(mesh: Any) -> None:
     for recipe, reshard in each(RECIPES, FLAGS):
         both(mesh, recipe, "embedding and head", make=Tied, reshard_after_forward=reshard)
-        both(mesh, recipe, "two linears", make=TiedLinears, groups="root", reshard_after_forward=reshard)
+        both(
+            mesh,
+            recipe,
+            "two linears",
+            make=TiedLinears,
+            groups="root",
+            reshard_after_forward=reshard,
+        )
 
 
 @contextlib.contextmanager
 def fsdp_keeps_its_modules(names: dict[str, Any] | None) -> Iterator[None]:
-    """Inside, whoever asks torch which modules are sharded finds no such module of torch's, or one with these names."""
+    """Inside, whoever asks torch which modules are sharded finds no such module of torch's, or one
+    with these names."""
     private = "torch.distributed._composable_state"
     known = sys.modules[private]
     sys.modules[private] = None if names is None else types.SimpleNamespace(**names)  # type: ignore[assignment]

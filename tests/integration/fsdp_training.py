@@ -1,6 +1,8 @@
-"""What the cases of models under FSDP2 share: a model, its training alone and sharded, and comparing the two.
+"""What the cases of models under FSDP2 share: a model, its training alone and sharded, and
+comparing the two.
 
-All ranks see the same batch, so that the mean of their gradients is exactly the gradient of one process.
+All ranks see the same batch, so that the mean of their gradients is exactly the gradient of one
+process.
 """
 
 from __future__ import annotations
@@ -39,11 +41,20 @@ class Net(torch.nn.Module):
         self.last = torch.nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.nn.functional.gelu(self.second(torch.nn.functional.gelu(self.norm(self.first(x))))))
+        return self.last(
+            torch.nn.functional.gelu(
+                self.second(torch.nn.functional.gelu(self.norm(self.first(x))))
+            )
+        )
 
 
 def made(
-    recipe: Any, *, gathered: bool, hidden: int = 64, dtype: torch.dtype = torch.bfloat16, make: Any = Net
+    recipe: Any,
+    *,
+    gathered: bool,
+    hidden: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    make: Any = Net,
 ) -> torch.nn.Module:
     torch.manual_seed(0)
     net = make(hidden)
@@ -55,7 +66,9 @@ def made(
     return gather_quantized(net) if gathered else net
 
 
-def sharded(net: torch.nn.Module, mesh: Any, groups: str = "layers", **options: Any) -> torch.nn.Module:
+def sharded(
+    net: torch.nn.Module, mesh: Any, groups: str = "layers", **options: Any
+) -> torch.nn.Module:
     """``layers``: the first two Linears by themselves. ``root``: all parameters in one group."""
     if groups == "layers":
         for layer in (net.first, net.second):
@@ -81,7 +94,9 @@ def train(
     dtype: torch.dtype = torch.bfloat16,
     optimizer: Any = None,
 ) -> list[float]:
-    optimizer = optimizer or torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.02)
+    optimizer = optimizer or torch.optim.AdamW(
+        [p for p in net.parameters() if p.requires_grad], lr=0.02
+    )
     run, seen = net if run is None else run, []
     for step, (x, y) in enumerate(batches(count, dtype=dtype)):
         loss = torch.nn.functional.mse_loss(run(x), y)
@@ -103,7 +118,9 @@ def full_state(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: plain(value).clone() for name, value in net.state_dict().items()}
 
 
-def compare(alone: torch.nn.Module | dict[str, torch.Tensor], shards: torch.nn.Module, what: str) -> None:
+def compare(
+    alone: torch.nn.Module | dict[str, torch.Tensor], shards: torch.nn.Module, what: str
+) -> None:
     """All parameters, scales and histories; each rank counts what it clamped of its own part."""
     mine, theirs = alone if isinstance(alone, dict) else full_state(alone), shards.state_dict()
     assert list(mine) == list(theirs), (what, list(mine), list(theirs))
@@ -133,7 +150,9 @@ class Counted:
         return self
 
     def _counting(self, hook: Any) -> Any:
-        def counted(tensor: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        def counted(
+            tensor: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
+        ) -> Any:
             inputs, plan = hook(tensor, mesh, size, stride, module, policy)
             self.handed.append((size.numel(), sum(i.numel() * i.element_size() for i in inputs)))
             return inputs, plan
@@ -163,7 +182,9 @@ def both(
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Train one model alone and one sharded, and compare everything."""
     what = f"{what}: {recipe} {groups} hidden={hidden} {options}"
-    alone, shards = (made(recipe, gathered=gathered, hidden=hidden, make=make) for gathered in (False, True))
+    alone, shards = (
+        made(recipe, gathered=gathered, hidden=hidden, make=make) for gathered in (False, True)
+    )
     prepare(alone)
     prepare(shards)
     expected = loop(alone, count, change)

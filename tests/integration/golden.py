@@ -1,10 +1,12 @@
-"""What steps do to scales, histories, losses and all-reduces, event by event, as ``golden.json`` has it.
+"""What steps do to scales, histories, losses and all-reduces, event by event, as ``golden.json``
+has it.
 
 ``python -m tests.integration.golden --write``, in the root of the repository, writes the file anew.
 
-The records are the same on every machine. No sum has more than two terms that are not 0: a row and a column of a weight
-have two entries, a batch has two rows. So each sum is one rounding of exact products, in whatever order it is taken.
-Losses are sums in float64 of a few numbers, and are compared with a tolerance of 1e-12; all else is compared exactly.
+The records are the same on every machine. No sum has more than two terms that are not 0: a row and
+a column of a weight have two entries, a batch has two rows. So each sum is one rounding of exact
+products, in whatever order it is taken. Losses are sums in float64 of a few numbers, and are
+compared with a tolerance of 1e-12; all else is compared exactly.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from ottava_current import Float8CurrentScaling
 from ottava_delayed import DelayedScaling
 from ottava_mxfp8 import MXFP8BlockScaling
 from ottava_testing import launch
-from tests.integration.golden_recorder import FILE, Net, Recorder, as_text, batch, layer, wait_for_the_end_of
+from tests.integration.golden_recorder import (
+    FILE,
+    Net,
+    Recorder,
+    as_text,
+    batch,
+    layer,
+    wait_for_the_end_of,
+)
 from tests.integration.stateful_package.acme_average_recipe import MovingAverage
 
 STEPS = 4
@@ -46,7 +56,10 @@ RANK_RECIPES: dict[str, tuple[ottava.Recipe, ottava.Recipe]] = {
         DelayedScaling(amax_history_len=2, reduce_amax=False),
     ),
     "average": RECIPES["average"],
-    "average, not reduced": (MovingAverage(reduces=False), MovingAverage(decay=0.25, reduces=False)),
+    "average, not reduced": (
+        MovingAverage(reduces=False),
+        MovingAverage(decay=0.25, reduces=False),
+    ),
 }
 WORLD = 2
 # Where ranks leave their records.
@@ -69,9 +82,12 @@ def program(*ways: str, ranks: bool = False, **choices: tuple[Any, ...]) -> Call
     def register(function: Any) -> Any:
         name = function.__name__.replace("_", " ")
         for way in ways or (None,):
-            for option, value in [(o, v) for o, values in choices.items() for v in values] or [(None, None)]:
+            for option, value in [(o, v) for o, values in choices.items() for v in values] or [
+                (None, None)
+            ]:
                 if way == "layers" and value is True:
-                    # Layers outside of every region begin no step in a forward pass without gradients.
+                    # Layers outside of every region begin no step in a forward pass without
+                    # gradients.
                     continue
                 words = [name, *([way] if way else []), *([f"{option}={value}"] if option else [])]
                 given = ({"way": way} if way else {}) | ({option: value} if option else {})
@@ -88,7 +104,8 @@ def _bound(function: Any, given: dict[str, Any]) -> Program:
 
 
 def begin(way: str, net: Net, recipe: ottava.Recipe) -> Callable[..., torch.Tensor]:
-    """What runs the model: as converted, in a block for each pass, or its layers outside of every region."""
+    """What runs the model: as converted, in a block for each pass, or its layers outside of every
+    region."""
     if way == "block":
 
         def run(*args: Any) -> torch.Tensor:
@@ -125,7 +142,9 @@ def whole_recomputed(record: Recorder, recipe: Any, other: Any, way: str, reentr
     record.watch(net=net, reentrant=reentrant)
     for step in range(STEPS):
         with ottava.autocast(recipe) if way == "block" else contextlib.nullcontext():
-            loss = record.forward(f"forward {step}", lambda x: checkpoint(run, x, use_reentrant=reentrant), step)
+            loss = record.forward(
+                f"forward {step}", lambda x: checkpoint(run, x, use_reentrant=reentrant), step
+            )
         record.backward(f"backward {step}", loss)
 
 
@@ -141,7 +160,8 @@ def block_recomputed(record: Recorder, recipe: Any, other: Any) -> None:
 
 @program(reentrant=(True, False))
 def backward_in_another_block(record: Recorder, recipe: Any, other: Any, reentrant: bool) -> None:
-    """The backward pass, with its recomputation, runs inside of a block that has nothing to do with the forward."""
+    """The backward pass, with its recomputation, runs inside of a block that has nothing to do with
+    the forward."""
     net = Net(reentrant=reentrant)
     run = begin("block", net, recipe)
     record.watch(net=net, reentrant=reentrant)
@@ -152,7 +172,9 @@ def backward_in_another_block(record: Recorder, recipe: Any, other: Any, reentra
 
 
 @program("converted", "block", reentrant=(None, True, False))
-def two_passes_of_a_step(record: Recorder, recipe: Any, other: Any, way: str, reentrant: bool | None) -> None:
+def two_passes_of_a_step(
+    record: Recorder, recipe: Any, other: Any, way: str, reentrant: bool | None
+) -> None:
     """Both in one block, then both backward passes."""
     net = Net(reentrant=reentrant)
     if way == "converted":
@@ -169,7 +191,8 @@ def two_passes_of_a_step(record: Recorder, recipe: Any, other: Any, way: str, re
 def nested_blocks(record: Recorder, recipe: Any, other: Any) -> None:
     """Blocks of the same recipe, of another one, of none, and switched off, in a block."""
     net, inner, plain = Net(), layer(4), layer(5, single=True)
-    # In high precision the products of what a layer gives are not exact, and sums of two would differ.
+    # In high precision the products of what a layer gives are not exact, and sums of two would
+    # differ.
     plain.requires_grad_(False)
     record.watch(net=net, inner=inner, plain=plain)
 
@@ -193,10 +216,16 @@ def nested_blocks(record: Recorder, recipe: Any, other: Any) -> None:
 
 @program()
 def converted_in_blocks(record: Recorder, recipe: Any, other: Any) -> None:
-    """A converted model in a block of its recipe, in one that names none, switched off, and by itself."""
+    """A converted model in a block of its recipe, in one that names none, switched off, and by
+    itself."""
     net = ottava.convert(Net(), recipe)
     record.watch(net=net)
-    blocks = [ottava.autocast(recipe), ottava.autocast(), ottava.autocast(enabled=False), contextlib.nullcontext()]
+    blocks = [
+        ottava.autocast(recipe),
+        ottava.autocast(),
+        ottava.autocast(enabled=False),
+        contextlib.nullcontext(),
+    ]
     for step in range(2 * len(blocks)):
         with blocks[step % len(blocks)]:
             record.step(step, net)
@@ -265,7 +294,11 @@ def microbatches(record: Recorder, recipe: Any, other: Any, way: str) -> None:
     record.watch(net=net)
     for step in range(3):
         for number in range(3):
-            loss = record.forward(f"forward {step}.{number}", lambda x: run(x, number == 0), 3 * step + number)  # noqa: B023
+            loss = record.forward(
+                f"forward {step}.{number}",
+                lambda x, first=number == 0: run(x, first),
+                3 * step + number,
+            )
             loss.backward()
             record.event(f"backward {step}.{number}")
         with torch.no_grad():
@@ -274,7 +307,9 @@ def microbatches(record: Recorder, recipe: Any, other: Any, way: str) -> None:
 
 
 @program(reentrant=(None, True, False))
-def microbatches_in_one_block(record: Recorder, recipe: Any, other: Any, reentrant: bool | None) -> None:
+def microbatches_in_one_block(
+    record: Recorder, recipe: Any, other: Any, reentrant: bool | None
+) -> None:
     """All forward passes in a block, and all backward passes after it."""
     net = Net(reentrant=reentrant)
     record.watch(net=net, reentrant=reentrant)
@@ -321,7 +356,10 @@ def two_models_in_turns(record: Recorder, recipe: Any, other: Any, way: str) -> 
     record.watch(one=nets[0], two=nets[1])
     for step in range(STEPS):
         if step % 2:
-            losses = [record.forward(f"forward {step} of {number}", run, step) for number, run in enumerate(runs)]
+            losses = [
+                record.forward(f"forward {step} of {number}", run, step)
+                for number, run in enumerate(runs)
+            ]
             record.backward(f"backward {step}", torch.stack(losses).sum())
         else:
             for run in runs:
@@ -333,13 +371,17 @@ def two_converted_of_one_recipe(record: Recorder, recipe: Any, other: Any) -> No
     nets = [ottava.convert(Net(), recipe), ottava.convert(Net(3), recipe)]
     record.watch(one=nets[0], two=nets[1])
     for step in range(STEPS):
-        losses = [record.forward(f"forward {step} of {number}", net, step) for number, net in enumerate(nets)]
+        losses = [
+            record.forward(f"forward {step} of {number}", net, step)
+            for number, net in enumerate(nets)
+        ]
         record.backward(f"backward {step}", torch.stack(losses).sum())
 
 
 @program()
 def converted_in_converted(record: Recorder, recipe: Any, other: Any) -> None:
-    """A part that was converted by itself begins no step of its own, unless it is called by itself."""
+    """A part that was converted by itself begins no step of its own, unless it is called by
+    itself."""
     inner = ottava.convert(Net(), recipe)
     net = ottava.convert(torch.nn.Sequential(inner, torch.nn.ReLU(), layer(3)), recipe)
     record.watch(net=net)
@@ -397,7 +439,9 @@ def saved_and_loaded(record: Recorder, recipe: Any, other: Any, way: str) -> Non
 # -- running them --
 
 
-def record(name: str, recipes: tuple[ottava.Recipe, ottava.Recipe], rank: int = 0) -> list[dict[str, Any]]:
+def record(
+    name: str, recipes: tuple[ottava.Recipe, ottava.Recipe], rank: int = 0
+) -> list[dict[str, Any]]:
     """The events of a program."""
     recorder = Recorder(rank)
     with warnings.catch_warnings(), recorder.counted:
@@ -424,7 +468,9 @@ def of_ranks() -> dict[str, dict[str, list[dict[str, Any]]]]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ[_FOLDER] = folder
         try:
-            told = launch.run_on_ranks("tests.integration.golden:on_rank", list(RANK_RECIPES), WORLD)
+            told = launch.run_on_ranks(
+                "tests.integration.golden:on_rank", list(RANK_RECIPES), WORLD
+            )
         finally:
             del os.environ[_FOLDER]
         if any(told.values()):
@@ -438,13 +484,23 @@ def of_ranks() -> dict[str, dict[str, list[dict[str, Any]]]]:
 
 def write() -> None:
     """Write the file anew."""
-    found = {f"{name}: {each}": record(each, recipes) for name, recipes in RECIPES.items() for each in PROGRAMS}
-    found |= {f"{name}: {each}": events for name, programs in of_ranks().items() for each, events in programs.items()}
+    found = {
+        f"{name}: {each}": record(each, recipes)
+        for name, recipes in RECIPES.items()
+        for each in PROGRAMS
+    }
+    found |= {
+        f"{name}: {each}": events
+        for name, programs in of_ranks().items()
+        for each, events in programs.items()
+    }
     FILE.write_text(as_text(found))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Records of what steps do.")
-    parser.add_argument("--write", action="store_true", required=True, help="write golden.json anew")
+    parser.add_argument(
+        "--write", action="store_true", required=True, help="write golden.json anew"
+    )
     parser.parse_args()
     write()

@@ -1,4 +1,5 @@
-"""What golden programs are made of: batches and nets whose sums are exact, and what writes down what they do."""
+"""What golden programs are made of: batches and nets whose sums are exact, and what writes down
+what they do."""
 
 from __future__ import annotations
 
@@ -22,26 +23,33 @@ SIZE, ROWS = 8, 2
 
 def batch(step: int, rank: int = 0) -> torch.Tensor:
     """Small integers, in each step of another magnitude, on each rank others."""
-    steps = torch.arange(ROWS * SIZE).mul_(29).add_(13 * step + 17 * rank + 5).remainder_(41).sub_(20)
+    steps = (
+        torch.arange(ROWS * SIZE).mul_(29).add_(13 * step + 17 * rank + 5).remainder_(41).sub_(20)
+    )
     return steps.view(ROWS, SIZE) * 2.0 ** ((2 * step + rank) % 3)
 
 
 def layer(seed: int, *, single: bool = False) -> ottava.nn.Linear:
-    """No bias, and a weight with two entries in each row and column, or a single one, halves of small integers."""
+    """No bias, and a weight with two entries in each row and column, or a single one, halves of
+    small integers."""
     made = ottava.nn.Linear(SIZE, SIZE, bias=False)
     places = torch.arange(SIZE)
     with torch.no_grad():
         made.weight.zero_()
         made.weight[places, places] = ((5 * places + 3 * seed) % 13 - 6.5) * 2.0 ** -(seed % 2)
         if not single:
-            made.weight[places, (places + 1 + seed % 3) % SIZE] = ((7 * places + seed) % 9 - 4.5) * 2.0 ** -(seed % 2)
+            made.weight[places, (places + 1 + seed % 3) % SIZE] = (
+                (7 * places + seed) % 9 - 4.5
+            ) * 2.0 ** -(seed % 2)
     return made
 
 
 class Net(torch.nn.Module):
     """Two layers, the first one recomputed in the backward pass if asked for, or used twice."""
 
-    def __init__(self, seed: int = 0, *, reentrant: bool | None = None, twice: bool = False) -> None:
+    def __init__(
+        self, seed: int = 0, *, reentrant: bool | None = None, twice: bool = False
+    ) -> None:
         super().__init__()
         self.a, self.b = layer(seed), layer(seed + 1)
         self.reentrant, self.twice = reentrant, twice
@@ -70,12 +78,14 @@ class Recorder:
         self.events: list[dict[str, Any]] = []
         self.nets: dict[str, torch.nn.Module] = {}
         self.watched: list[weakref.ref[torch.nn.Module]] = []
-        # Whether the forward pass of a step leaves it to the recomputation to record: its amaxes are then not compared.
+        # Whether the forward pass of a step leaves it to the recomputation to record: its amaxes
+        # are then not compared.
         self.recomputed = False
         self.before: dict[str, Any] = {}
 
     def watch(self, *, reentrant: bool | None = None, **nets: Any) -> None:
-        """Reentrant checkpointing is free to see amaxes in the forward pass or in the recomputation."""
+        """Reentrant checkpointing is free to see amaxes in the forward pass or in the
+        recomputation."""
         self.nets, self.recomputed = nets, bool(reentrant)
         self.watched += [weakref.ref(module) for net in nets.values() for module in net.modules()]
 
@@ -88,14 +98,22 @@ class Recorder:
         }
         changed = {key: value for key, value in state.items() if self.before.get(key) != value}
         self.before |= state
-        self.events.append({"event": name, "reductions": self.counted.count, **seen, "changed": changed})
+        self.events.append(
+            {"event": name, "reductions": self.counted.count, **seen, "changed": changed}
+        )
 
-    def forward(self, name: str, run: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
+    def forward(
+        self, name: str, run: Callable[[torch.Tensor], torch.Tensor], step: int
+    ) -> torch.Tensor:
         """A forward pass, and its loss."""
-        return self.loss(name, run(batch(step, self.rank).requires_grad_(torch.is_grad_enabled())), step)
+        return self.loss(
+            name, run(batch(step, self.rank).requires_grad_(torch.is_grad_enabled())), step
+        )
 
     def loss(self, name: str, y: torch.Tensor, step: int) -> torch.Tensor:
-        targets = torch.arange(ROWS * SIZE).mul_(11).add_(3 * step).remainder_(7).sub_(3).view(ROWS, SIZE)
+        targets = (
+            torch.arange(ROWS * SIZE).mul_(11).add_(3 * step).remainder_(7).sub_(3).view(ROWS, SIZE)
+        )
         loss = (y.double() * targets * 2.0 ** (step % 2)).sum()
         self.event(name, whole=not self.recomputed, loss=loss.item())
         return loss
@@ -104,7 +122,10 @@ class Recorder:
         """A backward pass, the largest gradients of the weights, and an update of these."""
         loss.backward()
         weights = [p for net in self.nets.values() for p in net.parameters()]
-        self.event(name, gradients=[0.0 if p.grad is None else numbers(p.grad.abs().max()) for p in weights])
+        self.event(
+            name,
+            gradients=[0.0 if p.grad is None else numbers(p.grad.abs().max()) for p in weights],
+        )
         for number, p in enumerate(weights):
             p.grad = None
             with torch.no_grad():
@@ -115,7 +136,8 @@ class Recorder:
 
 
 def wait_for_the_end_of(layers: list[Any]) -> None:
-    """Ranks would reduce the amaxes of layers that still exist on one of them; a thread may be about to let go.
+    """Ranks would reduce the amaxes of layers that still exist on one of them; a thread may be
+    about to let go.
 
     Raises:
         RuntimeError: something holds a layer.
@@ -134,10 +156,15 @@ def as_text(found: dict[str, list[dict[str, Any]]]) -> str:
     for name, events in found.items():
         lines = ",\n".join(f"  {json.dumps(event, separators=(',', ':'))}" for event in events)
         together.setdefault(lines, []).append(name)
-    shown = [f'{{"runs": {json.dumps(names)}, "events": [\n{lines}\n]}}' for lines, names in together.items()]
+    shown = [
+        f'{{"runs": {json.dumps(names)}, "events": [\n{lines}\n]}}'
+        for lines, names in together.items()
+    ]
     return "[\n" + ",\n".join(shown) + "\n]\n"
 
 
 def known() -> dict[str, list[dict[str, Any]]]:
     """The records of the file, by recipe and program."""
-    return {name: entry["events"] for entry in json.loads(FILE.read_text()) for name in entry["runs"]}
+    return {
+        name: entry["events"] for entry in json.loads(FILE.read_text()) for name in entry["runs"]
+    }

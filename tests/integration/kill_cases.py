@@ -1,4 +1,5 @@
-"""Ranks are killed, in steps and while they write checkpoints, and the training ends as if they had not been."""
+"""Ranks are killed, in steps and while they write checkpoints, and the training ends as if they had
+not been."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ def killed(kind: str, folder: Path, points: list[tuple[int, str]], chance: rando
     lives: list[Any] = [*some(points, POINTS), *[None] * RANDOM_KILLS]
     # Points of the removal of old checkpoints are not reached before there are some.
     chance.shuffle(lives)
-    lives.sort(key=lambda life: life is not None and life[1] in ("rename after 3", "unlink after 1"))
+    lives.sort(
+        key=lambda life: life is not None and life[1] in ("rename after 3", "unlink after 1")
+    )
     known, kills = 0, 0
     for number, life in enumerate(lives):
         if life is None:
@@ -95,10 +98,15 @@ def killed(kind: str, folder: Path, points: list[tuple[int, str]], chance: rando
         step = latest_step(often)
         assert step >= known, (number, life, step, known)
         # What a rank was told is saved is saved.
-        told = max((int(line) for rank in range(WORLD) for line in lines(often, f"saved-{rank}")), default=0)
+        told = max(
+            (int(line) for rank in range(WORLD) for line in lines(often, f"saved-{rank}")),
+            default=0,
+        )
         assert step >= told, (number, life, step, told)
         known = step
-    assert known < STEPS - SAVE_EVERY, f"finished after {known} steps, before it was killed for the last time"
+    assert known < STEPS - SAVE_EVERY, (
+        f"finished after {known} steps, before it was killed for the last time"
+    )
     assert kills == len(lives), kills
     start(kind, often).succeed(120)
     assert sorted(p.name for p in (often / "checkpoints").iterdir()) == sorted(
@@ -116,7 +124,9 @@ def kill_at_random(kind: str, folder: Path, chance: random.Random, known: int) -
     ranks = start(kind, folder)
     target, victim = known + chance.randint(0, 2), chance.randrange(WORLD)
     before = len(lines(folder, "losses-0"))
-    assert ranks.wait(60, lambda: len(lines(folder, "losses-0")) > before + target - known), ranks.codes
+    assert ranks.wait(60, lambda: len(lines(folder, "losses-0")) > before + target - known), (
+        ranks.codes
+    )
     time.sleep(chance.uniform(0, 0.03))
     ranks.kill(victim)
     ranks.end(chance.choice([0, 0.02, 5]))
@@ -151,13 +161,16 @@ def reshard_one(kind: str, folder: Path) -> None:
         for name, value in saved[0].items():
             if isinstance(value, tuple) and value[0]:
                 sharded += 1
-                seen, expected = (torch.cat([held[name][1] for held in of]) for of in (loaded, saved))
+                seen, expected = (
+                    torch.cat([held[name][1] for held in of]) for of in (loaded, saved)
+                )
                 assert torch.equal(seen, expected), (world, name)
                 continue
             # What each rank has of its own is rank 0's where there are fewer of them.
             expected = value
             if name.endswith("recipe_state.amax_history"):
-                # But for the amaxes of the last step: the next one begins with the largest of all ranks.
+                # But for the amaxes of the last step: the next one begins with the largest of all
+                # ranks.
                 largest = torch.stack([held[name][1].view(torch.float32) for held in saved]).amax(0)
                 expected = (False, largest.view(torch.uint8))
                 merged += not torch.equal(expected[1], value[1])

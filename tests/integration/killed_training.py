@@ -1,4 +1,5 @@
-"""What the ranks of kill_cases.py run: training that is killed, and the points where a rank kills itself.
+"""What the ranks of kill_cases.py run: training that is killed, and the points where a rank kills
+itself.
 
 The library knows nothing of this: the points are put around the functions that it calls.
 """
@@ -45,7 +46,8 @@ SAVE_EVERY = 2
 
 
 def arm(point: str) -> None:
-    """Have this process kill itself at a point: what is called, ``before``, ``half`` or ``after``, and the how manieth.
+    """Have this process kill itself at a point: what is called, ``before``, ``half`` or ``after``,
+    and the how manieth.
 
     ``rename after 2`` is when the second rename has been done.
     """
@@ -71,7 +73,13 @@ def arm(point: str) -> None:
 
     for name in ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir"):
         around(os, name)
-    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    for name in (
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    ):
         around(dist, name)
 
     original = files.serialize_file
@@ -123,7 +131,9 @@ class Training:
         """Every rank has data of its own."""
         data = torch.Generator().manual_seed(100 * step + self.rank)
         x = torch.randn(32, SIZES[0], generator=data).bfloat16() * (1 + self.rank + step % 3)
-        loss = torch.nn.functional.mse_loss(self.net(x), torch.randn(32, SIZES[2], generator=data).bfloat16())
+        loss = torch.nn.functional.mse_loss(
+            self.net(x), torch.randn(32, SIZES[2], generator=data).bfloat16()
+        )
         loss.backward()
         if isinstance(self.optimizer, ZeroOptimizer):
             self.optimizer.reduce_gradients()
@@ -131,7 +141,8 @@ class Training:
         return loss.item()
 
     def state(self, step: int) -> dict[str, Any]:
-        """Model, optimizer and recipe state that this rank has: bytes by name, and the values that are no tensors."""
+        """Model, optimizer and recipe state that this rank has: bytes by name, and the values that
+        are no tensors."""
         held: dict[str, Any] = {}
         _add(self.checkpoints._state(step), "", held)
         return held
@@ -185,7 +196,8 @@ def train(kind: str, mesh: DeviceMesh, folder: Path, steps: int, point: str | No
 
 
 def reshard(kind: str, mesh: DeviceMesh, folder: Path, steps: int) -> None:
-    """Keep the state as it is after loading, or as it was saved where there is nothing to load; then go on."""
+    """Keep the state as it is after loading, or as it was saved where there is nothing to load;
+    then go on."""
     world = mesh.size()
     training = Training(kind, mesh, folder / "checkpoints", steps)
     first = training.checkpoints.resume()

@@ -1,4 +1,5 @@
-"""Steps of sharded training equal those of one process, to the last bit of losses, bytes and scales.
+"""Steps of sharded training equal those of one process, to the last bit of losses, bytes and
+scales.
 
 All ranks see the same data, so that means of gradients are exact on two and four.
 """
@@ -34,8 +35,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mxfp8-1d": ("mxfp8", {}),
     "mxfp8-2d": ("mxfp8", {"with_2d_quantization": True}),
 }
-#: Inputs, hidden features, outputs. Ranges of elements end inside rows and blocks of the first; rows of the second are
-#: whole blocks on two ranks.
+#: Inputs, hidden features, outputs. Ranges of elements end inside rows and blocks of the first;
+#: rows of the second are whole blocks on two ranks.
 ODD, EVEN = (40, 72, 33), (64, 128, 64)
 
 
@@ -86,10 +87,18 @@ def masters_of(net: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def adamw(net: torch.nn.Module, masters: list[Any]) -> torch.optim.AdamW:
-    quantized = [isinstance(getattr(p, "_local_tensor", p), QuantizedTensorStorage) for p in net.parameters()]
+    quantized = [
+        isinstance(getattr(p, "_local_tensor", p), QuantizedTensorStorage) for p in net.parameters()
+    ]
     groups = [
-        {"params": [m for m, is_weight in zip(masters, quantized, strict=True) if is_weight], "weight_decay": DECAY},
-        {"params": [m for m, is_weight in zip(masters, quantized, strict=True) if not is_weight], "weight_decay": 0.0},
+        {
+            "params": [m for m, is_weight in zip(masters, quantized, strict=True) if is_weight],
+            "weight_decay": DECAY,
+        },
+        {
+            "params": [m for m, is_weight in zip(masters, quantized, strict=True) if not is_weight],
+            "weight_decay": 0.0,
+        },
     ]
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS)
 
@@ -108,7 +117,11 @@ def train_primary_alone(kind: str, sizes: tuple[int, int, int]) -> dict[str, Any
             for parameter, master in zip(net.parameters(), masters, strict=True):
                 parameter.copy_(master.to(torch.bfloat16))
     weights = [inner_bytes(p) for p in net.parameters() if isinstance(p, QuantizedTensorStorage)]
-    return {"losses": losses, "weights": weights, "masters": [master.detach() for master in masters]}
+    return {
+        "losses": losses,
+        "weights": weights,
+        "masters": [master.detach() for master in masters],
+    }
 
 
 def train_high_precision_alone(kind: str) -> dict[str, Any]:
@@ -119,8 +132,14 @@ def train_high_precision_alone(kind: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     quantizers = [(layer, layer._binding.gather_quantizer(layer)) for layer in (net[0], net[2])]
-    weights = [inner_bytes(quantizer.quantize(layer.weight.detach())) for layer, quantizer in quantizers]
-    return {"losses": losses, "weights": weights, "parameters": [p.detach() for p in net.parameters()]}
+    weights = [
+        inner_bytes(quantizer.quantize(layer.weight.detach())) for layer, quantizer in quantizers
+    ]
+    return {
+        "losses": losses,
+        "weights": weights,
+        "parameters": [p.detach() for p in net.parameters()],
+    }
 
 
 def save_references(folder: Path, *, zero: bool) -> None:
@@ -143,7 +162,11 @@ def same_tensors(seen: Any, expected: Any, case: str) -> None:
 
 def zero(folder: Path, mesh: Any) -> None:
     """The optimizer of ``examples/zero.py``, whose ranges end inside rows and blocks."""
-    cases = [*itertools.product(RECIPES, (1,)), ("delayed", 2)] if mesh.size() == 2 else [("mxfp8-1d", 2)]
+    cases = (
+        [*itertools.product(RECIPES, (1,)), ("delayed", 2)]
+        if mesh.size() == 2
+        else [("mxfp8-1d", 2)]
+    )
     for kind, stage in cases:
         case, expected = f"zero {kind} stage {stage}", torch.load(folder / f"zero-{kind}")
         net = model(kind, ODD, primary=True)
@@ -167,12 +190,15 @@ def zero(folder: Path, mesh: Any) -> None:
             assert torch.equal(flat.master, whole[flat.begin : flat.end]), (case, name)
         if mesh.size() == 4:
             # Most ranks have nothing of the second weight.
-            assert sum(part is None for part in optimizer.weights.parts()) == (0 if dist.get_rank() == 2 else 1), case
+            assert sum(part is None for part in optimizer.weights.parts()) == (
+                0 if dist.get_rank() == 2 else 1
+            ), case
         gc.collect()
 
 
 class GatheredBytes:
-    """What the weights of this rank hand to the all-gathers of FSDP: elements of the whole, and bytes of the shard."""
+    """What the weights of this rank hand to the all-gathers of FSDP: elements of the whole, and
+    bytes of the shard."""
 
     def __init__(self) -> None:
         self.handed: list[tuple[int, int]] = []
@@ -185,9 +211,13 @@ class GatheredBytes:
         return self
 
     def _counted(self, original: Any) -> Any:
-        def counted(tensor: Any, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any) -> Any:
+        def counted(
+            tensor: Any, mesh: Any, size: torch.Size, stride: Any, module: Any, policy: Any
+        ) -> Any:
             inputs, plan = original(tensor, mesh, size, stride, module, policy)
-            self.handed.append((size.numel(), sum(data.numel() * data.element_size() for data in inputs)))
+            self.handed.append(
+                (size.numel(), sum(data.numel() * data.element_size() for data in inputs))
+            )
             return inputs, plan
 
         return counted
@@ -197,13 +227,21 @@ class GatheredBytes:
             cls.fsdp_pre_all_gather = original
 
     def ratio(self, world: int) -> float:
-        """Against two bytes an element in each gather, which is what plain bfloat16 weights move."""
-        return world * sum(handed for _, handed in self.handed) / (2 * sum(whole for whole, _ in self.handed))
+        """Against two bytes an element in each gather, which is what plain bfloat16 weights
+        move."""
+        return (
+            world
+            * sum(handed for _, handed in self.handed)
+            / (2 * sum(whole for whole, _ in self.handed))
+        )
 
 
 def fsdp(folder: Path, mesh: Any) -> None:
     for kind, way, reshard in pairs(list(RECIPES), ("primary", "high-precision"), (True, False)):
-        case, expected = f"fsdp {kind} {way} reshard={reshard}", torch.load(folder / f"{way}-{kind}")
+        case, expected = (
+            f"fsdp {kind} {way} reshard={reshard}",
+            torch.load(folder / f"{way}-{kind}"),
+        )
         net = model(kind, EVEN, primary=way == "primary")
         masters = masters_of(net) if way == "primary" else []
         if way == "high-precision":
@@ -214,7 +252,10 @@ def fsdp(folder: Path, mesh: Any) -> None:
             losses = train_primary(net, masters) if way == "primary" else train_high_precision(net)
         assert losses == expected["losses"], (case, losses, expected["losses"])
         # Two weights, gathered once or twice a step.
-        assert len(gathered.handed) == STEPS * 2 * (2 if reshard else 1), (case, len(gathered.handed))
+        assert len(gathered.handed) == STEPS * 2 * (2 if reshard else 1), (
+            case,
+            len(gathered.handed),
+        )
         ratio = gathered.ratio(mesh.size())
         if kind == "mxfp8-1d" and not reshard:
             # Rows and columns have data of their own, and both are needed at once.
@@ -238,10 +279,16 @@ def fsdp(folder: Path, mesh: Any) -> None:
 def train_primary(net: torch.nn.Module, whole: list[torch.nn.Parameter]) -> list[float]:
     parameters: list[Any] = list(net.parameters())
     masters: list[Any] = [
-        torch.nn.Parameter(distribute_tensor(m.detach(), p.device_mesh, p.placements, src_data_rank=None))
+        torch.nn.Parameter(
+            distribute_tensor(m.detach(), p.device_mesh, p.placements, src_data_rank=None)
+        )
         for m, p in zip(whole, parameters, strict=True)
     ]
-    weights = [place for place, p in enumerate(parameters) if isinstance(p._local_tensor, QuantizedTensorStorage)]
+    weights = [
+        place
+        for place, p in enumerate(parameters)
+        if isinstance(p._local_tensor, QuantizedTensorStorage)
+    ]
     optimizer, losses = adamw(net, masters), []
     for step in range(STEPS):
         losses.append(backward(net, step, EVEN))
@@ -249,7 +296,9 @@ def train_primary(net: torch.nn.Module, whole: list[torch.nn.Parameter]) -> list
             master.grad, parameter.grad = parameter.grad.float(), None
         optimizer.step()
         with torch.no_grad():
-            quantize_master_weights([parameters[i] for i in weights], [masters[i] for i in weights], None)
+            quantize_master_weights(
+                [parameters[i] for i in weights], [masters[i] for i in weights], None
+            )
             for place, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
                 if place not in weights:
                     parameter.copy_(master)

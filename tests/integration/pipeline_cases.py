@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 import ottava
 from ottava.errors import UsageError
@@ -63,7 +68,9 @@ def same(stage: torch.nn.Module, expected: torch.nn.Module) -> None:
         assert torch.equal(value, its[name]), (name, value, its[name])
 
 
-def train(schedule: Any, mesh: Any, stages: list[torch.nn.Module], block: Any = contextlib.nullcontext) -> None:
+def train(
+    schedule: Any, mesh: Any, stages: list[torch.nn.Module], block: Any = contextlib.nullcontext
+) -> None:
     rank, last = mesh.get_rank(), mesh.size() - 1
     with warnings.catch_warnings():
         # More forward passes after a backward pass are no mistake here.
@@ -71,12 +78,16 @@ def train(schedule: Any, mesh: Any, stages: list[torch.nn.Module], block: Any = 
         for step in range(STEPS):
             x, y = data(step)
             with block():
-                schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank == last else {}))
+                schedule.step(
+                    *([x] if rank == 0 else []), **({"target": y} if rank == last else {})
+                )
             for stage in stages:
                 update(stage)
 
 
-def one_stage(mesh: Any, schedule: Any, recipe: Any, block: Any = contextlib.nullcontext, **shapes: Any) -> None:
+def one_stage(
+    mesh: Any, schedule: Any, recipe: Any, block: Any = contextlib.nullcontext, **shapes: Any
+) -> None:
     rank, world = mesh.get_rank(), mesh.size()
     own = ottava.convert(stage_of(rank), recipe)
     stage = PipelineStage(own, rank, world, torch.device("cpu"), group=mesh.get_group(), **shapes)
@@ -85,7 +96,8 @@ def one_stage(mesh: Any, schedule: Any, recipe: Any, block: Any = contextlib.nul
 
 
 def converted(mesh: Any) -> None:
-    """A schedule is one step, whose amaxes are those of its stage; what finds out shapes is seen by no state."""
+    """A schedule is one step, whose amaxes are those of its stage; what finds out shapes is seen by
+    no state."""
     for schedule in (Schedule1F1B, ScheduleGPipe):
         one_stage(mesh, schedule, DELAYED)
 
@@ -103,7 +115,13 @@ def layers_alone(mesh: Any) -> None:
 
 def of_known_shapes(mesh: Any) -> None:
     shape = torch.empty(4, SIZE, requires_grad=mesh.get_rank() > 0)
-    one_stage(mesh, Schedule1F1B, DELAYED, input_args=(shape,), output_args=(shape.detach().requires_grad_(),))
+    one_stage(
+        mesh,
+        Schedule1F1B,
+        DELAYED,
+        input_args=(shape,),
+        output_args=(shape.detach().requires_grad_(),),
+    )
 
 
 def several_recipes(mesh: Any) -> None:
@@ -129,7 +147,10 @@ def interleaved(mesh: Any) -> None:
     indices = [rank, rank + world]
     own = [ottava.convert(stage_of(index), DELAYED) for index in indices]
     pairs = zip(own, indices, strict=True)
-    stages = [PipelineStage(net, at, 2 * world, torch.device("cpu"), group=mesh.get_group()) for net, at in pairs]
+    stages = [
+        PipelineStage(net, at, 2 * world, torch.device("cpu"), group=mesh.get_group())
+        for net, at in pairs
+    ]
     train(ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss_of), mesh, own)
     expected = as_one_process(2 * world, DELAYED)
     for net, index in zip(own, indices, strict=True):
@@ -137,7 +158,8 @@ def interleaved(mesh: Any) -> None:
 
 
 def refused_among_replicas(mesh: Any) -> None:
-    """Which ranks have the same stage is not known, where a pipeline has some of the ranks alone."""
+    """Which ranks have the same stage is not known, where a pipeline has some of the ranks
+    alone."""
     rank = mesh.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]

@@ -1,4 +1,5 @@
-"""What the cases of sharded weights share: quantizers of third parties, random weights, and two oracles."""
+"""What the cases of sharded weights share: quantizers of third parties, random weights, and two
+oracles."""
 
 from __future__ import annotations
 
@@ -46,7 +47,14 @@ class RowTensor(QuantizedTensor):
 
     @staticmethod
     def __new__(
-        cls, *, data: torch.Tensor, scale_inv: Any, dtype: Any, shape: Any = None, quantizer: Any = None, **rest: Any
+        cls,
+        *,
+        data: torch.Tensor,
+        scale_inv: Any,
+        dtype: Any,
+        shape: Any = None,
+        quantizer: Any = None,
+        **rest: Any,
     ) -> RowTensor:
         made: RowTensor = torch.Tensor._make_wrapper_subclass(
             cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device, **rest
@@ -54,7 +62,14 @@ class RowTensor(QuantizedTensor):
         return made
 
     def __init__(
-        self, *, data: Any, scale_inv: Any, dtype: Any, shape: Any = None, quantizer: Any = None, **rest: Any
+        self,
+        *,
+        data: Any,
+        scale_inv: Any,
+        dtype: Any,
+        shape: Any = None,
+        quantizer: Any = None,
+        **rest: Any,
     ) -> None:
         self._data, self._scale_inv, self._quantizer = data, scale_inv, quantizer
 
@@ -87,7 +102,9 @@ class RowQuantizer(Quantizer):
         data, scale_inv = row_data(tensor, row_amax(tensor))
         return RowTensor(data=data, scale_inv=scale_inv, dtype=dtype, quantizer=self)
 
-    def make_empty(self, shape: Sequence[int], *, dtype: Any = torch.float32, device: Any = None, **rest: Any) -> Any:
+    def make_empty(
+        self, shape: Sequence[int], *, dtype: Any = torch.float32, device: Any = None, **rest: Any
+    ) -> Any:
         shape, place = self.check_empty(shape, dtype, device, rest.get("requires_grad", False))
         return self.quantize_impl(torch.zeros(shape, dtype=dtype, device=place), dtype)
 
@@ -111,11 +128,15 @@ class RowAmaxBatch(ShardBatch):
         return amaxes
 
     def cast(self, amaxes: torch.Tensor) -> None:
-        for job, own in zip(self.jobs, amaxes.split([math.prod(job.shape[:-1]) for job in self.jobs]), strict=True):
+        for job, own in zip(
+            self.jobs, amaxes.split([math.prod(job.shape[:-1]) for job in self.jobs]), strict=True
+        ):
             length = job.shape[-1] if job.shape else 1
             whole = own.reshape(*job.shape[:-1], 1) if job.shape else own.reshape(())
             of_each = whole.reshape(-1, 1).expand(-1, length).reshape(-1)
-            data, _ = row_data(job.rounded(), of_each[job.start_offset : job.start_offset + job.shard.numel()])
+            data, _ = row_data(
+                job.rounded(), of_each[job.start_offset : job.start_offset + job.shard.numel()]
+            )
             job.output.data[0].copy_(data)
             _, scale_inv = row_data(torch.zeros_like(whole), whole)
             job.output.write_inner(RowTensor.inner_tensors[1], scale_inv)
@@ -138,9 +159,13 @@ class OneScaleQuantizer(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Float8Tensor:
         largest = row_amax(tensor.reshape(-1)).reshape(())
         data, scale_inv = row_data(tensor, largest)
-        return Float8Tensor(data=data, fp8_scale_inv=scale_inv, fp8_dtype=E4M3, dtype=dtype, quantizer=self)
+        return Float8Tensor(
+            data=data, fp8_scale_inv=scale_inv, fp8_dtype=E4M3, dtype=dtype, quantizer=self
+        )
 
-    def make_empty(self, shape: Sequence[int], *, dtype: Any = torch.float32, device: Any = None, **rest: Any) -> Any:
+    def make_empty(
+        self, shape: Sequence[int], *, dtype: Any = torch.float32, device: Any = None, **rest: Any
+    ) -> Any:
         shape, place = self.check_empty(shape, dtype, device, rest.get("requires_grad", False))
         return self.quantize_impl(torch.zeros(shape, dtype=dtype, device=place), dtype)
 
@@ -150,7 +175,8 @@ Make = Callable[[], Quantizer]
 
 @dataclass
 class Weight:
-    """One weight of a case: the quantizer of the weight, one for the oracle with a state of its own, and the values."""
+    """One weight of a case: the quantizer of the weight, one for the oracle with a state of its
+    own, and the values."""
 
     kind: str
     quantizer: Any
@@ -198,7 +224,10 @@ def weights(draw: st.DrawFn, options: dict[str, Any]) -> Weight:
         square, rounding = draw(st.booleans()), draw(st.sampled_from(("up", "floor")))
         make = lambda: MXFP8Quantizer(fmt, with_2d_quantization=square, scale_rounding=rounding)  # noqa: E731
     if kind in ("blockwise", "rowwise"):
-        scales = {"force_pow_2_scales": draw(st.booleans()), "amax_epsilon": draw(st.sampled_from((0.0, 1e-3)))}
+        scales = {
+            "force_pow_2_scales": draw(st.booleans()),
+            "amax_epsilon": draw(st.sampled_from((0.0, 1e-3))),
+        }
         dim = draw(st.sampled_from((1, 2)))
         make = lambda: (  # noqa: E731
             Float8RowwiseQuantizer(fmt, **scales)
@@ -207,7 +236,11 @@ def weights(draw: st.DrawFn, options: dict[str, Any]) -> Weight:
         )
     shape = draw(
         st.one_of(
-            *([st.tuples(st.integers(100, 300), st.integers(1, 200))] if kind == "blockwise" else []),
+            *(
+                [st.tuples(st.integers(100, 300), st.integers(1, 200))]
+                if kind == "blockwise"
+                else []
+            ),
             st.tuples(st.integers(0, 70), st.integers(0, 70)),
             st.tuples(st.integers(1, 100), st.sampled_from((1, 31, 32, 33, 64))),
             st.tuples(st.integers(0, 130)),
@@ -220,7 +253,9 @@ def weights(draw: st.DrawFn, options: dict[str, Any]) -> Weight:
     values = torch.randn(shape, generator=random) * 2.0 ** draw(st.integers(-30, 30))
     if values.numel() and draw(st.booleans()):
         for _ in range(draw(st.integers(1, 6))):
-            values.view(-1)[draw(st.integers(0, values.numel() - 1))] = draw(st.sampled_from(SPECIAL))
+            values.view(-1)[draw(st.integers(0, values.numel() - 1))] = draw(
+                st.sampled_from(SPECIAL)
+            )
     made = Weight(kind, make(), make(), dtype, values)
     usages = ((True, True), (True, True), (True, False), (False, True))
     # Of a transpose alone there is no range.
@@ -240,14 +275,22 @@ def scalar_bytes(weight: Weight) -> dict[str, list[int]] | None:
         fmt = NAMES[quantizer.fp8_dtype]
         flat = values.reshape(-1).tolist()
         scale, _ = oracle.scale_from_amax(
-            mx_oracle.block_amax(flat), oracle.MAX[fmt], quantizer.amax_epsilon, quantizer.force_pow_2_scales
+            mx_oracle.block_amax(flat),
+            oracle.MAX[fmt],
+            quantizer.amax_epsilon,
+            quantizer.force_pow_2_scales,
         )
         return {"_data": [oracle.encode(oracle.float32(value * scale), fmt) for value in flat]}
     if weight.kind == "mxfp8" and values.dim():
         fmt = NAMES[quantizer.fp8_dtype]
         columns = values.shape[-1]
         matrix = values.reshape(math.prod(values.shape[:-1]), columns).tolist()
-        parts = mx_oracle.quantize(matrix, columns, fmt, quantizer.scale_rounding, quantizer.with_2d_quantization)
+        parts = mx_oracle.quantize(
+            matrix, columns, fmt, quantizer.scale_rounding, quantizer.with_2d_quantization
+        )
         names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-        return {name: [code for row in part for code in row] for name, part in zip(names, parts, strict=True)}
+        return {
+            name: [code for row in part for code in row]
+            for name, part in zip(names, parts, strict=True)
+        }
     return None

@@ -1,8 +1,9 @@
 """Runs cases on ranks, all in one launch, so that what every rank imports is imported once.
 
-Usage: rank_launcher.py FOLDER CASE.... A case is MODULE.FUNCTION of this folder, after ``2:`` or ``4:`` a function of a
-mesh of so many ranks, else one of a folder, which starts ranks itself. Prints a line of JSON for each: its name, its
-error ("" where there is none) and its CPU seconds, on ranks those of the first.
+Usage: rank_launcher.py FOLDER CASE.... A case is MODULE.FUNCTION of this folder, after ``2:`` or
+``4:`` a function of a
+mesh of so many ranks, else one of a folder, which starts ranks itself. Prints a line of JSON for
+each: its name, its error ("" where there is none) and its CPU seconds, on ranks those of the first.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def report(case: str, error: str, seconds: float) -> None:
 
 
 def on_ranks(cases: list[str], world: int, folder: Path) -> None:
-    """The cases one after the other on the same ranks; on new ones after one that failed, as others wait for it."""
+    """The cases one after the other on the same ranks; on new ones after one that failed, as others
+    wait for it."""
     folder.mkdir()
     while cases:
         done = folder / f"done-{len(cases)}"
@@ -52,7 +54,8 @@ def on_ranks(cases: list[str], world: int, folder: Path) -> None:
         def job(mesh: DeviceMesh, cases: list[str] = cases, done: Path = done) -> None:
             for case in cases:
                 began = time.process_time()
-                # Garbage would take part in reductions until it is collected, on each rank at another time.
+                # Garbage would take part in reductions until it is collected, on each rank at
+                # another time.
                 gc.collect()
                 gc.freeze()
                 function(case)(mesh)
@@ -93,7 +96,9 @@ def main(folder: Path, cases: list[str]) -> None:
     # Forks do not copy what is not looked at, and do not look at it each time.
     gc.collect()
     gc.freeze()
-    for number, (world, group) in enumerate(itertools.groupby(cases, lambda case: case.partition(":")[0])):
+    for number, (world, group) in enumerate(
+        itertools.groupby(cases, lambda case: case.partition(":")[0])
+    ):
         if world:
             on_ranks(list(group), int(world), folder / str(number))
             continue

@@ -1,4 +1,5 @@
-"""Real recipes under FSDP2, saved and loaded by 4, 2 x 2, 2 and 1 ranks and by a process without a group."""
+"""Real recipes under FSDP2, saved and loaded by 4, 2 x 2, 2 and 1 ranks and by a process without a
+group."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from ottava.errors import CheckpointError, ShapeError
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava_integrations import read_state
 
-#: Of each recipe: its options, and the rows of the first weight. 33 are uneven on 4 ranks; 128 are whole blocks.
+#: Of each recipe: its options, and the rows of the first weight. 33 are uneven on 4 ranks; 128 are
+#: whole blocks.
 RECIPES: dict[str, tuple[str, dict[str, Any], int]] = {
     "current": ("current", {}, 33),
     "delayed": ("delayed", {"amax_history_len": 4}, 33),
@@ -46,7 +48,8 @@ def model(kind: str, seed: int) -> torch.nn.Sequential:
 
 
 class Training:
-    """A model, sharded over ``mesh`` (None: whole), with an optimizer; every rank of ``group`` sees data of its own."""
+    """A model, sharded over ``mesh`` (None: whole), with an optimizer; every rank of ``group`` sees
+    data of its own."""
 
     def __init__(self, kind: str, seed: int, mesh: Any = None, group: Any = None) -> None:
         self.net, self.group = model(kind, seed), group
@@ -57,7 +60,8 @@ class Training:
         self.steps = 0
 
     def step(self) -> float:
-        # Garbage would take part in the reduction until it is collected, on each rank at another time.
+        # Garbage would take part in the reduction until it is collected, on each rank at another
+        # time.
         gc.collect()
         rank = dist.get_rank() if dist.is_initialized() else 0
         data = torch.Generator().manual_seed(100 * self.steps + rank)
@@ -84,7 +88,13 @@ class Training:
 
 def tensors_of(state: Any, prefix: str = "") -> dict[str, Any]:
     """The tensors of a nested state by name."""
-    entries = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    entries = (
+        state.items()
+        if isinstance(state, dict)
+        else enumerate(state)
+        if isinstance(state, list)
+        else ()
+    )
     found = {}
     for key, value in entries:
         if isinstance(value, torch.Tensor):
@@ -115,7 +125,8 @@ def local_bytes(value: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
 
 
 def gathered(state: Any, group: Any = None) -> dict[str, torch.Tensor]:
-    """The bytes of the whole tensors of a state, put together by hand: those of rank 0 for what is not sharded."""
+    """The bytes of the whole tensors of a state, put together by hand: those of rank 0 for what is
+    not sharded."""
     mine = {name: (*local_bytes(value), _shard(value)) for name, value in tensors_of(state).items()}
     every = [mine]
     if dist.is_initialized():
@@ -133,8 +144,13 @@ def gathered(state: Any, group: Any = None) -> dict[str, torch.Tensor]:
 
 
 def largest(state: Any) -> dict[str, torch.Tensor]:
-    """The bytes of what the ranks would reduce in the next step, reduced by hand: amaxes of delayed scaling."""
-    mine = {name: value for name, value in tensors_of(state).items() if name.endswith("recipe_state.amax_history")}
+    """The bytes of what the ranks would reduce in the next step, reduced by hand: amaxes of delayed
+    scaling."""
+    mine = {
+        name: value
+        for name, value in tensors_of(state).items()
+        if name.endswith("recipe_state.amax_history")
+    }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return {f"{name}:": raw(torch.stack([ranks[name] for ranks in every]).amax(0)) for name in mine}
@@ -171,7 +187,11 @@ def resharded(kind: str, folder: Path, meshes: dict[str, tuple[Any, Any]]) -> No
                 loaded = fresh.resume(folder / f"{kind}-{writer}")
                 own = {writer, name} <= {"4", "2x2"}
                 wanted = expected if own else reduced
-                same(gathered(fresh.state(), group), wanted, f"{kind}: saved by {writer}, loaded by {name}")
+                same(
+                    gathered(fresh.state(), group),
+                    wanted,
+                    f"{kind}: saved by {writer}, loaded by {name}",
+                )
                 groups = loaded["optimizer"]["param_groups"]
                 assert loaded["steps"] == 2, (kind, name)
                 assert groups == state["optimizer"]["param_groups"], (kind, name)
@@ -209,7 +229,9 @@ def cut_blocks(mesh: Any, folder: Path) -> None:
     with ottava.quantized_model_init("mxfp8"):
         net = torch.nn.Sequential(ottava.nn.Linear(40, 64, dtype=torch.bfloat16, recipe="mxfp8"))
     fully_shard(net, mesh=mesh)
-    with pytest.raises((ShapeError, CheckpointError), match=r"0\.weight' has rows .* of 64, which cut the blocks"):
+    with pytest.raises(
+        (ShapeError, CheckpointError), match=r"0\.weight' has rows .* of 64, which cut the blocks"
+    ):
         save_sharded(net.state_dict(), folder / "cut")
     assert not (folder / "cut").exists()
 
@@ -254,7 +276,11 @@ def read_tensor_by_tensor(path: Path, expected: dict[str, torch.Tensor], kind: s
     weights = {name: value for name, value in state.items() if isinstance(value, QuantizedTensor)}
     assert sorted(weights) == ["model.0.weight", "model.2.weight"]
     assert tuple(weights["model.0.weight"].shape) == (RECIPES[kind][2], 40)
-    model = {"model": {name.removeprefix("model."): value for name, value in state.items() if "model" in name}}
+    model = {
+        "model": {
+            name.removeprefix("model."): value for name, value in state.items() if "model" in name
+        }
+    }
     for name, value in gathered(model).items():
         assert torch.equal(value, expected[name]), (kind, name)
 

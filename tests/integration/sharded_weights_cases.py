@@ -1,4 +1,5 @@
-"""Random shards of master weights, of every recipe and three of third parties, are cast as the whole weights."""
+"""Random shards of master weights, of every recipe and three of third parties, are cast as the
+whole weights."""
 
 from __future__ import annotations
 
@@ -51,10 +52,16 @@ class Counted:
         dist.all_reduce, dist.all_gather_into_tensor = self.all_reduce, self.all_gather
 
     def check(self, batch: Sequence[Weight]) -> None:
-        """One all-reduce for all weights, and one all-gather for those whose quantizers declare no amaxes."""
+        """One all-reduce for all weights, and one all-gather for those whose quantizers declare no
+        amaxes."""
         several = ranks()[1] > 1 and len(batch) > 0
-        silent = any(rule_of(weight.quantizer).batch_for(weight.quantizer) is None for weight in batch)
-        assert (self.count, self.gathers) == (int(several), int(several and silent)), (self.count, self.gathers)
+        silent = any(
+            rule_of(weight.quantizer).batch_for(weight.quantizer) is None for weight in batch
+        )
+        assert (self.count, self.gathers) == (int(several), int(several and silent)), (
+            self.count,
+            self.gathers,
+        )
 
 
 def ranks() -> tuple[int, int]:
@@ -106,7 +113,9 @@ def check_whole(weight: Weight, made: Any, what: str) -> None:
     codes = scalar_bytes(weight) if weight.master.numel() <= SMALL else None
     for name, expected in (codes or {}).items():
         if getattr(made, name) is not None:
-            assert getattr(made, name).reshape(-1).tolist() == expected, f"{what} {name}: the scalar oracle"
+            assert getattr(made, name).reshape(-1).tolist() == expected, (
+                f"{what} {name}: the scalar oracle"
+            )
 
 
 def check_scales(weight: Weight, made: Any, what: str) -> None:
@@ -132,7 +141,9 @@ def check_state(weight: Weight, what: str) -> None:
 
 def cuts(data: Any, numel: int, world: int) -> list[range]:
     """A partition of a weight: where each rank's shard lies; some are empty."""
-    ends = sorted(data.draw(st.lists(st.integers(0, numel), min_size=world - 1, max_size=world - 1)))
+    ends = sorted(
+        data.draw(st.lists(st.integers(0, numel), min_size=world - 1, max_size=world - 1))
+    )
     if data.draw(st.integers(0, 3)) == 0:
         # All of it on one rank.
         ends = [0] * data.draw(st.integers(0, world - 1))
@@ -162,7 +173,9 @@ def shards_of(
     return shards, offsets
 
 
-def cast(data: Any, batch: Sequence[Weight], made: Sequence[Any], shards: Any, offsets: Any, **more: Any) -> None:
+def cast(
+    data: Any, batch: Sequence[Weight], made: Sequence[Any], shards: Any, offsets: Any, **more: Any
+) -> None:
     with Counted() as reductions:
         if data.draw(st.booleans()):
             quantize_master_weights(made, shards, offsets, **more)
@@ -187,7 +200,9 @@ def into_weights(data: Any, batch: Sequence[Weight]) -> None:
         for name in raw(quantized):
             flat = getattr(quantized, name).reshape(-1)
             reference = torch.full_like(flat, 0x5A)
-            reference[own.start : own.stop] = getattr(weight.expected, name).reshape(-1)[own.start : own.stop]
+            reference[own.start : own.stop] = getattr(weight.expected, name).reshape(-1)[
+                own.start : own.stop
+            ]
             same(flat, reference, f"{what} {name}")
         check_state(weight, what)
 
@@ -213,7 +228,10 @@ def again_and_again(data: Any, batch: Sequence[Weight]) -> None:
         check_scales(weight, quantized, f"weight {number}")
         own = places[rank]
         for name in raw(quantized):
-            found, expected = (getattr(w, name).reshape(-1)[own.start : own.stop] for w in (quantized, weight.expected))
+            found, expected = (
+                getattr(w, name).reshape(-1)[own.start : own.stop]
+                for w in (quantized, weight.expected)
+            )
             same(found, expected, f"weight {number} {name}")
 
 
@@ -237,15 +255,23 @@ def into_bytes(data: Any, batch: Sequence[Weight]) -> None:
         buffers = []
         for inner in quantized.raw_inner():
             buffer = torch.full((len(places[rank]),), 0xA5, dtype=torch.uint8)
-            native = getattr(quantized, inner.native) if isinstance(inner.native, str) else inner.native
+            native = (
+                getattr(quantized, inner.native) if isinstance(inner.native, str) else inner.native
+            )
             buffers.append(buffer.view(native) if as_float and native is not None else buffer)
-        outs.append(buffers[0] if len(buffers) == 1 and data.draw(st.booleans()) else tuple(buffers))
+        outs.append(
+            buffers[0] if len(buffers) == 1 and data.draw(st.booleans()) else tuple(buffers)
+        )
     cast(data, batch, made, shards, offsets, fsdp_shard_model_weights=outs)
-    for number, (weight, quantized, places, out) in enumerate(zip(batch, made, ranges, outs, strict=True)):
+    for number, (weight, quantized, places, out) in enumerate(
+        zip(batch, made, ranges, outs, strict=True)
+    ):
         what = f"weight {number}"
         check_scales(weight, quantized, what)
         own = places[rank]
-        for name, buffer in zip(raw(quantized), out if isinstance(out, tuple) else (out,), strict=True):
+        for name, buffer in zip(
+            raw(quantized), out if isinstance(out, tuple) else (out,), strict=True
+        ):
             whole = getattr(weight.expected, name).reshape(-1)[own.start : own.stop]
             same(buffer.view(torch.uint8), whole, f"{what} {name}")
             assert torch.all(getattr(quantized, name) == 0x5A), what
@@ -253,7 +279,9 @@ def into_bytes(data: Any, batch: Sequence[Weight]) -> None:
 
 
 def _scattered(weight: Weight) -> bool:
-    return weight.kind == "blockwise" and rule_of(weight.quantizer).batch_for(weight.quantizer) is None
+    return (
+        weight.kind == "blockwise" and rule_of(weight.quantizer).batch_for(weight.quantizer) is None
+    )
 
 
 def into_rows(data: Any, batch: Sequence[Weight]) -> None:
@@ -271,7 +299,9 @@ def into_rows(data: Any, batch: Sequence[Weight]) -> None:
             max(weight.master[:1].reshape(-1, weight.master.shape[-1] or 1).shape[0], 1),
         )
         step = 1
-        blocks = math.lcm(*(inner.block_rows or 1 for inner in made[len(outs)].inner_tensors if inner.gather))
+        blocks = math.lcm(
+            *(inner.block_rows or 1 for inner in made[len(outs)].inner_tensors if inner.gather)
+        )
         while step * lines % blocks:
             step += 1
         ends = sorted(data.draw(st.integers(0, count // step)) * step for _ in range(world - 1))
@@ -280,7 +310,9 @@ def into_rows(data: Any, batch: Sequence[Weight]) -> None:
         part = weight.master[own.start : own.stop]
         shards.append(part.clone())
         offsets.append(own.start * weight.master[:1].numel())
-        outs.append(filled(Weight(weight.kind, weight.quantizer, weight.oracle, weight.dtype, part)))
+        outs.append(
+            filled(Weight(weight.kind, weight.quantizer, weight.oracle, weight.dtype, part))
+        )
     cast(data, batch, made, shards, offsets, fsdp_shard_model_weights=outs)
     for number, (weight, out, own) in enumerate(zip(batch, outs, rows, strict=True)):
         what = f"weight {number} rows {own}"
@@ -299,7 +331,8 @@ def into_rows(data: Any, batch: Sequence[Weight]) -> None:
 
 
 def contiguous_buffer(data: Any, batch: Sequence[Weight]) -> None:
-    """ZeRO-2: all bytes in one buffer, of which each rank writes its share; an all-gather completes it."""
+    """ZeRO-2: all bytes in one buffer, of which each rank writes its share; an all-gather completes
+    it."""
     rank, world = ranks()
     made = [filled(weight) for weight in batch]
     moved = [(weight, name) for weight in made for name in raw(weight)]
@@ -319,7 +352,14 @@ def contiguous_buffer(data: Any, batch: Sequence[Weight]) -> None:
         shards.append(flat[first - place : last - place] if first < last else None)
         offsets.append(first - place if first < last else None)
         place += count
-    cast(data, batch, made, shards, offsets, manual_post_all_gather_processing=data.draw(st.booleans()))
+    cast(
+        data,
+        batch,
+        made,
+        shards,
+        offsets,
+        manual_post_all_gather_processing=data.draw(st.booleans()),
+    )
     if dist.is_initialized():
         dist.all_gather_into_tensor(buffer, buffer[rank * share : (rank + 1) * share].clone())
     post_all_gather_processing(made)
@@ -327,10 +367,22 @@ def contiguous_buffer(data: Any, batch: Sequence[Weight]) -> None:
         what = f"weight {number}"
         check_whole(weight, quantized, what)
         check_state(weight, what)
-        same(quantized.dequantize(torch.float32), weight.expected.dequantize(torch.float32), f"{what} values")
+        same(
+            quantized.dequantize(torch.float32),
+            weight.expected.dequantize(torch.float32),
+            f"{what} values",
+        )
 
 
-WAYS = (into_weights, into_weights, again_and_again, whole_masters, into_bytes, into_rows, contiguous_buffer)
+WAYS = (
+    into_weights,
+    into_weights,
+    again_and_again,
+    whole_masters,
+    into_bytes,
+    into_rows,
+    contiguous_buffer,
+)
 
 
 def run(examples: int) -> None:
@@ -361,7 +413,10 @@ def run(examples: int) -> None:
             try:
                 way(data, batch)
             except Exception:
-                error = f"rank {ranks()[0]}, {way.__name__}, layout {layout}, {batch}\n{traceback.format_exc()}"
+                error = (
+                    f"rank {ranks()[0]}, {way.__name__}, layout {layout}, "
+                    f"{batch}\n{traceback.format_exc()}"
+                )
         together(error)
 
     check()

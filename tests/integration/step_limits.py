@@ -27,7 +27,8 @@ class WithinLimits:
         if whole is not None:
             fail = None if fail is not None and fail[0] != "forward" else fail
             backward = "together" if backward == "each" else backward
-        # Reentrant checkpointing may see amaxes in the forward pass or in the recomputation, whatever lies between.
+        # Reentrant checkpointing may see amaxes in the forward pass or in the recomputation,
+        # whatever lies between.
         begins = isinstance(step.between, Step) or step.around_backward in ("same", "other")
         reentrant = fail is None and backward != "none" and not begins
         if whole and not reentrant:
@@ -35,11 +36,17 @@ class WithinLimits:
         uses = []
         for use in step.uses:
             use = self.possible_use(number, use)
-            recompute = None if whole is not None or (use.recompute and not reentrant) else use.recompute
+            recompute = (
+                None if whole is not None or (use.recompute and not reentrant) else use.recompute
+            )
             blocks, inside = use.blocks, use.inside
             if whole is not None:
                 # A recomputed layer repeats the recipe that it last ran under.
-                blocks = tuple(b for b in blocks if b not in ("off", "current") and not (b == "other" and whole))
+                blocks = tuple(
+                    b
+                    for b in blocks
+                    if b not in ("off", "current") and not (b == "other" and whole)
+                )
             if recompute is not None and {"off", "current"} & set(blocks):
                 inside = True
             if recompute and "other" in blocks:
@@ -59,9 +66,14 @@ class WithinLimits:
     def _consistent(self, number: int, uses: list[Use]) -> tuple[Use, ...]:
         """A layer that is recomputed runs under one recipe in a step."""
         layers = [self.layer_of(number, use) for use in uses]
-        elsewhere = [layer for layer, use in zip(layers, uses, strict=True) if {"off", "current"} & set(use.blocks)]
+        elsewhere = [
+            layer
+            for layer, use in zip(layers, uses, strict=True)
+            if {"off", "current"} & set(use.blocks)
+        ]
         return tuple(
-            replace(use, recompute=None) if layer in elsewhere else use for layer, use in zip(layers, uses, strict=True)
+            replace(use, recompute=None) if layer in elsewhere else use
+            for layer, use in zip(layers, uses, strict=True)
         )
 
     def possible_use(self, number: int, use: Use) -> Use:
@@ -77,6 +89,10 @@ class WithinLimits:
         return replace(use, blocks=blocks, needs=use.needs or bool(use.recompute))
 
     def before_recomputation(self, event: Any) -> Any:
-        """Without blocks of other recipes: a recomputed layer repeats the one that it last ran under."""
-        uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b not in ("off", "current"))) for u in event.uses)
+        """Without blocks of other recipes: a recomputed layer repeats the one that it last ran
+        under."""
+        uses = tuple(
+            replace(u, blocks=tuple(b for b in u.blocks if b not in ("off", "current")))
+            for u in event.uses
+        )
         return replace(event, uses=uses)

@@ -45,13 +45,16 @@ class Bank(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleList(diagonal() for _ in range(count))
 
-    def forward(self, run: Callable[[int, torch.Tensor], torch.Tensor], *inputs: torch.Tensor) -> Any:
+    def forward(
+        self, run: Callable[[int, torch.Tensor], torch.Tensor], *inputs: torch.Tensor
+    ) -> Any:
         return tuple(run(number, x) for number, x in enumerate(inputs))
 
 
 @dataclass
 class Run:
-    """A use of a layer, with its operands; without, where they are not quantized by delayed scaling."""
+    """A use of a layer, with its operands; without, where they are not quantized by delayed
+    scaling."""
 
     use: Use
     layer: Layer

@@ -1,8 +1,10 @@
-"""Runs a program of steps, and beside it the rule for scales and histories, which are compared after each event.
+"""Runs a program of steps, and beside it the rule for scales and histories, which are compared
+after each event.
 
-The layers are independent of each other: what goes into one, and the gradient of what comes out, is chosen, so that no
-product has to be known to know an amax. A batch has one row and a weight is diagonal, so that each element of a product
-is one product, rounded once: outputs and gradients say which scales were used.
+The layers are independent of each other: what goes into one, and the gradient of what comes out, is
+chosen, so that no product has to be known to know an amax. A batch has one row and a weight is
+diagonal, so that each element of a product is one product, rounded once: outputs and gradients say
+which scales were used.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from tests.integration.golden_recorder import wait_for_the_end_of
 from tests.integration.step_limits import WithinLimits
 from tests.integration.step_models import SIZE, Bank, Run, amax, diagonal, values
 from tests.integration.step_programs import Add, Evaluate, Program, Remove, Replace, Step, Use
-from tests.integration.step_rule import FORMATS, Layer, Operand, Region, Rule, quantized, same_product
+from tests.integration.step_rule import (
+    FORMATS,
+    Layer,
+    Operand,
+    Region,
+    Rule,
+    quantized,
+    same_product,
+)
 from tests.ranks import Counted
 from tests.recipes_delayed.slot_oracle import Slot
 
@@ -65,13 +75,24 @@ class World(WithinLimits):
             self._take(number, self._prepared(number, self.banks[number]))
 
     def _prepared(self, number: int, bank: Bank) -> Bank:
-        return bank if self.ways[number] == "block" else ottava.convert(bank, self.recipes[RECIPES[number]])
+        return (
+            bank
+            if self.ways[number] == "block"
+            else ottava.convert(bank, self.recipes[RECIPES[number]])
+        )
 
     def _slots(self, number: int) -> dict[str, Slot]:
         recipe = self.recipes[RECIPES[number]]
-        of = {"amax_of": lambda history: history[0]} if recipe.amax_compute_algo == "most_recent" else {}
+        of = (
+            {"amax_of": lambda history: history[0]}
+            if recipe.amax_compute_algo == "most_recent"
+            else {}
+        )
         fp8_max = {kind: torch.finfo(dtype).max for kind, dtype in FORMATS.items()}
-        return {kind: Slot(recipe.amax_history_len, fp8_max[kind], recipe.margin, **of) for kind in FORMATS}
+        return {
+            kind: Slot(recipe.amax_history_len, fp8_max[kind], recipe.margin, **of)
+            for kind in FORMATS
+        }
 
     def _take(self, number: int, bank: Bank, before: list[Layer] | None = None) -> None:
         """Put a model in its place, whose layers have what those of ``before`` had."""
@@ -80,15 +101,23 @@ class World(WithinLimits):
         made = []
         for place, module in enumerate(bank.layers):
             old = before[place] if before else None
-            slots = copy.deepcopy(old.ranks) if old else [self._slots(number) for _ in range(self.ranks)]
-            made.append(Layer(module, key, slots, joined=way == "converted", brought=old is not None))
+            slots = (
+                copy.deepcopy(old.ranks)
+                if old
+                else [self._slots(number) for _ in range(self.ranks)]
+            )
+            made.append(
+                Layer(module, key, slots, joined=way == "converted", brought=old is not None)
+            )
             self.watched.append(weakref.ref(module))
         self._forget(number)
         self.banks[number], self.of_bank[number] = bank, made
         self.rule.layers += made
 
     def _forget(self, number: int) -> None:
-        self.rule.layers = [layer for layer in self.rule.layers if layer not in self.of_bank[number]]
+        self.rule.layers = [
+            layer for layer in self.rule.layers if layer not in self.of_bank[number]
+        ]
         self.of_bank[number] = []
 
     # -- regions --
@@ -131,7 +160,9 @@ class World(WithinLimits):
             self.rule.stack.pop()
 
     def top(self, number: int) -> Any:
-        return self.block({"converted": "", "block": RECIPES[number], "bound": "none"}[self.ways[number]])
+        return self.block(
+            {"converted": "", "block": RECIPES[number], "bound": "none"}[self.ways[number]]
+        )
 
     # -- a call of a layer --
 
@@ -213,7 +244,8 @@ class World(WithinLimits):
         wait_for_the_end_of(self.watched)
 
     def begin_all(self) -> None:
-        """Nothing is left for the next step to reduce: ranks need not lose a layer at the same moment."""
+        """Nothing is left for the next step to reduce: ranks need not lose a layer at the same
+        moment."""
         for name in ("A", "B", "none"):
             with self.block(name):
                 pass
@@ -240,7 +272,8 @@ class World(WithinLimits):
                 prefix = f"layers.{place}.recipe_state."
                 scale, history = state.get(f"{prefix}scale"), state.get(f"{prefix}amax_history")
                 if not layer.joined and (layer.brought or scale is None):
-                    # What was brought is updated at the next step that it takes part in, or when it first runs.
+                    # What was brought is updated at the next step that it takes part in, or when it
+                    # first runs.
                     continue
                 assert scale is not None, (number, place)
                 slots = [layer.ranks[self.rank][kind] for kind in FORMATS]
@@ -258,10 +291,14 @@ class World(WithinLimits):
 
     def inputs(self, uses: tuple[Use, ...], whole: bool | None = None) -> list[torch.Tensor]:
         needs = [self.training and (use.needs or bool(whole)) for use in uses]
-        return [values(use.x, self.rank).requires_grad_(need) for use, need in zip(uses, needs, strict=True)]
+        return [
+            values(use.x, self.rank).requires_grad_(need)
+            for use, need in zip(uses, needs, strict=True)
+        ]
 
     def with_first(self, number: int, use: Use) -> Use:
-        """``is_first_microbatch=False`` only where a weight was kept, and where the recipe is one with state."""
+        """``is_first_microbatch=False`` only where a weight was kept, and where the recipe is one
+        with state."""
         high = {"off", "current"} & set(use.blocks)
         lacking = use.first is False and self.layer_of(number, use).kept is None
         return replace(use, first=None) if high or lacking else use
@@ -286,8 +323,13 @@ class World(WithinLimits):
             for run in runs:
                 run.layer.pending = True
         if step.between is not None:
-            recomputes = step.whole is not None or any(use.recompute is not None for use in step.uses)
-            self.do(self.before_recomputation(step.between) if recomputes else step.between, between=True)
+            recomputes = step.whole is not None or any(
+                use.recompute is not None for use in step.uses
+            )
+            self.do(
+                self.before_recomputation(step.between) if recomputes else step.between,
+                between=True,
+            )
         self.check(step)
         if step.backward != "none":
             with self.block(step.around_backward):
@@ -320,12 +362,16 @@ class World(WithinLimits):
         self.replaying = True
         try:
             if step.backward == "together":
-                torch.autograd.backward([run.y for run in runs], [values(run.use.dy, self.rank) for run in runs])
+                torch.autograd.backward(
+                    [run.y for run in runs], [values(run.use.dy, self.rank) for run in runs]
+                )
                 for run in runs:
                     self.observe_gradient(run, step)
                 return
             for place, run in reversed(list(enumerate(runs))):
-                self.backward_of(run, step, None if step.fail is None or step.fail[1] != place else step.fail[0])
+                self.backward_of(
+                    run, step, None if step.fail is None or step.fail[1] != place else step.fail[0]
+                )
         finally:
             self.replaying = False
 
@@ -353,7 +399,9 @@ class World(WithinLimits):
             if run.use.recompute is not None:
                 x = quantized(run.x, run.layer.ranks[self.rank]["input"].scale, "input")
             dy = self.gradient(run)
-            same_product(weight.grad, (dy[0].reshape(SIZE, 1), *dy[1:]), x, "gradient of the weight")
+            same_product(
+                weight.grad, (dy[0].reshape(SIZE, 1), *dy[1:]), x, "gradient of the weight"
+            )
 
     def gradient(self, run: Run) -> Operand:
         dy = values(run.use.dy, self.rank)
@@ -379,21 +427,30 @@ class World(WithinLimits):
         uses = tuple(replace(self.possible_use(number, use), recompute=None) for use in event.uses)
         if alone:
             # The ranks go on alike.
-            uses = tuple(replace(u, blocks=tuple(b for b in u.blocks if b != "current")) for u in uses)
+            uses = tuple(
+                replace(u, blocks=tuple(b for b in u.blocks if b != "current")) for u in uses
+            )
             used = [self.layer_of(number, use) for use in uses]
             replaces = any(isinstance(event, Replace) for event in self.program.events)
             if replaces and not all(layer.joined or layer.brought for layer in used):
-                # The layer has a state on one rank only then, and so have files and what they are loaded into.
+                # The layer has a state on one rank only then, and so have files and what they are
+                # loaded into.
                 return
         uses = tuple(replace(u, first=False if u.first is False else None) for u in uses)
         for bank in self.banks:
             bank.train(event.mode != "eval")
         self.training = False
         try:
-            with torch.inference_mode() if event.mode == "inference" else torch.no_grad(), self.top(number):
+            with (
+                torch.inference_mode() if event.mode == "inference" else torch.no_grad(),
+                self.top(number),
+            ):
                 runs: list[Run] = []
                 with self.module_region(number):
-                    run = lambda place, x: self.call(number, self.with_first(number, uses[place]), x, runs)  # noqa: E731
+
+                    def run(place: Any, x: Any) -> Any:
+                        return self.call(number, self.with_first(number, uses[place]), x, runs)
+
                     self.banks[number](run, *self.inputs(uses))
         finally:
             self.training = True

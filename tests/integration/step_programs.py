@@ -7,11 +7,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-#: How a model of layers comes to run under a recipe: as ``convert`` returned it, in blocks of the recipe, or converted
-#: and in blocks that name none.
+#: How a model of layers comes to run under a recipe: as ``convert`` returned it, in blocks of the
+#: recipe, or converted and in blocks that name none.
 WAYS = ("converted", "block", "bound")
-#: Blocks around the use of a layer: of the recipe around it, of none, switched off, of another recipe with state (for
-#: layers that run under that one only), of one without.
+#: Blocks around the use of a layer: of the recipe around it, of none, switched off, of another
+#: recipe with state (for layers that run under that one only), of one without.
 BLOCKS = ("same", "none", "off", "other", "current")
 
 
@@ -64,8 +64,8 @@ class Step:
         outer: a block around the model's.
         backward: ``each`` output by itself, last first; all ``together``; or ``none``.
         around_backward: a block around the backward pass.
-        fail: where an error is raised: in which pass (``forward``) before which use, or in the backward pass of which
-            use, ``before`` its layer or ``after`` it.
+        fail: where an error is raised: in which pass (``forward``) before which use, or in the
+            backward pass of which use, ``before`` its layer or ``after`` it.
         between: what happens between forward and backward.
     """
 
@@ -83,7 +83,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Replace:
-    """Another model takes the place of one: ``loaded``, loaded before it was ``bound``, ``copied``, or ``fresh``."""
+    """Another model takes the place of one: ``loaded``, loaded before it was ``bound``, ``copied``,
+    or ``fresh``."""
 
     bank: int
     how: str
@@ -106,7 +107,8 @@ class Remove:
 
 @dataclass(frozen=True)
 class Program:
-    """What runs: two models of one recipe and one that runs in blocks of another one, and the options of both."""
+    """What runs: two models of one recipe and one that runs in blocks of another one, and the
+    options of both."""
 
     ways: tuple[str, str]
     options: tuple[tuple[int, str, int], tuple[int, str, int]]
@@ -115,7 +117,9 @@ class Program:
 
 
 _values = st.integers(0, 7)
-_blocks = st.one_of(st.just(()), st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=2).map(tuple))
+_blocks = st.one_of(
+    st.just(()), st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=2).map(tuple)
+)
 _use = st.builds(
     Use,
     layer=st.integers(0, 3),
@@ -169,5 +173,7 @@ programs = st.builds(
     ways=st.tuples(st.sampled_from(WAYS), st.sampled_from(WAYS)),
     options=st.tuples(_options, _options),
     reduce=st.sampled_from((True, True, False)),
-    events=st.lists(st.one_of(_step, _step, _step, _evaluate, _change), min_size=2, max_size=8).map(tuple),
+    events=st.lists(st.one_of(_step, _step, _step, _evaluate, _change), min_size=2, max_size=8).map(
+        tuple
+    ),
 )

@@ -1,4 +1,5 @@
-"""The rule for scales and histories, as the specification has it, and the products that show which scales were used."""
+"""The rule for scales and histories, as the specification has it, and the products that show which
+scales were used."""
 
 from __future__ import annotations
 
@@ -10,12 +11,17 @@ import torch
 
 from tests.recipes_delayed.slot_oracle import Slot
 
-FORMATS = {"input": torch.float8_e4m3fn, "weight": torch.float8_e4m3fn, "grad_output": torch.float8_e5m2}
+FORMATS = {
+    "input": torch.float8_e4m3fn,
+    "weight": torch.float8_e4m3fn,
+    "grad_output": torch.float8_e5m2,
+}
 Operand = tuple[np.ndarray, np.float32, bool]
 
 
 def quantized(x: torch.Tensor, scale: float, kind: str) -> Operand:
-    """The elements, what multiplies them, and whether these numbers are ordinary: far from the ends of float32."""
+    """The elements, what multiplies them, and whether these numbers are ordinary: far from the ends
+    of float32."""
     largest = torch.finfo(FORMATS[kind]).max
     elements = (x.detach() * torch.tensor(scale)).clamp(-largest, largest).to(FORMATS[kind]).float()
     ordinary = 2.0**-40 < scale < 2.0**40
@@ -37,7 +43,8 @@ class Layer:
 
     Attributes:
         key: of the regions that begin a step for it.
-        joined: whether a region of these knows it: as a part of a converted model, or because it has run in one.
+        joined: whether a region of these knows it: as a part of a converted model, or because it
+            has run in one.
         brought: whether it has what a load or a copy brought, and has not run since.
         ran: whether it has run in training since it last began a step.
         kept: the quantized weight of the first microbatch.
@@ -65,13 +72,15 @@ class Region:
 
 @dataclass
 class Rule:
-    """When scales change, as the specification says: at the entry of a region, for all of its slots, over all ranks."""
+    """When scales change, as the specification says: at the entry of a region, for all of its
+    slots, over all ranks."""
 
     reduces: bool
     layers: list[Layer] = field(default_factory=list)
     stack: list[Region] = field(default_factory=list)
-    # All-reduces that there must be, and that there may be: of layers that have run since they last began a step, and
-    # of all that have run at all; and one for each layer with amaxes of another model's that runs in a block first.
+    # All-reduces that there must be, and that there may be: of layers that have run since they last
+    # began a step, and of all that have run at all; and one for each layer with amaxes of another
+    # model's that runs in a block first.
     least: int = 0
     most: int = 0
 

@@ -1,6 +1,8 @@
-"""Mistakes that an author of a recipe may make, each as a change of a few lines in what the template gives.
+"""Mistakes that an author of a recipe may make, each as a change of a few lines in what the
+template gives.
 
-Most are made in classes of one's own, as the template's README shows them; some in a recipe that is a layout.
+Most are made in classes of one's own, as the template's README shows them; some in a recipe that is
+a layout.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ class Defect:
         name: what is wrong.
         changes: pairs of a text that stands in ``recipe.py`` once and what is put in its place.
         said: words that the kit's report has to have, each a regular expression.
-        of_layout: whether that is the generated ``recipe.py``, and not the one that its README shows.
+        of_layout: whether that is the generated ``recipe.py``, and not the one that its README
+            shows.
     """
 
     name: str
@@ -33,7 +36,9 @@ class Defect:
 
 
 _TENSOR_BODY = '    """The same as a ``torch.Tensor``, for weights that are kept quantized."""\n'
-_DEQUANTIZED = "        return values.masked_fill(self._data == NAN, torch.nan).to(dtype or self.dtype)\n"
+_DEQUANTIZED = (
+    "        return values.masked_fill(self._data == NAN, torch.nan).to(dtype or self.dtype)\n"
+)
 _ROWS = "    shards = ShardRule(rows=1)\n"
 _RECIPE = "@dataclass(frozen=True)\nclass RowRecipe(Recipe):\n"
 
@@ -61,7 +66,9 @@ WRONG_TRANSPOSE = Defect(
             _DEQUANTIZED,
             _DEQUANTIZED
             + '''
-    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gemm_operand(
+        self, *, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values; for products along columns in the order of a transposed matrix."""
         values, factor = super().gemm_operand(columnwise=columnwise, dtype=dtype)
         return (values.t().reshape(values.shape) if columnwise else values), factor
@@ -113,9 +120,12 @@ LOST_GRADIENTS = Defect(
             _ROWS
             + '''    custom = True
 
-    def qgemm(self, qx: Any, qw: Any, *arguments: Any, accumulate: bool = False, **options: Any) -> torch.Tensor:
+    def qgemm(
+        self, qx: Any, qw: Any, *arguments: Any, accumulate: bool = False, **options: Any
+    ) -> torch.Tensor:
         """The product, written over what was there."""
-        named = dict(zip(("m_params", "out_dtype", "sx", "sw", "bias", "out", "accumulate", "gemm_type"), arguments))
+        names = ("m_params", "out_dtype", "sx", "sw", "bias", "out", "accumulate", "gemm_type")
+        named = dict(zip(names, arguments))
         return super().qgemm(qx, qw, **(named | options | {"accumulate": False}))
 ''',
         ),
@@ -138,7 +148,8 @@ PICKLED_CODE = Defect(
             "class RowQuantizer(Quantizer):\n",
             '''def rebuild_rows(*tensors: torch.Tensor, dtype: Any = torch.float32) -> RowTensor:
     """What a pickle calls."""
-    return RowTensor(**dict(zip(("data", "scale_inv", "zero"), tensors)), dtype=dtype, quantizer=RowQuantizer())
+    named = dict(zip(("data", "scale_inv", "zero"), tensors))
+    return RowTensor(**named, dtype=dtype, quantizer=RowQuantizer())
 
 
 class RowQuantizer(Quantizer):
@@ -186,5 +197,12 @@ COARSE_ELEMENTS = Defect(
     of_layout=True,
 )
 
-OF_CLASSES = (ALIASED_SCALE, WRONG_TRANSPOSE, DROPPED_IN_PLACE_OP, RANDOM_CAST, LOST_GRADIENTS, PICKLED_CODE)
+OF_CLASSES = (
+    ALIASED_SCALE,
+    WRONG_TRANSPOSE,
+    DROPPED_IN_PLACE_OP,
+    RANDOM_CAST,
+    LOST_GRADIENTS,
+    PICKLED_CODE,
+)
 DEFECTS = (*OF_CLASSES, RANDOM_LAYOUT, WIDER_BLOCKS, COARSE_ELEMENTS)

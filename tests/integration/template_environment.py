@@ -1,4 +1,5 @@
-"""Fresh environments with core, its tools and no recipe, for packages that ``ottava new-recipe`` wrote."""
+"""Fresh environments with core, its tools and no recipe, for packages that ``ottava new-recipe``
+wrote."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ def _top_level(found: Distribution) -> set[str]:
 
 
 def link_libraries(site: Path) -> None:
-    """Put this environment's libraries into another's ``site-packages``, those that offer recipes left out.
+    """Put this environment's libraries into another's ``site-packages``, those that offer recipes
+    left out.
 
-    This is what an installer would fetch from an index: every distribution as it is installed here, by links.
+    This is what an installer would fetch from an index: every distribution as it is installed here,
+    by links.
     """
     for libraries in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}:
         left_out = {"__pycache__"}
@@ -78,7 +81,11 @@ def install(wheel: Path, environment: Path) -> None:
 def clean_variables(**added: str) -> dict[str, str]:
     """The variables of this process without those that would let it reach into the other."""
     left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out and "OTTAVA_" not in name}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in left_out and "OTTAVA_" not in name
+    }
     return kept | {"COLUMNS": "200"} | added
 
 
@@ -99,16 +106,23 @@ class Environment:
         self.folder = interpreter.parents[1]
         self._forks = Forks(interpreter, clean_variables())
 
-    def spawn(self, command: str, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    def spawn(
+        self, command: str, *arguments: str | Path, cwd: Path
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command of ``bin``."""
         return subprocess.run(
-            [self.folder / "bin" / command, *arguments], cwd=cwd, capture_output=True, text=True, env=clean_variables()
+            [self.folder / "bin" / command, *arguments],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            env=clean_variables(),
         )
 
     def call(
         self, command: str, *arguments: str | Path, cwd: Path, path: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run what a command of ``bin`` runs, in a fork; ``path`` is in front of where modules are looked for."""
+        """Run what a command of ``bin`` runs, in a fork; ``path`` is in front of where modules are
+        looked for."""
         return self._forks.python(CODE[command], *arguments, cwd=cwd, path=path)
 
     def python(self, code: str, cwd: Path, path: Path | None = None) -> str:

@@ -1,4 +1,5 @@
-"""Tensor parallel plans, which quantized layers refuse; the DTensors of FSDP2, which they do not."""
+"""Tensor parallel plans, which quantized layers refuse; the DTensors of FSDP2, which they do
+not."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def after_conversion(mesh: Any) -> None:
 
 
 def before_conversion(mesh: Any) -> None:
-    """A model that is refused stays what it was, and layers outside of the plan can be converted."""
+    """A model that is refused stays what it was, and layers outside of the plan can be
+    converted."""
     for name, plan in PLANS.items():
         for recipe in RECIPES:
             for primary in (False, True):
@@ -79,7 +81,9 @@ def before_conversion(mesh: Any) -> None:
 def by_hand(mesh: Any) -> None:
     for placement in (Shard(0), Shard(1), Replicate()):
         net: Any = plain()
-        net[0].weight = torch.nn.Parameter(distribute_tensor(net[0].weight.detach(), mesh, [placement]))
+        net[0].weight = torch.nn.Parameter(
+            distribute_tensor(net[0].weight.detach(), mesh, [placement])
+        )
         with pytest.raises(UsageError, match="weight of Linear '0' is a DTensor"):
             ottava.convert(net, "current")
 
@@ -107,7 +111,8 @@ def without_recipe(mesh: Any) -> None:
 
 
 def sharded_by_fully_shard(mesh: Any) -> None:
-    """Converted before, and loaded by assignment; twice; and after, where a layer that FSDP wrapped is left alone."""
+    """Converted before, and loaded by assignment; twice; and after, where a layer that FSDP wrapped
+    is left alone."""
     losses = []
     for recipe in RECIPES:
         for order in ("before", "twice", "after"):

@@ -1,4 +1,5 @@
-"""Bytes of weights that come from elsewhere, and the transposes that derive from them in the layout of Hopper."""
+"""Bytes of weights that come from elsewhere, and the transposes that derive from them in the layout
+of Hopper."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def no_stale_transpose(weight: Any) -> None:
 
 
 class Layer:
-    """A layer with one weight in the Hopper layout, whose master has other values than the weight."""
+    """A layer with one weight in the Hopper layout, whose master has other values than the
+    weight."""
 
     def __init__(self, recipe: str = "current") -> None:
         torch.manual_seed(0)
@@ -54,7 +56,9 @@ def test_a_stale_transpose_is_never_read(manual: bool) -> None:
         made = Layer()
         made.gradient()
         assert made.weight._transpose is not None
-        quantize_master_weights([made.weight], [made.master], None, manual_post_all_gather_processing=manual)
+        quantize_master_weights(
+            [made.weight], [made.master], None, manual_post_all_gather_processing=manual
+        )
         assert made.weight._transpose is None
         found = made.gradient()
         assert torch.equal(found, made.expected())
@@ -69,7 +73,8 @@ def test_a_stale_transpose_is_never_read(manual: bool) -> None:
 
 @pytest.mark.parametrize("manual", [False, True])
 def test_bytes_that_come_after_the_cast(manual: bool) -> None:
-    """This rank has the first half; a gather brings the second, after a forward pass that came too early."""
+    """This rank has the first half; a gather brings the second, after a forward pass that came too
+    early."""
     with columnwise_layout("transpose"):
         made = Layer()
         whole = Float8CurrentScalingQuantizer(E4M3).quantize(made.master.bfloat16())

@@ -1,4 +1,5 @@
-"""torch.compile(dynamic=True): layers that run twice, and options of quantizers that are numbers."""
+"""torch.compile(dynamic=True): layers that run twice, and options of quantizers that are
+numbers."""
 
 from __future__ import annotations
 

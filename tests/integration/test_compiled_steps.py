@@ -1,4 +1,5 @@
-"""Training steps of every installed recipe, compiled whole: the bytes of eager code, and one compilation."""
+"""Training steps of every installed recipe, compiled whole: the bytes of eager code, and one
+compilation."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def train(net: torch.nn.Module, run: Any) -> list[torch.Tensor]:
         y.float().square().mean().backward()
         optimizer.step()
         seen.append(y.detach())
-    gradients = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+    gradients = [
+        parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None
+    ]
     return [*seen, *gradients, *(value.clone() for value in net.state_dict().values())]
 
 
@@ -34,7 +37,9 @@ def train(net: torch.nn.Module, run: Any) -> list[torch.Tensor]:
 def test_compiled_steps_have_the_bytes_of_eager_ones(recipe: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)).bfloat16()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)
+    ).bfloat16()
     eager = ottava.convert(net, recipe)
     twin = copy.deepcopy(eager)
     counter = CompileCounterWithBackend("aot_eager")

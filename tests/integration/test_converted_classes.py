@@ -1,4 +1,5 @@
-"""A converted model is of the class that it was, to whoever looks: pickles, copies, names, hooks, wrappers."""
+"""A converted model is of the class that it was, to whoever looks: pickles, copies, names, hooks,
+wrappers."""
 
 from __future__ import annotations
 
@@ -74,7 +75,12 @@ def test_the_class_looks_as_before() -> None:
     model = ottava.convert(Net(), RECIPE)
     cls = type(model)
     assert isinstance(model, Net)
-    assert (cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__) == ("Net", "Net", __name__, Net.__doc__)
+    assert (cls.__name__, cls.__qualname__, cls.__module__, cls.__doc__) == (
+        "Net",
+        "Net",
+        __name__,
+        Net.__doc__,
+    )
     assert repr(model).startswith("Net(\n")
     with torch.no_grad():
         assert torch.equal(model.twice(torch.ones(4, 16)), model(model(torch.ones(4, 16))))
@@ -148,11 +154,14 @@ def test_other_objects_of_the_class_are_as_before() -> None:
     before = copy.deepcopy(part)
     for _ in range(2):
         assert torch.equal(part(x), before(x))
-    assert torch.equal(type(model)(torch.nn.Linear(16, 16))(x).isnan(), torch.zeros(4, 16, dtype=torch.bool))
+    assert torch.equal(
+        type(model)(torch.nn.Linear(16, 16))(x).isnan(), torch.zeros(4, 16, dtype=torch.bool)
+    )
 
 
 def test_hooks_see_a_step_that_has_begun() -> None:
-    """Hooks run inside the region, those that were there before the conversion too, and in their order."""
+    """Hooks run inside the region, those that were there before the conversion too, and in their
+    order."""
     seen: list[tuple[str, float]] = []
 
     def hook(name: str) -> Callable[..., None]:
@@ -183,7 +192,9 @@ def test_a_model_that_calls_itself_begins_one_step() -> None:
         assert int((model.layer.recipe_state.amax_history[1:, 0] > 0).sum()) == number - 1
 
 
-@pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.jit.ignore, lambda model: torch.nn.Sequential(model)])
+@pytest.mark.parametrize(
+    "wrap", [torch.nn.DataParallel, torch.jit.ignore, lambda model: torch.nn.Sequential(model)]
+)
 def test_inside_of_others(wrap: Any) -> None:
     model, plain = ottava.convert(Net(), RECIPE), ottava.convert(Net(), RECIPE)
     wrapped = wrap(model)

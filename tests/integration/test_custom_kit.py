@@ -1,4 +1,5 @@
-"""Mixed recipes pass the conformance kit as well, and their files are read by processes that made none."""
+"""Mixed recipes pass the conformance kit as well, and their files are read by processes that made
+none."""
 
 from __future__ import annotations
 
@@ -55,8 +56,15 @@ def test_a_process_that_imported_nothing_reads_a_file(tmp_path: Path) -> None:
 
 def test_wgrad_is_in_high_precision_where_the_recipes_of_both_operands_say_so() -> None:
     kept = mirror("rowwise", wgrad_high_precision=True)
-    factories = {"both": kept, "all but the weight": by_tensor(kept, weight="current"), "neither": mirror("rowwise")}
-    factories |= {"one": by_tensor("current", input=kept), "one, with a state": by_tensor(kept, input="delayed")}
+    factories = {
+        "both": kept,
+        "all but the weight": by_tensor(kept, weight="current"),
+        "neither": mirror("rowwise"),
+    }
+    factories |= {
+        "one": by_tensor("current", input=kept),
+        "one, with a state": by_tensor(kept, input="delayed"),
+    }
     x, dy = torch.randn(64, 96).bfloat16(), torch.randn(64, 48).bfloat16()
     for name, factory in factories.items():
         layer = ottava.nn.Linear(96, 48, dtype=torch.bfloat16, recipe=CustomRecipe(factory))
@@ -79,10 +87,17 @@ def test_hybrids_keep_wgrad_in_high_precision(way: str, tmp_path: Path) -> None:
     """Where the recipe of their columns says so; all else is what it is without."""
     (tmp_path / "hybrids.yaml").write_text(HYBRIDS_IN_A_FILE)
     kept = by_direction("current", mirror("rowwise", wgrad_high_precision=True))
-    recipe = CustomRecipe(kept) if way == "by direction" else CustomRecipe.from_file(tmp_path / "hybrids.yaml")
+    recipe = (
+        CustomRecipe(kept)
+        if way == "by direction"
+        else CustomRecipe.from_file(tmp_path / "hybrids.yaml")
+    )
     without = CustomRecipe(by_tensor(by_direction("current", "rowwise"), grad_output="rowwise"))
     x, dy = torch.randn(64, 96).bfloat16(), torch.randn(64, 48).bfloat16()
-    layers = [ottava.nn.Linear(96, 48, dtype=torch.bfloat16, recipe=recipe) for recipe in (recipe, without)]
+    layers = [
+        ottava.nn.Linear(96, 48, dtype=torch.bfloat16, recipe=recipe)
+        for recipe in (recipe, without)
+    ]
     layers[1].load_state_dict(layers[0].state_dict())
     y, plain = (layer(x) for layer in layers)
     assert torch.equal(y, plain)
@@ -100,8 +115,12 @@ def test_wgrad_takes_each_operand_as_its_own_recipe_says() -> None:
         layer = ottava.nn.Linear(96, 48, dtype=torch.bfloat16, recipe=recipe)
         layer(x).backward(dy)
         values = {"input": x, "grad_output": dy}
-        operands = {name: t if name == kept_one else recipe.quantizer(name)(t) for name, t in values.items()}
-        assert torch.equal(layer.weight.grad, gemm(operands["grad_output"], operands["input"], "wgrad")), kept_one
+        operands = {
+            name: t if name == kept_one else recipe.quantizer(name)(t) for name, t in values.items()
+        }
+        assert torch.equal(
+            layer.weight.grad, gemm(operands["grad_output"], operands["input"], "wgrad")
+        ), kept_one
         assert recipe.explain(kept_one).columnwise == "high precision"
 
 

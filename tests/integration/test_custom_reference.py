@@ -1,4 +1,5 @@
-"""The reference of current scaling and ``recipes-current``: the same bytes for every input, the same training."""
+"""The reference of current scaling and ``recipes-current``: the same bytes for every input, the
+same training."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ OPTIONS = [(False, 0.0), (True, 0.0), (False, 1e-3), (True, 1e-3)]
 
 def assert_same(x: torch.Tensor, quant_dtype: torch.dtype, pow_2: bool, eps: float) -> None:
     reference = CurrentScalingQuantizerRef(quant_dtype, pow_2_scales=pow_2, eps=eps)(x)
-    tensor = Float8CurrentScalingQuantizer(quant_dtype, force_pow_2_scales=pow_2, amax_epsilon=eps)(x)
+    tensor = Float8CurrentScalingQuantizer(quant_dtype, force_pow_2_scales=pow_2, amax_epsilon=eps)(
+        x
+    )
     assert torch.equal(reference.data.view(torch.uint8), tensor._data)
     assert torch.equal(reference.scale.view(torch.int32), tensor._scale_inv[0].view(torch.int32))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -72,8 +75,14 @@ def test_the_scale_of_any_amax(quant_dtype: torch.dtype, count: int) -> None:
     turned=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
-def test_any_values(values: Any, dtype: Any, quant_dtype: Any, options: Any, columns: int, turned: bool) -> None:
-    x = torch.tensor(values[: len(values) // columns * columns], dtype=torch.float32).to(dtype).view(-1, columns)
+def test_any_values(
+    values: Any, dtype: Any, quant_dtype: Any, options: Any, columns: int, turned: bool
+) -> None:
+    x = (
+        torch.tensor(values[: len(values) // columns * columns], dtype=torch.float32)
+        .to(dtype)
+        .view(-1, columns)
+    )
     assert_same(x.t() if turned else x, quant_dtype, *options)
 
 
@@ -81,7 +90,9 @@ def losses(recipe: Any, dtype: torch.dtype, steps: int = 12) -> list[float]:
     """Training of the demo's model; every linear layer of the blocks runs under the recipe."""
     size, corpus, generator = SIZES["tiny"], load_corpus(), torch.Generator().manual_seed(1)
     trainee = Trainee(recipe, size=size, dtype=dtype)
-    return [trainee.step(batch(corpus.train, size.batch, size.length, generator)) for _ in range(steps)]
+    return [
+        trainee.step(batch(corpus.train, size.batch, size.length, generator)) for _ in range(steps)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,4 +115,7 @@ def test_in_float32_the_kernels_training_is_the_same() -> None:
 def test_a_mirror_trains_as_its_recipe(name: str) -> None:
     expected = losses(name, torch.bfloat16, 6)
     assert losses(CustomRecipe(mirror(name)), torch.bfloat16, 6) == expected
-    assert losses(CustomRecipe(by_layer({"blocks.*": name}, "identity")), torch.bfloat16, 6) == expected
+    assert (
+        losses(CustomRecipe(by_layer({"blocks.*": name}, "identity")), torch.bfloat16, 6)
+        == expected
+    )

@@ -1,4 +1,5 @@
-"""Ranks with other layers or other options of a recipe that keeps state are told so, all of them, at the first step."""
+"""Ranks with other layers or other options of a recipe that keeps state are told so, all of them,
+at the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The API pages have every public name, the command line's page every option, the building page every session."""
+"""The API pages have every public name, the command line's page every option, the building page
+every session."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 API = ROOT / "docs" / "api"
 DIRECTIVE = re.compile(r"^\.\. (auto\w+|data):: ([\w.]+)\n((?:   :.*\n)*)", re.M)
 
-# What authors of recipes build on, besides what the packages export: every member of these is documented.
+# What authors of recipes build on, besides what the packages export: every member of these is
+# documented.
 EXTENSION_POINTS = [
     "ottava.Quantizer",
     "ottava.QuantizedTensor",
@@ -36,19 +38,28 @@ EXTENSION_POINTS = [
     "ottava.recipes.RecipeState",
     "ottava.tensors.StorageSpec",
 ]
-HOOKS = [f"ottava.recipes.hookspecs.{name}" for name in vars(hookspecs) if name.startswith("ottava_")]
-ERRORS = [f"ottava.errors.{name}" for name, value in vars(ottava.errors).items() if isinstance(value, type)]
+HOOKS = [
+    f"ottava.recipes.hookspecs.{name}" for name in vars(hookspecs) if name.startswith("ottava_")
+]
+ERRORS = [
+    f"ottava.errors.{name}"
+    for name, value in vars(ottava.errors).items()
+    if isinstance(value, type)
+]
 
 
 def directives() -> dict[str, str]:
-    """Documented name -> the options of its directive; the members of a module are names of their own."""
+    """Documented name -> the options of its directive; the members of a module are names of their
+    own."""
     found: dict[str, str] = {}
     for page in API.glob("*.md"):
         for kind, name, options in DIRECTIVE.findall(page.read_text()):
             found[name] = options
             if kind == "automodule" and ":members:" in options:
                 members = vars(importlib.import_module(name))
-                found.update({f"{name}.{member}": "" for member in members if not member.startswith("_")})
+                found.update(
+                    {f"{name}.{member}": "" for member in members if not member.startswith("_")}
+                )
     return found
 
 
@@ -72,7 +83,10 @@ def exported(module: Any) -> list[str]:
     return [f"{module.__name__}.{name}" for name in module.__all__]
 
 
-PACKAGES = [f"ottava.{name}" for name in ("nn", "recipes", "tensors", "kernels", "distributed", "checkpoint", "debug")]
+PACKAGES = [
+    f"ottava.{name}"
+    for name in ("nn", "recipes", "tensors", "kernels", "distributed", "checkpoint", "debug")
+]
 PUBLIC = sorted(
     {
         *exported(ottava),
@@ -100,8 +114,12 @@ def test_hooks_and_errors_are_found() -> None:
 
 def test_public_names_are_in_the_api_pages() -> None:
     # The same object may be documented by another name.
-    others = {id(value) for value in map(resolve, DOCUMENTED) if callable(value) or isinstance(value, str)}
-    assert [name for name in PUBLIC if name not in DOCUMENTED and id(resolve(name)) not in others] == []
+    others = {
+        id(value) for value in map(resolve, DOCUMENTED) if callable(value) or isinstance(value, str)
+    }
+    assert [
+        name for name in PUBLIC if name not in DOCUMENTED and id(resolve(name)) not in others
+    ] == []
 
 
 def test_what_is_documented_exists_and_has_a_docstring() -> None:
@@ -117,14 +135,21 @@ def test_extension_points_have_all_their_members() -> None:
         own = {key: value for key, value in vars(resolve(name)).items() if not key.startswith("_")}
         for key, value in own.items():
             if callable(value) and not isinstance(value, type):
-                documented = any(getattr(getattr(base, key, None), "__doc__", None) for base in resolve(name).__mro__)
+                documented = any(
+                    getattr(getattr(base, key, None), "__doc__", None)
+                    for base in resolve(name).__mro__
+                )
                 left_out += [] if documented else [f"{name}.{key}"]
     assert left_out == []
 
 
 def test_every_page_is_in_the_contents() -> None:
     listed = (API / "index.md").read_text()
-    assert all(re.search(rf"^{page.stem}$", listed, re.M) for page in API.glob("*.md") if page.stem != "index")
+    assert all(
+        re.search(rf"^{page.stem}$", listed, re.M)
+        for page in API.glob("*.md")
+        if page.stem != "index"
+    )
 
 
 def test_the_command_lines_page_has_every_option() -> None:
@@ -143,7 +168,9 @@ def test_the_command_lines_page_has_every_option() -> None:
 
 def test_the_building_page_has_every_session() -> None:
     page = (ROOT / "docs" / "building.md").read_text()
-    sessions = re.findall(r"^@nox\.session.*?\ndef (\w+)\(", (ROOT / "noxfile.py").read_text(), re.M | re.S)
+    sessions = re.findall(
+        r"^@nox\.session.*?\ndef (\w+)\(", (ROOT / "noxfile.py").read_text(), re.M | re.S
+    )
     assert len(sessions) > 5
     assert [name for name in sessions if f"| `{name}` |" not in page] == []
 

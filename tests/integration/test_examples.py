@@ -1,4 +1,5 @@
-"""The commands of the documentation start the examples as printed. Other ways to run these are example_cases.py's."""
+"""The commands of the documentation start the examples as printed. Other ways to run these are
+example_cases.py's."""
 
 from __future__ import annotations
 
@@ -32,9 +33,13 @@ def test_commands_are_printed() -> None:
     assert any(command.startswith("torchrun") and "fsdp2.py" in command for command in PRINTED)
 
 
-@pytest.mark.parametrize("command", [c if c == SHORT else pytest.param(c, marks=pytest.mark.slow) for c in PRINTED])
+@pytest.mark.parametrize(
+    "command", [c if c == SHORT else pytest.param(c, marks=pytest.mark.slow) for c in PRINTED]
+)
 def test_commands_of_the_documentation_work_as_printed(command: str) -> None:
-    done = subprocess.run(shlex.split(command), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        shlex.split(command), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     run = parsed(done.stdout)
     assert sorted(run.losses) == list(range(1, 21))

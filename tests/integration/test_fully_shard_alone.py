@@ -1,4 +1,5 @@
-"""``fully_shard`` in fresh processes that have imported ``ottava`` alone: its hooks are there without an import."""
+"""``fully_shard`` in fresh processes that have imported ``ottava`` alone: its hooks are there
+without an import."""
 
 from __future__ import annotations
 
@@ -68,12 +69,16 @@ def losses(folder: Path, world: int, kind: str, recipe: str) -> list[list[float]
         for rank in ranks:
             if rank.poll() is None:
                 rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(errors for _, errors in said)
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(
+        errors for _, errors in said
+    )
     return [json.loads(printed) for printed, _ in said]
 
 
 @pytest.mark.parametrize(("kind", "recipe"), [("primary", "current"), ("converted", "delayed")])
-def test_ranks_that_import_ottava_alone_have_the_losses_of_one_process(tmp_path: Path, kind: str, recipe: str) -> None:
+def test_ranks_that_import_ottava_alone_have_the_losses_of_one_process(
+    tmp_path: Path, kind: str, recipe: str
+) -> None:
     (alone,) = losses(tmp_path, 1, kind, recipe)
     assert alone[2] < alone[0]
     assert losses(tmp_path, 2, kind, recipe) == [alone, alone]

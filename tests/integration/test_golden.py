@@ -1,4 +1,5 @@
-"""Scales, histories, losses and all-reduces after each event of a set of programs are those that were recorded."""
+"""Scales, histories, losses and all-reduces after each event of a set of programs are those that
+were recorded."""
 
 from __future__ import annotations
 
@@ -23,8 +24,12 @@ def compare(found: list[dict[str, Any]], known: list[dict[str, Any]]) -> None:
 
 def test_every_program_is_recorded() -> None:
     runs = {f"{recipe}: {program}" for recipe in golden.RECIPES for program in golden.PROGRAMS}
-    names = [f"{recipe}, rank {rank}" for recipe in golden.RANK_RECIPES for rank in range(golden.WORLD)]
-    assert set(KNOWN) == runs | {f"{name}: {program}" for name in names for program in golden.ON_RANKS}
+    names = [
+        f"{recipe}, rank {rank}" for recipe in golden.RANK_RECIPES for rank in range(golden.WORLD)
+    ]
+    assert set(KNOWN) == runs | {
+        f"{name}: {program}" for name in names for program in golden.ON_RANKS
+    }
 
 
 @pytest.mark.parametrize("recipe", golden.RECIPES)

@@ -1,4 +1,5 @@
-"""The script for machines with a GPU, rehearsed on the CPU: its checks find planted faults, and it runs to its end."""
+"""The script for machines with a GPU, rehearsed on the CPU: its checks find planted faults, and it
+runs to its end."""
 
 from __future__ import annotations
 
@@ -30,12 +31,15 @@ PLACE = Rehearsal("cpu")
 
 def test_every_kernel_has_cases_and_one_without_fails() -> None:
     assert [name for name, cases in kernel_cases.byte_cases(small=True).items() if not cases] == []
-    assert {"cast", "amax into", "for_layers.quantize", "grid_multi_cast", "update_scales"} <= set(kernel_cases.KERNELS)
+    assert {"cast", "amax into", "for_layers.quantize", "grid_multi_cast", "update_scales"} <= set(
+        kernel_cases.KERNELS
+    )
     assert not runner.check("nothing", [], PLACE).passed
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any]) -> None:
-    """Have ``fault`` change what the kernel gives, on the checked side alone: the oracle is asked first."""
+    """Have ``fault`` change what the kernel gives, on the checked side alone: the oracle is asked
+    first."""
     row = OPERATIONS.get(kernel.removesuffix(" into")) if kernel.endswith(" into") else None
     real, calls = row.into if row else getattr(kernels, kernel), [0]
 
@@ -88,14 +92,23 @@ def into_the_input(results: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     [
         *[
             (kernel, flipped)
-            for kernel in ("cast", "cast_transpose", "quantize", "grid_quantize", "grid_decode", "grid_multi_amax")
+            for kernel in (
+                "cast",
+                "cast_transpose",
+                "quantize",
+                "grid_quantize",
+                "grid_decode",
+                "grid_multi_amax",
+            )
         ],
         *[("grid_multi_cast", cast), ("grid_decode into", written)],
         *[("transpose", unwritten), ("transpose into", beyond), ("amax", into_the_input)],
     ],
 )
 @pytest.mark.parametrize("mode", ["some bytes", "stream"])
-def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any], mode: str) -> None:
+def test_faults_are_found(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, fault: Callable[..., Any], mode: str
+) -> None:
     shapes = [(3, 5), (33, 65), (129, 127)]
     assert runner.check(kernel, kernel_cases.kernel_cases(kernel, shapes), PLACE, mode).passed
     planted(monkeypatch, kernel, fault)
@@ -107,7 +120,9 @@ def test_a_fault_in_a_replay_alone_is_found() -> None:
 
     def run(arguments: dict[str, torch.Tensor]) -> torch.Tensor:
         calls.append(1)
-        return arguments["x"] + (len(calls) == 3)  # of the oracle, the capture and the replay the last
+        return arguments["x"] + (
+            len(calls) == 3
+        )  # of the oracle, the capture and the replay the last
 
     case = runner.Case("planted", lambda d: {"x": d.values((4,), torch.float32)}, run)
     assert "of 16 bytes differ" in runner.check("x", [case], PLACE, "graph").failures[0]
@@ -123,7 +138,9 @@ def test_an_exception_is_a_failure() -> None:
             raise RuntimeError("a launch failed")
         return arguments["x"] * 1
 
-    outcome = runner.check("planted", [runner.Case("x", lambda d: {"x": torch.ones(3)}, run)], PLACE)
+    outcome = runner.check(
+        "planted", [runner.Case("x", lambda d: {"x": torch.ones(3)}, run)], PLACE
+    )
     assert outcome.failures == ["x: RuntimeError: a launch failed"]
     assert not outcome.passed
 
@@ -150,7 +167,9 @@ def test_differences() -> None:
     assert runner.within(0.2)([], [torch.ones(64)]) is not None
 
 
-@pytest.mark.parametrize("kernel", ["cast", "decode", "grid_quantize", "quantize", "cast_amax", "update_scales"])
+@pytest.mark.parametrize(
+    "kernel", ["cast", "decode", "grid_quantize", "quantize", "cast_amax", "update_scales"]
+)
 def test_float64_finds_one_bit(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """In one element of one result, or in the last bit of a scale."""
     real = getattr(kernels, kernel)
@@ -159,7 +178,9 @@ def test_float64_finds_one_bit(monkeypatch: pytest.MonkeyPatch, kernel: str) -> 
     def faulty(**arguments: Any) -> Any:
         made = real(**arguments)
         changed = (
-            made if isinstance(made, torch.Tensor) else (made or arguments["scales"])[2 if kernel == "quantize" else 0]
+            made
+            if isinstance(made, torch.Tensor)
+            else (made or arguments["scales"])[2 if kernel == "quantize" else 0]
         )
         if changed.numel():
             changed.view(-1).view(torch.uint8)[0] ^= 1
@@ -215,7 +236,11 @@ def test_targets_are_judged_by_what_was_measured() -> None:
         what = {"size": 16384, "dtype": "bfloat16", "peers": False}
         return {"name": name, **what, "seconds": {"ottava": seconds, "copy": copy}} | other
 
-    timed = [row("cast", 1.0, 0.95), row("cast, transpose", 1.2, 0.84), row("current scaling", 1.7, 0.5)]
+    timed = [
+        row("cast", 1.0, 0.95),
+        row("cast, transpose", 1.2, 0.84),
+        row("current scaling", 1.7, 0.5),
+    ]
     timed.append(row("cast", 1.0, 0.1, peers=True))
     linear = {"bf16": 1.3, "current": 1.0, "torchao tensorwise compiled": 0.9}
     rows = {"kernels": timed, "linear": [{"size": 4096, "seconds": linear}], "host": [], "demo": []}
@@ -234,12 +259,17 @@ def test_a_checkout_can_be_imported_without_an_installation(tmp_path: Path) -> N
 
     checkout.assemble(tmp_path / "site", [Path(_cpu.__file__)])
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from benchmarks import checkout; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from benchmarks "
+        "import checkout; "
         "checkout.use(Path(sys.argv[2])); import ottava; from ottava import _cpu; "
-        "print(ottava.__file__, _cpu.__file__, [r.name for r in ottava.list_recipes()], 'torch' in sys.modules)"
+        "print(ottava.__file__, _cpu.__file__, [r.name for r in ottava.list_recipes()], 'torch' "
+        "in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT), str(tmp_path / "site")], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(ROOT), str(tmp_path / "site")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.count(str(tmp_path)) == 2
     assert str([spec.name for spec in ottava.list_recipes()]) in done.stdout
@@ -292,13 +322,18 @@ def test_the_whole_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         monkeypatch.setattr(module, "OWN", ("current",))
         monkeypatch.setattr(module, "recipes", lambda: ["current", "mxfp8"])
     compared = ("cast", "MX, decode")
-    entries = {name: (moved, ours, plain if name in compared else None) for name, (moved, ours, plain) in timed.items()}
+    entries = {
+        name: (moved, ours, plain if name in compared else None)
+        for name, (moved, ours, plain) in timed.items()
+    }
     monkeypatch.setattr(speed.kernels, "KERNELS", entries)
     out = tmp_path / "r.json"
     done = call("--rehearse", "--budget-s", "4000", "--seed", "3", "--out", str(out))
     assert done.exit_code == 0, done.output[-3000:]
     results = json.loads(out.read_text())
-    assert [name for name, found in results.items() if isinstance(found, dict) and "error" in found] == []
+    assert [
+        name for name, found in results.items() if isinstance(found, dict) and "error" in found
+    ] == []
     assert (results["rehearsal"], results["seed"]) == (True, 3)
     assert "no figure above means anything" in done.output
     for section in ("bytes", "products", "large", "layers"):
@@ -313,6 +348,16 @@ def test_the_whole_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         "eager",
         "compile",
     }
-    assert set(results["linear"]["rows"][0]["seconds"]) >= {"bf16", "current", "current compiled", "mxfp8"}
+    assert set(results["linear"]["rows"][0]["seconds"]) >= {
+        "bf16",
+        "current",
+        "current compiled",
+        "mxfp8",
+    }
     assert {row["demo"] for row in results["demo"]["rows"]} == {"bf16", "current", "mxfp8"}
-    assert {row["recipe"] for row in results["host"]["rows"]} >= {"nn.Linear", "current", "delayed", "mxfp8"}
+    assert {row["recipe"] for row in results["host"]["rows"]} >= {
+        "nn.Linear",
+        "current",
+        "delayed",
+        "mxfp8",
+    }

@@ -1,4 +1,5 @@
-"""The page on writing recipes has every hook with its signature, and every field of what hooks return."""
+"""The page on writing recipes has every hook with its signature, and every field of what hooks
+return."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def section(name: str) -> str:
 def rows(text: str) -> list[list[str]]:
     """The cells of the tables in a text, without code marks."""
     found = re.findall(r"^\| (.*) \|$", text, re.M)
-    return [[cell.strip().replace("`", "").replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", r)] for r in found]
+    return [
+        [cell.strip().replace("`", "").replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", r)]
+        for r in found
+    ]
 
 
 def declared(spec: Any) -> list[tuple[str, str, str]]:
@@ -57,7 +61,9 @@ def test_a_hook_is_described(name: str) -> None:
     parameters = list(inspect.signature(HOOKS[name]).parameters)
     assert all(parameter in table["arguments"] for parameter in parameters)
     assert parameters or table["arguments"] == "none"
-    assert re.search(rf"^```python\n(?:.*\n)*?@hookimpl\ndef {name}\(", text, re.M), f"{name} has no example"
+    assert re.search(rf"^```python\n(?:.*\n)*?@hookimpl\ndef {name}\(", text, re.M), (
+        f"{name} has no example"
+    )
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -71,7 +77,11 @@ def test_the_example_returns_what_the_hook_is_for(name: str) -> None:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_every_field_is_described_as_it_is_declared(name: str) -> None:
-    described = [tuple(row[:3]) for row in rows(section(name)) if len(row) == 4 and row[0] not in ("field", "---")]
+    described = [
+        tuple(row[:3])
+        for row in rows(section(name))
+        if len(row) == 4 and row[0] not in ("field", "---")
+    ]
     assert described == declared(SPECS[name])
     assert all(row[3] for row in rows(section(name)) if len(row) == 4)
 

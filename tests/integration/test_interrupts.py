@@ -1,7 +1,9 @@
-"""An interrupt anywhere in a step leaves no region open: what the thread does next begins its steps as ever.
+"""An interrupt anywhere in a step leaves no region open: what the thread does next begins its steps
+as ever.
 
-Each case runs in a thread of its own, since regions belong to threads. The interrupts are those that Python could
-raise: at the entry of a function and after a call into C, found by a profile function, one place after another.
+Each case runs in a thread of its own, since regions belong to threads. The interrupts are those
+that Python could raise: at the entry of a function and after a call into C, found by a profile
+function, one place after another.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ RECIPE = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
 
 
 class Interrupts:
-    """A profile function that raises KeyboardInterrupt at the ``at``-th place that it sees, and no other."""
+    """A profile function that raises KeyboardInterrupt at the ``at``-th place that it sees, and no
+    other."""
 
     def __init__(self, at: int) -> None:
         self.at, self.seen, self.place = at, 0, ""
@@ -97,7 +100,8 @@ def in_block(model: Any, x: torch.Tensor) -> None:
 
 
 def in_blocks(model: Any, x: torch.Tensor) -> None:
-    """Blocks within blocks: one of the bound recipe around all, and one in high precision around a part."""
+    """Blocks within blocks: one of the bound recipe around all, and one in high precision around a
+    part."""
     with ottava.autocast():
         y = model(x)
         with ottava.autocast(RECIPE), ottava.autocast(enabled=False):
@@ -152,21 +156,27 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], None]]] =
     "recomputed": (converted, recomputed),
     "recomputed reentrantly": (converted, functools.partial(recomputed, reentrant=True)),
     "recomputed in a block": (converted, recomputed_in_block),
-    "recomputed in a block reentrantly": (converted, functools.partial(recomputed_in_block, reentrant=True)),
+    "recomputed in a block reentrantly": (
+        converted,
+        functools.partial(recomputed_in_block, reentrant=True),
+    ),
     "recomputed with a region": (converted, recomputed_with_region),
 }
 
 
 # -- what holds after an interrupt --
 
-# Before the first statement of this no code of a block's can catch an interrupt: docs/limits.md says so.
+# Before the first statement of this no code of a block's can catch an interrupt: docs/limits.md
+# says so.
 LEAVING = ottava.autocast.__exit__.__code__
 
 
 def came_before_leaving(error: BaseException) -> bool:
     """Whether an interrupt came there; the region is closed then, so that the test goes on."""
     frames = traceback.walk_tb(error.__traceback__)
-    *_, (frame, line) = (place for place in frames if place[0].f_code is not Interrupts.__call__.__code__)
+    *_, (frame, line) = (
+        place for place in frames if place[0].f_code is not Interrupts.__call__.__code__
+    )
     if frame.f_code is not LEAVING or line != LEAVING.co_firstlineno:
         return False
     regions.stack.clear()
@@ -208,7 +218,8 @@ def wrong(model: Any, train: Callable[[Any, torch.Tensor], None]) -> str | None:
 
 
 def interrupted(way: str, at: int) -> tuple[str, str | None]:
-    """Where the ``at``-th place of a step is (nothing without one), and what is wrong after an interrupt there."""
+    """Where the ``at``-th place of a step is (nothing without one), and what is wrong after an
+    interrupt there."""
     make, train = WAYS[way]
     model, interrupts = make(), Interrupts(at)
     x = torch.ones(4, 16)
@@ -348,7 +359,8 @@ def test_raised_by_a_hook(way: str, hook: Callable[[Any, Any], Any]) -> None:
 
 @pytest.mark.parametrize("inner", [False, True])
 def test_raised_in_a_recomputation(inner: bool) -> None:
-    """The layer's forward pass raises only where it is repeated, inside backward; the region is around that or not."""
+    """The layer's forward pass raises only where it is repeated, inside backward; the region is
+    around that or not."""
     model = converted()
     calls: list[int] = []
 
@@ -386,7 +398,8 @@ def a_signal_after(seconds: float) -> Iterator[None]:
 
 @pytest.mark.parametrize("way", ["converted", "blocks", "recomputed"])
 def test_signals_at_any_time(way: str) -> None:
-    """In the main thread, which gets signals: what one leaves open is there for the rest of the process.
+    """In the main thread, which gets signals: what one leaves open is there for the rest of the
+    process.
 
     So that this process is not harmed, the steps run in a child of it.
     """
@@ -395,7 +408,9 @@ def test_signals_at_any_time(way: str) -> None:
         f"sys.path.insert(0, {str(__file__).rpartition('/')[0]!r})\n"
         f"from test_interrupts import signals; signals({way!r})"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 

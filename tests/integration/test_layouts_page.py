@@ -34,7 +34,9 @@ def test_the_shapes_that_are_written(name: str, columnwise: bool) -> None:
 
     def shape(text: str) -> tuple[int, ...]:
         sides = [side.split("/") for side in text.split(", ")]
-        return tuple(sizes.get(side[0], 1) // int(side[1] if len(side) > 1 else 1) for side in sides)
+        return tuple(
+            sizes.get(side[0], 1) // int(side[1] if len(side) > 1 else 1) for side in sides
+        )
 
     assert shape(data) == layout.data_shape((M, K), columnwise)
     assert shape(scales) == layout.scale_shape((M, K), columnwise)

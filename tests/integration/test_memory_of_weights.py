@@ -1,4 +1,5 @@
-"""What other libraries ask of quantized weights: where their data lies, and what is written of them to a file."""
+"""What other libraries ask of quantized weights: where their data lies, and what is written of them
+to a file."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from ottava_custom import CustomRecipe, IdentityQuantizer, current_scaling_ref_q
 from tests import ranks
 from tests.comparing import assert_same
 
-RECIPES: dict[str, Any] = {name: name for name in ("blockwise", "current", "delayed", "mxfp8", "rowwise")}
+RECIPES: dict[str, Any] = {
+    name: name for name in ("blockwise", "current", "delayed", "mxfp8", "rowwise")
+}
 RECIPES |= {
     "reference": CustomRecipe(current_scaling_ref_quantizer_factory),
     "identity": CustomRecipe(lambda role: IdentityQuantizer()),
@@ -117,7 +120,9 @@ def test_safetensors_writes_values_and_says_how_to_keep_the_bytes(
     model, path = net(recipe, dtype), tmp_path / "model.safetensors"
     state = {name: value for name, value in model.state_dict().items() if name != "3.weight"}
     weights = {name: value.dequantize() for name, value in state.items() if name.endswith("weight")}
-    with pytest.warns(UserWarning, match="3 quantized tensors.*ottava.checkpoint.save_model") as told:
+    with pytest.warns(
+        UserWarning, match="3 quantized tensors.*ottava.checkpoint.save_model"
+    ) as told:
         safetensors.torch.save_file(state, path)
     assert [warning.filename for warning in told] == [__file__]
     written = safetensors.torch.load_file(path)
@@ -139,12 +144,15 @@ def steps(model: torch.nn.Module, count: int) -> None:
         trained(model, optimizer)
 
 
-MIXED = CustomRecipe(lambda role: ottava.QuantizerRequest("delayed" if role.tensor_type == "weight" else "current"))
+MIXED = CustomRecipe(
+    lambda role: ottava.QuantizerRequest("delayed" if role.tensor_type == "weight" else "current")
+)
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), MIXED], ids=[*RECIPES, "mixed"])
 def test_written_values_load_into_weights_that_were_trained_on(recipe: Any, tmp_path: Path) -> None:
-    """A recipe with state quantizes them by the scale that is loaded with them, not by that of later steps."""
+    """A recipe with state quantizes them by the scale that is loaded with them, not by that of
+    later steps."""
     model, path = net(recipe), tmp_path / "model.safetensors"
     steps(model, 2)
     state = {name: value for name, value in model.state_dict().items() if name != "3.weight"}
@@ -173,7 +181,9 @@ def test_a_state_without_steps_gives_loaded_weights_no_scale(tmp_path: Path) -> 
 
 
 @each_recipe
-def test_a_whole_model_with_shared_weights_is_written_by_safetensors(recipe: Any, tmp_path: Path) -> None:
+def test_a_whole_model_with_shared_weights_is_written_by_safetensors(
+    recipe: Any, tmp_path: Path
+) -> None:
     model, path = net(recipe), tmp_path / "model.safetensors"
     with pytest.warns(UserWarning, match="3 quantized tensors"):
         safetensors.torch.save_model(model, str(path))
@@ -186,11 +196,16 @@ def test_a_whole_model_with_shared_weights_is_written_by_safetensors(recipe: Any
 
 
 def test_plain_tensors_are_written_as_ever(tmp_path: Path) -> None:
-    plain, path = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "plain.safetensors"
+    plain, path = (
+        {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)},
+        tmp_path / "plain.safetensors",
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         safetensors.torch.save_file(plain, path)
-    assert all(torch.equal(value, plain[name]) for name, value in safetensors.torch.load_file(path).items())
+    assert all(
+        torch.equal(value, plain[name]) for name, value in safetensors.torch.load_file(path).items()
+    )
     with pytest.raises(RuntimeError, match="share memory"):
         safetensors.torch.save_file({"a": plain["a"], "b": plain["a"]}, path)
     with pytest.raises(ValueError, match="dict"):
@@ -203,8 +218,8 @@ def test_a_safetensors_that_cannot_be_taught_is_shown_no_memory() -> None:
         import safetensors.torch
         del safetensors.torch._remove_duplicate_names
         import torch, ottava
-        model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "current", primary=True)
-        weight = model[0].weight
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        weight = ottava.convert(model, "current", primary=True)[0].weight
         assert (weight.data_ptr(), weight.untyped_storage().nbytes()) == (0, 0)
         try:
             safetensors.torch.save_file({"weight": weight}, "/dev/null")
@@ -227,7 +242,9 @@ def test_an_optimizer_from_before_the_conversion_is_warned_of_once(recipe: Any) 
     model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ottava.convert(model, recipe, primary=True)
-    with pytest.warns(UserWarning, match=r"SGD holds parameters.*'0.weight', '1.weight'; make the optimizer") as told:
+    with pytest.warns(
+        UserWarning, match=r"SGD holds parameters.*'0.weight', '1.weight'; make the optimizer"
+    ) as told:
         trained(model, optimizer)
     assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():

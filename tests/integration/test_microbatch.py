@@ -1,4 +1,5 @@
-"""``ottava.microbatch``: what ``is_first_microbatch`` says for one layer, said for all in a block."""
+"""``ottava.microbatch``: what ``is_first_microbatch`` says for one layer, said for all in a
+block."""
 
 from __future__ import annotations
 
@@ -42,13 +43,16 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(number)) * (1 + number)
 
 
-def steps(model: Any, run: Callable[[torch.Tensor, bool], torch.Tensor], count: int = 2) -> list[torch.Tensor]:
+def steps(
+    model: Any, run: Callable[[torch.Tensor, bool], torch.Tensor], count: int = 2
+) -> list[torch.Tensor]:
     """What some steps of several microbatches give: outputs, gradients, weights and states."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made: list[torch.Tensor] = []
     for step in range(count):
         for number in range(MICROBATCHES):
-            # A converted model begins a step of scales with every forward pass, with or without microbatches.
+            # A converted model begins a step of scales with every forward pass, with or without
+            # microbatches.
             y = run(batch(step * MICROBATCHES + number).requires_grad_(), number == 0)
             y.square().mean().backward()
             made.append(y.detach().clone())
@@ -90,7 +94,9 @@ def with_other_blocks(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor
 
 
 def decorated(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
-    functions = {first: ottava.microbatch(first=first)(lambda x: model(x)) for first in (True, False)}
+    functions = {
+        first: ottava.microbatch(first=first)(lambda x: model(x)) for first in (True, False)
+    }
     return lambda x, first: functions[first](x)
 
 
@@ -148,7 +154,8 @@ def test_the_bytes_of_the_argument(recipe: str, way: Callable[..., Any]) -> None
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputed(recipe: str, inside: bool, use_reentrant: bool) -> None:
-    """The block is around the checkpoint, and over by the recomputation, or inside of what is recomputed."""
+    """The block is around the checkpoint, and over by the recomputation, or inside of what is
+    recomputed."""
     model = net(recipe)
     block = in_a_block(model)
 
@@ -162,7 +169,8 @@ def test_recomputed(recipe: str, inside: bool, use_reentrant: bool) -> None:
 
 
 def test_weights_are_kept_in_a_block_alone() -> None:
-    """With False layers use what they kept, whatever the weight is now; after the block they quantize it."""
+    """With False layers use what they kept, whatever the weight is now; after the block they
+    quantize it."""
     model = net("current")
     x = batch(0)
     with ottava.microbatch(first=True):
@@ -266,7 +274,10 @@ def test_a_kept_weight_is_that_of_the_parameter() -> None:
     torch.save(layer, size)
     assert copy.deepcopy(layer)._binding.kept is None
     assert size.tell() < 32 * 32 * 4 + 4096
-    layer.weight, layer.bias = torch.nn.Parameter(torch.zeros(32, 32)), torch.nn.Parameter(torch.zeros(32))
+    layer.weight, layer.bias = (
+        torch.nn.Parameter(torch.zeros(32, 32)),
+        torch.nn.Parameter(torch.zeros(32)),
+    )
     assert not layer(x, is_first_microbatch=False).any()
     layer(x, is_first_microbatch=True)
     layer.bfloat16()

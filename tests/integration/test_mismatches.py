@@ -1,4 +1,5 @@
-"""A layer that changes to another kind of recipe, or whose weight another recipe keeps, is named in one warning."""
+"""A layer that changes to another kind of recipe, or whose weight another recipe keeps, is named in
+one warning."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def plain() -> torch.nn.Sequential:
 
 def primary(recipe: str) -> torch.nn.Sequential:
     with ottava.quantized_model_init(recipe):
-        return torch.nn.Sequential(*(ottava.nn.Linear(32, 32, name=f"layer {place}") for place in range(2)))
+        return torch.nn.Sequential(
+            *(ottava.nn.Linear(32, 32, name=f"layer {place}") for place in range(2))
+        )
 
 
 class Told:
@@ -55,15 +58,22 @@ def test_a_region_of_another_kind(bound: str, other: str) -> None:
     model = ottava.convert(plain(), bound)
     assert run(model, ottava.autocast()) == []
     told = run(model, *[ottava.autocast(other), ottava.autocast()] * 3)
-    assert sorted(told) == [f"Linear '{name}' changes from recipe '{bound}' to '{other}'" for name in "02"]
+    assert sorted(told) == [
+        f"Linear '{name}' changes from recipe '{bound}' to '{other}'" for name in "02"
+    ]
     assert run(copy.deepcopy(model), ottava.autocast(other)) == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_no_change_of_kind(recipe: str) -> None:
-    """High precision, an equal recipe, other options of one that keeps nothing, and binding anew."""
+    """High precision, an equal recipe, other options of one that keeps nothing, and binding
+    anew."""
     model = ottava.convert(plain(), recipe)
-    regions = [ottava.autocast(enabled=False), ottava.autocast(), ottava.autocast(ottava.get_recipe(recipe))]
+    regions = [
+        ottava.autocast(enabled=False),
+        ottava.autocast(),
+        ottava.autocast(ottava.get_recipe(recipe)),
+    ]
     if recipe in ("current", "blockwise", "rowwise"):
         regions.append(ottava.autocast(ottava.get_recipe(recipe, amax_epsilon=0.5)))
     assert run(model, *regions) == []
@@ -77,12 +87,16 @@ def test_what_is_no_change_of_kind(recipe: str) -> None:
 def test_regions_alone() -> None:
     """Layers without a bound recipe change between regions."""
     model = torch.nn.Sequential(ottava.nn.Linear(32, 32, name="lone"))
-    told = run(model, ottava.autocast("current"), ottava.autocast("mxfp8"), ottava.autocast("current"))
+    told = run(
+        model, ottava.autocast("current"), ottava.autocast("mxfp8"), ottava.autocast("current")
+    )
     assert told == ["Linear 'lone' changes from recipe 'current' to 'mxfp8'"]
 
 
 def test_state_that_is_discarded_is_told_of_as_ever() -> None:
-    layer = ottava.nn.Linear(32, 32, name="lone", recipe=ottava.get_recipe("delayed", amax_history_len=4))
+    layer = ottava.nn.Linear(
+        32, 32, name="lone", recipe=ottava.get_recipe("delayed", amax_history_len=4)
+    )
     (told,) = run(layer, ottava.autocast("delayed"))
     assert "the scaling state of Linear 'lone' is discarded" in told
 
@@ -95,7 +109,9 @@ def test_a_weight_that_another_recipe_keeps(kept: str, other: str) -> None:
     assert len(told) == 2
     for place, text in enumerate(told):
         assert text.startswith(
-            f"the weight of Linear 'layer {place}' stays as a Float8" if kept != "mxfp8" else "the w"
+            f"the weight of Linear 'layer {place}' stays as a Float8"
+            if kept != "mxfp8"
+            else "the w"
         )
         assert f"runs under '{other}'" in text
         assert f"quantized_model_init('{other}')" in text
@@ -118,7 +134,9 @@ def test_a_weight_of_its_own_recipe(recipe: str) -> None:
     with Told() as told:
         model = ottava.convert(primary(recipe), recipe)
     assert told == []
-    assert run(model, ottava.autocast(), ottava.autocast(recipe), ottava.autocast(enabled=False)) == []
+    assert (
+        run(model, ottava.autocast(), ottava.autocast(recipe), ottava.autocast(enabled=False)) == []
+    )
 
 
 def put(layer: Any, weight: Any) -> None:

@@ -1,4 +1,5 @@
-"""Operands of layers on a CPU: how often Python is entered for one, and what a quantizer remembers of the last."""
+"""Operands of layers on a CPU: how often Python is entered for one, and what a quantizer remembers
+of the last."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from ottava.tensors.saving import rebuild_saved
 
 pytest.importorskip("ottava._cpu")
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table of DLPack's functions"
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="this torch has no table of DLPack's functions",
 )
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ["current", "delayed", "mxfp8", "blockwise", "rowwise"]
@@ -46,7 +48,8 @@ def calls(function: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_few_python_functions(name: str) -> None:
-    """Of one operand: quantized, saved and built again. What was made first decides what does not change."""
+    """Of one operand: quantized, saved and built again. What was made first decides what does not
+    change."""
     quantizer, x = quantizer_of(name), values()
     with torch.no_grad():
         operand = quantizer.quantize_impl(x, torch.float32)
@@ -66,7 +69,11 @@ def test_what_is_built_again_is_the_same(name: str) -> None:
         (again,) = rebuild_saved(tensors, [spec])
         for mine, other in zip(again.grid_operand(columnwise=True), columns, strict=True):
             assert torch.equal(mine, other)
-        assert (type(again), again.dtype, again._quantizer) == (type(operand), torch.bfloat16, quantizer)
+        assert (type(again), again.dtype, again._quantizer) == (
+            type(operand),
+            torch.bfloat16,
+            quantizer,
+        )
         assert again.get_metadata().keys() == operand.get_metadata().keys()
         assert torch.equal(spec[0].build(tensors).dequantize(), again.dequantize())
         # Nobody else sees what is written to one of them.

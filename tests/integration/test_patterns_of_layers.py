@@ -1,4 +1,5 @@
-"""Patterns that name layers of which a model has none: refused before anything is changed, with the nearest name."""
+"""Patterns that name layers of which a model has none: refused before anything is changed, with the
+nearest name."""
 
 from __future__ import annotations
 
@@ -18,12 +19,20 @@ NAMES = ("q_proj", "k_proj", "up", "down")
 
 
 def net() -> torch.nn.Module:
-    blocks = [torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in NAMES}) for _ in range(2)]
-    parts = {"embed": torch.nn.Embedding(8, 32), "blocks": torch.nn.ModuleList(blocks), "head": torch.nn.Linear(32, 8)}
+    blocks = [
+        torch.nn.ModuleDict({name: torch.nn.Linear(32, 32) for name in NAMES}) for _ in range(2)
+    ]
+    parts = {
+        "embed": torch.nn.Embedding(8, 32),
+        "blocks": torch.nn.ModuleList(blocks),
+        "head": torch.nn.Linear(32, 8),
+    }
     return torch.nn.ModuleDict(parts)
 
 
-def file_with(folder: Path, *patterns: str, default: str = "identity", name: str = "r.yaml") -> Path:
+def file_with(
+    folder: Path, *patterns: str, default: str = "identity", name: str = "r.yaml"
+) -> Path:
     path = folder / name
     rules = "".join(f"  - match: [{pattern!r}]\n    all: current\n" for pattern in patterns)
     path.write_text(f"default: {default}\nlayers:\n{rules}" if rules else f"default: {default}\n")
@@ -49,7 +58,10 @@ def test_a_pattern_that_matches_no_layer(pattern: str, expected: str, tmp_path: 
     model = net()
     before = {name: type(module) for name, module in model.named_modules()}
     path = file_with(tmp_path, "blocks.0.up", pattern)
-    told = f"line 5, column 13: pattern {pattern!r} matches no layer of the model. Expected: {expected}"
+    told = (
+        f"line 5, column 13: pattern {pattern!r} matches no layer of the model. Expected: "
+        f"{expected}"
+    )
     with pytest.raises(OptionError) as error:
         ottava.convert(model, path)
     assert f"{path}, {told}" in str(error.value)
@@ -67,7 +79,9 @@ def test_a_pattern_that_matches_a_layer(pattern: str, tmp_path: Path) -> None:
     # Layers that are left alone, or were converted before, are layers all the same.
     left = ottava.convert(net(), path, exclude=["head", "blocks"])
     assert not isinstance(left["head"], ottava.nn.Linear)
-    assert isinstance(ottava.convert(ottava.convert(net(), "current"), path)["head"], ottava.nn.Linear)
+    assert isinstance(
+        ottava.convert(ottava.convert(net(), "current"), path)["head"], ottava.nn.Linear
+    )
 
 
 def test_a_file_that_a_file_names(tmp_path: Path) -> None:
@@ -78,7 +92,9 @@ def test_a_file_that_a_file_names(tmp_path: Path) -> None:
 
 
 def test_one_layer_by_itself_has_no_name(tmp_path: Path) -> None:
-    assert isinstance(ottava.convert(torch.nn.Linear(32, 32), file_with(tmp_path, "*")), ottava.nn.Linear)
+    assert isinstance(
+        ottava.convert(torch.nn.Linear(32, 32), file_with(tmp_path, "*")), ottava.nn.Linear
+    )
     with pytest.raises(OptionError, match="'head' matches no layer"):
         ottava.convert(torch.nn.Linear(32, 32), file_with(tmp_path, "head"))
 
@@ -86,7 +102,9 @@ def test_one_layer_by_itself_has_no_name(tmp_path: Path) -> None:
 def test_an_exported_checkpoint(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     safetensors.torch.save_file(net().state_dict(), source)
-    with pytest.raises(OptionError, match=r"'\*\.q_prj' matches no layer.*a name such as \*\.q_proj"):
+    with pytest.raises(
+        OptionError, match=r"'\*\.q_prj' matches no layer.*a name such as \*\.q_proj"
+    ):
         convert_file(source, target, file_with(tmp_path, "*.q_prj"))
     assert not target.exists()
     done = convert_file(source, target, file_with(tmp_path, "*.q_proj"))
@@ -95,7 +113,9 @@ def test_an_exported_checkpoint(tmp_path: Path) -> None:
 
 
 def test_exclude_names_the_nearest_pattern() -> None:
-    with pytest.raises(OptionError, match=r"exclude pattern '\*\.q_prj' matches no module.*such as \*\.q_proj"):
+    with pytest.raises(
+        OptionError, match=r"exclude pattern '\*\.q_prj' matches no module.*such as \*\.q_proj"
+    ):
         ottava.convert(net(), "current", exclude="*.q_prj")
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints of models in high precision in converted ones of every recipe, and the other way round."""
+"""Checkpoints of models in high precision in converted ones of every recipe, and the other way
+round."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def plain(seed: int = 0, **options: Any) -> torch.nn.Sequential:
     """Fifteen layers, and modules that are none: the state of delayed scaling is 45 tensors."""
     torch.manual_seed(seed)
     layers = [torch.nn.Linear(32, 32, **options) for _ in range(15)]
-    return torch.nn.Sequential(torch.nn.BatchNorm1d(32, **options), *layers, torch.nn.LayerNorm(32, **options))
+    return torch.nn.Sequential(
+        torch.nn.BatchNorm1d(32, **options), *layers, torch.nn.LayerNorm(32, **options)
+    )
 
 
 def trained(recipe: Any) -> Any:
@@ -45,7 +48,9 @@ def states(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def learnt(model: torch.nn.Module) -> bool:
-    return any(bool(value.any()) for name, value in states(model).items() if name.endswith("amax_history"))
+    return any(
+        bool(value.any()) for name, value in states(model).items() if name.endswith("amax_history")
+    )
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -76,7 +81,9 @@ def of_the_whole(model: torch.nn.Module, weights: Any, folder: Path) -> None:
     """The converted model is a part of what is loaded."""
     whole = torch.nn.ModuleDict({"net": model, "rest": torch.nn.Linear(2, 2)})
     rest = {f"rest.{name}": value for name, value in whole["rest"].state_dict().items()}
-    whole.load_state_dict({f"net.{name}": value for name, value in weights.items()} | rest, strict=True)
+    whole.load_state_dict(
+        {f"net.{name}": value for name, value in weights.items()} | rest, strict=True
+    )
 
 
 def from_a_file(model: torch.nn.Module, weights: Any, folder: Path) -> None:
@@ -92,7 +99,9 @@ def from_shards(model: torch.nn.Module, weights: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("load", [by_torch, by_assignment, of_the_whole, from_a_file, from_shards])
 @pytest.mark.parametrize("recipe", [*RECIPES, mixed()], ids=[*RECIPES, "mixed"])
-def test_a_plain_checkpoint_loads_strictly(recipe: Any, load: Callable[..., None], tmp_path: Path) -> None:
+def test_a_plain_checkpoint_loads_strictly(
+    recipe: Any, load: Callable[..., None], tmp_path: Path
+) -> None:
     """What a model has learnt of other weights is gone, and one warning says so for all layers."""
     weights = plain(2).state_dict()
     model = trained(recipe)
@@ -125,7 +134,8 @@ def test_layers_that_are_bound_by_themselves(recipe: Any) -> None:
 
 
 def test_what_is_missing_besides_is_told() -> None:
-    """Only the state may be missing, and a dict that has some of a layer's state is not a plain one."""
+    """Only the state may be missing, and a dict that has some of a layer's state is not a plain
+    one."""
     model, weights = trained("delayed"), plain(2).state_dict()
     del weights["3.weight"], weights["0.bias"]
     with pytest.warns(UserWarning, match="14 layers"), pytest.raises(RuntimeError) as caught:
@@ -167,7 +177,10 @@ def test_state_is_left_out_for_a_plain_model() -> None:
     layer = ottava.nn.Linear(4, 4, recipe="delayed")
     assert list(checkpoint.without_state(layer.state_dict())) == ["weight", "bias"]
     ottava.convert(plain(), "mxfp8").load_state_dict(kept, strict=True)
-    with pytest.raises(DTypeError, match=r"the state dict is a Sequential. Expected: what model.state_dict\(\) gives"):
+    with pytest.raises(
+        DTypeError,
+        match=r"the state dict is a Sequential. Expected: what model.state_dict\(\) gives",
+    ):
         checkpoint.without_state(model)
 
 
@@ -188,13 +201,16 @@ def built(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
 
 
 def loaded(model: torch.nn.Module, weights: Any) -> tuple[set[str], set[str]]:
-    """Assign all that is given, module by module, and report what did not fit: missing and unexpected names."""
+    """Assign all that is given, module by module, and report what did not fit: missing and
+    unexpected names."""
     expected = {name for name, value in model.state_dict().items() if value.is_meta}
     for name in expected & set(weights):
         owner, _, own = name.rpartition(".")
         value = weights[name].clone()
         model.get_submodule(owner).load_state_dict({own: value}, strict=False, assign=True)
-    return {name for name, value in model.state_dict().items() if value.is_meta}, set(weights) - expected
+    return {name for name, value in model.state_dict().items() if value.is_meta}, set(
+        weights
+    ) - expected
 
 
 def test_convert_after_loading() -> None:
@@ -209,7 +225,10 @@ def test_convert_after_loading() -> None:
 def test_load_into_a_converted_model(recipe: str) -> None:
     """Of plain weights: nothing is missing, since the state begins where its weight is."""
     weights = plain(2).state_dict()
-    for load in (loaded, lambda m, w: tuple(map(set, m.load_state_dict(w, strict=False, assign=True)))):
+    for load in (
+        loaded,
+        lambda m, w: tuple(map(set, m.load_state_dict(w, strict=False, assign=True))),
+    ):
         model: Any = built(lambda: ottava.convert(plain(), recipe))
         assert load(model, weights) == (set(), set())
         assert not any(value.is_meta for value in model.state_dict().values())

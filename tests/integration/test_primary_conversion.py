@@ -1,4 +1,5 @@
-"""``convert(primary=True)`` gives the weights, and the training, of layers that were made with quantized weights."""
+"""``convert(primary=True)`` gives the weights, and the training, of layers that were made with
+quantized weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def losses(model: torch.nn.Module) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     seen = []
     for step in range(3):
-        loss = model(torch.randn(32, 64, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss = (
+            model(torch.randn(32, 64, generator=torch.Generator().manual_seed(step)))
+            .square()
+            .mean()
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -65,21 +70,28 @@ def test_an_embedding_may_share_the_weight(recipe: str) -> None:
 
 def on_meta(recipe: str) -> torch.nn.Sequential:
     with torch.device("meta"):
-        return ottava.convert(net(torch.nn.Linear), CUSTOM if recipe == "custom" else recipe, primary=True)
+        return ottava.convert(
+            net(torch.nn.Linear), CUSTOM if recipe == "custom" else recipe, primary=True
+        )
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "custom"])
 @pytest.mark.filterwarnings("ignore:the state dict has no scaling state")
 def test_a_model_on_meta_gets_its_values_later(recipe: str) -> None:
     plain = net(torch.nn.Linear)
-    expected = ottava.convert(net(torch.nn.Linear), CUSTOM if recipe == "custom" else recipe, primary=True)
+    expected = ottava.convert(
+        net(torch.nn.Linear), CUSTOM if recipe == "custom" else recipe, primary=True
+    )
     with torch.no_grad():
         expected(torch.zeros(1, 64))
     # Delayed scaling counts what a weight is given among what it saw of it.
     expected.load_state_dict(plain.state_dict())
     outside = ottava.convert(net(torch.nn.Linear).to("meta"), expected[0].recipe, primary=True)
     for model in (on_meta(recipe), outside):
-        assert all(isinstance(model[i].weight, ottava.QuantizedTensor) and model[i].weight.is_meta for i in (0, 2))
+        assert all(
+            isinstance(model[i].weight, ottava.QuantizedTensor) and model[i].weight.is_meta
+            for i in (0, 2)
+        )
         assert model(torch.empty(3, 64, device="meta")).shape == (3, 32)
         model.to_empty(device="cpu").load_state_dict(plain.state_dict())
         for mine, its in ((model[0], expected[0]), (model[2], expected[2])):
@@ -152,7 +164,9 @@ def test_the_gradient_and_its_hooks_are_the_new_parameters(recipe: str) -> None:
 def sharded(mesh: Any) -> None:
     model = ottava.convert(net(torch.nn.Linear), "current")
     fully_shard(model, mesh=mesh)
-    with pytest.raises(UsageError, match=r"the weight of '0' is a DTensor.*before gather_quantized"):
+    with pytest.raises(
+        UsageError, match=r"the weight of '0' is a DTensor.*before gather_quantized"
+    ):
         ottava.convert(model, "current", primary=True)
     first = ottava.convert(net(torch.nn.Linear), "current", primary=True)
     expected = losses(ottava.convert(net(torch.nn.Linear), "current", primary=True))
@@ -169,6 +183,8 @@ def test_initial_values_are_copies() -> None:
     plain = torch.nn.Linear(16, 16)
     weight = plain.weight.detach()
     before = weight.clone()
-    model = ottava.convert(torch.nn.Sequential(plain), "current", primary=True, keep_initial_values=True)
+    model = ottava.convert(
+        torch.nn.Sequential(plain), "current", primary=True, keep_initial_values=True
+    )
     weight.zero_()
     assert torch.equal(model[0].weight.get_high_precision_init_val(), before)

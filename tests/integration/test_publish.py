@@ -1,4 +1,5 @@
-"""The page on publishing a recipe: its commands are run as they stand, its code is the template's."""
+"""The page on publishing a recipe: its commands are run as they stand, its code is the
+template's."""
 
 from __future__ import annotations
 
@@ -18,12 +19,20 @@ from ottava_testing.new_recipe.rendering import render
 
 PAGE = (Path(__file__).parents[2] / "docs" / "publish.md").read_text()
 FILES = render(Names("acme-rows"))
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines()]
+COMMANDS = [
+    line
+    for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)
+    for line in block.splitlines()
+]
 
-# There is no index to fetch from. After the environment is made, this environment's libraries are linked into it, those
-# with recipes left out; pip is to look nowhere else, and finds what the page asks for installed.
+# There is no index to fetch from. After the environment is made, this environment's libraries are
+# linked into it, those with recipes left out; pip is to look nowhere else, and finds what the page
+# asks for installed.
 ENVIRONMENT = "python3 -m venv recipe-env"
-LINKED = f"{ENVIRONMENT}\n{sys.executable} {Path(__file__).parent / 'template_environment.py'} recipe-env"
+LINKED = (
+    f"{ENVIRONMENT}\n{sys.executable} {Path(__file__).parent / 'template_environment.py'} "
+    f"recipe-env"
+)
 # The build backend would be fetched into an environment of its own.
 EDITABLE = 'pip install -e ".[test]"'
 SUBSTITUTIONS = {ENVIRONMENT: LINKED, EDITABLE: 'pip install --no-build-isolation -e ".[test]"'}
@@ -47,17 +56,31 @@ def test_the_page_can_be_followed(every: bool, tmp_path: Path) -> None:
     work.mkdir()
     left_out = {} if every else {line: "true" for line in COMMANDS if line.startswith(LONG)}
     typed = SUBSTITUTIONS | left_out
-    script = "set -eu\n" + "\n".join(f"echo '$ {line}'\n{typed.get(line, line)}" for line in COMMANDS)
-    variables = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    script = "set -eu\n" + "\n".join(
+        f"echo '$ {line}'\n{typed.get(line, line)}" for line in COMMANDS
+    )
+    variables = {
+        "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
+        "PIP_NO_INDEX": "1",
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     done = subprocess.run(
-        ["bash", "-c", script], cwd=work, capture_output=True, text=True, env=clean_variables(**variables)
+        ["bash", "-c", script],
+        cwd=work,
+        capture_output=True,
+        text=True,
+        env=clean_variables(**variables),
     )
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     ran = dict(re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", done.stdout, re.M))
     assert list(ran) == COMMANDS
     assert "Successfully installed ottava-recipes-acme-rows-0.1.0" in ran[EDITABLE]
-    listed = [line.split("│")[1].strip() for line in ran["ottava recipes"].splitlines() if line.startswith("│")]
+    listed = [
+        line.split("│")[1].strip()
+        for line in ran["ottava recipes"].splitlines()
+        if line.startswith("│")
+    ]
     assert listed == ["acme-rows"]
     assert ran["ls dist"].split() == [
         "ottava_recipes_acme_rows-0.1.0-py3-none-any.whl",
@@ -69,10 +92,14 @@ def test_the_page_can_be_followed(every: bool, tmp_path: Path) -> None:
     if every:
         assert re.search(r"\d\d+ passed", ran["pytest"]), said
         assert "failed" not in ran["pytest"]
-        assert re.search(r"^│ acme-rows +│", ran["ottava demo --recipe acme-rows --size tiny --steps 30"], re.M)
+        assert re.search(
+            r"^│ acme-rows +│", ran["ottava demo --recipe acme-rows --size tiny --steps 30"], re.M
+        )
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.endswith(("plugin.py", "recipe.py"))])
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.endswith(("plugin.py", "recipe.py"))]
+)
 def test_the_code_on_the_page_is_the_templates(path: str) -> None:
     shown = re.search(rf"^`{re.escape(path)}`:\n\n```python\n(.*?)^```$", PAGE, re.M | re.S)
     assert shown, path

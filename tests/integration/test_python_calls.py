@@ -25,7 +25,9 @@ def test_a_forward_and_backward_pass_makes_few_calls(recipe: str, how: str) -> N
     for _ in range(3):
         layer(x).backward(dy)
     calls: list[str] = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None
+    )
     try:
         layer(x).backward(dy)
     finally:

@@ -1,4 +1,5 @@
-"""Options of quantizers that are set after construction: as if they had been given to the constructor."""
+"""Options of quantizers that are set after construction: as if they had been given to the
+constructor."""
 
 from __future__ import annotations
 
@@ -24,18 +25,26 @@ OPTIONS = [
         Float8BlockQuantizer,
         {"force_pow_2_scales": (False, 0), "amax_epsilon": (2, "2"), "block_scaling_dim": (1, 3)},
     ),
-    (Float8RowwiseQuantizer, {"force_pow_2_scales": (True, None), "amax_epsilon": (2, float("inf"))}),
+    (
+        Float8RowwiseQuantizer,
+        {"force_pow_2_scales": (True, None), "amax_epsilon": (2, float("inf"))},
+    ),
 ]
 CASES = [
     pytest.param(cls, name, *values, id=f"{cls.__name__}-{name}")
     for cls, options in OPTIONS
     for name, values in ({"fp8_dtype": (E5M2, torch.int8)} | options).items()
 ]
-X = torch.randn(40, 200, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 40)[:, None]
+X = (
+    torch.randn(40, 200, generator=torch.Generator().manual_seed(0))
+    * torch.logspace(-3, 3, 40)[:, None]
+)
 
 
 def _inner(tensor: Any) -> list[torch.Tensor | None]:
-    return [None if part is None else part.reshape(-1).view(torch.uint8) for part in tensor.inner_list()]
+    return [
+        None if part is None else part.reshape(-1).view(torch.uint8) for part in tensor.inner_list()
+    ]
 
 
 @pytest.mark.parametrize(("cls", "name", "value", "wrong"), CASES)
@@ -50,7 +59,9 @@ def test_options_that_are_set_later(cls: Any, name: str, value: Any, wrong: Any)
     built = cls(**{"fp8_dtype": E4M3, name: value})
     assert quantizer == built
     assert quantizer != before
-    for given, expected in zip(_inner(quantizer.quantize(X)), _inner(built.quantize(X)), strict=True):
+    for given, expected in zip(
+        _inner(quantizer.quantize(X)), _inner(built.quantize(X)), strict=True
+    ):
         assert_same(given, expected)
     values = quantizer.quantize(X).dequantize()
     assert (values - X).abs().max() <= 0.3 * X.abs().max()

@@ -15,17 +15,22 @@ LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 #: By the number of ranks, or "" for functions that start ranks themselves; by module.
 TABLE = {
     "2": {
-        # Models of every recipe under FSDP2, used in every way that it can be used, equal one process bit for bit.
-        "fsdp_running_cases": "training uneven_rows world_of_one collectives mixed_precision unusual_loops clipping "
-        "accumulation explicit evaluation recomputation recomputed_in_blocks under_torch_autocast frozen tied compiled "
+        # Models of every recipe under FSDP2, used in every way that it can be used, equal one
+        # process bit for bit.
+        "fsdp_running_cases": "training uneven_rows world_of_one collectives mixed_precision "
+        "unusual_loops clipping "
+        "accumulation explicit evaluation recomputation recomputed_in_blocks under_torch_autocast "
+        "frozen tied compiled "
         "without_private_names",
         # They gather what they always have.
         "fsdp_golden_cases": "as_recorded",
-        "fsdp_keeping_cases": "meta_device refused refused_masters saving copying third_party fp8_primary "
+        "fsdp_keeping_cases": "meta_device refused refused_masters saving copying third_party "
+        "fp8_primary "
         "sharded_masters",
         # Mixed recipes, hybrids and a third party's tensors.
         "custom_fsdp_cases": "mixed_recipes scales_that_nobody_keeps_equal",
-        # Shards of master weights are quantized as the whole weight, after one all-reduce and one all-gather at most.
+        # Shards of master weights are quantized as the whole weight, after one all-reduce and one
+        # all-gather at most.
         "sharded_weights_cases": "random_shards",
     },
     "4": {
@@ -36,7 +41,8 @@ TABLE = {
     "": {
         # Sharded training equals one process to the last bit of losses, bytes and scales.
         "long_training_cases": "zero_on_two_and_four_ranks fsdp_on_two_ranks",
-        # Ranks are killed, in steps and while they write checkpoints; saved by four ranks, loaded by two and by one.
+        # Ranks are killed, in steps and while they write checkpoints; saved by four ranks, loaded
+        # by two and by one.
         "kill_cases": "zero_is_killed primary_is_killed resharded",
         # The examples.
         "example_cases": "interrupted_runs_end_as_others commands_of_the_documentation",
@@ -44,7 +50,12 @@ TABLE = {
         "sharded_checkpoint_cases": "every_recipe_on_any_number_of_ranks",
     },
 }
-CASES = [f"{ranks}:{module}.{name}" for ranks, of in TABLE.items() for module in of for name in of[module].split()]
+CASES = [
+    f"{ranks}:{module}.{name}"
+    for ranks, of in TABLE.items()
+    for module in of
+    for name in of[module].split()
+]
 
 
 def launch(folder: Path, cases: list[str], **environment: str) -> dict[str, str]:
@@ -75,7 +86,9 @@ def chosen(request: pytest.FixtureRequest, test: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def errors(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     return launch(tmp_path_factory.mktemp("ranks"), chosen(request, "test_case"))
 
 

@@ -1,4 +1,5 @@
-"""Recipe files: mixed ones train the demo as BF16 does, and the page about them shows what is printed."""
+"""Recipe files: mixed ones train the demo as BF16 does, and the page about them shows what is
+printed."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ EXAMPLES = ROOT / "examples"
 PAGE = (ROOT / "docs" / "recipe-files.md").read_text()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
-# The one block of the tiny model in five formats; one recipe keeps state, in some roles of a layer only.
+# The one block of the tiny model in five formats; one recipe keeps state, in some roles of a layer
+# only.
 TINY = """\
 default: delayed
 layers:
@@ -51,9 +53,12 @@ def demo(out: Path, *options: object, **environment: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("seed", "steps"), [(0, 60), *(pytest.param(seed, 300, marks=pytest.mark.slow) for seed in (0, 1))]
+    ("seed", "steps"),
+    [(0, 60), *(pytest.param(seed, 300, marks=pytest.mark.slow) for seed in (0, 1))],
 )
-def test_a_mixed_file_trains_the_tiny_demo_as_bf16_does(seed: int, steps: int, tmp_path: Path) -> None:
+def test_a_mixed_file_trains_the_tiny_demo_as_bf16_does(
+    seed: int, steps: int, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
@@ -68,11 +73,14 @@ def test_a_mixed_file_trains_the_tiny_demo_as_bf16_does(seed: int, steps: int, t
 
 @pytest.mark.slow
 def test_the_example_trains_the_demo_as_bf16_does(tmp_path: Path) -> None:
-    """On average: one run of 150 steps moves by half a percent when sums are only added in another order."""
+    """On average: one run of 150 steps moves by half a percent when sums are only added in another
+    order."""
     files = [str(EXAMPLES / f"mixed.{suffix}") for suffix in ("yaml", "toml")]
     differences = []
     for seed in (0, 1):
-        runs = demo(tmp_path, "--seed", seed, *(part for file in files for part in ("--recipe", file)))
+        runs = demo(
+            tmp_path, "--seed", seed, *(part for file in files for part in ("--recipe", file))
+        )
         assert runs[files[0]]["losses"] == runs[files[1]]["losses"] != runs["bf16"]["losses"]
         differences.append(runs[files[0]]["validation"] / runs["bf16"]["validation"] - 1)
     assert abs(sum(differences)) / len(differences) < 0.01
@@ -98,13 +106,20 @@ def test_the_examples_say_the_same() -> None:
             assert (one.rowwise, one.columnwise) == (two.rowwise, two.columnwise)
             assert (one.rule and one.rule.text) == (two.rule and two.rule.text)
             texts.add((one.rowwise, one.columnwise))
-    assert {("identity", "identity"), ("mxfp8 E4M3", "current E4M3"), ("current E5M2", "current E5M2")} <= texts
+    assert {
+        ("identity", "identity"),
+        ("mxfp8 E4M3", "current E4M3"),
+        ("current E5M2", "current E5M2"),
+    } <= texts
 
 
 def test_a_mixed_layer_quantizes_as_the_file_says(tmp_path: Path) -> None:
-    """The product of the forward pass is that of the rowwise quantizers, the gradients those of the columnwise ones."""
+    """The product of the forward pass is that of the rowwise quantizers, the gradients those of the
+    columnwise ones."""
     path = tmp_path / "model.yaml"
-    path.write_text("default: {rowwise: mxfp8, columnwise: current}\nlayers: [{match: '*', backward: identity}]")
+    path.write_text(
+        "default: {rowwise: mxfp8, columnwise: current}\nlayers: [{match: '*', backward: identity}]"
+    )
     torch.manual_seed(0)
     layer = ottava.convert(torch.nn.Linear(64, 48, bias=False), str(path))
     x = torch.randn(32, 64, requires_grad=True)
@@ -118,8 +133,12 @@ def test_a_mixed_layer_quantizes_as_the_file_says(tmp_path: Path) -> None:
     weight: Any = layer.weight
     forward = values("mxfp8", x, "input") @ values("mxfp8", weight, "weight").t()
     torch.testing.assert_close(y, forward, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(x.grad, gradient @ values("current", weight, "weight"), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(weight.grad, gradient.t() @ values("current", x, "input"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        x.grad, gradient @ values("current", weight, "weight"), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        weight.grad, gradient.t() @ values("current", x, "input"), rtol=1e-5, atol=1e-5
+    )
 
 
 def blocks(language: str) -> list[str]:
@@ -136,7 +155,9 @@ def test_the_page_has_the_table_that_is_printed(monkeypatch: pytest.MonkeyPatch)
     command, _, table = blocks("text")[0].partition("\n")
     assert command.startswith("$ ottava recipes --explain ")
     done = CliRunner().invoke(app, command.split()[2:], env={"COLUMNS": "100"})
-    assert [line.rstrip() for line in done.output.splitlines()] == [line.rstrip() for line in table.splitlines()]
+    assert [line.rstrip() for line in done.output.splitlines()] == [
+        line.rstrip() for line in table.splitlines()
+    ]
 
 
 CASES = list(zip(blocks("yaml")[1:], blocks("text")[1:], strict=True))

@@ -34,7 +34,9 @@ MAKERS = {
     "delayed": lambda: Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), E4M3),
     "mxfp8": lambda: MXFP8Quantizer(E4M3),
     "mxfp8 2-D": lambda: MXFP8Quantizer(E5M2, with_2d_quantization=True),
-    "blockwise": lambda: Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=1),
+    "blockwise": lambda: Float8BlockQuantizer(
+        E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
+    ),
     "blockwise 2-D": lambda: Float8BlockQuantizer(E5M2, rowwise=True, columnwise=True),
     "rowwise": lambda: Float8RowwiseQuantizer(E4M3),
     "a layout": lambda: GridQuantizer(Layout(E5M2, (8, 16), rounding="floor")),
@@ -62,7 +64,9 @@ def names(weight: Any) -> list[str]:
 
 
 def buffers_for(weight: Any, dtype: torch.dtype = torch.uint8) -> list[torch.Tensor]:
-    return [torch.zeros(getattr(weight, name).numel() + 3, dtype=dtype)[3:] for name in names(weight)]
+    return [
+        torch.zeros(getattr(weight, name).numel() + 3, dtype=dtype)[3:] for name in names(weight)
+    ]
 
 
 def no_stale_transpose(weight: Any) -> None:
@@ -72,17 +76,31 @@ def no_stale_transpose(weight: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(33, 40), (64,), (3, 5, 8), (1, 32), (0, 8), (8, 0)])
 @pytest.mark.parametrize("native", [False, True])
-def test_values_and_everything_else_stay(quantizer: Any, layout: Any, shape: tuple[int, ...], native: bool) -> None:
+def test_values_and_everything_else_stay(
+    quantizer: Any, layout: Any, shape: tuple[int, ...], native: bool
+) -> None:
     weight = quantizer.quantize(torch.randn(shape).bfloat16())
     before = {name: tensor.clone() for name, tensor in held(weight).items()}
     rest = {name: tensor for name, tensor in held(weight).items() if name not in names(weight)}
-    values, usages, size, stride = weight.dequantize(), weight.get_usages(), weight.shape, weight.stride()
+    values, usages, size, stride = (
+        weight.dequantize(),
+        weight.get_usages(),
+        weight.shape,
+        weight.stride(),
+    )
     buffers = buffers_for(weight)
     given = [b.view(weight.grid_layout.element) for b in buffers] if native else buffers
     replace_raw_data(weight, given[0] if len(given) == 1 else given)
-    assert {n: t.tolist() for n, t in held(weight).items()} == {n: t.tolist() for n, t in before.items()}
+    assert {n: t.tolist() for n, t in held(weight).items()} == {
+        n: t.tolist() for n, t in before.items()
+    }
     assert weight.get_usages() == usages
-    assert (weight.shape, weight.stride(), weight.dtype, weight._quantizer) == (size, stride, torch.bfloat16, quantizer)
+    assert (weight.shape, weight.stride(), weight.dtype, weight._quantizer) == (
+        size,
+        stride,
+        torch.bfloat16,
+        quantizer,
+    )
     assert torch.equal(weight.dequantize(), values)
     for name, tensor in rest.items():
         # The transpose, the scales: the very same.
@@ -114,7 +132,9 @@ def alike(quantizer: Any) -> Any:
     return quantizer.copy()
 
 
-def test_writes_to_the_buffer_reach_the_weight_and_leave_nothing_stale(quantizer: Any, layout: Any) -> None:
+def test_writes_to_the_buffer_reach_the_weight_and_leave_nothing_stale(
+    quantizer: Any, layout: Any
+) -> None:
     weight = quantizer.quantize(torch.randn(64, 32).bfloat16())
     buffers = buffers_for(weight)
     replace_raw_data(weight, buffers)
@@ -187,7 +207,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("why", list(REFUSED))
 @pytest.mark.parametrize("maker", ["current", "delayed", "mxfp8"])
-def test_a_wrong_buffer_is_refused_before_anything_is_written(why: str, maker: str, layout: Any) -> None:
+def test_a_wrong_buffer_is_refused_before_anything_is_written(
+    why: str, maker: str, layout: Any
+) -> None:
     weight = MAKERS[maker]().quantize(torch.randn(32, 32))
     before = {name: (tensor, tensor.clone()) for name, tensor in held(weight).items()}
     kind, make = REFUSED[why]
@@ -268,7 +290,9 @@ def test_training_goes_on_in_the_buffer(recipe: str, layout: Any) -> None:
             seen.append(loss.item())
     assert losses[0] == losses[1]
     for place, (weight, name) in enumerate(placed):
-        assert torch.equal(flat[1024 * place : 1024 * (place + 1)].view(32, 32), getattr(weight, name))
+        assert torch.equal(
+            flat[1024 * place : 1024 * (place + 1)].view(32, 32), getattr(weight, name)
+        )
     copied = copy.deepcopy(moved)
     file = io.BytesIO()
     torch.save(moved.state_dict(), file)

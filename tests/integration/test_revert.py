@@ -1,4 +1,5 @@
-"""revert: plain layers in the places of converted ones, with their values, and a model that is as it was."""
+"""revert: plain layers in the places of converted ones, with their values, and a model that is as
+it was."""
 
 from __future__ import annotations
 
@@ -48,11 +49,16 @@ class Turned(torch.nn.Module):
 ottava.register_converter(Turned, TransposedLinear.from_linear)
 
 
-@pytest.mark.parametrize("other", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize(
+    "other", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_it_is_as_before(name: str, other: Any) -> None:
     plain = torch.nn.ModuleDict({"model": Model(), "turned": Turned()})
-    expected, values = plain["model"](X), {key: value.clone() for key, value in plain.state_dict().items()}
+    expected, values = (
+        plain["model"](X),
+        {key: value.clone() for key, value in plain.state_dict().items()},
+    )
     model = other(ottava.convert(plain, name).eval())
     parameters = dict(model.named_parameters())
     attributes = vars(model["model"]).keys()
@@ -89,7 +95,10 @@ def test_kept_weights_are_dequantized() -> None:
     assert weight.grad is gradient
     assert weight.tag == "mine"
     assert not hasattr(weight, "_high_precision_init_val")
-    with pytest.warns(UserWarning, match=r"SGD holds parameters from before ottava\.revert\(model\).*'tied\.weight'"):
+    with pytest.warns(
+        UserWarning,
+        match=r"SGD holds parameters from before ottava\.revert\(model\).*'tied\.weight'",
+    ):
         stale.step()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

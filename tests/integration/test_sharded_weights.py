@@ -1,4 +1,5 @@
-"""Shards of master weights: bytes and scales are those of quantizing the whole weight at once; what is refused."""
+"""Shards of master weights: bytes and scales are those of quantizing the whole weight at once; what
+is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def test_without_a_process_group(examples: int) -> None:
 
 @pytest.mark.parametrize("side", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("made", [True, False], ids=["made with one", "dropped"])
-@pytest.mark.parametrize("other", [Float8CurrentScalingQuantizer, MXFP8Quantizer], ids=["current", "mxfp8"])
+@pytest.mark.parametrize(
+    "other", [Float8CurrentScalingQuantizer, MXFP8Quantizer], ids=["current", "mxfp8"]
+)
 def test_one_side_of_a_hybrid(other: Any, made: bool, side: str) -> None:
     quantizer = HybridQuantizer(MXFP8Quantizer(E4M3, with_2d_quantization=True), other(E5M2))
     if side == "columnwise":
@@ -54,7 +57,9 @@ class Batch:
 
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(0)
-        self.delayed = Float8Quantizer(torch.ones(1), torch.zeros(1), E4M3, saturated=torch.zeros(1, dtype=torch.int64))
+        self.delayed = Float8Quantizer(
+            torch.ones(1), torch.zeros(1), E4M3, saturated=torch.zeros(1, dtype=torch.int64)
+        )
         self.quantizers = [
             Float8CurrentScalingQuantizer(E4M3),
             self.delayed,
@@ -66,7 +71,9 @@ class Batch:
             q.quantize(torch.randn(64, 96, generator=random).bfloat16()) for q in self.quantizers
         ]
         # Amaxes that clamp, and so would be counted.
-        self.masters: list[Any] = [torch.randn(64, 96, generator=random) * 1000 for _ in self.weights]
+        self.masters: list[Any] = [
+            torch.randn(64, 96, generator=random) * 1000 for _ in self.weights
+        ]
         self.outs: list[Any] = [None] * len(self.weights)
         self.starts: list[Any] = [0] * len(self.weights)
         self.delayed.amax.zero_()
@@ -78,7 +85,11 @@ class Batch:
 
     def watch(self, *tensors: Any) -> None:
         for tensor in tensors:
-            held = [tensor] if type(tensor) is torch.Tensor else [t for t in tensor.inner_list() if t is not None]
+            held = (
+                [tensor]
+                if type(tensor) is torch.Tensor
+                else [t for t in tensor.inner_list() if t is not None]
+            )
             self.watched += held
             self.before += [t.clone() for t in held]
 
@@ -93,7 +104,9 @@ class Batch:
         )
 
     def unchanged(self) -> bool:
-        return all(torch.equal(now, old) for now, old in zip(self.watched, self.before, strict=True))
+        return all(
+            torch.equal(now, old) for now, old in zip(self.watched, self.before, strict=True)
+        )
 
 
 Change = Callable[[Batch], Any]
@@ -114,7 +127,9 @@ def _out(place: int, make: Callable[[], Any]) -> Change:
     def change(batch: Batch) -> None:
         out = make()
         batch.outs[place] = out
-        batch.watch(*[t for t in (out if isinstance(out, (list, tuple)) else [out]) if not t.is_meta])
+        batch.watch(
+            *[t for t in (out if isinstance(out, (list, tuple)) else [out]) if not t.is_meta]
+        )
 
     return change
 
@@ -141,7 +156,10 @@ def _twice(batch: Batch) -> None:
 
 def _two_shards(batch: Batch) -> None:
     batch.weights[1] = batch.weights[0]
-    batch.masters[0], batch.masters[1] = batch.masters[0].view(-1)[:3000], batch.masters[0].view(-1)[3000:]
+    batch.masters[0], batch.masters[1] = (
+        batch.masters[0].view(-1)[:3000],
+        batch.masters[0].view(-1)[3000:],
+    )
     batch.starts[0], batch.starts[1] = 0, 3000
 
 
@@ -177,7 +195,10 @@ REFUSED: dict[str, tuple[type[OttavaError], Change]] = {
     "fewer quantizers": (ShapeError, lambda b: setattr(b, "given", [None])),
     "quantizers are a class": (DTypeError, lambda b: setattr(b, "given", MXFP8Quantizer)),
     "a quantizer is a recipe's name": (DTypeError, lambda b: setattr(b, "given", ["current"] * 5)),
-    "weights are a generator": (DTypeError, lambda b: setattr(b, "weights", (w for w in b.weights))),
+    "weights are a generator": (
+        DTypeError,
+        lambda b: setattr(b, "weights", (w for w in b.weights)),
+    ),
     "missing offset": (OptionError, _set("starts", 4, None)),
     "negative offset": (ShapeError, _set("starts", 4, -1)),
     "overrunning offset": (ShapeError, _set("starts", 4, 1)),
@@ -191,14 +212,20 @@ REFUSED: dict[str, tuple[type[OttavaError], Change]] = {
     "master is quantized": (DTypeError, lambda b: b.masters.__setitem__(4, b.weights[0])),
     "master is sparse": (DTypeError, lambda b: b.masters.__setitem__(4, b.masters[4].to_sparse())),
     "master is a list": (DTypeError, lambda b: b.masters.__setitem__(4, [1.0])),
-    "master on another device": (DeviceError, lambda b: b.masters.__setitem__(4, b.masters[4].to("meta"))),
+    "master on another device": (
+        DeviceError,
+        lambda b: b.masters.__setitem__(4, b.masters[4].to("meta")),
+    ),
     "weight in high precision": (DTypeError, _set("weights", 4, torch.ones(64, 96))),
     "weight is None": (DTypeError, _set("weights", 4, None)),
     "no quantizer": (UsageError, _unquantized),
     "quantizer of another format": (DTypeError, _given(0, Float8CurrentScalingQuantizer(E5M2))),
     "MXFP8 of another format": (DTypeError, _given(2, MXFP8Quantizer(E5M2))),
     "quantizer of another kind": (OttavaError, _given(4, MXFP8Quantizer(E4M3))),
-    "quantizer of another kind for blocks": (OttavaError, _given(2, Float8CurrentScalingQuantizer(E4M3))),
+    "quantizer of another kind for blocks": (
+        OttavaError,
+        _given(2, Float8CurrentScalingQuantizer(E4M3)),
+    ),
     "scales for rows in a weight of squares": (OttavaError, _given(3, MXFP8Quantizer(E4M3))),
     "other force_pow_2_scales": (OptionError, lambda b: _options(b, force_pow_2_scales=True)),
     "other amax_epsilon": (OptionError, lambda b: _options(b, amax_epsilon=1.0)),
@@ -210,7 +237,10 @@ REFUSED: dict[str, tuple[type[OttavaError], Change]] = {
     "out too small": (ShapeError, _out(4, lambda: _buffer(64 * 96 - 1))),
     "out too large": (ShapeError, _out(4, lambda: _buffer(64 * 96 + 1))),
     "one out for two directions": (ShapeError, _out(2, _buffer)),
-    "three outs for two directions": (ShapeError, _out(2, lambda: (_buffer(), _buffer(), _buffer()))),
+    "three outs for two directions": (
+        ShapeError,
+        _out(2, lambda: (_buffer(), _buffer(), _buffer())),
+    ),
     "two outs for one direction": (ShapeError, _out(4, lambda: (_buffer(), _buffer()))),
     "one buffer for two directions": (OttavaError, _out(2, lambda: (_buffer(),) * 2)),
     "out not contiguous": (OttavaError, _out(4, lambda: _buffer(2 * 64 * 96)[::2])),
@@ -220,13 +250,22 @@ REFUSED: dict[str, tuple[type[OttavaError], Change]] = {
     "out on another device": (DeviceError, _out(4, lambda: _buffer(device="meta"))),
     "one out for two weights": (OttavaError, _shared_buffer),
     "outs that overlap": (OttavaError, _overlapping_buffers),
-    "out of another class": (OttavaError, _out(4, lambda: _quantized(MXFP8Quantizer(E4M3), 64, 96))),
+    "out of another class": (
+        OttavaError,
+        _out(4, lambda: _quantized(MXFP8Quantizer(E4M3), 64, 96)),
+    ),
     "quantized out of another format": (
         DTypeError,
         _out(4, lambda: _quantized(Float8CurrentScalingQuantizer(E4M3), 64, 96)),
     ),
-    "out of other columns": (ShapeError, _out(4, lambda: _quantized(Float8CurrentScalingQuantizer(E5M2), 48, 128))),
-    "out of other rows": (ShapeError, _out(4, lambda: _quantized(Float8CurrentScalingQuantizer(E5M2), 63, 96))),
+    "out of other columns": (
+        ShapeError,
+        _out(4, lambda: _quantized(Float8CurrentScalingQuantizer(E5M2), 48, 128)),
+    ),
+    "out of other rows": (
+        ShapeError,
+        _out(4, lambda: _quantized(Float8CurrentScalingQuantizer(E5M2), 63, 96)),
+    ),
 }
 
 
@@ -267,7 +306,8 @@ def test_a_cleared_part_is_refused_before_anything_is_written() -> None:
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("shape", [(128,), (40, 96), (8, 4, 32)])
 def test_parts_that_cut_blocks_are_refused(shape: tuple[int, ...], square: bool) -> None:
-    """Half of the rows; a weight of one dimension is one row, so that its shards are no rows at all."""
+    """Half of the rows; a weight of one dimension is one row, so that its shards are no rows at
+    all."""
     quantizer = MXFP8Quantizer(E4M3, with_2d_quantization=square)
     weight, master = quantizer.quantize(torch.ones(shape)), torch.randn(shape)
     half = shape[0] // 2 if len(shape) > 1 else 48
@@ -275,7 +315,10 @@ def test_parts_that_cut_blocks_are_refused(shape: tuple[int, ...], square: bool)
     before = [t.clone() for t in (*weight.inner_list(), *part.inner_list())]
     with pytest.raises(ShapeError):
         quantize_master_weights([weight], [master[:half]], [0], None, [part])
-    assert all(torch.equal(a, b) for a, b in zip((*weight.inner_list(), *part.inner_list()), before, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip((*weight.inner_list(), *part.inner_list()), before, strict=True)
+    )
 
 
 def test_an_unknown_group_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""The README's and the docs' snippets run as printed, page by page; CI runs the README's test command."""
+"""The README's and the docs' snippets run as printed, page by page; CI runs the README's test
+command."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("ottava ")])
-def test_the_quickstarts_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quickstarts_commands_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if " demo" in command:
         pytest.importorskip("matplotlib")
         pytest.importorskip("jinja2")

@@ -18,4 +18,6 @@ def test_the_page_has_what_the_benchmark_finds() -> None:
     mine, theirs = (re.split(r"(-?\d+\.\d)", text) for text in (page, sqnr.written(page)))
     assert mine[::2] == theirs[::2]
     # Random numbers may differ in a last bit between processors.
-    assert all(abs(float(a) - float(b)) < 0.3 for a, b in zip(mine[1::2], theirs[1::2], strict=True))
+    assert all(
+        abs(float(a) - float(b)) < 0.3 for a, b in zip(mine[1::2], theirs[1::2], strict=True)
+    )

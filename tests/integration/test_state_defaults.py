@@ -1,4 +1,5 @@
-"""The state is float32, whatever torch's defaults are where a model is built, converted and cast."""
+"""The state is float32, whatever torch's defaults are where a model is built, converted and
+cast."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def linear(**options: Any) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(32, 32, **options), torch.nn.Linear(32, 32, **options))
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 32, **options), torch.nn.Linear(32, 32, **options)
+    )
 
 
 def converted(**options: Any) -> torch.nn.Module:
@@ -32,7 +35,9 @@ def converted(**options: Any) -> torch.nn.Module:
 
 
 def bound(**options: Any) -> torch.nn.Module:
-    return torch.nn.Sequential(*(ottava.nn.Linear(32, 32, recipe="delayed", **options) for _ in range(2)))
+    return torch.nn.Sequential(
+        *(ottava.nn.Linear(32, 32, recipe="delayed", **options) for _ in range(2))
+    )
 
 
 def mixed(**options: Any) -> torch.nn.Module:
@@ -89,7 +94,9 @@ def test_under_a_default_dtype(make: Callable[..., torch.nn.Module]) -> None:
     check_exact(model)
     torch.manual_seed(0)
     other = make(dtype=torch.bfloat16)
-    other.load_state_dict({n: v for n, v in model.state_dict().items() if "recipe_state" not in n}, strict=False)
+    other.load_state_dict(
+        {n: v for n, v in model.state_dict().items() if "recipe_state" not in n}, strict=False
+    )
     other.load_state_dict(model.state_dict())
     assert outputs[0].dtype == torch.bfloat16
     for (name, mine), theirs in zip(model.named_buffers(), other.buffers(), strict=True):
@@ -124,8 +131,12 @@ def test_under_a_default_device(make: Callable[..., torch.nn.Module]) -> None:
         torch.set_default_device(None)
     meta.to_empty(device="cpu")
     check_exact(meta)
-    assert all(bool((buffer == 1).all()) for name, buffer in meta.named_buffers() if name.endswith("scale"))
-    assert not any(buffer.any() for name, buffer in meta.named_buffers() if name.endswith("history"))
+    assert all(
+        bool((buffer == 1).all()) for name, buffer in meta.named_buffers() if name.endswith("scale")
+    )
+    assert not any(
+        buffer.any() for name, buffer in meta.named_buffers() if name.endswith("history")
+    )
 
 
 def test_quantizers_by_role() -> None:

@@ -1,4 +1,5 @@
-"""A recipe that keeps state, from outside the project, on core's public names alone: the kit, and what it computes."""
+"""A recipe that keeps state, from outside the project, on core's public names alone: the kit, and
+what it computes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ SOURCE = Path(__file__).parent / "stateful_package"
 
 @pytest.fixture(autouse=True)
 def _installed(tmp_path: Path) -> Iterator[None]:
-    modules = {name: (SOURCE / f"{name}.py").read_text() for name in ("acme_average", "acme_average_recipe")}
+    modules = {
+        name: (SOURCE / f"{name}.py").read_text()
+        for name in ("acme_average", "acme_average_recipe")
+    }
     with published(tmp_path, "acme-average", **modules):
         yield
 

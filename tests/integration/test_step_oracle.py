@@ -1,4 +1,5 @@
-"""Scales and histories after each event of random programs are those of the rule, on one rank and on two."""
+"""Scales and histories after each event of random programs are those of the rule, on one rank and
+on two."""
 
 from __future__ import annotations
 
@@ -70,10 +71,12 @@ PROGRAMS = {
     ),
     "a reentrant checkpoint, and a call without": program("block", Step(0, (REENTRANT, ONE))),
     "an evaluation in training mode before a recomputation": program(
-        "block", Step(0, (RECOMPUTED,), around_backward="same", between=Evaluate(0, (ONE,), "no_grad"))
+        "block",
+        Step(0, (RECOMPUTED,), around_backward="same", between=Evaluate(0, (ONE,), "no_grad")),
     ),
     "a step with a reentrant checkpoint before a recomputation": program(
-        "converted", Step(0, (LARGE,), whole=False, between=Step(0, (Use(0, 0, 0, recompute=True),)))
+        "converted",
+        Step(0, (LARGE,), whole=False, between=Step(0, (Use(0, 0, 0, recompute=True),))),
     ),
 }
 
@@ -91,4 +94,8 @@ def test_a_rank_that_evaluates(name: str) -> None:
 def test_models_that_were_loaded() -> None:
     for how in ("loaded", "bound", "copied"):
         for way in ("converted", "block", "bound"):
-            World(program(way, Step(0, (ONE, LARGE)), Replace(0, how), Step(0, (ONE,)), Step(0, (LARGE,)))).run()
+            World(
+                program(
+                    way, Step(0, (ONE, LARGE)), Replace(0, how), Step(0, (ONE,)), Step(0, (LARGE,))
+                )
+            ).run()

@@ -1,4 +1,5 @@
-"""Names of tensors, files, layers and plugins reach the terminal as text, whatever command prints them."""
+"""Names of tensors, files, layers and plugins reach the terminal as text, whatever command prints
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ import ottava_debug
 from ottava.cli.main import app
 from tests.published import published
 
-#: Colour, title of the window, the CSI of 8 bits, bell, carriage return, backspace, end of line, reversed text, markup.
+#: Colour, title of the window, the CSI of 8 bits, bell, carriage return, backspace, end of line,
+#: reversed text, markup.
 NASTY = "n\x1b[31m\x1b]0;t\x07\x9b2J\r\x08\n\x7f\u202e[red]x[bold]"
 SHOWN = r"n\x1b[31m\x1b]0;t\x07\x9b2J\r\x08\n\x7f\u202e[red]x[bold]"
 PLUGIN = f"""
@@ -108,7 +110,8 @@ def test_control_characters_are_shown(command: str, width: int, files: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "arguments", [["recipes"], ["recipes", "--explain", "current", "--layer", NASTY], ["bisect", "step"]]
+    "arguments",
+    [["recipes"], ["recipes", "--explain", "current", "--layer", NASTY], ["bisect", "step"]],
 )
 def test_json_has_the_names_without_control_characters(arguments: list[str], files: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--json"])

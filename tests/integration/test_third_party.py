@@ -1,4 +1,5 @@
-"""A recipe package from outside the project: built as a wheel, installed in an environment of its own, used."""
+"""A recipe package from outside the project: built as a wheel, installed in an environment of its
+own, used."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SOURCE = Path(__file__).parent / "third_party"
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """A fresh environment that sees this one's libraries, with the wheel unpacked into it as an installer would."""
+    """A fresh environment that sees this one's libraries, with the wheel unpacked into it as an
+    installer would."""
     folder = tmp_path_factory.mktemp("outside")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
     subprocess.run(build, cwd=SOURCE, check=True, capture_output=True)
@@ -47,7 +49,9 @@ def test_it_is_listed(environment: Environment, tmp_path: Path) -> None:
     assert rows["acme-rows"]["distribution"] == "acme-fp8"
     assert rows["acme-rows"]["version"] == "3.1"
     assert rows["current"]["status"] == "ok"
-    assert {row["name"]: row["distribution"] for row in listed["quantizer_factories"]}["acme-weights"] == "acme-fp8"
+    assert {row["name"]: row["distribution"] for row in listed["quantizer_factories"]}[
+        "acme-weights"
+    ] == "acme-fp8"
 
 
 FACTORY = """
@@ -60,8 +64,13 @@ print([type(recipe.quantizer(role)).__name__ for role in ("weight", "input")])
 """
 
 
-def test_its_quantizer_factory_serves_another_recipe(environment: Environment, tmp_path: Path) -> None:
-    assert environment.python(FACTORY, tmp_path).strip() == "['RowQuantizer', 'Float8CurrentScalingQuantizer']"
+def test_its_quantizer_factory_serves_another_recipe(
+    environment: Environment, tmp_path: Path
+) -> None:
+    assert (
+        environment.python(FACTORY, tmp_path).strip()
+        == "['RowQuantizer', 'Float8CurrentScalingQuantizer']"
+    )
 
 
 def test_doctor_is_content_with_it(environment: Environment, tmp_path: Path) -> None:
@@ -92,11 +101,25 @@ def test_it_cannot_take_over_a_recipe_of_another(environment: Environment, tmp_p
         "print(type(ottava.get_recipe('current')).__name__,"
         "[s.distribution for s in plugin_statuses() if s.refused])"
     )
-    assert environment.python(code, tmp_path, path=tmp_path).strip() == "Float8CurrentScaling ['aaa-stranger']"
+    assert (
+        environment.python(code, tmp_path, path=tmp_path).strip()
+        == "Float8CurrentScaling ['aaa-stranger']"
+    )
 
 
 def test_it_trains_the_demo_model(environment: Environment, tmp_path: Path) -> None:
-    options = ["--recipe", "acme-rows", "--steps", "30", "--size", "tiny", "--device", "cpu", "--out", str(tmp_path)]
+    options = [
+        "--recipe",
+        "acme-rows",
+        "--steps",
+        "30",
+        "--size",
+        "tiny",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    ]
     done = environment.call("ottava", "demo", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     base, acme = json.loads((tmp_path / "results.json").read_text())["runs"]

@@ -53,7 +53,8 @@ def saved(program: Any) -> Any:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("recipe", [*RECIPES, mixed()], ids=[*RECIPES, "mixed"])
 def test_evaluation(recipe: Any, gradients: bool, strict: bool) -> None:
-    """The bytes of eager evaluation, with gradients enabled as without; neither model nor program moves a scale."""
+    """The bytes of eager evaluation, with gradients enabled as without; neither model nor program
+    moves a scale."""
     model = made(recipe)
     before = copied(model)
     with torch.set_grad_enabled(gradients):
@@ -71,7 +72,9 @@ def test_evaluation(recipe: Any, gradients: bool, strict: bool) -> None:
     assert not any("update_scales" in name for name in called)
     if not strict:
         # What only a backward pass would read is not made.
-        inference = torch.no_grad()(torch.export.export)(copy.deepcopy(model), (torch.randn(8, 64),))
+        inference = torch.no_grad()(torch.export.export)(
+            copy.deepcopy(model), (torch.randn(8, 64),)
+        )
         assert len(program.graph.nodes) == len(inference.graph.nodes)
     assert not program.run_decompositions().graph_signature.buffers_to_mutate
 
@@ -107,7 +110,10 @@ def test_a_block_that_never_ran_is_refused(recipe: Any, training: bool, strict: 
                 return self.layer(x)
 
     net, x = Net().train(training), torch.randn(8, 64)
-    with pytest.raises(UsageError, match=r"Linear 'first' has no state for 'delayed'.*ottava\.convert.*torch\.export"):
+    with pytest.raises(
+        UsageError,
+        match=r"Linear 'first' has no state for 'delayed'.*ottava\.convert.*torch\.export",
+    ):
         torch.export.export(net, (x,), strict=strict)
     assert not net.layer.state_dict().keys() - {"weight", "bias"}
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Quantized layers refuse torch.func, forward-mode derivatives and torch.jit.trace, before anything changes."""
+"""Quantized layers refuse torch.func, forward-mode derivatives and torch.jit.trace, before anything
+changes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def forward_mode(model: Any, x: torch.Tensor) -> Any:
 
 def forward_mode_of_a_weight(model: Any, x: torch.Tensor) -> Any:
     with fw.dual_level():
-        weights = {n: fw.make_dual(p.detach(), torch.ones_like(p)) for n, p in model.named_parameters()}
+        weights = {
+            n: fw.make_dual(p.detach(), torch.ones_like(p)) for n, p in model.named_parameters()
+        }
         return fw.unpack_dual(func.functional_call(model, weights, (x,))).tangent
 
 
@@ -56,7 +59,13 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "forward mode": forward_mode,
     "forward mode of a weight": forward_mode_of_a_weight,
 }
-WORDS = {"forward": "forward-mode", "linear": "forward-mode", "jvp": "jvp", "jacrev": "grad|vjp", "vmap": "vmap"}
+WORDS = {
+    "forward": "forward-mode",
+    "linear": "forward-mode",
+    "jvp": "jvp",
+    "jacrev": "grad|vjp",
+    "vmap": "vmap",
+}
 
 
 def copied(model: Any) -> dict[str, torch.Tensor]:
@@ -70,7 +79,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_refused(recipe: str, name: str) -> None:
-    """In training, in evaluation, and in a region; the state stays, and the model goes on as it would have."""
+    """In training, in evaluation, and in a region; the state stays, and the model goes on as it
+    would have."""
     model, x = made(recipe), torch.randn(8, 32)
     before = copied(model)
     regions: list[Any] = [contextlib.nullcontext(), torch.no_grad()]
@@ -79,7 +89,10 @@ def test_refused(recipe: str, name: str) -> None:
             TRANSFORMS[name](model, x)
         assert "autocast(enabled=False)" in caught.value.remedy
         assert caught.value.expected
-        words = next((words for begin, words in WORDS.items() if name.startswith(begin)), "grad|jvp|forward-mode")
+        words = next(
+            (words for begin, words in WORDS.items() if name.startswith(begin)),
+            "grad|jvp|forward-mode",
+        )
         assert any(word in caught.value.what for word in words.split("|")), caught.value.what
         # linearize first calls the model as it is, which is a forward pass of a step.
         assert same(copied(model), before) or name == "linearize"
@@ -105,8 +118,13 @@ def test_in_high_precision_they_work(name: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("primary", [False, True])
 def test_functional_call_by_itself(recipe: str, primary: bool) -> None:
-    """Also with other tensors, whose gradients come, and while a level of forward mode is open for something else."""
-    model, twin, x = made(recipe, primary=primary), made(recipe, primary=primary), torch.randn(8, 32)
+    """Also with other tensors, whose gradients come, and while a level of forward mode is open for
+    something else."""
+    model, twin, x = (
+        made(recipe, primary=primary),
+        made(recipe, primary=primary),
+        torch.randn(8, 32),
+    )
     weights = dict(twin.named_parameters())
     found = func.functional_call(model, weights, (x,))
     found.sum().backward()
@@ -124,7 +142,9 @@ def test_batched_gradients(recipe: str) -> None:
     """A vmap over the backward pass alone gives the gradients one by one."""
     model, several = made(recipe), torch.randn(3, 8, 32)
     y = model(torch.randn(8, 32))
-    (found,) = torch.autograd.grad(y, model[0].weight, several, is_grads_batched=True, retain_graph=True)
+    (found,) = torch.autograd.grad(
+        y, model[0].weight, several, is_grads_batched=True, retain_graph=True
+    )
     each = [torch.autograd.grad(y, model[0].weight, one, retain_graph=True)[0] for one in several]
     assert torch.equal(found, torch.stack(each))
 
@@ -153,7 +173,9 @@ def test_refused_inside_compiled_code(recipe: str, name: str) -> None:
     before = copied(model)
     for whole, error in ((False, UsageError), (True, Exception)):
         torch._dynamo.reset()
-        compiled = torch.compile(lambda x: TRANSFORMS[name](model, x), backend="eager", fullgraph=whole)
+        compiled = torch.compile(
+            lambda x: TRANSFORMS[name](model, x), backend="eager", fullgraph=whole
+        )
         with pytest.raises(error):
             compiled(x)
         assert same(copied(model), before)

@@ -1,4 +1,5 @@
-"""Layers whose weight is stored transposed compute, under every recipe, what a layer with the other weight does."""
+"""Layers whose weight is stored transposed compute, under every recipe, what a layer with the other
+weight does."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def twins(recipe: Any, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """Two layers in a row with weights stored transposed, and the same in the usual way."""
     torch.manual_seed(0)
     stored = torch.nn.Sequential(Conv1D(96, 64), torch.nn.GELU(), Conv1D(32, 96)).to(dtype)
-    usual = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)).to(dtype)
+    usual = torch.nn.Sequential(
+        torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)
+    ).to(dtype)
     with torch.no_grad():
         for ours, theirs in ((stored[0], usual[0]), (stored[2], usual[2])):
             theirs.weight.copy_(ours.weight.t())
@@ -51,7 +54,10 @@ def inputs(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def same_weights(stored: Any, usual: Any, what: str) -> bool:
-    return all(torch.equal(getattr(stored[i].weight, what).t(), getattr(usual[i].weight, what)) for i in (0, 2))
+    return all(
+        torch.equal(getattr(stored[i].weight, what).t(), getattr(usual[i].weight, what))
+        for i in (0, 2)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -92,7 +98,9 @@ def test_main_grad_and_microbatches(recipe: str, high_precision: bool) -> None:
             layer.weight.grad_added_to_main_grad = False
         for first in (True, False):
             with ottava.autocast(enabled=not high_precision):
-                hidden = torch.nn.functional.gelu(net[0](inputs(int(first)), is_first_microbatch=first))
+                hidden = torch.nn.functional.gelu(
+                    net[0](inputs(int(first)), is_first_microbatch=first)
+                )
                 net[2](hidden, is_first_microbatch=first).square().mean().backward()
     assert same_weights(*nets, "main_grad")
     assert nets[0][0].weight.main_grad.abs().sum() > 0
@@ -109,14 +117,20 @@ def test_compiled_whole(recipe: str) -> None:
     for step in range(2):
         for net in (stored, compiled):
             net(inputs(step)).square().mean().backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(stored.parameters(), twin.parameters(), strict=True))
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(stored.parameters(), twin.parameters(), strict=True)
+        )
 
 
 def test_compiled_with_main_grad() -> None:
     torch.compiler.reset()
     stored, _ = twins("current")
     twin = copy.deepcopy(stored)
-    for net, run in ((stored, stored), (twin, torch.compile(twin, fullgraph=True, backend="aot_eager"))):
+    for net, run in (
+        (stored, stored),
+        (twin, torch.compile(twin, fullgraph=True, backend="aot_eager")),
+    ):
         for layer in (net[0], net[2]):
             layer.fuse_wgrad_accumulation = True
             layer.weight.main_grad = torch.zeros(layer.weight.shape)
@@ -131,10 +145,14 @@ def test_it_is_saved_and_loaded_as_the_module_that_it_was(recipe: str, tmp_path:
     stored(inputs(0)).square().mean().backward()
     plain = torch.nn.Sequential(Conv1D(96, 64), torch.nn.GELU(), Conv1D(32, 96)).bfloat16()
     state = {key: value for key, value in stored.state_dict().items() if "recipe_state" not in key}
-    assert {key: value.shape for key, value in state.items()} == {k: v.shape for k, v in plain.state_dict().items()}
+    assert {key: value.shape for key, value in state.items()} == {
+        k: v.shape for k, v in plain.state_dict().items()
+    }
     plain.load_state_dict(state)
     ottava.checkpoint.save_model(stored, tmp_path / "model.safetensors")
-    other = ottava.convert(torch.nn.Sequential(Conv1D(96, 64), torch.nn.GELU(), Conv1D(32, 96)).bfloat16(), recipe)
+    other = ottava.convert(
+        torch.nn.Sequential(Conv1D(96, 64), torch.nn.GELU(), Conv1D(32, 96)).bfloat16(), recipe
+    )
     ottava.checkpoint.load_model(other, tmp_path / "model.safetensors")
     with torch.no_grad():
         assert torch.equal(other(inputs(1)), stored(inputs(1)))
@@ -165,7 +183,9 @@ def losses(net: Any) -> list[float]:
 def sharded(mesh: Any) -> None:
     for recipe, gathered in itertools.product(RECIPES, (False, True)):
         torch.manual_seed(0)
-        net = torch.nn.Sequential(Conv1D(96, 64), torch.nn.GELU(), torch.nn.Linear(96, 32)).bfloat16()
+        net = torch.nn.Sequential(
+            Conv1D(96, 64), torch.nn.GELU(), torch.nn.Linear(96, 32)
+        ).bfloat16()
         weight = ottava.convert(net, recipe)[0].weight
         expected = losses(copy.deepcopy(net))
         if gathered:
@@ -209,7 +229,9 @@ def test_mixtral_of_transformers() -> None:
         num_key_value_heads=2,
         num_local_experts=4,
     )
-    with pytest.warns(UserWarning, match=r"only \d+% .* 5\d% model\.layers\.\*\.mlp\.experts\.gate_up_proj"):
+    with pytest.warns(
+        UserWarning, match=r"only \d+% .* 5\d% model\.layers\.\*\.mlp\.experts\.gate_up_proj"
+    ):
         model = ottava.convert(transformers.MixtralForCausalLM(config), "current")
     report = ottava.conversion_report(model)
     assert len(report.swapped) == len(report.decisions) == 9

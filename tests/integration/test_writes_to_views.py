@@ -1,4 +1,5 @@
-"""A write to a view of a quantized tensor reaches the tensor, or is refused: of all kinds of tensors and views."""
+"""A write to a view of a quantized tensor reaches the tensor, or is refused: of all kinds of
+tensors and views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Lets the tests use what those of core and of several packages have, and a recipe without options."""
+"""Lets the tests use what those of core and of several packages have, and a recipe without
+options."""
 
 from __future__ import annotations
 

@@ -13,4 +13,6 @@ def same_tensors(a: Path, b: Path) -> None:
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert tensor.dtype == two[name].dtype
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), two[name].reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), two[name].reshape(-1).view(torch.uint8)
+        )

@@ -12,7 +12,14 @@ import safetensors.torch
 import torch
 
 from ottava import checkpoint
-from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, RecipeNotFoundError, UsageError
+from ottava.errors import (
+    CheckpointError,
+    DTypeError,
+    OptionError,
+    OttavaError,
+    RecipeNotFoundError,
+    UsageError,
+)
 from ottava.tensors import Float8Tensor
 from ottava_integrations import Conversion, convert_file
 from tests.integrations.files import same_tensors
@@ -38,7 +45,11 @@ def foreign(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def quantized_names(path: Path) -> set[str]:
-    return {name for name, value in checkpoint.load_file(path).items() if isinstance(value, Float8Tensor)}
+    return {
+        name
+        for name, value in checkpoint.load_file(path).items()
+        if isinstance(value, Float8Tensor)
+    }
 
 
 def test_a_foreign_file(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
@@ -65,7 +76,9 @@ def test_a_foreign_file(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path:
         assert file.metadata()["tool"] == "another"
 
 
-def test_the_same_recipe_makes_the_same_bytes(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+def test_the_same_recipe_makes_the_same_bytes(
+    foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path
+) -> None:
     convert_file(tmp_path / "in", tmp_path / "out", recipe)
     convert_file(tmp_path / "out", tmp_path / "again", recipe)
     same_tensors(tmp_path / "out", tmp_path / "again")
@@ -81,7 +94,9 @@ def test_the_same_recipe_makes_the_same_bytes(foreign: dict[str, torch.Tensor], 
     assert set(described[0]["quantized"]["weight"]) == {"class", "tensors", "static"}
 
 
-def test_another_option_quantizes_again(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+def test_another_option_quantizes_again(
+    foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path
+) -> None:
     """The class, its fields and the name of the recipe are the same: only the option is another."""
     convert_file(tmp_path / "in", tmp_path / "out", recipe)
 
@@ -101,7 +116,8 @@ def test_another_option_quantizes_again(foreign: dict[str, torch.Tensor], recipe
     assert set(done.quantized) == {"layer.weight", "weight"}
     before, after = checkpoint.load_file(tmp_path / "out"), checkpoint.load_file(tmp_path / "half")
     assert torch.equal(
-        after["weight"].dequantize(), recipe.quantizer("weight")(before["weight"].dequantize() * 0.5).dequantize()
+        after["weight"].dequantize(),
+        recipe.quantizer("weight")(before["weight"].dequantize() * 0.5).dequantize(),
     )
 
 
@@ -149,7 +165,11 @@ def test_patterns(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path)
     assert quantized_names(out) == set()
     assert (dtypes["layer.weight"], dtypes["layer.bias"]) == (torch.float16, torch.float16)
     assert (dtypes["embed.weight"], dtypes["weight"]) == (torch.bfloat16, torch.float32)
-    for wrong in ({"include": ["nope*"]}, {"exclude": ["ids.weight"]}, {"include": ["double.weight"]}):
+    for wrong in (
+        {"include": ["nope*"]},
+        {"exclude": ["ids.weight"]},
+        {"include": ["double.weight"]},
+    ):
         with pytest.raises(OptionError, match=r"in: pattern .* fits no tensor"):
             chosen(**wrong)
     for value in ("layer.*", 3, [3]):
@@ -158,7 +178,11 @@ def test_patterns(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path)
 
 
 def test_scaling_state_of_another_recipe_is_dropped(recipe: Any, tmp_path: Path) -> None:
-    state = {"l.weight": torch.randn(2, 4), "l.recipe_state.scale": torch.ones(3), "recipe_state.scale": torch.ones(3)}
+    state = {
+        "l.weight": torch.randn(2, 4),
+        "l.recipe_state.scale": torch.ones(3),
+        "recipe_state.scale": torch.ones(3),
+    }
     checkpoint.save_file(state, tmp_path / "in")
     for target in (recipe, "bf16"):
         done = convert_file(tmp_path / "in", tmp_path / "out", target)
@@ -182,7 +206,9 @@ def test_tied_tensors_stay_tied(recipe: Any, tmp_path: Path) -> None:
     assert quantized_names(tmp_path / "out") == {"a.weight", "c"}
 
 
-def test_damage_is_found_on_the_way(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path) -> None:
+def test_damage_is_found_on_the_way(
+    foreign: dict[str, torch.Tensor], recipe: Any, tmp_path: Path
+) -> None:
     convert_file(tmp_path / "in", tmp_path / "out", recipe)
     raw = bytearray((tmp_path / "out").read_bytes())
     (tmp_path / "target").write_bytes(b"old")
@@ -221,7 +247,9 @@ def test_what_is_refused(foreign: dict[str, torch.Tensor], recipe: Any, tmp_path
         with pytest.raises(UsageError, match=rf"cannot be written: .*({said})") as caught:
             convert_file(tmp_path / "no source", tmp_path / name, "bf16")
         assert "partial" not in str(caught.value)
-    checkpoint.save_file({"w.weight": torch.ones(2, 2), "w.weight.data": torch.ones(1)}, tmp_path / "twice")
+    checkpoint.save_file(
+        {"w.weight": torch.ones(2, 2), "w.weight.data": torch.ones(1)}, tmp_path / "twice"
+    )
     with pytest.raises(UsageError, match=r"two tensors would have the name 'w\.weight\.data'"):
         convert_file(tmp_path / "twice", out, recipe)
 
@@ -240,10 +268,20 @@ def test_progress(recipe: Any, tmp_path: Path) -> None:
     tensors = {f"{n}.weight": torch.randn(100, 100) for n in range(20)}
     safetensors.torch.save_file(tensors, tmp_path / "in")
     seen: list[tuple[int, int]] = []
-    convert_file(tmp_path / "in", tmp_path / "out", recipe, progress=lambda *bytes: seen.append(bytes))
+    convert_file(
+        tmp_path / "in", tmp_path / "out", recipe, progress=lambda *bytes: seen.append(bytes)
+    )
     assert seen == [(40_000 * n, 800_000) for n in range(21)]
 
 
 def test_the_summary_is_data() -> None:
     fields = {field.name for field in dataclasses.fields(Conversion)}
-    assert {"quantized", "dequantized", "cast", "copied", "dropped", "bytes_before", "bytes_after"} < fields
+    assert {
+        "quantized",
+        "dequantized",
+        "cast",
+        "copied",
+        "dropped",
+        "bytes_before",
+        "bytes_after",
+    } < fields

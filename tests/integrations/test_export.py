@@ -29,7 +29,9 @@ def model(recipe: str, seed: int, *, primary: bool = True, **options: Any) -> An
     torch.manual_seed(seed)
     made = ottava.get_recipe(recipe, **options)
     with ottava.quantized_model_init(made, enabled=primary):
-        return torch.nn.Sequential(ottava.nn.Linear(64, 96, recipe=made), ottava.nn.Linear(96, 64, recipe=made))
+        return torch.nn.Sequential(
+            ottava.nn.Linear(64, 96, recipe=made), ottava.nn.Linear(96, 64, recipe=made)
+        )
 
 
 def export(*arguments: Any) -> Any:
@@ -43,14 +45,18 @@ def done(*arguments: Any) -> str:
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
 
 
 def same_tensors(a: Path, b: Path) -> None:
     one, two = (safetensors.torch.load_file(path) for path in (a, b))
     assert one.keys() == two.keys()
     for name, tensor in one.items():
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), two[name].reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            tensor.reshape(-1).view(torch.uint8), two[name].reshape(-1).view(torch.uint8)
+        ), name
 
 
 @pytest.fixture(params=RECIPES)
@@ -65,7 +71,8 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("target", RECIPES)
 def test_from_recipe_to_recipe(trained: Any, target: str, tmp_path: Path) -> None:
-    """The bytes are those of quantizing the dequantized values, and a model of the target goes on with them.
+    """The bytes are those of quantizing the dequantized values, and a model of the target goes on
+    with them.
 
     Where that changes no value, as of one recipe, they are those of the source.
     """
@@ -101,7 +108,9 @@ def test_to_high_precision(trained: Any, name: str, dtype: torch.dtype, tmp_path
     plain = safetensors.torch.load_file(tmp_path / "out")
     assert set(plain) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     for number, layer in enumerate(net):
-        assert torch.equal(plain[f"{number}.weight"], layer.weight.detach().dequantize(torch.float32).to(dtype))
+        assert torch.equal(
+            plain[f"{number}.weight"], layer.weight.detach().dequantize(torch.float32).to(dtype)
+        )
         assert torch.equal(plain[f"{number}.bias"], layer.bias.detach().to(dtype))
 
 
@@ -159,8 +168,12 @@ def test_options(tmp_path: Path) -> None:
 
 
 def test_what_a_recipe_keeps_in_high_precision_is_not_quantized(tmp_path: Path) -> None:
-    """It is written as any other tensor is, and loads into weights that the recipe has made, too."""
-    mixed, values = tmp_path / "mixed.yaml", {"0.weight": torch.randn(8, 8), "1.weight": torch.randn(8, 8).bfloat16()}
+    """It is written as any other tensor is, and loads into weights that the recipe has made,
+    too."""
+    mixed, values = (
+        tmp_path / "mixed.yaml",
+        {"0.weight": torch.randn(8, 8), "1.weight": torch.randn(8, 8).bfloat16()},
+    )
     mixed.write_text("default: current\nlayers: [{match: '1', all: identity}]\n")
     checkpoint.save_file(values, tmp_path / "in")
     for columnwise in ([], ["--columnwise"]):
@@ -191,10 +204,13 @@ def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
     checkpoint.save_sharded(net.state_dict(), tmp_path / "sharded")
     done(tmp_path / "sharded", tmp_path / "out", "--recipe", source)
     checkpoint.load_model(other := model(source, 1), tmp_path / "out")
-    # Rows alone are quantized again where columns are held as well: the same, but for the rounding of float32 scales.
+    # Rows alone are quantized again where columns are held as well: the same, but for the rounding
+    # of float32 scales.
     rtol = 2.0**-22 if source == "rowwise" else 0.0
     for mine, theirs in zip(other, net, strict=True):
-        torch.testing.assert_close(mine.weight.dequantize(), theirs.weight.dequantize(), rtol=rtol, atol=0.0)
+        torch.testing.assert_close(
+            mine.weight.dequantize(), theirs.weight.dequantize(), rtol=rtol, atol=0.0
+        )
 
 
 @pytest.mark.parametrize(
@@ -203,18 +219,32 @@ def test_a_sharded_checkpoint(trained: Any, tmp_path: Path) -> None:
         (["in", "present", "--recipe", "bf16"], "present exists"),
         (["absent", "out", "--recipe", "bf16"], "absent cannot be read"),
         (["in", "out", "--recipe", "nonesuch"], "no installed package provides recipe 'nonesuch'"),
-        (["in", "out", "--recipe", "current", "--option", "fp8_format=E9"], "one of E4M3, E5M2, HYBRID"),
-        (["in", "out", "--recipe", "current", "--option", "more=1"], "unexpected keyword argument 'more'"),
+        (
+            ["in", "out", "--recipe", "current", "--option", "fp8_format=E9"],
+            "one of E4M3, E5M2, HYBRID",
+        ),
+        (
+            ["in", "out", "--recipe", "current", "--option", "more=1"],
+            "unexpected keyword argument 'more'",
+        ),
         (["in", "out", "--recipe", "current", "--option", "more"], "key=value"),
-        (["in", "out", "--recipe", "current", *["--option", "amax_epsilon=1"] * 2], "each key once"),
+        (
+            ["in", "out", "--recipe", "current", *["--option", "amax_epsilon=1"] * 2],
+            "each key once",
+        ),
         (["in", "out", "--recipe", "bf16", "--option", "a=1"], "without the name of a recipe"),
         (["in", "out", "--recipe", "current", "--include", "x*"], "'x*' fits no tensor"),
-        (["in", "folder/out", "--recipe", "current", "--model", "no.such:model"], "/folder'. Expected: a file in"),
+        (
+            ["in", "folder/out", "--recipe", "current", "--model", "no.such:model"],
+            "/folder'. Expected: a file in",
+        ),
         (["text", "out", "--recipe", "current"], "no safetensors file"),
         (["damaged", "out", "--recipe", "current"], "damaged is damaged: its checksum is"),
     ],
 )
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     checkpoint.save_file({"a.weight": torch.randn(4, 4)}, "in")
     raw = bytearray(Path("in").read_bytes())
@@ -239,13 +269,18 @@ def test_force_replaces(tmp_path: Path) -> None:
 
 def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     """Drawn on a terminal, and left out where the output goes to a program."""
-    safetensors.torch.save_file({f"{n}.weight": torch.randn(256, 256) for n in range(8)}, tmp_path / "in")
+    safetensors.torch.save_file(
+        {f"{n}.weight": torch.randn(256, 256) for n in range(8)}, tmp_path / "in"
+    )
     program = "from ottava.cli.main import app; app()"
     command = [sys.executable, "-c", program, "export", str(tmp_path / "in")]
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     shown = subprocess.Popen(
-        [*command, str(tmp_path / "a"), "--recipe", "current"], stdout=subprocess.PIPE, stderr=theirs, env=environment
+        [*command, str(tmp_path / "a"), "--recipe", "current"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=environment,
     )
     os.close(theirs)
     bar = b""
@@ -264,17 +299,22 @@ def test_a_bar_on_a_terminal(tmp_path: Path) -> None:
     assert b"2.1/2.1 MB" in bar
     assert "Converted to current" in table
     assert "Converting" not in table
-    quiet = forking.python(program, "export", tmp_path / "in", tmp_path / "b", "--recipe", "current")
+    quiet = forking.python(
+        program, "export", tmp_path / "in", tmp_path / "b", "--recipe", "current"
+    )
     assert quiet.stderr == ""
     same_tensors(tmp_path / "a", tmp_path / "b")
 
 
 def test_the_model_of_a_training(tmp_path: Path) -> None:
-    """``--prefix`` takes it out of a sharded checkpoint; a shared tensor that stays behind is taken along."""
+    """``--prefix`` takes it out of a sharded checkpoint; a shared tensor that stays behind is taken
+    along."""
     with ottava.quantized_model_init("current"):
         model = torch.nn.Sequential(ottava.nn.Linear(8, 8, dtype=torch.bfloat16))
     moment = torch.randn(8, 8)
-    checkpoint.save_sharded({"model": model.state_dict(), "optimizer": {"moment": moment}}, tmp_path / "run")
+    checkpoint.save_sharded(
+        {"model": model.state_dict(), "optimizer": {"moment": moment}}, tmp_path / "run"
+    )
     out = tmp_path / "model.safetensors"
     done = CliRunner().invoke(
         app, ["export", str(tmp_path / "run"), str(out), "--recipe", "bf16", "--prefix", "model."]
@@ -284,14 +324,26 @@ def test_the_model_of_a_training(tmp_path: Path) -> None:
     checkpoint.load_model(plain, out)
     assert torch.equal(plain[0].weight, model[0].weight.dequantize())
     wrong = CliRunner().invoke(
-        app, ["export", str(tmp_path / "run"), str(out), "--recipe", "bf16", "--prefix", "net.", "--force"]
+        app,
+        [
+            "export",
+            str(tmp_path / "run"),
+            str(out),
+            "--recipe",
+            "bf16",
+            "--prefix",
+            "net.",
+            "--force",
+        ],
     )
     assert wrong.exit_code == 2
     assert "'model.', 'optimizer.'" in wrong.output
     shared = torch.randn(4)
     checkpoint.save_file({"a.x": shared, "b.x": shared, "b.y": shared}, tmp_path / "shared")
     convert_file(tmp_path / "shared", tmp_path / "b", "fp32", prefix="b.")
-    assert {name: value.tolist() for name, value in checkpoint.load_file(tmp_path / "b").items()} == {
+    assert {
+        name: value.tolist() for name, value in checkpoint.load_file(tmp_path / "b").items()
+    } == {
         "x": shared.tolist(),
         "y": shared.tolist(),
     }
@@ -299,12 +351,16 @@ def test_the_model_of_a_training(tmp_path: Path) -> None:
 
 def test_a_pickle_with_code_is_refused_in_our_words(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
-    with pytest.raises(CheckpointError, match=r"it needs code to be run \(torch.nn.modules.linear.Linear\)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"it needs code to be run \(torch.nn.modules.linear.Linear\)"
+    ) as caught:
         convert_file(tmp_path / "module.pt", tmp_path / "out", "bf16")
     assert "weights_only" not in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(1).expand(2**14, 2**14), torch.zeros(1).expand(2**24, 2**24)])
+@pytest.mark.parametrize(
+    "value", [torch.zeros(1).expand(2**14, 2**14), torch.zeros(1).expand(2**24, 2**24)]
+)
 def test_a_small_file_with_a_large_tensor_is_refused(value: torch.Tensor, tmp_path: Path) -> None:
     torch.save({"w.weight": value}, tmp_path / "x.pt")
     assert (tmp_path / "x.pt").stat().st_size < 4000
@@ -335,7 +391,11 @@ def no_model() -> int:
 
 
 def quantized_in(path: Path) -> set[str]:
-    return {name for name, value in checkpoint.load_file(path).items() if isinstance(value, QuantizedTensor)}
+    return {
+        name
+        for name, value in checkpoint.load_file(path).items()
+        if isinstance(value, QuantizedTensor)
+    }
 
 
 @pytest.fixture
@@ -359,7 +419,9 @@ def test_mx_files_hold_rows_unless_asked(gpt: Path, tmp_path: Path) -> None:
     rows, again = (checkpoint.load_file(tmp_path / name) for name in ("rows", "again"))
     assert rows.keys() == again.keys()
     for name, value in rows.items():
-        mine, theirs = (t.inner_list() if isinstance(t, QuantizedTensor) else [t] for t in (value, again[name]))
+        mine, theirs = (
+            t.inner_list() if isinstance(t, QuantizedTensor) else [t] for t in (value, again[name])
+        )
         assert all(a is None or _same_bytes(a, b) for a, b in zip(mine, theirs, strict=True))
     assert not any("columnwise" in key for key in safetensors.torch.load_file(tmp_path / "again"))
     before = safetensors.torch.load_file(tmp_path / "both")
@@ -370,33 +432,67 @@ def test_mx_files_hold_rows_unless_asked(gpt: Path, tmp_path: Path) -> None:
 
 
 def test_embeddings_are_left_alone_and_the_choice_is_told(gpt: Path, tmp_path: Path) -> None:
-    """By their names, and what is tied to one; whatever else is a matrix named weight is quantized, and said to be."""
+    """By their names, and what is tied to one; whatever else is a matrix named weight is quantized,
+    and said to be."""
     text = done(gpt, tmp_path / "out", "--recipe", "current")
-    assert quantized_in(tmp_path / "out") == {"h.0.weight", "h.1.weight", "h.2.weight", "table.weight"}
+    assert quantized_in(tmp_path / "out") == {
+        "h.0.weight",
+        "h.1.weight",
+        "h.2.weight",
+        "table.weight",
+    }
     assert "Quantized: h.*.weight (3), table.weight" in text
     assert "Left alone, named as embeddings: " in text
-    assert {"wte.weight", "head.weight"} <= set(text.partition("embeddings: ")[2].replace("\n", ", ").split(", "))
-    names = ["model.embed_tokens.weight", "tok_embeddings.weight", "bert.embeddings.word_embeddings.weight"]
+    assert {"wte.weight", "head.weight"} <= set(
+        text.partition("embeddings: ")[2].replace("\n", ", ").split(", ")
+    )
+    names = [
+        "model.embed_tokens.weight",
+        "tok_embeddings.weight",
+        "bert.embeddings.word_embeddings.weight",
+    ]
     names += ["emb.weight", "transformer.wpe.weight", "Embed_0.weight"]
     others = ["member.weight", "remember.wq.weight", "wq.weight"]
     checkpoint.save_file({name: torch.randn(4, 4) for name in names + others}, tmp_path / "names")
     done(tmp_path / "names", tmp_path / "out", "--recipe", "current", "--force")
     assert quantized_in(tmp_path / "out") == {"member.weight", "remember.wq.weight", "wq.weight"}
-    done(tmp_path / "names", tmp_path / "out", "--recipe", "current", "--include", "emb*", "--force")
+    done(
+        tmp_path / "names", tmp_path / "out", "--recipe", "current", "--include", "emb*", "--force"
+    )
     assert quantized_in(tmp_path / "out") == {"emb.weight"}
 
 
-def test_a_model_says_what_is_quantized(gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_says_what_is_quantized(
+    gpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exactly what convert quantizes, and nothing of the same form."""
-    (tmp_path / "models_of_tests.py").write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    (tmp_path / "models_of_tests.py").write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_export import small_gpt, no_model\n"
-        "def fails(): raise ValueError('not today')\n")  # fmt: skip
+        "def fails(): raise ValueError('not today')\n"
+    )
     monkeypatch.chdir(tmp_path)
     for filters in ({}, {"exclude": ["head"]}, {"include": ["h.1", "h.2"], "exclude": ["h.2"]}):
-        chosen = [text for key, patterns in filters.items() for one in patterns for text in (f"--{key}", one)]
-        done(gpt, tmp_path / "out", "--recipe", "mxfp8", "--model", "models_of_tests:small_gpt", *chosen, "--force")
+        chosen = [
+            text
+            for key, patterns in filters.items()
+            for one in patterns
+            for text in (f"--{key}", one)
+        ]
+        done(
+            gpt,
+            tmp_path / "out",
+            "--recipe",
+            "mxfp8",
+            "--model",
+            "models_of_tests:small_gpt",
+            *chosen,
+            "--force",
+        )
         model = ottava.convert(small_gpt(), "mxfp8", **filters)
-        layers = {name for name, module in model.named_modules() if isinstance(module, ottava.nn.Linear)}
+        layers = {
+            name for name, module in model.named_modules() if isinstance(module, ottava.nn.Linear)
+        }
         assert quantized_in(tmp_path / "out") == {f"{name}.weight" for name in layers}
     assert "table.weight" not in quantized_in(tmp_path / "out")
     before = (tmp_path / "out").read_bytes()
@@ -412,14 +508,22 @@ def test_a_model_says_what_is_quantized(gpt: Path, tmp_path: Path, monkeypatch: 
         assert said in result.output
     checkpoint.save_file({"h.0.weight": torch.randn(64, 64)}, tmp_path / "cut")
     result = export(
-        tmp_path / "cut", tmp_path / "out", "--recipe", "mxfp8", "--model", "models_of_tests:small_gpt", "--force"
+        tmp_path / "cut",
+        tmp_path / "out",
+        "--recipe",
+        "mxfp8",
+        "--model",
+        "models_of_tests:small_gpt",
+        "--force",
     )
     assert "the file misses 'h.1.weight', 'h.2.weight', 'head.weight'" in result.output
     assert (tmp_path / "out").read_bytes() == before
 
 
 @pytest.mark.parametrize("more", [[], ["--option", "a=1"]])
-def test_an_unknown_recipe_is_not_to_be_installed(gpt: Path, tmp_path: Path, more: list[str]) -> None:
+def test_an_unknown_recipe_is_not_to_be_installed(
+    gpt: Path, tmp_path: Path, more: list[str]
+) -> None:
     result = export(gpt, tmp_path / "out", "--recipe", "mxpf8x", *more)
     assert result.exit_code == 2
     assert "'mxpf8x'" in result.output

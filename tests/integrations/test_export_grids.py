@@ -1,4 +1,5 @@
-"""``ottava export`` with scales for rows and for blocks of 1 x 128 and 128 x 128 elements, columns included."""
+"""``ottava export`` with scales for rows and for blocks of 1 x 128 and 128 x 128 elements, columns
+included."""
 
 from __future__ import annotations
 
@@ -20,10 +21,21 @@ from tests.grids import E4M3, inner, wide
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_blocks_are_exported_and_read_again(dim: int, tmp_path: Path) -> None:
-    values = {"0.weight": wide(140, 300, dtype=torch.bfloat16), "0.bias": torch.ones(140, dtype=torch.bfloat16)}
+    values = {
+        "0.weight": wide(140, 300, dtype=torch.bfloat16),
+        "0.bias": torch.ones(140, dtype=torch.bfloat16),
+    }
     checkpoint.save_file(values, tmp_path / "plain.safetensors")
-    command = ["export", f"{tmp_path}/plain.safetensors", f"{tmp_path}/made.safetensors", "--recipe", "blockwise"]
-    told = CliRunner().invoke(app, [*command, "--option", f"w_block_scaling_dim={dim}", "--columnwise"])
+    command = [
+        "export",
+        f"{tmp_path}/plain.safetensors",
+        f"{tmp_path}/made.safetensors",
+        "--recipe",
+        "blockwise",
+    ]
+    told = CliRunner().invoke(
+        app, [*command, "--option", f"w_block_scaling_dim={dim}", "--columnwise"]
+    )
     assert told.exit_code == 0, told.output
     made = checkpoint.load_file(tmp_path / "made.safetensors")
     with safetensors.safe_open(tmp_path / "made.safetensors", framework="pt") as file:
@@ -34,17 +46,36 @@ def test_blocks_are_exported_and_read_again(dim: int, tmp_path: Path) -> None:
     assert_same(inner(made["0.weight"]), inner(expected))
     assert torch.equal(made["0.bias"], values["0.bias"])
     # Back to high precision.
-    command = ["export", f"{tmp_path}/made.safetensors", f"{tmp_path}/back.safetensors", "--recipe", "bf16"]
+    command = [
+        "export",
+        f"{tmp_path}/made.safetensors",
+        f"{tmp_path}/back.safetensors",
+        "--recipe",
+        "bf16",
+    ]
     told = CliRunner().invoke(app, command)
     assert told.exit_code == 0, told.output
-    assert_same(checkpoint.load_file(tmp_path / "back.safetensors")["0.weight"], expected.dequantize())
+    assert_same(
+        checkpoint.load_file(tmp_path / "back.safetensors")["0.weight"], expected.dequantize()
+    )
 
 
 def test_rows_are_exported_and_read_again(tmp_path: Path) -> None:
-    values = {"0.weight": wide(140, 300, dtype=torch.bfloat16), "0.bias": torch.ones(140, dtype=torch.bfloat16)}
+    values = {
+        "0.weight": wide(140, 300, dtype=torch.bfloat16),
+        "0.bias": torch.ones(140, dtype=torch.bfloat16),
+    }
     checkpoint.save_file(values, tmp_path / "plain.safetensors")
-    command = ["export", f"{tmp_path}/plain.safetensors", f"{tmp_path}/made.safetensors", "--recipe", "rowwise"]
-    told = CliRunner().invoke(app, [*command, "--option", "force_pow_2_scales=true", "--columnwise"])
+    command = [
+        "export",
+        f"{tmp_path}/plain.safetensors",
+        f"{tmp_path}/made.safetensors",
+        "--recipe",
+        "rowwise",
+    ]
+    told = CliRunner().invoke(
+        app, [*command, "--option", "force_pow_2_scales=true", "--columnwise"]
+    )
     assert told.exit_code == 0, told.output
     made = checkpoint.load_file(tmp_path / "made.safetensors")
     expected = Float8RowwiseQuantizer(E4M3, force_pow_2_scales=True)(values["0.weight"])

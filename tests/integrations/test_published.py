@@ -1,4 +1,5 @@
-"""Checkpoints that other tools have quantized are neither converted nor analyzed as if codes were values."""
+"""Checkpoints that other tools have quantized are neither converted nor analyzed as if codes were
+values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What tensors are read from: files and folders of other tools, files of torch.save, and sharded checkpoints."""
+"""What tensors are read from: files and folders of other tools, files of torch.save, and sharded
+checkpoints."""
 
 from __future__ import annotations
 
@@ -30,8 +31,13 @@ from tests.integrations.files import same_tensors
 
 def held(state: Any) -> dict[str, list[torch.Tensor]]:
     """All tensors of a state dict, those that quantized ones hold among them."""
-    values = {n: v.inner_list() if isinstance(v, QuantizedTensorStorage) else [v] for n, v in state.items()}
-    return {name: [t.detach() for t in tensors if t is not None] for name, tensors in values.items()}
+    values = {
+        n: v.inner_list() if isinstance(v, QuantizedTensorStorage) else [v]
+        for n, v in state.items()
+    }
+    return {
+        name: [t.detach() for t in tensors if t is not None] for name, tensors in values.items()
+    }
 
 
 def assert_equal(one: Any, two: Any) -> None:
@@ -40,8 +46,11 @@ def assert_equal(one: Any, two: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(tensors, held(two)[name], strict=True)), name
 
 
-def test_an_index_of_many_files_is_read_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in looks at the index, of which a file for each tensor made as many as their square."""
+def test_an_index_of_many_files_is_read_in_linear_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in looks at the index, of which a file for each tensor made as many as their
+    square."""
     names = [f"{number}.weight" for number in range(40)]
     for name in names:
         safetensors.torch.save_file({name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
@@ -55,7 +64,9 @@ def test_an_index_of_many_files_is_read_in_linear_time(tmp_path: Path, monkeypat
             looks += 1
             return super().__getitem__(name)
 
-    monkeypatch.setattr(reading.json, "loads", lambda text: {"weight_map": Counting(index["weight_map"])})
+    monkeypatch.setattr(
+        reading.json, "loads", lambda text: {"weight_map": Counting(index["weight_map"])}
+    )
     assert read_state(tmp_path)[0].keys() == set(names)
     assert looks <= 2 * len(names)
 
@@ -77,7 +88,10 @@ def test_a_folder_of_shards(recipe: Any, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     names = sorted(foreign)
-    where = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(names)}
+    where = {
+        name: f"model-0000{1 + number % 2}-of-00002.safetensors"
+        for number, name in enumerate(names)
+    }
     for file in set(where.values()):
         shard = {name: foreign[name] for name in names if where[name] == file}
         safetensors.torch.save_file(shard, folder / file)
@@ -102,7 +116,8 @@ def test_a_folder_of_shards(recipe: Any, tmp_path: Path) -> None:
             read_state(folder)
     index.unlink()
     with pytest.raises(
-        CheckpointError, match=r"model\.safetensors, files by tensor in model\.safetensors\.index\.json, or ottava"
+        CheckpointError,
+        match=r"model\.safetensors, files by tensor in model\.safetensors\.index\.json, or ottava",
     ):
         read_state(folder)
     (tmp_path / "in").rename(folder / "model.safetensors")
@@ -138,7 +153,9 @@ def test_files_of_torch_save(recipe: Any, tmp_path: Path) -> None:
 
 def test_a_sharded_checkpoint_is_what_was_saved(recipe: Any, tmp_path: Path) -> None:
     with ottava.quantized_model_init(recipe):
-        net = torch.nn.Sequential(ottava.nn.Linear(5, 33, recipe=recipe), ottava.nn.Linear(33, 3, recipe=recipe))
+        net = torch.nn.Sequential(
+            ottava.nn.Linear(5, 33, recipe=recipe), ottava.nn.Linear(33, 3, recipe=recipe)
+        )
     checkpoint.save_sharded(net.state_dict(), tmp_path / "saved")
     state, texts = read_state(tmp_path / "saved")
     assert texts == {}
@@ -208,7 +225,9 @@ def test_damaged_files_of_torch_save(tmp_path: Path) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                assert all(isinstance(value, torch.Tensor) for value in read_state(path)[0].values())
+                assert all(
+                    isinstance(value, torch.Tensor) for value in read_state(path)[0].values()
+                )
         except OttavaError:
             refused += 1
     assert refused > 100
@@ -226,10 +245,15 @@ def test_nested_and_jagged_tensors_are_refused(layout: Any, tmp_path: Path) -> N
 class Loose(QuantizedTensorStorage):
     """A third party's storage, which checks nothing and has no nominal dtype."""
 
-    inner_tensors = (InnerTensor("_codes", "codes", native="_element"), InnerTensor("_factor", "factor"))
+    inner_tensors = (
+        InnerTensor("_codes", "codes", native="_element"),
+        InnerTensor("_factor", "factor"),
+    )
     static_fields = (StaticField("_element", "element"), StaticField("_sizes", "sizes"))
 
-    def __init__(self, *, codes: Any, factor: Any, element: Any, sizes: Any, quantizer: Any = None) -> None:
+    def __init__(
+        self, *, codes: Any, factor: Any, element: Any, sizes: Any, quantizer: Any = None
+    ) -> None:
         self._codes, self._factor, self._quantizer = codes, factor, quantizer
         self._element, self._sizes = element, sizes
 
@@ -243,10 +267,26 @@ class Loose(QuantizedTensorStorage):
 @pytest.mark.parametrize("field", ["element", "sizes"])
 def test_a_class_that_checks_nothing_is_refused_by_name(field: str, tmp_path: Path) -> None:
     """Whatever the file says to it."""
-    made = Loose(codes=torch.arange(6, dtype=torch.uint8).view(2, 3), factor=torch.rand(2), element=torch.float8_e5m2,
-                 sizes=(2, 3))  # fmt: skip
+    made = Loose(
+        codes=torch.arange(6, dtype=torch.uint8).view(2, 3),
+        factor=torch.rand(2),
+        element=torch.float8_e5m2,
+        sizes=(2, 3),
+    )
     tensors, metadata = checkpoint.flatten_state_dict({"weight": made, "bias": torch.ones(2)})
-    for value in (None, [], [2, 3], [-1, 3], "x", 1, 1.5, {}, {"dtype": "float32"}, {"dtype": "float8_e5m2"}, [[2], 3]):
+    for value in (
+        None,
+        [],
+        [2, 3],
+        [-1, 3],
+        "x",
+        1,
+        1.5,
+        {},
+        {"dtype": "float32"},
+        {"dtype": "float8_e5m2"},
+        [[2], 3],
+    ):
         described = json.loads(metadata["ottava"])
         described["quantized"]["weight"]["static"][field] = value
         (tmp_path / "x").unlink(missing_ok=True)
@@ -257,20 +297,30 @@ def test_a_class_that_checks_nothing_is_refused_by_name(field: str, tmp_path: Pa
 
 
 def test_recipes_explain_asks_about_the_layers_of_a_checkpoint(recipe: Any, tmp_path: Path) -> None:
-    """Matrices named weight: those that are quantized, and those that share another's values, as well."""
+    """Matrices named weight: those that are quantized, and those that share another's values, as
+    well."""
     with ottava.quantized_model_init(recipe):
         quantized = ottava.nn.Linear(32, 16, recipe=recipe)
     plain, tied = torch.nn.Linear(16, 8), torch.nn.Linear(16, 8)
     tied.weight = plain.weight
     body = {"first.up": quantized, "norm": torch.nn.LayerNorm(8), "second": plain, "tied": tied}
-    state = {f"{name}.{key}": tensor for name, module in body.items() for key, tensor in module.state_dict().items()}
+    state = {
+        f"{name}.{key}": tensor
+        for name, module in body.items()
+        for key, tensor in module.state_dict().items()
+    }
     state |= {"table": torch.zeros(4, 4), "third.weight_scale": torch.zeros(2, 2)}
     checkpoint.save_file(state, tmp_path / "model.safetensors")
     for place in (tmp_path / "model.safetensors", tmp_path):
         assert sorted(checkpoint_layers(place)) == ["first.up", "second", "tied"]
     asked = ["recipes", "--explain", "current", "--json", "--checkpoint"]
     found = json.loads(CliRunner().invoke(app, [*asked, str(tmp_path), "--layer", "more"]).stdout)
-    assert sorted({row["layer"] for row in found["layers"]}) == ["first.up", "more", "second", "tied"]
+    assert sorted({row["layer"] for row in found["layers"]}) == [
+        "first.up",
+        "more",
+        "second",
+        "tied",
+    ]
     checkpoint.save_file({"a.bias": torch.zeros(3)}, tmp_path / "none.safetensors")
     with pytest.raises(UsageError, match=r"none.safetensors has no matrix named \*.weight"):
         checkpoint_layers(tmp_path / "none.safetensors")

@@ -1,4 +1,5 @@
-"""Tests with the released libraries that train models. Where one of these is missing, the folder is skipped."""
+"""Tests with the released libraries that train models. Where one of these is missing, the folder is
+skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Weights that are quantized only, in released libraries: told apart, trained, saved, merged and sharded."""
+"""Weights that are quantized only, in released libraries: told apart, trained, saved, merged and
+sharded."""
 
 from __future__ import annotations
 
@@ -26,19 +27,29 @@ TOKENS = torch.randint(0, 256, (64, 32), generator=torch.Generator().manual_seed
 
 def language_model(tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = transformers.LlamaConfig(**sizes, vocab_size=256, tie_word_embeddings=tied)
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
-def primary(recipe: str, tied: bool = False, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+def primary(
+    recipe: str, tied: bool = False, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Any:
     return ottava.convert(language_model(tied, dtype), recipe, primary=True, **options)
 
 
 def values_of(model: Any) -> dict[str, torch.Tensor]:
     """Values of all weights by name, quantized ones dequantized."""
     state = ottava.checkpoint.without_state(model.state_dict())
-    return {name: v.dequantize() if isinstance(v, ottava.QuantizedTensor) else v for name, v in state.items()}
+    return {
+        name: v.dequantize() if isinstance(v, ottava.QuantizedTensor) else v
+        for name, v in state.items()
+    }
 
 
 def assert_same_values(one: Any, other: Any) -> None:
@@ -54,13 +65,17 @@ def test_a_model_is_saved_and_loaded(recipe: str, tied: bool, tmp_path: Path) ->
     model = primary(recipe, tied)
     head, table = model.lm_head.weight, model.model.embed_tokens.weight
     assert (head is table) is tied
-    with pytest.warns(UserWarning, match=r"are written in high precision.*ottava.checkpoint.save_model"):
+    with pytest.warns(
+        UserWarning, match=r"are written in high precision.*ottava.checkpoint.save_model"
+    ):
         model.save_pretrained(tmp_path / "whole")
     with pytest.warns(UserWarning, match="are written in high precision"):
         model.save_pretrained(tmp_path / "parts", max_shard_size="100KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
     for folder in ("whole", "parts"):
-        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16)
+        loaded = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.bfloat16
+        )
         assert_same_values(loaded, model)
 
 
@@ -73,12 +88,15 @@ def test_shared_weights_are_found(recipe: str) -> None:
     assert find_tied_parameters(tied) == [["lm_head.weight", "model.embed_tokens.weight"]]
     assert find_tied_parameters(alone) == []
     assert len({id_tensor_storage(p) for p in alone.parameters()}) == len(list(alone.parameters()))
-    assert id_tensor_storage(tied.lm_head.weight) == id_tensor_storage(tied.model.embed_tokens.weight.detach())
+    assert id_tensor_storage(tied.lm_head.weight) == id_tensor_storage(
+        tied.model.embed_tokens.weight.detach()
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_end_of_a_weight_is_that_of_its_data(recipe: str) -> None:
-    """Tied weights are saved if both names end alike; a copy in high precision has another address each time."""
+    """Tied weights are saved if both names end alike; a copy in high precision has another address
+    each time."""
     import huggingface_hub.serialization._torch as hub
 
     model = primary(recipe, tied=True)
@@ -113,7 +131,9 @@ def test_the_trainer_writes_checkpoints_and_resumes(recipe: str, tmp_path: Path)
     model, before = primary(recipe), values_of(primary(recipe))
     with pytest.warns(UserWarning, match="are written in high precision"):
         trainer_of(model, tmp_path).train()
-    unchanged = [name for name, value in values_of(model).items() if torch.equal(value, before[name])]
+    unchanged = [
+        name for name, value in values_of(model).items() if torch.equal(value, before[name])
+    ]
     assert not unchanged
     resumed = primary(recipe)
     with warnings.catch_warnings():
@@ -137,7 +157,9 @@ def test_low_rank_adapters_are_merged_and_saved(recipe: str, tmp_path: Path) -> 
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(primary(recipe, exclude=ottava.HEADS), tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(
+        primary(recipe, exclude=ottava.HEADS), tmp_path / "adapter"
+    )
     for name, value in peft.get_peft_model_state_dict(model).items():
         assert_same(peft.get_peft_model_state_dict(again)[name], value)
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
@@ -148,7 +170,9 @@ def test_low_rank_adapters_are_merged_and_saved(recipe: str, tmp_path: Path) -> 
     assert (weight.dequantize() - expected).norm() <= 0.05 * expected.norm()
     with pytest.warns(UserWarning, match="are written in high precision"):
         merged.save_pretrained(tmp_path / "merged")
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
+    loaded = transformers.LlamaForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.bfloat16
+    )
     assert_same_values(loaded, merged)
 
 
@@ -183,7 +207,10 @@ def accelerated(mesh: Any, recipe: str, sharded: bool, **options: Any) -> None:
     def local() -> dict[str, torch.Tensor]:
         found = {name: p.detach() for name, p in model.named_parameters()}
         found = {name: p.to_local() if hasattr(p, "to_local") else p for name, p in found.items()}
-        return {n: p.dequantize() if isinstance(p, ottava.QuantizedTensor) else p.clone() for n, p in found.items()}
+        return {
+            n: p.dequantize() if isinstance(p, ottava.QuantizedTensor) else p.clone()
+            for n, p in found.items()
+        }
 
     def step() -> None:
         accelerator.backward(model(input_ids=TOKENS[:2], labels=TOKENS[:2]).loss)
@@ -238,7 +265,9 @@ def full_mxfp8(mesh: Any) -> None:
     accelerated(mesh, "mxfp8", sharded=True, state_dict_type="FULL_STATE_DICT")
 
 
-def test_accelerate_trains_every_weight_and_saves_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_trains_every_weight_and_saves_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTTAVA_TEST_FOLDER", str(tmp_path))
     cases = ["fsdp2_current", "fsdp2_mxfp8", "fsdp2_delayed", "full_mxfp8"]
     cases += ["ddp_current", "ddp_blockwise", "ddp_delayed"]

@@ -1,4 +1,5 @@
-"""Blockwise weights on two ranks, compared with one process bit for bit. Weights have several blocks on each rank."""
+"""Blockwise weights on two ranks, compared with one process bit for bit. Weights have several
+blocks on each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ONE_DIMENSIONAL = Float8BlockScaling(w_block_scaling_dim=1)
 
 
 def train(mesh: Any) -> None:
-    """Square blocks are gathered as bytes, once; others by rows for the forward pass, by columns for the backward."""
+    """Square blocks are gathered as bytes, once; others by rows for the forward pass, by columns
+    for the backward."""
     for recipe in (*RECIPES, ONE_DIMENSIONAL):
         alone = model(COLUMNS, ROWS, 256, recipe)
         expected = losses(alone, COLUMNS, 256)
@@ -35,7 +37,10 @@ def train(mesh: Any) -> None:
             shard(sharded, mesh, reshard)
             with GatheredBytes() as gathered:
                 assert losses(sharded, COLUMNS, 256) == expected, (recipe, reshard)
-            sizes = {ROWS * COLUMNS: ROWS * COLUMNS // 2 + 4 * 2 * 3, 256 * ROWS: 256 * ROWS // 2 + 4 * 4}
+            sizes = {
+                ROWS * COLUMNS: ROWS * COLUMNS // 2 + 4 * 2 * 3,
+                256 * ROWS: 256 * ROWS // 2 + 4 * 4,
+            }
             if square:
                 assert set(gathered.handed) == set(sizes.items()), gathered.handed
             for a, b in ((alone[0], sharded[0]), (alone[2], sharded[2])):
@@ -47,7 +52,8 @@ def train(mesh: Any) -> None:
 
 
 def gathered(mesh: Any) -> None:
-    """Weights in high precision, quantized before or after the gather: blocks of every kind, any number of rows."""
+    """Weights in high precision, quantized before or after the gather: blocks of every kind, any
+    number of rows."""
     for recipe in (*RECIPES, ONE_DIMENSIONAL):
         for rows in (256, 33):
             nets = []
@@ -74,7 +80,8 @@ def refused(mesh: Any) -> None:
 
 
 def files(mesh: Any) -> None:
-    """Shards of rows and of columns, saved by two ranks, are loaded by them and by each as a whole."""
+    """Shards of rows and of columns, saved by two ranks, are loaded by them and by each as a
+    whole."""
     folder = [f"{tempfile.mkdtemp()}/step" if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     alone, sharded, other, whole = (model(COLUMNS, ROWS, 256, ONE_DIMENSIONAL) for _ in range(4))
@@ -93,7 +100,8 @@ def files(mesh: Any) -> None:
 
 
 def masters(mesh: Any) -> None:
-    """Ranges of master weights that cut blocks anywhere give the bytes of the whole, in one batch of every kind."""
+    """Ranges of master weights that cut blocks anywhere give the bytes of the whole, in one batch
+    of every kind."""
     rank = dist.get_rank()
     quantizers = [
         Float8BlockQuantizer(E4M3, block_scaling_dim=dim, force_pow_2_scales=pow_2)
@@ -101,12 +109,19 @@ def masters(mesh: Any) -> None:
         for pow_2 in (True, False)
     ]
     values = [wide(200 + number, COLUMNS, seed=number) for number in range(4)]
-    weights = [q(torch.zeros(v.shape, dtype=torch.bfloat16)) for q, v in zip(quantizers, values, strict=True)]
+    weights = [
+        q(torch.zeros(v.shape, dtype=torch.bfloat16))
+        for q, v in zip(quantizers, values, strict=True)
+    ]
     cuts = [COLUMNS * 100 + 17, COLUMNS * 130, 1, 200 * COLUMNS]
-    ranges = [(0, cut) if rank == 0 else (cut, v.numel()) for cut, v in zip(cuts, values, strict=True)]
+    ranges = [
+        (0, cut) if rank == 0 else (cut, v.numel()) for cut, v in zip(cuts, values, strict=True)
+    ]
     shards = [v.flatten()[first:last] for v, (first, last) in zip(values, ranges, strict=True)]
     quantize_master_weights(weights, shards, [first for first, _ in ranges])
-    for weight, quantizer, value, (first, last) in zip(weights, quantizers, values, ranges, strict=True):
+    for weight, quantizer, value, (first, last) in zip(
+        weights, quantizers, values, ranges, strict=True
+    ):
         expected = quantizer(value.bfloat16())
         mine, theirs = (w._rowwise_data.flatten()[first:last] for w in (weight, expected))
         assert_same(mine, theirs)

@@ -1,4 +1,5 @@
-"""Products on hardware that multiplies blocks of 128: torch's function is replaced by one that does what is documented.
+"""Products on hardware that multiplies blocks of 128: torch's function is replaced by one that does
+what is documented.
 
 It insists on shapes, strides and sizes, and computes in float64 from what it is given.
 """
@@ -37,7 +38,9 @@ class Hopper:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def __call__(self, a: Any, b: Any, scale_a: Any, kind_a: Any, scale_b: Any, kind_b: Any, **options: Any) -> Any:
+    def __call__(
+        self, a: Any, b: Any, scale_a: Any, kind_a: Any, scale_b: Any, kind_b: Any, **options: Any
+    ) -> Any:
         assert a.is_contiguous()
         assert b.t().is_contiguous()
         assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
@@ -50,7 +53,9 @@ class Hopper:
         assert options["output_dtype"] in (torch.bfloat16, torch.float32)
         operands = ((a, scale_a, kind_a), (b.t(), scale_b, kind_b))
         left, right = (self.values(*operand) for operand in operands)
-        self.calls.append({"kinds": (kind_a, kind_b), "scales": (scale_a, scale_b), "given": (a, b)} | options)
+        self.calls.append(
+            {"kinds": (kind_a, kind_b), "scales": (scale_a, scale_b), "given": (a, b)} | options
+        )
         return (left @ right.t()).to(options["output_dtype"])
 
     @staticmethod
@@ -81,7 +86,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hopper]:
     return made
 
 
-def product(kind: str, sizes: Any, dims: Any, formats: Any = (E4M3, E4M3), pow_2: bool = False) -> tuple[Any, ...]:
+def product(
+    kind: str, sizes: Any, dims: Any, formats: Any = (E4M3, E4M3), pow_2: bool = False
+) -> tuple[Any, ...]:
     """Two quantized operands and the exact product of what they decode to, ``[M, K] · [N, K]ᵀ``."""
     made, values = [], []
     given = zip(SHAPES[kind](*sizes), dims, formats, COLUMNWISE[kind], strict=True)
@@ -95,13 +102,19 @@ def product(kind: str, sizes: Any, dims: Any, formats: Any = (E4M3, E4M3), pow_2
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("dims", [(1, 1), (1, 2), (2, 1)])
-def test_the_library_is_given_what_it_documents(hopper: Hopper, kind: Any, dims: tuple[int, int]) -> None:
+def test_the_library_is_given_what_it_documents(
+    hopper: Hopper, kind: Any, dims: tuple[int, int]
+) -> None:
     for (number, sizes), pow_2 in itertools.product(enumerate(SIZES), (True, False)):
         formats = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)][number % 3]
         a, b, left, right = product(kind, sizes, dims, formats, pow_2)
         hopper.calls.clear()
-        for dtype, bias in itertools.product((torch.float32, torch.bfloat16), (None, torch.randn(len(right)))):
-            got = gemm(a, b, kind, out_dtype=dtype, bias=bias, use_split_accumulator=kind != "fprop")
+        for dtype, bias in itertools.product(
+            (torch.float32, torch.bfloat16), (None, torch.randn(len(right)))
+        ):
+            got = gemm(
+                a, b, kind, out_dtype=dtype, bias=bias, use_split_accumulator=kind != "fprop"
+            )
             assert got.dtype == dtype
             assert got.is_contiguous()
             close(got, left, right.t(), bias)
@@ -133,7 +146,9 @@ def test_what_the_library_has_no_product_for_is_decoded(hopper: Hopper, kind: An
 
 
 @pytest.mark.parametrize("capability", [0, 89, 100, 120])
-def test_other_hardware_decodes(hopper: Hopper, monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+def test_other_hardware_decodes(
+    hopper: Hopper, monkeypatch: pytest.MonkeyPatch, capability: int
+) -> None:
     monkeypatch.setattr(blocks, "capability", lambda operand: capability)
     a, b, left, right = product("fprop", (70, 33, 300), (1, 2))
     close(gemm(a, b, "fprop", out_dtype=torch.float32), left, right.t())
@@ -166,13 +181,17 @@ def test_what_is_made_of_a_weight_is_made_once(hopper: Hopper) -> None:
         lambda: weight._rowwise_data.zero_(),
     ):
         write()
-        left, right = (decoded(q, DIMS[dim], columnwise=False, transposed=True) for q, dim in ((a, 1), (weight, 2)))
+        left, right = (
+            decoded(q, DIMS[dim], columnwise=False, transposed=True)
+            for q, dim in ((a, 1), (weight, 2))
+        )
         close(gemm(a, weight, "fprop", out_dtype=torch.float32), left, right.t())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_layer(hopper: Hopper, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
-    """Its three products are the library's, and what decoded operands give up to rounding; compiled, the same bytes."""
+    """Its three products are the library's, and what decoded operands give up to rounding;
+    compiled, the same bytes."""
     layer = ottava.nn.Linear(300, 140, recipe=Float8BlockScaling())
     x, dy = wide(2, 35, 300, sigma=1.0).requires_grad_(), wide(2, 35, 140, seed=1, sigma=1.0)
     torch._dynamo.reset()

@@ -81,7 +81,10 @@ def test_what_a_layer_keeps_for_the_backward_pass_is_bytes_of_columns() -> None:
     kept: list[Any] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(wide(256, 300, dtype=torch.bfloat16).requires_grad_())
-    assert sorted(tuple(t.shape) for t in kept if t is not None and t.dtype == torch.uint8) == [(300, 140), (300, 256)]
+    assert sorted(tuple(t.shape) for t in kept if t is not None and t.dtype == torch.uint8) == [
+        (300, 140),
+        (300, 256),
+    ]
     assert not any(t.dtype == torch.bfloat16 for t in kept if t is not None and t.numel() > 300)
 
 

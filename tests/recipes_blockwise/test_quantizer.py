@@ -1,4 +1,5 @@
-"""Bytes of data and scales, against a scalar oracle of the format; constructors, and what is refused."""
+"""Bytes of data and scales, against a scalar oracle of the format; constructors, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ import torch
 from ottava.errors import DTypeError, OptionError, OttavaError, ShapeError
 from ottava.kernels.backends import use_backend
 from ottava.tensors import DequantizedView
-from ottava_blockwise import Float8BlockQuantizer, Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage
+from ottava_blockwise import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+)
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.grids import E4M3, E5M2, INNER, decoded, expected_bytes, inner, special, wide
@@ -23,10 +28,15 @@ SHAPES = [(3, 260), (130, 5), (257, 129), (2, 65, 130), (1, 1), (0, 7), (7, 0)]
 
 
 def check(x: torch.Tensor, fp8_dtype: torch.dtype, dim: int, **options: Any) -> None:
-    expected = expected_bytes(x, fp8_dtype, DIMS[dim], transposed=True, finite_as_input=True, **options)
+    expected = expected_bytes(
+        x, fp8_dtype, DIMS[dim], transposed=True, finite_as_input=True, **options
+    )
     options |= {"block_scaling_dim": dim}
     assert_same(inner(Float8BlockQuantizer(fp8_dtype, **options)(x)), expected)
-    rows, columns = (Float8BlockQuantizer(fp8_dtype, columnwise=c, rowwise=not c, **options)(x) for c in (False, True))
+    rows, columns = (
+        Float8BlockQuantizer(fp8_dtype, columnwise=c, rowwise=not c, **options)(x)
+        for c in (False, True)
+    )
     assert_same(inner(rows), [*expected[:2], None, None])
     assert_same(inner(columns), [None, None, *expected[2:]])
 
@@ -63,13 +73,19 @@ def test_the_reference_backend_gives_the_same_bytes() -> None:
 def test_an_infinite_scale_becomes_the_largest_of_the_inputs_dtype(dim: int) -> None:
     # An epsilon this small makes the quotient infinite, as no value of float16 does.
     options: dict[str, Any] = {"block_scaling_dim": dim, "amax_epsilon": 1e-40}
-    for dtype, largest in ((torch.float16, 65504.0), (torch.bfloat16, 2.0**127 * 1.9921875), (torch.float32, None)):
+    for dtype, largest in (
+        (torch.float16, 65504.0),
+        (torch.bfloat16, 2.0**127 * 1.9921875),
+        (torch.float32, None),
+    ):
         zeros = torch.zeros(2, 3, dtype=dtype)
         finite = torch.tensor(torch.finfo(torch.float32).max if largest is None else largest)
         exact = Float8BlockQuantizer(E4M3, force_pow_2_scales=False, **options)(zeros)
         assert (exact._rowwise_scale_inv == torch.ones(()) / finite).all()
         power = Float8BlockQuantizer(E4M3, **options)(zeros)
-        assert (power._rowwise_scale_inv == (2.0**-15 if dtype == torch.float16 else 2.0**-127)).all()
+        assert (
+            power._rowwise_scale_inv == (2.0**-15 if dtype == torch.float16 else 2.0**-127)
+        ).all()
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -78,7 +94,11 @@ def test_values_are_element_times_scale(dim: int, pow_2: bool) -> None:
     x = wide(140, 260, sigma=2.0)
     for columnwise in (False, True):
         quantizer = Float8BlockQuantizer(
-            E4M3, rowwise=not columnwise, columnwise=columnwise, block_scaling_dim=dim, force_pow_2_scales=pow_2
+            E4M3,
+            rowwise=not columnwise,
+            columnwise=columnwise,
+            block_scaling_dim=dim,
+            force_pow_2_scales=pow_2,
         )
         q = quantizer(x)
         assert q.shape == x.shape
@@ -111,7 +131,9 @@ def test_attributes_and_construction() -> None:
     assert [t.shape for t in inner(q)] == [(200, 300), (200, 3), (300, 200), (300, 2)]
     names = [name.removeprefix("_") for name in INNER]
     held = dict(zip(names, inner(q), strict=True))
-    made = Float8BlockwiseQTensor(**held, dtype=torch.bfloat16, fp8_dtype=E4M3, block_scaling_dim=1, pow_2_scales=True)
+    made = Float8BlockwiseQTensor(
+        **held, dtype=torch.bfloat16, fp8_dtype=E4M3, block_scaling_dim=1, pow_2_scales=True
+    )
     assert torch.equal(made.dequantize(), q.dequantize())
     bare = Float8BlockQuantizer(E4M3)
     bare.internal = True
@@ -120,7 +142,11 @@ def test_attributes_and_construction() -> None:
 
 def test_what_is_refused() -> None:
     q = Float8BlockQuantizer(E4M3)(torch.randn(200, 300))
-    held = {"rowwise_data": q._rowwise_data, "rowwise_scale_inv": q._rowwise_scale_inv, "dtype": torch.float32}
+    held = {
+        "rowwise_data": q._rowwise_data,
+        "rowwise_scale_inv": q._rowwise_scale_inv,
+        "dtype": torch.float32,
+    }
 
     def tensor(**other: Any) -> Any:
         return Float8BlockwiseQTensor(**(held | {"fp8_dtype": E4M3} | other))

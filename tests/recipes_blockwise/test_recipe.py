@@ -22,7 +22,11 @@ def test_defaults_and_options_reach_the_quantizers() -> None:
     recipe = ottava.get_recipe("blockwise")
     assert recipe == Float8BlockScaling()
     expected = {"input": (E4M3, 1), "weight": (E4M3, 2), "grad_output": (E4M3, 1)}
-    assert {role: (q.fp8_dtype, q.block_scaling_dim) for role in expected for q in [recipe.quantizer(role)]} == expected
+    assert {
+        role: (q.fp8_dtype, q.block_scaling_dim)
+        for role in expected
+        for q in [recipe.quantizer(role)]
+    } == expected
     recipe = Float8BlockScaling(
         fp8_format=Format.HYBRID,
         force_pow_2_scales=False,
@@ -33,7 +37,9 @@ def test_defaults_and_options_reach_the_quantizers() -> None:
     )
     expected = {"input": (E4M3, 2), "weight": (E4M3, 1), "grad_output": (E5M2, 2)}
     for role, (fp8_dtype, dim) in expected.items():
-        made = Float8BlockQuantizer(fp8_dtype, amax_epsilon=1e-4, force_pow_2_scales=False, block_scaling_dim=dim)
+        made = Float8BlockQuantizer(
+            fp8_dtype, amax_epsilon=1e-4, force_pow_2_scales=False, block_scaling_dim=dim
+        )
         assert recipe.quantizer(role) == made
 
 
@@ -66,7 +72,10 @@ def test_fake_quantization_is_that_of_blocks_along_rows(name: str, dtype: torch.
         x = wide(*shape, dtype=dtype, sigma=2.0).requires_grad_()
         got = fake_quantize(x, name)
         assert_same(
-            got, Float8BlockQuantizer(FORMATS[name], columnwise=False, block_scaling_dim=1)(x.detach()).dequantize()
+            got,
+            Float8BlockQuantizer(FORMATS[name], columnwise=False, block_scaling_dim=1)(
+                x.detach()
+            ).dequantize(),
         )
         got.sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))

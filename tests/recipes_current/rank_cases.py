@@ -1,4 +1,5 @@
-"""FP8-primary weights under FSDP2, and amaxes that ranks share: compared with one process, bit for bit."""
+"""FP8-primary weights under FSDP2, and amaxes that ranks share: compared with one process, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -36,9 +37,16 @@ def train(mesh: Any) -> None:
                         assert torch.equal(a.weight._scale_inv, b.weight._scale_inv), case
                         b.reshard()
                     if rows == 32:
-                        # One byte for an element, in the backward too where the weight was given up after the forward.
-                        assert len(gathered.handed) == 3 * 2 * (2 if reshard else 1), (case, gathered.handed)
-                        assert all(2 * handed == whole for whole, handed in gathered.handed), (case, gathered.handed)
+                        # One byte for an element, in the backward too where the weight was given up
+                        # after the forward.
+                        assert len(gathered.handed) == 3 * 2 * (2 if reshard else 1), (
+                            case,
+                            gathered.handed,
+                        )
+                        assert all(2 * handed == whole for whole, handed in gathered.handed), (
+                            case,
+                            gathered.handed,
+                        )
 
 
 def unequal(mesh: Any) -> None:

@@ -24,9 +24,13 @@ def float32(value: float) -> float:
 @pytest.mark.parametrize("pow_2", [False, True])
 @pytest.mark.parametrize("fp8_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_scale_and_values(fp8_dtype: torch.dtype, pow_2: bool) -> None:
-    for largest, epsilon in itertools.product((0.0, 3.7e-3, 1.0, 448.0, 1e30, 2.0**-140, math.inf), (0.0, 1e-2)):
+    for largest, epsilon in itertools.product(
+        (0.0, 3.7e-3, 1.0, 448.0, 1e30, 2.0**-140, math.inf), (0.0, 1e-2)
+    ):
         x = torch.tensor([largest, -largest / 3 if math.isfinite(largest) else 1.0, 0.0, math.nan])
-        q = Float8CurrentScalingQuantizer(fp8_dtype, force_pow_2_scales=pow_2, amax_epsilon=epsilon)(x)
+        q = Float8CurrentScalingQuantizer(
+            fp8_dtype, force_pow_2_scales=pow_2, amax_epsilon=epsilon
+        )(x)
         amax = max(float(x[0]), float32(epsilon))
         scale = 1.0
         if amax and math.isfinite(amax):
@@ -115,7 +119,9 @@ def test_compiled_training_equals_eager() -> None:
     losses = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 3)), "current")
+        model = ottava.convert(
+            torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 3)), "current"
+        )
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.randn(5, 9, generator=torch.Generator().manual_seed(1))
@@ -144,14 +150,18 @@ def test_weights_are_equal_on_all_ranks_and_are_not_reduced() -> None:
 
 def test_devices_compare_by_what_they_name() -> None:
     by_name, by_object = (
-        Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device=device) for device in ("cpu", torch.device("cpu"))
+        Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device=device)
+        for device in ("cpu", torch.device("cpu"))
     )
     assert by_name == by_object
     with pytest.raises(DeviceError, match="bogus"):
         Float8CurrentScalingQuantizer(torch.float8_e4m3fn, device="bogus")
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11's compiler cannot trace how a layer gets its first state")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="2.11's compiler cannot trace how a layer gets its first state",
+)
 def test_a_compiled_function_names_its_recipe() -> None:
     layer, x = ottava.nn.Linear(16, 8), torch.randn(4, 16)
 
@@ -196,6 +206,9 @@ class Mixed(Keywords, Float8CurrentScalingQuantizer):  # type: ignore[misc]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantize_impl_that_takes_a_tensor_alone(kind: Any, dtype: torch.dtype) -> None:
     x = torch.randn(5, 7).to(dtype)
-    made, expected = kind(torch.float8_e4m3fn)(x), Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(2 * x)
+    made, expected = (
+        kind(torch.float8_e4m3fn)(x),
+        Float8CurrentScalingQuantizer(torch.float8_e4m3fn)(2 * x),
+    )
     assert made.dtype == dtype
     assert torch.equal(made.dequantize(), expected.dequantize())

@@ -1,4 +1,5 @@
-"""Two gloo processes: FP8-primary weights are gathered as bytes, training equals one process, amaxes are shared."""
+"""Two gloo processes: FP8-primary weights are gathered as bytes, training equals one process,
+amaxes are shared."""
 
 from __future__ import annotations
 

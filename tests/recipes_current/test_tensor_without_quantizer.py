@@ -11,7 +11,9 @@ from ottava.tensors import Float8Tensor
 
 @pytest.mark.parametrize("shape", [(6, 9), (4, 8), (3, 2, 5), (3,), (0, 8), ()], ids=str)
 def test_new_tensors_keep_the_class(shape: tuple[int, ...]) -> None:
-    tensor: Float8Tensor = ottava.get_recipe("current").quantizer("weight").quantize(torch.randn(4, 8))
+    tensor: Float8Tensor = (
+        ottava.get_recipe("current").quantizer("weight").quantize(torch.randn(4, 8))
+    )
     tensor.update_quantizer(None)
     for made in (tensor.new_zeros(shape), tensor.new_empty(shape), torch.empty_like(tensor)):
         assert type(made) is Float8Tensor
@@ -23,7 +25,9 @@ def test_new_tensors_keep_the_class(shape: tuple[int, ...]) -> None:
 
 
 def test_a_padded_shard_has_the_same_bytes() -> None:
-    tensor: Float8Tensor = ottava.get_recipe("current").quantizer("weight").quantize(torch.randn(4, 8))
+    tensor: Float8Tensor = (
+        ottava.get_recipe("current").quantizer("weight").quantize(torch.randn(4, 8))
+    )
     tensor.update_quantizer(None)
     padded = tensor.new_zeros((6, 8))
     padded[:4].copy_(tensor)

@@ -1,4 +1,5 @@
-"""A package with recipes and quantizer factories that the tests' recipe files name, installed for a module's tests."""
+"""A package with recipes and quantizer factories that the tests' recipe files name, installed for a
+module's tests."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from ottava.recipes.spec import FactorySpec, RecipeSpec
 @h.hookimpl
 def ottava_recipes():
     names = {"alpha": "Alpha", "keeper": "Keeper", "needy": "Needy", "raising": "Raising"}
-    return [RecipeSpec(name=n, summary="s", factory=f"recipe_file_impl:{c}") for n, c in names.items()]
+    return [
+        RecipeSpec(name=n, summary="s", factory=f"recipe_file_impl:{c}") for n, c in names.items()
+    ]
 
 
 @h.hookimpl
@@ -44,7 +47,9 @@ class Q(Float8QuantizerBase):
 
     def quantize_impl(self, tensor, dtype):
         rows, columns = self.needs(tensor.device)
-        data, transpose, _, scale_inv, _ = kernels.quantize(tensor, self.fp8_dtype, rowwise=rows, transposed=columns)
+        data, transpose, _, scale_inv, _ = kernels.quantize(
+            tensor, self.fp8_dtype, rowwise=rows, transposed=columns
+        )
         return self.wrap(data if rows else None, transpose if columns else None, scale_inv, dtype)
 
 

@@ -7,13 +7,20 @@ import torch
 
 import ottava
 from ottava import QuantizerRole
-from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer, IdentityQuantizer
+from ottava_custom import (
+    CurrentScalingQuantizerRef,
+    CustomRecipe,
+    HybridQuantizer,
+    IdentityQuantizer,
+)
 from ottava_testing import RecipeConformance
 
 
 def by_usage(role: QuantizerRole) -> HybridQuantizer:
     """E4M3 rowwise, E5M2 columnwise."""
-    rows, columns = (CurrentScalingQuantizerRef(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+    rows, columns = (
+        CurrentScalingQuantizerRef(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    )
     return HybridQuantizer(rows, columns)
 
 

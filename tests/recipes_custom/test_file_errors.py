@@ -1,4 +1,5 @@
-"""What is wrong in a recipe file is told with its place: a line and a column in YAML, the path of a key in TOML."""
+"""What is wrong in a recipe file is told with its place: a line and a column in YAML, the path of a
+key in TOML."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from ottava_custom.files import load_factory
 
 @dataclass(frozen=True)
 class Case:
-    """A wrong text in either language, the place in each (0 or nothing: the whole file), and what is told."""
+    """A wrong text in either language, the place in each (0 or nothing: the whole file), and what
+    is told."""
 
     said: str
     yaml: tuple[str, int, int] | None = None
@@ -36,19 +38,22 @@ CASES = {
         ('default = "alpha"\n[[layer]]\nmatch = "a"', "layer"),
     ),
     "unknown key of a rule": Case(
-        "a rule has no key 'wieght'. Expected: one of match, all, forward, backward, input, weight, output, "
+        "a rule has no key 'wieght'. Expected: one of match, all, forward, backward, input, "
+        "weight, output, "
         "grad_output, grad_input. Remedy: use 'weight'.",
         ("default: alpha\nlayers:\n- match: a\n  wieght: alpha", 4, 3),
         ("default = 'alpha'" + RULE + "# a\nwieght = 'alpha'", "layers[0].wieght"),
     ),
     "unknown key of a quantizer": Case(
-        "what serves a role has no key 'recipes'. Expected: one of recipe, factory, rowwise, columnwise. "
+        "what serves a role has no key 'recipes'. Expected: one of recipe, factory, rowwise, "
+        "columnwise. "
         "Remedy: use 'recipe'.",
         ("default:\n  recipes: alpha", 2, 3),
         ("[default]\nrecipes = 'alpha'", "default.recipes"),
     ),
     "roles in the default": Case(
-        "has no key 'forward'. Expected: one of recipe, factory, rowwise, columnwise. Remedy: roles are told apart in "
+        "has no key 'forward'. Expected: one of recipe, factory, rowwise, columnwise. Remedy: "
+        "roles are told apart in "
         'a rule; one with match "*" is for all layers',
         ("default: {forward: alpha}", 1, 11),
         ("default = {forward = 'alpha'}", "default.forward"),
@@ -59,7 +64,8 @@ CASES = {
         ("default.flag = 1\ndefault.factory = 'weights'", "default.flag"),
     ),
     "one direction only": Case(
-        "columnwise is missing. Expected: rowwise and columnwise. Remedy: columnwise: identity keeps high precision.",
+        "columnwise is missing. Expected: rowwise and columnwise. Remedy: columnwise: identity "
+        "keeps high precision.",
         ("default:\n  rowwise: alpha", 2, 3),
         ("\ndefault = {rowwise = 'alpha'}", "default"),
     ),
@@ -72,21 +78,29 @@ CASES = {
         "a hybrid inside a hybrid",
         ("default: {rowwise: {rowwise: alpha, columnwise: alpha}, columnwise: alpha}", 1, 20),
         (
-            "[default]\ncolumnwise = 'alpha'\n[default.rowwise]\nrowwise = 'alpha'\ncolumnwise = 'alpha'",
+            "[default]\ncolumnwise = 'alpha'\n[default.rowwise]\nrowwise = 'alpha'\ncolumnwise = "
+            "'alpha'",
             "default.rowwise",
         ),
     ),
     "a stateful recipe in a hybrid": Case(
-        "a recipe that keeps state cannot serve one direction. Expected: recipes without state for rowwise and "
+        "a recipe that keeps state cannot serve one direction. Expected: recipes without state "
+        "for rowwise and "
         "columnwise. Remedy: let it serve the whole role.",
         ("default:\n  rowwise: alpha\n  columnwise: keeper", 3, 15),
         ("[default]\nrowwise = 'alpha'\ncolumnwise = 'keeper'", "default.columnwise"),
     ),
     "a stateful recipe in a hybrid of a file": Case(
         "a recipe that keeps state cannot serve one direction",
-        ("default:\n  rowwise: alpha\n  columnwise: {recipe: custom, file: FOLDER/stateful.yaml}", 3, 24),
         (
-            "[default]\nrowwise = 'alpha'\n[default.columnwise]\nrecipe = 'custom'\nfile = 'FOLDER/stateful.yaml'",
+            "default:\n  rowwise: alpha\n  columnwise: {recipe: custom, file: "
+            "FOLDER/stateful.yaml}",
+            3,
+            24,
+        ),
+        (
+            "[default]\nrowwise = 'alpha'\n[default.columnwise]\nrecipe = 'custom'\nfile = "
+            "'FOLDER/stateful.yaml'",
             "default.columnwise.recipe",
         ),
     ),
@@ -95,7 +109,9 @@ CASES = {
         ("default: alpha\nlayers: [{match: a, all: alpha}]\ndefault: identity", 3, 1),
     ),
     "a key twice in TOML": Case(
-        "not TOML: Cannot overwrite a value (at ", None, ("default = 'alpha'\n\ndefault = '''\nidentity'''", "")
+        "not TOML: Cannot overwrite a value (at ",
+        None,
+        ("default = 'alpha'\n\ndefault = '''\nidentity'''", ""),
     ),
     "a key of a rule twice": Case(
         "key 'all' stands there twice, first in line 3",
@@ -111,7 +127,9 @@ CASES = {
         None,
         ("[default]\nrecipe = 'alpha'\n[default]\nflag = true", ""),
     ),
-    "a file that is a list": Case("a file is a list. Expected: a mapping with default, layers.", ("# x\n- a", 2, 1)),
+    "a file that is a list": Case(
+        "a file is a list. Expected: a mapping with default, layers.", ("# x\n- a", 2, 1)
+    ),
     "a file that is a text": Case("a file is text, 'alpha'", ("alpha", 1, 1)),
     "layers that are a mapping": Case(
         "layers is a mapping. Expected: a list of rules.",
@@ -146,10 +164,14 @@ CASES = {
     "an empty pattern": Case(
         "match is empty. Expected: a pattern of layer names",
         ("default: alpha\nlayers:\n- match: [a,\n   '']\n  all: alpha", 4, 4),
-        ("default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = [\n  'a', # '',\n  '']", "layers[0].match[1]"),
+        (
+            "default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = [\n  'a', # '',\n  '']",
+            "layers[0].match[1]",
+        ),
     ),
     "a pattern that is a number": Case(
-        "match is a number, 0. Expected: a pattern, or a list of patterns. Remedy: put it in quotes.",
+        "match is a number, 0. Expected: a pattern, or a list of patterns. Remedy: put it in "
+        "quotes.",
         ("default: alpha\nlayers:\n- all: alpha\n  match: 0", 4, 10),
         ("default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = [ 0 ]", "layers[0].match[0]"),
     ),
@@ -158,18 +180,23 @@ CASES = {
         ("default: alpha\nlayers: [{match: , all: alpha}]", 2, 17),
     ),
     "a quantizer that is a number": Case(
-        "this is a number, 8. Expected: the name of a recipe, identity, or a mapping with recipe, factory",
+        "this is a number, 8. Expected: the name of a recipe, identity, or a mapping with recipe, "
+        "factory",
         ("default: 8", 1, 10),
         ("\n\ndefault = 8", "default"),
     ),
-    "a quantizer that is nothing": Case("this is nothing", ("default:\nlayers: [{match: a, all: alpha}]", 1, 9)),
+    "a quantizer that is nothing": Case(
+        "this is nothing", ("default:\nlayers: [{match: a, all: alpha}]", 1, 9)
+    ),
     "a quantizer that is a list": Case(
         "this is a list", ("default: [alpha]", 1, 10), ("default = ['alpha']", "default")
     ),
     "a quantizer that is a date": Case(
         "this is a date or a time, 2020-01-01", None, ("default = 2020-01-01", "default")
     ),
-    "an empty quantizer": Case("this is an empty mapping", ("default: {}", 1, 10), ("default = {}", "default")),
+    "an empty quantizer": Case(
+        "this is an empty mapping", ("default: {}", 1, 10), ("default = {}", "default")
+    ),
     "a name that is a number": Case(
         "recipe is a number, 1.5. Expected: a name.",
         ("default: {recipe: 1.5}", 1, 19),
@@ -204,7 +231,8 @@ CASES = {
         RecipeNotFoundError,
     ),
     "an option that the recipe does not have": Case(
-        "recipe 'alpha': got an unexpected keyword argument 'fp8'. Expected: fp8_format, flag, epsilon, shape",
+        "recipe 'alpha': got an unexpected keyword argument 'fp8'. Expected: fp8_format, flag, "
+        "epsilon, shape",
         ("default:\n  recipe: alpha\n  fp8: E4M3", 3, 3),
         ("default = { fp8 = 'E4M3', recipe = 'alpha' }", "default.fp8"),
     ),
@@ -250,7 +278,8 @@ CASES = {
         ("default = {recipe = 'alpha', epsilon = 0x" + "f" * 100000 + "}", "default.epsilon"),
     ),
     "no default": Case(
-        "there is no default, and nothing serves weight, grad_output of layers that no rule names. Expected: the key "
+        "there is no default, and nothing serves weight, grad_output of layers that no rule "
+        "names. Expected: the key "
         "default. Remedy: add one; identity keeps high precision.",
         ("layers:\n- {match: a, all: alpha}\n- {match: '*', input: alpha}", 0, 0),
         ("[[layers]]\nmatch = 'a'\nall = 'alpha'\n[[layers]]\nmatch = '*'\ninput = 'alpha'", ""),
@@ -260,7 +289,8 @@ CASES = {
         ("layers:\n- {match: '*', all: weights}", 0, 0),
     ),
     "a rule that an earlier one covers": Case(
-        "'weight' never serves: what begins in line 4 takes these layers and roles before. Expected: rules for few "
+        "'weight' never serves: what begins in line 4 takes these layers and roles before. "
+        "Expected: rules for few "
         "layers before those for many. Remedy: move this rule up, or take it out.",
         (
             "default: alpha\n\nlayers:\n- {match: 'blocks.*', forward: alpha}\n"
@@ -288,38 +318,62 @@ CASES = {
         ),
     ),
     "a key that the others of its rule cover": Case(
-        "'all' never serves: other keys of the rule take all its roles. Expected: a role that is left. Remedy: take "
+        "'all' never serves: other keys of the rule take all its roles. Expected: a role that is "
+        "left. Remedy: take "
         "one of the keys out.",
-        ("default: alpha\nlayers:\n- match: a\n  all: alpha\n  forward: alpha\n  backward: alpha", 4, 3),
-        ("default = 'alpha'" + RULE + "all = 'alpha'\nforward = 'alpha'\nbackward = 'alpha'", "layers[0].all"),
+        (
+            "default: alpha\nlayers:\n- match: a\n  all: alpha\n  forward: alpha\n  backward: "
+            "alpha",
+            4,
+            3,
+        ),
+        (
+            "default = 'alpha'" + RULE + "all = 'alpha'\nforward = 'alpha'\nbackward = 'alpha'",
+            "layers[0].all",
+        ),
     ),
-    "nothing": Case("the file is empty. Expected: the keys default and layers.", ("", 0, 0), ("", "")),
+    "nothing": Case(
+        "the file is empty. Expected: the keys default and layers.", ("", 0, 0), ("", "")
+    ),
     "comments": Case("the file is empty", ("# a\n\n# b", 0, 0), ("# a\n\n# b", "")),
     "nothing in a document": Case("the file is empty", ("---\n...\n", 0, 0)),
-    "no syntax": Case("not YAML: while parsing a flow", ("default: alpha\nlayers: [{match: a\n- b", 3, 4)),
-    "no syntax of TOML": Case("not TOML: Invalid value", None, ("default = 'alpha'\nlayers = alpha", "")),
-    "an end too early": Case("not TOML: Invalid value", None, ("default = 'alpha'\nlayers = [\n\n", "")),
+    "no syntax": Case(
+        "not YAML: while parsing a flow", ("default: alpha\nlayers: [{match: a\n- b", 3, 4)
+    ),
+    "no syntax of TOML": Case(
+        "not TOML: Invalid value", None, ("default = 'alpha'\nlayers = alpha", "")
+    ),
+    "an end too early": Case(
+        "not TOML: Invalid value", None, ("default = 'alpha'\nlayers = [\n\n", "")
+    ),
     "YAML in a file of TOML": Case("not TOML: Expected '='", None, ("default: alpha", "")),
     "a tab": Case(
-        r"not YAML: while scanning for the next token found character '\t' that cannot start any token. "
-        "Remedy: indent with spaces.",
+        r"not YAML: while scanning for the next token found character '\t' that cannot start any "
+        "token. Remedy: indent with spaces.",
         ("default: alpha\nlayers:\n\t- match: a", 3, 1),
     ),
     "a character": Case(
-        r"character '\x07' is not allowed in YAML. Remedy: take it out.", ("default: alpha\n# \x07", 2, 3)
+        r"character '\x07' is not allowed in YAML. Remedy: take it out.",
+        ("default: alpha\n# \x07", 2, 3),
     ),
-    "a character in TOML": Case(r"not TOML: Found invalid character '\x07'", None, ("default = 'alpha'\n# \x07", "")),
+    "a character in TOML": Case(
+        r"not TOML: Found invalid character '\x07'", None, ("default = 'alpha'\n# \x07", "")
+    ),
     "a tag": Case(
-        "tag 'tag:yaml.org,2002:python/object/apply:os.system'. Expected: plain values. Remedy: take the tag",
+        "tag 'tag:yaml.org,2002:python/object/apply:os.system'. Expected: plain values. Remedy: "
+        "take the tag",
         ("default: alpha\nlayers: !!python/object/apply:os.system ['touch FOLDER/hacked']", 2, 9),
     ),
     "a tag of one's own": Case("tag '!recipe'", ("default: !recipe alpha", 1, 10)),
     "a tag of another kind": Case("tag 'tag:yaml.org,2002:map'", ("default: !!map alpha", 1, 10)),
     "a tag that does not fit": Case("not a value: 'x' is no int", ("default: !!int x", 1, 10)),
     "a key that is a number": Case(
-        "a key is a number, 1. Expected: text. Remedy: put it in quotes.", ("default: alpha\n1: 2", 2, 1)
+        "a key is a number, 1. Expected: text. Remedy: put it in quotes.",
+        ("default: alpha\n1: 2", 2, 1),
     ),
-    "a key that is a list": Case("a key is a list. Expected: text.", ("default: alpha\n? [a]\n: 2", 2, 3)),
+    "a key that is a list": Case(
+        "a key is a list. Expected: text.", ("default: alpha\n? [a]\n: 2", 2, 3)
+    ),
     "a merge key": Case(
         "what serves a role has no key '<<'",
         ("layers: [{match: a, all: &x {recipe: alpha}}]\ndefault: {<<: *x}", 2, 11),
@@ -328,13 +382,19 @@ CASES = {
         "a second document begins. Expected: one document. Remedy: use one file for each.",
         ("default: alpha\n---\ndefault: alpha", 2, 1),
     ),
-    "an unknown alias": Case("not YAML: found undefined alias 'x'", ("default: alpha\nlayers: *x", 2, 9)),
-    "an alias in itself": Case("an alias stands for what it is in", ("default: &x {recipe: *x}", 1, 10)),
+    "an unknown alias": Case(
+        "not YAML: found undefined alias 'x'", ("default: alpha\nlayers: *x", 2, 9)
+    ),
+    "an alias in itself": Case(
+        "an alias stands for what it is in", ("default: &x {recipe: *x}", 1, 10)
+    ),
     "aliases that stand for too much": Case(
         "these are 111111 values, those that aliases stand for included. Expected: at most 50000.",
         (
             "default:\n  recipe: alpha\n"
-            + "\n".join(f"  k{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]" for n in range(6)),
+            + "\n".join(
+                f"  k{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 10)}]" for n in range(6)
+            ),
             7,
             7,
         ),
@@ -353,14 +413,25 @@ CASES = {
         ("default = " + "[" * 100000, ""),
     ),
 }
-PAIRS = [(name, kind) for name, case in CASES.items() for kind in ("yaml", "toml") if getattr(case, kind) is not None]
+PAIRS = [
+    (name, kind)
+    for name, case in CASES.items()
+    for kind in ("yaml", "toml")
+    if getattr(case, kind) is not None
+]
 
 
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, name: str, kind: str) -> None:
     case = CASES[name]
     text, *place = getattr(case, kind)
-    where = "line {}, column {}".format(*place) if all(place) and kind == "yaml" else "" if kind == "yaml" else place[0]
+    where = (
+        "line {}, column {}".format(*place)
+        if all(place) and kind == "yaml"
+        else ""
+        if kind == "yaml"
+        else place[0]
+    )
     write(tmp_path, "default: keeper", "stateful.yaml")
     before = sorted(os.listdir(tmp_path))
     path = write(tmp_path, text.replace("FOLDER", str(tmp_path)), f"model.{kind}")
@@ -379,7 +450,9 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, name: str, kind: s
 def test_a_missing_package_is_named_unless_the_name_is_misspelled(tmp_path: Path) -> None:
     with pytest.raises(RecipeNotFoundError, match=r"pip install ottava-recipes-fourbit"):
         load_factory(write(tmp_path, "default: fourbit"))
-    with pytest.raises(RecipeNotFoundError, match=r"Expected: one of alpha, .*use 'identity'") as caught:
+    with pytest.raises(
+        RecipeNotFoundError, match=r"Expected: one of alpha, .*use 'identity'"
+    ) as caught:
         load_factory(write(tmp_path, "default: identiti"))
     assert "pip" not in str(caught.value)
 

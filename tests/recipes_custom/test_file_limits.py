@@ -24,7 +24,10 @@ from ottava_custom.files.source import MAX_BYTES
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ("default".encode("utf-16"), r"line 1: the file is in UTF-16. Expected: UTF-8. Remedy: save the file as UTF-8"),
+        (
+            "default".encode("utf-16"),
+            r"line 1: the file is in UTF-16. Expected: UTF-8. Remedy: save the file as UTF-8",
+        ),
         ("default".encode("utf-32"), r"line 1: the file is in UTF-32"),
         (b"# \xc3\xa9\n# a\r\n# \xff", r"line 3, column 3: byte 0xff is not UTF-8"),
         ("default: alpha # \u00e9".encode("latin-1"), r"line 1, column 18: byte 0xe9 is not UTF-8"),
@@ -56,7 +59,9 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         assert name in str(caught.value)
 
 
-BOMB = "\n".join(f"k{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10 if n else ['x'] * 10)}]" for n in range(12))
+BOMB = "\n".join(
+    f"k{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10 if n else ['x'] * 10)}]" for n in range(12)
+)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,8 @@ BOMB = "\n".join(f"k{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10 if n else ['x'] *
         "? " * 100_000,
         "default: " + "\n " * 100_000 + "x",
         "default: '" + "x" * 200_000 + "'",
-        "layers:\n" + "".join(f"- {{match: 'blocks.{n}.*.up', all: identity}}\n" for n in range(700)),
+        "layers:\n"
+        + "".join(f"- {{match: 'blocks.{n}.*.up', all: identity}}\n" for n in range(700)),
     ],
     ids=["aliases", "list", "flow", "sequences", "keys", "lines", "text", "rules"],
 )
@@ -136,8 +142,12 @@ def test_reading_grows_as_the_file_does(kind: str, rules: str) -> None:
     def text(count: int) -> str:
         patterns = [pattern.format(number) for number in range(10_000, 10_000 + count)]
         if kind == "yaml":
-            return "default: alpha\nlayers:\n" + "".join(f"- {{match: '{p}', all: {served[0]}}}\n" for p in patterns)
-        return "default = 'alpha'\n" + "".join(f"[[layers]]\nmatch = '{p}'\nall = {served[1]}\n" for p in patterns)
+            return "default: alpha\nlayers:\n" + "".join(
+                f"- {{match: '{p}', all: {served[0]}}}\n" for p in patterns
+            )
+        return "default = 'alpha'\n" + "".join(
+            f"[[layers]]\nmatch = '{p}'\nall = {served[1]}\n" for p in patterns
+        )
 
     calls(text(100), f"model.{kind}")  # what is done once
     assert calls(text(800), f"model.{kind}") < 5 * calls(text(200), f"model.{kind}")

@@ -58,7 +58,9 @@ def test_the_places_of_toml_are_the_paths_of_keys() -> None:
 
 names = st.integers(0, 10**6).map(lambda number: f"key{number}x")
 leaves = st.one_of(
-    st.integers(-9, 9), st.booleans(), st.sampled_from(["a", "b: c", "# d", "- e", "", "é\u2028", "x\ny"])
+    st.integers(-9, 9),
+    st.booleans(),
+    st.sampled_from(["a", "b: c", "# d", "- e", "", "é\u2028", "x\ny"]),
 )
 trees = st.recursive(
     leaves,
@@ -68,9 +70,15 @@ trees = st.recursive(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.dictionaries(names, trees, min_size=1, max_size=4), st.sampled_from([None, True, False]), st.booleans())
+@given(
+    st.dictionaries(names, trees, min_size=1, max_size=4),
+    st.sampled_from([None, True, False]),
+    st.booleans(),
+)
 def test_the_places_of_yaml(tree: dict[str, Any], flow: bool | None, unicode: bool) -> None:
-    text = yaml.safe_dump(tree, default_flow_style=flow, allow_unicode=unicode, width=40, sort_keys=False)
+    text = yaml.safe_dump(
+        tree, default_flow_style=flow, allow_unicode=unicode, width=40, sort_keys=False
+    )
     root = parse_yaml(Source("a.yaml", text))
     assert root is not None
     assert root.plain() == tree
@@ -98,4 +106,8 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         else:
             for _, *places in walk(root) if root is not None else ():
                 lines = [place.line for place in places]
-                assert lines == [None, None] if suffix == "toml" else all(line is not None for line in lines)
+                assert (
+                    lines == [None, None]
+                    if suffix == "toml"
+                    else all(line is not None for line in lines)
+                )

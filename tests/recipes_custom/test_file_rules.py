@@ -59,7 +59,15 @@ def test_what_is_covered_has_no_name_of_its_own(wide: str, narrow: str) -> None:
 
 def test_what_covers() -> None:
     for wide, narrow in (
-        *(("*", "a"), ("**", "*"), ("a", "a"), ("a", "a.b"), ("a", "a.*"), ("a.*", "a.*.b"), ("*.b", "a.?.b")),
+        *(
+            ("*", "a"),
+            ("**", "*"),
+            ("a", "a"),
+            ("a", "a.b"),
+            ("a", "a.*"),
+            ("a.*", "a.*.b"),
+            ("*.b", "a.?.b"),
+        ),
         ("[ab]", "[ab]"),
     ):
         assert covers(wide, narrow), (wide, narrow)
@@ -79,11 +87,15 @@ def test_what_covers() -> None:
         assert not covers(wide, narrow), (wide, narrow)
 
 
-keys = st.lists(st.sampled_from(["all", "forward", "backward", *ROLES]), min_size=1, max_size=3, unique=True)
+keys = st.lists(
+    st.sampled_from(["all", "forward", "backward", *ROLES]), min_size=1, max_size=3, unique=True
+)
 rules = st.lists(st.tuples(st.lists(patterns, min_size=1, max_size=2), keys), max_size=4)
 
 
-def serving(rules: list[tuple[list[str], list[str]]], name: str, role: str) -> tuple[int, str] | None:
+def serving(
+    rules: list[tuple[list[str], list[str]]], name: str, role: str
+) -> tuple[int, str] | None:
     """Number of the rule and key that serve; None for the default."""
     for number, (patterns, keys) in enumerate(rules):
         if any(reaches(name, pattern) for pattern in patterns):

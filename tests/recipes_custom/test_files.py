@@ -74,8 +74,22 @@ EXPLAINED = {
         *(8, "layers[1].backward", 6, "layers[1]"),
     ),
     ("blocks.1.down", "input"): ("alpha E4M3", "identity", 13, "layers[2].input", 12, "layers[2]"),
-    ("blocks.1.down", "weight"): ("weights: Q E5M2", "weights: Q E5M2", 14, "layers[2].weight", 12, "layers[2]"),
-    ("blocks.1.down", "grad_output"): ("keeper E4M3", "keeper E4M3", 15, "layers[2].grad_output", 12, "layers[2]"),
+    ("blocks.1.down", "weight"): (
+        "weights: Q E5M2",
+        "weights: Q E5M2",
+        14,
+        "layers[2].weight",
+        12,
+        "layers[2]",
+    ),
+    ("blocks.1.down", "grad_output"): (
+        "keeper E4M3",
+        "keeper E4M3",
+        15,
+        "layers[2].grad_output",
+        12,
+        "layers[2]",
+    ),
     ("blocks.1.down", "grad_input"): ("alpha E5M2", "alpha E5M2", 2, "default", None, None),
     ("blocks.1.qkv", "weight"): ("alpha E4M3", "alpha E4M3", 2, "default", None, None),
     ("", "input"): ("alpha E4M3", "alpha E4M3", 2, "default", None, None),
@@ -199,7 +213,9 @@ def test_the_first_rule_that_speaks_of_a_role_and_in_it_the_most_specific_key(
 def test_patterns_fit_layers_and_the_modules_they_are_in(
     tmp_path: Path, pattern: str, fits: list[str], not_these: list[str]
 ) -> None:
-    made = load_factory(write(tmp_path, f"default: alpha\nlayers: [{{match: '{pattern}', all: identity}}]"))
+    made = load_factory(
+        write(tmp_path, f"default: alpha\nlayers: [{{match: '{pattern}', all: identity}}]")
+    )
     assert [name for name in (*fits, *not_these) if made.explain(role(name, "input")).rule] == fits
 
 
@@ -215,7 +231,10 @@ def test_a_recipe_goes_before_a_factory_of_its_name(tmp_path: Path) -> None:
 
 
 def test_a_factory_may_leave_a_role_to_the_next_rule(tmp_path: Path) -> None:
-    text = "default: identity\nlayers:\n- {match: '*', all: weights}\n- {match: '*', input: asks, weight: alpha}\n"
+    text = (
+        "default: identity\nlayers:\n- {match: '*', all: weights}\n- {match: '*', input: asks, "
+        "weight: alpha}\n"
+    )
     made = load_factory(write(tmp_path, text))
     places = [made.explain(role("a", t)).place for t in ("weight", "input", "grad_output")]
     assert places == ["line 3", "line 4", "line 1"]
@@ -233,18 +252,30 @@ def test_roles_that_nothing_serves(tmp_path: Path) -> None:
         empty(role("a", "input"))
     half = load_factory(write(tmp_path, "default:\n  {rowwise: weights,\n   columnwise: alpha}"))
     assert isinstance(half("weight"), HybridQuantizer)
-    with pytest.raises(OptionError, match=r"line 2, column 13: nothing is given for 'input' of layer 'a'"):
+    with pytest.raises(
+        OptionError, match=r"line 2, column 13: nothing is given for 'input' of layer 'a'"
+    ):
         half(role("a", "input"))
 
 
 @pytest.mark.parametrize(
     ("text", "error", "said"),
     [
-        ("default: wrong", OptionError, "line 1, column 10: factory 'wrong' gives a int for QuantizerRole"),
-        ("default: {rowwise: alpha, columnwise: keeps}", OptionError, "line 1, column 39: a recipe that keeps state"),
+        (
+            "default: wrong",
+            OptionError,
+            "line 1, column 10: factory 'wrong' gives a int for QuantizerRole",
+        ),
+        (
+            "default: {rowwise: alpha, columnwise: keeps}",
+            OptionError,
+            "line 1, column 39: a recipe that keeps state",
+        ),
     ],
 )
-def test_factories_that_give_what_does_not_do(tmp_path: Path, text: str, error: type, said: str) -> None:
+def test_factories_that_give_what_does_not_do(
+    tmp_path: Path, text: str, error: type, said: str
+) -> None:
     made = load_factory(write(tmp_path, text))
     with pytest.raises(error, match=said):
         made("input")
@@ -283,13 +314,23 @@ def test_options(tmp_path: Path, text: str) -> None:
 
 
 def test_a_recipe_that_needs_an_option(tmp_path: Path) -> None:
-    assert load_factory(write(tmp_path, "default: {recipe: needy, scale: 2.5}"))("input").recipe.scale == 2.5
+    assert (
+        load_factory(write(tmp_path, "default: {recipe: needy, scale: 2.5}"))("input").recipe.scale
+        == 2.5
+    )
 
 
 def test_aliases(tmp_path: Path) -> None:
-    text = "layers:\n- {match: a, weight: &x {recipe: alpha, flag: true}}\n- {match: b, input: *x}\ndefault: *x\n"
+    text = (
+        "layers:\n- {match: a, weight: &x {recipe: alpha, flag: true}}\n- {match: b, input: "
+        "*x}\ndefault: *x\n"
+    )
     made = load_factory(write(tmp_path, text))
-    assert made(role("b", "input")).recipe is made(role("a", "weight")).recipe is made(role("c", "input")).recipe
+    assert (
+        made(role("b", "input")).recipe
+        is made(role("a", "weight")).recipe
+        is made(role("c", "input")).recipe
+    )
     assert made.explain(role("b", "input")).place == "line 3"
 
 
@@ -328,10 +369,19 @@ def test_a_recipe_from_a_file(tmp_path: Path) -> None:
     recipe = ottava.get_recipe(path)
     assert recipe == ottava.get_recipe("custom", file=path)
     explained = recipe.explain(role("blocks.1.down", "input"))
-    assert (explained.rowwise, explained.columnwise, explained.place) == ("alpha E4M3", "identity", "line 13")
+    assert (explained.rowwise, explained.columnwise, explained.place) == (
+        "alpha E4M3",
+        "identity",
+        "line 13",
+    )
     assert [rule.place for rule in recipe.rules()] == ["line 4", "line 6", "line 12"]
-    blocks = [torch.nn.ModuleDict({"up": torch.nn.Linear(32, 32), "down": torch.nn.Linear(32, 32)}) for _ in range(2)]
-    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList(blocks), "head": torch.nn.Linear(32, 16)})
+    blocks = [
+        torch.nn.ModuleDict({"up": torch.nn.Linear(32, 32), "down": torch.nn.Linear(32, 32)})
+        for _ in range(2)
+    ]
+    model = torch.nn.ModuleDict(
+        {"blocks": torch.nn.ModuleList(blocks), "head": torch.nn.Linear(32, 16)}
+    )
     ottava.convert(model, recipe)
     x = torch.randn(64, 32, requires_grad=True)
     y = x
@@ -355,5 +405,7 @@ def test_a_file_inside_a_file(tmp_path: Path) -> None:
     one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
     one.write_text(f"default:\n  recipe: custom\n  file: {two}\n")
     two.write_text(f"\ndefault: {{recipe: custom, file: {one}}}\n")
-    with pytest.raises(OptionError, match=r"one.yaml, line 3.*two.yaml, line 2.*one.yaml is read from itself"):
+    with pytest.raises(
+        OptionError, match=r"one.yaml, line 3.*two.yaml, line 2.*one.yaml is read from itself"
+    ):
         load_factory(one)

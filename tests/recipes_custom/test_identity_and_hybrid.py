@@ -15,7 +15,12 @@ import torch
 
 import ottava
 from ottava import checkpoint, kernels
-from ottava.distributed import ShardRule, cast_master_weights_to_fp8, quantize_master_weights, rule_of
+from ottava.distributed import (
+    ShardRule,
+    cast_master_weights_to_fp8,
+    quantize_master_weights,
+    rule_of,
+)
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.tensors import Float8QuantizerBase, QuantizedTensor, columnwise_layout
 from ottava_custom import (
@@ -51,7 +56,9 @@ class PerTensor(Float8QuantizerBase):
         data, transpose, _, scale_inv, _ = kernels.quantize(
             tensor, self.fp8_dtype, rowwise=with_data, transposed=with_transpose
         )
-        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+        return self.wrap(
+            data if with_data else None, transpose if with_transpose else None, scale_inv, dtype
+        )
 
 
 # Pairs of very different kinds: one scale, a scale for each row, none.
@@ -99,7 +106,9 @@ def test_identity_has_the_usages_that_it_was_given() -> None:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_layer_of_identity_is_a_plain_layer(dtype: Any, autocast: Any, bias: bool, product: torch.dtype) -> None:
+def test_a_layer_of_identity_is_a_plain_layer(
+    dtype: Any, autocast: Any, bias: bool, product: torch.dtype
+) -> None:
     """To the byte, whatever the machine multiplies in."""
     both = HybridQuantizer(IdentityQuantizer(), IdentityQuantizer())
     recipes = [None, CustomRecipe(identity_factory), CustomRecipe(lambda role: both)]
@@ -111,7 +120,10 @@ def test_a_layer_of_identity_is_a_plain_layer(dtype: Any, autocast: Any, bias: b
             torch.manual_seed(0)
             layer = ottava.nn.Linear(256, 64, bias=bias, dtype=dtype, recipe=recipe)
             x = (30 * torch.randn(shape, dtype=dtype)).requires_grad_()
-            with cpu_products(product), torch.autocast("cpu", autocast, enabled=autocast is not None):
+            with (
+                cpu_products(product),
+                torch.autocast("cpu", autocast, enabled=autocast is not None),
+            ):
                 y = layer(x)
                 y.backward(torch.randn_like(y))
                 with torch.no_grad():
@@ -144,9 +156,13 @@ def test_each_side_is_its_quantizers(pair: str, internal: bool) -> None:
     for columnwise, own in enumerate(PAIRS[pair]):
         own = own.copy()
         own.set_usage(rowwise=not columnwise, columnwise=bool(columnwise))
-        assert torch.equal(quantizer.for_usage(bool(columnwise))(x).dequantize(), own(x).dequantize())
+        assert torch.equal(
+            quantizer.for_usage(bool(columnwise))(x).dequantize(), own(x).dequantize()
+        )
         values, scale = made.gemm_operand(columnwise=bool(columnwise), dtype=torch.float32)
-        expected, expected_scale = own(x).gemm_operand(columnwise=bool(columnwise), dtype=torch.float32)
+        expected, expected_scale = own(x).gemm_operand(
+            columnwise=bool(columnwise), dtype=torch.float32
+        )
         assert torch.equal(values, expected)
         assert (scale is None and expected_scale is None) or torch.equal(scale, expected_scale)
     assert torch.equal(made.dequantize(), PAIRS[pair][0](x).dequantize())
@@ -160,7 +176,9 @@ def test_one_side_alone(pair: str) -> None:
     assert columns.get_usages() == {"rowwise": False, "columnwise": True}
     assert torch.equal(columns.dequantize(), PAIRS[pair][1](x).dequantize())
     for tensor, columnwise in ((rows, True), (columns, False)):
-        with pytest.raises(UsageError, match=f"has no {'columnwise' if columnwise else 'rowwise'} data"):
+        with pytest.raises(
+            UsageError, match=f"has no {'columnwise' if columnwise else 'rowwise'} data"
+        ):
             tensor.gemm_operand(columnwise=columnwise, dtype=torch.float32)
     both = hybrid(pair)(x)
     both.update_usage(rowwise_usage=False)
@@ -185,7 +203,10 @@ def test_everything_is_derived_from_the_two_declarations(pair: str, tmp_path: Pa
     ):
         assert type(other) is type(tensor)
         for columnwise in (False, True):
-            a, b = (t.gemm_operand(columnwise=columnwise, dtype=torch.float32)[0] for t in (tensor, other))
+            a, b = (
+                t.gemm_operand(columnwise=columnwise, dtype=torch.float32)[0]
+                for t in (tensor, other)
+            )
             assert torch.equal(a, b)
     copied = tensor.clone()
     copied.mul_(2)
@@ -307,7 +328,9 @@ def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
         forward(x.detach()).dequantize(**wide) @ forward(source).dequantize(**wide).t(),
         **tolerance,
     )
-    torch.testing.assert_close(x.grad.double(), qdy @ backward(source).dequantize(**wide), **tolerance)
+    torch.testing.assert_close(
+        x.grad.double(), qdy @ backward(source).dequantize(**wide), **tolerance
+    )
     torch.testing.assert_close(
         layer.weight.grad.double(), qdy.t() @ backward(x.detach()).dequantize(**wide), **tolerance
     )
@@ -343,12 +366,16 @@ def test_a_written_weight_has_no_stale_side(layout: Any) -> None:
         whole = quantizer(master)
         for one in (weight, alias):
             for columnwise in (False, True):
-                got, expected = (t.gemm_operand(columnwise=columnwise, dtype=torch.float32) for t in (one, whole))
+                got, expected = (
+                    t.gemm_operand(columnwise=columnwise, dtype=torch.float32) for t in (one, whole)
+                )
                 assert torch.equal(got[0], expected[0])
                 assert got[1] is expected[1] is None
 
 
-@pytest.mark.parametrize("sides", [(IdentityQuantizer(), reference(E5M2)), (IdentityQuantizer(), IdentityQuantizer())])
+@pytest.mark.parametrize(
+    "sides", [(IdentityQuantizer(), reference(E5M2)), (IdentityQuantizer(), IdentityQuantizer())]
+)
 def test_a_hybrid_with_identity_keeps_values_of_its_own(sides: Any) -> None:
     x = torch.randn(4, 6)
     before = x.clone()
@@ -405,4 +432,6 @@ def test_fresh_processes_read_what_was_saved(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", READ_ELSEWHERE, *map(str, paths.values())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     values = made.dequantize().double().sum().item()
-    assert done.stdout.splitlines() == [f"{kind} {type(made).__name__} {values}" for kind in paths], done.stderr
+    assert done.stdout.splitlines() == [
+        f"{kind} {type(made).__name__} {values}" for kind in paths
+    ], done.stderr

@@ -1,4 +1,5 @@
-"""``CustomRecipe`` and the factories: what serves a role, by name and by function, and what is refused."""
+"""``CustomRecipe`` and the factories: what serves a role, by name and by function, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from ottava_custom import (
 
 def kinds(recipe: Any, name: str = "") -> list[str]:
     return [
-        type(recipe.quantizer(QuantizerRole("linear", t, name))).__name__ for t in ("input", "weight", "grad_output")
+        type(recipe.quantizer(QuantizerRole("linear", t, name))).__name__
+        for t in ("input", "weight", "grad_output")
     ]
 
 
@@ -52,7 +54,9 @@ def test_a_function_is_asked_for_each_role_of_each_layer() -> None:
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     ottava.convert(model, CustomRecipe(qfactory))
-    assert {("linear", t, n) for t in ("input", "weight", "grad_output") for n in ("0", "1")} == set(asked)
+    assert {
+        ("linear", t, n) for t in ("input", "weight", "grad_output") for n in ("0", "1")
+    } == set(asked)
 
 
 def test_how_often_a_function_is_asked() -> None:
@@ -118,12 +122,18 @@ def test_tensors_and_directions() -> None:
 
 def test_factories_nest_compare_and_pickle() -> None:
     def made() -> CustomRecipe:
-        return CustomRecipe(by_layer({"a": by_tensor("custom", weight="identity")}, by_direction("custom", "identity")))
+        return CustomRecipe(
+            by_layer(
+                {"a": by_tensor("custom", weight="identity")}, by_direction("custom", "identity")
+            )
+        )
 
     assert made() == made()
     assert pickle.loads(pickle.dumps(made())) == made()
     assert copy.deepcopy(made()) == made()
-    assert made() != CustomRecipe(by_layer({"b": by_tensor("custom", weight="identity")}, "identity"))
+    assert made() != CustomRecipe(
+        by_layer({"b": by_tensor("custom", weight="identity")}, "identity")
+    )
     assert made().same_as(made())
 
 
@@ -141,7 +151,9 @@ def test_a_mirror_asks_the_recipe() -> None:
 
 def test_a_factory_over_it_comes_first() -> None:
     recipe = CustomRecipe(current_scaling_ref_quantizer_factory)
-    recipe.set_quantizer_factory(lambda role: IdentityQuantizer() if role.tensor_type == "weight" else None)
+    recipe.set_quantizer_factory(
+        lambda role: IdentityQuantizer() if role.tensor_type == "weight" else None
+    )
     assert kinds(recipe) == [REF, IDENTITY, REF]
     recipe.set_quantizer_factory("identity")
     assert kinds(recipe) == [IDENTITY] * 3
@@ -154,23 +166,51 @@ def test_a_factory_over_it_comes_first() -> None:
     [
         (lambda: CustomRecipe(3), DTypeError, "qfactory is a int"),
         (lambda: CustomRecipe(None), DTypeError, "qfactory is a NoneType"),
-        (lambda: CustomRecipe(lambda: None), DTypeError, r"qfactory cannot be called.*qfactory\(role\)"),
-        (lambda: CustomRecipe(lambda role, layer: None), DTypeError, "qfactory cannot be called.*'layer'"),
-        (lambda: CustomRecipe("a/model.yaml"), OptionError, r"CustomRecipe.from_file\('a/model.yaml'\)"),
+        (
+            lambda: CustomRecipe(lambda: None),
+            DTypeError,
+            r"qfactory cannot be called.*qfactory\(role\)",
+        ),
+        (
+            lambda: CustomRecipe(lambda role, layer: None),
+            DTypeError,
+            "qfactory cannot be called.*'layer'",
+        ),
+        (
+            lambda: CustomRecipe("a/model.yaml"),
+            OptionError,
+            r"CustomRecipe.from_file\('a/model.yaml'\)",
+        ),
         (lambda: CustomRecipe("nonesuch"), RecipeNotFoundError, "quantizer factory 'nonesuch'"),
         (
             lambda: CustomRecipe(lambda role: None).quantizer("input"),
             DTypeError,
             "returned None for .*IdentityQuantizer",
         ),
-        (lambda: CustomRecipe(lambda role: "x").quantizer("input"), DTypeError, "returned a str for"),
-        (lambda: CustomRecipe(lambda role: IdentityQuantizer).quantizer("input"), DTypeError, "returned a ABCMeta for"),
-        (lambda: ottava.get_recipe("custom", qfactory="identity", file="a.yaml"), OptionError, "qfactory and file"),
+        (
+            lambda: CustomRecipe(lambda role: "x").quantizer("input"),
+            DTypeError,
+            "returned a str for",
+        ),
+        (
+            lambda: CustomRecipe(lambda role: IdentityQuantizer).quantizer("input"),
+            DTypeError,
+            "returned a ABCMeta for",
+        ),
+        (
+            lambda: ottava.get_recipe("custom", qfactory="identity", file="a.yaml"),
+            OptionError,
+            "qfactory and file",
+        ),
         (lambda: by_layer({3: "identity"}, "identity"), DTypeError, "a pattern is a int"),
         (lambda: by_layer({"a": 3}, "identity"), DTypeError, "the factory is a int"),
         (lambda: by_layer({}, "nonesuch"), RecipeNotFoundError, "nonesuch"),
         (lambda: by_tensor("identity", wieght="identity"), OptionError, "tensor type 'wieght'"),
-        (lambda: by_direction("identity", lambda role: None)(QuantizerRole("", "weight")), OptionError, "no quantizer"),
+        (
+            lambda: by_direction("identity", lambda role: None)(QuantizerRole("", "weight")),
+            OptionError,
+            "no quantizer",
+        ),
     ],
 )
 def test_mistakes_are_told(make: Any, error: Any, said: str) -> None:
@@ -193,7 +233,10 @@ def test_a_factory_that_raises_leaves_the_model_as_it_was() -> None:
 def test_what_a_function_gives_is_explained() -> None:
     recipe = CustomRecipe(by_layer({"head": "identity"}, by_direction("custom", identity_factory)))
     made = recipe.explain(QuantizerRole("linear", "weight", "body"))
-    assert (made.rowwise, made.columnwise) == ("CurrentScalingQuantizerRef E4M3", "IdentityQuantizer")
+    assert (made.rowwise, made.columnwise) == (
+        "CurrentScalingQuantizerRef E4M3",
+        "IdentityQuantizer",
+    )
     made = recipe.explain(QuantizerRole("linear", "input", "head"))
     assert (made.rowwise, made.columnwise) == ("IdentityQuantizer", "IdentityQuantizer")
     assert recipe.rules() == ()

@@ -38,14 +38,30 @@ NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 FORMATS = pytest.mark.parametrize("quant_dtype", [E4M3, E5M2])
 HIGH = [torch.float32, torch.bfloat16, torch.float16]
-SPECIAL = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 6e-8, 448.0, 464.0, 57344.0, 3.4e38, -1.0]
+SPECIAL = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-40,
+    6e-8,
+    448.0,
+    464.0,
+    57344.0,
+    3.4e38,
+    -1.0,
+]
 
 
 def codes_of(tensor: Any) -> torch.Tensor:
     return tensor.data.view(torch.uint8)
 
 
-def by_numbers(x: torch.Tensor, quant_dtype: torch.dtype, pow_2: bool, eps: float) -> tuple[list[int], float]:
+def by_numbers(
+    x: torch.Tensor, quant_dtype: torch.dtype, pow_2: bool, eps: float
+) -> tuple[list[int], float]:
     """Codes and the inverse of the scale, by the scalar oracle."""
     values = [float(v) for v in x.flatten().float()]
     amax = max((abs(v) for v in values if not math.isnan(v)), default=0.0)
@@ -80,10 +96,13 @@ def test_every_bfloat16_value_at_scale_one(quant_dtype: torch.dtype) -> None:
     expected = finite.float().numpy().astype(NUMPY[quant_dtype]).view(np.uint8)
     assert np.array_equal(codes_of(tensor).numpy(), expected)
     assert torch.equal(
-        tensor.dequantize(), torch.from_numpy(expected.view(NUMPY[quant_dtype]).astype(np.float32)).bfloat16()
+        tensor.dequantize(),
+        torch.from_numpy(expected.view(NUMPY[quant_dtype]).astype(np.float32)).bfloat16(),
     )
     # Those beyond, and NaN.
-    everything = CurrentScalingQuantizerRef(quant_dtype)(torch.cat([x, torch.tensor([math.inf]).bfloat16()]))
+    everything = CurrentScalingQuantizerRef(quant_dtype)(
+        torch.cat([x, torch.tensor([math.inf]).bfloat16()])
+    )
     assert set(codes_of(everything)[:-1][x.isnan()].tolist()) == {0x7F}
     top = oracle.encode(math.inf, NAMES[quant_dtype])
     assert set(codes_of(everything)[:-1][x > oracle.MAX[NAMES[quant_dtype]]].tolist()) == {top}
@@ -92,7 +111,9 @@ def test_every_bfloat16_value_at_scale_one(quant_dtype: torch.dtype) -> None:
 @FORMATS
 @pytest.mark.parametrize("pow_2", [False, True])
 def test_the_kernels_give_the_same(quant_dtype: Any, pow_2: bool) -> None:
-    for dtype, shape in itertools.product(HIGH, [(), (0,), (1,), (7,), (5, 0), (33, 17), (2, 3, 4)]):
+    for dtype, shape in itertools.product(
+        HIGH, [(), (0,), (1,), (7,), (5, 0), (33, 17), (2, 3, 4)]
+    ):
         with told(dtype, shape):
             torch.manual_seed(len(shape))
             x = torch.randn(shape, dtype=dtype)
@@ -100,10 +121,14 @@ def test_the_kernels_give_the_same(quant_dtype: Any, pow_2: bool) -> None:
             data, _, _, scale_inv, _ = kernels.quantize(x, quant_dtype, 0.0, pow_2)
             assert torch.equal(codes_of(tensor), data)
             assert torch.equal(tensor.scale, scale_inv.reshape(()))
-            assert torch.equal(tensor.dequantize(), kernels.decode(data, scale_inv, quant_dtype, dtype))
+            assert torch.equal(
+                tensor.dequantize(), kernels.decode(data, scale_inv, quant_dtype, dtype)
+            )
 
 
-@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[::2], lambda x: x[:, 1:3], lambda x: x[1]])
+@pytest.mark.parametrize(
+    "view", [lambda x: x.t(), lambda x: x[::2], lambda x: x[:, 1:3], lambda x: x[1]]
+)
 def test_other_strides_are_read_right(view: Any) -> None:
     x = torch.randn(6, 8)
     quantizer = CurrentScalingQuantizerRef(E4M3)
@@ -146,10 +171,19 @@ def test_update_usage_turns_one_into_the_other() -> None:
     x = torch.randn(4, 6)
     tensor = CurrentScalingQuantizerRef(E4M3, columnwise=False)(x)
     values = tensor.dequantize()
-    for rowwise, columnwise in ((True, True), (False, True), (True, True), (True, False), (False, True), (True, None)):
+    for rowwise, columnwise in (
+        (True, True),
+        (False, True),
+        (True, True),
+        (True, False),
+        (False, True),
+        (True, None),
+    ):
         tensor.update_usage(rowwise, columnwise)
         assert tensor.get_usages()["rowwise"] is rowwise
-        assert (tensor.data is not None, tensor.data_t is not None) == tuple(tensor.get_usages().values())
+        assert (tensor.data is not None, tensor.data_t is not None) == tuple(
+            tensor.get_usages().values()
+        )
         assert torch.equal(tensor.dequantize(), values)
         assert tensor.shape == (4, 6)
     with pytest.raises(OptionError):
@@ -178,13 +212,25 @@ def test_it_is_built_from_its_parts() -> None:
             {"data": codes_of(both), "scale": both.scale.reshape(1)},
             {"data": rows, "scale": both.scale, "original_shape": (2, 3, 4)},
             {"data_t": both.data_t, "scale_t": both.scale_t},
-            {"data_t": rows.view(torch.uint8).t().contiguous(), "scale_t": both.scale, "original_shape": (2, 3, 4)},
-            {"data": both.data, "scale": both.scale, "data_t": both.data_t, "scale_t": both.scale_t},
+            {
+                "data_t": rows.view(torch.uint8).t().contiguous(),
+                "scale_t": both.scale,
+                "original_shape": (2, 3, 4),
+            },
+            {
+                "data": both.data,
+                "scale": both.scale,
+                "data_t": both.data_t,
+                "scale_t": both.scale_t,
+            },
         ):
             made = cls(**parts, dtype=torch.float32, quant_dtype=E5M2)
             assert torch.equal(made.dequantize(), both.dequantize())
             assert made.original_shape == (2, 3, 4)
-            assert made.get_usages() == {"rowwise": "data" in parts, "columnwise": "data_t" in parts}
+            assert made.get_usages() == {
+                "rowwise": "data" in parts,
+                "columnwise": "data_t" in parts,
+            }
 
 
 @pytest.mark.parametrize(
@@ -194,9 +240,22 @@ def test_it_is_built_from_its_parts() -> None:
         ({"scale": torch.ones(())}, UsageError),
         ({"data": torch.zeros(2, 2, dtype=torch.uint8)}, DTypeError),
         ({"data": torch.zeros(2, 2, dtype=torch.uint8), "scale": torch.ones(2)}, ShapeError),
-        ({"data": torch.zeros(2, 2, dtype=torch.uint8), "scale": torch.ones((), dtype=torch.float64)}, DTypeError),
+        (
+            {
+                "data": torch.zeros(2, 2, dtype=torch.uint8),
+                "scale": torch.ones((), dtype=torch.float64),
+            },
+            DTypeError,
+        ),
         ({"data": torch.zeros(2, 2), "scale": torch.ones(())}, DTypeError),
-        ({"data": torch.zeros(2, 2, dtype=torch.uint8), "scale": torch.ones(()), "original_shape": (3, 2)}, ShapeError),
+        (
+            {
+                "data": torch.zeros(2, 2, dtype=torch.uint8),
+                "scale": torch.ones(()),
+                "original_shape": (3, 2),
+            },
+            ShapeError,
+        ),
         (
             {
                 "data": torch.zeros(2, 3, dtype=torch.uint8),
@@ -206,7 +265,11 @@ def test_it_is_built_from_its_parts() -> None:
             ShapeError,
         ),
         (
-            {"data": torch.zeros(2, 2, dtype=torch.uint8), "scale": torch.ones(()), "quant_dtype": torch.int8},
+            {
+                "data": torch.zeros(2, 2, dtype=torch.uint8),
+                "scale": torch.ones(()),
+                "quant_dtype": torch.int8,
+            },
             DTypeError,
         ),
     ],
@@ -241,7 +304,11 @@ def test_saving_and_restoring(rowwise: bool, columnwise: bool, internal: bool) -
     tensor = quantizer(torch.randn(4, 6))
     values = tensor.dequantize()
     (back,) = restore_from_saved(*prepare_for_saving(tensor))
-    tensors, owner = copy.copy(tensor).prepare_for_saving() if not internal else quantizer(values).prepare_for_saving()
+    tensors, owner = (
+        copy.copy(tensor).prepare_for_saving()
+        if not internal
+        else quantizer(values).prepare_for_saving()
+    )
     assert owner.restore_from_saved([*tensors, torch.ones(2)])[0].sum() == 2
     file = io.BytesIO()
     torch.save(tensor, file)
@@ -285,7 +352,13 @@ def test_the_factory_has_the_formats_of_the_roles() -> None:
         t: current_scaling_ref_quantizer_factory(t).dtype
         for t in ("input", "weight", "output", "grad_output", "grad_input")
     }
-    assert formats == {"input": E4M3, "weight": E4M3, "output": E5M2, "grad_output": E5M2, "grad_input": E5M2}
+    assert formats == {
+        "input": E4M3,
+        "weight": E4M3,
+        "output": E5M2,
+        "grad_output": E5M2,
+        "grad_input": E5M2,
+    }
     assert current_scaling_ref_factory is current_scaling_ref_quantizer_factory
     with pytest.raises(OptionError, match="tensor type 'bias'"):
         current_scaling_ref_quantizer_factory("bias")

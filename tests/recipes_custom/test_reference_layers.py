@@ -1,4 +1,5 @@
-"""Products and layers of the reference of current scaling, against the reference backend and float64."""
+"""Products and layers of the reference of current scaling, against the reference backend and
+float64."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def test_products_are_the_reference_backends_bit_for_bit(gemm_type: Any) -> None
 
 def check_product(gemm_type: Any, out_dtype: Any, with_bias: bool) -> None:
     shapes = SHAPES[gemm_type]
-    quantizers = [CurrentScalingQuantizerRef(d) for d in (E5M2 if gemm_type != "fprop" else E4M3, E4M3)]
+    quantizers = [
+        CurrentScalingQuantizerRef(d) for d in (E5M2 if gemm_type != "fprop" else E4M3, E4M3)
+    ]
     a, b = (q(torch.randn(s)) for q, s in zip(quantizers, shapes, strict=True))
     columns = shapes[1][0] if gemm_type == "fprop" else shapes[1][1]
     bias = torch.randn(columns, dtype=out_dtype) if with_bias else None
@@ -52,14 +55,27 @@ def check_product(gemm_type: Any, out_dtype: Any, with_bias: bool) -> None:
         expected = torch.ops.ottava.scaled_mm(left, right, a.scale, b.scale, bias, out_dtype)
     assert torch.equal(got, expected)
     exact = a.dequantize(torch.float64), b.dequantize(torch.float64)
-    exact = (exact[0].t() if gemm_type == "wgrad" else exact[0]) @ (exact[1].t() if gemm_type == "fprop" else exact[1])
+    exact = (exact[0].t() if gemm_type == "wgrad" else exact[0]) @ (
+        exact[1].t() if gemm_type == "fprop" else exact[1]
+    )
     exact = exact if bias is None else exact + bias.double()
     torch.testing.assert_close(got.double(), exact, rtol=2 * torch.finfo(out_dtype).eps, atol=2e-5)
     direct = quantizers[0].qgemm(
-        a.data, b.data, None, out_dtype, a.scale, b.scale, bias, gemm_type=gemm_type, qresult_x=a, qresult_w=b
+        a.data,
+        b.data,
+        None,
+        out_dtype,
+        a.scale,
+        b.scale,
+        bias,
+        gemm_type=gemm_type,
+        qresult_x=a,
+        qresult_w=b,
     )
     assert torch.equal(direct, got)
-    bare = quantizers[0].qgemm(a.data, b.data, None, out_dtype, a.scale, b.scale, bias, gemm_type=gemm_type)
+    bare = quantizers[0].qgemm(
+        a.data, b.data, None, out_dtype, a.scale, b.scale, bias, gemm_type=gemm_type
+    )
     assert torch.equal(bare, got)
 
 
@@ -105,7 +121,12 @@ def test_products_read_the_usage_that_they_need() -> None:
     ],
 )
 def test_operands_that_do_not_fit_are_refused(changed: Any, error: Any) -> None:
-    arguments = {"qx": torch.ones(5, 7), "qw": torch.ones(6, 7), "sx": torch.ones(()), "sw": torch.ones(())}
+    arguments = {
+        "qx": torch.ones(5, 7),
+        "qw": torch.ones(6, 7),
+        "sx": torch.ones(()),
+        "sw": torch.ones(()),
+    }
     arguments |= {"m_params": None, "out_dtype": torch.float32}
     CurrentScalingQuantizerRef(E4M3).qgemm(**arguments)
     with pytest.raises(error):
@@ -133,9 +154,9 @@ def check_layer(lead: tuple[int, ...], dtype: torch.dtype, primary: bool) -> Non
     y = layer(x)
     y.backward(dy)
     quantized = {
-        name: current_scaling_ref_quantizer_factory(name)(value.detach().reshape(-1, value.shape[-1])).dequantize(
-            torch.float64
-        )
+        name: current_scaling_ref_quantizer_factory(name)(
+            value.detach().reshape(-1, value.shape[-1])
+        ).dequantize(torch.float64)
         for name, value in (("input", x), ("grad_output", dy))
     }
     weight = layer.weight.detach()
@@ -147,7 +168,9 @@ def check_layer(lead: tuple[int, ...], dtype: torch.dtype, primary: bool) -> Non
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
     expected = quantized["input"] @ qw.t() + layer.bias.detach().double()
     torch.testing.assert_close(y.detach().double(), expected.view(y.shape), **tolerance)
-    torch.testing.assert_close(x.grad.double(), (quantized["grad_output"] @ qw).view(x.shape), **tolerance)
+    torch.testing.assert_close(
+        x.grad.double(), (quantized["grad_output"] @ qw).view(x.shape), **tolerance
+    )
     torch.testing.assert_close(
         layer.weight.grad.double(), quantized["grad_output"].t() @ quantized["input"], **tolerance
     )
@@ -190,7 +213,9 @@ def test_weights_that_live_in_it_train() -> None:
         layer = ottava.nn.Linear(16, 8, recipe="custom")
     assert torch.equal(
         layer.weight.dequantize(),
-        current_scaling_ref_factory("weight")(layer.weight.get_high_precision_init_val()).dequantize(),
+        current_scaling_ref_factory("weight")(
+            layer.weight.get_high_precision_init_val()
+        ).dequantize(),
     )
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     target = torch.randn(8, 16)
@@ -236,7 +261,10 @@ class Residual(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype, main_grad: bool) -> None:
         super().__init__()
-        both = by_layer({"first": lambda role: CurrentScalingQuantizerRef(E4M3)}, lambda role: DefaultProduct(E4M3))
+        both = by_layer(
+            {"first": lambda role: CurrentScalingQuantizerRef(E4M3)},
+            lambda role: DefaultProduct(E4M3),
+        )
         for name in ("first", "second"):
             layer = ottava.nn.Linear(96, 96, dtype=dtype, name=name, recipe=CustomRecipe(both))
             layer.fuse_wgrad_accumulation = main_grad

@@ -1,4 +1,5 @@
-"""Amaxes that ranks reduce: the scales of one process that saw all the data, in one all-reduce a step."""
+"""Amaxes that ranks reduce: the scales of one process that saw all the data, in one all-reduce a
+step."""
 
 from __future__ import annotations
 
@@ -39,8 +40,14 @@ def shard(step: int, rank: int) -> torch.Tensor:
 
 
 def scales(net: torch.nn.Module) -> torch.Tensor:
-    values = [value.reshape(-1) for name, value in net.state_dict().items() if "recipe_state.scale" in name]
-    values += [value[1:].reshape(-1) for name, value in net.state_dict().items() if "amax_history" in name]
+    values = [
+        value.reshape(-1)
+        for name, value in net.state_dict().items()
+        if "recipe_state.scale" in name
+    ]
+    values += [
+        value[1:].reshape(-1) for name, value in net.state_dict().items() if "amax_history" in name
+    ]
     return torch.cat(values)
 
 
@@ -57,14 +64,19 @@ def whole(net: torch.nn.Module, step: int, ranks: list[int]) -> None:
     torch.cat(outputs).sum().backward()
 
 
-def steps(rank: int, world: int, begin: Callable[[torch.nn.Module], Any], group: Any, ranks: list[int]) -> None:
+def steps(
+    rank: int, world: int, begin: Callable[[torch.nn.Module], Any], group: Any, ranks: list[int]
+) -> None:
     net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
     ottava.convert(alone, DelayedScaling(amax_history_len=3, reduce_amax=False))
     for step in range(STEPS):
         with Counted() as reductions:
             begin(net)(shard(step, rank)).sum().backward()
         # A block does not know its layers before they have run in it once.
-        assert reductions.count == 1 or (step == 0 and begin is not converted), (step, reductions.count)
+        assert reductions.count == 1 or (step == 0 and begin is not converted), (
+            step,
+            reductions.count,
+        )
         whole(alone, step, ranks)
         same_on(ranks, group, scales(net))
         assert torch.equal(scales(net), scales(alone)), step
@@ -141,7 +153,8 @@ def in_halves(mesh: Any) -> None:
 
 
 def nested(mesh: Any) -> None:
-    """A region in a region, each with its own group: one reduction for each, over the right ranks."""
+    """A region in a region, each with its own group: one reduction for each, over the right
+    ranks."""
     rank, world = here(mesh)
     pairs = [dist.new_group([i, i + 1]) for i in range(0, world, 2)]
     outer, inner = DelayedScaling(amax_history_len=3), DelayedScaling(amax_history_len=4)
@@ -160,14 +173,17 @@ def nested(mesh: Any) -> None:
             largest = max(shard(s, r).abs().max() for s in past for r in range(world))
             expected_a = torch.div(torch.tensor(448.0), largest)
             pair = (rank // 2 * 2, rank // 2 * 2 + 1)
-            largest = max(shard(s, r).abs().max() for s in range(max(0, step - 4), step) for r in pair)
+            largest = max(
+                shard(s, r).abs().max() for s in range(max(0, step - 4), step) for r in pair
+            )
             expected_b = torch.div(torch.tensor(448.0), largest)
         assert a.recipe_state.scale[0] == expected_a, step
         assert b.recipe_state.scale[0] == expected_b, step
 
 
 def under_ddp(mesh: Any) -> None:
-    """DistributedDataParallel broadcasts buffers by default: not these, or amaxes of other ranks would be lost."""
+    """DistributedDataParallel broadcasts buffers by default: not these, or amaxes of other ranks
+    would be lost."""
     rank, world = here(mesh)
     net, alone = ottava.convert(model(), DelayedScaling(amax_history_len=3)), model()
     ottava.convert(alone, DelayedScaling(amax_history_len=3, reduce_amax=False))
@@ -185,7 +201,9 @@ def functions(mesh: Any) -> None:
     net = ottava.convert(model(), recipe)
     for step in range(3):
         net(shard(step, rank)).sum().backward()
-    largest = torch.stack([shard(step, r).abs().max() for step in range(2) for r in range(world)]).max()
+    largest = torch.stack(
+        [shard(step, r).abs().max() for step in range(2) for r in range(world)]
+    ).max()
     assert net[0].recipe_state.scale[0] == torch.div(torch.tensor(448.0), largest)
 
 
@@ -208,17 +226,23 @@ def one_recipe_two_groups(mesh: Any) -> None:
             assert layer.recipe_state.amax_history[0, 0] == shard(step, rank).abs().max(), step
         if step:
             past = range(max(0, step - 3), step)
-            for layer, ranks in ((wide, range(world)), (narrow, (rank // 2 * 2, rank // 2 * 2 + 1))):
+            for layer, ranks in (
+                (wide, range(world)),
+                (narrow, (rank // 2 * 2, rank // 2 * 2 + 1)),
+            ):
                 largest = torch.stack([shard(s, r).abs().max() for s in past for r in ranks]).max()
                 assert layer.recipe_state.scale[0] == torch.div(torch.tensor(448.0), largest), step
 
 
 def loaded_after_evaluation(mesh: Any) -> None:
-    """Layers that only evaluated in a block, and were loaded then, begin their first step together, with it."""
+    """Layers that only evaluated in a block, and were loaded then, begin their first step together,
+    with it."""
     rank, world = here(mesh)
     recipe = DelayedScaling(amax_history_len=3)
     # In a model that nobody converted.
-    trained, net = (torch.nn.Sequential(*(ottava.nn.Linear(16, 16) for _ in range(3))) for _ in range(2))
+    trained, net = (
+        torch.nn.Sequential(*(ottava.nn.Linear(16, 16) for _ in range(3))) for _ in range(2)
+    )
     with ottava.autocast(recipe):
         trained(shard(0, rank)).sum().backward()
     with torch.no_grad(), ottava.autocast(recipe):
@@ -233,7 +257,8 @@ def loaded_after_evaluation(mesh: Any) -> None:
 
 
 def given_up(mesh: Any) -> None:
-    """A model in a reference cycle, which the garbage collector takes from one rank alone before the next step."""
+    """A model in a reference cycle, which the garbage collector takes from one rank alone before
+    the next step."""
     rank, _ = here(mesh)
     recipe = DelayedScaling(amax_history_len=3)
     original, sizes = dist.all_reduce, []
@@ -264,9 +289,13 @@ def given_up(mesh: Any) -> None:
             for step in range(3):
                 train(second, step)
                 same_on(list(range(mesh.size())), None, scales(second))
-            # What only the collector ends takes part in one step more; what nobody refers to in none.
+            # What only the collector ends takes part in one step more; what nobody refers to in
+            # none.
             slots = 3 * 3
-            assert sizes == ([slots, slots, slots] if way == "cycle" else [slots, slots]), (way, sizes)
+            assert sizes == ([slots, slots, slots] if way == "cycle" else [slots, slots]), (
+                way,
+                sizes,
+            )
             gc.collect()
     finally:
         dist.all_reduce = original

@@ -1,4 +1,5 @@
-"""Training steps compiled whole, with the update of the state inside the graph: bitwise equal to eager."""
+"""Training steps compiled whole, with the update of the state inside the graph: bitwise equal to
+eager."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ import ottava
 from ottava_delayed import DelayedScaling
 
 
-def train(net: torch.nn.Module, run: Any, steps: int = 5) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    net: torch.nn.Module, run: Any, steps: int = 5
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     random = torch.Generator().manual_seed(1)
     losses = []
@@ -44,7 +47,9 @@ SHORT, LATEST = DelayedScaling(amax_history_len=3), DelayedScaling(amax_compute_
 def test_steps_equal_eager(where: str, recipe: DelayedScaling) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)).bfloat16()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)
+    ).bfloat16()
     eager = ottava.convert(net, recipe)
     twin = copy.deepcopy(eager)
 
@@ -70,7 +75,9 @@ def test_steps_equal_eager(where: str, recipe: DelayedScaling) -> None:
     assert (mine[1]["0.recipe_state.scale"] != 1).all()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", DelayedScaling(amax_history_len=2)], ids=["named", "object"])
+@pytest.mark.parametrize(
+    "recipe", ["delayed", DelayedScaling(amax_history_len=2)], ids=["named", "object"]
+)
 def test_a_layer_without_state_is_named(recipe: Any) -> None:
     torch._dynamo.reset()
     layer = ottava.nn.Linear(16, 8)
@@ -83,13 +90,18 @@ def test_a_layer_without_state_is_named(recipe: Any) -> None:
         torch.compile(run, fullgraph=True, backend="aot_eager")(torch.randn(2, 16))
     run(torch.randn(2, 16))
     torch._dynamo.reset()
-    assert torch.compile(run, fullgraph=True, backend="aot_eager")(torch.randn(2, 16)).shape == (2, 8)
+    assert torch.compile(run, fullgraph=True, backend="aot_eager")(torch.randn(2, 16)).shape == (
+        2,
+        8,
+    )
 
 
 def test_compiled_code_that_is_recomputed_begins_no_step() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    eager = ottava.convert(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8)), DelayedScaling())
+    eager = ottava.convert(
+        torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 8)), DelayedScaling()
+    )
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     for step in range(4):
@@ -97,8 +109,13 @@ def test_compiled_code_that_is_recomputed_begins_no_step() -> None:
         eager(x).square().sum().backward()
         checkpoint(compiled, x, use_reentrant=False).square().sum().backward()
         for name in ("scale", "amax_history"):
-            assert torch.equal(getattr(eager[0].recipe_state, name), getattr(twin[0].recipe_state, name)), (step, name)
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), twin.parameters(), strict=True))
+            assert torch.equal(
+                getattr(eager[0].recipe_state, name), getattr(twin[0].recipe_state, name)
+            ), (step, name)
+    assert all(
+        torch.equal(p.grad, q.grad)
+        for p, q in zip(eager.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_microbatches() -> None:

@@ -1,4 +1,5 @@
-"""Two and four gloo processes: the scales of one process that saw all the data, in one all-reduce a step."""
+"""Two and four gloo processes: the scales of one process that saw all the data, in one all-reduce a
+step."""
 
 from __future__ import annotations
 
@@ -24,21 +25,35 @@ CASES = {
         "compiled",
     ],
     # Halves of two would be groups of one, which have nobody to reduce with.
-    4: ["in_default_group", "in_block", "in_halves", "nested", "functions", "one_recipe_two_groups", "under_ddp"],
+    4: [
+        "in_default_group",
+        "in_block",
+        "in_halves",
+        "nested",
+        "functions",
+        "one_recipe_two_groups",
+        "under_ddp",
+    ],
 }
 
 
 @pytest.fixture(scope="module")
 def failures() -> Callable[[int], dict[str, str | None]]:
     """By case, for a number of ranks."""
-    return functools.cache(lambda world: ranks.failures("tests.recipes_delayed.reduce_cases", CASES[world], world))
+    return functools.cache(
+        lambda world: ranks.failures("tests.recipes_delayed.reduce_cases", CASES[world], world)
+    )
 
 
-@pytest.mark.parametrize(("world", "case"), [(world, case) for world, cases in CASES.items() for case in cases])
+@pytest.mark.parametrize(
+    ("world", "case"), [(world, case) for world, cases in CASES.items() for case in cases]
+)
 def test_ranks(world: int, case: str, failures: Callable[[int], dict[str, str | None]]) -> None:
     assert failures(world)[case] is None, failures(world)[case]
 
 
 @pytest.mark.slow
 def test_four_compiled_ranks() -> None:
-    assert ranks.failures("tests.recipes_delayed.reduce_cases", ["compiled"], 4) == {"compiled": None}
+    assert ranks.failures("tests.recipes_delayed.reduce_cases", ["compiled"], 4) == {
+        "compiled": None
+    }

@@ -1,4 +1,5 @@
-"""What evaluation clamps is counted, and warned of once for each operand of a layer; it moves nothing."""
+"""What evaluation clamps is counted, and warned of once for each operand of a layer; it moves
+nothing."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def one_outlier(weight: torch.Tensor) -> None:
     weight[3, 5] = 40.0
 
 
-@pytest.mark.parametrize("change", [merged, copied, one_outlier], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change", [merged, copied, one_outlier], ids=lambda change: change.__name__
+)
 def test_a_weight_that_was_changed_from_outside(change: Callable[[torch.Tensor], None]) -> None:
     net = trained()
     before = {name: value.clone() for name, value in net[2].recipe_state.state_dict().items()}
@@ -124,7 +127,8 @@ def test_inputs_are_counted_and_warned_of_as_well() -> None:
 
 
 def test_what_rounding_would_change_as_much_is_no_reason() -> None:
-    """Weights grow a little in each step, and an evaluation between two steps has the scales of the one before."""
+    """Weights grow a little in each step, and an evaluation between two steps has the scales of the
+    one before."""
     net = trained()
     with torch.no_grad():
         net[2].weight.mul_(1.02)

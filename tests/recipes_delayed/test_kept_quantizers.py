@@ -1,4 +1,5 @@
-"""The quantizers that a state keeps between calls read and write its buffers, wherever these lie by then."""
+"""The quantizers that a state keeps between calls read and write its buffers, wherever these lie by
+then."""
 
 from __future__ import annotations
 
@@ -80,11 +81,14 @@ def test_copies_have_their_own() -> None:
 
 
 def test_replicas_are_refused() -> None:
-    """torch.nn.DataParallel makes them in each forward pass on more than one device, and throws them away."""
+    """torch.nn.DataParallel makes them in each forward pass on more than one device, and throws
+    them away."""
     stateless = ottava.nn.Linear(16, 8)
     assert stateless._replicate_for_data_parallel()._binding is stateless._binding
     layer = ottava.nn.Linear(16, 8, name="block.0", recipe="delayed")
-    with pytest.raises(UsageError, match=r"DataParallel copies Linear 'block\.0'(?s:.*)DistributedDataParallel"):
+    with pytest.raises(
+        UsageError, match=r"DataParallel copies Linear 'block\.0'(?s:.*)DistributedDataParallel"
+    ):
         layer._replicate_for_data_parallel()
     layer.bind(None)
     with pytest.raises(UsageError, match="is lost"):  # A block may bring the recipe of the state.
@@ -92,12 +96,19 @@ def test_replicas_are_refused() -> None:
 
 
 def test_quantizers_of_two_states_are_alike() -> None:
-    mine, other = (used_layer().recipe_state.quantizer("weight", rowwise=True, columnwise=True) for _ in range(2))
+    mine, other = (
+        used_layer().recipe_state.quantizer("weight", rowwise=True, columnwise=True)
+        for _ in range(2)
+    )
     assert mine.is_alike(other)
     assert mine.is_alike(copy.deepcopy(mine))
     assert mine != other
-    assert not mine.is_alike(used_layer().recipe_state.quantizer("weight", rowwise=True, columnwise=False))
-    assert not mine.is_alike(used_layer().recipe_state.quantizer("input", rowwise=True, columnwise=True))
+    assert not mine.is_alike(
+        used_layer().recipe_state.quantizer("weight", rowwise=True, columnwise=False)
+    )
+    assert not mine.is_alike(
+        used_layer().recipe_state.quantizer("input", rowwise=True, columnwise=True)
+    )
 
     def double(tensor: Any) -> Any:
         return tensor.dequantize() * 2
@@ -145,7 +156,9 @@ def test_inference_mode_leaves_nothing_behind() -> None:
         assert_of(layer.recipe_state)
     # The same quantizers, of the same memory, and none of it belongs to inference mode.
     assert_of(layer.recipe_state)
-    assert not layer.recipe_state.quantizer("input", rowwise=True, columnwise=True).scale.is_inference()
+    assert not layer.recipe_state.quantizer(
+        "input", rowwise=True, columnwise=True
+    ).scale.is_inference()
     with torch.no_grad():
         assert torch.equal(layer(x), inside)
     layer(x).sum().backward()
@@ -153,7 +166,10 @@ def test_inference_mode_leaves_nothing_behind() -> None:
 
 def test_quantizers_of_a_factory_are_not_kept() -> None:
     """Whoever gave one may change it between calls."""
-    own, recipe = Float8Quantizer(torch.ones(1), torch.zeros(1), torch.float8_e5m2), DelayedScaling(amax_history_len=4)
+    own, recipe = (
+        Float8Quantizer(torch.ones(1), torch.zeros(1), torch.float8_e5m2),
+        DelayedScaling(amax_history_len=4),
+    )
     recipe.set_quantizer_factory(lambda role: own if role.tensor_type == "input" else None)
     layer = ottava.nn.Linear(16, 16, recipe=recipe)
     x = torch.randn(4, 16)

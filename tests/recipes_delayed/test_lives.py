@@ -19,7 +19,8 @@ RECIPE = DelayedScaling(amax_history_len=3)
 
 @pytest.fixture(autouse=True)
 def no_garbage_is_collected() -> Iterator[None]:
-    # The first one of a process imports the compiler, with what is running in the frames of its errors.
+    # The first one of a process imports the compiler, with what is running in the frames of its
+    # errors.
     checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
     gc.collect()
     gc.disable()
@@ -65,7 +66,9 @@ def calibrated(model: Any, x: torch.Tensor) -> torch.Tensor:
         (bare, calibrated),
     ],
 )
-def test_it_goes_with_the_layer(make: Callable[[], Any], run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+def test_it_goes_with_the_layer(
+    make: Callable[[], Any], run: Callable[[Any, torch.Tensor], torch.Tensor]
+) -> None:
     model = make()
     for _ in range(2):
         run(model, torch.ones(4, 16, requires_grad=True)).sum().backward()
@@ -77,7 +80,8 @@ def test_it_goes_with_the_layer(make: Callable[[], Any], run: Callable[[Any, tor
 
 
 def test_those_that_were_given_up_hold_up_no_others() -> None:
-    """A layer that is garbage, and not collected yet, takes part in the step that it ran before, and in no other."""
+    """A layer that is garbage, and not collected yet, takes part in the step that it ran before,
+    and in no other."""
     layer, other = bare(), bare()
     layer.__dict__["itself"] = [layer]
     in_a_block(layer, torch.ones(4, 16)).sum().backward()
@@ -121,10 +125,16 @@ class Still(ottava.Recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "bind"),
-    [(DelayedScaling(amax_history_len=2), True), (DelayedScaling(amax_history_len=2), False), (Still(), True)],
+    [
+        (DelayedScaling(amax_history_len=2), True),
+        (DelayedScaling(amax_history_len=2), False),
+        (Still(), True),
+    ],
     ids=["bound", "in a region", "bound to a recipe without state"],
 )
-@pytest.mark.filterwarnings("ignore:Linear changes from", "ignore:the scaling state of Linear is discarded")
+@pytest.mark.filterwarnings(
+    "ignore:Linear changes from", "ignore:the scaling state of Linear is discarded"
+)
 def test_a_state_that_was_discarded_begins_no_step(recipe: ottava.Recipe, bind: bool) -> None:
     layer, other = ottava.nn.Linear(16, 16, recipe=RECIPE), bare()
     in_a_block(torch.nn.Sequential(layer, other), torch.ones(4, 16)).sum().backward()

@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ottava
 from ottava.nn import Linear, binding
@@ -50,7 +54,9 @@ def test_a_meta_model_is_filled_from_a_checkpoint(assign: bool) -> None:
     other = ottava.convert(model().to("meta"), delayed())
     if not assign:
         other.to_empty(device="cpu")
-    other.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=assign)
+    other.load_state_dict(
+        {name: value.clone() for name, value in net.state_dict().items()}, assign=assign
+    )
     for module in (net, other):
         module(batch(3)).sum().backward()
     assert torch.equal(net[0].recipe_state.scale, other[0].recipe_state.scale)
@@ -64,18 +70,23 @@ def normalized() -> torch.nn.Sequential:
 
 @pytest.mark.parametrize("made", [model, normalized])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_a_whole_converted_model(use_reentrant: bool, made: Callable[[], torch.nn.Module]) -> None:
+def test_checkpointing_a_whole_converted_model(
+    use_reentrant: bool, made: Callable[[], torch.nn.Module]
+) -> None:
     plain, recomputed = ottava.convert(made(), delayed()), ottava.convert(made(), delayed())
     for step in range(4):
         plain(batch(step).requires_grad_()).sum().backward()
-        checkpoint(recomputed, batch(step).requires_grad_(), use_reentrant=use_reentrant).sum().backward()
+        checkpoint(
+            recomputed, batch(step).requires_grad_(), use_reentrant=use_reentrant
+        ).sum().backward()
         for mine, theirs in zip(plain.buffers(), recomputed.buffers(), strict=True):
             assert torch.equal(mine, theirs), step
 
 
 @pytest.mark.parametrize("inside", ["a block", "a converted model", "a layer"])
 def test_inside_a_reentrant_checkpoint(inside: str) -> None:
-    """Gradients are off there; a step begins all the same at what takes a tensor that the checkpoint takes."""
+    """Gradients are off there; a step begins all the same at what takes a tensor that the
+    checkpoint takes."""
 
     def trained(use_reentrant: bool | None) -> list[torch.Tensor]:
         net = ottava.convert(model(), delayed())[:1] if inside == "a layer" else model()
@@ -198,7 +209,10 @@ def test_models_trained_in_turns() -> None:
             loss.backward()
         alone(batch(step)).sum().backward()
         for net in nets:
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(net.buffers(), alone.buffers(), strict=True))
+            assert all(
+                torch.equal(mine, theirs)
+                for mine, theirs in zip(net.buffers(), alone.buffers(), strict=True)
+            )
 
 
 def test_blocks_of_recipes_that_are_gone_are_forgotten() -> None:
@@ -214,7 +228,9 @@ def test_blocks_of_recipes_that_are_gone_are_forgotten() -> None:
     steps.step_for(delayed(margin=5), None)
     assert len(steps._steps) <= before
     # Those of other tests may be there yet.
-    functions: list[Any] = [getattr(recipe, "amax_compute_algo", None) for recipe, *_ in steps._steps]
+    functions: list[Any] = [
+        getattr(recipe, "amax_compute_algo", None) for recipe, *_ in steps._steps
+    ]
     assert not [one for one in functions if "are_forgotten" in getattr(one, "__qualname__", "")]
 
 
@@ -263,7 +279,9 @@ def test_a_kept_weight_does_not_outlive_what_it_was_made_of(change: str) -> None
     layer, x = Linear(16, 16, recipe=delayed()), batch(0)
     layer(x, is_first_microbatch=True)
     if change == "load":
-        layer.load_state_dict({"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}, strict=False)
+        layer.load_state_dict(
+            {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}, strict=False
+        )
         assert not layer(x, is_first_microbatch=False).any()
     elif change == "dtype":
         layer.bfloat16()
@@ -362,7 +380,8 @@ def test_recomputation_counts_what_is_clamped_once(how: str) -> None:
 @pytest.mark.parametrize("outer", [PLAIN, REENTRANT], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("inner", [None, hooked], ids=["itself", "hooks"])
 def test_recomputation_for_a_function_in_python_counts_once(inner: Any, outer: Any) -> None:
-    """Autograd's node is of a class in Python then, as that of a reentrant checkpoint is: of a user's, or of Ottava."""
+    """Autograd's node is of a class in Python then, as that of a reentrant checkpoint is: of a
+    user's, or of Ottava."""
     layer: Any = Linear(16, 16, recipe=delayed())
     after = [Sine.apply] * 2 if inner is None else [layer, copy.deepcopy(layer)]
     plain, recomputed = seen(None, None, after[0]), seen(inner, outer, after[1])
@@ -377,7 +396,9 @@ def test_recomputation_where_torch_does_not_tell_its_kind(monkeypatch: pytest.Mo
     for how in RECOMPUTED:
         recomputed = seen(*RECOMPUTED[how])
         for name in ("scale", "amax_history"):
-            assert torch.equal(plain[f"recipe_state.{name}"], recomputed[f"recipe_state.{name}"]), how
+            assert torch.equal(plain[f"recipe_state.{name}"], recomputed[f"recipe_state.{name}"]), (
+                how
+            )
 
 
 def test_a_factory_set_later_is_noticed() -> None:

@@ -16,17 +16,24 @@ from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
 from ottava_delayed import Float8Quantizer
 
-FORMATS = {torch.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0), torch.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0)}
+FORMATS = {
+    torch.float8_e4m3fn: (ml_dtypes.float8_e4m3fn, 448.0),
+    torch.float8_e5m2: (ml_dtypes.float8_e5m2, 57344.0),
+}
 
 
-def make(fp8_dtype: torch.dtype = torch.float8_e4m3fn, scale: float = 1.0, **options: Any) -> Float8Quantizer:
+def make(
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn, scale: float = 1.0, **options: Any
+) -> Float8Quantizer:
     return Float8Quantizer(torch.tensor([scale]), torch.zeros(1), fp8_dtype, **options)
 
 
 @pytest.mark.parametrize("fp8_dtype", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (5, 7), (3, 4, 33), (130, 70)])
-def test_bytes_amax_and_counter(fp8_dtype: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_bytes_amax_and_counter(
+    fp8_dtype: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
     oracle, largest = FORMATS[fp8_dtype]
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * largest).to(dtype)
     for scale in (1.0, 0.3, 2.0**-5):
@@ -83,7 +90,8 @@ def test_the_scale_is_read_when_it_is_used() -> None:
     quantizer = make()
     quantizer.scale.fill_(4.0)
     assert torch.equal(
-        quantizer(torch.tensor([1.0]))._data, torch.tensor([4.0]).to(torch.float8_e4m3fn).view(torch.uint8)
+        quantizer(torch.tensor([1.0]))._data,
+        torch.tensor([4.0]).to(torch.float8_e4m3fn).view(torch.uint8),
     )
 
 
@@ -161,9 +169,16 @@ def test_straight_through_gradient() -> None:
         (ShapeError, (torch.ones(1), torch.zeros(3), torch.float8_e4m3fn), {}),
         (DeviceError, (torch.ones(1), torch.zeros(1, device="meta"), torch.float8_e4m3fn), {}),
         (DTypeError, (torch.ones(1), torch.zeros(1), torch.int8), {}),
-        (DTypeError, (torch.ones(1), torch.zeros(1), torch.float8_e5m2), {"saturated": torch.zeros(1)}),
+        (
+            DTypeError,
+            (torch.ones(1), torch.zeros(1), torch.float8_e5m2),
+            {"saturated": torch.zeros(1)},
+        ),
         (OptionError, (torch.ones(1), torch.zeros(1), torch.float8_e5m2), {"rowwise": None}),
-        *((OptionError, (number, None, torch.float8_e4m3fn), {}) for number in (0, -1.0, math.nan, math.inf, 1e39)),
+        *(
+            (OptionError, (number, None, torch.float8_e4m3fn), {})
+            for number in (0, -1.0, math.nan, math.inf, 1e39)
+        ),
     ],
 )
 def test_bad_state(error: type[Exception], arguments: Any, options: Any) -> None:
@@ -174,7 +189,10 @@ def test_bad_state(error: type[Exception], arguments: Any, options: Any) -> None
 @pytest.mark.parametrize("scale", [2, 0.5])
 def test_a_number_is_a_scale(scale: float) -> None:
     x = torch.randn(8, 8)
-    quantizers = [Float8Quantizer(s, torch.zeros(1), torch.float8_e4m3fn) for s in (scale, torch.tensor([scale * 1.0]))]
+    quantizers = [
+        Float8Quantizer(s, torch.zeros(1), torch.float8_e4m3fn)
+        for s in (scale, torch.tensor([scale * 1.0]))
+    ]
     one, other = (quantizer(x) for quantizer in quantizers)
     assert torch.equal(one._data, other._data)
     assert torch.equal(one._scale_inv, other._scale_inv)
@@ -182,7 +200,12 @@ def test_a_number_is_a_scale(scale: float) -> None:
 
 def test_bad_tensors_record_nothing() -> None:
     quantizer = make()
-    for bad in (torch.ones(3).int(), torch.ones(3).cfloat(), torch.ones(3).double(), torch.ones(3, device="meta")):
+    for bad in (
+        torch.ones(3).int(),
+        torch.ones(3).cfloat(),
+        torch.ones(3).double(),
+        torch.ones(3, device="meta"),
+    ):
         with pytest.raises((DTypeError, DeviceError)):
             quantizer(bad)
     assert quantizer.amax.item() == 0.0

@@ -1,4 +1,5 @@
-"""The state is plain tensors: saved, loaded, moved, copied, resized, and resumed after SIGKILL, bit for bit."""
+"""The state is plain tensors: saved, loaded, moved, copied, resized, and resumed after SIGKILL, bit
+for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def trained(recipe: Any = None, steps: int = 3) -> torch.nn.Sequential:
 
 def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     mine, theirs = a.state_dict(), b.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )
 
 
 def through_torch(net: torch.nn.Module, tmp_path: Path) -> Any:
@@ -93,7 +96,10 @@ def test_moving_keeps_the_state_alive() -> None:
 
 @pytest.mark.parametrize(("saved", "loaded"), [(6, 3), (6, 1), (3, 6), (1, 4)])
 def test_history_of_another_length(saved: int, loaded: int) -> None:
-    net, other = trained(DelayedScaling(amax_history_len=saved), 8), trained(DelayedScaling(amax_history_len=loaded), 0)
+    net, other = (
+        trained(DelayedScaling(amax_history_len=saved), 8),
+        trained(DelayedScaling(amax_history_len=loaded), 0),
+    )
     state = net.state_dict()
     with pytest.warns(UserWarning, match=f"saved with {saved} steps and is loaded into {loaded}"):
         other.load_state_dict(state, strict=True)
@@ -121,7 +127,8 @@ def test_loading_before_the_region_that_brings_the_recipe() -> None:
     for layer in (other[0], other[2]):
         layer.bind(None)
     other.load_state_dict(net.state_dict(), strict=True)
-    # The step that it was saved after is behind it: the region begins the next one, as the converted model does.
+    # The step that it was saved after is behind it: the region begins the next one, as the
+    # converted model does.
     expected = net(x)
     with ottava.autocast(DelayedScaling(amax_history_len=5)):
         assert torch.equal(other(x), expected)
@@ -138,10 +145,13 @@ def test_a_converted_model_enters_its_first_block() -> None:
 
 
 def train_and_save(folder: Path, steps: int, kill_at: int) -> None:
-    """Resumes from FOLDER/checkpoint.pt, saves after every step; told to, kills its process in the middle of one."""
+    """Resumes from FOLDER/checkpoint.pt, saves after every step; told to, kills its process in the
+    middle of one."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)).bfloat16()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)
+    ).bfloat16()
     ottava.convert(net, DelayedScaling(amax_history_len=4))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     first = 0
@@ -152,7 +162,9 @@ def train_and_save(folder: Path, steps: int, kill_at: int) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["step"] + 1
     for step in range(first, steps):
-        x = torch.randn(12, 16, generator=torch.Generator().manual_seed(step)).bfloat16() * (1 + step % 5)
+        x = torch.randn(12, 16, generator=torch.Generator().manual_seed(step)).bfloat16() * (
+            1 + step % 5
+        )
         loss = net(x).square().mean()
         loss.backward()
         if step == kill_at:
@@ -162,7 +174,10 @@ def train_and_save(folder: Path, steps: int, kill_at: int) -> None:
         with (folder / "losses").open("a") as losses:
             losses.write(f"{step} {loss.item()!r}\n")
         temporary = folder / "checkpoint.tmp"
-        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
+        torch.save(
+            {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+            temporary,
+        )
         temporary.replace(checkpoint)
 
 
@@ -190,7 +205,10 @@ def test_resumed_after_sigkill(tmp_path: Path) -> None:
         assert in_a_fork(killed, 14, kill_at) == -signal.SIGKILL
     assert in_a_fork(killed, 14, -1) == 0
     assert (killed / "losses").read_text() == (straight / "losses").read_text()
-    one, two = (torch.load(folder / "checkpoint.pt", weights_only=True)["model"] for folder in (straight, killed))
+    one, two = (
+        torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+        for folder in (straight, killed)
+    )
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 

@@ -1,4 +1,5 @@
-"""When scales are updated, and what is recorded: regions, evaluation, recomputation, microbatches, calibration."""
+"""When scales are updated, and what is recorded: regions, evaluation, recomputation, microbatches,
+calibration."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def batch(step: int) -> torch.Tensor:
 
 
 def states(net: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in net.state_dict().items() if "recipe_state" in name}
+    return {
+        name: value.clone() for name, value in net.state_dict().items() if "recipe_state" in name
+    }
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -53,7 +56,9 @@ def test_a_step_uses_the_scales_of_the_steps_before() -> None:
         amaxes = [x.abs().max().item(), layer.weight.abs().max().item()]
         net(x).square().mean().backward()
         past = [entry[0] for entry in seen[-LENGTH:]]
-        expected = torch.div(torch.tensor(448.0), torch.tensor(max(past))) if past else torch.tensor(1.0)
+        expected = (
+            torch.div(torch.tensor(448.0), torch.tensor(max(past))) if past else torch.tensor(1.0)
+        )
         assert state.scale[0] == expected
         # Row 0 holds this step's, the last row that of the step before.
         assert state.amax_history[0, :2].tolist() == amaxes
@@ -68,7 +73,9 @@ def test_one_update_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     original = kernels.update_scales
     monkeypatch.setattr(
-        kernels, "update_scales", lambda scales, *a, **k: (calls.append(len(scales)), original(scales, *a, **k))
+        kernels,
+        "update_scales",
+        lambda scales, *a, **k: (calls.append(len(scales)), original(scales, *a, **k)),
     )
     for step in range(3):
         net(batch(step)).sum().backward()
@@ -77,7 +84,8 @@ def test_one_update_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("how", ["converted", "region", "named", "standalone", "part"])
 def test_every_way_to_run_gives_the_same(how: str) -> None:
-    """Converted, inside a block with an equal recipe made anew each time, and layers called by themselves."""
+    """Converted, inside a block with an equal recipe made anew each time, and layers called by
+    themselves."""
     expected = ottava.convert(model(), DelayedScaling())
     net = model()
     run: Callable[[torch.Tensor], torch.Tensor] = net
@@ -95,7 +103,9 @@ def test_every_way_to_run_gives_the_same(how: str) -> None:
 
     elif how == "standalone":
         torch.manual_seed(0)
-        net = torch.nn.Sequential(Linear(16, 32, recipe="delayed"), torch.nn.Tanh(), Linear(32, 8, recipe="delayed"))
+        net = torch.nn.Sequential(
+            Linear(16, 32, recipe="delayed"), torch.nn.Tanh(), Linear(32, 8, recipe="delayed")
+        )
         run = net
     else:
         ottava.convert(net, "delayed")
@@ -141,13 +151,17 @@ def test_recomputation_records_once(use_reentrant: bool) -> None:
         assert same(states(plain), states(recomputed)), step
 
 
-def recomputed_forward(net: torch.nn.Sequential, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+def recomputed_forward(
+    net: torch.nn.Sequential, x: torch.Tensor, use_reentrant: bool
+) -> torch.Tensor:
     """The whole net as a region, both layers recomputed in the backward."""
     original: Any = net.__class__
 
     class Recomputed(original):  # type: ignore[misc]
         def forward(self, input: torch.Tensor) -> Any:
-            return checkpoint(lambda t: original.forward(self, t), input, use_reentrant=use_reentrant)
+            return checkpoint(
+                lambda t: original.forward(self, t), input, use_reentrant=use_reentrant
+            )
 
     net.__class__ = Recomputed
     try:
@@ -160,7 +174,9 @@ def test_microbatches_quantize_the_weight_once(monkeypatch: pytest.MonkeyPatch) 
     layer = Linear(16, 8, recipe=delayed())
     casts: list[tuple[int, ...]] = []
     cast = for_layers.cast
-    monkeypatch.setattr(for_layers, "cast", lambda x, *a: (casts.append(tuple(x.shape)), cast(x, *a))[1])
+    monkeypatch.setattr(
+        for_layers, "cast", lambda x, *a: (casts.append(tuple(x.shape)), cast(x, *a))[1]
+    )
     for first in (True, False, False):
         layer(batch(3), is_first_microbatch=first).sum().backward()
     assert casts.count((8, 16)) == 1
@@ -208,7 +224,9 @@ def test_nested_and_neighbouring_regions() -> None:
 
 
 def test_an_error_in_the_forward_leaves_the_region() -> None:
-    net = ottava.convert(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), delayed())
+    net = ottava.convert(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), delayed()
+    )
     with pytest.raises(ottava.errors.ShapeError):
         net(torch.ones(2, 9))
     net(torch.ones(2, 8)).sum().backward()
@@ -249,7 +267,10 @@ def test_another_recipe_for_a_while_keeps_the_state() -> None:
 def test_another_configuration_starts_afresh_and_says_so() -> None:
     net = ottava.convert(model(), delayed())
     net(batch(0)).sum().backward()
-    with ottava.autocast(DelayedScaling(amax_history_len=9)), pytest.warns(UserWarning, match="is discarded"):
+    with (
+        ottava.autocast(DelayedScaling(amax_history_len=9)),
+        pytest.warns(UserWarning, match="is discarded"),
+    ):
         net(batch(1)).sum().backward()
     assert net[0].recipe_state.amax_history.shape == (9, 3)
 
@@ -278,7 +299,9 @@ def test_a_state_that_is_loaded_is_no_backward_pass(recwarn: pytest.WarningsReco
     assert not recwarn.list
 
 
-def test_calibration_with_gradients_is_no_forward_pass_of_a_step(recwarn: pytest.WarningsRecorder) -> None:
+def test_calibration_with_gradients_is_no_forward_pass_of_a_step(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     net = ottava.convert(model(), delayed())
     net(batch(0)).sum().backward()
     for load in (False, True):
@@ -332,7 +355,9 @@ def test_saturation_is_counted() -> None:
     assert loud.saturated - quiet.saturated == expected > 0
     assert loud.largest_amax == spike.abs().max()
     net(batch(0)).sum().backward()
-    assert scaling_statistics(net)["0"]["input"].scale == torch.div(torch.tensor(448.0), spike.abs().max())
+    assert scaling_statistics(net)["0"]["input"].scale == torch.div(
+        torch.tensor(448.0), spike.abs().max()
+    )
 
 
 def test_margin_leaves_room() -> None:
@@ -347,7 +372,9 @@ def test_primary_weights_start_with_their_own_scale() -> None:
     with ottava.quantized_model_init(delayed()):
         layer = Linear(16, 8, recipe=delayed())
     initial = layer.weight.get_high_precision_init_val()
-    assert layer.weight._scale_inv == torch.div(torch.tensor(1.0), torch.div(torch.tensor(448.0), initial.abs().max()))
+    assert layer.weight._scale_inv == torch.div(
+        torch.tensor(1.0), torch.div(torch.tensor(448.0), initial.abs().max())
+    )
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for step in range(3):
         layer(batch(step)).square().mean().backward()
@@ -371,7 +398,9 @@ def test_layers_keep_float32_state_in_a_bfloat16_model() -> None:
 
 
 def test_made_on_meta_and_filled() -> None:
-    net = ottava.convert(torch.nn.Sequential(torch.nn.Linear(16, 8, device="meta")), delayed()).to_empty(device="cpu")
+    net = ottava.convert(
+        torch.nn.Sequential(torch.nn.Linear(16, 8, device="meta")), delayed()
+    ).to_empty(device="cpu")
     net[0].reset_parameters()
     for step in range(2):
         net(batch(step)).sum().backward()
@@ -390,17 +419,20 @@ def test_no_warnings_in_ordinary_use() -> None:
 def test_a_recomputation_where_torch_tells_no_backward_pass(
     monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, use_reentrant: bool
 ) -> None:
-    """In a region that stays open it changes nothing; without one it begins a step of its own, unless the checkpoint's
-    forward pass, without gradients, has begun that."""
+    """In a region that stays open it changes nothing; without one it begins a step of its own,
+    unless the checkpoint's forward pass, without gradients, has begun that."""
 
     def stepped(around: bool) -> tuple[list[torch.Tensor], list[bool]]:
-        """The gradients of the last step, and for each whether the recomputed layer's scales stayed what they were."""
+        """The gradients of the last step, and for each whether the recomputed layer's scales stayed
+        what they were."""
         kept = []
         net = ottava.convert(model(), delayed())
         for step in range(3):
             net.zero_grad()
             with ottava.autocast(enabled=True) if around else contextlib.nullcontext():
-                hidden = checkpoint(net[0], batch(step).requires_grad_(), use_reentrant=use_reentrant)
+                hidden = checkpoint(
+                    net[0], batch(step).requires_grad_(), use_reentrant=use_reentrant
+                )
                 loss = net[2](net[1](hidden)).square().mean()
                 scale = net[0].recipe_state.scale.clone()
                 loss.backward()

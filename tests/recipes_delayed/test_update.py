@@ -1,4 +1,5 @@
-"""Steps of planted amaxes: scales and histories byte for byte those of a scalar oracle, after every step."""
+"""Steps of planted amaxes: scales and histories byte for byte those of a scalar oracle, after every
+step."""
 
 from __future__ import annotations
 
@@ -24,16 +25,21 @@ def third_largest(history: torch.Tensor) -> torch.Tensor:
     return history.nan_to_num(0.0).sort(0, descending=True).values[min(2, len(history) - 1)]
 
 
-def halved(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling) -> torch.Tensor:
+def halved(
+    amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
+) -> torch.Tensor:
     """Half of the usual scale, at most twice the last one."""
-    usual = torch.div(torch.full_like(amax, fp8_max / 2), amax.nan_to_num(1.0, posinf=torch.inf).clamp(min=1e-30))
+    usual = torch.div(
+        torch.full_like(amax, fp8_max / 2), amax.nan_to_num(1.0, posinf=torch.inf).clamp(min=1e-30)
+    )
     return torch.minimum(usual, 2 * scale)
 
 
 def oracle_third(history: list[float]) -> float:
-    return sorted((0.0 if np.isnan(h) else min(h, float(np.finfo(np.float32).max)) for h in history), reverse=True)[
-        min(2, len(history) - 1)
-    ]
+    return sorted(
+        (0.0 if np.isnan(h) else min(h, float(np.finfo(np.float32).max)) for h in history),
+        reverse=True,
+    )[min(2, len(history) - 1)]
 
 
 def oracle_halved(amax: float, scale: float, fp8_max: float, margin: float) -> float:
@@ -71,10 +77,16 @@ def check_steps(length: int, algorithm: str, by_function: bool, steps: int) -> N
         amax_compute_algo=mine,
         scaling_factor_compute_algo=halved if by_function else None,
     )
-    layers = {backend: [DelayedScalingState(recipe, ROLES) for _ in range(3)] for backend in ("cpu", "reference")}
+    layers = {
+        backend: [DelayedScalingState(recipe, ROLES) for _ in range(3)]
+        for backend in ("cpu", "reference")
+    }
     scale_of = oracle_halved if by_function else None
     slots = [
-        [Slot(length, 57344.0 if i == 2 else 448.0, MARGIN[length], theirs, scale_of) for i in range(3)]
+        [
+            Slot(length, 57344.0 if i == 2 else 448.0, MARGIN[length], theirs, scale_of)
+            for i in range(3)
+        ]
         for _ in range(3)
     ]
     random = np.random.default_rng(length)
@@ -85,7 +97,9 @@ def check_steps(length: int, algorithm: str, by_function: bool, steps: int) -> N
                 slot.history[0] = float(amax)
                 slot.update()
         scales = np.array([[slot.scale for slot in row] for row in slots], np.float32)
-        histories = np.array([[slot.history for slot in row] for row in slots], np.float32).swapaxes(1, 2)
+        histories = np.array(
+            [[slot.history for slot in row] for row in slots], np.float32
+        ).swapaxes(1, 2)
         for backend, states in layers.items():
             for state, values in zip(states, planted, strict=True):
                 state.amax_history[0] = torch.from_numpy(values)
@@ -93,8 +107,12 @@ def check_steps(length: int, algorithm: str, by_function: bool, steps: int) -> N
                 begin(states, None)
             # NaN equals NaN; the message has the elements that differ.
             words = f"{backend}, step {step}"
-            np.testing.assert_array_equal(np.stack([s.scale.numpy() for s in states]), scales, words)
-            np.testing.assert_array_equal(np.stack([s.amax_history.numpy() for s in states]), histories, words)
+            np.testing.assert_array_equal(
+                np.stack([s.scale.numpy() for s in states]), scales, words
+            )
+            np.testing.assert_array_equal(
+                np.stack([s.amax_history.numpy() for s in states]), histories, words
+            )
 
 
 @pytest.mark.parametrize("by_function", [False, True])
@@ -117,10 +135,14 @@ def test_functions_may_write_to_what_they_are_given() -> None:
         history.zero_()
         return found
 
-    def scaled(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling) -> torch.Tensor:
+    def scaled(
+        amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
+    ) -> torch.Tensor:
         return scale.copy_(fp8_max / amax)
 
-    recipe = DelayedScaling(amax_history_len=2, amax_compute_algo=amax, scaling_factor_compute_algo=scaled)
+    recipe = DelayedScaling(
+        amax_history_len=2, amax_compute_algo=amax, scaling_factor_compute_algo=scaled
+    )
     state = DelayedScalingState(recipe, ROLES)
     state.amax_history[0] = 2.0
     begin([state], None)
@@ -166,7 +188,9 @@ def test_options_are_checked(error: type[Exception], options: dict[str, Any]) ->
         (ShapeError, {"scaling_factor_compute_algo": lambda amax, *_: amax.sum()}),
     ],
 )
-def test_functions_are_checked_before_anything_changes(error: type[Exception], options: dict[str, Any]) -> None:
+def test_functions_are_checked_before_anything_changes(
+    error: type[Exception], options: dict[str, Any]
+) -> None:
     state = DelayedScalingState(DelayedScaling(amax_history_len=4, **options), ROLES)
     state.amax_history[0] = 2.0
     before = {name: value.clone() for name, value in state.state_dict().items()}

@@ -1,4 +1,5 @@
-"""What the tests of MXFP8 tensors share: values, quantizers of every kind, and comparisons to the last bit."""
+"""What the tests of MXFP8 tensors share: values, quantizers of every kind, and comparisons to the
+last bit."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ottava_mxfp8 import MXFP8Quantizer, MXFP8Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 INNER = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 KINDS = ("both", "rowwise", "columnwise", "square")
-# Squares of which one direction is held can give the other: they are held to the boundaries of both.
+# Squares of which one direction is held can give the other: they are held to the boundaries of
+# both.
 VIEW_KINDS = (*KINDS, "square rows", "square columns")
 SHAPES = [(), (1,), (5,), (70,), (0,), (0, 7), (7, 0), (1, 1), (33, 70), (2, 31, 65)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,7 +29,9 @@ def wide(shape: Any, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch
     return (torch.randn(tuple(shape), generator=random).sign() * magnitudes).to(dtype)
 
 
-def quantizer(kind: str = "both", fp8_dtype: torch.dtype = E4M3, rounding: str = "up") -> MXFP8Quantizer:
+def quantizer(
+    kind: str = "both", fp8_dtype: torch.dtype = E4M3, rounding: str = "up"
+) -> MXFP8Quantizer:
     return MXFP8Quantizer(
         fp8_dtype,
         rowwise=kind not in ("columnwise", "square columns"),
@@ -68,7 +72,9 @@ def decoded(q: Any, columnwise: bool) -> torch.Tensor:
     """The values of one direction in float64, by torch's own conversions."""
     data, scales = (q._columnwise_data, q._columnwise_scale_inv) if columnwise else inner(q)[:2]
     columns = data.shape[-1] if data.dim() else 1
-    matrix = data.contiguous().view(q._fp8_dtype).double().reshape(math.prod(data.shape[:-1]), columns)
+    matrix = (
+        data.contiguous().view(q._fp8_dtype).double().reshape(math.prod(data.shape[:-1]), columns)
+    )
     powers = torch.where(scales == 255, math.nan, torch.exp2(scales.double() - 127))
     side = 0 if columnwise else 1
     powers = powers.repeat_interleave(32, side).narrow(side, 0, matrix.shape[side])

@@ -54,13 +54,20 @@ def train(mesh: Any) -> None:
                         if isinstance(parameter._sharded_local_tensor, MXFP8Tensor):
                             # No copy in high precision stays behind.
                             assert isinstance(parameter._sharded_param_data, MXFP8Tensor), case
-                # What is kept between the passes comes at once, in both directions unless one serves both.
+                # What is kept between the passes comes at once, in both directions unless one
+                # serves both.
                 directions = 1 if reshard or kind == "2d" else 2
-                assert len(gathered.handed) == 3 * 2 * (2 if reshard else 1), (case, gathered.handed)
+                assert len(gathered.handed) == 3 * 2 * (2 if reshard else 1), (
+                    case,
+                    gathered.handed,
+                )
                 if columns == 64:
                     scales = [whole // 32 for whole, _ in gathered.handed]
                     sent = [handed * WORLD for _, handed in gathered.handed]
-                    expected_bytes = [directions * (w + s) for (w, _), s in zip(gathered.handed, scales, strict=True)]
+                    expected_bytes = [
+                        directions * (w + s)
+                        for (w, _), s in zip(gathered.handed, scales, strict=True)
+                    ]
                     assert sent == expected_bytes, (case, sent, expected_bytes)
 
 
@@ -85,7 +92,9 @@ def master(mesh: Any) -> None:
         nets = []
         for _ in range(2):
             torch.manual_seed(0)
-            net = torch.nn.Sequential(torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 64)).bfloat16()
+            net = torch.nn.Sequential(
+                torch.nn.Linear(40, rows), torch.nn.GELU(), torch.nn.Linear(rows, 64)
+            ).bfloat16()
             nets.append(ottava.convert(net, "mxfp8"))
         shard(nets[1], mesh, True)
         assert losses(nets[1], 40, 64) == losses(nets[0], 40, 64), rows
@@ -93,7 +102,10 @@ def master(mesh: Any) -> None:
 
 def refused(mesh: Any) -> None:
     """Shards that would cut blocks are named, with what to do."""
-    for rows, message in ((96, "rows 0 to 48 of 96, which cut the blocks"), (65, "rows of another size")):
+    for rows, message in (
+        (96, "rows 0 to 48 of 96, which cut the blocks"),
+        (65, "rows of another size"),
+    ):
         net = model(64, rows, 64, MXFP8BlockScaling())
         shard(net, mesh, True)
         with pytest.raises(ShapeError, match=message):
@@ -119,10 +131,16 @@ def recomputed(mesh: Any) -> None:
     for recipe, reshard, works in ways:
         alone, sharded = (Recomputed(model(64, 64, 64, recipe)) for _ in range(2))
         fully_shard(sharded, mesh=mesh, reshard_after_forward=reshard)
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        x = (
+            torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+            .bfloat16()
+            .requires_grad_()
+        )
         loss = sharded(x).square().sum()
         if not works:
-            with pytest.raises(UsageError, match="reshard_after_forward=False or with_2d_quantization=True"):
+            with pytest.raises(
+                UsageError, match="reshard_after_forward=False or with_2d_quantization=True"
+            ):
                 loss.backward()
             continue
         loss.backward()

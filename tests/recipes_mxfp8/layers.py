@@ -1,4 +1,5 @@
-"""What the tests of layers under MXFP8 share: recipes, layers, and products up to the rounding of sums."""
+"""What the tests of layers under MXFP8 share: recipes, layers, and products up to the rounding of
+sums."""
 
 from __future__ import annotations
 
@@ -21,14 +22,21 @@ RECIPES = {
 }
 
 
-def spread(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, sigma: float = 3.0) -> torch.Tensor:
+def spread(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, sigma: float = 3.0
+) -> torch.Tensor:
     """Rows and columns of its blocks keep different values."""
     random = torch.Generator().manual_seed(seed)
     sigma = min(sigma, 1.0) if dtype == torch.float16 else sigma
-    return (torch.randn(shape, generator=random) * torch.exp(sigma * torch.randn(shape, generator=random))).to(dtype)
+    return (
+        torch.randn(shape, generator=random)
+        * torch.exp(sigma * torch.randn(shape, generator=random))
+    ).to(dtype)
 
 
-def layer_of(recipe: Any, n: int = 33, k: int = 70, dtype: torch.dtype = torch.float32, **options: Any) -> Linear:
+def layer_of(
+    recipe: Any, n: int = 33, k: int = 70, dtype: torch.dtype = torch.float32, **options: Any
+) -> Linear:
     layer = Linear(k, n, dtype=dtype, recipe=recipe, **options)
     with torch.no_grad():
         layer.weight.copy_(spread(n, k, seed=11, sigma=1.0 if dtype == torch.float16 else 3.0))
@@ -37,23 +45,32 @@ def layer_of(recipe: Any, n: int = 33, k: int = 70, dtype: torch.dtype = torch.f
     return layer
 
 
-def direction(recipe: MXFP8BlockScaling, role: str, value: torch.Tensor, columnwise: bool) -> torch.Tensor:
-    """What a tensor is worth along rows or columns, as a float64 matrix; decoded by torch's own conversions."""
+def direction(
+    recipe: MXFP8BlockScaling, role: str, value: torch.Tensor, columnwise: bool
+) -> torch.Tensor:
+    """What a tensor is worth along rows or columns, as a float64 matrix; decoded by torch's own
+    conversions."""
     quantizer = recipe.quantizer(role).with_usage(not columnwise, columnwise)
     matrix = value.detach().reshape(math.prod(value.shape[:-1]), value.shape[-1])
     q = quantizer(matrix)
     data, scales = (
-        (q._columnwise_data, q._columnwise_scale_inv) if columnwise else (q._rowwise_data, q._rowwise_scale_inv)
+        (q._columnwise_data, q._columnwise_scale_inv)
+        if columnwise
+        else (q._rowwise_data, q._rowwise_scale_inv)
     )
     powers = torch.exp2(scales.double() - 127).repeat_interleave(32, 0 if columnwise else 1)
     return data.view(quantizer.fp8_dtype).double() * powers[: matrix.shape[0], : matrix.shape[1]]
 
 
-def close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+def close(
+    got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+) -> bool:
     """Whether ``got`` is ``a @ b + bias`` up to sums in float32 and two roundings to its dtype."""
     product = a @ b
     exact = product if bias is None else product + bias.detach().double()
     error = torch.finfo(got.dtype).eps * (product.abs() + exact.abs())
     error = error + (a.shape[1] + 2) * 2.0**-23 * (a.abs() @ b.abs() + exact.abs())
     smallest = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
-    return bool(((got.detach().double().reshape(exact.shape) - exact).abs() <= error + 2 * smallest).all())
+    return bool(
+        ((got.detach().double().reshape(exact.shape) - exact).abs() <= error + 2 * smallest).all()
+    )

@@ -1,4 +1,5 @@
-"""Views of MXFP8 tensors that nobody chose: slices, views of views, strides, dimensions out of range."""
+"""Views of MXFP8 tensors that nobody chose: slices, views of views, strides, dimensions out of
+range."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def test_any_slice(shape: list[int], data: st.DataObject, kind: str) -> None:
         return
     # Blocks along rows allow any rows, those along columns any columns.
     last = dim == len(shape) - 1
-    free = step == 1 and kind == ("columnwise" if last else "rowwise") and math.prod(shape[:dim]) == 1
+    free = (
+        step == 1 and kind == ("columnwise" if last else "rowwise") and math.prod(shape[:dim]) == 1
+    )
     each = 1 if last else math.prod(shape[dim + 1 : -1])
     aligned = start * each % 32 == 0 and (stop * each % 32 == 0 or stop == shape[dim])
     assert not free or (not last and kind != "rowwise")

@@ -20,7 +20,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 INNER = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
 RECIPES = {
     "default": MXFP8BlockScaling(),
-    "squares": MXFP8BlockScaling(with_2d_quantization=True, fp8_format=Format.HYBRID, scale_rounding="floor"),
+    "squares": MXFP8BlockScaling(
+        with_2d_quantization=True, fp8_format=Format.HYBRID, scale_rounding="floor"
+    ),
 }
 
 
@@ -35,7 +37,9 @@ def compiled(function: Any, backend: str = "aot_eager", **options: Any) -> Any:
 
 def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=random) * torch.exp(3 * torch.randn(shape, generator=random))).to(dtype)
+    return (
+        torch.randn(shape, generator=random) * torch.exp(3 * torch.randn(shape, generator=random))
+    ).to(dtype)
 
 
 def check_same(one: Any, two: Any) -> None:
@@ -71,7 +75,9 @@ def passes(run: Any, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tens
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("default", torch.bfloat16), ("squares", torch.float32)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("default", torch.bfloat16), ("squares", torch.float32)]
+)
 def test_forward_and_backward_equal_eager(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = ottava.convert(Net().to(dtype), RECIPES[name])
@@ -94,7 +100,9 @@ def test_no_rows_and_one() -> None:
             check_same(mine, theirs)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_inductor_equals_eager(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = Linear(40, 70, dtype=dtype, recipe=RECIPES["squares"])
@@ -104,7 +112,9 @@ def test_inductor_equals_eager(dtype: torch.dtype) -> None:
     for one, two in zip(mine, theirs, strict=True):
         check_same(one, two)
     # The sum over rows is inductor's own.
-    torch.testing.assert_close(bias, expected, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+    torch.testing.assert_close(
+        bias, expected, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +144,11 @@ def test_steps_equal_eager(where: str) -> None:
         history = []
         for step in range(4):
             optimizer.zero_grad()
-            loss = run(torch.randn(24, 40, generator=torch.Generator().manual_seed(step)).bfloat16()).square().mean()
+            loss = (
+                run(torch.randn(24, 40, generator=torch.Generator().manual_seed(step)).bfloat16())
+                .square()
+                .mean()
+            )
             loss.backward()
             optimizer.step()
             history.append(loss.item())
@@ -143,7 +157,10 @@ def test_steps_equal_eager(where: str) -> None:
     assert len(set(losses[0])) == 4
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11's compiler cannot trace how a layer gets its first state")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="2.11's compiler cannot trace how a layer gets its first state",
+)
 def test_a_named_recipe_in_a_region() -> None:
     layer, x = Linear(40, 70), wide(33, 40)
 
@@ -160,7 +177,9 @@ def test_primary_weights(name: str) -> None:
     recipe = RECIPES[name]
     torch.manual_seed(0)
     with ottava.quantized_model_init(recipe):
-        net = torch.nn.Sequential(Linear(40, 70, recipe=recipe), torch.nn.ReLU(), Linear(70, 33, recipe=recipe))
+        net = torch.nn.Sequential(
+            Linear(40, 70, recipe=recipe), torch.nn.ReLU(), Linear(70, 33, recipe=recipe)
+        )
     twin = copy.deepcopy(net)
     fast = compiled(twin)
     for step in range(3):
@@ -224,7 +243,9 @@ KINDS = ("both", "rowwise", "columnwise", "square")
 
 
 def test_quantize_and_dequantize() -> None:
-    pairs = [(quantizer(kind), quantizer(kind, fp8_dtype=E5M2, scale_rounding="floor")) for kind in KINDS]
+    pairs = [
+        (quantizer(kind), quantizer(kind, fp8_dtype=E5M2, scale_rounding="floor")) for kind in KINDS
+    ]
     for make in itertools.chain(*pairs):
         make.internal = True
 
@@ -232,7 +253,12 @@ def test_quantize_and_dequantize() -> None:
         made: list[torch.Tensor] = []
         for make, other in pairs:
             q, r = make(x), other(2 * x)
-            made += [q.dequantize(), r.dequantize(torch.float64), q.dequantize(torch.float32) + 1, 2 * r.dequantize()]
+            made += [
+                q.dequantize(),
+                r.dequantize(torch.float64),
+                q.dequantize(torch.float32) + 1,
+                2 * r.dequantize(),
+            ]
         return made
 
     fast = compiled(run)
@@ -259,7 +285,13 @@ def test_quantized_tensors_go_in() -> None:
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         for q in inputs:
-            made += [q.dequantize(), q * 2, q.to(torch.bfloat16), q.float(), q.dequantize(torch.float64)]
+            made += [
+                q.dequantize(),
+                q * 2,
+                q.to(torch.bfloat16),
+                q.float(),
+                q.dequantize(torch.float64),
+            ]
         return made
 
     for mine, theirs in zip(compiled(run)(inputs), run(inputs), strict=True):
@@ -298,7 +330,9 @@ def test_views() -> None:
     for name in VIEWS:
         for one, two, three in zip(mine[name], theirs[name], plain[name], strict=True):
             assert isinstance(one, MXFP8Tensor) is isinstance(two, MXFP8Tensor), name
-            values = [t.dequantize() if isinstance(t, MXFP8Tensor) else t for t in (one, two, three)]
+            values = [
+                t.dequantize() if isinstance(t, MXFP8Tensor) else t for t in (one, two, three)
+            ]
             assert torch.equal(values[0], values[1]), name
             assert torch.equal(values[0], values[2]), name
 

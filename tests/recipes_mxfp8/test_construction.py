@@ -40,11 +40,19 @@ def meta(*shape: int) -> torch.Tensor:
 
 
 def bytes_of(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.zeros(shape, dtype=dtype)
+    return (
+        torch.zeros(shape, dtype=torch.uint8).view(dtype)
+        if dtype.itemsize == 1
+        else torch.zeros(shape, dtype=dtype)
+    )
 
 
 CONSTRUCTION: dict[str, tuple[type[OttavaError], str, dict[str, Any]]] = {
-    "padded rows": (ShapeError, r"rowwise_scale_inv.*\(33, 4\).*\(33, 3\)", {"rowwise_scale_inv": bytes_of(33, 4)}),
+    "padded rows": (
+        ShapeError,
+        r"rowwise_scale_inv.*\(33, 4\).*\(33, 3\)",
+        {"rowwise_scale_inv": bytes_of(33, 4)},
+    ),
     "swapped rows": (ShapeError, r"\(3, 33\).*\(33, 3\)", {"rowwise_scale_inv": bytes_of(3, 33)}),
     "flat rows": (ShapeError, r"\(99,\).*\(33, 3\)", {"rowwise_scale_inv": bytes_of(99)}),
     "padded columns": (
@@ -52,26 +60,54 @@ CONSTRUCTION: dict[str, tuple[type[OttavaError], str, dict[str, Any]]] = {
         r"columnwise_scale_inv.*\(4, 70\).*\(2, 70\)",
         {"columnwise_scale_inv": bytes_of(4, 70)},
     ),
-    "transposed columns": (ShapeError, r"\(70, 2\).*\(2, 70\)", {"columnwise_scale_inv": bytes_of(70, 2)}),
+    "transposed columns": (
+        ShapeError,
+        r"\(70, 2\).*\(2, 70\)",
+        {"columnwise_scale_inv": bytes_of(70, 2)},
+    ),
     "transposed data": (
         ShapeError,
         r"columnwise_data.*\(70, 33\).*\(33, 70\)",
         {"columnwise_data": bytes_of(70, 33), "columnwise_scale_inv": bytes_of(3, 33)},
     ),
-    "rows without scales": (UsageError, "rowwise_scale_inv is missing", {"rowwise_scale_inv": None}),
-    "columns without scales": (UsageError, "columnwise_scale_inv is missing", {"columnwise_scale_inv": None}),
+    "rows without scales": (
+        UsageError,
+        "rowwise_scale_inv is missing",
+        {"rowwise_scale_inv": None},
+    ),
+    "columns without scales": (
+        UsageError,
+        "columnwise_scale_inv is missing",
+        {"columnwise_scale_inv": None},
+    ),
     "scales without rows": (UsageError, "rowwise_data is missing", {"rowwise_data": None}),
     "scales without columns": (UsageError, "columnwise_data is missing", {"columnwise_data": None}),
-    "rows on meta": (DeviceError, "rowwise_scale_inv is on cpu, its operand on meta", {"rowwise_data": meta(33, 70)}),
-    "scales on meta": (DeviceError, "columnwise_scale_inv is on meta", {"columnwise_scale_inv": meta(2, 70)}),
+    "rows on meta": (
+        DeviceError,
+        "rowwise_scale_inv is on cpu, its operand on meta",
+        {"rowwise_data": meta(33, 70)},
+    ),
+    "scales on meta": (
+        DeviceError,
+        "columnwise_scale_inv is on meta",
+        {"columnwise_scale_inv": meta(2, 70)},
+    ),
     "directions apart": (
         DeviceError,
         "cpu and meta",
         {"columnwise_data": meta(33, 70), "columnwise_scale_inv": meta(2, 70)},
     ),
-    "data of floats": (DTypeError, "rowwise_data is of torch.float32", {"rowwise_data": torch.zeros(33, 70)}),
+    "data of floats": (
+        DTypeError,
+        "rowwise_data is of torch.float32",
+        {"rowwise_data": torch.zeros(33, 70)},
+    ),
     "data of int8": (DTypeError, "int8", {"columnwise_data": bytes_of(33, 70, dtype=torch.int8)}),
-    "data of the other format": (DTypeError, "e5m2.*e4m3", {"rowwise_data": bytes_of(33, 70, dtype=E5M2)}),
+    "data of the other format": (
+        DTypeError,
+        "e5m2.*e4m3",
+        {"rowwise_data": bytes_of(33, 70, dtype=E5M2)},
+    ),
     "data in a list": (DTypeError, "list", {"rowwise_data": [[0] * 70] * 33}),
     "scales of floats": (
         DTypeError,
@@ -84,7 +120,11 @@ CONSTRUCTION: dict[str, tuple[type[OttavaError], str, dict[str, Any]]] = {
     "nominal float64": (DTypeError, "nominal dtype torch.float64", {"dtype": torch.float64}),
     "nominal int": (DTypeError, "nominal dtype torch.int32", {"dtype": torch.int32}),
     "squares": (OptionError, "with_2d_quantization is 1", {"with_2d_quantization": 1}),
-    "values_from_columns": (OptionError, "values_from_columns is 'x'", {"values_from_columns": "x"}),
+    "values_from_columns": (
+        OptionError,
+        "values_from_columns is 'x'",
+        {"values_from_columns": "x"},
+    ),
 }
 
 
@@ -125,9 +165,15 @@ def test_bad_updates_change_nothing() -> None:
         (DTypeError, lambda: q.quantize_(torch.zeros(40, 70, dtype=torch.int64))),
         (DTypeError, lambda: q.quantize_(torch.zeros(40, 70, dtype=torch.float64))),
         (DeviceError, lambda: q.quantize_(torch.zeros(40, 70, device="meta"))),
-        (DTypeError, lambda: q.quantize_(torch.zeros(40, 70), noop_flag=torch.ones(1, dtype=torch.int32))),
+        (
+            DTypeError,
+            lambda: q.quantize_(torch.zeros(40, 70), noop_flag=torch.ones(1, dtype=torch.int32)),
+        ),
         (ShapeError, lambda: q.quantize_(torch.zeros(40, 70), noop_flag=torch.ones(2))),
-        (DeviceError, lambda: q.quantize_(torch.zeros(40, 70), noop_flag=torch.ones(1, device="meta"))),
+        (
+            DeviceError,
+            lambda: q.quantize_(torch.zeros(40, 70), noop_flag=torch.ones(1, device="meta")),
+        ),
         (DTypeError, lambda: q.dequantize("x")),
         (DTypeError, lambda: q.dequantize(torch.int32)),
     ]
@@ -146,6 +192,8 @@ def test_a_usage_that_is_not_held_is_named_with_the_remedy(columnwise: bool) -> 
         lambda: q.grid_operand(columnwise=columnwise),
         lambda: q.update_usage(**{f"{name}_usage": True}),
     ):
-        with pytest.raises(UsageError, match=rf"no {name} data.*{name}=True.*quantizer.set_usage\({name}=True\)"):
+        with pytest.raises(
+            UsageError, match=rf"no {name} data.*{name}=True.*quantizer.set_usage\({name}=True\)"
+        ):
             call()
     check_bytes(q, quantizer(kind)(wide((64, 64))))

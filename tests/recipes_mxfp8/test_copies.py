@@ -68,7 +68,12 @@ def test_copies_share_nothing(kind: str) -> None:
         q = op(whole)
         before = [None if t is None else t.clone() for t in inner(q)]
         values = q.dequantize()
-        copies = [q.clone(), copy.deepcopy(q), q.clone(memory_format=torch.contiguous_format), q.to(torch.bfloat16)]
+        copies = [
+            q.clone(),
+            copy.deepcopy(q),
+            q.clone(memory_format=torch.contiguous_format),
+            q.to(torch.bfloat16),
+        ]
         copies.append(pickle.loads(pickle.dumps(q)))
         for made in copies:
             assert isinstance(made, MXFP8Tensor)
@@ -77,7 +82,10 @@ def test_copies_share_nothing(kind: str) -> None:
         q.copy_(wide(q.shape, seed=1))
         for made in copies:
             check_bytes(made, before)
-            check_same(made.dequantize(torch.float32), values if made.dtype == q.dtype else values.bfloat16().float())
+            check_same(
+                made.dequantize(torch.float32),
+                values if made.dtype == q.dtype else values.bfloat16().float(),
+            )
             made.zero_()
         assert bool(q.dequantize().any())
     for internal in (True,):
@@ -105,7 +113,8 @@ def test_deepcopy_keeps_what_a_parameter_has() -> None:
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("target", KINDS)
 def test_copying_between_tensors(source: str, target: str) -> None:
-    """Bytes where the source has all that the destination holds; else its values, quantized again."""
+    """Bytes where the source has all that the destination holds; else its values, quantized
+    again."""
     src, dst = quantizer(source)(wide((70, 40))), quantizer(target)(wide((70, 40), seed=1))
     held = dst.get_usages()
     enough = all(src.get_usages()[usage] for usage, wanted in held.items() if wanted)
@@ -113,7 +122,10 @@ def test_copying_between_tensors(source: str, target: str) -> None:
     assert dst.copy_(src) is dst
     assert dst.get_usages() == held
     if adopted:
-        check_bytes(dst, [theirs if mine is not None else None for mine, theirs in zip(inner(dst), inner(src))])
+        check_bytes(
+            dst,
+            [theirs if mine is not None else None for mine, theirs in zip(inner(dst), inner(src))],
+        )
     else:
         check_bytes(dst, quantizer(target)(src.dequantize()))
     assert all(
@@ -211,7 +223,11 @@ def test_data_adopts_or_quantizes() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_of_another_shape_is_adopted(kind: str) -> None:
     make = quantizer(kind)
-    for new in (wide((96, 3, 5), seed=1), make(wide((96, 64), seed=1)), make(wide((96, 64), seed=1))[32:]):
+    for new in (
+        wide((96, 3, 5), seed=1),
+        make(wide((96, 64), seed=1)),
+        make(wide((96, 64), seed=1))[32:],
+    ):
         parameter = torch.nn.Parameter(make(wide((40, 70))))
         parameter.data = new
         expected = new if isinstance(new, MXFP8Tensor) else make(new)

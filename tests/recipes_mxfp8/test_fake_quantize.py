@@ -25,7 +25,11 @@ def test_the_spec_lists_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_values_are_those_of_blocks_along_rows(name: str, dtype: torch.dtype) -> None:
     for shape in ((), (0, 3), (1,), (33, 65), (2, 5, 70)):
-        x = torch.exp(2 * torch.randn(shape, generator=torch.Generator().manual_seed(2))).to(dtype).requires_grad_()
+        x = (
+            torch.exp(2 * torch.randn(shape, generator=torch.Generator().manual_seed(2)))
+            .to(dtype)
+            .requires_grad_()
+        )
         got = fake_quantize(x, name)
         assert (got.dtype, got.shape) == (x.dtype, x.shape)
         quantizer = MXFP8Quantizer(FORMATS[name], columnwise=False)

@@ -1,4 +1,5 @@
-"""FSDP2 on two gloo processes: MXFP8 weights are gathered as bytes, and training equals one process."""
+"""FSDP2 on two gloo processes: MXFP8 weights are gathered as bytes, and training equals one
+process."""
 
 from __future__ import annotations
 

@@ -35,7 +35,9 @@ def test_no_less_exact_than_a_bf16_product_of_the_same_operands(
     a, b = operands(kind, fp8_dtype)
     exact, theirs = expected(a, b, kind), bf16_product(a, b, kind)
     with use_backend(backend):
-        narrow, wide = (gemm(a, b, kind, out_dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+        narrow, wide = (
+            gemm(a, b, kind, out_dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
+        )
     assert narrow.dtype == torch.bfloat16
     assert relative_error(narrow, exact) <= relative_error(theirs, exact)
     assert relative_error(wide, exact) < 1e-6
@@ -65,7 +67,9 @@ def test_bias_out_and_accumulation() -> None:
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("m", "n", "k"), [(16, 96, 512), (1, 1, 1), (3, 70, 0), (0, 5, 40), (4, 0, 40), (33, 7, 1030)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(16, 96, 512), (1, 1, 1), (3, 70, 0), (0, 5, 40), (4, 0, 40), (33, 7, 1030)]
+)
 def test_sums_begin_with_the_bias(m: int, n: int, k: int, bias_dtype: torch.dtype) -> None:
     """Bytes of what torch does where somebody looks on, as of compiled code."""
     quantizer, bias = MXFP8Quantizer(E4M3), torch.randn(n).to(bias_dtype)
@@ -128,12 +132,19 @@ def test_nan_stays_in_its_row() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("exponents", [(-140, 120), (120, -140), (-130, 0), (126, 0), (-70, -70)])
-def test_products_beyond_float32_are_those_of_the_decoded_values(exponents: tuple[int, int], backend: str) -> None:
-    """Subnormal numbers, zeros and infinities that decoding gives are multiplied as IEEE float32 has it."""
+def test_products_beyond_float32_are_those_of_the_decoded_values(
+    exponents: tuple[int, int], backend: str
+) -> None:
+    """Subnormal numbers, zeros and infinities that decoding gives are multiplied as IEEE float32
+    has it."""
     generator = torch.Generator().manual_seed(7)
     quantizer = MXFP8Quantizer(E4M3)
     a, b = (
-        quantizer(torch.randn(shape, generator=generator) * 2.0 ** max(exponent, -120) * 2.0 ** min(exponent + 120, 0))
+        quantizer(
+            torch.randn(shape, generator=generator)
+            * 2.0 ** max(exponent, -120)
+            * 2.0 ** min(exponent + 120, 0)
+        )
         for shape, exponent in zip(SHAPES["fprop"], exponents, strict=True)
     )
     left, right = (x.dequantize(torch.float32) for x in (a, b))

@@ -1,4 +1,5 @@
-"""Products on hardware that multiplies blocks: torch's function is replaced by one that does what is documented."""
+"""Products on hardware that multiplies blocks: torch's function is replaced by one that does what
+is documented."""
 
 from __future__ import annotations
 
@@ -38,7 +39,16 @@ class BlockHardware:
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
 
-    def __call__(self, a: Any, b: Any, scale_a: Any, recipe_a: Any, scale_b: Any, recipe_b: Any, **options: Any) -> Any:
+    def __call__(
+        self,
+        a: Any,
+        b: Any,
+        scale_a: Any,
+        recipe_a: Any,
+        scale_b: Any,
+        recipe_b: Any,
+        **options: Any,
+    ) -> Any:
         functional = torch.nn.functional
         assert recipe_a == recipe_b == functional.ScalingType.BlockWise1x32
         assert options["swizzle_a"] == options["swizzle_b"] == functional.SwizzleType.SWIZZLE_32_4_4
@@ -92,7 +102,9 @@ def test_block_hardware_gets_padded_lines_and_swizzled_scales(
 
 def test_two_e5m2_operands_are_decoded(hardware: BlockHardware) -> None:
     a, b = operands("fprop", E5M2)
-    assert relative_error(gemm(a, b, "fprop", out_dtype=torch.float32), expected(a, b, "fprop")) < 1e-6
+    assert (
+        relative_error(gemm(a, b, "fprop", out_dtype=torch.float32), expected(a, b, "fprop")) < 1e-6
+    )
     assert not hardware.calls
     gemm(a, operands("fprop")[1], "fprop")
     assert len(hardware.calls) == 1
@@ -115,7 +127,9 @@ def test_what_the_hardware_wants_is_made_once(hardware: BlockHardware) -> None:
     for write in writes:
         write()
         got = gemm(x[2], weight, "fprop", out_dtype=torch.float32)
-        torch.testing.assert_close(got, expected(x[2], weight, "fprop").float(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            got, expected(x[2], weight, "fprop").float(), rtol=1e-6, atol=1e-6
+        )
 
 
 def test_a_layer_on_block_hardware(hardware: BlockHardware) -> None:

@@ -1,4 +1,5 @@
-"""``Linear`` under MXFP8: which directions its products take, what it saves, and the ways to run it."""
+"""``Linear`` under MXFP8: which directions its products take, what it saves, and the ways to run
+it."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def check_directions(name: str, lead: tuple[int, ...], dtype: torch.dtype) -> No
     assert close(x.grad, rows["grad_output"], columns["weight"])
     assert close(layer.weight.grad, columns["grad_output"].t(), columns["input"])
     total = dy.reshape(-1, 33).double().sum(0)
-    slack = torch.finfo(dtype).eps * total.abs() + 2.0**-20 * dy.reshape(-1, 33).double().abs().sum(0)
+    slack = torch.finfo(dtype).eps * total.abs() + 2.0**-20 * dy.reshape(-1, 33).double().abs().sum(
+        0
+    )
     assert bool(((layer.bias.grad.double() - total).abs() <= slack).all())
     # E5M2 reaches so far down that what one direction loses does not count in the other.
     if dtype == torch.float32 and lead == (70,) and name != "e5m2":
@@ -59,7 +62,8 @@ def check_directions(name: str, lead: tuple[int, ...], dtype: torch.dtype) -> No
 
 
 def test_backward_quantizes_the_original_and_not_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first element of each row of blocks flushes the others to 0 along the row, but not along columns."""
+    """The first element of each row of blocks flushes the others to 0 along the row, but not along
+    columns."""
     x = torch.full((32, 32), 2.0**-10)
     x[:, 0] = 2.0**10
     layer = Linear(32, 1, bias=False, recipe=MXFP8BlockScaling())
@@ -91,7 +95,10 @@ def size(tensors: list[torch.Tensor]) -> int:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_only_codes_are_saved(name: str) -> None:
-    layer, plain = layer_of(RECIPES[name], 96, 64, torch.bfloat16), torch.nn.Linear(64, 96, dtype=torch.bfloat16)
+    layer, plain = (
+        layer_of(RECIPES[name], 96, 64, torch.bfloat16),
+        torch.nn.Linear(64, 96, dtype=torch.bfloat16),
+    )
     x = torch.randn(128, 64, dtype=torch.bfloat16, requires_grad=True)
     ours, theirs = saved(lambda: layer(x)), saved(lambda: plain(x))
     assert {t.dtype for t in ours} == {torch.uint8}
@@ -101,11 +108,15 @@ def test_only_codes_are_saved(name: str) -> None:
     assert sorted(tuple(t.shape) for t in ours) == [(3, 64), (4, 64), (96, 64), (128, 64)]
 
 
-def test_what_needs_no_gradient_is_neither_quantized_nor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_gradient_is_neither_quantized_nor_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[tuple[tuple[int, ...], bool, bool]] = []
     quantize = for_layers.grid_quantize
 
-    def counting(x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, *options: Any) -> Any:
+    def counting(
+        x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, *options: Any
+    ) -> Any:
         made.append((tuple(x.shape), rowwise, columnwise))
         return quantize(x, fp8_dtype, rowwise, columnwise, *options)
 
@@ -146,12 +157,18 @@ def test_accumulation_and_double_use_add_up(bias: bool) -> None:
     layer.zero_grad()
     layer(a).sum().backward()
     layer(b).sum().backward()
-    assert all(torch.equal(p.grad, one + two) for p, one, two in zip(layer.parameters(), *singles, strict=True))
+    assert all(
+        torch.equal(p.grad, one + two)
+        for p, one, two in zip(layer.parameters(), *singles, strict=True)
+    )
     layer.zero_grad()
     first, second = layer(a), layer(b)
     second.sum().backward()
     first.sum().backward()
-    assert all(torch.equal(p.grad, two + one) for p, one, two in zip(layer.parameters(), *singles, strict=True))
+    assert all(
+        torch.equal(p.grad, two + one)
+        for p, one, two in zip(layer.parameters(), *singles, strict=True)
+    )
     layer.zero_grad()
     layer(layer(a)).sum().backward()
     assert bool(layer.weight.grad.isfinite().all())
@@ -181,7 +198,9 @@ def test_first_microbatch_keeps_the_quantized_weight(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("region", [False, True])
-def test_activation_checkpointing_equals_plain(use_reentrant: bool, primary: bool, region: bool) -> None:
+def test_activation_checkpointing_equals_plain(
+    use_reentrant: bool, primary: bool, region: bool
+) -> None:
     recipe = MXFP8BlockScaling(fp8_format=Format.HYBRID)
     with ottava.quantized_model_init(recipe, enabled=primary):
         layer = layer_of(None if region else recipe, 70, 70)
@@ -243,7 +262,9 @@ def test_regions_and_conversion() -> None:
 def test_the_same_twice() -> None:
     def run() -> list[torch.Tensor]:
         torch.manual_seed(3)
-        net = ottava.convert(torch.nn.Sequential(torch.nn.Linear(70, 64), torch.nn.Linear(64, 33)), "mxfp8")
+        net = ottava.convert(
+            torch.nn.Sequential(torch.nn.Linear(70, 64), torch.nn.Linear(64, 33)), "mxfp8"
+        )
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         for _ in range(3):
             optimizer.zero_grad()
@@ -257,7 +278,9 @@ def test_the_same_twice() -> None:
 def train(recipe: Any, primary: bool) -> float:
     torch.manual_seed(0)
     with ottava.quantized_model_init(recipe or "mxfp8", enabled=primary):
-        net = torch.nn.Sequential(Linear(32, 64, recipe=recipe), torch.nn.GELU(), Linear(64, 8, recipe=recipe))
+        net = torch.nn.Sequential(
+            Linear(32, 64, recipe=recipe), torch.nn.GELU(), Linear(64, 8, recipe=recipe)
+        )
     net = net.bfloat16()
     x = torch.randn(256, 32).bfloat16()
     y = torch.sin(x @ torch.randn(32, 8).bfloat16())

@@ -1,4 +1,5 @@
-"""Weights that are kept in MXFP8: what they start from, how optimizers step them, state dicts, conversions."""
+"""Weights that are kept in MXFP8: what they start from, how optimizers step them, state dicts,
+conversions."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from ottava_mxfp8 import MXFP8BlockScaling, MXFP8Quantizer, MXFP8Tensor
 from tests.recipes_mxfp8.layers import E4M3, INNER, RECIPES, spread
 
 
-def primary_net(recipe: Any = None, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Sequential:
+def primary_net(
+    recipe: Any = None, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.nn.Sequential:
     recipe = recipe or MXFP8BlockScaling()
     torch.manual_seed(seed)
     with ottava.quantized_model_init(recipe):
@@ -45,7 +48,9 @@ def test_primary_weights_hold_the_quantized_initial_values(name: str) -> None:
         check_bytes(weight, recipe.quantizer("weight")(initial))
         assert type(layer.bias) is torch.nn.Parameter
     # The same as quantizing the initial values in every step.
-    twin = torch.nn.Sequential(Linear(70, 64, recipe=recipe), torch.nn.ReLU(), Linear(64, 33, recipe=recipe))
+    twin = torch.nn.Sequential(
+        Linear(70, 64, recipe=recipe), torch.nn.ReLU(), Linear(64, 33, recipe=recipe)
+    )
     with torch.no_grad():
         for i in (0, 2):
             twin[i].weight.copy_(net[i].weight.get_high_precision_init_val())
@@ -62,7 +67,9 @@ def test_primary_weights_hold_the_quantized_initial_values(name: str) -> None:
     net[0].weight.clear_high_precision_init_val()
     assert net[0].weight.get_high_precision_init_val() is None
     with ottava.autocast(enabled=False):
-        assert torch.equal(net[0](x), torch.nn.functional.linear(x, net[0].weight.dequantize(), net[0].bias))
+        assert torch.equal(
+            net[0](x), torch.nn.functional.linear(x, net[0].weight.dequantize(), net[0].bias)
+        )
 
 
 def inference_layer(recipe: Any = None) -> Linear:
@@ -124,14 +131,18 @@ def test_columns_are_refused_where_the_values_are_gone(without: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["default", "squares"])
-@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}], ids=["foreach", "loop", "fused"])
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": False}, {"fused": True}], ids=["foreach", "loop", "fused"]
+)
 def test_adamw_takes_the_steps_of_plain_weights(name: str, options: dict[str, bool]) -> None:
     """Each step: the update of the dequantized values, quantized."""
     net, x = primary_net(RECIPES[name]), torch.randn(64, 70)
     weight = net[0].weight
     twin = torch.nn.Parameter(weight.dequantize().detach().clone())
     # Weight decay would be an operation of its own, rounded by itself.
-    mine, theirs = (torch.optim.AdamW([p], lr=0.01, weight_decay=0.0, **options) for p in (weight, twin))
+    mine, theirs = (
+        torch.optim.AdamW([p], lr=0.01, weight_decay=0.0, **options) for p in (weight, twin)
+    )
     for _ in range(4):
         mine.zero_grad()
         net(x).pow(2).mean().backward()
@@ -198,7 +209,9 @@ def test_state_dicts() -> None:
     x = torch.randn(5, 70)
     assert torch.equal(other(x), net(x))
     for dtype in (torch.float32, torch.bfloat16):
-        plain = torch.nn.Sequential(torch.nn.Linear(70, 64), torch.nn.ReLU(), torch.nn.Linear(64, 33)).to(dtype)
+        plain = torch.nn.Sequential(
+            torch.nn.Linear(70, 64), torch.nn.ReLU(), torch.nn.Linear(64, 33)
+        ).to(dtype)
         other.load_state_dict(plain.state_dict())
         check_bytes(other[0].weight, MXFP8Quantizer(E4M3)(plain[0].weight.detach()))
         assert other[0].weight.dtype == torch.float32
@@ -214,7 +227,10 @@ def test_state_dicts() -> None:
     other.load_state_dict(squares.state_dict())
     check_bytes(other[0].weight, squares[0].weight)
     squares.load_state_dict(net.state_dict())
-    check_bytes(squares[0].weight, RECIPES["squares"].quantizer("weight")(net[0].weight.dequantize().detach()))
+    check_bytes(
+        squares[0].weight,
+        RECIPES["squares"].quantizer("weight")(net[0].weight.dequantize().detach()),
+    )
     assigned = primary_net(seed=4)
     assigned.load_state_dict(net.state_dict(), assign=True)
     assert isinstance(assigned[0].weight, MXFP8Tensor)
@@ -225,7 +241,9 @@ def test_copies_of_a_model() -> None:
     net = primary_net()
     twin = copy.deepcopy(net)
     check_bytes(twin[0].weight, net[0].weight)
-    assert torch.equal(twin[0].weight.get_high_precision_init_val(), net[0].weight.get_high_precision_init_val())
+    assert torch.equal(
+        twin[0].weight.get_high_precision_init_val(), net[0].weight.get_high_precision_init_val()
+    )
     x = torch.randn(5, 70)
     expected = net(x)
     twin(x).sum().backward()
@@ -237,7 +255,12 @@ def test_copies_of_a_model() -> None:
 
 @pytest.mark.parametrize(
     "convert",
-    [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.to(dtype=torch.bfloat16)],
+    [
+        lambda m: m.half(),
+        lambda m: m.bfloat16(),
+        lambda m: m.to(torch.float16),
+        lambda m: m.to(dtype=torch.bfloat16),
+    ],
     ids=["half", "bfloat16", "to half", "to bfloat16"],
 )
 def test_conversion_keeps_the_codes(convert: Any) -> None:

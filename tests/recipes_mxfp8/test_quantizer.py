@@ -1,4 +1,5 @@
-"""``MXFP8Quantizer``: bytes against the rules written out here, usages, destinations, configuration, refusals."""
+"""``MXFP8Quantizer``: bytes against the rules written out here, usages, destinations,
+configuration, refusals."""
 
 from __future__ import annotations
 
@@ -19,16 +20,34 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 LARGEST_EXPONENT = {E4M3: 8, E5M2: 15}
 INNER = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
-SHAPES = [(), (1,), (5,), (32,), (70,), (0,), (0, 7), (7, 0), (1, 1), (33, 70), (64, 96), (2, 31, 65), (2, 0, 3)]
+SHAPES = [
+    (),
+    (1,),
+    (5,),
+    (32,),
+    (70,),
+    (0,),
+    (0, 7),
+    (7, 0),
+    (1, 1),
+    (33, 70),
+    (64, 96),
+    (2, 31, 65),
+    (2, 0, 3),
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 USAGES = {"both": (True, True), "rowwise": (True, False), "columnwise": (False, True)}
 
 
-def sample(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0, sigma: float = 10.0) -> Any:
+def sample(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 0, sigma: float = 10.0
+) -> Any:
     """Magnitudes that differ by many powers of two inside of a block."""
     random = torch.Generator().manual_seed(seed)
     sigma = min(sigma, 2.0) if dtype == torch.float16 else sigma
-    values = torch.randn(shape, generator=random).sign() * torch.exp(sigma * torch.randn(shape, generator=random))
+    values = torch.randn(shape, generator=random).sign() * torch.exp(
+        sigma * torch.randn(shape, generator=random)
+    )
     return values.clamp(-1e30, 1e30).to(dtype)
 
 
@@ -52,13 +71,17 @@ def scale_of(amax: float, fp8_dtype: torch.dtype, rounding: str) -> int:
     return min(max(exponent + 127, 0), 254)
 
 
-def block_scales(x: torch.Tensor, high: int, wide: int, fp8_dtype: torch.dtype, rounding: str) -> torch.Tensor:
+def block_scales(
+    x: torch.Tensor, high: int, wide: int, fp8_dtype: torch.dtype, rounding: str
+) -> torch.Tensor:
     """A scale for every block of ``high`` rows and ``wide`` columns of a matrix."""
     rows, columns = -(-x.shape[0] // high), -(-x.shape[1] // wide)
     scales = torch.zeros(rows, columns, dtype=torch.uint8)
     for i, j in itertools.product(range(rows), range(columns)):
         block = x[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
-        scales[i, j] = scale_of(float(block.abs().nan_to_num(0.0, math.inf).max()), fp8_dtype, rounding)
+        scales[i, j] = scale_of(
+            float(block.abs().nan_to_num(0.0, math.inf).max()), fp8_dtype, rounding
+        )
     return scales
 
 
@@ -74,7 +97,9 @@ def spread(scales: torch.Tensor, shape: torch.Size, high: int, wide: int) -> tor
     return scales.repeat_interleave(high, 0)[: shape[0]].repeat_interleave(wide, 1)[:, : shape[1]]
 
 
-def by_hand(x: torch.Tensor, fp8_dtype: torch.dtype, rounding: str, square: bool) -> list[torch.Tensor]:
+def by_hand(
+    x: torch.Tensor, fp8_dtype: torch.dtype, rounding: str, square: bool
+) -> list[torch.Tensor]:
     columns = x.shape[-1] if x.dim() else 1
     matrix = x.reshape(math.prod(x.shape[:-1]), columns).float()
     made = []
@@ -157,10 +182,14 @@ def test_one_direction_has_the_bytes_of_both(usage: str, square: bool) -> None:
     both = inner(MXFP8Quantizer(E4M3, with_2d_quantization=square)(x))
     wanted = [both[0], both[1]] if rowwise else [None, None]
     wanted += [both[2], both[3]] if columnwise else [None, None]
-    quantizer = MXFP8Quantizer(E4M3, rowwise=rowwise, columnwise=columnwise, with_2d_quantization=square)
+    quantizer = MXFP8Quantizer(
+        E4M3, rowwise=rowwise, columnwise=columnwise, with_2d_quantization=square
+    )
     q = quantizer(x)
     check_bytes(q, wanted)
-    assert q.get_usages() == quantizer.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
+    assert (
+        q.get_usages() == quantizer.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,7 +283,9 @@ def test_a_quantized_source_is_dequantized() -> None:
 @pytest.mark.parametrize("device", [None, "cpu", "meta"])
 def test_empty_results(usage: str, device: str | None) -> None:
     rowwise, columnwise = USAGES[usage]
-    quantizer = MXFP8Quantizer(E5M2, rowwise=rowwise, columnwise=columnwise, with_2d_quantization=True)
+    quantizer = MXFP8Quantizer(
+        E5M2, rowwise=rowwise, columnwise=columnwise, with_2d_quantization=True
+    )
     for shape, dtype in itertools.product(SHAPES, DTYPES):
         q = quantizer.make_empty(shape, dtype=dtype, device=device, requires_grad=True)
         like = quantizer(torch.zeros(shape))
@@ -265,7 +296,11 @@ def test_empty_results(usage: str, device: str | None) -> None:
         for mine, theirs in zip(inner(q), inner(like), strict=True):
             assert (mine is None) == (theirs is None)
             if mine is not None:
-                assert (mine.shape, mine.dtype, mine.device.type) == (theirs.shape, torch.uint8, device or "cpu")
+                assert (mine.shape, mine.dtype, mine.device.type) == (
+                    theirs.shape,
+                    torch.uint8,
+                    device or "cpu",
+                )
         assert "MXFP8Tensor" in repr(q)
         if device != "meta":
             values = sample(shape, dtype)
@@ -317,7 +352,13 @@ def test_what_is_quantizable() -> None:
     for dtype in DTYPES:
         for shape in SHAPES:
             assert quantizer.is_quantizable(torch.zeros(shape, dtype=dtype))
-    for wrong in (torch.zeros(2, dtype=torch.float64), torch.zeros(2).int(), torch.eye(2).to_sparse(), [1.0], None):
+    for wrong in (
+        torch.zeros(2, dtype=torch.float64),
+        torch.zeros(2).int(),
+        torch.eye(2).to_sparse(),
+        [1.0],
+        None,
+    ):
         assert not quantizer.is_quantizable(wrong)
 
 
@@ -351,7 +392,9 @@ def test_equal_configurations_are_equal() -> None:
             assert one == two
             assert hash(one) == hash(two)
         assert all(repr(value) in repr(one) for value in options.values())
-    assert len({*quantizers, *[MXFP8Quantizer(**options) for options in CONFIGURATIONS]}) == len(CONFIGURATIONS)
+    assert len({*quantizers, *[MXFP8Quantizer(**options) for options in CONFIGURATIONS]}) == len(
+        CONFIGURATIONS
+    )
     internal = quantizers[0].copy()
     internal.internal = True
     assert internal != quantizers[0]
@@ -360,7 +403,11 @@ def test_equal_configurations_are_equal() -> None:
 
 def test_gradients_pass_straight_through() -> None:
     for shape in ((), (5,), (33, 70), (2, 3, 40)):
-        for given, nominal in ((torch.float32, None), (torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        for given, nominal in (
+            (torch.float32, None),
+            (torch.bfloat16, torch.float32),
+            (torch.float32, torch.float16),
+        ):
             leaf = torch.randn(shape, dtype=given).requires_grad_()
             weights = torch.randint(-4, 5, shape).to(nominal or given)
             q = MXFP8Quantizer(E4M3)(leaf, dtype=nominal)

@@ -43,15 +43,27 @@ REFUSED: dict[str, tuple[type[OttavaError], str, Callable[[], Any]]] = {
         lambda: MXFP8Quantizer(E4M3, scale_rounding="down"),
     ),
     "rounding case": (OptionError, "'UP'", lambda: MXFP8Quantizer(E4M3, scale_rounding="UP")),
-    "rounding None": (OptionError, "scale_rounding is None", lambda: MXFP8Quantizer(E4M3, scale_rounding=None)),
-    "rounding list": (OptionError, "scale_rounding", lambda: MXFP8Quantizer(E4M3, scale_rounding=["up"])),
+    "rounding None": (
+        OptionError,
+        "scale_rounding is None",
+        lambda: MXFP8Quantizer(E4M3, scale_rounding=None),
+    ),
+    "rounding list": (
+        OptionError,
+        "scale_rounding",
+        lambda: MXFP8Quantizer(E4M3, scale_rounding=["up"]),
+    ),
     "squares": (
         OptionError,
         "with_2d_quantization is 1.*True or False",
         lambda: MXFP8Quantizer(E4M3, with_2d_quantization=1),
     ),
     "usage": (OptionError, "rowwise is 'yes'", lambda: MXFP8Quantizer(E4M3, rowwise="yes")),
-    "set usage": (OptionError, "columnwise is 0", lambda: MXFP8Quantizer(E4M3).set_usage(columnwise=0)),
+    "set usage": (
+        OptionError,
+        "columnwise is 0",
+        lambda: MXFP8Quantizer(E4M3).set_usage(columnwise=0),
+    ),
     "no usage": (OptionError, "neither.*set_usage", lambda: _nothing()(X)),
     "no usage empty": (OptionError, "neither.*set_usage", lambda: _nothing().make_empty((2,))),
     "float64": (DTypeError, "float64", lambda: MXFP8Quantizer(E4M3)(X.double())),
@@ -59,18 +71,54 @@ REFUSED: dict[str, tuple[type[OttavaError], str, Callable[[], Any]]] = {
     "complex": (DTypeError, "complex", lambda: MXFP8Quantizer(E4M3)(X.cfloat())),
     "sparse": (DTypeError, "sparse", lambda: MXFP8Quantizer(E4M3)(X.to_sparse())),
     "a list": (DTypeError, "list", lambda: MXFP8Quantizer(E4M3)([1.0])),
-    "nominal": (DTypeError, "nominal dtype torch.float64", lambda: MXFP8Quantizer(E4M3)(X, dtype=torch.float64)),
+    "nominal": (
+        DTypeError,
+        "nominal dtype torch.float64",
+        lambda: MXFP8Quantizer(E4M3)(X, dtype=torch.float64),
+    ),
     "empty shape": (ShapeError, "shape 5", lambda: MXFP8Quantizer(E4M3).make_empty(5)),
     "empty size": (ShapeError, "-1", lambda: MXFP8Quantizer(E4M3).make_empty((2, -1))),
-    "empty dtype": (DTypeError, "int32", lambda: MXFP8Quantizer(E4M3).make_empty((2,), dtype=torch.int32)),
-    "empty device": (DeviceError, "bogus", lambda: MXFP8Quantizer(E4M3).make_empty((2,), device="bogus")),
-    "empty grad": (OptionError, "bare storage", lambda: _internal().make_empty((2,), requires_grad=True)),
-    "out shape": (ShapeError, r"\(2, 8\)", lambda: MXFP8Quantizer(E4M3)(X[:2], out=MXFP8Quantizer(E4M3)(X))),
-    "out same size": (ShapeError, r"\(8, 4\)", lambda: MXFP8Quantizer(E4M3)(X.t(), out=MXFP8Quantizer(E4M3)(X))),
-    "out plain": (DTypeError, "destination is a Tensor", lambda: MXFP8Quantizer(E4M3)(X, out=X.clone())),
+    "empty dtype": (
+        DTypeError,
+        "int32",
+        lambda: MXFP8Quantizer(E4M3).make_empty((2,), dtype=torch.int32),
+    ),
+    "empty device": (
+        DeviceError,
+        "bogus",
+        lambda: MXFP8Quantizer(E4M3).make_empty((2,), device="bogus"),
+    ),
+    "empty grad": (
+        OptionError,
+        "bare storage",
+        lambda: _internal().make_empty((2,), requires_grad=True),
+    ),
+    "out shape": (
+        ShapeError,
+        r"\(2, 8\)",
+        lambda: MXFP8Quantizer(E4M3)(X[:2], out=MXFP8Quantizer(E4M3)(X)),
+    ),
+    "out same size": (
+        ShapeError,
+        r"\(8, 4\)",
+        lambda: MXFP8Quantizer(E4M3)(X.t(), out=MXFP8Quantizer(E4M3)(X)),
+    ),
+    "out plain": (
+        DTypeError,
+        "destination is a Tensor",
+        lambda: MXFP8Quantizer(E4M3)(X, out=X.clone()),
+    ),
     "out cleared": (OttavaError, "holds no data", lambda: MXFP8Quantizer(E4M3)(X, out=_cleared())),
-    "out format": (DTypeError, "e5m2", lambda: MXFP8Quantizer(E5M2)(X, out=MXFP8Quantizer(E4M3)(X))),
-    "out device": (DeviceError, "meta", lambda: MXFP8Quantizer(E4M3)(X.to("meta"), out=MXFP8Quantizer(E4M3)(X))),
+    "out format": (
+        DTypeError,
+        "e5m2",
+        lambda: MXFP8Quantizer(E5M2)(X, out=MXFP8Quantizer(E4M3)(X)),
+    ),
+    "out device": (
+        DeviceError,
+        "meta",
+        lambda: MXFP8Quantizer(E4M3)(X.to("meta"), out=MXFP8Quantizer(E4M3)(X)),
+    ),
     "flag kind": (
         DTypeError,
         "noop_flag",
@@ -79,7 +127,9 @@ REFUSED: dict[str, tuple[type[OttavaError], str, Callable[[], Any]]] = {
     "flag size": (
         ShapeError,
         "noop_flag",
-        lambda: MXFP8Quantizer(E4M3).update_quantized(X, MXFP8Quantizer(E4M3)(X), noop_flag=torch.ones(2)),
+        lambda: MXFP8Quantizer(E4M3).update_quantized(
+            X, MXFP8Quantizer(E4M3)(X), noop_flag=torch.ones(2)
+        ),
     ),
     "no quantizer": (UsageError, "update_quantizer", lambda: _without_quantizer().quantize_(X)),
 }

@@ -25,12 +25,18 @@ def test_the_recipe_is_found_and_described() -> None:
     assert not spec.needs_reduction
     assert "block 1x32" in spec.capabilities
     assert ottava.get_recipe("mxfp8") == MXFP8BlockScaling()
-    made = ottava.get_recipe("mxfp8", fp8_format=Format.HYBRID, with_2d_quantization=True, scale_rounding="floor")
+    made = ottava.get_recipe(
+        "mxfp8", fp8_format=Format.HYBRID, with_2d_quantization=True, scale_rounding="floor"
+    )
     assert made == MXFP8BlockScaling(Format.HYBRID, True, "floor")
     assert made.name == "mxfp8"
     assert not made.stateful
     defaults = {field.name: field.default for field in dataclasses.fields(MXFP8BlockScaling)}
-    assert defaults == {"fp8_format": Format.E4M3, "with_2d_quantization": False, "scale_rounding": "up"}
+    assert defaults == {
+        "fp8_format": Format.E4M3,
+        "with_2d_quantization": False,
+        "scale_rounding": "up",
+    }
 
 
 def test_recipes_are_values() -> None:

@@ -59,7 +59,9 @@ def check_alike(one: Any, two: Any) -> None:
         if mine is not None:
             assert mine.shape == theirs.shape
             assert torch.equal(mine, theirs), name
-    assert torch.equal(one.dequantize(torch.float64).nan_to_num(7.0), two.dequantize(torch.float64).nan_to_num(7.0))
+    assert torch.equal(
+        one.dequantize(torch.float64).nan_to_num(7.0), two.dequantize(torch.float64).nan_to_num(7.0)
+    )
 
 
 def by_torch(value: Any, **options: Any) -> Any:
@@ -70,7 +72,9 @@ def by_torch(value: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", [by_torch, lambda q: pickle.loads(pickle.dumps(q))], ids=["torch", "pickle"])
+@pytest.mark.parametrize(
+    "way", [by_torch, lambda q: pickle.loads(pickle.dumps(q))], ids=["torch", "pickle"]
+)
 def test_tensors_and_storages(way: Callable[[Any], Any], kind: str) -> None:
     for number, shape in enumerate(SHAPES):
         for internal in (False, True):
@@ -82,13 +86,23 @@ def test_tensors_and_storages(way: Callable[[Any], Any], kind: str) -> None:
             assert loaded._quantizer == make
             # It works on.
             loaded.quantize_(wide(shape, seed=1))
-            check_alike(loaded.detach() if not internal else loaded, make(wide(shape, seed=1), dtype=torch.bfloat16))
+            check_alike(
+                loaded.detach() if not internal else loaded,
+                make(wide(shape, seed=1), dtype=torch.bfloat16),
+            )
 
 
-@pytest.mark.parametrize("way", [by_torch, lambda q: pickle.loads(pickle.dumps(q))], ids=["torch", "pickle"])
+@pytest.mark.parametrize(
+    "way", [by_torch, lambda q: pickle.loads(pickle.dumps(q))], ids=["torch", "pickle"]
+)
 def test_views_and_parameters(way: Callable[[Any], Any]) -> None:
     whole = quantizer()(wide((96, 64)))
-    for op in (lambda t: t[32:], lambda t: t.t(), lambda t: t[:, 32:].t(), lambda t: t.view(2, 48, 64)):
+    for op in (
+        lambda t: t[32:],
+        lambda t: t.t(),
+        lambda t: t[:, 32:].t(),
+        lambda t: t.view(2, 48, 64),
+    ):
         check_alike(way(op(whole)), op(whole))
     pair = way([whole, whole[32:64]])
     before = pair[0].dequantize()
@@ -105,7 +119,8 @@ def test_views_and_parameters(way: Callable[[Any], Any]) -> None:
     assert same[0] is same[1]
 
 
-# A file is read before anything imported the recipe, in a fork: reading it imports whatever is installed.
+# A file is read before anything imported the recipe, in a fork: reading it imports whatever is
+# installed.
 ELSEWHERE = """
 import os, sys, torch
 from ottava.checkpoint import load_file
@@ -117,8 +132,9 @@ if not os.fork():
 assert os.wait()[1] == 0
 from ottava_mxfp8 import MXFP8BlockScaling
 loaded = torch.load(sys.argv[2], weights_only=True)
-torch.save({name: [q.dequantize(torch.float64), q.quantize_(q.dequantize() * 2).dequantize(torch.float64)]
-            for name, q in loaded.items()}, sys.argv[4])
+wide = lambda q: q.dequantize(torch.float64)
+found = {name: [wide(q), wide(q.quantize_(q.dequantize() * 2))] for name, q in loaded.items()}
+torch.save(found, sys.argv[4])
 assert not any(name.startswith("ottava_current") for name in sys.modules)
 """
 
@@ -128,7 +144,9 @@ def test_another_process_where_only_the_recipe_is_installed(tmp_path: Path) -> N
     one = quantizer()(wide((33, 70)))
     save_file({"w": one}, tmp_path / "state.safetensors")
     torch.save(saved, tmp_path / "saved.pt")
-    paths = [str(tmp_path / name) for name in ("state.safetensors", "saved.pt", "w.pt", "values.pt")]
+    paths = [
+        str(tmp_path / name) for name in ("state.safetensors", "saved.pt", "w.pt", "values.pt")
+    ]
     subprocess.run([sys.executable, "-c", ELSEWHERE, *paths], check=True, timeout=120)
     assert torch.equal(torch.load(paths[2], weights_only=True), one.dequantize(torch.float64))
     values = torch.load(paths[3], weights_only=True)
@@ -169,7 +187,9 @@ def net_of(recipe: Any = None, seed: int = 0, primary: bool = True) -> torch.nn.
     recipe = recipe or MXFP8BlockScaling()
     torch.manual_seed(seed)
     with ottava.quantized_model_init(recipe, enabled=primary):
-        return torch.nn.Sequential(Linear(70, 64, recipe=recipe), torch.nn.GELU(), Linear(64, 33, recipe=recipe))
+        return torch.nn.Sequential(
+            Linear(70, 64, recipe=recipe), torch.nn.GELU(), Linear(64, 33, recipe=recipe)
+        )
 
 
 def through_torch(state: Any, like: Any, tmp_path: Path) -> Any:
@@ -192,7 +212,9 @@ def through_dcp_flat(state: Any, like: Any, tmp_path: Path) -> Any:
     tensors, metadata = flatten_state_dict(state)
     dcp.save(tensors, checkpoint_id=tmp_path / "flat", no_dist=True)
     read = {
-        name: torch.zeros_like(t.view(torch.uint8)).view(t.dtype) if t.dtype.itemsize == 1 else torch.zeros_like(t)
+        name: torch.zeros_like(t.view(torch.uint8)).view(t.dtype)
+        if t.dtype.itemsize == 1
+        else torch.zeros_like(t)
         for name, t in tensors.items()
     }
     dcp.load(read, checkpoint_id=tmp_path / "flat", no_dist=True)
@@ -228,7 +250,10 @@ def test_models_with_primary_weights(way: Callable[..., Any], square: bool, tmp_
         assert torch.equal(mine.grad, theirs.grad)
     check_alike(other[0].weight, net[0].weight)
     # The file is nobody's memory.
-    assert not torch.equal(state["0.weight"].dequantize(), net[0].weight.dequantize()) or way is through_dcp
+    assert (
+        not torch.equal(state["0.weight"].dequantize(), net[0].weight.dequantize())
+        or way is through_dcp
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -254,17 +279,25 @@ def test_dcp_with_the_optimizer(tmp_path: Path) -> None:
 
     def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         optimizer.zero_grad()
-        net(torch.randn(40, 70, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        net(
+            torch.randn(40, 70, generator=torch.Generator().manual_seed(step))
+        ).square().mean().backward()
         optimizer.step()
 
     net, optimizer = trained(2)
     model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(
+        {"model": model_state, "optimizer": optimizer_state},
+        checkpoint_id=tmp_path / "dcp",
+        no_dist=True,
+    )
     other, fresh = trained(1, seed=5)
     model_state, optimizer_state = get_state_dict(other, fresh)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        other, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     check_alike(other[0].weight, net[0].weight)
     train(net, optimizer, 7)
     train(other, fresh, 7)
@@ -305,7 +338,9 @@ def test_other_tools_read_the_tensors_of_a_file(tmp_path: Path) -> None:
         for direction in ("rowwise", "columnwise"):
             tensor = read[f"0.weight.{direction}_{argument}"]
             assert tensor.dtype == dtype
-            assert torch.equal(tensor.view(torch.uint8), getattr(weight, f"_{direction}_{argument}"))
+            assert torch.equal(
+                tensor.view(torch.uint8), getattr(weight, f"_{direction}_{argument}")
+            )
     # By the format's own arithmetic.
     values = read["0.weight.rowwise_data"].double()
     powers = read["0.weight.rowwise_scale_inv"].double().repeat_interleave(32, 1)[:, :70]
@@ -315,7 +350,9 @@ def test_other_tools_read_the_tensors_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_any_shape(kind: str, tmp_path: Path) -> None:
-    state: dict[str, Any] = {f"t{i}": quantizer(kind)(wide(shape, i)) for i, shape in enumerate(SHAPES)}
+    state: dict[str, Any] = {
+        f"t{i}": quantizer(kind)(wide(shape, i)) for i, shape in enumerate(SHAPES)
+    }
     bare = quantizer(kind)
     bare.internal = True
     state["bare"] = bare(wide((33, 70), dtype=torch.float16))
@@ -363,7 +400,9 @@ def test_damaged_files_are_refused() -> None:
     with pytest.raises(UsageError, match=r"rowwise_scale_inv.*missing"):
         unflatten_state_dict(missing, metadata)
     padded = dict(tensors)
-    padded["w.rowwise_scale_inv"] = torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    padded["w.rowwise_scale_inv"] = torch.zeros(128, 4, dtype=torch.uint8).view(
+        torch.float8_e8m0fnu
+    )
     with pytest.raises(ShapeError, match=r"'w'.*\(128, 4\).*\(33, 3\)"):
         unflatten_state_dict(padded, metadata)
     for change in (

@@ -1,4 +1,5 @@
-"""Weights that are quantized from shards of their master weights, on one process that holds all there is of a batch."""
+"""Weights that are quantized from shards of their master weights, on one process that holds all
+there is of a batch."""
 
 from __future__ import annotations
 

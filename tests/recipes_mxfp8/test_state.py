@@ -1,4 +1,5 @@
-"""MXFP8 tensors that are updated, cleared, printed, shared, or overwritten under those who saved or kept something."""
+"""MXFP8 tensors that are updated, cleared, printed, shared, or overwritten under those who saved or
+kept something."""
 
 from __future__ import annotations
 
@@ -229,4 +230,6 @@ def check_that_writes_are_noticed(op: Op) -> None:
             codes, scales = codes.t(), scales.t()
         kept_elements, kept_scales, _ = kept_operand(q, columnwise)
         assert torch.equal(kept_scales.view(torch.uint8), swizzle(scales).view(torch.uint8))
-        assert torch.equal(kept_elements.view(torch.uint8)[: codes.shape[0], : codes.shape[1]], codes)
+        assert torch.equal(
+            kept_elements.view(torch.uint8)[: codes.shape[0], : codes.shape[1]], codes
+        )

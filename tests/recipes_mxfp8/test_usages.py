@@ -46,7 +46,9 @@ def test_usages(kind: str, internal: bool) -> None:
                 q.update_usage(rowwise, columnwise)
             check_bytes(q, full)
         elif lacking:
-            with pytest.raises(UsageError, match=rf"no {lacking[0]} data.*quantizer.set_usage\({lacking[0]}=True\)"):
+            with pytest.raises(
+                UsageError, match=rf"no {lacking[0]} data.*quantizer.set_usage\({lacking[0]}=True\)"
+            ):
                 q.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
             check_bytes(q, full)
         else:
@@ -83,7 +85,12 @@ def test_squares_give_either_usage(shape: tuple[int, ...], internal: bool) -> No
 
 def test_squares_of_views_give_either_usage() -> None:
     x = wide((96, 70))
-    for op in (lambda t: t.t(), lambda t: t[32:], lambda t: t[:, 32:64], lambda t: t.view(2, 48, 70)):
+    for op in (
+        lambda t: t.t(),
+        lambda t: t[32:],
+        lambda t: t[:, 32:64],
+        lambda t: t.view(2, 48, 70),
+    ):
         view = op(quantizer("square").with_usage(True, False)(x))
         view.update_usage(rowwise_usage=True, columnwise_usage=True)
         check_bytes(view, quantizer("square")(op(x)))
@@ -105,7 +112,9 @@ def test_squares_take_squares_only() -> None:
         except OttavaError:
             check_bytes(q, square(torch.ones(64, 64)))
         else:
-            assert not q.rowwise_serves_columnwise or torch.equal(decoded(q, False), decoded(q, True))
+            assert not q.rowwise_serves_columnwise or torch.equal(
+                decoded(q, False), decoded(q, True)
+            )
     # The other way round nothing is promised that does not hold.
     q = lines(torch.ones(64, 64))
     square.quantize(x, out=q)

@@ -1,4 +1,5 @@
-"""The values of MXFP8 tensors: decoding, conversions, gradients, what other ops see, updates in place."""
+"""The values of MXFP8 tensors: decoding, conversions, gradients, what other ops see, updates in
+place."""
 
 from __future__ import annotations
 
@@ -72,7 +73,11 @@ def test_dequantized_values_are_those_of_the_rows_if_held(kind: str, dtype: torc
 def test_conversions() -> None:
     q = quantizer()(wide((33, 70)))
     exact = decoded(q, False)
-    for method, dtype in (("float", torch.float32), ("half", torch.float16), ("bfloat16", torch.bfloat16)):
+    for method, dtype in (
+        ("float", torch.float32),
+        ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
+    ):
         check_same(getattr(q, method)(), exact.to(dtype))
     check_same(q.double(), exact)
     check_same(q.to(torch.float64), exact)
@@ -107,14 +112,25 @@ def test_to_dtype_is_differentiable() -> None:
 def test_gradients_through_views() -> None:
     """Also where a view is written to in place, and whether it is quantized or not."""
     weights = torch.randint(-3, 4, (96, 64)).float()
-    for op in (lambda t: t[32:64], lambda t: t.t()[:32], lambda t: t[5:7], lambda t: t.view(2, 48, 64)[1]):
-        leaf, plain = torch.randn(96, 64, requires_grad=True), torch.randn(96, 64, requires_grad=True)
+    for op in (
+        lambda t: t[32:64],
+        lambda t: t.t()[:32],
+        lambda t: t[5:7],
+        lambda t: t.view(2, 48, 64)[1],
+    ):
+        leaf, plain = (
+            torch.randn(96, 64, requires_grad=True),
+            torch.randn(96, 64, requires_grad=True),
+        )
         for start, whole in ((leaf, quantizer()(leaf)), (plain, plain)):
             (op(whole) * op(weights)).sum().backward()
             assert start.grad is not None
         assert torch.equal(leaf.grad, plain.grad)
     for op in (lambda t: t[:32], lambda t: t[32:64], lambda t: t.t()[32:]):
-        leaf, plain = torch.randn(96, 64, requires_grad=True), torch.randn(96, 64, requires_grad=True)
+        leaf, plain = (
+            torch.randn(96, 64, requires_grad=True),
+            torch.randn(96, 64, requires_grad=True),
+        )
         for whole in (quantizer()(leaf), plain.clone()):
             op(whole).mul_(2.0)
             (whole * weights).sum().backward()
@@ -162,7 +178,9 @@ def test_flat_values_are_like_any_other_tensor() -> None:
         check_same(torch.load(stream, weights_only=True), values.flatten())
         check_same(torch.nn.Parameter(flat).detach(), values.flatten())
     torch._dynamo.reset()
-    doubled = torch.compile(lambda ts: [t * 2 for t in ts], fullgraph=True, backend="aot_eager")(flats)
+    doubled = torch.compile(lambda ts: [t * 2 for t in ts], fullgraph=True, backend="aot_eager")(
+        flats
+    )
     for flat in doubled:
         check_same(flat, values.flatten() * 2)
 
@@ -217,6 +235,11 @@ def test_an_assignment_across_blocks_reaches_the_whole() -> None:
 def test_no_memory_is_given_away() -> None:
     """There is none that holds the values."""
     q = quantizer()(wide((4, 4)))
-    for call in (lambda: torch.from_dlpack(q), lambda: q.__dlpack__(), lambda: q.numpy(), lambda: q.tolist()):
+    for call in (
+        lambda: torch.from_dlpack(q),
+        lambda: q.__dlpack__(),
+        lambda: q.numpy(),
+        lambda: q.tolist(),
+    ):
         with pytest.raises((OttavaError, RuntimeError)):
             call()

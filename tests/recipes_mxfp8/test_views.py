@@ -1,7 +1,7 @@
 """Views of MXFP8 tensors on the boundaries of blocks and off them, writes through them, splits.
 
-A view is held against two things: the same view of the dequantized values, and the quantization of the same view of
-the original.
+A view is held against two things: the same view of the dequantized values, and the quantization of
+the same view of the original.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tests.recipes_mxfp8.blocks import (
     wide,
 )
 
-# Views. Letters say with which usages the class is kept: (r)owwise only, (c)olumnwise only, (b)oth, (s)quares.
+# Views. Letters say with which usages the class is kept: (r)owwise only, (c)olumnwise only, (b)oth,
+# (s)quares.
 
 LETTER = dict(zip(VIEW_KINDS, "brcsss", strict=True))
 VIEWS: dict[str, tuple[tuple[int, ...], Op, str]] = {
@@ -106,7 +107,11 @@ VIEWS: dict[str, tuple[tuple[int, ...], Op, str]] = {
     "lines of rows": ((96, 128), lambda t: t[32:64].view(2, 16, 128), "rcbs"),
     "as_strided": ((96, 40), lambda t: t.as_strided((96, 40), (40, 1)), "rcbs"),
     "as_strided rows": ((96, 40), lambda t: t.as_strided((32, 40), (40, 1), 32 * 40), ""),
-    "as_strided rows off the boundary": ((96, 40), lambda t: t.as_strided((32, 40), (40, 1), 3 * 40), ""),
+    "as_strided rows off the boundary": (
+        (96, 40),
+        lambda t: t.as_strided((32, 40), (40, 1), 3 * 40),
+        "",
+    ),
     "as_strided lines": ((96, 128), lambda t: t.as_strided((384, 32), (32, 1)), ""),
     "as_strided stack": ((3, 32, 40), lambda t: t.as_strided((96, 40), (40, 1)), ""),
     "as_strided between rows": ((96, 40), lambda t: t.as_strided((32, 40), (40, 1), 5), ""),

@@ -19,7 +19,8 @@ ROWS, COLUMNS = 64, 40
 
 
 def train(mesh: Any) -> None:
-    """Weights are gathered as bytes; the scales of columns, which span all shards, stay equal on all of them."""
+    """Weights are gathered as bytes; the scales of columns, which span all shards, stay equal on
+    all of them."""
     for name, recipe in RECIPES.items():
         alone = model(COLUMNS, ROWS, 32, recipe)
         expected = losses(alone, COLUMNS, 32)
@@ -60,11 +61,19 @@ def masters(mesh: Any) -> None:
     rank = dist.get_rank()
     quantizers = [Float8RowwiseQuantizer(E4M3, force_pow_2_scales=pow_2) for pow_2 in (True, False)]
     values = [wide(200 + number, 300, seed=number) for number in range(2)]
-    weights = [q(torch.zeros(v.shape, dtype=torch.bfloat16)) for q, v in zip(quantizers, values, strict=True)]
-    ranges = [(0, cut) if rank == 0 else (cut, v.numel()) for cut, v in zip((30017, 1), values, strict=True)]
+    weights = [
+        q(torch.zeros(v.shape, dtype=torch.bfloat16))
+        for q, v in zip(quantizers, values, strict=True)
+    ]
+    ranges = [
+        (0, cut) if rank == 0 else (cut, v.numel())
+        for cut, v in zip((30017, 1), values, strict=True)
+    ]
     shards = [v.flatten()[first:last] for v, (first, last) in zip(values, ranges, strict=True)]
     quantize_master_weights(weights, shards, [first for first, _ in ranges])
-    for weight, quantizer, value, (first, last) in zip(weights, quantizers, values, ranges, strict=True):
+    for weight, quantizer, value, (first, last) in zip(
+        weights, quantizers, values, ranges, strict=True
+    ):
         expected = quantizer(value.bfloat16())
         for name in ("_rowwise_data", "_columnwise_data"):
             mine, theirs = (getattr(w, name).flatten()[first:last] for w in (weight, expected))

@@ -38,9 +38,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_products_are_as_exact_as_float32s(kind: str, pow_2: bool) -> None:
     quantizers = [Float8RowwiseQuantizer(fp8, force_pow_2_scales=pow_2) for fp8 in (E4M3, E5M2)]
     for dtype, fast in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
-        # A fast product of bfloat16 rounds before scales are applied, too; powers of two are part of the operands.
+        # A fast product of bfloat16 rounds before scales are applied, too; powers of two are part
+        # of the operands.
         with cpu_products(torch.bfloat16 if fast else torch.float32):
-            check_product(kind, quantizers, [BLOCKS["input"]] * 2, False, dtype, 1.5, 2 if fast and not pow_2 else 1)
+            check_product(
+                kind,
+                quantizers,
+                [BLOCKS["input"]] * 2,
+                False,
+                dtype,
+                1.5,
+                2 if fast and not pow_2 else 1,
+            )
 
 
 @pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
@@ -65,7 +74,9 @@ def test_scales_far_apart_do_not_overflow_in_products() -> None:
     for pow_2 in (True, False):
         quantizer = Float8RowwiseQuantizer(E4M3, force_pow_2_scales=pow_2)
         y = gemm(
-            quantizer(torch.full((16, 256), 1e-30)), quantizer(torch.full((8, 256), 1e30)), out_dtype=torch.float32
+            quantizer(torch.full((16, 256), 1e-30)),
+            quantizer(torch.full((8, 256), 1e30)),
+            out_dtype=torch.float32,
         )
         assert ((y - 256).abs() < 20).all()
 
@@ -95,7 +106,10 @@ def test_training_follows_bf16(name: str) -> None:
 
 def test_wgrad_in_high_precision_is_the_product_of_the_values() -> None:
     layer = layer_of(RECIPES["wgrad in high precision"])
-    x, dy = wide(64, 300, dtype=torch.bfloat16, sigma=1.0), wide(64, 140, seed=1, dtype=torch.bfloat16, sigma=1.0)
+    x, dy = (
+        wide(64, 300, dtype=torch.bfloat16, sigma=1.0),
+        wide(64, 140, seed=1, dtype=torch.bfloat16, sigma=1.0),
+    )
     kept: list[Any] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         y = layer(x)

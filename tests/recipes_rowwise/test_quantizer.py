@@ -1,4 +1,5 @@
-"""Bytes of data and scales, against a scalar oracle of the format; constructors, views, and what is refused."""
+"""Bytes of data and scales, against a scalar oracle of the format; constructors, views, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def check(x: torch.Tensor, fp8_dtype: torch.dtype, **options: Any) -> None:
     expected = expected_bytes(x, fp8_dtype, ROW, transposed=False, finite_as_input=False, **options)
     assert_same(inner(Float8RowwiseQuantizer(fp8_dtype, **options)(x)), expected)
     rows, columns = (
-        Float8RowwiseQuantizer(fp8_dtype, columnwise=c, rowwise=not c, **options)(x) for c in (False, True)
+        Float8RowwiseQuantizer(fp8_dtype, columnwise=c, rowwise=not c, **options)(x)
+        for c in (False, True)
     )
     assert_same(inner(rows), [*expected[:2], None, None])
     assert_same(inner(columns), [None, None, *expected[2:]])
@@ -63,7 +65,9 @@ def test_the_reference_backend_gives_the_same_bytes() -> None:
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_values_are_element_times_scale(columnwise: bool, pow_2: bool) -> None:
     x = wide(140, 260, sigma=2.0)
-    q = Float8RowwiseQuantizer(E4M3, rowwise=not columnwise, columnwise=columnwise, force_pow_2_scales=pow_2)(x)
+    q = Float8RowwiseQuantizer(
+        E4M3, rowwise=not columnwise, columnwise=columnwise, force_pow_2_scales=pow_2
+    )(x)
     values = decoded(q, ROW, columnwise=columnwise, transposed=False)
     # The product of an element and a float32 scale is exact in float64, and is rounded once.
     assert_same(q.dequantize(torch.float32), values.float())
@@ -84,8 +88,16 @@ def test_attributes_and_construction() -> None:
         (DTypeError, lambda: Float8RowwiseQuantizer(torch.int8)),
         (OptionError, lambda: Float8RowwiseQuantizer(E4M3, force_pow_2_scales=1)),
         (OptionError, lambda: Float8RowwiseQuantizer(E4M3, amax_epsilon=-1.0)),
-        (ShapeError, lambda: Float8RowwiseTensor(**(held | {"rowwise_scale_inv": torch.ones(1, 200)}))),
-        (DTypeError, lambda: Float8RowwiseTensor(**(held | {"columnwise_scale_inv": torch.ones(1, 300).half()}))),
+        (
+            ShapeError,
+            lambda: Float8RowwiseTensor(**(held | {"rowwise_scale_inv": torch.ones(1, 200)})),
+        ),
+        (
+            DTypeError,
+            lambda: Float8RowwiseTensor(
+                **(held | {"columnwise_scale_inv": torch.ones(1, 300).half()})
+            ),
+        ),
     ]
     for error, make in cases:
         with pytest.raises(error):
@@ -97,7 +109,12 @@ def test_rows_and_columns_are_views_that_stay_quantized() -> None:
     q = Float8RowwiseQuantizer(E4M3)(x)
     views = {"rows": q[5:9], "columns": q[:, 7:50], "transposed": q.t(), "parts": q.split(70)[2]}
     plain = q.dequantize()
-    expected = {"rows": plain[5:9], "columns": plain[:, 7:50], "transposed": plain.t(), "parts": plain.split(70)[2]}
+    expected = {
+        "rows": plain[5:9],
+        "columns": plain[:, 7:50],
+        "transposed": plain.t(),
+        "parts": plain.split(70)[2],
+    }
     for name, view in views.items():
         assert type(view) is Float8RowwiseTensor, name
         assert torch.equal(view.dequantize(), expected[name]), name

@@ -21,15 +21,26 @@ FORMATS = {"ROWWISEE4M3": E4M3, "ROWWISEE5M2": E5M2}
 def test_defaults_and_options_reach_the_quantizers() -> None:
     recipe = ottava.get_recipe("rowwise")
     assert recipe == Float8RowwiseScaling()
-    assert {recipe.quantizer(role).fp8_dtype for role in ("input", "weight", "grad_output")} == {E4M3}
-    recipe = Float8RowwiseScaling(fp8_format=Format.HYBRID, force_pow_2_scales=True, amax_epsilon=1e-4)
+    assert {recipe.quantizer(role).fp8_dtype for role in ("input", "weight", "grad_output")} == {
+        E4M3
+    }
+    recipe = Float8RowwiseScaling(
+        fp8_format=Format.HYBRID, force_pow_2_scales=True, amax_epsilon=1e-4
+    )
     for role, fp8_dtype in (("input", E4M3), ("weight", E4M3), ("grad_output", E5M2)):
-        assert recipe.quantizer(role) == Float8RowwiseQuantizer(fp8_dtype, amax_epsilon=1e-4, force_pow_2_scales=True)
+        assert recipe.quantizer(role) == Float8RowwiseQuantizer(
+            fp8_dtype, amax_epsilon=1e-4, force_pow_2_scales=True
+        )
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("fp8_format", "E9"), ("force_pow_2_scales", 1), ("amax_epsilon", -1.0), ("wgrad_high_precision", None)],
+    [
+        ("fp8_format", "E9"),
+        ("force_pow_2_scales", 1),
+        ("amax_epsilon", -1.0),
+        ("wgrad_high_precision", None),
+    ],
 )
 def test_wrong_options_are_named(field: str, value: Any) -> None:
     with pytest.raises(OptionError, match=field.removeprefix("amax_")):
@@ -57,6 +68,8 @@ def test_fake_quantization_is_that_of_rows(name: str, dtype: torch.dtype) -> Non
     for shape in ((), (0, 3), (1,), (33, 260), (2, 5, 130)):
         x = wide(*shape, dtype=dtype, sigma=2.0).requires_grad_()
         got = fake_quantize(x, name)
-        assert_same(got, Float8RowwiseQuantizer(FORMATS[name], columnwise=False)(x.detach()).dequantize())
+        assert_same(
+            got, Float8RowwiseQuantizer(FORMATS[name], columnwise=False)(x.detach()).dequantize()
+        )
         got.sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))

@@ -41,7 +41,10 @@ def test_weights_of_one_batch_have_their_own_options() -> None:
 
 def test_raw_data_moves_into_buffers() -> None:
     weight = Float8RowwiseQuantizer(E4M3)(wide(140, 300))
-    before, buffer = [t.clone() for t in inner(weight)], torch.empty(2, 140 * 300, dtype=torch.uint8)
+    before, buffer = (
+        [t.clone() for t in inner(weight)],
+        torch.empty(2, 140 * 300, dtype=torch.uint8),
+    )
     replace_raw_data(weight, list(buffer))
     assert weight._rowwise_data.data_ptr() == buffer[0].data_ptr()
     assert weight._columnwise_data.data_ptr() == buffer[1].data_ptr()

@@ -22,7 +22,9 @@ class NoOutputRole(Rows):
         return super().quantizer(role)
 
 
-@broken("flags", "the spec says stateful=True, and a layer's state says stateful=False", stateful=True)
+@broken(
+    "flags", "the spec says stateful=True, and a layer's state says stateful=False", stateful=True
+)
 class NotStateful(RowQuantizer):
     pass
 
@@ -78,7 +80,10 @@ class TwoWaysQuantizer(RowQuantizer):
         return made  # type: ignore[no-any-return]
 
 
-@broken("usages", r"set_usage\(rowwise=True, columnwise=False\) is ignored .*holds columnwise data all the same")
+@broken(
+    "usages",
+    r"set_usage\(rowwise=True, columnwise=False\) is ignored .*holds columnwise data all the same",
+)
 class MakesBothAlways(TwoWaysQuantizer):
     follows = False
 
@@ -186,7 +191,10 @@ class Coarse(RowQuantizer):
     steps = 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Coarse) and (self.get_usages(), self.internal) == (other.get_usages(), other.internal)
+        return isinstance(other, Coarse) and (self.get_usages(), self.internal) == (
+            other.get_usages(),
+            other.internal,
+        )
 
     def __hash__(self) -> int:
         return 1
@@ -195,7 +203,10 @@ class Coarse(RowQuantizer):
         return super().data_and_scale((x * self.steps).round() / self.steps if self.steps else x)
 
 
-@broken("equality", "the quantizer of 'input' with .* equals the quantizer of 'weight' .*gives another '_data'")
+@broken(
+    "equality",
+    "the quantizer of 'input' with .* equals the quantizer of 'weight' .*gives another '_data'",
+)
 class ComparesNoOptions(Rows):
     def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Any:
         made = Coarse()
@@ -251,11 +262,18 @@ class NoEmptyRows(RowQuantizer):
 class IgnoresStrides(RowQuantizer):
     def data_and_scale(self, x: torch.Tensor) -> Any:
         if not x.is_contiguous():
-            x = x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride()) if x.numel() < 4000 else x * 1
+            x = (
+                x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
+                if x.numel() < 4000
+                else x * 1
+            )
         return super().data_and_scale(x)
 
 
-@broken("dtypes", r"dequantize\(torch.bfloat16\) of a IgnoresDtype ignores dtype and gives torch.float32")
+@broken(
+    "dtypes",
+    r"dequantize\(torch.bfloat16\) of a IgnoresDtype ignores dtype and gives torch.float32",
+)
 class IgnoresDtype(RowStorage):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         return super().dequantize()
@@ -316,13 +334,18 @@ class OneScale(RowQuantizer):
         return (x / scale_inv).to(torch.float8_e4m3fn).view(torch.uint8), scale_inv.contiguous()
 
 
-@broken("deterministic-cast", "quantizing the same tensor twice gives different bytes in '_data': the cast of")
+@broken(
+    "deterministic-cast",
+    "quantizing the same tensor twice gives different bytes in '_data': the cast of",
+)
 class RoundsAtRandom(RowQuantizer):
     def data_and_scale(self, x: torch.Tensor) -> Any:
         return super().data_and_scale(x * (1 + 0.01 * torch.rand_like(x)))
 
 
-@broken("fake-quantization", r"fake_quantizer\('ROWS'\) gives a NoneType", fake_quant_formats=("ROWS",))
+@broken(
+    "fake-quantization", r"fake_quantizer\('ROWS'\) gives a NoneType", fake_quant_formats=("ROWS",)
+)
 class NoFakeQuantizer(Rows):
     def fake_quantizer(self, fp8_format: str) -> Any:
         return None

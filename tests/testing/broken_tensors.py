@@ -62,7 +62,8 @@ def _aliased(clone: Any, original: Any) -> Any:
 
 
 @broken(
-    "clone-shares-nothing", r"shares memory: writing to the clone's '_scale_inv' changed the original's '_scale_inv'"
+    "clone-shares-nothing",
+    r"shares memory: writing to the clone's '_scale_inv' changed the original's '_scale_inv'",
 )
 class AliasedScale(RowStorage):
     def clone_storage(self) -> Any:
@@ -109,7 +110,10 @@ class KeepsUsagesTensor(KeepsUsages, TwoWaysTensor):
     pass
 
 
-@broken("dropping-usages", r"update_usage\(columnwise_usage=False\) of .* does nothing: \['_columns'\] is held")
+@broken(
+    "dropping-usages",
+    r"update_usage\(columnwise_usage=False\) of .* does nothing: \['_columns'\] is held",
+)
 class KeepsUsagesQuantizer(TwoWaysQuantizer):
     storage, tensor = KeepsUsages, KeepsUsagesTensor
 
@@ -141,7 +145,11 @@ def rebuilt(*arguments: Any) -> Any:
 )
 class PicklesCode(RowStorage):
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuilt, (("data", self._data), ("scale_inv", self._scale_inv), ("dtype", self.dtype))
+        return rebuilt, (
+            ("data", self._data),
+            ("scale_inv", self._scale_inv),
+            ("dtype", self.dtype),
+        )
 
 
 @broken("pickle-needs-no-code", "the pickle of .* needs code that cannot be saved: .*lambda")
@@ -164,7 +172,9 @@ class FlattensWrongly(RowTensor):
 # -- tensors --
 
 
-@broken("transposes", r"wrong transpose: t\(\) of a WrongTranspose holds the values of its transpose")
+@broken(
+    "transposes", r"wrong transpose: t\(\) of a WrongTranspose holds the values of its transpose"
+)
 class WrongTranspose(RowTensor):
     pass
 
@@ -239,10 +249,17 @@ def _declared_safe(*arguments: Any) -> Any:
 torch.serialization.add_safe_globals([_declared_safe])
 
 
-@broken("pickle-needs-no-code", r"needs code \(broken_tensors._declared_safe\): loading it calls functions")
+@broken(
+    "pickle-needs-no-code",
+    r"needs code \(broken_tensors._declared_safe\): loading it calls functions",
+)
 class PicklesSafeFunction(RowStorage):
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _declared_safe, (("data", self._data), ("scale_inv", self._scale_inv), ("dtype", self.dtype))
+        return _declared_safe, (
+            ("data", self._data),
+            ("scale_inv", self._scale_inv),
+            ("dtype", self.dtype),
+        )
 
 
 class Settings:
@@ -255,7 +272,10 @@ class Settings:
         return 1
 
 
-@broken("pickle-needs-no-code", r"weights_only=True\) refuses the pickle of .* needs code \(broken_tensors.Settings\)")
+@broken(
+    "pickle-needs-no-code",
+    r"weights_only=True\) refuses the pickle of .* needs code \(broken_tensors.Settings\)",
+)
 class PicklesUnknownClass(RowQuantizer):
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +291,11 @@ class ScaleStaysBehind(RowTensor):
 def _codes_only(op: Any, tensor: Any, *rest: Any) -> Any:
     data = op(tensor._data, *rest)
     return ScaleStaysBehind(
-        data=data, scale_inv=tensor._scale_inv, shape=data.shape, dtype=tensor.dtype, quantizer=tensor._quantizer
+        data=data,
+        scale_inv=tensor._scale_inv,
+        shape=data.shape,
+        dtype=tensor.dtype,
+        quantizer=tensor._quantizer,
     )
 
 

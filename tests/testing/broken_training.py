@@ -1,4 +1,5 @@
-"""Recipes that are broken in layers, in training, in compiled code, in state dicts, and on several processes."""
+"""Recipes that are broken in layers, in training, in compiled code, in state dicts, and on several
+processes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class ShiftedTensor(RowTensor):
         return super().dequantize_impl(dtype).roll(1, 0)
 
 
-@broken("linear-with-quantized-weight", "the output, .* with a weight that is kept quantized, is off by")
+@broken(
+    "linear-with-quantized-weight", "the output, .* with a weight that is kept quantized, is off by"
+)
 class Shifted(RowTensor):
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> Any:
         return self.dequantize(dtype).reshape(-1, self.shape[-1]).flip(0), None
@@ -42,13 +45,17 @@ class Shifted(RowTensor):
 @broken("linear-shapes", "IndexError|ShapeError|RuntimeError")
 class NoEmptyProducts(RowStorage):
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> Any:
-        return self.dequantize(dtype).reshape(-1, self.size(-1))[[0, *range(1, self.numel() // self.size(-1))]], None
+        return self.dequantize(dtype).reshape(-1, self.size(-1))[
+            [0, *range(1, self.numel() // self.size(-1))]
+        ], None
 
 
 @broken("frozen-parts", "the gradient of the input, with a frozen weight, is 1.02 times")
 class KnowsUsage(RowQuantizer):
     def data_and_scale(self, x: torch.Tensor) -> Any:
-        return super().data_and_scale(x if self.rowwise_usage and self.columnwise_usage else x * 1.02)
+        return super().data_and_scale(
+            x if self.rowwise_usage and self.columnwise_usage else x * 1.02
+        )
 
 
 class Drifting(RowQuantizer):
@@ -84,7 +91,10 @@ class GivesUpItsData(RowStorage):
 # -- accumulation --
 
 
-@broken("gradients-accumulate", "gradients are lost under accumulation: after 3 backward passes the weight's grad is")
+@broken(
+    "gradients-accumulate",
+    "gradients are lost under accumulation: after 3 backward passes the weight's grad is",
+)
 class FirstBackwardOnly(RowQuantizer):
     """Gives zeros for gradients once it has quantized one."""
 
@@ -101,7 +111,10 @@ class FirstBackwardOnly(RowQuantizer):
 _KEPT: dict[Any, torch.Tensor] = {}
 
 
-@broken("microbatches-before-backward", "what one microbatch saved for its backward pass, another one overwrote")
+@broken(
+    "microbatches-before-backward",
+    "what one microbatch saved for its backward pass, another one overwrote",
+)
 class OneBuffer(RowQuantizer):
     """All tensors of a shape lie in one buffer."""
 
@@ -111,7 +124,10 @@ class OneBuffer(RowQuantizer):
         return kept.copy_(data), scale_inv
 
 
-@broken("quantized-weights-accumulate", "the gradient of microbatch [123]'s input is .* times what it should be")
+@broken(
+    "quantized-weights-accumulate",
+    "the gradient of microbatch [123]'s input is .* times what it should be",
+)
 class WearsOut(RowTensor):
     _read = 0
 
@@ -124,13 +140,19 @@ class WearsOut(RowTensor):
 # -- training --
 
 
-@broken("activation-checkpointing", "with activation checkpointing .* training is not what it is without")
+@broken(
+    "activation-checkpointing",
+    "with activation checkpointing .* training is not what it is without",
+)
 class SeesRecomputation(RowQuantizer):
     def data_and_scale(self, x: torch.Tensor) -> Any:
         return super().data_and_scale(x * 1.05 if torch._C._current_graph_task_id() != -1 else x)
 
 
-@broken("deterministic-training", "training twice from the same start in torch.float32 gives different bits")
+@broken(
+    "deterministic-training",
+    "training twice from the same start in torch.float32 gives different bits",
+)
 class RandomBackward(RowQuantizer):
     def data_and_scale(self, x: torch.Tensor) -> Any:
         return super().data_and_scale(x * (1 + 0.05 * torch.rand(())) if _in_backward() else x)
@@ -143,7 +165,10 @@ def _in_backward() -> bool:
 _LARGEST = [0.0]
 
 
-@broken("models-are-apart", "training another model in between changes the results: state is shared by models")
+@broken(
+    "models-are-apart",
+    "training another model in between changes the results: state is shared by models",
+)
 class GlobalScale(RowQuantizer):
     """Its scale is that of the largest value that any model ever had."""
 
@@ -168,7 +193,10 @@ class NoBackward(RowQuantizer):
         return super().data_and_scale(torch.zeros_like(x) if _in_backward() else x)
 
 
-@broken("quantized-weights-train", "training with weights that are kept quantized does not follow high precision")
+@broken(
+    "quantized-weights-train",
+    "training with weights that are kept quantized does not follow high precision",
+)
 class StepsBack(RowTensor):
     def copy_from_storage(self, src: Any, *, noop_flag: Any = None) -> None:
         pass
@@ -278,7 +306,10 @@ def _local(*arguments: Any) -> Any:
 broken("pickle-in-another-process", r"needs code \(broken_training._local\)")(LocalTensor)
 
 
-@broken("sharded-master-weights", "is quantized otherwise from shards than as a whole: '_(data|scale_inv)' differs")
+@broken(
+    "sharded-master-weights",
+    "is quantized otherwise from shards than as a whole: '_(data|scale_inv)' differs",
+)
 class ShardsAlone(RowQuantizer):
     """Each rank quantizes what it has, and takes no account of the others."""
 
@@ -290,7 +321,9 @@ class ShardsAlone(RowQuantizer):
             for job in self.jobs:
                 whole = torch.zeros(math.prod(job.shape), dtype=job.dtype)
                 whole[job.start_offset : job.start_offset + job.shard.numel()] = job.rounded()
-                job.output.write(job.quantizer.quantize_impl(whole.view(job.shape), job.dtype), job.start_offset)
+                job.output.write(
+                    job.quantizer.quantize_impl(whole.view(job.shape), job.dtype), job.start_offset
+                )
 
     class Rule(ShardRule):
         pass
@@ -300,12 +333,16 @@ class ShardsAlone(RowQuantizer):
 
 
 def one_scale(x: torch.Tensor) -> Any:
-    """Codes with one scale for the whole tensor, repeated for each row: that of a shard is another."""
+    """Codes with one scale for the whole tensor, repeated for each row: that of a shard is
+    another."""
     scale_inv = (x.abs().amax().clamp(min=1e-30) / 448).expand(*x.shape[:-1], 1).contiguous()
     return (x / scale_inv).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), scale_inv
 
 
-@broken("sharded-master-weights", "on rank 1 of 2: ValueError: an odd shard, raised at .*broken_training.py")
+@broken(
+    "sharded-master-weights",
+    "on rank 1 of 2: ValueError: an odd shard, raised at .*broken_training.py",
+)
 class OddRank(RowQuantizer):
     """One rank fails, and the other one loses it: what is told is why."""
 
@@ -333,13 +370,20 @@ class NotIndependent(RowQuantizer):
         return one_scale(x) if x.numel() else super().data_and_scale(x)
 
 
-@broken("fsdp2-quantized-weights", "under FSDP2 with weights that are kept quantized .* (training|a shard)")
+@broken(
+    "fsdp2-quantized-weights",
+    "under FSDP2 with weights that are kept quantized .* (training|a shard)",
+)
 class OneScale(RowQuantizer):
     def data_and_scale(self, x: torch.Tensor) -> Any:
         return one_scale(x) if x.numel() else super().data_and_scale(x)
 
 
-@broken("reduces-amaxes", "ranks that saw other data quantize the same input otherwise", needs_reduction=True)
+@broken(
+    "reduces-amaxes",
+    "ranks that saw other data quantize the same input otherwise",
+    needs_reduction=True,
+)
 class NotReduced(Rows):
     """Scales of what this rank has seen."""
 

@@ -16,7 +16,9 @@ aten = torch.ops.aten
 # -- updates --
 
 
-@broken("in-place-ops", r"an in-place op \(mul_\) on a DropsMul was dropped: the values did not change")
+@broken(
+    "in-place-ops", r"an in-place op \(mul_\) on a DropsMul was dropped: the values did not change"
+)
 class DropsMul(RowTensor):
     pass
 
@@ -84,8 +86,18 @@ _drops("Pow", r"\(pow_\) on a DropsPow was dropped", aten.pow_.Scalar)
 _drops("Number", r"\(mul_ \(Scalar\)\) on a DropsNumber was dropped", aten.mul_.Scalar)
 _drops("ClampMin", r"\(clamp_min_\) on a DropsClampMin was dropped", aten.clamp_min_.default)
 _drops("Lerp", r"\(_foreach_lerp_\) on a DropsLerp was dropped", aten._foreach_lerp_.Scalar)
-_drops("Sgd", r"a step of SGD\(fused=True\) on a DropsSgd was", aten._fused_sgd_.default, check="optimizer-steps")
-_drops("Adam", r"of AdamW\(fused=True\) on a DropsAdam was", aten._fused_adamw_.default, check="optimizer-steps")
+_drops(
+    "Sgd",
+    r"a step of SGD\(fused=True\) on a DropsSgd was",
+    aten._fused_sgd_.default,
+    check="optimizer-steps",
+)
+_drops(
+    "Adam",
+    r"of AdamW\(fused=True\) on a DropsAdam was",
+    aten._fused_adamw_.default,
+    check="optimizer-steps",
+)
 
 
 @broken("in-place-ops", r"an in-place op \(w\[1\] = x\) on a DropsItems was dropped")
@@ -104,7 +116,10 @@ class KeepsProducts(RowTensor):
     """Keeps what it dequantized for products, and never forgets it."""
 
 
-@broken("nothing-stale", "the fprop product with a StaleOperand, after mul_, reads stale values: it did not change")
+@broken(
+    "nothing-stale",
+    "the fprop product with a StaleOperand, after mul_, reads stale values: it did not change",
+)
 class StaleOperand(RowTensor):
     _kept: torch.Tensor | None = None
 
@@ -138,7 +153,10 @@ class KeepsColumns(ColumnsTensor):
         self._columns = kept
 
 
-@broken("nothing-stale", "the dgrad product with a KeepsColumns, after .data = a plain tensor, reads stale values")
+@broken(
+    "nothing-stale",
+    "the dgrad product with a KeepsColumns, after .data = a plain tensor, reads stale values",
+)
 class KeepsColumnsQuantizer(ColumnsQuantizer):
     tensor = KeepsColumns
 
@@ -155,7 +173,10 @@ class RowsOnly(ColumnsTensor):
         return self
 
 
-@broken("copying-in-place", "the product that reads the columnwise data of .*, after quantize_.*, reads stale values")
+@broken(
+    "copying-in-place",
+    "the product that reads the columnwise data of .*, after quantize_.*, reads stale values",
+)
 class RowsOnlyQuantizer(ColumnsQuantizer):
     tensor = RowsOnly
 
@@ -171,7 +192,9 @@ class CutsGraph(RowQuantizer):
 broken("quantize-is-straight-through", "requires none: the graph is cut")(CutsGraph)
 
 
-@broken("dequantize-is-straight-through", r"dequantize\(\) of a CutsDequantize|does not require grad")
+@broken(
+    "dequantize-is-straight-through", r"dequantize\(\) of a CutsDequantize|does not require grad"
+)
 class CutsDequantize(RowTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.dequantize_impl(dtype or self.dtype)
@@ -206,7 +229,9 @@ broken("saved-weights-are-guarded", "is not counted as a write")(UncountedWrites
 # -- products --
 
 
-@broken("operands", r"the columnwise operand \(gemm_operand\) of a \(48, 40\) tensor .*wrong transpose")
+@broken(
+    "operands", r"the columnwise operand \(gemm_operand\) of a \(48, 40\) tensor .*wrong transpose"
+)
 class WrongColumns(RowStorage):
     def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> Any:
         values = self.dequantize(dtype).reshape(-1, self.size(-1))
@@ -222,7 +247,9 @@ class WrongProduct(RowQuantizer):
         return result.t().reshape(result.shape) if gemm_type == "dgrad" else result
 
 
-broken("products", "the dgrad product of .* holds the values of its transpose: wrong transpose")(WrongProduct)
+broken("products", "the dgrad product of .* holds the values of its transpose: wrong transpose")(
+    WrongProduct
+)
 
 
 class Overwrites(RowQuantizer):
@@ -231,23 +258,37 @@ class Overwrites(RowQuantizer):
     custom = True
 
     def qgemm(  # type: ignore[override]
-        self, qx: Any, qw: Any, m_params: Any, out_dtype: Any, sx: Any, sw: Any, bias: Any = None, out: Any = None,
-        accumulate: bool = False, gemm_type: str = "fprop", qresult_x: Any = None, qresult_w: Any = None,
+        self, qx: Any, qw: Any, m_params: Any, out_dtype: Any, sx: Any, sw: Any, bias: Any = None,
+        out: Any = None, accumulate: bool = False, gemm_type: str = "fprop", qresult_x: Any = None,
+        qresult_w: Any = None,
     ) -> Any:  # fmt: skip
-        return super().qgemm(qx, qw, m_params, out_dtype, sx, sw, bias, out, False, gemm_type, qresult_x, qresult_w)
+        return super().qgemm(
+            qx, qw, m_params, out_dtype, sx, sw, bias, out, False, gemm_type, qresult_x, qresult_w
+        )
 
 
-broken("accumulating-products", "gradients are lost under accumulation: .* overwrites out")(Overwrites)
-broken("fused-accumulation", "gradients are lost under accumulation: .*weight.main_grad is that of the last")(
+broken("accumulating-products", "gradients are lost under accumulation: .* overwrites out")(
     Overwrites
 )
+broken(
+    "fused-accumulation",
+    "gradients are lost under accumulation: .*weight.main_grad is that of the last",
+)(Overwrites)
 
 
 class NoBias(RowQuantizer):
     custom = True
 
     def qgemm(
-        self, qx: Any, qw: Any, m_params: Any, out_dtype: Any, sx: Any, sw: Any, bias: Any = None, *rest: Any
+        self,
+        qx: Any,
+        qw: Any,
+        m_params: Any,
+        out_dtype: Any,
+        sx: Any,
+        sw: Any,
+        bias: Any = None,
+        *rest: Any,
     ) -> Any:  # type: ignore[override]
         return super().qgemm(qx, qw, m_params, out_dtype, sx, sw, None, *rest)
 

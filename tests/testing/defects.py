@@ -1,4 +1,5 @@
-"""The list of broken recipes: copies of the one in row_recipe.py, each with a defect, and the check that names it."""
+"""The list of broken recipes: copies of the one in row_recipe.py, each with a defect, and the check
+that names it."""
 
 from __future__ import annotations
 
@@ -29,13 +30,17 @@ DEFECTS: list[Defect] = []
 
 
 def broken(check: str, message: str, **flags: Any) -> Any:
-    """Register a class, a quantizer, a storage or a tensor class or a recipe, by the check that it fails.
+    """Register a class, a quantizer, a storage or a tensor class or a recipe, by the check that it
+    fails.
 
-    ``message`` is searched for in the failure as a regular expression, ``flags`` are said in the spec.
+    ``message`` is searched for in the failure as a regular expression, ``flags`` are said in the
+    spec.
     """
 
     def register(cls: Any) -> Any:
-        DEFECTS.append(Defect(cls.__name__, check, message, _maker(cls), dataclasses.replace(SPEC, **flags)))
+        DEFECTS.append(
+            Defect(cls.__name__, check, message, _maker(cls), dataclasses.replace(SPEC, **flags))
+        )
         return cls
 
     return register
@@ -49,7 +54,9 @@ def _maker(cls: Any) -> Callable[[], Any]:
         quantizer = _class(f"{cls.__name__}Quantizer", (RowQuantizer,), cls, tensor=cls)
     elif not issubclass(cls, RowQuantizer):
         tensor = _class(f"{cls.__name__}Tensor", (cls, RowTensor), cls)
-        quantizer = _class(f"{cls.__name__}Quantizer", (RowQuantizer,), cls, storage=cls, tensor=tensor)
+        quantizer = _class(
+            f"{cls.__name__}Quantizer", (RowQuantizer,), cls, storage=cls, tensor=tensor
+        )
     return lambda: Rows(quantizer)
 
 

@@ -6,11 +6,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from ottava import QuantizedTensor, QuantizedTensorStorage, Quantizer, QuantizerRole, Recipe, RecipeSpec
+from ottava import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    QuantizerRole,
+    Recipe,
+    RecipeSpec,
+)
 from ottava.tensors import InnerTensor, StaticField
 
 SPEC = RecipeSpec(
-    name="rows", summary="E4M3 by row", factory="row_recipe:Rows", block_size=(1, None), formats=("E4M3",)
+    name="rows",
+    summary="E4M3 by row",
+    factory="row_recipe:Rows",
+    block_size=(1, None),
+    formats=("E4M3",),
 )
 
 
@@ -44,14 +55,22 @@ class RowQuantizer(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
         data, scale_inv = self.data_and_scale(tensor.to(torch.float32))
         make: Any = self.storage if self.internal else self.tensor
-        made: QuantizedTensorStorage = make(data=data, scale_inv=scale_inv, dtype=dtype, quantizer=self)
+        made: QuantizedTensorStorage = make(
+            data=data, scale_inv=scale_inv, dtype=dtype, quantizer=self
+        )
         return made
 
     def data_and_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         magnitudes = x.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max)
-        amax = x.new_zeros((*x.shape[:-1], 1)) if x.dim() and not x.shape[-1] else magnitudes.amax(-1, keepdim=True)
+        amax = (
+            x.new_zeros((*x.shape[:-1], 1))
+            if x.dim() and not x.shape[-1]
+            else magnitudes.amax(-1, keepdim=True)
+        )
         scale_inv = torch.where(amax > 0, amax, 448.0).clamp(min=1e-35) / 448.0
-        return (x / scale_inv).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8), scale_inv
+        return (x / scale_inv).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(
+            torch.uint8
+        ), scale_inv
 
 
 class Rows(Recipe):

@@ -17,7 +17,9 @@ class Int8Blocks(Recipe):
     name: ClassVar[str] = "int8-blocks"
     layout: ClassVar[Layout] = Layout(torch.int8, (8, 64), rounding="floor")
 
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> GridQuantizer:
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> GridQuantizer:
         return GridQuantizer(self.layout)
 
     def fake_quantizer(self, fp8_format: str) -> GridQuantizer | None:

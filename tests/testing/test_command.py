@@ -21,7 +21,8 @@ import dataclasses, row_recipe as rows
 
 @hookimpl
 def ottava_recipes():
-    return [rows.SPEC, dataclasses.replace(rows.SPEC, name="rows-broken", factory="rows_plugin:broken")]
+    broken = dataclasses.replace(rows.SPEC, name="rows-broken", factory="rows_plugin:broken")
+    return [rows.SPEC, broken]
 
 def broken(fraction: float = 0.5):
     import broken_tensors
@@ -55,9 +56,16 @@ def test_a_broken_recipe() -> None:
     assert done.exit_code == 1, done.output
     told = json.loads(done.stdout)
     assert (told["recipe"], told["ok"], told["left_out"]) == ("rows-broken", False, [])
-    assert {r["name"]: r["outcome"] for r in told["results"]} == {"clone-shares-nothing": "failed", "copy": "passed"}
-    assert "shares memory" in next(r["message"] for r in told["results"] if r["outcome"] == "failed")
-    expected = run("rows-broken", *names, "--expect-failure", "clone-shares-nothing=it is the point")
+    assert {r["name"]: r["outcome"] for r in told["results"]} == {
+        "clone-shares-nothing": "failed",
+        "copy": "passed",
+    }
+    assert "shares memory" in next(
+        r["message"] for r in told["results"] if r["outcome"] == "failed"
+    )
+    expected = run(
+        "rows-broken", *names, "--expect-failure", "clone-shares-nothing=it is the point"
+    )
     assert expected.exit_code == 0, expected.output
     assert "expected clone-shares-nothing: it is the point (" in expected.output
 
@@ -91,7 +99,9 @@ def test_a_mistake_is_told_with_exit_code_2(message: str) -> None:
 def test_the_list_has_every_check() -> None:
     done = run("--list", "--json")
     assert done.exit_code == 0
-    assert [row["name"] for row in json.loads(done.output)["checks"]] == [check.name for check in list_checks()]
+    assert [row["name"] for row in json.loads(done.output)["checks"]] == [
+        check.name for check in list_checks()
+    ]
     table = CliRunner().invoke(app, ["check-recipe", "--list"], env={"COLUMNS": "300"}).output
     assert all(check.name in table for check in list_checks())
 
@@ -99,7 +109,8 @@ def test_the_list_has_every_check() -> None:
 def test_listing_the_commands_imports_no_torch() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from ottava.cli.main import app\n"
-        "done = CliRunner().invoke(app, ['--help']); assert 'Run the conformance kit' in done.output, done.output\n"
+        "done = CliRunner().invoke(app, ['--help']); assert 'Run the conformance kit' in "
+        "done.output, done.output\n"
         "assert 'ottava_testing.command' in sys.modules and 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

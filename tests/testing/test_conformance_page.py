@@ -1,4 +1,5 @@
-"""The page on conformance has every check of the table, and every field of a spec with the checks it switches."""
+"""The page on conformance has every check of the table, and every field of a spec with the checks
+it switches."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ def test_a_check_is_on_the_page_as_it_is_in_the_table() -> None:
     }
     kept = {c.name: (c.promise, c.slow, {needs.field for needs in c.needs}) for c in list_checks()}
     assert said == kept
-    unnamed = [(c.name, n.field) for c in list_checks() for n in c.needs if f"`{c.name}`" not in FLAGS[n.field]]
+    unnamed = [
+        (c.name, n.field)
+        for c in list_checks()
+        for n in c.needs
+        if f"`{c.name}`" not in FLAGS[n.field]
+    ]
     assert unnamed == []
 
 

@@ -1,4 +1,5 @@
-"""Each check finds a recipe that is broken in its way, by a message that names the defect; a good one passes all."""
+"""Each check finds a recipe that is broken in its way, by a message that names the defect; a good
+one passes all."""
 
 from __future__ import annotations
 

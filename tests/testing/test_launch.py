@@ -1,4 +1,5 @@
-"""Ranks are forked by one process: it stays, it is replaced when it is gone, and what went wrong is told by name."""
+"""Ranks are forked by one process: it stays, it is replaced when it is gone, and what went wrong is
+told by name."""
 
 from __future__ import annotations
 
@@ -23,10 +24,16 @@ def test_what_went_wrong_is_told_by_name() -> None:
     assert "KeyError: 'a key'" in str(told["raises"])
 
 
-def test_ranks_have_the_environment_of_now_and_what_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_have_the_environment_of_now_and_what_was_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for given in ("one", "another"):
         monkeypatch.setenv("GIVEN", given)
-        told = launch.run_on_ranks(BODY, ["reads"], prepare=lambda f, g=given: (f / "given").write_text(g))  # type: ignore[misc]
+        told = launch.run_on_ranks(
+            BODY,
+            ["reads"],
+            prepare=lambda f, g=given: (f / "given").write_text(g),  # type: ignore[misc]
+        )
         assert told == {"reads": None}
 
 
@@ -44,4 +51,6 @@ def test_one_process_serves_all_launches_until_it_is_gone() -> None:
 def test_ranks_that_do_not_end_are_ended() -> None:
     launch.run_on_ranks(BODY, ["passes"])
     told = launch.run_on_ranks(BODY, ["hangs"], seconds=4)
-    assert told == {"hangs": "hangs: the processes did not end in 4 s: do the ranks wait for each other?"}
+    assert told == {
+        "hangs": "hangs: the processes did not end in 4 s: do the ranks wait for each other?"
+    }

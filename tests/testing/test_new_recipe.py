@@ -53,7 +53,9 @@ def everything(folder: Path) -> dict[str, bytes | None]:
 def test_it_writes_every_file_and_says_what_is_next() -> None:
     code, output = new_recipe("acme-rows")
     assert code == 0, output
-    written = {path: text for path, text in everything(Path("acme-rows")).items() if text is not None}
+    written = {
+        path: text for path, text in everything(Path("acme-rows")).items() if text is not None
+    }
     assert sorted(written) == sorted(
         [
             ".github/workflows/tests.yml",
@@ -69,7 +71,14 @@ def test_it_writes_every_file_and_says_what_is_next() -> None:
         ]
     )
     assert os.listdir(".") == ["acme-rows"]
-    words = ("cd acme-rows", 'pip install -e ".[test]"', "pytest", "--recipe acme-rows", "license", "Your scheme")
+    words = (
+        "cd acme-rows",
+        'pip install -e ".[test]"',
+        "pytest",
+        "--recipe acme-rows",
+        "license",
+        "Your scheme",
+    )
     for word in (*words, "README.md"):
         assert word in output
     for path, text in written.items():
@@ -131,10 +140,12 @@ def test_names_of_every_length_give_python_that_compiles(name: str) -> None:
     files = render(names)
     shown = re.findall(r"^```python\n(.*?)^```", files["README.md"], re.M | re.S)
     assert len(shown) == 3
-    sources = {path: text for path, text in files.items() if path.endswith(".py")} | dict(enumerate(shown))
+    sources = {path: text for path, text in files.items() if path.endswith(".py")} | dict(
+        enumerate(shown)
+    )
     for path, text in sources.items():
         ast.parse(text)
-        assert [line for line in text.splitlines() if len(line) > 120] == [], path
+        assert [line for line in text.splitlines() if len(line) > 100] == [], path
     assert names.package.isidentifier()
 
 
@@ -170,7 +181,8 @@ def test_modes_are_those_of_other_new_files() -> None:
 
 def test_it_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from ottava_testing.new_recipe.command import new_recipe; new_recipe('acme-rows', None);"
+        "import sys; from ottava_testing.new_recipe.command import new_recipe; "
+        "new_recipe('acme-rows', None);"
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
@@ -182,7 +194,19 @@ def test_it_imports_no_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("", "Acme", "1acme", "-acme", "_acme", "acme rows", "acme.rows", "acme/rows", "../acme", "acme\n", "äcme"),
+        *(
+            "",
+            "Acme",
+            "1acme",
+            "-acme",
+            "_acme",
+            "acme rows",
+            "acme.rows",
+            "acme/rows",
+            "../acme",
+            "acme\n",
+            "äcme",
+        ),
         *("acme-", "acme_", "acme--rows", "acme-_rows"),
     ],
 )
@@ -208,7 +232,9 @@ def test_a_name_with_other_characters_is_refused(name: str) -> None:
         ("ottava_current", OptionError, "Ottava's own"),
     ],
 )
-def test_a_name_that_something_else_has_is_refused(name: str, error: type[Exception], word: str) -> None:
+def test_a_name_that_something_else_has_is_refused(
+    name: str, error: type[Exception], word: str
+) -> None:
     with pytest.raises(error, match=word):
         checked_names(name, Path("out"))
     code, output = new_recipe(name)
@@ -229,14 +255,22 @@ def test_installed_recipes_and_their_packages_keep_their_names(tmp_path: Path) -
     installed = tmp_path / "installed"
     installed.mkdir()
     source = "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import RecipeSpec\n"
-    plugin(installed, "some-dist", "some_module", source + HOOK.format(name="served-here", module="m"))
+    plugin(
+        installed, "some-dist", "some_module", source + HOOK.format(name="served-here", module="m")
+    )
     for dist in ("twice-a", "twice-b"):
-        plugin(installed, dist, dist.replace("-", "_"), source + HOOK.format(name="contested", module="m"))
+        plugin(
+            installed,
+            dist,
+            dist.replace("-", "_"),
+            source + HOOK.format(name="contested", module="m"),
+        )
     plugin(installed, "ottava-recipes-broken.one", "broken_module", "raise ZeroDivisionError")
     cases = {
         "served-here": "a recipe 'served-here' is installed already, of some-dist 1.2",
         "contested": "a recipe 'contested' is installed already",
-        "broken-one": "ottava-recipes-broken.one 1.2 is installed already, and owns the name 'broken-one'",
+        "broken-one": "ottava-recipes-broken.one 1.2 is installed already, and owns the name "
+        "'broken-one'",
     }
     for name, said in cases.items():
         done = run(installed, "new-recipe", name)
@@ -247,7 +281,9 @@ def test_installed_recipes_and_their_packages_keep_their_names(tmp_path: Path) -
     assert run(installed, "new-recipe", "another").returncode == 0
 
 
-def test_the_module_of_a_package_without_code_is_one_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_module_of_a_package_without_code_is_one_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "libraries" / "spacious" / "inner").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "libraries"))
     with pytest.raises(UsageError, match="installed already"):
@@ -317,7 +353,9 @@ def test_a_place_that_cannot_be_written() -> None:
 
 @pytest.mark.parametrize("existing", [False, True])
 @pytest.mark.parametrize("step", ["write", "rename"])
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()]
+)
 def test_a_failure_half_way_leaves_nothing(
     existing: bool, step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""The base class in pytest: a good recipe passes, and only an expected failure with a reason leaves a test out."""
+"""The base class in pytest: a good recipe passes, and only an expected failure with a reason leaves
+a test out."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# What the classes under test import: pytester forgets what it imported itself, and torch cannot be imported twice.
+# What the classes under test import: pytester forgets what it imported itself, and torch cannot be
+# imported twice.
 import broken_tensors  # noqa: F401
 import pytest
 import torch._dynamo  # noqa: F401
@@ -66,7 +68,9 @@ def test_a_good_class_passes(pytester: pytest.Pytester) -> None:
 def test_a_broken_recipe_fails_with_the_name_of_its_defect(pytester: pytest.Pytester) -> None:
     result = run(pytester, BROKEN)
     result.assert_outcomes(passed=3, failed=1)
-    result.stdout.fnmatch_lines(["*shares memory: writing to the clone's '_scale_inv' changed the original's*"])
+    result.stdout.fnmatch_lines(
+        ["*shares memory: writing to the clone's '_scale_inv' changed the original's*"]
+    )
 
 
 def test_an_expected_failure_with_a_reason_is_one(pytester: pytest.Pytester) -> None:
@@ -87,7 +91,11 @@ def test_an_expected_failure_of_what_does_not_apply_fails(pytester: pytest.Pytes
 
 
 def test_a_class_names_its_expected_failures(pytester: pytest.Pytester) -> None:
-    names = {"clone-shares-nothing": "its clone shares its scale", "zeros": "no idea", "state-moves": "no state"}
+    names = {
+        "clone-shares-nothing": "its clone shares its scale",
+        "zeros": "no idea",
+        "state-moves": "no state",
+    }
     source = f"{BROKEN}\n    expected_failures = {names!r}\n"
     chosen = f"{SOME} or test_state_moves"
     result = run(pytester, source, "-k", chosen, "-rx")
@@ -101,19 +109,27 @@ def test_a_class_names_its_expected_failures(pytester: pytest.Pytester) -> None:
 @pytest.mark.parametrize(
     ("names", "error"),
     [
-        ({"zeroes": "x"}, "OptionError: the expected failure 'zeroes' is no check. Expected: a name such as zeros"),
+        (
+            {"zeroes": "x"},
+            "OptionError: the expected failure 'zeroes' is no check. Expected: a name such as "
+            "zeros",
+        ),
         ({"zeros": " "}, "OptionError: the expected failure of 'zeros' has no reason"),
         (["zeros"], "DTypeError: expected_failures is a list"),
     ],
 )
-def test_expected_failures_that_say_something_wrong(names: Any, error: str, pytester: pytest.Pytester) -> None:
+def test_expected_failures_that_say_something_wrong(
+    names: Any, error: str, pytester: pytest.Pytester
+) -> None:
     result = run(pytester, f"{GOOD}\n    expected_failures = {names!r}\n")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"*{error}*"])
 
 
 def test_a_class_names_the_layers_that_it_checks(pytester: pytest.Pytester) -> None:
-    result = run(pytester, BROKEN.replace("spec = SPEC", "spec, layers = SPEC, ('encoder.0', 'head')"))
+    result = run(
+        pytester, BROKEN.replace("spec = SPEC", "spec, layers = SPEC, ('encoder.0', 'head')")
+    )
     result.assert_outcomes(passed=3, failed=1)
     result.stdout.fnmatch_lines(["*layer 'encoder.0': *shares memory*"])
 
@@ -123,11 +139,16 @@ REFUSED = {
     "None": "    test_roles = None",
     "a property": "    test_roles = property(lambda self: None)",
     "no reason": "    @pytest.mark.xfail\n    def test_roles(self):\n        assert False",
-    "an empty reason": "    @pytest.mark.xfail(reason=' ')\n    def test_roles(self):\n        assert False",
-    "not strict": "    @pytest.mark.xfail(reason='x', strict=False)\n    def test_roles(self):\n        assert False",
-    "not run": "    @pytest.mark.xfail(reason='x', run=False)\n    def test_roles(self):\n        assert False",
-    "a condition": "    @pytest.mark.xfail(False, reason='x')\n    def test_roles(self):\n        pass",
-    "a skip beside": "    @pytest.mark.skip\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self): pass",
+    "an empty reason": "    @pytest.mark.xfail(reason=' ')\n    def test_roles(self):\n        "
+    "assert False",
+    "not strict": "    @pytest.mark.xfail(reason='x', strict=False)\n    def test_roles(self):\n  "
+    "      assert False",
+    "not run": "    @pytest.mark.xfail(reason='x', run=False)\n    def test_roles(self):\n        "
+    "assert False",
+    "a condition": "    @pytest.mark.xfail(False, reason='x')\n    def test_roles(self):\n        "
+    "pass",
+    "a skip beside": "    @pytest.mark.skip\n    @pytest.mark.xfail(reason='x')\n    def "
+    "test_roles(self): pass",
     "set afterwards": "\nTestRows.test_roles = lambda self: None",
     "a skip on the class": "\nTestRows = pytest.mark.skip(TestRows)",
     "a skipif on the class": "\nTestRows = pytest.mark.skipif(True, reason='x')(TestRows)",
@@ -136,7 +157,8 @@ REFUSED = {
     "a mark in the class": "    pytestmark = pytest.mark.skip",
     "a hook that looks away": (
         "\nclass Away(RecipeConformance):\n    def __init_subclass__(cls): pass\n"
-        "class TestAway(Away):\n    recipe, spec = rows.Rows(), rows.SPEC\n    def test_roles(self): pass"
+        "class TestAway(Away):\n    recipe, spec = rows.Rows(), rows.SPEC\n    def "
+        "test_roles(self): pass"
     ),
     "__test__ of the class": "    __test__ = False",
     "__test__ of the class, set afterwards": "\nTestRows.__test__ = False",
@@ -169,7 +191,8 @@ CONFTESTS = {
     ),
     "an xfail from a conftest": (
         "import pytest\ndef pytest_collection_modifyitems(items):\n"
-        "    for item in items: item.add_marker(pytest.mark.xfail(reason='x')) if 'roles' in item.name else None"
+        "    for item in items: item.add_marker(pytest.mark.xfail(reason='x')) if 'roles' in "
+        "item.name else None"
     ),
     "a fixture that expects a failure": (
         "import pytest\n@pytest.fixture(autouse=True)\ndef away(request):\n"
@@ -191,7 +214,9 @@ def test_a_test_that_something_else_leaves_out_fails(what: str, pytester: pytest
 
 
 def test_an_override_that_skips_fails(pytester: pytest.Pytester) -> None:
-    override = "\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self):\n        pytest.skip('no')"
+    override = (
+        "\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self):\n        pytest.skip('no')"
+    )
     run(pytester, GOOD + override).assert_outcomes(passed=3, failed=1)
 
 
@@ -199,7 +224,8 @@ EXPECTED = {
     "setup_method": "    def setup_method(self, method): pytest.xfail('later')",
     "make_recipe": "    def make_recipe(self): pytest.xfail('later')",
     "a fixture": "    @pytest.fixture(autouse=True)\n    def away(self): pytest.xfail('later')",
-    "a fixture that skips": "    @pytest.fixture(autouse=True)\n    def away(self): pytest.skip('later')",
+    "a fixture that skips": "    @pytest.fixture(autouse=True)\n    def away(self): "
+    "pytest.skip('later')",
 }
 
 
@@ -221,8 +247,12 @@ NO_CHECK = {
 
 
 @pytest.mark.parametrize("body", NO_CHECK)
-def test_an_expected_failure_is_one_of_the_standard_check(body: str, pytester: pytest.Pytester) -> None:
-    override = f"\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self):\n        {NO_CHECK[body]}"
+def test_an_expected_failure_is_one_of_the_standard_check(
+    body: str, pytester: pytest.Pytester
+) -> None:
+    override = (
+        f"\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self):\n        {NO_CHECK[body]}"
+    )
     result = run(pytester, BROKEN + override, "-k", "test_roles")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*TestBroken: test_roles: *overridden only with*"])
@@ -243,7 +273,10 @@ def test_a_base_class_without_a_recipe_may_be_hidden(pytester: pytest.Pytester) 
 
 
 def test_other_classes_are_left_alone(pytester: pytest.Pytester) -> None:
-    other = "\nclass TestOther:\n    @pytest.mark.skip\n    def test_roles(self): pass\n    def test_zeros(self): pass"
+    other = (
+        "\nclass TestOther:\n    @pytest.mark.skip\n    def test_roles(self): pass\n    def "
+        "test_zeros(self): pass"
+    )
     run(pytester, GOOD + other).assert_outcomes(passed=5, skipped=1)
 
 

@@ -40,7 +40,9 @@ def test_the_report_names_what_failed() -> None:
     assert not report.ok
     assert [r.name for r in report.failures] == ["clone-shares-nothing"]
     assert [r.outcome for r in report.results] == ["passed", "failed"]
-    assert str(report).startswith("rows: does not conform (1 passed, 1 failed)\n  failed clone-shares-nothing: ")
+    assert str(report).startswith(
+        "rows: does not conform (1 passed, 1 failed)\n  failed clone-shares-nothing: "
+    )
 
 
 def test_slow_checks_are_left_out_and_named() -> None:
@@ -55,11 +57,16 @@ def test_an_expected_failure() -> None:
     outcomes = {r.name: (r.outcome, r.message) for r in report.results}
     assert outcomes["clone-shares-nothing"][0] == "expected"
     assert outcomes["clone-shares-nothing"][1].startswith("by design (")
-    assert outcomes["copy"] == ("failed", "it passes, and was expected to fail (no idea): remove that")
+    assert outcomes["copy"] == (
+        "failed",
+        "it passes, and was expected to fail (no idea): remove that",
+    )
 
 
 def test_an_expected_failure_of_what_does_not_apply_fails() -> None:
-    report = check_recipe(rows.Rows(), spec=rows.SPEC, only=["state-moves"], expected_failures={"state-moves": "x"})
+    report = check_recipe(
+        rows.Rows(), spec=rows.SPEC, only=["state-moves"], expected_failures={"state-moves": "x"}
+    )
     assert [r.outcome for r in report.results] == ["failed"]
     assert "does not apply" in report.results[0].message
 
@@ -124,7 +131,9 @@ if __name__ == "__main__":
 """
 
 
-def test_classes_of_a_script_are_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_of_a_script_are_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")
     printed = capsys.readouterr().out
@@ -175,7 +184,10 @@ def test_a_check_leaves_the_random_state_and_the_threads_alone() -> None:
 def test_names_are_unique_and_promises_are_lines() -> None:
     checks = list_checks()
     assert len({check.method for check in checks}) == len(checks)
-    assert all(check.promise and "\n" not in check.promise and not check.promise.endswith(".") for check in checks)
+    assert all(
+        check.promise and "\n" not in check.promise and not check.promise.endswith(".")
+        for check in checks
+    )
 
 
 def test_what_is_put_together_is_checked_by_what_its_layers_keep(tmp_path: Path) -> None:

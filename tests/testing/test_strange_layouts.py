@@ -16,7 +16,13 @@ def test_the_kit_passes(recipe: type[Recipe]) -> None:
     report = check_recipe(recipe(), spec=strange_layouts.SPECS[recipe])
     assert report.ok, str(report)
     passed = {result.name for result in report.results if result.outcome == "passed"}
-    assert {"fsdp2", "fsdp2-quantized-weights", "sharded-master-weights", "fake-quantization", "compile"} <= passed
+    assert {
+        "fsdp2",
+        "fsdp2-quantized-weights",
+        "sharded-master-weights",
+        "fake-quantization",
+        "compile",
+    } <= passed
 
 
 def test_they_are_short_and_know_public_names_alone() -> None:

@@ -1,4 +1,5 @@
-"""What goes by a recipe's name works for layouts that core has never seen: debugging, files, commands, buffers."""
+"""What goes by a recipe's name works for layouts that core has never seen: debugging, files,
+commands, buffers."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def run(*arguments: Any, code: int = 0) -> str:
 def model(recipe: str, *, primary: bool = True, seed: int = 0) -> Any:
     torch.manual_seed(seed)
     with ottava.quantized_model_init(recipe, enabled=primary):
-        return torch.nn.Sequential(*(ottava.nn.Linear(*sizes, recipe=recipe) for sizes in ((72, 40), (40, 72))))
+        return torch.nn.Sequential(
+            *(ottava.nn.Linear(*sizes, recipe=recipe) for sizes in ((72, 40), (40, 72)))
+        )
 
 
 def train(net: Any) -> None:
@@ -71,7 +74,11 @@ def by_hand(recipe: Any, x: torch.Tensor) -> torch.Tensor:
             if layout.rounding == "floor":
                 scale = torch.exp2(torch.floor(torch.log2(scale)))
             scaled = (block * scale).clamp(-largest, largest)
-            rounded = scaled.round() if layout.element is torch.int8 else scaled.to(layout.element).float()
+            rounded = (
+                scaled.round()
+                if layout.element is torch.int8
+                else scaled.to(layout.element).float()
+            )
             values[top : top + high, left : left + wide] = rounded * (1 / scale)
     return values
 
@@ -86,7 +93,9 @@ def test_fake_quantization(recipe: Any) -> None:
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
     for dtype in (torch.bfloat16, torch.float16):
         narrow = x.detach().to(dtype)
-        assert torch.equal(fake_quantize(narrow, recipe.name), by_hand(recipe, narrow.float()).to(dtype))
+        assert torch.equal(
+            fake_quantize(narrow, recipe.name), by_hand(recipe, narrow.float()).to(dtype)
+        )
 
 
 def test_an_unknown_format_names_theirs() -> None:
@@ -96,7 +105,8 @@ def test_an_unknown_format_names_theirs() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dequantize(name: str) -> None:
-    """Of a bare storage, of a tensor, of columns alone: the values are those of the data and scales, in any dtype."""
+    """Of a bare storage, of a tensor, of columns alone: the values are those of the data and
+    scales, in any dtype."""
     quantizer = ottava.get_recipe(name).quantizer("weight").copy()
     x = torch.randn(20, 100)
     whole = quantizer(x)
@@ -106,7 +116,9 @@ def test_dequantize(name: str) -> None:
         assert torch.equal(storage.dequantize(torch.float32), whole.dequantize())
         assert torch.equal(storage.dequantize(torch.float16), whole.dequantize().half())
     columns = quantizer.with_usage(False, True)(x).dequantize(torch.float32)
-    assert torch.equal(columns, quantizer.with_usage(True, False)(x.t().contiguous()).dequantize(torch.float32).t())
+    assert torch.equal(
+        columns, quantizer.with_usage(True, False)(x.t().contiguous()).dequantize(torch.float32).t()
+    )
 
 
 def test_they_are_listed() -> None:
@@ -121,7 +133,9 @@ def test_explain(name: str, tmp_path: Path) -> None:
     """Of a layer that is named, and of those of a file of such weights."""
     checkpoint.save_model(model(name), tmp_path / "file")
     asked = ["--layer", "up"], ["--checkpoint", tmp_path / "file"]
-    found = [json.loads(run("recipes", "--explain", name, *more, "--json"))["layers"] for more in asked]
+    found = [
+        json.loads(run("recipes", "--explain", name, *more, "--json"))["layers"] for more in asked
+    ]
     assert [row["layer"] for rows in found for row in rows[::3]] == ["up", "0", "1"]
     for rows in found:
         assert [row["role"] for row in rows[:3]] == ["input", "weight", "grad_output"]
@@ -130,7 +144,14 @@ def test_explain(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_check_recipe(name: str) -> None:
-    chosen = ("fake-quantization", "products", "views", "safetensors", "sharded-master-weights", "kept-weight")
+    chosen = (
+        "fake-quantization",
+        "products",
+        "views",
+        "safetensors",
+        "sharded-master-weights",
+        "kept-weight",
+    )
     text = run("check-recipe", name, *(part for check in chosen for part in ("--check", check)))
     assert f"{name}: conforms ({len(chosen)} passed)" in text
 
@@ -142,13 +163,17 @@ def test_doctor_is_content() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
 def test_files(recipe: Any, tmp_path: Path) -> None:
-    """Plain safetensors; loaded into another model they are the same bytes, and training goes on the same."""
+    """Plain safetensors; loaded into another model they are the same bytes, and training goes on
+    the same."""
     name = recipe.name
     net, other = model(name), model(name, seed=1)
     train(net)
     checkpoint.save_model(net, tmp_path / "file.safetensors")
     stored = safetensors.torch.load_file(tmp_path / "file.safetensors")
-    assert {t.dtype for key, t in stored.items() if "bias" not in key} == {recipe.layout.element, torch.float32}
+    assert {t.dtype for key, t in stored.items() if "bias" not in key} == {
+        recipe.layout.element,
+        torch.float32,
+    }
     assert checkpoint.load_model(other, tmp_path / "file.safetensors") == ([], [])
     for _ in range(2):
         for mine, theirs in zip(other, net, strict=True):
@@ -181,7 +206,9 @@ def test_export(source: str, target: str, tmp_path: Path) -> None:
     values = [v.dequantize(torch.float32) if source != "fp32" else v for v in values]
     if target == "fp32":
         plain = safetensors.torch.load_file(tmp_path / "out")
-        assert all(torch.equal(plain[f"{number}.weight"], value) for number, value in enumerate(values))
+        assert all(
+            torch.equal(plain[f"{number}.weight"], value) for number, value in enumerate(values)
+        )
         return
     other = model(target, seed=1)
     assert checkpoint.load_model(other, tmp_path / "out") == ([], [])
@@ -210,18 +237,27 @@ def test_bytes_in_a_buffer_of_the_callers(name: str) -> None:
         for layer, twin in zip(net, nets[0], strict=True):
             for a, b in zip(layer.weight.inner_list(), twin.weight.inner_list(), strict=True):
                 assert torch.equal(a, b)
-        held = [getattr(weight, attribute) for weight, own in zip(weights, names, strict=True) for attribute in own]
+        held = [
+            getattr(weight, attribute)
+            for weight, own in zip(weights, names, strict=True)
+            for attribute in own
+        ]
         assert all(a.data_ptr() == b.data_ptr() for a, b in zip(held, buffers, strict=True))
         # As a gather of the bytes leaves them: what is derived is made again.
         before = [weight.dequantize() for weight in weights]
         post_all_gather_processing(weights)
-        assert all(torch.equal(weight.dequantize(), value) for weight, value in zip(weights, before, strict=True))
+        assert all(
+            torch.equal(weight.dequantize(), value)
+            for weight, value in zip(weights, before, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_dict_in_high_precision(name: str) -> None:
     """A high-precision model's loads strictly, quantized or not."""
-    plain = [torch.nn.Sequential(torch.nn.Linear(72, 40), torch.nn.Linear(40, 72)) for _ in range(2)]
+    plain = [
+        torch.nn.Sequential(torch.nn.Linear(72, 40), torch.nn.Linear(40, 72)) for _ in range(2)
+    ]
     nets = ottava.convert(plain[1], name), model(name)
     assert name in str(ottava.conversion_report(nets[0]))
     quantizer: GridQuantizer = ottava.get_recipe(name).quantizer("weight")  # type: ignore[assignment]
@@ -229,4 +265,6 @@ def test_a_state_dict_in_high_precision(name: str) -> None:
         net.load_state_dict(plain[0].state_dict())
         for layer, source in zip(net, plain[0], strict=True):
             expected = source.weight.detach()
-            assert torch.equal(layer.weight.detach(), quantizer(expected).dequantize() if primary else expected)
+            assert torch.equal(
+                layer.weight.detach(), quantizer(expected).dequantize() if primary else expected
+            )

@@ -1,4 +1,5 @@
-// What the bindings of both backends make of Python's integers: addresses, codes of dtypes and formats, sizes.
+// What the bindings of both backends make of Python's integers: addresses, codes of dtypes and
+// formats, sizes.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,8 @@ inline Dtype dtype_of(int code) {
 
 inline Fp8 fp8_of(int code) {
     if (code < 0 || code > 1)
-        throw std::invalid_argument("FP8 format code " + std::to_string(code) + " is unknown: 0 is E4M3, 1 E5M2");
+        throw std::invalid_argument("FP8 format code " + std::to_string(code) +
+                                    " is unknown: 0 is E4M3, 1 E5M2");
     return static_cast<Fp8>(code);
 }
 

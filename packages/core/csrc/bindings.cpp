@@ -1,6 +1,7 @@
-// The module `ottava._cpu`: the operations of cpu/kernels.h over raw pointers. No libtorch: the Python side passes
-// addresses, sizes and codes, and owns every check on tensors. What is checked here is only what a code could mean.
-// operands.cpp has the few operations that take tensors, by DLPack.
+// The module `ottava._cpu`: the operations of cpu/kernels.h over raw pointers. No libtorch: the
+// Python side passes addresses, sizes and codes, and owns every check on tensors. What is checked
+// here is only what a code could mean. operands.cpp has the few operations that take tensors, by
+// DLPack.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -28,95 +29,108 @@ using ottava::stored_of;
 
 // Thread counts below one mean nothing; they come from a caller's mistake.
 int threads_of(int threads) {
-    if (threads < 1) throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
+    if (threads < 1)
+        throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
     return threads;
 }
 
 void amax(Address src, int dtype, int64_t n, Address out, int threads) {
-    ottava::amax(at<const void>(src), dtype_of(dtype), size_of(n), at<float>(out), threads_of(threads));
+    ottava::amax(at<const void>(src), dtype_of(dtype), size_of(n), at<float>(out),
+                 threads_of(threads));
 }
 
-void scale_from_amax(Address amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2, Address scale,
-                     Address scale_inv) {
-    ottava::scales_from_amax(at<const float>(amax), size_of(n), fp8_max, epsilon, force_pow_2, at<float>(scale),
-                             at<float>(scale_inv));
+void scale_from_amax(Address amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2,
+                     Address scale, Address scale_inv) {
+    ottava::scales_from_amax(at<const float>(amax), size_of(n), fp8_max, epsilon, force_pow_2,
+                             at<float>(scale), at<float>(scale_inv));
 }
 
-void quantize(Address src, int dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2, Address amax,
-              Address scale, Address scale_inv, Address out, Address out_t, int format, int threads) {
-    ottava::quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), epsilon, force_pow_2,
-                     at<float>(amax), at<float>(scale), at<float>(scale_inv), at<uint8_t>(out), at<uint8_t>(out_t),
-                     fp8_of(format), threads_of(threads));
+void quantize(Address src, int dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2,
+              Address amax, Address scale, Address scale_inv, Address out, Address out_t,
+              int format, int threads) {
+    ottava::quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), epsilon,
+                     force_pow_2, at<float>(amax), at<float>(scale), at<float>(scale_inv),
+                     at<uint8_t>(out), at<uint8_t>(out_t), fp8_of(format), threads_of(threads));
 }
 
-void cast(Address src, int dtype, int64_t rows, int64_t cols, Address scale, Address amax, Address saturated,
-          Address scale_inv, Address out, Address out_t, int format, int threads) {
-    ottava::cast(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), at<const float>(scale),
-                 at<float>(amax), at<int64_t>(saturated), at<float>(scale_inv), at<uint8_t>(out), at<uint8_t>(out_t),
-                 fp8_of(format), threads_of(threads));
+void cast(Address src, int dtype, int64_t rows, int64_t cols, Address scale, Address amax,
+          Address saturated, Address scale_inv, Address out, Address out_t, int format,
+          int threads) {
+    ottava::cast(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols),
+                 at<const float>(scale), at<float>(amax), at<int64_t>(saturated),
+                 at<float>(scale_inv), at<uint8_t>(out), at<uint8_t>(out_t), fp8_of(format),
+                 threads_of(threads));
 }
 
-void update_scales(const std::vector<ottava::SlotArguments>& tensors, int64_t length, const std::vector<float>& maxima,
-                   bool most_recent, Address last) {
+void update_scales(const std::vector<ottava::SlotArguments>& tensors, int64_t length,
+                   const std::vector<float>& maxima, bool most_recent, Address last) {
     const auto slots = ottava::jobs_of(tensors, ottava::slots_of);
     ottava::check_maxima(slots, maxima);
-    ottava::update_scales(slots.data(), ottava::count_of(slots), size_of(length), maxima.data(), most_recent,
-                          at<const float>(last));
+    ottava::update_scales(slots.data(), ottava::count_of(slots), size_of(length), maxima.data(),
+                          most_recent, at<const float>(last));
 }
 
 void transpose(Address src, int64_t rows, int64_t cols, Address out, int threads) {
-    ottava::transpose(at<const uint8_t>(src), size_of(rows), size_of(cols), at<uint8_t>(out), threads_of(threads));
+    ottava::transpose(at<const uint8_t>(src), size_of(rows), size_of(cols), at<uint8_t>(out),
+                      threads_of(threads));
 }
 
-void decode(Address src, int format, int64_t n, Address scale_inv, Address out, int dtype, int threads) {
-    ottava::decode(at<const uint8_t>(src), fp8_of(format), size_of(n), at<const float>(scale_inv), at<void>(out),
-                   dtype_of(dtype), threads_of(threads));
+void decode(Address src, int format, int64_t n, Address scale_inv, Address out, int dtype,
+            int threads) {
+    ottava::decode(at<const uint8_t>(src), fp8_of(format), size_of(n), at<const float>(scale_inv),
+                   at<void>(out), dtype_of(dtype), threads_of(threads));
 }
 
 // scale_a, scale_b, bias (0 where absent) and the bias's dtype.
 typedef std::tuple<Address, Address, Address, int> Last;
 
-void epilogue32(Address sums, int64_t rows, int64_t cols, const Last& last, Address out, int dtype, int threads) {
+void epilogue32(Address sums, int64_t rows, int64_t cols, const Last& last, Address out, int dtype,
+                int threads) {
     const auto& [scale_a, scale_b, bias, bias_dtype] = last;
-    ottava::epilogue32(at<const float>(sums), size_of(rows), size_of(cols), at<const float>(scale_a),
-                       at<const float>(scale_b), at<const void>(bias), dtype_of(bias_dtype), at<void>(out),
-                       dtype_of(dtype), threads_of(threads));
+    ottava::epilogue32(at<const float>(sums), size_of(rows), size_of(cols),
+                       at<const float>(scale_a), at<const float>(scale_b), at<const void>(bias),
+                       dtype_of(bias_dtype), at<void>(out), dtype_of(dtype), threads_of(threads));
 }
 
-void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents, int threads) {
-    ottava::mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(exponents),
-                                threads_of(threads));
+void mx_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents,
+                        int threads) {
+    ottava::mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor,
+                                at<uint8_t>(exponents), threads_of(threads));
 }
 
-void grid_quantize(Address src, int dtype, int64_t rows, int64_t cols, int element, bool e8m0, bool floor,
-                   float epsilon, float largest, const ottava::SideArguments& row_side,
+void grid_quantize(Address src, int dtype, int64_t rows, int64_t cols, int element, bool e8m0,
+                   bool floor, float epsilon, float largest, const ottava::SideArguments& row_side,
                    const ottava::SideArguments& column_side, int threads) {
     std::vector<ottava::GridSide> sides;
     for (const ottava::SideArguments* side : {&row_side, &column_side})
-        if (const ottava::GridSide made = ottava::side_of(*side); made.data != nullptr) sides.push_back(made);
+        if (const ottava::GridSide made = ottava::side_of(*side); made.data != nullptr)
+            sides.push_back(made);
     const ottava::ScaleRule rule{e8m0, floor, epsilon, largest};
-    ottava::grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), stored_of(element), rule,
-                          sides.data(), static_cast<int>(sides.size()), threads_of(threads));
+    ottava::grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols),
+                          stored_of(element), rule, sides.data(), static_cast<int>(sides.size()),
+                          threads_of(threads));
 }
 
-void grid_amax(Address src, int dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols, Address out,
-               int threads) {
-    ottava::grid_amax(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), size_of(block_rows),
-                      size_of(block_cols), at<float>(out), threads_of(threads));
-}
-
-void grid_cast(Address src, int dtype, int64_t rows, int64_t cols, Address multipliers, int64_t block_rows,
-               int64_t block_cols, int element, bool turned, Address out, int threads) {
-    ottava::grid_cast(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), at<const float>(multipliers),
-                      size_of(block_rows), size_of(block_cols), stored_of(element), turned, at<uint8_t>(out),
+void grid_amax(Address src, int dtype, int64_t rows, int64_t cols, int64_t block_rows,
+               int64_t block_cols, Address out, int threads) {
+    ottava::grid_amax(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols),
+                      size_of(block_rows), size_of(block_cols), at<float>(out),
                       threads_of(threads));
 }
 
-void grid_decode(Address data, int element, int64_t rows, int64_t cols, Address scales, bool e8m0, int64_t block_rows,
-                 int64_t block_cols, Address out, int dtype, int threads) {
+void grid_cast(Address src, int dtype, int64_t rows, int64_t cols, Address multipliers,
+               int64_t block_rows, int64_t block_cols, int element, bool turned, Address out,
+               int threads) {
+    ottava::grid_cast(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols),
+                      at<const float>(multipliers), size_of(block_rows), size_of(block_cols),
+                      stored_of(element), turned, at<uint8_t>(out), threads_of(threads));
+}
+
+void grid_decode(Address data, int element, int64_t rows, int64_t cols, Address scales, bool e8m0,
+                 int64_t block_rows, int64_t block_cols, Address out, int dtype, int threads) {
     ottava::grid_decode(at<const uint8_t>(data), stored_of(element), size_of(rows), size_of(cols),
-                        at<const void>(scales), e8m0, size_of(block_rows), size_of(block_cols), at<void>(out),
-                        dtype_of(dtype), threads_of(threads));
+                        at<const void>(scales), e8m0, size_of(block_rows), size_of(block_cols),
+                        at<void>(out), dtype_of(dtype), threads_of(threads));
 }
 
 void multi_amax(const std::vector<ottava::Source>& tensors, Address out, int threads) {
@@ -126,13 +140,16 @@ void multi_amax(const std::vector<ottava::Source>& tensors, Address out, int thr
 
 void multi_cast(const std::vector<ottava::CastArguments>& tensors, Address scales, int threads) {
     const auto jobs = ottava::jobs_of(tensors, ottava::cast_of);
-    ottava::multi_cast(jobs.data(), ottava::count_of(jobs), at<const float>(scales), threads_of(threads));
+    ottava::multi_cast(jobs.data(), ottava::count_of(jobs), at<const float>(scales),
+                       threads_of(threads));
 }
 
-void grid_multi_amax(const std::vector<ottava::GridAmaxArguments>& shards, Address out, int64_t total, int threads) {
+void grid_multi_amax(const std::vector<ottava::GridAmaxArguments>& shards, Address out,
+                     int64_t total, int threads) {
     const auto jobs = ottava::jobs_of(shards, ottava::grid_amax_of);
     ottava::check_amaxes(jobs, total);
-    ottava::grid_multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
+    ottava::grid_multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out),
+                            threads_of(threads));
 }
 
 void grid_multi_cast(const std::vector<ottava::GridCastArguments>& shards, int threads) {
@@ -152,7 +169,8 @@ void set_isa(const std::string& name) {
     if (ottava::set_active_kernels(name.c_str())) return;
     std::string known;
     for (const std::string& other : available_isas()) known += (known.empty() ? "" : ", ") + other;
-    throw std::invalid_argument("instruction set '" + name + "' is not available here; these are: " + known);
+    throw std::invalid_argument("instruction set '" + name +
+                                "' is not available here; these are: " + known);
 }
 
 }  // namespace

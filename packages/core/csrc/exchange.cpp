@@ -102,7 +102,8 @@ PyObject* allocate(const int64_t* shape, int32_t ndim, const dlpack::Type& type,
     int64_t count = 1;
     for (int32_t dim = 0; dim < ndim; ++dim) count *= shape[dim];
     // One piece of memory: the header, shape and strides, and the data from the next cache line on.
-    const size_t head = sizeof(dlpack::Managed) + 2 * sizeof(int64_t) * static_cast<size_t>(ndim) + kLine;
+    const size_t head =
+        sizeof(dlpack::Managed) + 2 * sizeof(int64_t) * static_cast<size_t>(ndim) + kLine;
     void* const piece = malloc(head + static_cast<size_t>(count) * (type.bits / 8));
     if (piece == nullptr) return PyErr_NoMemory();
     auto* const managed = static_cast<dlpack::Managed*>(piece);
@@ -114,11 +115,13 @@ PyObject* allocate(const int64_t* shape, int32_t ndim, const dlpack::Type& type,
     const auto free_from = reinterpret_cast<uintptr_t>(sizes + 2 * ndim);
     void* const data = reinterpret_cast<void*>((free_from + kLine - 1) / kLine * kLine);
     const dlpack::Tensor tensor{data, {dlpack::kCpu, 0}, ndim, type, sizes, sizes + ndim, 0};
-    *managed = {torch.exchange->version, nullptr, [](dlpack::Managed* self) { free(self); }, 0, tensor};
+    *managed = {torch.exchange->version, nullptr, [](dlpack::Managed* self) { free(self); }, 0,
+                tensor};
     static_cast<dlpack::Tensor&>(out) = tensor;
     out.size = count;
     void* object = nullptr;  // owns the memory, even where making it fails
-    return torch.exchange->to_object(managed, &object) == 0 ? static_cast<PyObject*>(object) : nullptr;
+    return torch.exchange->to_object(managed, &object) == 0 ? static_cast<PyObject*>(object)
+                                                            : nullptr;
 }
 
 }  // namespace ottava

@@ -1,5 +1,5 @@
-// Torch's tensors without libtorch: read and made through DLPack's exchange functions, a table of C functions that
-// `torch.Tensor` carries. Everything here is called with the GIL held.
+// Torch's tensors without libtorch: read and made through DLPack's exchange functions, a table of C
+// functions that `torch.Tensor` carries. Everything here is called with the GIL held.
 #pragma once
 
 #include <Python.h>
@@ -50,7 +50,8 @@ struct Exchange {
 };
 
 constexpr int32_t kCpu = 1;
-constexpr Type kInt64{0, 64, 1}, kUint8{1, 8, 1}, kFloat32{2, 32, 1}, kFloat16{2, 16, 1}, kBfloat16{4, 16, 1};
+constexpr Type kInt64{0, 64, 1}, kUint8{1, 8, 1}, kFloat32{2, 32, 1}, kFloat16{2, 16, 1},
+    kBfloat16{4, 16, 1};
 
 inline bool operator==(const Type& a, const Type& b) {
     return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
@@ -94,15 +95,16 @@ struct View : dlpack::Tensor {
 // What Python hands over, once: see `connect` in operands.cpp.
 struct Torch {
     const dlpack::Exchange* exchange = nullptr;
-    PyObject *tensor, *parameter;                   // the types that are plain
+    PyObject *tensor, *parameter;                                    // the types that are plain
     PyObject *modes, *functions, *transforms, *tracing, *profiling;  // who would see an operator
     PyObject *grad_enabled, *threads, *autocast;
-    PyObject* module;                                     // torch, which has the product
+    PyObject* module;                                            // torch, which has the product
     PyObject *is_neg, *contiguous, *requires_grad, *mm, *addmm;  // names of methods and attributes
 };
 extern Torch torch;
 
-// Whether anything that is active would see an operator. Python errors count as yes, and are cleared.
+// Whether anything that is active would see an operator. Python errors count as yes, and are
+// cleared.
 bool observed();
 
 // The memory of a tensor of a CPU; nobody notices. False for every other: Python answers for it.

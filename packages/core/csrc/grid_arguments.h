@@ -13,15 +13,17 @@
 
 namespace ottava {
 
-// Rows and columns of a block and of a shared block, whether it is turned, addresses of data and scales.
+// Rows and columns of a block and of a shared block, whether it is turned, addresses of data and
+// scales.
 using SideTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, Address, Address>;
 // None and () leave a side out.
 using SideArguments = std::optional<std::variant<std::tuple<>, SideTuple>>;
 
 inline void check_shared(int64_t block, int64_t shared, const char* of) {
     if (size_of(shared) == 0 || (size_of(block) != 0 && shared % block == 0)) return;
-    throw std::invalid_argument("a shared block must be made of whole blocks: " + std::to_string(shared) + " " + of +
-                                " are none of " + std::to_string(block));
+    throw std::invalid_argument(
+        "a shared block must be made of whole blocks: " + std::to_string(shared) + " " + of +
+        " are none of " + std::to_string(block));
 }
 
 // Without data if it is left out.

@@ -1,5 +1,6 @@
-// The quantizations and the shards on grids of scales, as both backends take them. Only plain types, and nothing inline
-// with external linkage (see numerics.h). A block has rows * columns elements, 0 being all; those at edges may have fewer.
+// The quantizations and the shards on grids of scales, as both backends take them. Only plain
+// types, and nothing inline with external linkage (see numerics.h). A block has rows * columns
+// elements, 0 being all; those at edges may have fewer.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +10,12 @@
 
 namespace ottava {
 
-// One quantization of a matrix. Blocks of one shared block have equal scales; a shared block is made of whole blocks.
+// One quantization of a matrix. Blocks of one shared block have equal scales; a shared block is
+// made of whole blocks.
 struct GridSide {
     int64_t block_rows, block_cols;
     int64_t shared_rows, shared_cols;
-    bool turned;   // data and scales are stored as the transposed matrix's
+    bool turned;  // data and scales are stored as the transposed matrix's
     uint8_t* data;
     void* scales;  // float32 or bytes, one for each block
 };
@@ -49,14 +51,17 @@ struct GridMultiCast {
 };
 
 // How many blocks `n` elements have, and a matrix.
-static inline int64_t grid_blocks(int64_t n, int64_t block) { return block == 0 ? 1 : n / block + (n % block != 0); }
+static inline int64_t grid_blocks(int64_t n, int64_t block) {
+    return block == 0 ? 1 : n / block + (n % block != 0);
+}
 static inline int64_t grid_size(const GridShard& shard, const GridBlock& block) {
     return grid_blocks(shard.rows, block.rows) * grid_blocks(shard.cols, block.cols);
 }
 
 // How many amaxes a matrix has in all.
 static inline int64_t grid_amax_count(const GridMultiAmax& job) {
-    return grid_size(job.shard, job.by_row) + (job.square ? 0 : grid_size(job.shard, job.by_column));
+    return grid_size(job.shard, job.by_row) +
+           (job.square ? 0 : grid_size(job.shard, job.by_column));
 }
 
 }  // namespace ottava

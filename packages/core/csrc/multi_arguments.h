@@ -1,4 +1,5 @@
-// What the bindings of both backends make of Python's lists of tensors: jobs, each checked before anything is done.
+// What the bindings of both backends make of Python's lists of tensors: jobs, each checked before
+// anything is done.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@
 
 namespace ottava {
 
-// A tensor among many: its address, dtype and number of elements, and the dtype that its elements are rounded to.
+// A tensor among many: its address, dtype and number of elements, and the dtype that its elements
+// are rounded to.
 using Source = std::tuple<Address, int, int64_t, int>;
 // A cast: the source, the format, and the address of its data.
 using CastArguments = std::tuple<Source, int, Address>;
@@ -22,8 +24,8 @@ using Place = std::tuple<int64_t, int64_t, int64_t>;
 using Block = std::tuple<int64_t, int64_t>;
 // The amaxes of a shard: the blocks of rows and of columns, and whether both are the same.
 using GridAmaxArguments = std::tuple<Source, Place, Block, Block, bool>;
-// A cast of a shard: the element format, whether scales are bytes of E8M0, and for rows and columns the blocks and the
-// addresses of scales and data.
+// A cast of a shard: the element format, whether scales are bytes of E8M0, and for rows and columns
+// the blocks and the addresses of scales and data.
 using CastSide = std::tuple<Block, Address, Address>;
 using GridCastArguments = std::tuple<Source, Place, int, bool, CastSide, CastSide>;
 // A tensor's slots: the addresses of its scale and its history, and their number.
@@ -61,7 +63,9 @@ inline GridShard shard_of(const Source& source, const Place& place) {
     return {held, rows, cols, start};
 }
 
-inline GridBlock block_of(const Block& block) { return {size_of(std::get<0>(block)), size_of(std::get<1>(block))}; }
+inline GridBlock block_of(const Block& block) {
+    return {size_of(std::get<0>(block)), size_of(std::get<1>(block))};
+}
 
 inline GridMultiAmax grid_amax_of(const GridAmaxArguments& arguments) {
     const auto& [source, place, by_row, by_column, square] = arguments;
@@ -75,7 +79,8 @@ inline GridCastSide cast_side_of(const CastSide& side) {
 
 inline GridMultiCast grid_cast_of(const GridCastArguments& arguments) {
     const auto& [source, place, element, e8m0, by_row, by_column] = arguments;
-    return {shard_of(source, place), stored_of(element), e8m0, cast_side_of(by_row), cast_side_of(by_column)};
+    return {shard_of(source, place), stored_of(element), e8m0, cast_side_of(by_row),
+            cast_side_of(by_column)};
 }
 
 inline HistorySlots slots_of(const SlotArguments& arguments) {
@@ -88,15 +93,18 @@ inline void check_amaxes(const std::vector<GridMultiAmax>& jobs, int64_t total) 
     int64_t needed = 0;
     for (const GridMultiAmax& job : jobs) needed += grid_amax_count(job);
     if (needed != total)
-        throw std::invalid_argument("place for " + std::to_string(total) + " of " + std::to_string(needed) + " amaxes");
+        throw std::invalid_argument("place for " + std::to_string(total) + " of " +
+                                    std::to_string(needed) + " amaxes");
 }
 
 // There must be one maximum for each slot.
-inline void check_maxima(const std::vector<HistorySlots>& tensors, const std::vector<float>& maxima) {
+inline void check_maxima(const std::vector<HistorySlots>& tensors,
+                         const std::vector<float>& maxima) {
     int64_t slots = 0;
     for (const HistorySlots& tensor : tensors) slots += tensor.slots;
     if (slots != count_of(maxima))
-        throw std::invalid_argument(std::to_string(maxima.size()) + " maxima for " + std::to_string(slots) + " slots");
+        throw std::invalid_argument(std::to_string(maxima.size()) + " maxima for " +
+                                    std::to_string(slots) + " slots");
 }
 
 }  // namespace ottava

@@ -1,5 +1,5 @@
-// The jobs of the operations on many tensors, as both backends take them. Only plain types, and nothing inline with
-// external linkage (see numerics.h).
+// The jobs of the operations on many tensors, as both backends take them. Only plain types, and
+// nothing inline with external linkage (see numerics.h).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace ottava {
 
-// A tensor among many. An element counts as its value rounded to `nominal`, to nearest even, and read as float32.
+// A tensor among many. An element counts as its value rounded to `nominal`, to nearest even, and
+// read as float32.
 struct MultiSource {
     const void* src;
     Dtype dtype, nominal;
@@ -21,7 +22,8 @@ struct MultiCastJob {
     uint8_t* out;
 };
 
-// One tensor's slots of scaling state: `scale` [slots], `history` [length, slots] whose first row collects.
+// One tensor's slots of scaling state: `scale` [slots], `history` [length, slots] whose first row
+// collects.
 struct HistorySlots {
     float* scale;
     float* history;

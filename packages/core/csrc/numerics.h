@@ -1,14 +1,16 @@
 // The arithmetic of one element and of one scale, shared by every compiled backend.
 //
-// Header only, host and device. Each function template works on a scalar (`float` with `int32_t`) and, on the
-// host, on a GCC/Clang vector of them: one text is the kernel, the oracle of the kernel's tests, and the device
-// code, which is what makes the backends agree bit for bit. All of it is branch free.
+// Header only, host and device. Each function template works on a scalar (`float` with `int32_t`)
+// and, on the host, on a GCC/Clang vector of them: one text is the kernel, the oracle of the
+// kernel's tests, and the device code, which is what makes the backends agree bit for bit. All of
+// it is branch free.
 //
-// Everything here has internal linkage: the CPU files are compiled for different instruction sets, and a function
-// that the linker merged between them would run AVX-512 code on a machine without it.
+// Everything here has internal linkage: the CPU files are compiled for different instruction sets,
+// and a function that the linker merged between them would run AVX-512 code on a machine without
+// it.
 //
-// Compile with -ffp-contract=off and without fast-math. No step makes or reads a float32 subnormal except where
-// the caller's own values, or the scale of a block, are subnormal.
+// Compile with -ffp-contract=off and without fast-math. No step makes or reads a float32 subnormal
+// except where the caller's own values, or the scale of a block, are subnormal.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +29,9 @@ constexpr int32_t kInfinity = 0x7f800000;
 constexpr int32_t kQuietNan = 0x7fc00000;
 constexpr int32_t kLargestFinite = 0x7f7fffff;
 
-// A small float format as constants. `limit` is the float32 bit pattern that larger magnitudes are clamped to:
-// the largest value for the saturating FP8 formats, and for float16 the first power of two beyond it, whose code is
-// that of infinity.
+// A small float format as constants. `limit` is the float32 bit pattern that larger magnitudes are
+// clamped to: the largest value for the saturating FP8 formats, and for float16 the first power of
+// two beyond it, whose code is that of infinity.
 struct E4M3 {
     static constexpr int mantissa = 3, bias = 7, width = 8;
     static constexpr bool has_inf = false;
@@ -73,12 +75,13 @@ OTTAVA_HD To bits_as(From from) {
     return to;
 }
 
-// float32 -> code of `Format` in the low bits, round to nearest even. Beyond `limit` becomes `limit`, NaN becomes
-// the positive `nan_code`, the sign of zero is kept.
+// float32 -> code of `Format` in the low bits, round to nearest even. Beyond `limit` becomes
+// `limit`, NaN becomes the positive `nan_code`, the sign of zero is kept.
 //
-// Adding a power of two 23 - mantissa binades above |x| leaves |x| rounded in the low bits of the sum, done by
-// the adder itself. Below the smallest normal that power stays put, which is what makes subnormals. The mantissa of
-// the addend also carries the exponent field of the code, so that the sum's low bits are the whole code.
+// Adding a power of two 23 - mantissa binades above |x| leaves |x| rounded in the low bits of the
+// sum, done by the adder itself. Below the smallest normal that power stays put, which is what
+// makes subnormals. The mantissa of the addend also carries the exponent field of the code, so that
+// the sum's low bits are the whole code.
 template <class Format, class F, class I>
 OTTAVA_HD I encode(F x) {
     constexpr int shift = 23 - Format::mantissa;
@@ -104,11 +107,13 @@ OTTAVA_HD F widen(I code) {
     constexpr int shift = 23 - Format::mantissa;
     constexpr int32_t min_normal = (127 + 1 - Format::bias) << 23;
     constexpr int32_t sign_bit = 1 << (Format::width - 1);
-    constexpr int32_t top = (sign_bit - 1) << shift;                             // all ones
-    constexpr int32_t infinity = Format::has_inf ? (top & kInfinity) : kInfinity;  // in the small exponent
+    constexpr int32_t top = (sign_bit - 1) << shift;  // all ones
+    constexpr int32_t infinity =
+        Format::has_inf ? (top & kInfinity) : kInfinity;  // in the small exponent
     const I magnitude = (code & (sign_bit - 1)) << shift;
     const I rebiased = magnitude + ((127 - Format::bias) << 23);
-    // A subnormal is read as if normal in the lowest binade, whose implicit one is then taken off again.
+    // A subnormal is read as if normal in the lowest binade, whose implicit one is then taken off
+    // again.
     const I zero = I{};
     const I borrowed = magnitude < (1 << 23) ? zero + min_normal : zero;
     const I lifted = magnitude < (1 << 23) ? rebiased + (1 << 23) : rebiased;
@@ -122,7 +127,8 @@ OTTAVA_HD F widen(I code) {
     return bits_as<F>(value | ((code & sign_bit) << (32 - Format::width)));
 }
 
-// Adding 1.5 * 2^23, whose last bit counts ones, leaves the rounded number in the low bits of the sum.
+// Adding 1.5 * 2^23, whose last bit counts ones, leaves the rounded number in the low bits of the
+// sum.
 constexpr int32_t kOnes = 0x4b400000;
 
 template <class F, class I>
@@ -157,16 +163,25 @@ template <class F, class I>
 OTTAVA_HD I encode_bfloat16(F x) {
     const I bits = bits_as<I>(x);
     const I magnitude = bits & kMagnitude;
-    const I finite = magnitude > kInfinity ? I{} + kInfinity : magnitude;  // the addition below must not overflow
+    const I finite = magnitude > kInfinity ? I{} + kInfinity
+                                           : magnitude;  // the addition below must not overflow
     const I rounded = ((finite + 0x7fff + ((finite >> 16) & 1)) >> 16) | ((bits >> 16) & 0x8000);
     const I nan = I{} + (kQuietNan >> 16);
     return magnitude > kInfinity ? nan : rounded;
 }
 
-OTTAVA_HD float widen_bfloat16(uint16_t code) { return bits_as<float>(static_cast<uint32_t>(code) << 16); }
-OTTAVA_HD float widen_half(uint16_t code) { return widen<Half, float, int32_t>(code); }
-OTTAVA_HD uint16_t to_bfloat16(float x) { return static_cast<uint16_t>(encode_bfloat16<float, int32_t>(x)); }
-OTTAVA_HD uint16_t to_half(float x) { return static_cast<uint16_t>(encode<Half, float, int32_t>(x)); }
+OTTAVA_HD float widen_bfloat16(uint16_t code) {
+    return bits_as<float>(static_cast<uint32_t>(code) << 16);
+}
+OTTAVA_HD float widen_half(uint16_t code) {
+    return widen<Half, float, int32_t>(code);
+}
+OTTAVA_HD uint16_t to_bfloat16(float x) {
+    return static_cast<uint16_t>(encode_bfloat16<float, int32_t>(x));
+}
+OTTAVA_HD uint16_t to_half(float x) {
+    return static_cast<uint16_t>(encode<Half, float, int32_t>(x));
+}
 
 // On the device a product may not be fused with what follows it.
 OTTAVA_HD float multiply(float a, float b) {
@@ -196,17 +211,19 @@ OTTAVA_HD uint8_t quantize_element(float x, float scale) {
     return static_cast<uint8_t>(encode<Format, float, int32_t>(multiply(x, scale)));
 }
 
-// float32(code) * scale_inv. The sign of the code is put on last, NaN included: then the result is the same on
-// machines whose invalid operations give NaNs of different signs.
+// float32(code) * scale_inv. The sign of the code is put on last, NaN included: then the result is
+// the same on machines whose invalid operations give NaNs of different signs.
 template <class Format>
 OTTAVA_HD float dequantize_element(uint8_t code, float scale_inv) {
     const float value = multiply(widen<Format, float, int32_t>(code & 0x7f), scale_inv);
     const int32_t bits = bits_as<int32_t>(value);
     const int32_t clean = (bits & kMagnitude) > kInfinity ? kQuietNan : bits;
-    return bits_as<float>(static_cast<uint32_t>(clean) ^ (static_cast<uint32_t>(code & 0x80) << 24));
+    return bits_as<float>(static_cast<uint32_t>(clean) ^
+                          (static_cast<uint32_t>(code & 0x80) << 24));
 }
 
-// A byte as its value without the sign that is put on last, and that sign as the top bit; an integer has none.
+// A byte as its value without the sign that is put on last, and that sign as the top bit; an
+// integer has none.
 template <class Format, class F, class I>
 OTTAVA_HD F element_value(I code) {
     if constexpr (is_integer<Format>)
@@ -241,10 +258,11 @@ OTTAVA_HD float format_max() {
 // E8M0, the scale of an MX block: 2^(code - 127), 255 is NaN.
 constexpr int32_t kE8m0Nan = 255;
 constexpr int32_t kE8m0Max = 254;
-constexpr int32_t kTwoToMinus127 = 0x00400000;  // the one power of two of E8M0 that is a float32 subnormal
+constexpr int32_t kTwoToMinus127 =
+    0x00400000;  // the one power of two of E8M0 that is a float32 subnormal
 
-// How the exponent of a block's scale is rounded: `up`, so that nothing is clamped, or `floor`, the rule of the OCP
-// specification, by which the largest elements of a block may be.
+// How the exponent of a block's scale is rounded: `up`, so that nothing is clamped, or `floor`, the
+// rule of the OCP specification, by which the largest elements of a block may be.
 enum class ScaleRounding : int { up = 0, floor = 1 };
 
 // The code of amax / max with its exponent rounded up. amax is not negative.
@@ -275,7 +293,8 @@ OTTAVA_HD I e8m0_floor(F amax) {
 template <class F, class I>
 OTTAVA_HD F e8m0_multiplier(I code) {
     const I zero = I{};
-    const I normal = ((kE8m0Max - code) & 0xff) << 23;  // of 255 nothing is shifted that is negative
+    const I normal = ((kE8m0Max - code) & 0xff)
+                     << 23;  // of 255 nothing is shifted that is negative
     const I positive = code == kE8m0Max ? zero + kTwoToMinus127 : normal;
     return bits_as<F>(code > kE8m0Max ? zero + kQuietNan : positive);
 }
@@ -293,10 +312,10 @@ struct Scale {
     float scale_inv;  // multiplies when dequantizing: 1 / scale, correctly rounded
 };
 
-// How the scale of a block follows from its amax, beside the format's maximum: an amax below `epsilon` counts as
-// `epsilon`, an infinite scale as `largest`.
+// How the scale of a block follows from its amax, beside the format's maximum: an amax below
+// `epsilon` counts as `epsilon`, an infinite scale as `largest`.
 struct ScaleRule {
-    bool e8m0;  // E8M0, of which only `floor` is a choice (see ScaleRounding)
+    bool e8m0;   // E8M0, of which only `floor` is a choice (see ScaleRounding)
     bool floor;  // to a power of two
     float epsilon, largest;
 };
@@ -318,12 +337,14 @@ OTTAVA_HD Scale scale_from_amax(float amax, float fp8_max, float epsilon, bool f
     return Scale{scale, divide(1.0f, scale)};
 }
 
-// `maximum` is the format's, already reduced by the margin. An amax that gives no scale leaves the previous one.
+// `maximum` is the format's, already reduced by the margin. An amax that gives no scale leaves the
+// previous one.
 OTTAVA_HD float scale_from_history(float amax, float maximum, float previous) {
     const int32_t pattern = bits_as<int32_t>(amax);
     if (pattern <= 0 || pattern >= kInfinity) return previous;
     const float scale = divide(maximum, amax);
-    return (bits_as<int32_t>(scale) & kMagnitude) == kInfinity ? bits_as<float>(kLargestFinite) : scale;
+    return (bits_as<int32_t>(scale) & kMagnitude) == kInfinity ? bits_as<float>(kLargestFinite)
+                                                               : scale;
 }
 
 }  // namespace ottava

@@ -1,6 +1,6 @@
-// Quantizing an operand of a layer, and multiplying two, in one call from Python: tensors are read, allocated and written
-// here. Each function returns None where a tensor is no plain memory of a CPU, or somebody looks at operators: Python
-// does it then.
+// Quantizing an operand of a layer, and multiplying two, in one call from Python: tensors are read,
+// allocated and written here. Each function returns None where a tensor is no plain memory of a
+// CPU, or somebody looks at operators: Python does it then.
 #include "operands.h"
 
 #include <algorithm>
@@ -37,14 +37,17 @@ struct GridPlan {
 };
 
 GridDirection direction_of(const py::tuple& side) {
-    return {side[0].cast<int64_t>(), side[1].cast<int64_t>(), side[2].cast<int64_t>(), side[3].cast<int64_t>(),
-            side[4].cast<bool>()};
+    return {side[0].cast<int64_t>(), side[1].cast<int64_t>(), side[2].cast<int64_t>(),
+            side[3].cast<int64_t>(), side[4].cast<bool>()};
 }
 
-GridPlan plan_of(int element, bool e8m0, bool floor, float epsilon, bool largest_of_input, const py::tuple& row_side,
-                 const py::tuple& column_side) {
+GridPlan plan_of(int element, bool e8m0, bool floor, float epsilon, bool largest_of_input,
+                 const py::tuple& row_side, const py::tuple& column_side) {
     const ScaleRule rule{e8m0, floor, epsilon, std::numeric_limits<float>::max()};
-    return {stored_of(element), rule, largest_of_input, {direction_of(row_side), direction_of(column_side)}};
+    return {stored_of(element),
+            rule,
+            largest_of_input,
+            {direction_of(row_side), direction_of(column_side)}};
 }
 
 // The largest finite value of a dtype.
@@ -58,7 +61,8 @@ class Source {
 public:
     // False where Python has to do it, or with a Python error.
     bool open(PyObject* object) {
-        if (torch.exchange == nullptr || !view_of(object, view) || !ottava::dtype_of(view, dtype) || observed())
+        if (torch.exchange == nullptr || !view_of(object, view) || !ottava::dtype_of(view, dtype) ||
+            observed())
             return false;
         gradients_ = gradients_enabled();
         if (!settled(object, view, gradients_)) return false;
@@ -70,14 +74,16 @@ public:
         return true;
     }
 
-    // The address of a single element of the quantizer's state, or of a slot of a layer's; either may be None.
+    // The address of a single element of the quantizer's state, or of a slot of a layer's; either
+    // may be None.
     template <class T>
     bool state(PyObject* object, long slot, const dlpack::Type& type, T*& out) {
         out = nullptr;
         if (object == Py_None) return true;
         View found;
         if (!view_of(object, found) || !found.is(type)) return false;
-        // Buffers of a layer's state are its own, and have neither gradients nor values that are still to be negated.
+        // Buffers of a layer's state are its own, and have neither gradients nor values that are
+        // still to be negated.
         const bool fits = slot < 0 ? found.size == 1 && settled(object, found, gradients_)
                                    : found.rows() > 0 && slot < found.cols() && found.contiguous();
         if (fits) out = static_cast<T*>(found.data) + std::max(slot, 0L);
@@ -93,7 +99,8 @@ private:
     Owned copy_;
 };
 
-// Lets other threads of Python run meanwhile, where the work of this many elements takes longer than to ask for that.
+// Lets other threads of Python run meanwhile, where the work of this many elements takes longer
+// than to ask for that.
 class Unlocked {
 public:
     explicit Unlocked(int64_t elements) {
@@ -133,7 +140,8 @@ public:
 
     // Data of the shape of `x`, or of its transpose [K, *leading].
     uint8_t* add_data(int place, const View& x, bool turned) {
-        if (!turned || x.ndim < 2) return static_cast<uint8_t*>(add(place, x.shape, x.ndim, dlpack::kUint8));
+        if (!turned || x.ndim < 2)
+            return static_cast<uint8_t*>(add(place, x.shape, x.ndim, dlpack::kUint8));
         int64_t shape[kDims];
         shape[0] = x.shape[x.ndim - 1];
         for (int32_t dim = 1; dim < x.ndim; ++dim) shape[dim] = x.shape[dim - 1];
@@ -141,7 +149,8 @@ public:
     }
 
     // Rows without tensors, in the first two places; null with a Python error.
-    Unread* add_unread(int64_t rows, int64_t cols, int64_t scale_rows, int64_t scale_cols, bool e8m0) {
+    Unread* add_unread(int64_t rows, int64_t cols, int64_t scale_rows, int64_t scale_cols,
+                       bool e8m0) {
         Unread* const made = make_unread(rows, cols, scale_rows, scale_cols, e8m0);
         if (made == nullptr) return nullptr;
         auto* const object = reinterpret_cast<PyObject*>(made);
@@ -166,7 +175,9 @@ private:
     bool failed_ = false;
 };
 
-bool is_true(PyObject* object) { return object == Py_True; }
+bool is_true(PyObject* object) {
+    return object == Py_True;
+}
 
 // (x, scale, amax, saturated, format, rowwise, transposed, slot) -> (data, transpose, scale_inv)
 PyObject* cast_operand(PyObject* const* given) {
@@ -177,7 +188,8 @@ PyObject* cast_operand(PyObject* const* given) {
     const long slot = PyLong_AsLong(given[7]);
     if (!x.open(given[0]) || (turned && (x.view.ndim == 0 || x.view.ndim > Results<3>::kDims)) ||
         given[1] == Py_None || !x.state(given[1], slot, dlpack::kFloat32, scale) ||
-        !x.state(given[2], slot, dlpack::kFloat32, amax) || !x.state(given[3], slot, dlpack::kInt64, saturated))
+        !x.state(given[2], slot, dlpack::kFloat32, amax) ||
+        !x.state(given[3], slot, dlpack::kInt64, saturated))
         return python_does_it();
     const Fp8 format = fp8_of(static_cast<int>(PyLong_AsLong(given[4])));
     Results<3> made;
@@ -185,8 +197,8 @@ PyObject* cast_operand(PyObject* const* given) {
     uint8_t* transposed = turned ? made.add_data(1, x.view, true) : nullptr;
     float* scale_inv = static_cast<float*>(made.add(2, nullptr, 0, dlpack::kFloat32));
     return made.after(x.view.size, [&] {
-        cast(x.view.data, x.dtype, x.view.rows(), x.view.cols(), scale, amax, saturated, scale_inv, data, transposed,
-             format, x.threads);
+        cast(x.view.data, x.dtype, x.view.rows(), x.view.cols(), scale, amax, saturated, scale_inv,
+             data, transposed, format, x.threads);
     });
 }
 
@@ -204,17 +216,18 @@ PyObject* quantize_operand(PyObject* const* given) {
     uint8_t* transposed = turned ? made.add_data(1, x.view, true) : nullptr;
     float* scale_inv = static_cast<float*>(made.add(2, nullptr, 0, dlpack::kFloat32));
     return made.after(x.view.size, [&] {
-        quantize(x.view.data, x.dtype, x.view.rows(), x.view.cols(), epsilon, force_pow_2, nullptr, nullptr, scale_inv,
-                 data, transposed, format, x.threads);
+        quantize(x.view.data, x.dtype, x.view.rows(), x.view.cols(), epsilon, force_pow_2, nullptr,
+                 nullptr, scale_inv, data, transposed, format, x.threads);
     });
 }
 
-// (x, plan, rowwise, columnwise) -> (rowwise data, scales, columnwise data, scales). Rows may be one `unread` object, in
-// place of both, which has no tensors before somebody asks for them.
+// (x, plan, rowwise, columnwise) -> (rowwise data, scales, columnwise data, scales). Rows may be
+// one `unread` object, in place of both, which has no tensors before somebody asks for them.
 template <bool unread>
 PyObject* grid_operand(PyObject* const* given) {
     Source x;
-    if (!x.open(given[0]) || x.view.size == 0 || x.view.ndim > Results<4>::kDims) return python_does_it();
+    if (!x.open(given[0]) || x.view.size == 0 || x.view.ndim > Results<4>::kDims)
+        return python_does_it();
     const GridPlan& plan = *py::handle(given[1]).cast<const GridPlan*>();
     ScaleRule rule = plan.rule;
     if (plan.largest_of_input) rule.largest = largest_of(x.dtype);
@@ -230,22 +243,27 @@ PyObject* grid_operand(PyObject* const* given) {
         if (unread && direction == 0 && x.view.ndim == 2 && !of.turned) {
             const Unread* const held = made.add_unread(rows, cols, shape[0], shape[1], rule.e8m0);
             if (held == nullptr) return nullptr;
-            sides[count++] = {of.rows, of.cols, of.shared_rows, of.shared_cols, false, held->data, held->scales};
+            sides[count++] = {of.rows, of.cols,    of.shared_rows, of.shared_cols,
+                              false,   held->data, held->scales};
             continue;
         }
         uint8_t* data = made.add_data(2 * direction, x.view, of.turned);
-        void* scales = made.add(2 * direction + 1, shape, 2, rule.e8m0 ? dlpack::kUint8 : dlpack::kFloat32);
-        sides[count++] = {of.rows, of.cols, of.shared_rows, of.shared_cols, of.turned, data, scales};
+        void* scales =
+            made.add(2 * direction + 1, shape, 2, rule.e8m0 ? dlpack::kUint8 : dlpack::kFloat32);
+        sides[count++] = {of.rows,   of.cols, of.shared_rows, of.shared_cols,
+                          of.turned, data,    scales};
     }
     return made.after(x.view.size, [&] {
-        grid_quantize(x.view.data, x.dtype, rows, cols, plan.element, rule, sides, count, x.threads);
+        grid_quantize(x.view.data, x.dtype, rows, cols, plan.element, rule, sides, count,
+                      x.threads);
     });
 }
 
 // What does not change between products of operands of the same layouts and shapes.
 class ProductPlan {
 public:
-    ProductPlan(const py::tuple& left, const py::tuple& right, py::object multiply, py::object dtype, int finished)
+    ProductPlan(const py::tuple& left, const py::tuple& right, py::object multiply,
+                py::object dtype, int finished)
         : sides{side_of(left), side_of(right)},
           multiply(std::move(multiply)),
           dtype(std::move(dtype)),
@@ -253,7 +271,8 @@ public:
           scaled(!sides[0].folded || !sides[1].folded),
           out(finishes ? ottava::dtype_of(finished) : Dtype::float32) {
         View values[2];
-        if (finishes && view_of(sides[0].values.ptr(), values[0]) && view_of(sides[1].values.ptr(), values[1]))
+        if (finishes && view_of(sides[0].values.ptr(), values[0]) &&
+            view_of(sides[1].values.ptr(), values[1]))
             shape[0] = values[0].shape[0], shape[1] = values[1].shape[1];
     }
 
@@ -270,29 +289,35 @@ public:
 
         void decode(const void* data, const void* scales, int threads) const {
             if (folded)
-                grid_decode(static_cast<const uint8_t*>(data), element, rows, cols, scales, e8m0, block_rows,
-                            block_cols, out, dtype, threads);
+                grid_decode(static_cast<const uint8_t*>(data), element, rows, cols, scales, e8m0,
+                            block_rows, block_cols, out, dtype, threads);
             else
-                ottava::decode(static_cast<const uint8_t*>(data), static_cast<Fp8>(element), rows * cols, nullptr, out,
-                               dtype, threads);
+                ottava::decode(static_cast<const uint8_t*>(data), static_cast<Fp8>(element),
+                               rows * cols, nullptr, out, dtype, threads);
         }
     };
 
     const Side sides[2];
     const py::object multiply;  // what Python multiplies the values with, and what it is told
     const py::object dtype;
-    const bool finishes;  // whether torch's sums are finished here
-    const bool scaled;    // by scales that multiply them
-    const Dtype out;      // and the dtype of the result then
+    const bool finishes;          // whether torch's sums are finished here
+    const bool scaled;            // by scales that multiply them
+    const Dtype out;              // and the dtype of the result then
     int64_t shape[2] = {-1, -1};  // of the result
 
 private:
     // (element, rows, cols, folded, e8m0, rows and columns of a block, address, dtype, values)
     static Side side_of(const py::tuple& side) {
-        return {stored_of(side[0].cast<int>()), side[1].cast<int64_t>(), side[2].cast<int64_t>(),
-                side[3].cast<bool>(),           side[4].cast<bool>(),    side[5].cast<int64_t>(),
-                side[6].cast<int64_t>(),        at<void>(side[7].cast<Address>()),
-                ottava::dtype_of(side[8].cast<int>()), side[9]};
+        return {stored_of(side[0].cast<int>()),
+                side[1].cast<int64_t>(),
+                side[2].cast<int64_t>(),
+                side[3].cast<bool>(),
+                side[4].cast<bool>(),
+                side[5].cast<int64_t>(),
+                side[6].cast<int64_t>(),
+                at<void>(side[7].cast<Address>()),
+                ottava::dtype_of(side[8].cast<int>()),
+                side[9]};
     }
 };
 
@@ -312,7 +337,8 @@ private:
     Owned copy_;
 };
 
-// (plan, data, scales, data, scales, bias) -> the product. Data may be unread rows, which have their scales.
+// (plan, data, scales, data, scales, bias) -> the product. Data may be unread rows, which have
+// their scales.
 PyObject* planned_product(PyObject* const* given) {
     if (torch.exchange == nullptr || observed() || autocast_enabled()) return python_does_it();
     const ProductPlan& plan = *py::handle(given[0]).cast<const ProductPlan*>();
@@ -323,30 +349,34 @@ PyObject* planned_product(PyObject* const* given) {
         if (const Unread* const rows = as_unread(given[1 + 2 * i])) {
             data[i].view.data = rows->data, data[i].view.size = rows->shape[0] * rows->shape[1];
             scales[i].view.data = rows->scales;
-            if (!side.folded || rows->e8m0 != side.e8m0 || data[i].view.size != side.rows * side.cols)
+            if (!side.folded || rows->e8m0 != side.e8m0 ||
+                data[i].view.size != side.rows * side.cols)
                 return python_does_it();
             continue;
         }
-        if (!data[i].open(given[1 + 2 * i], gradients) || !scales[i].open(given[2 + 2 * i], gradients) ||
+        if (!data[i].open(given[1 + 2 * i], gradients) ||
+            !scales[i].open(given[2 + 2 * i], gradients) ||
             data[i].view.size != side.rows * side.cols ||
             (!side.folded && (scales[i].view.size != 1 || !scales[i].view.is(dlpack::kFloat32))))
             return python_does_it();
     }
     Dtype bias_dtype = Dtype::float32;
-    if (biased && (!bias.open(given[5], gradients) || !dtype_of(bias.view, bias_dtype) || bias.view.ndim != 1 ||
-                   (plan.finishes && bias.view.size != plan.shape[1])))
+    if (biased && (!bias.open(given[5], gradients) || !dtype_of(bias.view, bias_dtype) ||
+                   bias.view.ndim != 1 || (plan.finishes && bias.view.size != plan.shape[1])))
         return python_does_it();
     const int threads = torch_threads();
     {
         const Unlocked unlocked(data[0].view.size + data[1].view.size);
-        for (int i = 0; i < 2; ++i) plan.sides[i].decode(data[i].view.data, scales[i].view.data, threads);
+        for (int i = 0; i < 2; ++i)
+            plan.sides[i].decode(data[i].view.data, scales[i].view.data, threads);
     }
     PyObject* const left = plan.sides[0].values.ptr();
     PyObject* const right = plan.sides[1].values.ptr();
-    PyObject* const factors[2] = {plan.sides[0].folded ? Py_None : given[2], plan.sides[1].folded ? Py_None : given[4]};
+    PyObject* const factors[2] = {plan.sides[0].folded ? Py_None : given[2],
+                                  plan.sides[1].folded ? Py_None : given[4]};
     if (!plan.finishes)
-        return PyObject_CallFunctionObjArgs(plan.multiply.ptr(), left, right, factors[0], factors[1], given[5],
-                                            plan.dtype.ptr(), nullptr);
+        return PyObject_CallFunctionObjArgs(plan.multiply.ptr(), left, right, factors[0],
+                                            factors[1], given[5], plan.dtype.ptr(), nullptr);
     View made;
     // As torch.addmm does: sums that no scale multiplies begin with the bias.
     if (biased && !plan.scaled) {
@@ -354,25 +384,29 @@ PyObject* planned_product(PyObject* const* given) {
         if (begun.get() == nullptr) return nullptr;
         {
             const Unlocked unlocked(made.size);
-            repeat32(bias.view.data, bias_dtype, plan.shape[0], plan.shape[1], static_cast<float*>(made.data), threads);
+            repeat32(bias.view.data, bias_dtype, plan.shape[0], plan.shape[1],
+                     static_cast<float*>(made.data), threads);
         }
         return PyObject_CallMethodObjArgs(begun.get(), torch.addmm, left, right, nullptr);
     }
     Owned sums(PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr));
     if (!plan.scaled && !biased) return sums.release();
-    if (sums.get() == nullptr || !view_of(sums.get(), made) || !made.is(dlpack::kFloat32) || made.ndim != 2 ||
-        !made.contiguous())
+    if (sums.get() == nullptr || !view_of(sums.get(), made) || !made.is(dlpack::kFloat32) ||
+        made.ndim != 2 || !made.contiguous())
         return python_does_it();
     View result = made;
-    Owned other(plan.out == Dtype::float32 ? nullptr : allocate(made.shape, made.ndim, type_of(plan.out), result));
+    Owned other(plan.out == Dtype::float32
+                    ? nullptr
+                    : allocate(made.shape, made.ndim, type_of(plan.out), result));
     if (plan.out != Dtype::float32 && other.get() == nullptr) return nullptr;
     const auto factor = [&](int i) {
         return plan.sides[i].folded ? nullptr : static_cast<const float*>(scales[i].view.data);
     };
     {
         const Unlocked unlocked(made.size);
-        epilogue32(static_cast<const float*>(made.data), made.shape[0], made.shape[1], factor(0), factor(1),
-                   biased ? bias.view.data : nullptr, bias_dtype, result.data, plan.out, threads);
+        epilogue32(static_cast<const float*>(made.data), made.shape[0], made.shape[1], factor(0),
+                   factor(1), biased ? bias.view.data : nullptr, bias_dtype, result.data, plan.out,
+                   threads);
     }
     return (other.get() == nullptr ? sums : other).release();
 }
@@ -380,19 +414,24 @@ PyObject* planned_product(PyObject* const* given) {
 // A list or tuple; null with a Python error.
 class Sequence {
 public:
-    explicit Sequence(PyObject* object) : held_(PySequence_Fast(object, "a sequence is expected")) {}
-    Py_ssize_t size() const { return held_.get() == nullptr ? -1 : PySequence_Fast_GET_SIZE(held_.get()); }
+    explicit Sequence(PyObject* object)
+        : held_(PySequence_Fast(object, "a sequence is expected")) {}
+    Py_ssize_t size() const {
+        return held_.get() == nullptr ? -1 : PySequence_Fast_GET_SIZE(held_.get());
+    }
     PyObject* operator[](Py_ssize_t i) const { return PySequence_Fast_GET_ITEM(held_.get(), i); }
 
 private:
     Owned held_;
 };
 
-// (scales, histories, maxima, most_recent, own) -> True: the tensors fit together, and have the next step's scales. Those
-// of a layer's state, its own, have neither gradients nor values that are still to be negated.
+// (scales, histories, maxima, most_recent, own) -> True: the tensors fit together, and have the
+// next step's scales. Those of a layer's state, its own, have neither gradients nor values that are
+// still to be negated.
 PyObject* update_slots(PyObject* const* given) {
     const Sequence scales(given[0]), histories(given[1]), maxima(given[2]);
-    if (torch.exchange == nullptr || scales.size() < 1 || histories.size() != scales.size() || observed())
+    if (torch.exchange == nullptr || scales.size() < 1 || histories.size() != scales.size() ||
+        observed())
         return python_does_it();
     std::vector<HistorySlots> slots;
     slots.reserve(static_cast<size_t>(scales.size()));
@@ -400,41 +439,50 @@ PyObject* update_slots(PyObject* const* given) {
     int64_t length = 0, total = 0;
     for (Py_ssize_t i = 0; i < scales.size(); ++i) {
         View scale, history;
-        if (!view_of(scales[i], scale) || !scale.is(dlpack::kFloat32) || scale.ndim != 1 || !scale.contiguous() ||
-            !view_of(histories[i], history) || !history.is(dlpack::kFloat32) || history.ndim != 2 ||
-            !history.contiguous() || history.shape[1] != scale.size || history.shape[0] < 1 ||
+        if (!view_of(scales[i], scale) || !scale.is(dlpack::kFloat32) || scale.ndim != 1 ||
+            !scale.contiguous() || !view_of(histories[i], history) ||
+            !history.is(dlpack::kFloat32) || history.ndim != 2 || !history.contiguous() ||
+            history.shape[1] != scale.size || history.shape[0] < 1 ||
             (i > 0 && history.shape[0] != length) ||
-            !(own || (settled(scales[i], scale, gradients) && settled(histories[i], history, gradients))))
+            !(own ||
+              (settled(scales[i], scale, gradients) && settled(histories[i], history, gradients))))
             return python_does_it();
         length = history.shape[0], total += scale.size;
-        slots.push_back({static_cast<float*>(scale.data), static_cast<float*>(history.data), scale.size});
+        slots.push_back(
+            {static_cast<float*>(scale.data), static_cast<float*>(history.data), scale.size});
     }
     if (maxima.size() != total) return python_does_it();
     std::vector<float> limits;
     limits.reserve(static_cast<size_t>(total));
-    for (Py_ssize_t i = 0; i < maxima.size(); ++i) limits.push_back(static_cast<float>(PyFloat_AsDouble(maxima[i])));
+    for (Py_ssize_t i = 0; i < maxima.size(); ++i)
+        limits.push_back(static_cast<float>(PyFloat_AsDouble(maxima[i])));
     if (PyErr_Occurred() != nullptr) return nullptr;
     {
         const Unlocked unlocked(length * total);
-        update_scales(slots.data(), scales.size(), length, limits.data(), is_true(given[3]), nullptr);
+        update_scales(slots.data(), scales.size(), length, limits.data(), is_true(given[3]),
+                      nullptr);
     }
     Py_RETURN_TRUE;
 }
 
-// What torch is asked, and how its tensors are read; false where this torch has no table that is understood.
+// What torch is asked, and how its tensors are read; false where this torch has no table that is
+// understood.
 bool connect(const py::object& exchange, const py::dict& names) {
     if (!PyCapsule_IsValid(exchange.ptr(), "dlpack_exchange_api")) return false;
-    const auto* found =
-        static_cast<const dlpack::Exchange*>(PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api"));
+    const auto* found = static_cast<const dlpack::Exchange*>(
+        PyCapsule_GetPointer(exchange.ptr(), "dlpack_exchange_api"));
     if (found->version.major != 1 || found->view == nullptr) return false;
     const auto held = [&](const char* name) { return py::object(names[name]).release().ptr(); };
     torch.tensor = held("tensor"), torch.parameter = held("parameter");
     torch.modes = held("dispatch_modes"), torch.functions = held("function_modes");
-    torch.transforms = held("transforms"), torch.tracing = held("tracing"), torch.profiling = held("profiling");
-    torch.grad_enabled = held("grad_enabled"), torch.threads = held("threads"), torch.autocast = held("autocast");
+    torch.transforms = held("transforms"), torch.tracing = held("tracing"),
+    torch.profiling = held("profiling");
+    torch.grad_enabled = held("grad_enabled"), torch.threads = held("threads"),
+    torch.autocast = held("autocast");
     torch.module = held("torch"), torch.mm = PyUnicode_InternFromString("mm");
     torch.addmm = PyUnicode_InternFromString("addmm_");
-    torch.is_neg = PyUnicode_InternFromString("is_neg"), torch.contiguous = PyUnicode_InternFromString("contiguous");
+    torch.is_neg = PyUnicode_InternFromString("is_neg"),
+    torch.contiguous = PyUnicode_InternFromString("contiguous");
     torch.requires_grad = PyUnicode_InternFromString("requires_grad");
     torch.exchange = found;
     return true;
@@ -443,7 +491,8 @@ bool connect(const py::object& exchange, const py::dict& names) {
 // `function` as Python calls it, with this number of arguments.
 template <PyObject* (*function)(PyObject* const*), Py_ssize_t expected>
 PyObject* called(PyObject*, PyObject* const* given, Py_ssize_t count) {
-    if (count != expected) return PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", count, expected);
+    if (count != expected)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments instead of %zd", count, expected);
     try {
         return function(given);
     } catch (const std::exception& error) {
@@ -454,7 +503,8 @@ PyObject* called(PyObject*, PyObject* const* given, Py_ssize_t count) {
 template <PyObject* (*function)(PyObject* const*), Py_ssize_t expected>
 PyMethodDef method(const char* name) {
     const auto fast = &called<function, expected>;
-    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast)), METH_FASTCALL, nullptr};
+    return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(fast)), METH_FASTCALL,
+            nullptr};
 }
 
 }  // namespace
@@ -471,7 +521,8 @@ void bind_operands(py::module_& m) {
                                     method<grid_operand<false>, 4>("grid_quantize_operand"),
                                     method<grid_operand<true>, 4>("grid_unread_operand"),
                                     method<planned_product, 6>("planned_product"),
-                                    method<update_slots, 5>("update_slots"), {}};
+                                    method<update_slots, 5>("update_slots"),
+                                    {}};
     PyModule_AddFunctions(m.ptr(), methods);
 }
 

@@ -1,4 +1,5 @@
-// Quantizations of operands of layers that take torch's tensors; kernels.for_layers is the interface to use.
+// Quantizations of operands of layers that take torch's tensors; kernels.for_layers is the
+// interface to use.
 #pragma once
 
 #include <pybind11/pybind11.h>

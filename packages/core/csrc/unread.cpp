@@ -22,11 +22,14 @@ constexpr size_t kLine = 64;  // bytes of a cache line, to which data and scales
 
 PyTypeObject* type = nullptr;
 
-uintptr_t next_line(uintptr_t address) { return (address + kLine - 1) / kLine * kLine; }
+uintptr_t next_line(uintptr_t address) {
+    return (address + kLine - 1) / kLine * kLine;
+}
 
 // A tensor of the piece's memory, which it owns with the others.
 PyObject* tensor_of(Piece* piece, void* data, const int64_t* shape, const dlpack::Type& of) {
-    auto* const managed = static_cast<dlpack::Managed*>(malloc(sizeof(dlpack::Managed) + 4 * sizeof(int64_t)));
+    auto* const managed =
+        static_cast<dlpack::Managed*>(malloc(sizeof(dlpack::Managed) + 4 * sizeof(int64_t)));
     if (managed == nullptr) return PyErr_NoMemory();
     auto* const sizes = reinterpret_cast<int64_t*>(managed + 1);
     sizes[0] = shape[0], sizes[1] = sizes[2] = shape[1], sizes[3] = 1;
@@ -38,10 +41,13 @@ PyObject* tensor_of(Piece* piece, void* data, const int64_t* shape, const dlpack
     *managed = {torch.exchange->version, piece, release, 0, tensor};
     piece->owners.fetch_add(1, std::memory_order_relaxed);
     void* object = nullptr;  // owns the memory, even where making it fails
-    return torch.exchange->to_object(managed, &object) == 0 ? static_cast<PyObject*>(object) : nullptr;
+    return torch.exchange->to_object(managed, &object) == 0 ? static_cast<PyObject*>(object)
+                                                            : nullptr;
 }
 
-Unread& of(PyObject* self) { return *reinterpret_cast<Unread*>(self); }
+Unread& of(PyObject* self) {
+    return *reinterpret_cast<Unread*>(self);
+}
 
 PyObject* tensors(PyObject* self, PyObject*) {
     const Unread& rows = of(self);
@@ -57,7 +63,9 @@ PyObject* shape(PyObject* self, void*) {
     return Py_BuildValue("LL", static_cast<long long>(sizes[0]), static_cast<long long>(sizes[1]));
 }
 
-PyObject* is_cpu(PyObject*, void*) { Py_RETURN_TRUE; }
+PyObject* is_cpu(PyObject*, void*) {
+    Py_RETURN_TRUE;
+}
 
 void forget(PyObject* self) {
     PyTypeObject* const own = Py_TYPE(self);
@@ -82,19 +90,25 @@ Unread* make_unread(int64_t rows, int64_t cols, int64_t scale_rows, int64_t scal
     const uintptr_t first = next_line(reinterpret_cast<uintptr_t>(memory) + sizeof(Piece));
     made->data = reinterpret_cast<uint8_t*>(first);
     made->scales = reinterpret_cast<void*>(next_line(first + data));
-    made->shape[0] = rows, made->shape[1] = cols, made->shape[2] = scale_rows, made->shape[3] = scale_cols;
+    made->shape[0] = rows, made->shape[1] = cols, made->shape[2] = scale_rows,
+    made->shape[3] = scale_cols;
     made->e8m0 = e8m0;
     return made;
 }
 
-Unread* as_unread(PyObject* object) { return Py_TYPE(object) == type ? &of(object) : nullptr; }
+Unread* as_unread(PyObject* object) {
+    return Py_TYPE(object) == type ? &of(object) : nullptr;
+}
 
 bool ready_unread() {
     static PyMethodDef methods[] = {{"tensors", tensors, METH_NOARGS, nullptr}, {}};
     static PyGetSetDef attributes[] = {{"shape", shape, nullptr, nullptr, nullptr},
-                                       {"is_cpu", is_cpu, nullptr, nullptr, nullptr}, {}};
+                                       {"is_cpu", is_cpu, nullptr, nullptr, nullptr},
+                                       {}};
     static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(forget)},
-                                  {Py_tp_methods, methods}, {Py_tp_getset, attributes}, {}};
+                                  {Py_tp_methods, methods},
+                                  {Py_tp_getset, attributes},
+                                  {}};
     static PyType_Spec spec{"ottava._cpu.Unread", sizeof(Unread), 0,
                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
     type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));

@@ -1,5 +1,5 @@
-// Rows of an operand that have no tensors yet: a product reads their memory, and few others ask for them. Everything here
-// is called with the GIL held, but for the release of tensors' memory.
+// Rows of an operand that have no tensors yet: a product reads their memory, and few others ask for
+// them. Everything here is called with the GIL held, but for the release of tensors' memory.
 #pragma once
 
 #include <Python.h>
@@ -11,13 +11,13 @@ namespace ottava {
 // Data and scales, which tensors share; freed with the last owner.
 struct Piece;
 
-// An object of Python with `shape`, that of the data, `is_cpu`, which is true, and `tensors()`: data and scales.
+// An object of Python with `shape`, that of the data, `is_cpu`, which is true, and `tensors()`:
+// data and scales.
 struct Unread {
-    PyObject_HEAD
-    Piece* piece;
-    uint8_t* data;      // [rows, cols]
-    void* scales;       // [scale_rows, scale_cols], float32 or bytes
-    int64_t shape[4];   // of both
+    PyObject_HEAD Piece* piece;
+    uint8_t* data;     // [rows, cols]
+    void* scales;      // [scale_rows, scale_cols], float32 or bytes
+    int64_t shape[4];  // of both
     bool e8m0;
 };
 

@@ -1,4 +1,5 @@
-"""A small model with everything a file can hold, and files written by hand: the format as the documentation has it."""
+"""A small model with everything a file can hold, and files written by hand: the format as the
+documentation has it."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def saved(small: Any, tmp_path: Path) -> bytes:
 
 
 class Parts:
-    """A file taken apart: the tensors' part of the header, the description, and the bytes of the tensors."""
+    """A file taken apart: the tensors' part of the header, the description, and the bytes of the
+    tensors."""
 
     def __init__(self, raw: bytes) -> None:
         length = int.from_bytes(raw[:8], "little")
@@ -95,7 +97,8 @@ NAMES = {
 
 
 def seal_text(text: str, data: bytes) -> bytes:
-    """A file with this header and this data; the checksum is put in the place of a blank one, if it can be made."""
+    """A file with this header and this data; the checksum is put in the place of a blank one, if it
+    can be made."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         body = json.loads(text)
         metadata = body.pop("__metadata__")
@@ -106,7 +109,9 @@ def seal_text(text: str, data: bytes) -> bytes:
             dtype = NAMES.get(fields["dtype"], fields["dtype"])
             about[name] = [dtype, fields["shape"], zlib.crc32(data[begin:end])]
         told = json.dumps([metadata, about], sort_keys=True, separators=(",", ":"))
-        text = text.replace(f'"ottava.crc32": "{BLANK}"', f'"ottava.crc32": "{zlib.crc32(told.encode()):08x}"')
+        text = text.replace(
+            f'"ottava.crc32": "{BLANK}"', f'"ottava.crc32": "{zlib.crc32(told.encode()):08x}"'
+        )
     raw = text.encode("utf-8", "surrogatepass")
     return len(raw).to_bytes(8, "little") + raw + data
 

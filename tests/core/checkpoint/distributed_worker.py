@@ -1,4 +1,5 @@
-"""The cases of test_distributed.py that need ranks: four gloo processes each, forked once everything is imported.
+"""The cases of test_distributed.py that need ranks: four gloo processes each, forked once
+everything is imported.
 
 Usage: distributed_worker.py FOLDER. It ends with an error where a case fails.
 """
@@ -52,7 +53,9 @@ def whole(seed: int, scale: float = 1.0) -> torch.nn.Sequential:
     """33 rows are uneven on four ranks; of 3 the last one has none, and of 8 each has some."""
     torch.manual_seed(seed)
     with ottava.quantized_model_init(SampleRecipe()):
-        net = torch.nn.Sequential(*(ottava.nn.Linear(5, rows, recipe=SampleRecipe()) for rows in (33, 3, 8)))
+        net = torch.nn.Sequential(
+            *(ottava.nn.Linear(5, rows, recipe=SampleRecipe()) for rows in (33, 3, 8))
+        )
     with torch.no_grad():
         for layer in net:
             layer.weight.copy_(torch.randn(layer.weight.shape) * scale)
@@ -84,14 +87,19 @@ def local_bytes(net: torch.nn.Module) -> dict[str, bytes]:
 
 
 def expected_bytes(net: torch.nn.Module, of: torch.nn.Module) -> dict[str, bytes]:
-    """What this rank of ``net`` has to have of the whole model ``of``: its rows, and all of every scale."""
+    """What this rank of ``net`` has to have of the whole model ``of``: its rows, and all of every
+    scale."""
     bytes_of = local_bytes(of)
     for name, value in net.state_dict().items():
         if isinstance(value, DTensor):
             ranks, rank = value.device_mesh.size(-1), value.device_mesh.get_coordinate()[-1]
             rows = -(-value.shape[0] // ranks)
             source = of.state_dict()[name]
-            key, data = (f"{name}.data", source._data) if isinstance(source, QuantizedTensor) else (name, source)
+            key, data = (
+                (f"{name}.data", source._data)
+                if isinstance(source, QuantizedTensor)
+                else (name, source)
+            )
             bytes_of[key] = raw(data[rows * rank : rows * (rank + 1)])
     return bytes_of
 
@@ -104,7 +112,10 @@ class Ranks:
         two = DeviceMesh("cpu", [0, 1])
         self.meshes = {
             "4": (DeviceMesh("cpu", [0, 1, 2, 3]), None),
-            "2x2": (DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicas", "shards")), None),
+            "2x2": (
+                DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicas", "shards")),
+                None,
+            ),
             "2": (two, dist.new_group([0, 1])),
         }
         self.mesh = self.meshes["4"][0]
@@ -168,7 +179,11 @@ def damage(ranks: Ranks) -> None:
                 load_sharded(target.state_dict(), own)
             seen = str(caught.value)
             assert file in seen, (victim, number, seen)
-            assert (f"rank {victim} failed" in seen) == (ranks.rank != victim), (victim, number, seen)
+            assert (f"rank {victim} failed" in seen) == (ranks.rank != victim), (
+                victim,
+                number,
+                seen,
+            )
             assert local_bytes(target) == before
     # Not damaged, but not the same either.
     other = ranks.folder / "other"
@@ -212,7 +227,9 @@ def failures(ranks: Ranks) -> None:
             save_sharded(state, path)
     with torch.no_grad():
         net[2].weight.to_local()._scale_inv.mul_(1 + ranks.rank)
-    with pytest.raises(UsageError, match=r"the shards of '2.weight' have different 'fp8_scale_inv'"):
+    with pytest.raises(
+        UsageError, match=r"the shards of '2.weight' have different 'fp8_scale_inv'"
+    ):
         save_sharded(net.state_dict(), path)
     assert not path.exists()
     save_sharded({"x": 1}, path)
@@ -232,12 +249,17 @@ class Pending(RecipeState):
 
 
 def own_tensors(ranks: Ranks) -> None:
-    """Plain tensors that differ: each rank has its own again; other numbers of ranks have those of the first.
+    """Plain tensors that differ: each rank has its own again; other numbers of ranks have those of
+    the first.
 
     Of what the next step would have reduced they have the largest of all.
     """
     path = ranks.folder / "saved"
-    state = {"own": torch.full((3,), float(ranks.rank)), "same": torch.ones(2), "nan": torch.full((1,), torch.nan)}
+    state = {
+        "own": torch.full((3,), float(ranks.rank)),
+        "same": torch.ones(2),
+        "nan": torch.full((1,), torch.nan),
+    }
     pending = torch.zeros(5)
     pending[ranks.rank] = 1.0 + ranks.rank
     state["0.recipe_state.pending"] = pending
@@ -254,7 +276,13 @@ def own_tensors(ranks: Ranks) -> None:
         assert not target["own"].any()
         assert target["0.recipe_state.pending"].tolist() == [1.0, 2.0, 3.0, 4.0, 0.0]
         assert target["0.recipe_state.count"].tolist() == [3, 0]
-    assert storage.FolderReader(path).whole("0.recipe_state.pending").tolist() == [1.0, 2.0, 3.0, 4.0, 0.0]
+    assert storage.FolderReader(path).whole("0.recipe_state.pending").tolist() == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        0.0,
+    ]
     dist.barrier()
 
 
@@ -266,16 +294,25 @@ class Master(torch.Tensor):
 
 
 def placements(ranks: Ranks) -> None:
-    """DTensors of every kind, wrappers in high precision among them, and flat ones for other writers."""
+    """DTensors of every kind, wrappers in high precision among them, and flat ones for other
+    writers."""
     values = torch.arange(70.0).reshape(10, 7)
     mesh2 = ranks.meshes["2x2"][0]
     kinds = [(ranks.mesh, [Shard(0)]), (ranks.mesh, [Shard(1)]), (ranks.mesh, [Replicate()])]
-    kinds += [(mesh2, [Shard(0), Shard(1)]), (mesh2, [Replicate(), Shard(1)]), (mesh2, [Shard(1), Replicate()])]
+    kinds += [
+        (mesh2, [Shard(0), Shard(1)]),
+        (mesh2, [Replicate(), Shard(1)]),
+        (mesh2, [Shard(1), Replicate()]),
+    ]
 
     def state(source: torch.Tensor) -> dict[str, Any]:
         made = {str(number): distribute_tensor(source, *kind) for number, kind in enumerate(kinds)}
-        local = distribute_tensor(source, ranks.mesh, [Shard(0)]).to_local().clone().as_subclass(Master)
-        made["master"] = DTensor.from_local(local, ranks.mesh, [Shard(0)], shape=(10, 7), stride=(7, 1))
+        local = (
+            distribute_tensor(source, ranks.mesh, [Shard(0)]).to_local().clone().as_subclass(Master)
+        )
+        made["master"] = DTensor.from_local(
+            local, ranks.mesh, [Shard(0)], shape=(10, 7), stride=(7, 1)
+        )
         return made | {"whole": source.clone().as_subclass(Master)}
 
     save_sharded(state(values), ranks.folder / "saved")
@@ -287,7 +324,9 @@ def placements(ranks: Ranks) -> None:
         a, b = (v.to_local() if isinstance(v, DTensor) else v for v in (seen, value))
         assert raw(a.as_subclass(torch.Tensor)) == raw(b.as_subclass(torch.Tensor)), name
     # Whoever saved, in whatever placement.
-    swapped = {str(n): distribute_tensor(torch.zeros(10, 7), *kinds[-1 - n]) for n in range(len(kinds))}
+    swapped = {
+        str(n): distribute_tensor(torch.zeros(10, 7), *kinds[-1 - n]) for n in range(len(kinds))
+    }
     load_sharded(swapped, ranks.folder / "saved", strict=False)
     for value in swapped.values():
         assert torch.equal(value.full_tensor(), values)
@@ -356,13 +395,23 @@ def resumed(ranks: Ranks) -> None:
 
 
 KILLS = some([(0, 3), (1, 2)], [(0, 1), (0, 3), (1, 2), (3, 3)])
-CASES = [resharding, damage, failures, own_tensors, placements, *(killed(*kill) for kill in KILLS), resumed]
+CASES = [
+    resharding,
+    damage,
+    failures,
+    own_tensors,
+    placements,
+    *(killed(*kill) for kill in KILLS),
+    resumed,
+]
 
 
 def rank_process(case: Callable[[Ranks], None], rank: int, folder: Path) -> None:
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", rank=rank, world_size=WORLD, store=dist.FileStore(str(folder / "store"), WORLD))
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=WORLD, store=dist.FileStore(str(folder / "store"), WORLD)
+        )
         case(Ranks(rank, folder))
         if not case.__name__.startswith("killed"):
             dist.barrier()
@@ -371,7 +420,8 @@ def rank_process(case: Callable[[Ranks], None], rank: int, folder: Path) -> None
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
-    # Without the interpreter's finalization, which gloo's threads can abort (a group that is still referenced).
+    # Without the interpreter's finalization, which gloo's threads can abort (a group that is still
+    # referenced).
     os._exit(code)
 
 
@@ -406,7 +456,8 @@ if __name__ == "__main__":
     failed = [
         case.__name__
         for case in CASES
-        if (not chosen or case.__name__ in chosen) and not run(case, Path(sys.argv[1]) / case.__name__)
+        if (not chosen or case.__name__ in chosen)
+        and not run(case, Path(sys.argv[1]) / case.__name__)
     ]
     print("failed:", failed)
     sys.exit(bool(failed))

@@ -1,4 +1,5 @@
-"""Saves in forked processes that are killed, at every call that matters and at random times; what is left is whole.
+"""Saves in forked processes that are killed, at every call that matters and at random times; what
+is left is whole.
 
 Usage: interrupted_worker.py FOLDER. It ends with an error where it is not.
 """
@@ -23,11 +24,22 @@ import torch.distributed.checkpoint
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from sampling import some
 
-from ottava.checkpoint import files, is_complete, latest_checkpoint, load_sharded, save_sharded, save_step
+from ottava.checkpoint import (
+    files,
+    is_complete,
+    latest_checkpoint,
+    load_sharded,
+    save_sharded,
+    save_step,
+)
 
 
 def state(value: int, size: int = 40) -> dict[str, Any]:
-    return {"x": torch.full((size,), float(value)), "deep": {"y": torch.full((size, 3), value)}, "value": value}
+    return {
+        "x": torch.full((size,), float(value)),
+        "deep": {"y": torch.full((size, 3), value)},
+        "value": value,
+    }
 
 
 def value_of(path: Path, size: int = 40) -> int:
@@ -73,7 +85,9 @@ def in_child(number: int, save: Callable[[], object]) -> bool:
     return status != 0
 
 
-def at_every_call(folder: Path, prepare: Callable[[], None], save: Callable[[], object], after: Any) -> None:
+def at_every_call(
+    folder: Path, prepare: Callable[[], None], save: Callable[[], object], after: Any
+) -> None:
     for number in range(1000):
         shutil.rmtree(folder, ignore_errors=True)
         prepare()
@@ -97,7 +111,12 @@ def new_step(folder: Path) -> None:
         assert value_of(folder / "step-0000002") == 3
         assert sorted(entry.name for entry in folder.iterdir()) == ["step-0000001", "step-0000002"]
 
-    at_every_call(folder, lambda: void(save_step(state(1), folder, 1)), lambda: save_step(state(2), folder, 2), after)
+    at_every_call(
+        folder,
+        lambda: void(save_step(state(1), folder, 1)),
+        lambda: save_step(state(2), folder, 2),
+        after,
+    )
 
 
 def void(_: object) -> None: ...
@@ -117,7 +136,10 @@ def replaced(folder: Path) -> None:
         assert [entry.name for entry in folder.iterdir()] == ["saved"]
 
     at_every_call(
-        folder, lambda: save_sharded(state(1), path), lambda: save_sharded(state(2), path, overwrite=True), after
+        folder,
+        lambda: save_sharded(state(1), path),
+        lambda: save_sharded(state(2), path, overwrite=True),
+        after,
     )
     assert seen == {1, 2}
 

@@ -53,7 +53,8 @@ WRITERS: dict[str, tuple[Callable[[State, Path], None], Callable[[Path], State]]
 def test_what_changes_while_it_is_written(
     writer: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Just before the library writes the bytes, and just after: the file has those that were written."""
+    """Just before the library writes the bytes, and just after: the file has those that were
+    written."""
     state, real = {"a": torch.zeros(1000), "b": torch.ones(3).bfloat16()}, files.serialize_file
     save, load = WRITERS[writer]
 
@@ -71,7 +72,10 @@ def test_what_changes_while_it_is_written(
     assert loaded["b"].tolist() == [1.0] * 3
     if writer == "save_sharded":
         target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        assert checkpoint.load_sharded(target, tmp_path / "saved")["a"].tolist() == loaded["a"].tolist()
+        assert (
+            checkpoint.load_sharded(target, tmp_path / "saved")["a"].tolist()
+            == loaded["a"].tolist()
+        )
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -95,7 +99,9 @@ def test_every_save_beside_a_training_can_be_loaded(writer: str, tmp_path: Path)
         thread.join()
 
 
-def test_a_file_that_is_short_never_replaces_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_short_never_replaces_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever the library says of what it wrote."""
     state, path, real = {"a": torch.zeros(1000)}, tmp_path / "saved", files.serialize_file
     checkpoint.save_file(state, path)
@@ -107,7 +113,9 @@ def test_a_file_that_is_short_never_replaces_the_old_one(tmp_path: Path, monkeyp
             file.write_bytes(file.read_bytes()[:length])
 
         monkeypatch.setattr(files, "serialize_file", serialize)
-        with pytest.raises(ottava.errors.UsageError, match="something is missing from what was written"):
+        with pytest.raises(
+            ottava.errors.UsageError, match="something is missing from what was written"
+        ):
             checkpoint.save_file(state, path)
         assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
@@ -115,7 +123,11 @@ def test_a_file_that_is_short_never_replaces_the_old_one(tmp_path: Path, monkeyp
 
 def test_texts_and_names_that_look_like_the_checksum(tmp_path: Path) -> None:
     entry = '"ottava.crc32":"00000000"'
-    checkpoint.save_file({entry: torch.ones(2), "ottava.crc32": torch.ones(1)}, tmp_path / "x", metadata={entry: entry})
+    checkpoint.save_file(
+        {entry: torch.ones(2), "ottava.crc32": torch.ones(1)},
+        tmp_path / "x",
+        metadata={entry: entry},
+    )
     tensors, metadata = read_tensors(tmp_path / "x")
     assert tensors[entry].tolist() == [1.0, 1.0]
     assert metadata[entry] == entry

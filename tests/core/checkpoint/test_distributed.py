@@ -70,7 +70,9 @@ def contents(state: Any) -> Any:
 def model(recipe: Any, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     with ottava.quantized_model_init(recipe):
-        return torch.nn.Sequential(ottava.nn.Linear(5, 33, recipe=recipe), ottava.nn.Linear(33, 3, recipe=recipe))
+        return torch.nn.Sequential(
+            ottava.nn.Linear(5, 33, recipe=recipe), ottava.nn.Linear(33, 3, recipe=recipe)
+        )
 
 
 def training(recipe: Any, seed: int = 0) -> dict[str, Any]:
@@ -79,7 +81,12 @@ def training(recipe: Any, seed: int = 0) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * (seed + 1))
     net(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    return {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": seed, "loss": math.nan}
+    return {
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": seed,
+        "loss": math.nan,
+    }
 
 
 json_values = st.recursive(
@@ -114,18 +121,26 @@ def test_anything_saved_is_loaded_bit_for_bit(
     state = {"values": values, "tensors": parts, "nested": [{"values": values}, parts.copy()]}
     save_sharded(state, path)
     targets = [
-        {name: torch.zeros_like(part.reshape(-1).view(torch.uint8)) for name, part in parts.items()} for _ in range(2)
+        {name: torch.zeros_like(part.reshape(-1).view(torch.uint8)) for name, part in parts.items()}
+        for _ in range(2)
     ]
     shaped = [
-        {name: flat.view(parts[name].dtype).reshape(parts[name].shape) for name, flat in target.items()}
+        {
+            name: flat.view(parts[name].dtype).reshape(parts[name].shape)
+            for name, flat in target.items()
+        }
         for target in targets
     ]
-    loaded = load_sharded({"values": 3, "tensors": shaped[0], "nested": [{"values": None}, shaped[1]]}, path)
+    loaded = load_sharded(
+        {"values": 3, "tensors": shaped[0], "nested": [{"values": None}, shaped[1]]}, path
+    )
     assert contents(loaded) == contents(state)
     assert all(loaded["tensors"][name] is shaped[0][name] for name in parts)
     reader = storage.FolderReader(path)
     assert {name: raw(reader.whole(name)) for name in reader.index.tensors} == {
-        f"{prefix}.{name}": raw(part) for prefix in ("tensors", "nested.1") for name, part in parts.items()
+        f"{prefix}.{name}": raw(part)
+        for prefix in ("tensors", "nested.1")
+        for name, part in parts.items()
     }
 
 
@@ -136,7 +151,9 @@ def test_a_training_is_loaded_in_place(recipe: Any, tmp_path: Path) -> None:
     loaded = load_sharded(target, tmp_path / "new" / "folder")
     assert contents(loaded) == contents(saved)
     assert contents(target["model"]) == contents(saved["model"])
-    assert {name: value.data_ptr() for name, value in target["optimizer"]["state"][0].items()} == before
+    assert {
+        name: value.data_ptr() for name, value in target["optimizer"]["state"][0].items()
+    } == before
     assert loaded["model"]["0.weight"] is target["model"]["0.weight"]
 
 
@@ -168,9 +185,13 @@ def test_files_are_safetensors(recipe: Any, tmp_path: Path) -> None:
     import safetensors.torch
 
     save_sharded(model(recipe).state_dict(), tmp_path / "saved")
-    held = safetensors.torch.load_file(*(tmp_path / "saved").glob("rank-00000-of-00001-*.safetensors"))
+    held = safetensors.torch.load_file(
+        *(tmp_path / "saved").glob("rank-00000-of-00001-*.safetensors")
+    )
     tensors, _ = flatten_state_dict(model(recipe).state_dict())
-    assert {name: (t.dtype, raw(t)) for name, t in held.items()} == {n: (t.dtype, raw(t)) for n, t in tensors.items()}
+    assert {name: (t.dtype, raw(t)) for name, t in held.items()} == {
+        n: (t.dtype, raw(t)) for n, t in tensors.items()
+    }
 
 
 # -- what is refused --
@@ -275,7 +296,9 @@ def test_names_that_differ_are_listed(tmp_path: Path) -> None:
             load_sharded(target, tmp_path / "s")
         assert not y.any()
     z = torch.full((3,), 7.0)
-    loaded = load_sharded({"a": {"x": y, "m": 5, "z": z}, "more": {"z": 1}}, tmp_path / "s", strict=False)
+    loaded = load_sharded(
+        {"a": {"x": y, "m": 5, "z": z}, "more": {"z": 1}}, tmp_path / "s", strict=False
+    )
     assert loaded["a"]["z"] is z
     assert (z == 7).all()
     assert loaded["a"]["n"] == 1
@@ -283,7 +306,9 @@ def test_names_that_differ_are_listed(tmp_path: Path) -> None:
     assert loaded["more"] == {"z": 1}
     assert torch.equal(y, x)
     for target in ({"a": {"x": torch.zeros(3)}}, {"a": {"x": torch.zeros(2, dtype=torch.float64)}}):
-        with pytest.raises(CheckpointError, match=r"'a.x' of .* has shape \(2,\) and dtype float32"):
+        with pytest.raises(
+            CheckpointError, match=r"'a.x' of .* has shape \(2,\) and dtype float32"
+        ):
             load_sharded(target, tmp_path / "s", strict=False)
 
 
@@ -325,7 +350,9 @@ def test_a_name_is_taken_only_once(tmp_path: Path) -> None:
     (tmp_path / "folder" / "mine").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "saved")
     for name in ("file", "folder", "link"):
-        with pytest.raises(CheckpointError, match="is not a sharded checkpoint and is not replaced"):
+        with pytest.raises(
+            CheckpointError, match="is not a sharded checkpoint and is not replaced"
+        ):
             save_sharded(two, tmp_path / name, overwrite=True)
     assert (tmp_path / "folder" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
     with pytest.raises(CheckpointError, match="cannot be written"):
@@ -336,12 +363,16 @@ def test_a_name_is_taken_only_once(tmp_path: Path) -> None:
 def test_steps_are_found_and_pruned(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "absent") is None
     for step in (7, 100, 20):
-        assert save_step({"n": step}, tmp_path / "run", step) == tmp_path / "run" / f"step-{step:07d}"
+        assert (
+            save_step({"n": step}, tmp_path / "run", step) == tmp_path / "run" / f"step-{step:07d}"
+        )
     for name in ("step-0000999", ".step-0000998-a.b.partial", "step-x", "other"):
         (tmp_path / "run" / name).mkdir()
     shutil.copytree(tmp_path / "run" / "step-0000100", tmp_path / "run" / "step-0000200")
     (tmp_path / "run" / "step-0000200" / "ottava.json").unlink()
-    shutil.copytree(tmp_path / "run" / "step-0000100", tmp_path / "run" / ".step-0000300-a.b.partial")
+    shutil.copytree(
+        tmp_path / "run" / "step-0000100", tmp_path / "run" / ".step-0000300-a.b.partial"
+    )
     assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "step-0000100"
     save_step({"n": 30}, tmp_path / "run", 30, keep=2)
     left = {entry.name for entry in (tmp_path / "run").iterdir()}
@@ -354,10 +385,16 @@ def test_steps_are_found_and_pruned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("worker", [WORKER, INTERRUPTED], ids=lambda worker: worker.stem)
 def test_ranks_and_kills(worker: Path, every: str, tmp_path: Path) -> None:
-    """Cases under FSDP2 on four processes; saves killed at every call that changes the disk, and at random times."""
+    """Cases under FSDP2 on four processes; saves killed at every call that changes the disk, and at
+    random times."""
     command = [sys.executable, "-W", "ignore", str(worker), str(tmp_path)]
     environment = os.environ | {VARIABLE: every}
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1800,
+        env=environment,
     )
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,5 @@
-"""State dicts with quantized tensors as plain tensors and as safetensors files, for any storage that is declared."""
+"""State dicts with quantized tensors as plain tensors and as safetensors files, for any storage
+that is declared."""
 
 from __future__ import annotations
 
@@ -22,17 +23,27 @@ from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensorStorage, St
 class Rows(QuantizedTensorStorage):
     """A third party's storage: nothing but its declaration."""
 
-    inner_tensors = (InnerTensor("_codes", "codes", native="_element"), InnerTensor("_factor", "factor"))
+    inner_tensors = (
+        InnerTensor("_codes", "codes", native="_element"),
+        InnerTensor("_factor", "factor"),
+    )
     static_fields = (StaticField("_element", "element"), StaticField("_sizes", "sizes"))
 
-    def __init__(self, *, codes: Any, factor: Any, element: torch.dtype, sizes: Any, quantizer: Any = None) -> None:
+    def __init__(
+        self, *, codes: Any, factor: Any, element: torch.dtype, sizes: Any, quantizer: Any = None
+    ) -> None:
         self._codes, self._factor, self._quantizer = codes, factor, quantizer
         self._element, self._sizes = element, sizes
 
 
 def rows() -> Rows:
     codes = torch.arange(12, dtype=torch.uint8).view(3, 4)
-    return Rows(codes=codes, factor=torch.rand(3), element=torch.float8_e5m2, sizes=(3, (4, None), "x", 0.5, True))
+    return Rows(
+        codes=codes,
+        factor=torch.rand(3),
+        element=torch.float8_e5m2,
+        sizes=(3, (4, None), "x", 0.5, True),
+    )
 
 
 @pytest.fixture
@@ -75,7 +86,11 @@ def test_round_trip(state: dict[str, Any], tmp_path: Path) -> None:
         assert type(read[name]) is type(state[name])
         assert read[name].flatten_storage()[1].static == state[name].flatten_storage()[1].static
         for mine, theirs in zip(read[name].inner_list(), state[name].inner_list(), strict=True):
-            assert mine is None if theirs is None else torch.equal(mine, theirs) and mine.dtype == theirs.dtype
+            assert (
+                mine is None
+                if theirs is None
+                else torch.equal(mine, theirs) and mine.dtype == theirs.dtype
+            )
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -90,7 +105,9 @@ def test_into_a_model(recipe: Any, tmp_path: Path) -> None:
 
 
 def test_files_of_other_tools_are_plain_tensors(tmp_path: Path) -> None:
-    safetensors.torch.save_file({"a.b": torch.ones(3)}, tmp_path / "other.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(
+        {"a.b": torch.ones(3)}, tmp_path / "other.safetensors", {"format": "pt"}
+    )
     read = checkpoint.load_file(tmp_path / "other.safetensors")
     assert torch.equal(read["a.b"], torch.ones(3))
 
@@ -122,7 +139,10 @@ WEIGHT = ("quantized", "layer.weight")
         (_set("version", to=2), "version 2"),
         (_set("quantized", to=[]), "damaged"),
         (_set("quantized", to={"w": {}}), "damaged"),
-        (_set(*WEIGHT, "class", to="os:system"), "not installed.*install the package that has the module 'os'"),
+        (
+            _set(*WEIGHT, "class", to="os:system"),
+            "not installed.*install the package that has the module 'os'",
+        ),
         (_set(*WEIGHT, "class", to="ottava.tensors.storage:StorageSpec"), "not installed"),
         (_set(*WEIGHT, "static", "fp8_dtype", to={"dtype": "save"}), "cannot be restored"),
         (_set(*WEIGHT, "static", to={}), "cannot be restored"),
@@ -130,13 +150,30 @@ WEIGHT = ("quantized", "layer.weight")
         (_set("aliases", to={"x": 1}), "damaged"),
         (_set("aliases", to={"x": "nothing"}), "'x' is said to be 'nothing'"),
         (_set("aliases", to={"step": "layer.bias"}), "'step' is said to be"),
-        (lambda tensors, _: tensors.update({"layer.weight": torch.ones(1)}), "both a tensor and a quantized one"),
-        (_set(*WEIGHT, "tensors", to=["data", "fp8_scale_inv", "more"]), "'layer.weight.more' is missing"),
+        (
+            lambda tensors, _: tensors.update({"layer.weight": torch.ones(1)}),
+            "both a tensor and a quantized one",
+        ),
+        (
+            _set(*WEIGHT, "tensors", to=["data", "fp8_scale_inv", "more"]),
+            "'layer.weight.more' is missing",
+        ),
         (_set(*WEIGHT, "static", "shape", to=[7, 5]), r"'layer.weight'.*\(7, 5\)"),
         (_set(*WEIGHT, "static", "fp8_dtype", to={"dtype": "float32"}), "'layer.weight'"),
-        (lambda tensors, _: tensors.update({"layer.weight.fp8_scale_inv": torch.ones(2)}), "one element"),
-        (lambda tensors, _: tensors.update({"layer.weight.data": torch.ones(())}), "'data' is of torch.float32"),
-        (lambda tensors, _: tensors.update({"layer.weight.data": torch.ones(5, 7).to(torch.float8_e5m2)}), "e5m2"),
+        (
+            lambda tensors, _: tensors.update({"layer.weight.fp8_scale_inv": torch.ones(2)}),
+            "one element",
+        ),
+        (
+            lambda tensors, _: tensors.update({"layer.weight.data": torch.ones(())}),
+            "'data' is of torch.float32",
+        ),
+        (
+            lambda tensors, _: tensors.update(
+                {"layer.weight.data": torch.ones(5, 7).to(torch.float8_e5m2)}
+            ),
+            "e5m2",
+        ),
         (_set(*WEIGHT, "tensors", to=[]), r"has the tensors \[\]"),
     ],
 )
@@ -147,7 +184,9 @@ def test_damage_is_named(state: dict[str, Any], change: Any, message: str) -> No
 
 
 def test_what_other_versions_say_besides_is_left_out(state: dict[str, Any]) -> None:
-    tensors, metadata = edited(state, lambda _, described: described["quantized"]["layer.weight"].update(more=1))
+    tensors, metadata = edited(
+        state, lambda _, described: described["quantized"]["layer.weight"].update(more=1)
+    )
     read = checkpoint.unflatten_state_dict(tensors, metadata)
     assert torch.equal(read["layer.weight"]._data, state["layer.weight"]._data)
     assert checkpoint.flatten_state_dict(read)[1] == checkpoint.flatten_state_dict(state)[1]
@@ -160,7 +199,11 @@ def test_metadata_that_is_none(text: str) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for name, content in (("cut", b"\x10\x00\x00"), ("text", b"not a file of tensors"), ("empty", b"")):
+    for name, content in (
+        ("cut", b"\x10\x00\x00"),
+        ("text", b"not a file of tensors"),
+        ("empty", b""),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match=name):
             checkpoint.load_file(tmp_path / name)
@@ -182,7 +225,9 @@ def test_what_a_file_looks_like_is_told(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=said):
             checkpoint.load_file(path)
     torch.save({"a": torch.ones(1)}, path)
-    with pytest.raises(CheckpointError, match=r"file: this looks like a file of torch\.save.*weights_only=True"):
+    with pytest.raises(
+        CheckpointError, match=r"file: this looks like a file of torch\.save.*weights_only=True"
+    ):
         checkpoint.load_file(path)
     with pytest.raises(CheckpointError, match="is a folder"):
         checkpoint.load_file(tmp_path)
@@ -231,7 +276,10 @@ def test_a_failed_write_leaves_the_old_file(
     before = path.read_bytes()
 
     for function in ("fsync", "replace"):
-        for error, raised in ((OSError("no space"), UsageError), (KeyboardInterrupt(), KeyboardInterrupt)):
+        for error, raised in (
+            (OSError("no space"), UsageError),
+            (KeyboardInterrupt(), KeyboardInterrupt),
+        ):
 
             def fails(*arguments: Any, error: BaseException = error) -> None:
                 assert len(list(tmp_path.iterdir())) == 2
@@ -239,7 +287,9 @@ def test_a_failed_write_leaves_the_old_file(
 
             with monkeypatch.context() as patched:
                 patched.setattr(os, function, fails)
-                with pytest.raises(raised, match="cannot be written: no space" if raised is UsageError else None):
+                with pytest.raises(
+                    raised, match="cannot be written: no space" if raised is UsageError else None
+                ):
                     checkpoint.save_file(state, path)
             assert path.read_bytes() == before
             assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
@@ -248,25 +298,40 @@ def test_a_failed_write_leaves_the_old_file(
 def test_a_full_disk(tmp_path: Path) -> None:
     """The file may not grow beyond 100 kB: what was written is removed, the old file stays."""
     program = (
-        "import resource, signal, sys, torch; from ottava import checkpoint; from ottava.errors import UsageError\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2)\n"
+        "import resource, signal, sys, torch; from ottava import checkpoint; from ottava.errors "
+        "import UsageError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, "
+        "(100_000,) * 2)\n"
         "checkpoint.save_file({'small': torch.ones(10)}, sys.argv[1])\n"
         "try: checkpoint.save_file({'large': torch.ones(1_000_000)}, sys.argv[1])\n"
         "except UsageError as error: print(error)"
     )
     path = tmp_path / "x"
     done = forking.python(program, path)
-    assert "cannot be written: Error while serializing: I/O error: File too large" in done.stdout, done.stderr
+    assert "cannot be written: Error while serializing: I/O error: File too large" in done.stdout, (
+        done.stderr
+    )
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
     assert torch.equal(checkpoint.load_file(path)["small"], torch.ones(10))
 
 
 def test_tied_tensors_are_stored_once(state: dict[str, Any], tmp_path: Path) -> None:
     big = torch.randn(100, 100)
-    tied = {"a": big, "b": big, "c": big.t(), "v": state["layer.weight"], "w": state["layer.weight"].detach()}
+    tied = {
+        "a": big,
+        "b": big,
+        "c": big.t(),
+        "v": state["layer.weight"],
+        "w": state["layer.weight"].detach(),
+    }
     checkpoint.save_file(tied, tmp_path / "x")
     assert (tmp_path / "x").stat().st_size < 2 * big.nbytes + 3000
-    assert set(safetensors.torch.load_file(tmp_path / "x")) == {"a", "c", "v.data", "v.fp8_scale_inv"}
+    assert set(safetensors.torch.load_file(tmp_path / "x")) == {
+        "a",
+        "c",
+        "v.data",
+        "v.fp8_scale_inv",
+    }
     read = checkpoint.load_file(tmp_path / "x")
     assert set(read) == set(tied)
     for name in "abc":
@@ -282,7 +347,12 @@ def test_tied_tensors_are_stored_once(state: dict[str, Any], tmp_path: Path) -> 
 
 def test_shared_and_conjugated_memory(state: dict[str, Any], tmp_path: Path) -> None:
     base = torch.randn(4, 4)
-    values = {"a": base, "b": base, "part": base[1:], "c": torch.randn(3, dtype=torch.complex64).conj()}
+    values = {
+        "a": base,
+        "b": base,
+        "part": base[1:],
+        "c": torch.randn(3, dtype=torch.complex64).conj(),
+    }
     checkpoint.save_file(values | {"v": state["rows"], "w": state["rows"]}, tmp_path / "x")
     read = checkpoint.load_file(tmp_path / "x")
     for name, value in values.items():

@@ -19,10 +19,34 @@ from hypothesis import strategies as st
 from ottava import checkpoint
 from ottava.errors import CheckpointError, DeviceError, DTypeError, UsageError
 
-NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "__metadata__")
-DTYPES = [torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64]
-DTYPES += [torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
-DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
+    lambda name: name != "__metadata__"
+)
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.uint16,
+    torch.int16,
+    torch.uint32,
+    torch.int32,
+    torch.uint64,
+]
+DTYPES += [
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+DTYPES += [
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
 
@@ -30,7 +54,9 @@ def filled(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
     """Any bytes at all; of booleans, those that there are."""
     generator = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, generator=generator
+    )
     return raw.view(dtype).reshape(shape)
 
 
@@ -64,7 +90,10 @@ def test_the_library_reads_what_is_written(tensors: dict[str, torch.Tensor]) -> 
         with safetensors.safe_open(path, "pt") as file:
             texts = file.metadata()
         claimed = texts.pop("ottava.crc32")
-        about = {n: [str(t.dtype)[6:], list(t.shape), zlib.crc32(bytes_of(t))] for n, t in tensors.items()}
+        about = {
+            n: [str(t.dtype)[6:], list(t.shape), zlib.crc32(bytes_of(t))]
+            for n, t in tensors.items()
+        }
         told = json.dumps([texts, about], sort_keys=True, separators=(",", ":"))
         assert claimed == f"{zlib.crc32(told.encode()):08x}"
         checkpoint.save_file(dict(reversed(tensors.items())), path)
@@ -75,9 +104,13 @@ def test_the_library_reads_what_is_written(tensors: dict[str, torch.Tensor]) -> 
 @given(
     st.dictionaries(NAMES, TENSORS, max_size=8),
     # Of an empty dict the library makes a file that it does not read itself.
-    st.one_of(st.none(), st.dictionaries(NAMES.map("its {}".format), st.text(max_size=5), min_size=1)),
+    st.one_of(
+        st.none(), st.dictionaries(NAMES.map("its {}".format), st.text(max_size=5), min_size=1)
+    ),
 )
-def test_what_the_library_writes_is_read(tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
+def test_what_the_library_writes_is_read(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x"
         try:
@@ -112,7 +145,9 @@ def test_a_file_that_another_tool_has_rewritten(tmp_path: Path) -> None:
         (metadata, "checksum"),
     ):
         # Other values: the library writes metadata in any order, at times in ours.
-        safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "y", {key: metadata[key] for key in kept})
+        safetensors.torch.save_file(
+            {"a": torch.zeros(3)}, tmp_path / "y", {key: metadata[key] for key in kept}
+        )
         with pytest.raises(CheckpointError, match=said):
             checkpoint.load_file(tmp_path / "y")
 
@@ -189,8 +224,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return calls
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads the names of open files there")
-def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="reads the names of open files there"
+)
+def test_all_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A crash of the machine is no different from one of the process."""
     calls = recorded(monkeypatch)
     checkpoint.save_file({"a": torch.ones(2)}, tmp_path / "x")
@@ -205,7 +244,9 @@ def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: 
     assert "ottava.json" in before
     assert any(name.startswith("rank-00000") for name in before)
     assert any(name.startswith(".run-") for name in before)
-    assert before.index("ottava.json") > next(i for i, name in enumerate(before) if name.startswith("rank-"))
+    assert before.index("ottava.json") > next(
+        i for i, name in enumerate(before) if name.startswith("rank-")
+    )
     assert ("sync", tmp_path.name) in calls[place:]
 
 
@@ -222,7 +263,10 @@ def test_what_the_version_before_wrote_is_refused_in_words_that_help(tmp_path: P
     safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "x", texts)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "ottava.json").write_text(OLD_INDEX)
-    remedy = "Remedy: load it in the ottava that wrote it, keep that with torch.save, and save it again in this one"
+    remedy = (
+        "Remedy: load it in the ottava that wrote it, keep that with torch.save, and save it "
+        "again in this one"
+    )
     for verify in (True, False):
         with pytest.raises(CheckpointError, match=rf"x is of an old format.*{remedy}"):
             checkpoint.load_file(tmp_path / "x", verify=verify)

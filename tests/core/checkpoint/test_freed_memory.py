@@ -1,4 +1,5 @@
-"""Tensors whose storage was given up or cut are refused by every writer: to read them would crash, or read on."""
+"""Tensors whose storage was given up or cut are refused by every writer: to read them would crash,
+or read on."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def quantized_model(tensor: Any, recipe: Any) -> torch.nn.Module:
     """One whose quantized weight holds such a tensor."""
     with ottava.quantized_model_init(recipe):
         layer = ottava.nn.Linear(16, 16, bias=False)
-    held = next(inner for inner in layer.weight.inner_list() if inner is not None and inner.numel() > 1)
+    held = next(
+        inner for inner in layer.weight.inner_list() if inner is not None and inner.numel() > 1
+    )
     # Memory of its own: that of some kernels cannot be resized.
     held.set_(held.clone())
     held.untyped_storage().resize_(tensor.untyped_storage().nbytes() // 10)
@@ -80,7 +83,10 @@ def test_memory_that_is_not_there(
     if of is quantized_model and name in ("behind_its_end", "strided"):
         pytest.skip("what a quantized tensor holds is whole")
     state = of(MADE[name](), recipe).state_dict()
-    with pytest.raises(UsageError, match=r"'x[\w.]*' (has no memory|lies outside of its memory): its storage.* bytes"):
+    with pytest.raises(
+        UsageError,
+        match=r"'x[\w.]*' (has no memory|lies outside of its memory): its storage.* bytes",
+    ):
         WRITERS[writer](state, tmp_path / "saved")
     assert [entry.name for entry in tmp_path.iterdir()] == ["there"]
 

@@ -1,4 +1,5 @@
-"""Damaged and hostile files: a typed error each time, the model bit for bit as it was, no code run, memory bounded."""
+"""Damaged and hostile files: a typed error each time, the model bit for bit as it was, no code run,
+memory bounded."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Attack = Callable[[bytes], str]
 
 @pytest.fixture
 def attack(small: Any, contents: Any, tmp_path: Path) -> Attack:
-    """Loads bytes into a model: they have to be refused, with the file's name, and nothing may change."""
+    """Loads bytes into a model: they have to be refused, with the file's name, and nothing may
+    change."""
     model, path = small(1), tmp_path / "attacked"
     before = contents(model)
 
@@ -43,8 +45,11 @@ def attack(small: Any, contents: Any, tmp_path: Path) -> Attack:
     return refused
 
 
-def test_an_unchanged_file_is_loaded(saved: bytes, parts: Any, small: Any, contents: Any, tmp_path: Path) -> None:
-    """What the other tests rely on: the model takes the file, and the checksums made by hand are right."""
+def test_an_unchanged_file_is_loaded(
+    saved: bytes, parts: Any, small: Any, contents: Any, tmp_path: Path
+) -> None:
+    """What the other tests rely on: the model takes the file, and the checksums made by hand are
+    right."""
     for raw in (saved, parts.seal()):
         (tmp_path / "x").write_bytes(raw)
         model = small(1)
@@ -100,22 +105,26 @@ def test_random_bytes(attack: Attack) -> None:
         attack((size + 1).to_bytes(8, "little") + b"{" + body)
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 10**8, 10**8 + 1, 2**31, 2**32, 2**62, 2**63, 2**64 - 1, "size+1", "size"])
+@pytest.mark.parametrize(
+    "length", [0, 1, 2, 10**8, 10**8 + 1, 2**31, 2**32, 2**62, 2**63, 2**64 - 1, "size+1", "size"]
+)
 def test_lengths_of_the_header(saved: bytes, attack: Attack, length: Any) -> None:
     number = {"size+1": len(saved) + 1, "size": len(saved)}.get(length, length)
     attack(number.to_bytes(8, "little") + saved[8:])
 
 
 JUNK: list[Any] = [
-    None, True, False, -1, 0, 1, 7, 35, 2**31, 2**62, 2**63, 2**64, 10**400, 0.0, 1.0, 1.5, -0.5, 1e308, "", "x", "U8",
-    "1", [], [[]], [0], [1], [-1], [5, 7], [7, 5], [35], [5, 7, 1], [5.0, 7.0], [True, 35], ["5", "7"], [None],
-    [2**62, 2**62], [2**62, 4], [2**62] * 60, [0, 2**62, 2**62], [1] * 65, [1] * 100_000, [0, 0], [0, 2**63], [35, 0],
-    [0, 1, 2], [4, 39], {}, {"a": 1}, {"dtype": "float8_e5m2"}, {"dtype": "save"}, {"dtype": []}, {"dtype": "float32"},
+    None, True, False, -1, 0, 1, 7, 35, 2**31, 2**62, 2**63, 2**64, 10**400, 0.0, 1.0, 1.5, -0.5,
+    1e308, "", "x", "U8", "1", [], [[]], [0], [1], [-1], [5, 7], [7, 5], [35], [5, 7, 1],
+    [5.0, 7.0], [True, 35], ["5", "7"], [None], [2**62, 2**62], [2**62, 4], [2**62] * 60,
+    [0, 2**62, 2**62], [1] * 65, [1] * 100_000, [0, 0], [0, 2**63], [35, 0], [0, 1, 2], [4, 39], {},
+    {"a": 1}, {"dtype": "float8_e5m2"}, {"dtype": "save"}, {"dtype": []}, {"dtype": "float32"},
 ]  # fmt: skip
 
 
 def changes(parts: Any) -> Iterator[tuple[str, Any]]:
-    """Every field of the header and of the description, with every junk value in its place, and without it."""
+    """Every field of the header and of the description, with every junk value in its place, and
+    without it."""
     for name, fields in parts.body.items():
         for field in (*fields, "more"):
             for junk in (*JUNK, "missing"):
@@ -149,7 +158,8 @@ def changes(parts: Any) -> Iterator[tuple[str, Any]]:
 def test_an_adversary_who_mends_the_checksums(
     parts: Any, small: Any, contents: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """What is accepted after all says what the file said before, or no more than other tools read in it too."""
+    """What is accepted after all says what the file said before, or no more than other tools read
+    in it too."""
     path, model = tmp_path / "attacked", small(1)
     (tmp_path / "as-is").write_bytes(parts.seal())
     meant, before = contents(checkpoint.load_file(tmp_path / "as-is")), contents(model)
@@ -173,7 +183,8 @@ def test_an_adversary_who_mends_the_checksums(
             assert {*file.keys()} == {*changed.body}, what
         model = small(1)
     assert cases > 2000
-    # Fields that the format does not have, values in whose place the same stood, words that name what made a tensor.
+    # Fields that the format does not have, values in whose place the same stood, words that name
+    # what made a tensor.
     assert 0 < accepted < 400
 
 
@@ -181,10 +192,19 @@ def test_swapped_tensors(parts: Any, attack: Attack) -> None:
     names = list(parts.body)
     for a in names:
         for b in names:
-            for fields in (["data_offsets"], ["shape"], ["dtype"], ["dtype", "shape"], ["shape", "data_offsets"]):
+            for fields in (
+                ["data_offsets"],
+                ["shape"],
+                ["dtype"],
+                ["dtype", "shape"],
+                ["shape", "data_offsets"],
+            ):
                 changed = copy.deepcopy(parts)
                 for field in fields:
-                    changed.body[a][field], changed.body[b][field] = parts.body[b][field], parts.body[a][field]
+                    changed.body[a][field], changed.body[b][field] = (
+                        parts.body[b][field],
+                        parts.body[a][field],
+                    )
                 if changed.body != parts.body:
                     attack(changed.seal())
 
@@ -193,7 +213,9 @@ def test_names(parts: Any, attack: Attack) -> None:
     for old in parts.body:
         for new in ("", "x", "__metadata", old + ".data", old.upper(), "\0", "../../x", "\ud800"):
             changed = copy.deepcopy(parts)
-            changed.body = {new if name == old else name: fields for name, fields in parts.body.items()}
+            changed.body = {
+                new if name == old else name: fields for name, fields in parts.body.items()
+            }
             attack(changed.seal())
         changed = copy.deepcopy(parts)
         del changed.body[old]
@@ -231,16 +253,19 @@ def test_text_that_is_no_plain_json(parts: Any, seal: Any, attack: Attack) -> No
     deep.described = 1
     deep.metadata["ottava"] = "1"
     for word in ("[" * 100_000, '{"a":' * 100_000, "", "nul", "1", '{"version": 1}', "\x00"):
-        raw = json.dumps({"__metadata__": {"ottava": word, "ottava.crc32": "00000000"}, **parts.body})
+        raw = json.dumps(
+            {"__metadata__": {"ottava": word, "ottava.crc32": "00000000"}, **parts.body}
+        )
         assert "damaged" in attack(seal(raw, parts.data))
 
 
 @pytest.mark.parametrize(
     "reference",
     [
-        "os:system", "builtins:eval", "builtins:exec", "subprocess:Popen", "torch:nn", "torch:load", "pickle:loads",
-        "torch.nn.modules.linear:Linear", "ottava.tensors.storage:StorageSpec", "ottava.nn.linear:Linear",
-        "antigravity:x", "this:s", ":", "", "x", "ottava", "ottava.tensors.float8:Float8Tensor.__new__", "\0:\0",
+        "os:system", "builtins:eval", "builtins:exec", "subprocess:Popen", "torch:nn", "torch:load",
+        "pickle:loads", "torch.nn.modules.linear:Linear", "ottava.tensors.storage:StorageSpec",
+        "ottava.nn.linear:Linear", "antigravity:x", "this:s", ":", "", "x", "ottava",
+        "ottava.tensors.float8:Float8Tensor.__new__", "\0:\0",
         "ottava.tensors.tensor:QuantizedTensor", "ottava.tensors.float8:Float8TensorStorage",
     ],
 )  # fmt: skip
@@ -328,15 +353,20 @@ except RuntimeError:
 
 
 def test_memory_is_bounded_by_the_file(parts: Any, seal: Any, tmp_path: Path) -> None:
-    """With room for 200 MB, of which a larger tensor is refused, every claim of more is an error of Ottava's."""
-    files: list[bytes] = [n.to_bytes(8, "little") + b"{" + b" " * 1000 for n in (10**8, 10**9, 2**40, 2**63, 2**64 - 1)]
+    """With room for 200 MB, of which a larger tensor is refused, every claim of more is an error of
+    Ottava's."""
+    files: list[bytes] = [
+        n.to_bytes(8, "little") + b"{" + b" " * 1000
+        for n in (10**8, 10**9, 2**40, 2**63, 2**64 - 1)
+    ]
     for name, fields in parts.body.items():
         for shape in ([2**40], [2**62], [2**31, 2**31], [10**9], [0, 2**62, 2**62]):
             for offsets in (fields["data_offsets"], [0, 2**40], [0, 10**9]):
                 changed = copy.deepcopy(parts)
                 changed.body[name] = fields | {"shape": shape, "data_offsets": offsets}
                 files.append(changed.seal())
-    # A gigabyte that is said to be there, in a file with a hole: refused, for want of memory or for its checksum.
+    # A gigabyte that is said to be there, in a file with a hole: refused, for want of memory or for
+    # its checksum.
     paths = []
     for number, raw in enumerate(files):
         paths.append(tmp_path / f"{number:03d}")
@@ -359,7 +389,8 @@ for path in sys.argv[1:]:
         ottava.checkpoint.load_file(path)
     except ottava.errors.OttavaError:
         print("refused")
-print([name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch.onnx"))])
+new = set(sys.modules) - before
+print([name for name in new if name.startswith(("torch._dynamo", "torch.onnx"))])
 """
 
 
@@ -375,4 +406,6 @@ def test_a_dtype_by_name_imports_nothing(parts: Any, tmp_path: Path) -> None:
         paths.append(tmp_path / f"{module}.safetensors")
         paths[-1].write_bytes(changed.seal())
     done = forking.python(NO_IMPORT, *paths)
-    assert done.stdout.split("\n")[:3] == ["refused", "refused", "[]"], done.stdout + done.stderr[-2000:]
+    assert done.stdout.split("\n")[:3] == ["refused", "refused", "[]"], (
+        done.stdout + done.stderr[-2000:]
+    )

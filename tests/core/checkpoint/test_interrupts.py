@@ -1,4 +1,5 @@
-"""Ctrl-C at any moment of a load or a save: tensors are all old or all new, files whole, and nothing is left behind."""
+"""Ctrl-C at any moment of a load or a save: tensors are all old or all new, files whole, and
+nothing is left behind."""
 
 from __future__ import annotations
 
@@ -41,13 +42,18 @@ def state(recipe: Any) -> Callable[[int], dict[str, Any]]:
         torch.manual_seed(seed)
         with ottava.quantized_model_init(recipe):
             net = torch.nn.Sequential(*(ottava.nn.Linear(5, 5, recipe=recipe) for _ in range(4)))
-        return {"model": net.state_dict(), "moments": [torch.full((3,), float(seed)) for _ in range(4)], "step": seed}
+        return {
+            "model": net.state_dict(),
+            "moments": [torch.full((3,), float(seed)) for _ in range(4)],
+            "step": seed,
+        }
 
     return make
 
 
 def interrupted(job: Job, line: int | None) -> int:
-    """Run a job that is interrupted before the given line of the room that it comes to; how many lines it came to."""
+    """Run a job that is interrupted before the given line of the room that it comes to; how many
+    lines it came to."""
     seen = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -68,15 +74,17 @@ def interrupted(job: Job, line: int | None) -> int:
         assert line is not None
     finally:
         sys.settrace(before)
-        # An exception in the line of a with statement as its block ends keeps Python from leaving it: the signal would
-        # wait there, a trace function does not, and so torch.no_grad() may stay in force, and a handler of signals too.
+        # An exception in the line of a with statement as its block ends keeps Python from leaving
+        # it: the signal would wait there, a trace function does not, and so torch.no_grad() may
+        # stay in force, and a handler of signals too.
         torch.set_grad_enabled(True)
         signal.signal(signal.SIGINT, handler)
     return seen
 
 
 def lines_of(job: Job, times: int) -> list[int]:
-    """Lines at which a job is to be interrupted: as many as are asked for, the last, where it writes, among them."""
+    """Lines at which a job is to be interrupted: as many as are asked for, the last, where it
+    writes, among them."""
     every = interrupted(job, None)
     last = range(max(1, every - times // 2), every + 1)
     return sorted({*last, *random.Random(0).sample(range(1, every + 1), min(every, times // 2))})
@@ -86,7 +94,9 @@ MANY = [40, pytest.param(600, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("times", MANY)
-def test_load_sharded_is_interrupted_at_any_line(state: Any, contents: Any, times: int, tmp_path: Path) -> None:
+def test_load_sharded_is_interrupted_at_any_line(
+    state: Any, contents: Any, times: int, tmp_path: Path
+) -> None:
     checkpoint.save_sharded(state(1), tmp_path / "saved")
     target = state(2)
 
@@ -111,7 +121,9 @@ def test_load_sharded_is_interrupted_at_any_line(state: Any, contents: Any, time
 
 
 @pytest.mark.parametrize("times", MANY)
-def test_load_model_is_interrupted_at_any_line(small: Any, contents: Any, times: int, tmp_path: Path) -> None:
+def test_load_model_is_interrupted_at_any_line(
+    small: Any, contents: Any, times: int, tmp_path: Path
+) -> None:
     checkpoint.save_model(small(1), tmp_path / "saved")
     before, after = contents(small(2)), contents(small(1))
     for line in lines_of(lambda: checkpoint.load_model(small(2), tmp_path / "saved"), times):
@@ -123,8 +135,11 @@ def test_load_model_is_interrupted_at_any_line(small: Any, contents: Any, times:
 def test_an_interrupt_of_a_load_leaves_state_that_waits_for_a_region(
     recipe: Any, contents: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal comes while the modules load, and is raised at the end: what they took, they keep."""
-    saved, net = (torch.nn.Sequential(ottava.nn.Linear(4, 4), ottava.nn.Linear(4, 4)) for _ in range(2))
+    """The signal comes while the modules load, and is raised at the end: what they took, they
+    keep."""
+    saved, net = (
+        torch.nn.Sequential(ottava.nn.Linear(4, 4), ottava.nn.Linear(4, 4)) for _ in range(2)
+    )
     state = saved.state_dict() | {"1.recipe_state.scales": torch.full((3,), 7.0)}
     checkpoint.save_file(state, tmp_path / "saved")
     before, real = contents(net), torch.nn.Module.load_state_dict
@@ -144,7 +159,8 @@ def test_an_interrupt_of_a_load_leaves_state_that_waits_for_a_region(
 
 
 def test_an_interrupt_inside_of_torch_is_no_damage(small: Any, tmp_path: Path) -> None:
-    """A signal at any line that torch comes to while it maps a file; there an exception may become another one."""
+    """A signal at any line that torch comes to while it maps a file; there an exception may become
+    another one."""
     checkpoint.save_model(small(0), tmp_path / "saved")
     calls = 0
 
@@ -172,8 +188,11 @@ def test_an_interrupt_inside_of_torch_is_no_damage(small: Any, tmp_path: Path) -
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("times", MANY)
-def test_saves_are_interrupted_at_any_line(state: Any, contents: Any, times: int, tmp_path: Path) -> None:
-    """What had the name has it still, or the new one has: whole, and alone, once the next save has come."""
+def test_saves_are_interrupted_at_any_line(
+    state: Any, contents: Any, times: int, tmp_path: Path
+) -> None:
+    """What had the name has it still, or the new one has: whole, and alone, once the next save has
+    come."""
     old, new = state(1), state(2)
     file, folder = tmp_path / "file", tmp_path / "folder"
     for line in lines_of(lambda: checkpoint.save_file(new["model"], tmp_path / "counted"), times):
@@ -182,7 +201,9 @@ def test_saves_are_interrupted_at_any_line(state: Any, contents: Any, times: int
         read = contents(checkpoint.load_file(file))
         assert read in (contents(old["model"]), contents(new["model"])), line
     (tmp_path / "counted").unlink()
-    for line in lines_of(lambda: checkpoint.save_sharded(new, tmp_path / "counted", overwrite=True), times):
+    for line in lines_of(
+        lambda: checkpoint.save_sharded(new, tmp_path / "counted", overwrite=True), times
+    ):
         checkpoint.save_sharded(old, folder, overwrite=True)
         interrupted(lambda: checkpoint.save_sharded(new, folder, overwrite=True), line)
         assert checkpoint.is_complete(folder)
@@ -198,7 +219,8 @@ def test_saves_are_interrupted_at_any_line(state: Any, contents: Any, times: int
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """A callback of the garbage collector, of which hypothesis has one, can only report that it was interrupted."""
+    """A callback of the garbage collector, of which hypothesis has one, can only report that it was
+    interrupted."""
     gc.disable()
     yield
     gc.enable()
@@ -207,7 +229,8 @@ def no_collections() -> Iterator[None]:
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("times", [10, pytest.param(250, marks=pytest.mark.slow)])
 def test_signals_at_random_times(state: Any, contents: Any, times: int, tmp_path: Path) -> None:
-    """The signal itself, from another thread, and twice: in the middle of a write it waits for the end."""
+    """The signal itself, from another thread, and twice: in the middle of a write it waits for the
+    end."""
     checkpoint.save_sharded(state(1), tmp_path / "saved")
     after, before = contents(state(1)["model"]), contents(state(2)["model"])
     chance, start = random.Random(0), time.monotonic()

@@ -1,4 +1,5 @@
-"""A tensor of many shards is loaded by a number of looks that grows with their number, not with its square."""
+"""A tensor of many shards is loaded by a number of looks that grows with their number, not with its
+square."""
 
 from __future__ import annotations
 
@@ -18,10 +19,16 @@ FILE = "rank-00000-of-00001.safetensors"
 
 
 def write_shards(folder: Path, number: int) -> None:
-    """A checkpoint of ``x``, ``[number, 2]``, in a shard for each row, with the number of the row in it."""
-    checkpoint.save_file({f"x@{row}": torch.full((1, 2), float(row)) for row in range(number)}, folder / FILE)
+    """A checkpoint of ``x``, ``[number, 2]``, in a shard for each row, with the number of the row
+    in it."""
+    checkpoint.save_file(
+        {f"x@{row}": torch.full((1, 2), float(row)) for row in range(number)}, folder / FILE
+    )
     crc32 = checkpoint.files.read_tensors(folder / FILE)[1]["ottava.crc32"]
-    shards = [{"file": FILE, "key": f"x@{row}", "offsets": [row, 0], "shape": [1, 2]} for row in range(number)]
+    shards = [
+        {"file": FILE, "key": f"x@{row}", "offsets": [row, 0], "shape": [1, 2]}
+        for row in range(number)
+    ]
     state: Any = {"dict": [["x", {"tensor": "x"}]]}
     body = {
         "version": 2,

@@ -12,14 +12,29 @@ import torch
 import ottava
 from ottava import checkpoint
 from ottava.checkpoint.files import write_tensors
-from ottava.errors import CheckpointError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
-from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensorStorage, StaticField, columnwise_layout
+from ottava.errors import (
+    CheckpointError,
+    DTypeError,
+    OptionError,
+    OttavaError,
+    ShapeError,
+    UsageError,
+)
+from ottava.tensors import (
+    Float8Tensor,
+    InnerTensor,
+    QuantizedTensorStorage,
+    StaticField,
+    columnwise_layout,
+)
 
 
 def linear(recipe: Any, seed: int, *, primary: bool, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
     with ottava.quantized_model_init(recipe, enabled=primary):
-        return torch.nn.Sequential(ottava.nn.Linear(16, 8, recipe=recipe, dtype=dtype), torch.nn.BatchNorm1d(8))
+        return torch.nn.Sequential(
+            ottava.nn.Linear(16, 8, recipe=recipe, dtype=dtype), torch.nn.BatchNorm1d(8)
+        )
 
 
 def test_bytes_into_the_same_kind(small: Any, contents: Any, tmp_path: Path) -> None:
@@ -34,7 +49,10 @@ def test_bytes_into_the_same_kind(small: Any, contents: Any, tmp_path: Path) -> 
 
 
 def test_between_kinds(recipe: Any, tmp_path: Path) -> None:
-    quantized, plain = linear(recipe, 0, primary=True), linear(recipe, 1, primary=False, dtype=torch.bfloat16)
+    quantized, plain = (
+        linear(recipe, 0, primary=True),
+        linear(recipe, 1, primary=False, dtype=torch.bfloat16),
+    )
     checkpoint.save_model(quantized, tmp_path / "quantized")
     checkpoint.load_model(plain, tmp_path / "quantized")
     assert torch.equal(plain[0].weight, quantized[0].weight.dequantize(torch.bfloat16))
@@ -63,7 +81,10 @@ def test_names_of_only_one_of_them(small: Any, contents: Any, tmp_path: Path) ->
     del state["step"]
     checkpoint.save_file(state | {"more": torch.ones(1), "most": torch.ones(1)}, tmp_path / "x")
     before = contents(model)
-    with pytest.raises(CheckpointError, match=r"x: the file misses 'step'; the model has no place for 'more', 'most'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"x: the file misses 'step'; the model has no place for 'more', 'most'",
+    ):
         checkpoint.load_model(model, tmp_path / "x")
     assert contents(model) == before
     missing, unexpected = checkpoint.load_model(model, tmp_path / "x", strict=False)
@@ -88,7 +109,12 @@ def test_names_of_only_one_of_them(small: Any, contents: Any, tmp_path: Path) ->
     ],
 )
 def test_another_shape_or_kind(
-    small: Any, contents: Any, tmp_path: Path, name: str, value: torch.Tensor, error: type[OttavaError]
+    small: Any,
+    contents: Any,
+    tmp_path: Path,
+    name: str,
+    value: torch.Tensor,
+    error: type[OttavaError],
 ) -> None:
     """What the model has come before it in the file: nothing of that is loaded either."""
     model = small(0)
@@ -106,7 +132,9 @@ def test_models_that_cannot_be_loaded_into(small: Any, tmp_path: Path) -> None:
     no_quantizer.layer.weight.update_quantizer(None)
     checkpoint.load_model(no_quantizer, tmp_path / "x")
     state = small(0).state_dict()
-    checkpoint.save_file(state | {"layer.weight": state["layer.weight"].dequantize()}, tmp_path / "plain")
+    checkpoint.save_file(
+        state | {"layer.weight": state["layer.weight"].dequantize()}, tmp_path / "plain"
+    )
     with pytest.raises(UsageError, match="has no quantizer"):
         checkpoint.load_model(no_quantizer, tmp_path / "plain")
     with pytest.raises(UsageError, match="on meta"):
@@ -166,24 +194,32 @@ def test_no_copy_of_a_model_is_kept_that_refuses_nothing(
     assert len(kept) == len(model.state_dict())
 
 
-def test_a_module_with_a_way_of_its_own_to_load_undoes_everything(contents: Any, tmp_path: Path) -> None:
+def test_a_module_with_a_way_of_its_own_to_load_undoes_everything(
+    contents: Any, tmp_path: Path
+) -> None:
     class Own(torch.nn.Linear):
         def _load_from_state_dict(self, *args: Any) -> None:
             super()._load_from_state_dict(*args)
             raise ZeroDivisionError("by the module")
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), Own(3, 3))
-    checkpoint.save_model(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)),
-                          tmp_path / "x")  # fmt: skip
+    saved = torch.nn.Sequential(
+        torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3)
+    )
+    checkpoint.save_model(saved, tmp_path / "x")
     before = contents(model)
     with pytest.raises(CheckpointError, match="by the module"):
         checkpoint.load_model(model, tmp_path / "x")
     assert contents(model) == before
 
 
-def test_values_that_cannot_be_quantized_undo_everything(recipe: Any, contents: Any, tmp_path: Path) -> None:
+def test_values_that_cannot_be_quantized_undo_everything(
+    recipe: Any, contents: Any, tmp_path: Path
+) -> None:
     model = torch.nn.Sequential(*(linear(recipe, seed, primary=True)[0] for seed in range(2)))
-    checkpoint.save_model(torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(16, 8)), tmp_path / "x")
+    checkpoint.save_model(
+        torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(16, 8)), tmp_path / "x"
+    )
 
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("by the quantizer")
@@ -198,10 +234,15 @@ def test_values_that_cannot_be_quantized_undo_everything(recipe: Any, contents: 
 class Loose(QuantizedTensorStorage):
     """A third party's storage, which checks nothing."""
 
-    inner_tensors = (InnerTensor("_codes", "codes", native="_element"), InnerTensor("_factor", "factor"))
+    inner_tensors = (
+        InnerTensor("_codes", "codes", native="_element"),
+        InnerTensor("_factor", "factor"),
+    )
     static_fields = (StaticField("_element", "element"), StaticField("_sizes", "sizes"))
 
-    def __init__(self, *, codes: Any, factor: Any, element: Any, sizes: Any, quantizer: Any = None) -> None:
+    def __init__(
+        self, *, codes: Any, factor: Any, element: Any, sizes: Any, quantizer: Any = None
+    ) -> None:
         self._codes, self._factor, self._quantizer = codes, factor, quantizer
         self._element, self._sizes = element, sizes
         assert sizes is not None
@@ -214,13 +255,31 @@ class Loose(QuantizedTensorStorage):
 
 
 def test_a_class_that_checks_nothing(contents: Any, tmp_path: Path) -> None:
-    """Whatever a file says to it: an error of Ottava's and nothing is changed, or a weight of the right shape."""
-    made = Loose(codes=torch.arange(6, dtype=torch.uint8).view(2, 3), factor=torch.rand(2), element=torch.float8_e5m2,
-                 sizes=(2, 3))  # fmt: skip
+    """Whatever a file says to it: an error of Ottava's and nothing is changed, or a weight of the
+    right shape."""
+    made = Loose(
+        codes=torch.arange(6, dtype=torch.uint8).view(2, 3),
+        factor=torch.rand(2),
+        element=torch.float8_e5m2,
+        sizes=(2, 3),
+    )
     tensors, metadata = checkpoint.flatten_state_dict({"weight": made, "bias": torch.ones(2)})
     model = torch.nn.Linear(3, 2)
     before, refused, loaded = contents(model), 0, 0
-    junk: list[Any] = [None, [], [2, 3], [3, 2], [2], [-1, 3], "x", "23", 1, 1.5, {}, {"dtype": "float8_e4m3fn"}]
+    junk: list[Any] = [
+        None,
+        [],
+        [2, 3],
+        [3, 2],
+        [2],
+        [-1, 3],
+        "x",
+        "23",
+        1,
+        1.5,
+        {},
+        {"dtype": "float8_e4m3fn"},
+    ]
     junk += [{"dtype": "uint8"}, {"dtype": "float32"}, {"a": 1}, True, ["2", "3"], [[2], 3]]
     for field in ("element", "sizes"):
         for value in junk:
@@ -249,7 +308,8 @@ def test_a_class_that_checks_nothing(contents: Any, tmp_path: Path) -> None:
 
 
 def test_what_the_device_needs_besides_is_made(recipe: Any, tmp_path: Path) -> None:
-    """A file without transposes, as of a device that needs none, for a device that does: the bytes stay."""
+    """A file without transposes, as of a device that needs none, for a device that does: the bytes
+    stay."""
     checkpoint.save_model(linear(recipe, 0, primary=True), tmp_path / "x")
     written = checkpoint.load_file(tmp_path / "x")["0.weight"]
     with columnwise_layout("transpose"):

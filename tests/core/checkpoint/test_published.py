@@ -27,7 +27,9 @@ def refusal(file: Path, net: Any, *, strict: bool) -> CheckpointError:
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("config", [True, False])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_refused_by_name(name: str, config: bool, strict: bool, tmp_path: Path) -> None:
+def test_every_format_is_refused_by_name(
+    name: str, config: bool, strict: bool, tmp_path: Path
+) -> None:
     error = refusal(write(name, tmp_path, config=config), model(), strict=strict)
     title = FORMATS[name].title if config else FORMATS[name].title_by_names
     assert "model.safetensors holds codes of quantized weights" in error.what
@@ -54,7 +56,9 @@ def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert "format, ModelOpt FP8: '0.weight'" in refusal(file, model(), strict=False).what
 
 
-@pytest.mark.parametrize("text", [b"\xff", b"{", b"[]", b"[" * 100000, b'{"quantization_config": 1}'])
+@pytest.mark.parametrize(
+    "text", [b"\xff", b"{", b"[]", b"[" * 100000, b'{"quantization_config": 1}']
+)
 def test_a_configuration_that_cannot_be_read_hides_nothing(text: bytes, tmp_path: Path) -> None:
     file = write("Hugging Face FP8", tmp_path, config=False)
     for name in ("config.json", "hf_quant_config.json", "model.safetensors.index.json"):

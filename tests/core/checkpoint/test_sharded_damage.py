@@ -1,4 +1,5 @@
-"""Damaged and forged sharded checkpoints: an error that names the file, nothing run, nothing changed."""
+"""Damaged and forged sharded checkpoints: an error that names the file, nothing run, nothing
+changed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def training(recipe: Any) -> Callable[[int], dict[str, Any]]:
     def make(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         with ottava.quantized_model_init(recipe):
-            net = torch.nn.Sequential(ottava.nn.Linear(5, 33, recipe=recipe), ottava.nn.Linear(33, 3, recipe=recipe))
+            net = torch.nn.Sequential(
+                ottava.nn.Linear(5, 33, recipe=recipe), ottava.nn.Linear(33, 3, recipe=recipe)
+            )
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 * seed)
         net(torch.ones(2, 5)).sum().backward()
         optimizer.step()
@@ -40,10 +43,17 @@ def training(recipe: Any) -> Callable[[int], dict[str, Any]]:
 def tensor_bytes(state: Any) -> list[bytes]:
     """Every byte of the tensors in a nested state."""
     if isinstance(state, ottava.QuantizedTensorStorage):
-        return [part for tensor in state.inner_list() if tensor is not None for part in tensor_bytes(tensor)]
+        return [
+            part
+            for tensor in state.inner_list()
+            if tensor is not None
+            for part in tensor_bytes(tensor)
+        ]
     if isinstance(state, torch.Tensor):
         return [bytes(state.detach().contiguous().reshape(-1).view(torch.uint8).tolist())]
-    entries = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    entries = (
+        state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    )
     return [part for entry in entries for part in tensor_bytes(entry)]
 
 
@@ -76,8 +86,17 @@ def test_every_file_cut_extended_flipped_removed_or_replaced(training: Any, tmp_
         data = (original / file).read_bytes()
         bits = [chance.randrange(8 * len(data)) for _ in range(100)] + [0, 8 * len(data) - 9]
         ways = [flipped(data, bit) for bit in bits]
-        ways += [data[: chance.randrange(len(data))] for _ in range(10)] + [b"", data[:-1], data + b"\0", data * 2]
-        ways += [pickle.dumps(Payload(trace)), pickle.dumps(Payload(trace)).ljust(len(data), b"."), b"\0" * len(data)]
+        ways += [data[: chance.randrange(len(data))] for _ in range(10)] + [
+            b"",
+            data[:-1],
+            data + b"\0",
+            data * 2,
+        ]
+        ways += [
+            pickle.dumps(Payload(trace)),
+            pickle.dumps(Payload(trace)).ljust(len(data), b"."),
+            b"\0" * len(data),
+        ]
         for way in ways:
             shutil.rmtree(path, ignore_errors=True)
             shutil.copytree(original, path)
@@ -231,7 +250,9 @@ def test_sizes_and_names_that_no_tensor_has(name: str, tmp_path: Path) -> None:
         load_sharded({"x": torch.ones(0, 3)}, path)
 
 
-def test_old_checkpoints_that_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoints_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new one is whole all the same."""
     import ottava.checkpoint.sharded as module
 

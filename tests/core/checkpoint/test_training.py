@@ -1,4 +1,5 @@
-"""A training that is taken up from its checkpoints again and again ends as one that was never interrupted."""
+"""A training that is taken up from its checkpoints again and again ends as one that was never
+interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ class Training:
         torch.manual_seed(seed)
         with ottava.quantized_model_init(recipe):
             self.net = torch.nn.Sequential(
-                ottava.nn.Linear(16, 24, recipe=recipe), torch.nn.GELU(), ottava.nn.Linear(24, 16, recipe=recipe)
+                ottava.nn.Linear(16, 24, recipe=recipe),
+                torch.nn.GELU(),
+                ottava.nn.Linear(24, 16, recipe=recipe),
             )
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.losses: list[str] = []
@@ -32,11 +35,17 @@ class Training:
         self.losses.append(loss.item().hex())
 
     def state(self) -> dict[str, Any]:
-        return {"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "losses": self.losses}
+        return {
+            "model": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "losses": self.losses,
+        }
 
     def resume(self, folder: Path) -> None:
         self.step(0)
-        state = checkpoint.load_sharded(self.state(), checkpoint.latest_checkpoint(folder) or folder)
+        state = checkpoint.load_sharded(
+            self.state(), checkpoint.latest_checkpoint(folder) or folder
+        )
         self.net.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.losses = state["losses"]
@@ -61,6 +70,6 @@ def test_a_hundred_steps(recipe: Any, contents: Any, tmp_path: Path) -> None:
     assert often.losses == plain.losses
     assert contents(often.net) == contents(plain.net)
     moments = [entry for of in (often, plain) for entry in [of.optimizer.state_dict()["state"]]]
-    assert contents({f"{n}.{k}": v for n, e in moments[0].items() for k, v in e.items()}) == contents(
-        {f"{n}.{k}": v for n, e in moments[1].items() for k, v in e.items()}
-    )
+    assert contents(
+        {f"{n}.{k}": v for n, e in moments[0].items() for k, v in e.items()}
+    ) == contents({f"{n}.{k}": v for n, e in moments[1].items() for k, v in e.items()})

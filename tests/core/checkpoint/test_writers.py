@@ -1,4 +1,5 @@
-"""Writers beside each other, full disks, and names that no file may take: whole files, typed errors, nothing left."""
+"""Writers beside each other, full disks, and names that no file may take: whole files, typed
+errors, nothing left."""
 
 from __future__ import annotations
 
@@ -22,13 +23,19 @@ from ottava.filesystem import Partial
 
 
 def test_writers_of_other_files_are_left_alone(tmp_path: Path) -> None:
-    """Long names that begin alike, as those of ranks do; while one is written another one comes and goes."""
-    one, two = tmp_path / ("checkpoint-" + "x" * 60 + "-rank-0"), tmp_path / ("checkpoint-" + "x" * 60 + "-rank-1")
+    """Long names that begin alike, as those of ranks do; while one is written another one comes and
+    goes."""
+    one, two = (
+        tmp_path / ("checkpoint-" + "x" * 60 + "-rank-0"),
+        tmp_path / ("checkpoint-" + "x" * 60 + "-rank-1"),
+    )
     with Partial(one) as writing:
         (writing.path / "tensors").write_bytes(b"half")
         for target in (two, one):
             checkpoint.save_file({"a": torch.ones(2)}, target)
-            checkpoint.save_sharded({"a": torch.ones(2)}, target.with_name(target.name[:-2] + "s"), overwrite=True)
+            checkpoint.save_sharded(
+                {"a": torch.ones(2)}, target.with_name(target.name[:-2] + "s"), overwrite=True
+            )
             assert (writing.path / "tensors").read_bytes() == b"half"
     longest = tmp_path / ("é" * 127)
     checkpoint.save_file({"a": torch.ones(2)}, longest)
@@ -39,7 +46,8 @@ def test_writers_of_other_files_are_left_alone(tmp_path: Path) -> None:
 def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
     """By the next one of the same name; those of other names stay."""
     program = (
-        "import os, signal, sys, torch; from ottava import checkpoint; from ottava.checkpoint import files\n"
+        "import os, signal, sys, torch; from ottava import checkpoint; from ottava.checkpoint "
+        "import files\n"
         "files.serialize_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "checkpoint.save_file({'a': torch.ones(2)}, sys.argv[1])"
     )
@@ -71,14 +79,19 @@ def test_two_writers_of_one_path(times: int, tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         loaded = {name: torch.zeros(1000) for name in "abc"}
-        for read in (checkpoint.load_file(tmp_path / "file"), checkpoint.load_sharded(loaded, tmp_path / "folder")):
+        for read in (
+            checkpoint.load_file(tmp_path / "file"),
+            checkpoint.load_sharded(loaded, tmp_path / "folder"),
+        ):
             assert len({float(value) for tensor in read.values() for value in tensor}) == 1
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
         assert len(list((tmp_path / "folder").iterdir())) == 2
     assert failures == []
 
 
-def test_two_replacements_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_replacements_of_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One comes while the other is about to give its folder a name."""
     path, real = tmp_path / "saved", storage.publish
     for first in (False, True):
@@ -118,11 +131,13 @@ for limit in (0, 1, 100, 200):
                 save({"a": torch.ones(count), "b": torch.ones(1)})
                 said.append("saved")
             except OttavaError as error:
-                said.append("cannot be written" if "cannot be written" in str(error) else str(error))
+                expected = "cannot be written"
+                said.append(expected if expected in str(error) else str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         print(limit, count, *said, sep="|")
 target = {"a": torch.ones(3)}
-print(checkpoint.load_file(sys.argv[1])["a"].tolist(), checkpoint.load_sharded(target, sys.argv[2])["a"].tolist())
+one = checkpoint.load_file(sys.argv[1])
+print(one["a"].tolist(), checkpoint.load_sharded(target, sys.argv[2])["a"].tolist())
 """
 
 
@@ -130,7 +145,9 @@ def test_a_full_disk_is_an_error_for_small_tensors_too(tmp_path: Path) -> None:
     done = forking.python(FULL, tmp_path / "file", tmp_path / "folder")
     lines = done.stdout.splitlines()
     assert len(lines) == 13, done.stderr
-    assert {line.split("|", 2)[2] for line in lines[:-1]} == {"cannot be written|cannot be written"}, lines
+    assert {line.split("|", 2)[2] for line in lines[:-1]} == {
+        "cannot be written|cannot be written"
+    }, lines
     assert lines[-1] == "[0.0, 0.0, 0.0] [0.0, 0.0, 0.0]"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
     assert len(list((tmp_path / "folder").iterdir())) == 2
@@ -142,7 +159,9 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/dev/null")
     before = sorted(entry.name for entry in tmp_path.iterdir())
     for name in ("pipe", "folder", "link", "/dev/null"):
-        with pytest.raises(UsageError, match=r"cannot be written: it is (a folder|no regular file)"):
+        with pytest.raises(
+            UsageError, match=r"cannot be written: it is (a folder|no regular file)"
+        ):
             checkpoint.save_file({"a": torch.ones(1)}, tmp_path / name)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == before
     assert not os.path.isfile("/dev/null")
@@ -161,7 +180,9 @@ def test_a_missing_folder_is_told(tmp_path: Path) -> None:
         ("link", "absent"),
         ("absent/deep/x", "absent/deep"),
     ):
-        with pytest.raises(UsageError, match=rf"{name} cannot be written: .*{tmp_path / said}\b") as caught:
+        with pytest.raises(
+            UsageError, match=rf"{name} cannot be written: .*{tmp_path / said}\b"
+        ) as caught:
             checkpoint.save_file({"a": torch.ones(1)}, tmp_path / name)
         assert "partial" not in str(caught.value)
 
@@ -180,7 +201,9 @@ def test_a_reader_is_told_of_a_replacement(tmp_path: Path, monkeypatch: pytest.M
             return opened
 
         monkeypatch.setattr(files, "safe_open", replaced)
-        with pytest.raises(CheckpointError, match=r"file was replaced while it was read.*load it again"):
+        with pytest.raises(
+            CheckpointError, match=r"file was replaced while it was read.*load it again"
+        ):
             checkpoint.load_file(file, verify=verify)
         reader = storage.FolderReader(folder)
         assert reader.index.files
@@ -194,7 +217,9 @@ def test_a_reader_is_told_of_a_replacement(tmp_path: Path, monkeypatch: pytest.M
         assert checkpoint.load_file(file)["a"].tolist() == [1.0] * 3  # type: ignore[union-attr]
 
 
-def test_a_checkpoint_that_is_replaced_all_the_time_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_replaced_all_the_time_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the reads of its index and of its files; a writer without end is not waited for."""
     path, real, left = tmp_path / "step-0000001", Path.is_file, 0
 
@@ -220,7 +245,9 @@ def test_a_checkpoint_that_is_replaced_all_the_time_is_found(tmp_path: Path, mon
     assert left > 900
 
 
-def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folders above it, which it made, and what another one has put there stay."""
     (tmp_path / "there").mkdir()
     state = {"a": torch.ones(1)}
@@ -232,7 +259,10 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pyt
         (path.parent.parent / "other").touch()
         fails()
 
-    for write, left in ((fails, ["new", "new/deep"]), (beside, ["new", "new/deep", "new/deep/other"])):
+    for write, left in (
+        (fails, ["new", "new/deep"]),
+        (beside, ["new", "new/deep", "new/deep/other"]),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(storage, "write_tensors", write)
             for save in (
@@ -241,7 +271,10 @@ def test_a_save_that_fails_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pyt
             ):
                 with pytest.raises(CheckpointError, match="no room"):
                     save()
-                found = sorted(str(path.relative_to(tmp_path / "there")) for path in tmp_path.glob("there/**/*"))
+                found = sorted(
+                    str(path.relative_to(tmp_path / "there"))
+                    for path in tmp_path.glob("there/**/*")
+                )
                 assert found == left
     # A name in the way, below folders that it made.
     for path in (tmp_path / "one" / ("x" * 300) / "x", tmp_path / "two" / ("x" * 300)):
@@ -321,11 +354,15 @@ def test_a_file_that_replaces_another_is_open_to_nobody_else(mode: int, tmp_path
         for old in (file, *folder.iterdir()):
             old.chmod(mode)
         seen = modes_while(lambda: checkpoint.save_file(state, file), tmp_path)
-        seen |= modes_while(lambda: checkpoint.save_sharded(state, folder, overwrite=True), tmp_path)
+        seen |= modes_while(
+            lambda: checkpoint.save_sharded(state, folder, overwrite=True), tmp_path
+        )
     finally:
         os.umask(before)
     assert mode in seen
-    assert all(found & ~(mode | stat.S_IRUSR | stat.S_IWUSR) == 0 for found in seen), list(map(oct, seen))
+    assert all(found & ~(mode | stat.S_IRUSR | stat.S_IWUSR) == 0 for found in seen), list(
+        map(oct, seen)
+    )
     assert {stat.S_IMODE(new.stat().st_mode) for new in (file, *folder.iterdir())} == {mode}
 
 
@@ -380,7 +417,10 @@ def test_pipes_are_never_waited_for(tmp_path: Path) -> None:
     done = forking.python(PIPES, tmp_path)
     latest, complete, *said = done.stdout.splitlines()
     assert (latest, complete) == ("step-0000001", "False"), done.stderr
-    expected = ("ottava.json cannot be read: it is no regular file", "is not a sharded checkpoint and is not replaced")
+    expected = (
+        "ottava.json cannot be read: it is no regular file",
+        "is not a sharded checkpoint and is not replaced",
+    )
     expected += ("is no regular file", "it is no regular file")
     for line, words in zip(said, expected, strict=True):
         assert words in line

@@ -1,4 +1,5 @@
-"""``ottava recipes`` and ``ottava doctor`` as a user runs them, with broken plugins and bad environments."""
+"""``ottava recipes`` and ``ottava doctor`` as a user runs them, with broken plugins and bad
+environments."""
 
 from __future__ import annotations
 
@@ -22,10 +23,18 @@ def plugins(tmp_path: Path) -> Path:
     (tmp_path / "aaa_impl.py").write_text(RECIPE)
     plugin(tmp_path, "bbb-raises", "bbb_raises", "raise ZeroDivisionError('at import [/red]')")
     plugin(
-        tmp_path, "ccc-signature", "ccc_signature", GOOD + "@h.hookimpl\ndef ottava_recipes(wrong):\n    return []\n"
+        tmp_path,
+        "ccc-signature",
+        "ccc_signature",
+        GOOD + "@h.hookimpl\ndef ottava_recipes(wrong):\n    return []\n",
     )
     plugin(tmp_path, "ddd-taken", "ddd_taken", offers("mine", "own", factory="ddd_taken:Thing"))
-    plugin(tmp_path, "eee-unknown", "eee_unknown", GOOD + "@h.hookimpl\ndef ottava_nonesuch():\n    return []\n")
+    plugin(
+        tmp_path,
+        "eee-unknown",
+        "eee_unknown",
+        GOOD + "@h.hookimpl\ndef ottava_nonesuch():\n    return []\n",
+    )
     old = HOOK.format(name="o", module="m").replace("summary='s'", "summary='s', api_version=9")
     plugin(tmp_path, "fff-old", "fff_old", GOOD + old)
     return tmp_path
@@ -70,7 +79,12 @@ def test_plugins_can_be_disabled_or_required(plugins: Path) -> None:
     disabled = "bbb-raises,ccc_signature,aaa.good,eee-unknown,fff-old"
     rows = listing(plugins, OTTAVA_DISABLE_PLUGINS=disabled)["recipes"]
     statuses = {(row["distribution"], row["name"]): row["status"] for row in rows}
-    assert statuses["bbb-raises", ""] == statuses["ccc-signature", ""] == statuses["aaa-good", ""] == "disabled"
+    assert (
+        statuses["bbb-raises", ""]
+        == statuses["ccc-signature", ""]
+        == statuses["aaa-good", ""]
+        == "disabled"
+    )
     assert statuses["ddd-taken", "mine"] == "ok"
 
 
@@ -102,7 +116,9 @@ def test_quantizer_factories_are_listed(tmp_path: Path) -> None:
         "error": "",
     }
     assert "ddd-gone 1.2" in rows["ccc-gone", "taken"]["error"]
-    assert not [row for row in given["recipes"] if row["distribution"][:3] in ("aaa", "bbb", "ccc", "ddd")]
+    assert not [
+        row for row in given["recipes"] if row["distribution"][:3] in ("aaa", "bbb", "ccc", "ddd")
+    ]
     assert "by row" in run(tmp_path, "recipes").stdout
     found = checks(tmp_path)
     assert found["quantizer factory rows"]["ok"]
@@ -113,11 +129,19 @@ def test_quantizer_factories_are_listed(tmp_path: Path) -> None:
 def test_an_empty_plugin_is_told(tmp_path: Path) -> None:
     plugin(tmp_path, "aaa-empty", "aaa_empty", hook("return []"))
     rows = {row["distribution"]: row for row in listing(tmp_path)["recipes"]}
-    assert (rows["aaa-empty"]["status"], rows["aaa-empty"]["error"]) == ("empty", "it offers nothing")
+    assert (rows["aaa-empty"]["status"], rows["aaa-empty"]["error"]) == (
+        "empty",
+        "it offers nothing",
+    )
 
 
 def test_json_is_json_when_plugins_print(tmp_path: Path) -> None:
-    plugin(tmp_path, "aaa-prints", "aaa_prints", "print('on import')\n" + offers("mine", factory="aaa_impl:Thing"))
+    plugin(
+        tmp_path,
+        "aaa-prints",
+        "aaa_prints",
+        "print('on import')\n" + offers("mine", factory="aaa_impl:Thing"),
+    )
     (tmp_path / "aaa_impl.py").write_text("print('on build')\n" + RECIPE)
     assert "mine" in [row["name"] for row in listing(tmp_path)["recipes"]]
     assert checks(tmp_path)["recipe mine"]["ok"]
@@ -132,7 +156,11 @@ def test_json_is_json_when_plugins_print(tmp_path: Path) -> None:
         ("nonesuch_module:Thing", "", "No module named 'nonesuch_module'"),
         ("aaa_impl:nonesuch", "", "nonesuch"),
         ("math:pi", "", "type float"),
-        ("aaa_impl:build", "def build(): raise ValueError('ctor [/red] [bold]')", "ctor [/red] [bold]"),
+        (
+            "aaa_impl:build",
+            "def build(): raise ValueError('ctor [/red] [bold]')",
+            "ctor [/red] [bold]",
+        ),
         ("builtins:object", "", "type object"),
     ],
 )
@@ -148,7 +176,12 @@ def test_doctor_builds_the_recipes(tmp_path: Path, factory: str, source: str, sa
 
 def test_doctor_says_what_is_wrong(plugins: Path, tmp_path: Path) -> None:
     wrong = {name for name, check in checks(plugins).items() if not check["ok"]}
-    assert {"plugin bbb-raises:main", "plugin aaa-good:main", "plugin ddd-taken:main", "recipe own"} <= wrong
+    assert {
+        "plugin bbb-raises:main",
+        "plugin aaa-good:main",
+        "plugin ddd-taken:main",
+        "recipe own",
+    } <= wrong
     assert "kernel self-test" not in wrong
     # A text of a plugin is no markup.
     text = run(plugins, "doctor")
@@ -161,7 +194,9 @@ def test_doctor_says_what_is_wrong(plugins: Path, tmp_path: Path) -> None:
         products = checks(tmp_path / "empty", OTTAVA_CPU_PRODUCT=wanted)["bfloat16 products on cpu"]
         assert products["ok"]
         assert products["detail"] == f"in {wanted}, since OTTAVA_CPU_PRODUCT says so"
-    unforced = checks(tmp_path / "empty", OTTAVA_CPU_PRODUCT="")["bfloat16 products on cpu"]["detail"]
+    unforced = checks(tmp_path / "empty", OTTAVA_CPU_PRODUCT="")["bfloat16 products on cpu"][
+        "detail"
+    ]
     assert unforced in (
         "in bfloat16, since torch has a fast one of bfloat16 here",
         "in float32, since torch has no fast one of bfloat16 here",
@@ -195,7 +230,9 @@ def command_package(folder: Path, dist: str, **commands: str) -> None:
     info = folder / f"{dist.replace('-', '_')}-1.2.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n")
-    entries = "".join(f"{name.replace('_', '-')} = {reference}\n" for name, reference in commands.items())
+    entries = "".join(
+        f"{name.replace('_', '-')} = {reference}\n" for name, reference in commands.items()
+    )
     (info / "entry_points.txt").write_text(f"[ottava.commands]\n{entries}")
 
 
@@ -205,9 +242,20 @@ def with_commands(tmp_path: Path) -> Path:
     (tmp_path / "bbb_commands.py").write_text("raise ZeroDivisionError('at import [/red]')")
     hello = "aaa_commands:hello"
     command_package(
-        tmp_path, "aaa-commands", say_hello=hello, strange="aaa_commands:strange", twice=hello, doctor="aaa_commands:x"
+        tmp_path,
+        "aaa-commands",
+        say_hello=hello,
+        strange="aaa_commands:strange",
+        twice=hello,
+        doctor="aaa_commands:x",
     )
-    command_package(tmp_path, "bbb-commands", breaks="bbb_commands:run", twice="bbb_commands:run", number="math:pi")
+    command_package(
+        tmp_path,
+        "bbb-commands",
+        breaks="bbb_commands:run",
+        twice="bbb_commands:run",
+        number="math:pi",
+    )
     return tmp_path
 
 
@@ -226,13 +274,18 @@ def test_other_packages_add_commands(with_commands: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("breaks", "'breaks' of bbb-commands 1.2 cannot be imported: ZeroDivisionError: at import [/red]"),
+        (
+            "breaks",
+            "'breaks' of bbb-commands 1.2 cannot be imported: ZeroDivisionError: at import [/red]",
+        ),
         ("number", "the command 'number'"),
         ("strange", "the command 'strange'"),
         ("twice", "the command 'twice' is offered by aaa-commands 1.2 and by bbb-commands 1.2"),
     ],
 )
-def test_a_broken_command_is_named_and_harms_no_other(with_commands: Path, name: str, said: str) -> None:
+def test_a_broken_command_is_named_and_harms_no_other(
+    with_commands: Path, name: str, said: str
+) -> None:
     done = run(with_commands, name, "--anything", "else")
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert said in done.stderr
@@ -244,7 +297,9 @@ def test_a_broken_command_is_named_and_harms_no_other(with_commands: Path, name:
     assert run(with_commands, "say-hello").returncode == 0
 
 
-def test_a_command_of_a_package_that_is_not_installed_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_of_a_package_that_is_not_installed_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(main, "discover", lambda group: [])
     for name, arguments in (
         ("check-recipe", []),
@@ -264,16 +319,20 @@ def test_a_command_of_a_package_that_is_not_installed_says_how_to_get_it(monkeyp
 
 
 PROBE = (
-    "import sys, ottava; from ottava.cli.main import app; from ottava.recipes.registry import list_recipes;"
+    "import sys, ottava; from ottava.cli.main import app; from ottava.recipes.registry import "
+    "list_recipes;"
     "list_recipes(); {extra}; bad = [m for m in ('torch', 'aaa_impl') if m in sys.modules];"
     "sys.exit(','.join(bad) or 0)"
 )
 
 
 @pytest.mark.parametrize(
-    ("extra", "expected"), [("pass", ""), ("ottava.convert", "torch"), ("import aaa_impl", "aaa_impl")]
+    ("extra", "expected"),
+    [("pass", ""), ("ottava.convert", "torch"), ("import aaa_impl", "aaa_impl")],
 )
-def test_listing_recipes_imports_neither_torch_nor_the_recipe(tmp_path: Path, extra: str, expected: str) -> None:
+def test_listing_recipes_imports_neither_torch_nor_the_recipe(
+    tmp_path: Path, extra: str, expected: str
+) -> None:
     # The second and third case show that the probe can fail.
     plugin(tmp_path, "aaa-good", "aaa_good", GOOD + HOOK.format(name="mine", module="aaa_impl"))
     (tmp_path / "aaa_impl.py").write_text("Thing = dict\n")

@@ -1,4 +1,5 @@
-"""``ottava recipes --explain`` with recipes that core does not have, and the options of recipes as texts."""
+"""``ottava recipes --explain`` with recipes that core does not have, and the options of recipes as
+texts."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ PLUGIN = (
 def ottava_recipes():
     return [
         RecipeSpec(name="plain", summary="s", factory="explain_impl:Plain"),
-        RecipeSpec(name="ruled", summary="s", factory="explain_impl:Ruled", file_suffixes=(".rules",)),
+        RecipeSpec(
+            name="ruled", summary="s", factory="explain_impl:Ruled", file_suffixes=(".rules",)
+        ),
     ]
 """
 )
@@ -143,7 +146,11 @@ def test_a_recipe_tells_lines_and_rules() -> None:
 
 def test_the_table() -> None:
     text = ask("--explain", "model.rules", "--layer", "a.up", "--layer", "b").output
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in text.splitlines()
+        if "│" in line
+    ]
     assert rows[0] == ["a.up", "input", "rows of a.up", "columns", "line 4"]
     assert [row[0] for row in rows] == ["a.up", "", "", "b", "", ""]
     assert rows[5] == ["", "grad_output", "same", "same", "line 1"]
@@ -159,7 +166,9 @@ def test_the_layers_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "x.safetensors"
-    checkpoint.save_file({"a.weight": torch.ones(2, 2), "a.bias": torch.ones(2), "b.weight": torch.ones(2)}, file)
+    checkpoint.save_file(
+        {"a.weight": torch.ones(2, 2), "a.bias": torch.ones(2), "b.weight": torch.ones(2)}, file
+    )
     entry = EntryPoint("x", "read_by_tests:read", READERS)
     monkeypatch.setattr(recipes, "discover", lambda group: [PluginStatus("aaa", "1", "x", entry)])
     found = told("--explain", "plain", "--checkpoint", file, "--layer", "more")
@@ -167,21 +176,37 @@ def test_the_layers_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(recipes, "discover", lambda group: [])
     done = ask("--explain", "plain", "--checkpoint", file)
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: --checkpoint is not installed. Expected: ottava-integrations. Remedy: pip ")
+    assert done.stderr.startswith(
+        "error: --checkpoint is not installed. Expected: ottava-integrations. Remedy: pip "
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--layer", "a"], "error: --layer without --explain. Remedy: say which recipe: --explain NAME."),
-        (["--checkpoint", "a", "--layer", "b", "--json"], "error: --layer and --checkpoint without --explain."),
+        (
+            ["--layer", "a"],
+            "error: --layer without --explain. Remedy: say which recipe: --explain NAME.",
+        ),
+        (
+            ["--checkpoint", "a", "--layer", "b", "--json"],
+            "error: --layer and --checkpoint without --explain.",
+        ),
         (["--explain", "nonesuch"], "error: no installed package provides recipe 'nonesuch'"),
-        (["--explain", "model.other"], "error: the file 'model.other' is read by no installed recipe"),
+        (
+            ["--explain", "model.other"],
+            "error: the file 'model.other' is read by no installed recipe",
+        ),
         (["--explain", "bad.rules", "--json"], "error: bad.rules, line 3: bad."),
-        (["--explain", "plain", "--layer", ""], "error: --layer ''. Expected: the qualified name of a layer."),
+        (
+            ["--explain", "plain", "--layer", ""],
+            "error: --layer ''. Expected: the qualified name of a layer.",
+        ),
     ],
 )
-def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = ask(*arguments)
     assert done.exit_code == 2
@@ -206,13 +231,24 @@ def test_options() -> None:
     made: Any = ottava.get_recipe("plain", colour="BLUE", sizes=[3, 4], text="1")
     assert isinstance(made.colour, Enum)
     assert (made.colour.value, made.sizes, made.text) == (2, (3, 4), "1")
-    assert vars(ottava.get_recipe("plain", colour=made.colour, sizes=(3, 4))) == vars(made) | {"text": "a"}
+    assert vars(ottava.get_recipe("plain", colour=made.colour, sizes=(3, 4))) == vars(made) | {
+        "text": "a"
+    }
     with pytest.raises(OptionError, match=r"colour is 'GREEN'. Expected: one of RED, BLUE"):
         ottava.get_recipe("plain", colour="GREEN")
 
 
 def test_options_as_texts() -> None:
-    given = {"a": "BLUE", "b": "[3, 4]", "c": "2.5", "d": "None", "e": "True", "f": "false", "g": "x=[", "h": '"1"'}
+    given = {
+        "a": "BLUE",
+        "b": "[3, 4]",
+        "c": "2.5",
+        "d": "None",
+        "e": "True",
+        "f": "false",
+        "g": "x=[",
+        "h": '"1"',
+    }
     taken = ["BLUE", [3, 4], 2.5, None, True, False, "x=[", "1"]
     assert list(parse_options([f"{key}={text}" for key, text in given.items()]).values()) == taken
     for refused in (["a"], ["a b=1"], ["a=1", "a=2"]):

@@ -22,7 +22,9 @@ from ottava.cli.output import PlainColumn, console, escaped, say, show_json, tab
         ("\u202ea\u2028\ud800", r"\u202ea\u2028\ud800", r"\u202ea\u2028\ud800"),
     ],
 )
-def test_control_characters_are_written_as_python_does(text: str, shown: str, in_lines: str, capsys: Any) -> None:
+def test_control_characters_are_written_as_python_does(
+    text: str, shown: str, in_lines: str, capsys: Any
+) -> None:
     assert escaped(text) == shown
     assert escaped(text, lines=True) == in_lines
     say(text)

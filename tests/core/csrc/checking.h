@@ -1,4 +1,5 @@
-// What the kernels' tests share: the report of differences, and buffers exactly as large as the kernels may use.
+// What the kernels' tests share: the report of differences, and buffers exactly as large as the
+// kernels may use.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +17,13 @@ inline long failures = 0;
 
 inline void report(const std::string& what, long long where, double got, double expected) {
     if (++failures <= 20)
-        std::printf("FAILED %s at %lld: got %.9g, expected %.9g\n", what.c_str(), where, got, expected);
+        std::printf("FAILED %s at %lld: got %.9g, expected %.9g\n", what.c_str(), where, got,
+                    expected);
 }
 
 inline void check(const std::string& what, long long where, uint64_t got, uint64_t expected) {
-    if (got != expected) report(what, where, static_cast<double>(got), static_cast<double>(expected));
+    if (got != expected)
+        report(what, where, static_cast<double>(got), static_cast<double>(expected));
 }
 
 // `count` elements at `offset` bytes into an allocation that ends with the last of them.
@@ -29,7 +32,7 @@ class Buffer {
     std::unique_ptr<uint8_t[]> bytes_;
     size_t offset_, count_;
 
-   public:
+public:
     explicit Buffer(int64_t count, size_t offset = 0)
         : bytes_(new uint8_t[offset + static_cast<size_t>(count) * sizeof(T)]()),
           offset_(offset),
@@ -52,8 +55,8 @@ const char* const kDtypeNames[] = {"float32", "bfloat16", "float16"};
 const char* const kFormatNames[] = {"e4m3", "e5m2"};
 
 inline std::string name(const char* operation, Dtype dtype, Fp8 format) {
-    return std::string(active_kernels().name) + " " + operation + " " + kDtypeNames[static_cast<int>(dtype)] + " " +
-           kFormatNames[static_cast<int>(format)];
+    return std::string(active_kernels().name) + " " + operation + " " +
+           kDtypeNames[static_cast<int>(dtype)] + " " + kFormatNames[static_cast<int>(format)];
 }
 
 // Elements of any dtype as bit patterns; only the low bytes of a pattern count.

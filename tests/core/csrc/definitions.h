@@ -1,4 +1,5 @@
-// What the kernels' tests compare with: the formats from their definition, on doubles, which hold every value exactly.
+// What the kernels' tests compare with: the formats from their definition, on doubles, which hold
+// every value exactly.
 #pragma once
 
 #include <algorithm>
@@ -10,19 +11,23 @@
 #include "checking.h"
 
 inline uint8_t scalar_cast(float x, float scale, Fp8 format) {
-    return format == Fp8::e4m3 ? quantize_element<E4M3>(x, scale) : quantize_element<E5M2>(x, scale);
+    return format == Fp8::e4m3 ? quantize_element<E4M3>(x, scale)
+                               : quantize_element<E5M2>(x, scale);
 }
 
-// The value of a positive code, from the definition: exponent and mantissa fields of a small format.
+// The value of a positive code, from the definition: exponent and mantissa fields of a small
+// format.
 inline double defined_value(int code, int mantissa, int bias) {
     const int exponent = code >> mantissa, fraction = code & ((1 << mantissa) - 1);
     const double unit = std::ldexp(1.0, -mantissa);
-    return exponent == 0 ? std::ldexp(fraction * unit, 1 - bias) : std::ldexp(1 + fraction * unit, exponent - bias);
+    return exponent == 0 ? std::ldexp(fraction * unit, 1 - bias)
+                         : std::ldexp(1 + fraction * unit, exponent - bias);
 }
 
 // Nearest of the positive data up to `largest`, ties to the even one, by search: no bit tricks.
 inline int defined_code(double magnitude, const std::vector<double>& values) {
-    const auto high = static_cast<size_t>(std::lower_bound(values.begin(), values.end(), magnitude) - values.begin());
+    const auto high = static_cast<size_t>(
+        std::lower_bound(values.begin(), values.end(), magnitude) - values.begin());
     if (high == values.size()) return static_cast<int>(high) - 1;
     if (high == 0) return 0;
     const double above = values[high] - magnitude, below = magnitude - values[high - 1];
@@ -33,7 +38,8 @@ inline int defined_code(double magnitude, const std::vector<double>& values) {
 inline const std::vector<double>& mx_elements(Fp8 format) {
     static const auto of = [](int data, int mantissa, int bias) {
         std::vector<double> values;
-        for (int code = 0; code < data; ++code) values.push_back(defined_value(code, mantissa, bias));
+        for (int code = 0; code < data; ++code)
+            values.push_back(defined_value(code, mantissa, bias));
         return values;
     };
     static const std::vector<double> e4m3 = of(0x7f, 3, 7), e5m2 = of(0x7c, 2, 15);
@@ -64,6 +70,7 @@ inline uint32_t wide_pattern(double magnitude, const Wide& wide) {
     exponent = std::max(exponent - 1, wide.lowest);
     const double steps = std::nearbyint(std::ldexp(magnitude, wide.mantissa - exponent));
     if (exponent > wide.highest) return infinity;
-    return std::min((static_cast<uint32_t>(exponent - wide.lowest) << wide.mantissa) + static_cast<uint32_t>(steps),
+    return std::min((static_cast<uint32_t>(exponent - wide.lowest) << wide.mantissa) +
+                        static_cast<uint32_t>(steps),
                     infinity);
 }

@@ -1,9 +1,11 @@
-// The GPU's kernels as a loop: the threads of a block take turns, one block follows another (see csrc/cuda/thread.h).
+// The GPU's kernels as a loop: the threads of a block take turns, one block follows another (see
+// csrc/cuda/thread.h).
 //
-// Each thread has a stack of its own and runs until it waits for others: for its block at a barrier, for its warp in an
-// exchange. What a GPU would not forgive is an exception here: threads that wait for different things, that end while
-// others wait for them, addresses that are not aligned. Shared memory is filled with junk before each block. The order
-// in which threads and blocks run is chosen by `OTTAVA_GRID_ORDER` (ascending, descending, or the seed of a shuffle):
+// Each thread has a stack of its own and runs until it waits for others: for its block at a
+// barrier, for its warp in an exchange. What a GPU would not forgive is an exception here: threads
+// that wait for different things, that end while others wait for them, addresses that are not
+// aligned. Shared memory is filled with junk before each block. The order in which threads and
+// blocks run is chosen by `OTTAVA_GRID_ORDER` (ascending, descending, or the seed of a shuffle):
 // results that depend on it are races.
 #pragma once
 
@@ -37,7 +39,8 @@ struct LaunchError : std::runtime_error {
 
 inline void require_aligned(const void* address, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(address) % bytes != 0)
-        throw LaunchError("a wide access to an address that is no multiple of " + std::to_string(bytes));
+        throw LaunchError("a wide access to an address that is no multiple of " +
+                          std::to_string(bytes));
 }
 
 namespace sequential {
@@ -99,7 +102,8 @@ class Block {
         Fiber& self = fibers_[current_];
 #if defined(__SANITIZE_ADDRESS__)
         void* fake = nullptr;
-        __sanitizer_start_switch_fiber(for_good ? nullptr : &fake, scheduler_stack_, scheduler_size_);
+        __sanitizer_start_switch_fiber(for_good ? nullptr : &fake, scheduler_stack_,
+                                       scheduler_size_);
         swapcontext(&self.context, &scheduler_);
         __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #else
@@ -109,14 +113,15 @@ class Block {
     }
 
     bool all(size_t from, size_t to, Waiting waiting) const {
-        return std::all_of(fibers_.begin() + from, fibers_.begin() + to, [=](const Fiber& f) { return f.waiting == waiting; });
+        return std::all_of(fibers_.begin() + from, fibers_.begin() + to,
+                           [=](const Fiber& f) { return f.waiting == waiting; });
     }
 
     void release(size_t from, size_t to) {
         for (size_t k = from; k < to; ++k) fibers_[k].waiting = Waiting::no;
     }
 
-   public:
+public:
     const void* scheduler_stack_ = nullptr;
     size_t scheduler_size_ = 0;
     int64_t number = 0, blocks = 0;
@@ -166,7 +171,9 @@ class Block {
                 if (all(warp, end, Waiting::for_warp)) release(warp, end), moved = true;
             }
             if (all(0, count, Waiting::for_block)) release(0, count), moved = true;
-            if (!moved) throw LaunchError("threads wait for others that wait for something else, or have ended");
+            if (!moved)
+                throw LaunchError(
+                    "threads wait for others that wait for something else, or have ended");
         }
     }
 };
@@ -180,7 +187,8 @@ inline std::vector<int64_t> ordered(int64_t count) {
     if (wanted == "descending")
         std::reverse(order.begin(), order.end());
     else
-        std::shuffle(order.begin(), order.end(), std::mt19937(static_cast<unsigned>(std::stoul(wanted))));
+        std::shuffle(order.begin(), order.end(),
+                     std::mt19937(static_cast<unsigned>(std::stoul(wanted))));
     return order;
 }
 
@@ -190,7 +198,7 @@ class Thread {
     sequential::Block& block_;
     int index_;
 
-   public:
+public:
     Thread(sequential::Block& block, int index) : block_(block), index_(index) {}
     int index() const { return index_; }
     int64_t block() const { return block_.number; }
@@ -198,7 +206,9 @@ class Thread {
     int lane() const { return index_ % 32; }
     int warp() const { return index_ / 32; }
     void barrier() const { block_.wait(sequential::Waiting::for_block); }
-    uint32_t exchange(uint32_t value, int mask) const { return block_.exchange(index_, value, mask); }
+    uint32_t exchange(uint32_t value, int mask) const {
+        return block_.exchange(index_, value, mask);
+    }
     void raise(int32_t* to, int32_t value) const { *to = std::max(*to, value); }
     void add(int64_t* to, int64_t value) const { *to += value; }
 };
@@ -206,7 +216,8 @@ class Thread {
 template <class Kernel>
 void launch(const Kernel& kernel, int64_t blocks, Stream) {
     if (blocks <= 0) return;
-    if (blocks > INT32_MAX) throw LaunchError("a grid of " + std::to_string(blocks) + " blocks is too large");
+    if (blocks > INT32_MAX)
+        throw LaunchError("a grid of " + std::to_string(blocks) + " blocks is too large");
     struct Argument {
         const Kernel& kernel;
         typename Kernel::Shared* shared;
@@ -220,7 +231,8 @@ void launch(const Kernel& kernel, int64_t blocks, Stream) {
     };
     const auto memory = std::make_unique<Aligned>();
     std::vector<int> threads;
-    for (int64_t thread : sequential::ordered(Kernel::kThreads)) threads.push_back(static_cast<int>(thread));
+    for (int64_t thread : sequential::ordered(Kernel::kThreads))
+        threads.push_back(static_cast<int>(thread));
     sequential::Block block(Kernel::kThreads);
     block.blocks = blocks;
     for (int64_t number : sequential::ordered(blocks)) {

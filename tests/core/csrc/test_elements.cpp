@@ -1,5 +1,5 @@
-// Kernels over elements with one scale, against the scalar arithmetic of numerics.h, and that arithmetic against the
-// definition of the formats.
+// Kernels over elements with one scale, against the scalar arithmetic of numerics.h, and that
+// arithmetic against the definition of the formats.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -16,26 +16,31 @@ namespace {
 
 template <class Format>
 uint32_t scalar_decode(uint8_t code, float scale_inv, Dtype dtype) {
-    if (dtype == Dtype::float32) return bits_as<uint32_t>(dequantize_element<Format>(code, scale_inv));
+    if (dtype == Dtype::float32)
+        return bits_as<uint32_t>(dequantize_element<Format>(code, scale_inv));
     return dtype == Dtype::bfloat16 ? dequantize_bfloat16<Format>(code, scale_inv)
                                     : dequantize_half<Format>(code, scale_inv);
 }
 
-// numerics.h itself: all bfloat16 and float16 values, all data, and the midpoints with their float32 neighbours.
+// numerics.h itself: all bfloat16 and float16 values, all data, and the midpoints with their
+// float32 neighbours.
 template <class Format>
 void test_numerics(const char* format, int data) {
     std::vector<double> values;
     for (int code = 0; code < data; ++code) {
         values.push_back(defined_value(code, Format::mantissa, Format::bias));
         const float widened = widen<Format, float, int32_t>(code);
-        if (widened != values.back()) report(std::string(format) + " value", code, widened, values.back());
+        if (widened != values.back())
+            report(std::string(format) + " value", code, widened, values.back());
     }
     const auto compare = [&](float x) {
         const int got = encode<Format, float, int32_t>(x);
         int expected = 0x7f;
         if (!std::isnan(x))
-            expected = defined_code(std::fabs(static_cast<double>(x)), values) | (std::signbit(x) ? 0x80 : 0);
-        if (got != expected) report(std::string(format) + " code", bits_as<int32_t>(x), got, expected);
+            expected = defined_code(std::fabs(static_cast<double>(x)), values) |
+                       (std::signbit(x) ? 0x80 : 0);
+        if (got != expected)
+            report(std::string(format) + " code", bits_as<int32_t>(x), got, expected);
     };
     for (uint32_t pattern = 0; pattern < 65536; ++pattern) {
         compare(widen_bfloat16(static_cast<uint16_t>(pattern)));
@@ -52,25 +57,35 @@ void test_numerics(const char* format, int data) {
 }
 
 void test_scales() {
-    const float inf = std::numeric_limits<float>::infinity(), largest = std::numeric_limits<float>::max();
+    const float inf = std::numeric_limits<float>::infinity(),
+                largest = std::numeric_limits<float>::max();
     struct Case {
         float amax, epsilon;
         bool pow2;
         float scale;
     };
     const Case cases[] = {
-        {0.0f, 0.0f, false, 1.0f},      {inf, 0.0f, false, 1.0f},         {std::nanf(""), 0.0f, false, 1.0f},
-        {3.0f, 0.0f, false, 448 / 3.0f}, {3.0f, 0.0f, true, 128.0f},       {0.5f, 2.0f, false, 224.0f},
-        {0.0f, 2.0f, false, 224.0f},    {1e-45f, 0.0f, false, largest},   {1e-45f, 0.0f, true, std::ldexp(1.0f, 127)},
+        {0.0f, 0.0f, false, 1.0f},
+        {inf, 0.0f, false, 1.0f},
+        {std::nanf(""), 0.0f, false, 1.0f},
+        {3.0f, 0.0f, false, 448 / 3.0f},
+        {3.0f, 0.0f, true, 128.0f},
+        {0.5f, 2.0f, false, 224.0f},
+        {0.0f, 2.0f, false, 224.0f},
+        {1e-45f, 0.0f, false, largest},
+        {1e-45f, 0.0f, true, std::ldexp(1.0f, 127)},
     };
     for (const Case& c : cases) {
         const Scale got = scale_from_amax(c.amax, 448.0f, c.epsilon, c.pow2);
-        if (got.scale != c.scale) report("scale of amax", bits_as<int32_t>(c.amax), got.scale, c.scale);
-        if (got.scale_inv != 1.0f / c.scale) report("scale_inv", bits_as<int32_t>(c.amax), got.scale_inv, 1 / c.scale);
+        if (got.scale != c.scale)
+            report("scale of amax", bits_as<int32_t>(c.amax), got.scale, c.scale);
+        if (got.scale_inv != 1.0f / c.scale)
+            report("scale_inv", bits_as<int32_t>(c.amax), got.scale_inv, 1 / c.scale);
     }
 }
 
-// Every 16-bit pattern, or a large sample of float32 ones, through cast, under scales ordinary and not.
+// Every 16-bit pattern, or a large sample of float32 ones, through cast, under scales ordinary and
+// not.
 void test_cast(Dtype dtype, Fp8 format) {
     const bool wide = dtype == Dtype::float32;
     Elements src(dtype, wide ? 1 << 18 : 65536, wide ? 0 : 2);
@@ -78,13 +93,17 @@ void test_cast(Dtype dtype, Fp8 format) {
     for (int64_t i = 0; i < src.count; ++i) {
         // Half of the sample stays within the range of the formats.
         const uint32_t any = static_cast<uint32_t>(random());
-        src.set(i, !wide ? static_cast<uint32_t>(i) : i % 2 == 0 ? any : (any & 0x8fffffffu) | 0x38000000u);
+        src.set(i, !wide        ? static_cast<uint32_t>(i)
+                   : i % 2 == 0 ? any
+                                : (any & 0x8fffffffu) | 0x38000000u);
     }
-    const float scales[] = {1.0f, 0.37f, 448.0f, 1e-6f, 1e30f, -2.0f, 0.0f, std::nanf(""), INFINITY};
+    const float scales[] = {1.0f,  0.37f, 448.0f,        1e-6f,   1e30f,
+                            -2.0f, 0.0f,  std::nanf(""), INFINITY};
     Buffer<uint8_t> out(src.count);
     const std::string label = name("cast", dtype, format);
     for (const float scale : scales) {
-        cast(src.raw.address(), dtype, 1, src.count, &scale, nullptr, nullptr, nullptr, out.data(), nullptr, format, 2);
+        cast(src.raw.address(), dtype, 1, src.count, &scale, nullptr, nullptr, nullptr, out.data(),
+             nullptr, format, 2);
         for (int64_t i = 0; i < src.count; ++i)
             check(label, i, out.get(i), scalar_cast(src.get(i), scale, format));
     }
@@ -98,7 +117,8 @@ void fill(Elements& src, std::mt19937& random) {
                    : src.dtype == Dtype::bfloat16 ? to_bfloat16(x)
                                                   : to_half(x));
     }
-    if (src.count > 2) src.set(src.count / 2, src.dtype == Dtype::float16 ? 0xfe00 : 0xffffffffu);  // a NaN
+    if (src.count > 2)
+        src.set(src.count / 2, src.dtype == Dtype::float16 ? 0xfe00 : 0xffffffffu);  // a NaN
 }
 
 // amax, quantize, cast and transpose of a matrix that starts anywhere.
@@ -114,20 +134,21 @@ void test_shape(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offs
     const Scale expected = scale_from_amax(expected_amax, fp8_max, 0.0f, false);
     const std::string label = name("quantize", dtype, format) + " " + std::to_string(rows) + "x" +
                               std::to_string(cols) + "+" + std::to_string(offset);
-    const std::string parts[] = {label + " out", label + " out only", label + " out_t", label + " out_t only",
-                                 label + " transpose"};
+    const std::string parts[] = {label + " out", label + " out only", label + " out_t",
+                                 label + " out_t only", label + " transpose"};
     for (const int threads : {1, 3}) {
         float seen = -1, scale = -1, scale_inv = -1;
         Buffer<uint8_t> out(n, offset), out_t(n, offset), again(n), only_t(n), only(n);
-        quantize(src.raw.address(), dtype, rows, cols, 0.0f, false, &seen, &scale, &scale_inv, out.data(), out_t.data(),
-                 format, threads);
+        quantize(src.raw.address(), dtype, rows, cols, 0.0f, false, &seen, &scale, &scale_inv,
+                 out.data(), out_t.data(), format, threads);
         check(label + " amax", 0, bits_as<uint32_t>(seen), bits_as<uint32_t>(expected_amax));
         check(label + " scale", 0, bits_as<uint32_t>(scale), bits_as<uint32_t>(expected.scale));
-        check(label + " scale_inv", 0, bits_as<uint32_t>(scale_inv), bits_as<uint32_t>(expected.scale_inv));
-        quantize(src.raw.address(), dtype, rows, cols, 0.0f, false, nullptr, nullptr, &scale_inv, only.data(), nullptr,
-                 format, threads);
-        cast(src.raw.address(), dtype, rows, cols, &expected.scale, nullptr, nullptr, nullptr, nullptr, only_t.data(),
-             format, threads);
+        check(label + " scale_inv", 0, bits_as<uint32_t>(scale_inv),
+              bits_as<uint32_t>(expected.scale_inv));
+        quantize(src.raw.address(), dtype, rows, cols, 0.0f, false, nullptr, nullptr, &scale_inv,
+                 only.data(), nullptr, format, threads);
+        cast(src.raw.address(), dtype, rows, cols, &expected.scale, nullptr, nullptr, nullptr,
+             nullptr, only_t.data(), format, threads);
         transpose(out.data(), rows, cols, again.data(), threads);
         for (int64_t row = 0; row < rows; ++row)
             for (int64_t col = 0; col < cols; ++col) {
@@ -142,7 +163,8 @@ void test_shape(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offs
     }
 }
 
-// The cast that records: data, transpose, amax and the count of what is beyond the format, from one call.
+// The cast that records: data, transpose, amax and the count of what is beyond the format, from one
+// call.
 void test_recording(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t offset) {
     std::mt19937 random(static_cast<unsigned>(rows * 31 + cols));
     const int64_t n = rows * cols;
@@ -157,11 +179,11 @@ void test_recording(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t 
             float amax = 0.25f, expected_amax = 0.25f, scale_inv = -1;
             int64_t saturated = 5, expected_saturated = 5;
             Buffer<uint8_t> out(n, offset), only(n, offset), out_t(n, offset);
-            cast(src.raw.address(), dtype, rows, cols, &scale, &amax, &saturated, &scale_inv, out.data(),
-                      out_t.data(), format, threads);
+            cast(src.raw.address(), dtype, rows, cols, &scale, &amax, &saturated, &scale_inv,
+                 out.data(), out_t.data(), format, threads);
             float again = 0;
-            cast(src.raw.address(), dtype, rows, cols, &scale, &again, nullptr, &scale_inv, only.data(), nullptr,
-                      format, threads);
+            cast(src.raw.address(), dtype, rows, cols, &scale, &again, nullptr, &scale_inv,
+                 only.data(), nullptr, format, threads);
             for (int64_t row = 0; row < rows; ++row)
                 for (int64_t col = 0; col < cols; ++col) {
                     const int64_t i = row * cols + col;
@@ -178,7 +200,8 @@ void test_recording(Dtype dtype, Fp8 format, int64_t rows, int64_t cols, size_t 
             check(label + " saturated", 0, saturated, expected_saturated);
             const float inverse = 1.0f / scale;
             if (!std::isnan(inverse))
-                check(label + " scale_inv", 0, bits_as<uint32_t>(scale_inv), bits_as<uint32_t>(inverse));
+                check(label + " scale_inv", 0, bits_as<uint32_t>(scale_inv),
+                      bits_as<uint32_t>(inverse));
         }
 }
 
@@ -195,15 +218,21 @@ void test_update() {
             const HistorySlots tensors[] = {{scale, history, 3}, {other_scale, other_history, 1}};
             update_scales(tensors, 2, 3, maxima, most_recent, elsewhere ? last : nullptr);
             const float expected_scale[] = {448.0f / (most_recent ? 2.0f : 8.0f), 9.0f, 1.0f};
-            const float expected_history[] = {0.0f, 0.0f, 0.0f, 1.0f, 5.0f, 3.0f, 2.0f, 6.0f, INFINITY};
-            for (int i = 0; i < 3; ++i) check("update scale", i, bits_as<uint32_t>(scale[i]), bits_as<uint32_t>(expected_scale[i]));
+            const float expected_history[] = {0.0f, 0.0f, 0.0f, 1.0f,    5.0f,
+                                              3.0f, 2.0f, 6.0f, INFINITY};
+            for (int i = 0; i < 3; ++i)
+                check("update scale", i, bits_as<uint32_t>(scale[i]),
+                      bits_as<uint32_t>(expected_scale[i]));
             for (int i = 0; i < 9; ++i)
-                check("update history", i, bits_as<uint32_t>(history[i]), bits_as<uint32_t>(expected_history[i]));
-            check("update largest scale", 0, bits_as<uint32_t>(other_scale[0]), bits_as<uint32_t>(std::numeric_limits<float>::max()));
+                check("update history", i, bits_as<uint32_t>(history[i]),
+                      bits_as<uint32_t>(expected_history[i]));
+            check("update largest scale", 0, bits_as<uint32_t>(other_scale[0]),
+                  bits_as<uint32_t>(std::numeric_limits<float>::max()));
         }
 }
 
-// Histories of any length and number of slots, in memory that ends with them, against one slot after the other.
+// Histories of any length and number of slots, in memory that ends with them, against one slot
+// after the other.
 void test_histories() {
     std::mt19937 random(5);
     std::uniform_real_distribution<float> amax(0.5f, 400.0f);
@@ -213,7 +242,8 @@ void test_histories() {
             Buffer<float> history(static_cast<int64_t>(size)), scale(static_cast<int64_t>(slots));
             const std::vector<float> maxima(slots, 448.0f);
             std::vector<float> expected(size), scales(slots, 3.0f);
-            for (size_t i = 0; i < size; ++i) history.set(i, expected[i] = random() % 9 == 0 ? 0.0f : amax(random));
+            for (size_t i = 0; i < size; ++i)
+                history.set(i, expected[i] = random() % 9 == 0 ? 0.0f : amax(random));
             for (size_t slot = 0; slot < slots; ++slot) {
                 scale.set(slot, 3.0f);
                 const float seen = expected[slot];
@@ -230,17 +260,21 @@ void test_histories() {
             const HistorySlots tensor{scale.data(), history.data(), static_cast<int64_t>(slots)};
             update_scales(&tensor, 1, static_cast<int64_t>(length), maxima.data(), false, nullptr);
             for (size_t i = 0; i < size; ++i)
-                check("history", static_cast<int64_t>(i), bits_as<uint32_t>(history.get(i)), bits_as<uint32_t>(expected[i]));
+                check("history", static_cast<int64_t>(i), bits_as<uint32_t>(history.get(i)),
+                      bits_as<uint32_t>(expected[i]));
             for (size_t i = 0; i < slots; ++i)
-                check("its scale", static_cast<int64_t>(i), bits_as<uint32_t>(scale.get(i)), bits_as<uint32_t>(scales[i]));
+                check("its scale", static_cast<int64_t>(i), bits_as<uint32_t>(scale.get(i)),
+                      bits_as<uint32_t>(scales[i]));
         }
 }
 
 void test_decode(Dtype dtype, Fp8 format) {
     const std::string label = name("decode", dtype, format);
-    for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{33}, int64_t{256}, int64_t{70001}})
+    for (const int64_t n :
+         {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{33}, int64_t{256}, int64_t{70001}})
         for (const size_t offset : {size_t{0}, size_t{3}, size_t{4}})
-            for (const float scale : {1.0f, 0.123f, 1e38f, 1e-38f, INFINITY, std::nanf(""), -3.0f}) {
+            for (const float scale :
+                 {1.0f, 0.123f, 1e38f, 1e-38f, INFINITY, std::nanf(""), -3.0f}) {
                 Buffer<uint8_t> src(n, offset);
                 for (int64_t i = 0; i < n; ++i) src.set(i, static_cast<uint8_t>(i));
                 Elements out(dtype, n, offset);
@@ -255,7 +289,9 @@ void test_decode(Dtype dtype, Fp8 format) {
 }
 
 void test_amax(Dtype dtype) {
-    const uint32_t infinity = dtype == Dtype::float32 ? 0x7f800000 : dtype == Dtype::bfloat16 ? 0x7f80 : 0x7c00;
+    const uint32_t infinity = dtype == Dtype::float32    ? 0x7f800000
+                              : dtype == Dtype::bfloat16 ? 0x7f80
+                                                         : 0x7c00;
     std::mt19937 random(11);
     for (int64_t n = 0; n < 300; ++n) {
         Elements src(dtype, n, static_cast<size_t>(n % 5));
@@ -270,7 +306,8 @@ void test_amax(Dtype dtype) {
         amax(src.raw.address(), dtype, n, &got, 2);
         Elements expected(dtype, 1);
         expected.set(0, best);
-        check(name("amax", dtype, Fp8::e4m3), n, bits_as<uint32_t>(got), bits_as<uint32_t>(expected.get(0)));
+        check(name("amax", dtype, Fp8::e4m3), n, bits_as<uint32_t>(got),
+              bits_as<uint32_t>(expected.get(0)));
     }
 }
 
@@ -290,9 +327,10 @@ void test_elements() {
         for (const Fp8 format : kFormats) {
             test_cast(dtype, format);
             test_decode(dtype, format);
-            const int64_t shapes[][2] = {{0, 0},   {0, 7},    {7, 0},     {1, 1},     {1, 70},     {70, 1},  {3, 5},
-                                         {16, 16}, {17, 15},  {63, 65},   {64, 64},   {64, 1024},  {65, 80}, {129, 1030},
-                                         {5, 3000}, {3000, 5}, {200, 333}};
+            const int64_t shapes[][2] = {{0, 0},    {0, 7},     {7, 0},   {1, 1},      {1, 70},
+                                         {70, 1},   {3, 5},     {16, 16}, {17, 15},    {63, 65},
+                                         {64, 64},  {64, 1024}, {65, 80}, {129, 1030}, {5, 3000},
+                                         {3000, 5}, {200, 333}};
             for (const auto& shape : shapes)
                 for (const size_t offset : {size_t{0}, size_t{1}}) {
                     test_shape(dtype, format, shape[0], shape[1], offset);

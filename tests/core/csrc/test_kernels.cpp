@@ -1,7 +1,9 @@
-// Every kernel of every instruction set that this machine has, against scalar arithmetic and definitions.
+// Every kernel of every instruction set that this machine has, against scalar arithmetic and
+// definitions.
 //
-// All buffers are exactly as large as the kernels may use and end where the allocation ends, so that under the
-// address sanitizer one byte too far is a failure. Exits with 1 after printing what differed.
+// All buffers are exactly as large as the kernels may use and end where the allocation ends, so
+// that under the address sanitizer one byte too far is a failure. Exits with 1 after printing what
+// differed.
 #include <cstdio>
 
 #include "checking.h"

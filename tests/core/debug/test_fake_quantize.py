@@ -48,7 +48,9 @@ def test_out() -> None:
 
 def test_compiled() -> None:
     x = torch.randn(4, 6, requires_grad=True)
-    compiled = torch.compile(lambda t: fake_quantize(t, "FP8E4M3"), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda t: fake_quantize(t, "FP8E4M3"), fullgraph=True, backend="aot_eager"
+    )
     assert torch.equal(compiled(x), fake_quantize(x, "FP8E4M3"))
 
 
@@ -67,7 +69,9 @@ def test_an_out_that_does_not_fit(out: Any, error: type[Exception]) -> None:
         fake_quantize(torch.randn(4, 6), "FP8E4M3", out)
 
 
-@pytest.mark.parametrize("value", [torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.float64), 3.0])
+@pytest.mark.parametrize(
+    "value", [torch.ones(3, dtype=torch.int32), torch.ones(3, dtype=torch.float64), 3.0]
+)
 def test_what_is_no_high_precision_tensor(value: Any) -> None:
     with pytest.raises(DTypeError):
         fake_quantize(value, "FP8E4M3")
@@ -117,7 +121,8 @@ except OttavaError as error:
 
 
 def test_a_format_of_a_recipe_package(tmp_path: Path) -> None:
-    """A stranger's package announces formats by the hook; one that it has no quantizer for is its mistake."""
+    """A stranger's package announces formats by the hook; one that it has no quantizer for is its
+    mistake."""
     formats = "fake_quant_formats=('ACME8E4M3', 'ACME8E5M2')"
     source = offers("acme", factory="acme_impl:Thing").replace("factory=", f"{formats}, factory=")
     plugin(tmp_path, "acme-fp8", "acme_fp8", source)

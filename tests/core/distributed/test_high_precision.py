@@ -1,4 +1,5 @@
-"""Weights in high precision that are to be gathered quantized: what sets, moves and loads them keeps what they are."""
+"""Weights in high precision that are to be gathered quantized: what sets, moves and loads them
+keeps what they are."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 @pytest.fixture
 def model(recipe: Any) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return gather_quantized(ottava.convert(torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)), recipe))
+    return gather_quantized(
+        ottava.convert(torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)), recipe)
+    )
 
 
 @pytest.fixture
@@ -79,7 +82,9 @@ def test_copies_are_apart(model: Any) -> None:
 
 
 def test_the_layer_computes_as_before(model: Any, recipe: Any) -> None:
-    plain = ottava.convert(torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)), recipe)
+    plain = ottava.convert(
+        torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)), recipe
+    )
     plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     x = torch.randn(4, 8)
     assert torch.equal(model(x), plain(x))

@@ -1,4 +1,5 @@
-"""Sharded master weights of a recipe that says nothing about shards, on one process and core alone."""
+"""Sharded master weights of a recipe that says nothing about shards, on one process and core
+alone."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 1e-40, 3e38, 65520.0, 0.0)
 def test_gathered_shards_are_the_values_bit_for_bit(
     dtypes: list[torch.dtype], values: list[float], chance: random.Random
 ) -> None:
-    """Each element is on one rank, or on none; the ranks send as much as they have, and NaNs keep their payloads."""
+    """Each element is on one rank, or on none; the ranks send as much as they have, and NaNs keep
+    their payloads."""
     world = chance.randint(1, 4)
     kept: list[torch.Tensor] = []
 
@@ -75,11 +77,18 @@ def test_gathered_shards_are_the_values_bit_for_bit(
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from(DTYPES), st.data())
-def test_a_shard_is_written_and_nothing_else(rows: int, columns: int, dtype: torch.dtype, data: Any) -> None:
+def test_a_shard_is_written_and_nothing_else(
+    rows: int, columns: int, dtype: torch.dtype, data: Any
+) -> None:
     from conftest import SampleQuantizer
 
     quantizer = SampleQuantizer(torch.float8_e4m3fn)
-    master = torch.randn(rows, columns, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))) * 50
+    master = (
+        torch.randn(
+            rows, columns, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+        )
+        * 50
+    )
     weight: Any = quantizer.quantize(torch.ones(rows, columns, dtype=dtype))
     before = weight._data.reshape(-1).tolist()
     start = data.draw(st.integers(0, master.numel()))
@@ -171,7 +180,9 @@ def test_a_transpose_alone_takes_no_shards(quantizer: Any) -> None:
         before = weight._transpose.clone()
         for outs in (None, [torch.zeros(64, dtype=torch.uint8)]):
             with pytest.raises(UsageError, match="not in the order"):
-                quantize_master_weights([weight], [torch.randn(64)], [0], fsdp_shard_model_weights=outs)
+                quantize_master_weights(
+                    [weight], [torch.randn(64)], [0], fsdp_shard_model_weights=outs
+                )
     assert torch.equal(weight._transpose, before)
 
 
@@ -190,10 +201,18 @@ ORDERS: dict[str, Any] = {
     "positional": lambda w, m, o, q: ((w, m, o, None, [None], False), {}),
     "offsets and group": lambda w, m, o, q: ((w, m, o, None), {}),
     "quantizers by name": lambda w, m, o, q: ((w, m, o), {"quantizers": q}),
-    "by name": lambda w, m, o, q: ((), {"model_weights": w, "master_weights": m, "start_offsets": o}),
+    "by name": lambda w, m, o, q: (
+        (),
+        {"model_weights": w, "master_weights": m, "start_offsets": o},
+    ),
     "all by name": lambda w, m, o, q: (
         (w, m),
-        {"quantizers": [q], "amax_reduce_group": None, "start_offsets": o, "fsdp_shard_model_weights": None},
+        {
+            "quantizers": [q],
+            "amax_reduce_group": None,
+            "start_offsets": o,
+            "fsdp_shard_model_weights": None,
+        },
     ),
 }
 OLD_ORDERS: dict[str, Any] = {
@@ -224,7 +243,10 @@ def test_arguments_that_are_given_twice_are_refused(quantizer: Any) -> None:
     cast: Any = cast_master_weights_to_fp8
     with pytest.raises(OptionError, match=r"given twice.*by name alone"):
         cast([weight], [master], quantizer, quantizers=quantizer)
-    with pytest.raises(DTypeError, match="quantizer"), pytest.warns(DeprecationWarning, match="by name"):
+    with (
+        pytest.raises(DTypeError, match="quantizer"),
+        pytest.warns(DeprecationWarning, match="by name"),
+    ):
         cast([weight], [master], [0], start_offsets=[0])
     with pytest.raises(OptionError, match="two groups"):
         cast([weight], [master], [0], object(), amax_reduce_group=object())
@@ -263,7 +285,10 @@ def test_what_is_no_tensor_is_refused(quantizer: Any) -> None:
 
 def test_weights_in_one_place_are_refused(quantizer: Any) -> None:
     """Ranges of a buffer that overlap: one weight would have bytes of the other."""
-    weights, buffer = [quantizer.quantize(torch.ones(4, 6)) for _ in range(2)], torch.empty(40, dtype=torch.uint8)
+    weights, buffer = (
+        [quantizer.quantize(torch.ones(4, 6)) for _ in range(2)],
+        torch.empty(40, dtype=torch.uint8),
+    )
     for weight, start in zip(weights, (0, 16), strict=True):
         replace_raw_data(weight, buffer[start : start + 24])
     before = buffer.clone()
@@ -274,7 +299,8 @@ def test_weights_in_one_place_are_refused(quantizer: Any) -> None:
 
 @pytest.mark.parametrize("nothing", [None, (None, None), [None], [None, None]], ids=str)
 def test_no_shard_may_be_written_as_a_pair_of_none(quantizer: Any, nothing: Any) -> None:
-    """As callers of TransformerEngine write it: this rank holds nothing, or its shard goes into the weight itself."""
+    """As callers of TransformerEngine write it: this rank holds nothing, or its shard goes into the
+    weight itself."""
     weights = [quantizer.quantize(torch.ones(4, 6)) for _ in range(2)]
     master = torch.randn(4, 6)
     quantize_master_weights(weights, [master.flatten(), None], [0, None], None, [nothing, nothing])

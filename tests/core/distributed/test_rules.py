@@ -1,4 +1,5 @@
-"""What a class of quantizers declares of shards is an object, and holds for the quantization that it is of."""
+"""What a class of quantizers declares of shards is an object, and holds for the quantization that
+it is of."""
 
 from __future__ import annotations
 
@@ -55,7 +56,12 @@ def test_a_rule_goes_with_its_quantization() -> None:
 
 def test_a_class_is_not_rewritten() -> None:
     """What a subclass has is what its author wrote."""
-    added = set(vars(OtherQuantization)) - {"quantize_impl", "__module__", "__doc__", "__firstlineno__"}
+    added = set(vars(OtherQuantization)) - {
+        "quantize_impl",
+        "__module__",
+        "__doc__",
+        "__firstlineno__",
+    }
     assert {name for name in added if not name.startswith("__") and name != "_abc_impl"} == set()
 
 
@@ -64,7 +70,9 @@ def test_what_is_no_rule_is_refused() -> None:
         shards = GridShards
 
     weight = Wrong(E4M3).quantize(torch.zeros(2, 2))
-    with pytest.raises(DTypeError, match=r"Wrong.shards is a type.*an ottava.distributed.ShardRule"):
+    with pytest.raises(
+        DTypeError, match=r"Wrong.shards is a type.*an ottava.distributed.ShardRule"
+    ):
         quantize_master_weights([weight], [torch.ones(4)], [0])
 
 

@@ -61,8 +61,14 @@ SPECIAL: list[tuple[list[float], float]] = [
 
 
 def test_amax_special_values(code_path: str) -> None:
-    for dtype, (values, expected) in itertools.product((torch.float32, torch.bfloat16, torch.float16), SPECIAL):
-        assert_same(kernels.amax(torch.tensor(values, dtype=dtype)), torch.tensor(expected), note=(dtype, values))
+    for dtype, (values, expected) in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), SPECIAL
+    ):
+        assert_same(
+            kernels.amax(torch.tensor(values, dtype=dtype)),
+            torch.tensor(expected),
+            note=(dtype, values),
+        )
 
 
 def test_amax_finds_the_largest_anywhere(code_path: str) -> None:
@@ -75,7 +81,9 @@ def test_amax_finds_the_largest_anywhere(code_path: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["amax", "quantize", "cast"])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.complex64, torch.float64, torch.bool, torch.uint8]
+)
 def test_other_dtypes_are_refused(call: str, dtype: torch.dtype) -> None:
     x = torch.zeros(4, dtype=dtype)
     with pytest.raises(DTypeError, match=str(dtype)):

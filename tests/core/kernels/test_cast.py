@@ -1,4 +1,5 @@
-"""Casts against ml_dtypes for finite in-range values and against the scalar oracle for the rest, byte for byte."""
+"""Casts against ml_dtypes for finite in-range values and against the scalar oracle for the rest,
+byte for byte."""
 
 from __future__ import annotations
 
@@ -26,9 +27,12 @@ def all_16_bit(dtype: torch.dtype) -> torch.Tensor:
 
 
 def hard_float32() -> torch.Tensor:
-    """Every exponent with extreme mantissas, every tie between neighbouring data with both its neighbours, random."""
+    """Every exponent with extreme mantissas, every tie between neighbouring data with both its
+    neighbours, random."""
     exponents = np.arange(256, dtype=np.uint32)[:, None] << 23
-    mantissas = np.array([0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF], dtype=np.uint32)[None]
+    mantissas = np.array(
+        [0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF], dtype=np.uint32
+    )[None]
     patterns = [(exponents | mantissas).ravel()]
     for fmt in FP8:
         values = [oracle.decode(code, fmt) for code in range(0x7F)]
@@ -45,7 +49,9 @@ def expected_codes(x: torch.Tensor, fmt: str) -> np.ndarray:
     """ml_dtypes within the format's range; the rule for NaN and saturation beyond."""
     values = x.to(torch.float32).numpy()
     finite = np.isfinite(values)
-    clipped = np.clip(np.where(finite, values, 0.0), -oracle.MAX[fmt], oracle.MAX[fmt]).astype(np.float32)
+    clipped = np.clip(np.where(finite, values, 0.0), -oracle.MAX[fmt], oracle.MAX[fmt]).astype(
+        np.float32
+    )
     data = clipped.astype(ML_DTYPES[fmt]).view(np.uint8).copy()
     top = 0x7E if fmt == "e4m3" else 0x7B
     data[np.isposinf(values)] = top
@@ -86,7 +92,19 @@ def test_the_product_with_the_scale_is_rounded_to_float32_first(scale: float, se
 
 
 def test_every_shape_and_stride_equals_the_reference(code_path: str) -> None:
-    shapes = [(0,), (1,), (), (3, 0), (0, 5), (7,), (3, 5), (17, 33), (64, 64), (65, 129), (2, 3, 41)]
+    shapes = [
+        (0,),
+        (1,),
+        (),
+        (3, 0),
+        (0, 5),
+        (7,),
+        (3, 5),
+        (17, 33),
+        (64, 64),
+        (65, 129),
+        (2, 3, 41),
+    ]
     for shape, dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         tensors = [x] + ([x.transpose(0, 1), x.flip(0), x[..., ::2]] if x.dim() >= 2 else [])
@@ -98,8 +116,20 @@ def test_every_shape_and_stride_equals_the_reference(code_path: str) -> None:
 
 
 def test_transposes_move_bytes(code_path: str) -> None:
-    for shape in [(1, 1), (16, 16), (31, 47), (64, 200), (129, 257), (300, 1), (1, 300), (0, 4), (4, 0)]:
-        data = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    for shape in [
+        (1, 1),
+        (16, 16),
+        (31, 47),
+        (64, 200),
+        (129, 257),
+        (300, 1),
+        (1, 300),
+        (0, 4),
+        (4, 0),
+    ]:
+        data = torch.randint(
+            0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+        )
         assert_same(kernels.transpose(data), data.t(), note=shape)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
         data, transposed = kernels.cast_transpose(x, torch.tensor(3.0), FP8["e5m2"])

@@ -1,4 +1,5 @@
-"""The CUDA kernels on grids with float32 scales, as loops: the reference's bytes in any order, at any address."""
+"""The CUDA kernels on grids with float32 scales, as loops: the reference's bytes in any order, at
+any address."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ from ottava.kernels import reference, table, use_backend
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1e-40, 6e-8, 65504.0, -3.4028e38]
+SPECIAL = [
+    0.0,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    1e-45,
+    -1e-40,
+    6e-8,
+    65504.0,
+    -3.4028e38,
+]
 LINE, SQUARE, WHOLE = (1, 128), (128, 128), (1, None)
 #: Every block with every way to hold columns, and every rule for scales.
 LAYOUTS = [
@@ -36,8 +48,8 @@ OTHERS = [
     Layout(E4M3, LINE, torch.float8_e8m0fnu, "up"),
     Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up", columnwise="transposed"),
 ]
-# A block of threads has 128 rows and columns, a thread eight of each. Columns that are no multiple of 8, and rows that
-# are none of 16, are written byte by byte.
+# A block of threads has 128 rows and columns, a thread eight of each. Columns that are no multiple
+# of 8, and rows that are none of 16, are written byte by byte.
 SHAPES = [(128, 128), (256, 264), (144, 136), (131, 77), (1, 300), (260, 1), (7, 9)]
 BOTH = (True, True)
 
@@ -65,7 +77,8 @@ def sample(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     exponent = torch.randint(low, high, (down, across), generator=generator).double()
     odd = torch.rand(down, across, generator=generator) < 0.2
     exponent, odd = (
-        t.repeat_interleave(40, 0).repeat_interleave(40, 1)[: shape[0], : shape[1]] for t in (exponent, odd)
+        t.repeat_interleave(40, 0).repeat_interleave(40, 1)[: shape[0], : shape[1]]
+        for t in (exponent, odd)
     )
     x = torch.randn(shape, generator=generator, dtype=torch.float64) * torch.exp2(exponent)
     odd &= torch.rand(shape, generator=generator) < 0.02
@@ -76,7 +89,13 @@ def sample(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x.to(dtype)
 
 
-def check(grid: Any, x: Tensor, layout: Layout, directions: tuple[bool, bool], offsets: tuple[int, int, int]) -> None:
+def check(
+    grid: Any,
+    x: Tensor,
+    layout: Layout,
+    directions: tuple[bool, bool],
+    offsets: tuple[int, int, int],
+) -> None:
     """``offsets`` of the source, of the data and of the scales."""
     with use_backend("reference"):
         expected = table.grid_quantize(x, layout.text, *directions)
@@ -136,7 +155,8 @@ def test_nothing_to_quantize(grid: Any, layout: Layout, shape: tuple[int, int]) 
 
 
 def test_an_element_anywhere_decides(grid: Any) -> None:
-    """Each thread's part in what is known of a row and a column counts, and no other row's or column's."""
+    """Each thread's part in what is known of a row and a column counts, and no other row's or
+    column's."""
     x = torch.zeros(128, 128)
     rows, columns = torch.arange(128), (torch.arange(128) * 37 + 5) % 128
     x[rows, columns] = torch.exp2(torch.arange(128).float() / 2 - 30)
@@ -154,12 +174,20 @@ def test_decode(grid: Any, layout: Layout, dtype: torch.dtype) -> None:
         stored = layout.data_shape(shape, columnwise)
         data = torch.randint(0, 256, stored, generator=generator, dtype=torch.uint8)
         sizes = layout.scale_shape(shape, columnwise)
-        scales = torch.randint(-(2**31), 2**31, sizes, generator=generator).int().view(torch.float32)
-        scales = torch.where(torch.rand(sizes, generator=generator) < 0.5, scales, scales.new_tensor(0.37))
+        scales = (
+            torch.randint(-(2**31), 2**31, sizes, generator=generator).int().view(torch.float32)
+        )
+        scales = torch.where(
+            torch.rand(sizes, generator=generator) < 0.5, scales, scales.new_tensor(0.37)
+        )
         with use_backend("reference"):
-            expected = one_nan(table.grid_decode(data, scales, layout.text, columnwise, dtype), data)
+            expected = one_nan(
+                table.grid_decode(data, scales, layout.text, columnwise, dtype), data
+            )
         for offsets in [(0, 0, 0), (1, 1, 1)]:
             out = junk(stored, dtype, offsets[2])
-            grid.grid_decode(at(data, offsets[0]), at(scales, offsets[1]), layout.text, columnwise, out)
+            grid.grid_decode(
+                at(data, offsets[0]), at(scales, offsets[1]), layout.text, columnwise, out
+            )
             assert same_bytes(out, expected), (layout, shape, columnwise)
             assert surroundings_kept(out)

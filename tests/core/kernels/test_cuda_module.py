@@ -1,4 +1,5 @@
-"""The compiled CUDA module where there is no GPU: what it is linked to, that it imports, what it says when called."""
+"""The compiled CUDA module where there is no GPU: what it is linked to, that it imports, what it
+says when called."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(module: Path, code: str) -> str:
     """What a process prints that has this module, and no torch."""
-    first = f"import ottava; ottava.__path__.append({str(module.parent)!r}); from ottava import _cuda\n"
+    first = (
+        f"import ottava; ottava.__path__.append({str(module.parent)!r}); from ottava import _cuda\n"
+    )
     done = subprocess.run([sys.executable, "-c", first + code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -57,7 +60,11 @@ def call(module: Path, code: str) -> str:
 
 def test_it_is_built_where_it_was_asked_for() -> None:
     asked = os.environ.get("OTTAVA_CUDA", "auto").lower()
-    if asked == "off" or (asked == "auto" and not torch.cuda.is_available()) or resources.find_tool("nvcc") is None:
+    if (
+        asked == "off"
+        or (asked == "auto" and not torch.cuda.is_available())
+        or resources.find_tool("nvcc") is None
+    ):
         pytest.skip("no nvcc here, or nothing that asks for CUDA kernels")
     assert _cuda is not None, "nvcc and a GPU are there, but ottava was built without CUDA kernels"
 
@@ -79,7 +86,8 @@ def test_it_says_what_it_has_code_for(module: Path) -> None:
     if _cuda is None:
         assert targets == ["90-virtual"]
     elif asked == "on" and not os.environ.get("CUDAARCHS"):
-        # CUDA 12.8 is the first to know 10.0a; whoever built the module may have had an earlier one.
+        # CUDA 12.8 is the first to know 10.0a; whoever built the module may have had an earlier
+        # one.
         known = resources.targets() if resources.find_tool("nvcc") else ["80", "89", "90a"]
         assert {*(f"{name}-real" for name in known), "90-virtual"} <= set(targets)
     assert targets
@@ -113,7 +121,11 @@ SERVED = [
     ("90-virtual", [(8, 9)], "here it is 8.9"),
     ("89-real", [(8, 9), (9, 0)], "here it is 8.9, 9.0"),
     ("native", [(9, 0)], "served"),
-    ("75 80-real", [(7, 5), (8, 0)], "are for compute capability 8.0 and later; here it is 7.5, 8.0; hide"),
+    (
+        "75 80-real",
+        [(7, 5), (8, 0)],
+        "are for compute capability 8.0 and later; here it is 7.5, 8.0; hide",
+    ),
 ]
 STAND_IN = f"""
 import json, sys, types, torch, ottava
@@ -145,13 +157,17 @@ def test_a_gpu_that_it_has_no_code_for_is_refused() -> None:
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ("when it was built, OTTAVA_CUDA was off: build it", "when it was built, OTTAVA_CUDA was off: build it"),
+        (
+            "when it was built, OTTAVA_CUDA was off: build it",
+            "when it was built, OTTAVA_CUDA was off: build it",
+        ),
         ("", "ottava._cuda is missing: reinstall ottava from source"),
     ],
 )
 def test_a_build_without_the_module_says_why(said: str, expected: str) -> None:
     code = (
-        f"import sys; from ottava import _cpu; _cpu.without_cuda = {said!r}; sys.modules['ottava._cuda'] = None\n"
+        f"import sys; from ottava import _cpu; _cpu.without_cuda = {said!r}; "
+        f"sys.modules['ottava._cuda'] = None\n"
         "from ottava.kernels import available_backends; print(available_backends()['cuda'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -160,18 +176,25 @@ def test_a_build_without_the_module_says_why(said: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("gpus", [[], ["A GPU (9.0)"]])
-def test_doctor_says_what_was_built_and_where_it_has_run(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
+def test_doctor_says_what_was_built_and_where_it_has_run(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str]
+) -> None:
     monkeypatch.setattr("ottava.cli.doctor._gpus", lambda: gpus)
     monkeypatch.setattr("ottava._cuda", SimpleNamespace(targets="90a-real"), raising=False)
     check = doctor._backend("cuda", "available")
     assert check.ok
-    assert check.detail == f"built for 90a-real; {backends.RUN_ON['cuda']}; {gpus[0] if gpus else 'torch sees no GPU'}"
+    assert (
+        check.detail == f"built for 90a-real; {backends.RUN_ON['cuda']}; "
+        f"{gpus[0] if gpus else 'torch sees no GPU'}"
+    )
     assert "compute capability 9.0 (H100)" in check.detail
 
 
 def test_doctor_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "this build of ottava has no CUDA kernels: why, and what to do"
-    monkeypatch.setattr(backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"})
+    monkeypatch.setattr(
+        backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"}
+    )
     monkeypatch.setattr(backends, "_failures", {"cuda": reason})
     monkeypatch.setattr(backends, "_warned", {"cuda"})
     monkeypatch.setattr(backends, "_chosen", {})
@@ -186,8 +209,12 @@ def test_doctor_without_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.detail == f"A GPU (9.0) would run the slow reference: {reason}"
 
 
-def test_a_gpu_without_kernels_warns_once_and_is_served_by_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"})
+def test_a_gpu_without_kernels_warns_once_and_is_served_by_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"}
+    )
     monkeypatch.setattr(backends, "_failures", {"cuda": "a reason"})
     monkeypatch.setattr(backends, "_warned", set())
     monkeypatch.setattr(backends, "_chosen", {})
@@ -199,7 +226,9 @@ def test_a_gpu_without_kernels_warns_once_and_is_served_by_the_reference(monkeyp
 
 
 def test_asking_for_what_is_not_there_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"})
+    monkeypatch.setattr(
+        backends, "_loaded", {k: v for k, v in backends._loaded.items() if k != "cuda"}
+    )
     monkeypatch.setattr(backends, "_failures", {"cuda": "a reason"})
     with pytest.raises(Exception, match=r"a reason.*leave out use_backend"), use_backend("cuda"):
         pass

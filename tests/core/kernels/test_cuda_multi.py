@@ -1,4 +1,5 @@
-"""The CUDA kernels on many tensors: full tables, any addresses, edges of chunks and panels, against the CPU backend."""
+"""The CUDA kernels on many tensors: full tables, any addresses, edges of chunks and panels, against
+the CPU backend."""
 
 from __future__ import annotations
 
@@ -21,7 +22,19 @@ from ottava.kernels.backends import use_backend
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SPECIAL = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-45, -1e-40, 6e-8, 65520.0, -3.4028e38]
+SPECIAL = [
+    0.0,
+    -0.0,
+    math.nan,
+    -math.nan,
+    math.inf,
+    -math.inf,
+    1e-45,
+    -1e-40,
+    6e-8,
+    65520.0,
+    -3.4028e38,
+]
 # Elements that a block of the casts and of the amaxes takes.
 CHUNKS = (16384, 32768)
 any_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,7 +80,9 @@ def on_cpu(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
 
 
-def check_cast(xs: list[Tensor], dtypes: list[torch.dtype], formats: list[torch.dtype], offsets: list[int]) -> None:
+def check_cast(
+    xs: list[Tensor], dtypes: list[torch.dtype], formats: list[torch.dtype], offsets: list[int]
+) -> None:
     amaxes = multi_amax(xs, dtypes)
     assert torch.equal(amaxes, on_cpu(multi_amax, xs, dtypes))
     scales = torch.linspace(0.25, 300.0, len(xs))
@@ -84,23 +99,35 @@ def test_more_tensors_than_a_table_holds(grid: None) -> None:
     """Each has its own amax and its own scale, whichever launch it is in."""
     counts = [i % 7 * (i % 3) for i in range(2100)]
     xs = [sample(count, i) for i, count in enumerate(counts)]
-    check_cast(xs, [DTYPES[i % 3] for i in range(2100)], [E4M3] * 2100, [i % 64 for i in range(2100)])
+    check_cast(
+        xs, [DTYPES[i % 3] for i in range(2100)], [E4M3] * 2100, [i % 64 for i in range(2100)]
+    )
 
 
 @any_dtype
 def test_every_address(grid: None, dtype: torch.dtype) -> None:
-    """Sources at each element of a wide load, results at each byte of a wide store; a wide round, and a rest."""
+    """Sources at each element of a wide load, results at each byte of a wide store; a wide round,
+    and a rest."""
     count = 8192 + 777
     places = [(source, result) for source in range(16 // dtype.itemsize) for result in (0, 1, 4, 7)]
     places += [(0, result) for result in range(8)]
     x = sample(count, 1).to(dtype)
     xs = [at_offset(x, source) for source, _ in places]
-    check_cast(xs, [torch.bfloat16] * len(xs), [E4M3, E5M2] * (len(xs) // 2), [result for _, result in places])
+    check_cast(
+        xs,
+        [torch.bfloat16] * len(xs),
+        [E4M3, E5M2] * (len(xs) // 2),
+        [result for _, result in places],
+    )
 
 
 @any_dtype
 def test_around_a_chunk(grid: None, dtype: torch.dtype) -> None:
-    counts = [chunk + step for chunk in (8192, *CHUNKS) for step in (-1, 0, 1)] + [0, 1, 2 * CHUNKS[1] + 5]
+    counts = [chunk + step for chunk in (8192, *CHUNKS) for step in (-1, 0, 1)] + [
+        0,
+        1,
+        2 * CHUNKS[1] + 5,
+    ]
     xs = [sample(count, count).to(dtype) for count in counts]
     for x in xs[:9]:
         x[-1] = 60000.0  # the largest is the last
@@ -120,23 +147,34 @@ def test_every_pair_of_dtypes(grid: None, dtype: torch.dtype, nominal: torch.dty
 Shard = tuple[tuple[int, int], int, int]  # rows and columns, first and last but one element
 
 
-def check_shards(shards: list[Shard], dtypes: list[torch.dtype], formats: list[torch.dtype], offset: int = 1) -> None:
+def check_shards(
+    shards: list[Shard], dtypes: list[torch.dtype], formats: list[torch.dtype], offset: int = 1
+) -> None:
     xs = [at_offset(sample(b - a, a).to(dtypes[i]), i % 4) for i, (_, a, b) in enumerate(shards)]
     shapes, starts = [shape for shape, _, _ in shards], [start for _, start, _ in shards]
     nominal = [DTYPES[i % 3] for i in range(len(xs))]
     layouts = [mx(fp8, i % 3 == 1) for i, fp8 in enumerate(formats)]
     arguments = (xs, nominal, shapes, starts, layouts)
-    assert torch.equal(kernels.grid_multi_amax(*arguments), on_cpu(kernels.grid_multi_amax, *arguments))
+    assert torch.equal(
+        kernels.grid_multi_amax(*arguments), on_cpu(kernels.grid_multi_amax, *arguments)
+    )
     random = torch.Generator().manual_seed(len(xs))
     scales = [
-        [torch.randint(0, 256, s, dtype=torch.uint8, generator=random) for s in ((r, -(-c // 32)), (-(-r // 32), c))]
+        [
+            torch.randint(0, 256, s, dtype=torch.uint8, generator=random)
+            for s in ((r, -(-c // 32)), (-(-r // 32), c))
+        ]
         for r, c in shapes
     ]
 
     def cast(function: Any) -> list[tuple[Tensor, Tensor]]:
         places = [bytes_at(x.numel(), offset + i % 2) for x in xs for i in range(2)]
         pairs: list[list[Any]] = [
-            [None if i % 5 == 3 + k else (scales[i][k], places[2 * i + k][1]) for i in range(len(xs))] for k in range(2)
+            [
+                None if i % 5 == 3 + k else (scales[i][k], places[2 * i + k][1])
+                for i in range(len(xs))
+            ]
+            for k in range(2)
         ]
         function(kernels.grid_multi_cast, *arguments, *pairs)
         return places
@@ -151,10 +189,21 @@ def test_around_a_panel(grid: None, dtype: torch.dtype) -> None:
     """Shards that begin and end in every part of panels of 32 rows by 128 columns."""
     shards = [
         ((rows, cols), start, rows * cols - stop)
-        for rows, cols in ((32, 128), (64, 256), (33, 129), (31, 127), (70, 300), (1, 500), (500, 1))
+        for rows, cols in (
+            (32, 128),
+            (64, 256),
+            (33, 129),
+            (31, 127),
+            (70, 300),
+            (1, 500),
+            (500, 1),
+        )
         for start, stop in ((0, 0), (1, 0), (0, 1), (127, 130), (200, 201))
     ]
-    shards += [((64, 256), start, stop) for start, stop in ((5, 5), (5, 6), (130, 250), (250, 260), (8192, 16384))]
+    shards += [
+        ((64, 256), start, stop)
+        for start, stop in ((5, 5), (5, 6), (130, 250), (250, 260), (8192, 16384))
+    ]
     check_shards(shards, [dtype] * len(shards), [(E4M3, E5M2)[i % 2] for i in range(len(shards))])
 
 
@@ -166,7 +215,9 @@ def test_more_matrices_than_a_table_holds(grid: None) -> None:
 # The state of delayed scaling
 
 
-def state(counts: list[int], length: int, seed: int) -> tuple[list[Tensor], list[Tensor], list[float]]:
+def state(
+    counts: list[int], length: int, seed: int
+) -> tuple[list[Tensor], list[Tensor], list[float]]:
     random = np.random.default_rng([seed, length])
     scales = [torch.from_numpy(random.uniform(0.1, 9, n).astype(np.float32)) for n in counts]
     histories = []
@@ -195,14 +246,20 @@ UPDATES = [
     [(counts, length, *how) for counts, length, ways in UPDATES for how in ways],
     ids=lambda v: str(v)[:20],
 )
-def test_the_update_of_all_slots(grid: None, counts: list[int], length: int, given: bool, most_recent: bool) -> None:
+def test_the_update_of_all_slots(
+    grid: None, counts: list[int], length: int, given: bool, most_recent: bool
+) -> None:
     scales, histories, maxima = state(counts, length, 1)
     last = None
     if given:
         last = torch.cat([history[-1] for history in state(counts, 1, 2)[1]])
     mine = ([s.clone() for s in scales], [h.clone() for h in histories])
     for _ in range(2):
-        on_cpu(lambda: kernels.update_scales(scales, histories, maxima, most_recent=most_recent, last=last))
+        on_cpu(
+            lambda: kernels.update_scales(
+                scales, histories, maxima, most_recent=most_recent, last=last
+            )
+        )
         kernels.update_scales(*mine, maxima, most_recent=most_recent, last=last)
     for found, expected in zip([*mine[0], *mine[1]], [*scales, *histories], strict=True):
         assert found.numpy().tobytes() == expected.numpy().tobytes()
@@ -211,8 +268,13 @@ def test_the_update_of_all_slots(grid: None, counts: list[int], length: int, giv
 def test_nothing_without_tensors(grid: None) -> None:
     kernels.update_scales([], [], [])
     assert multi_amax([torch.empty(0)] * 3, DTYPES).tolist() == [0.0] * 3
-    multi_cast([torch.empty(0)], [DTYPES[0]], torch.ones(1), [E4M3], [torch.empty(0, dtype=torch.uint8)])
-    assert kernels.grid_multi_amax([torch.empty(0)], [DTYPES[0]], [(2, 3)], [4], [mx(E4M3)]).tolist() == [0.0] * 5
+    multi_cast(
+        [torch.empty(0)], [DTYPES[0]], torch.ones(1), [E4M3], [torch.empty(0, dtype=torch.uint8)]
+    )
+    assert (
+        kernels.grid_multi_amax([torch.empty(0)], [DTYPES[0]], [(2, 3)], [4], [mx(E4M3)]).tolist()
+        == [0.0] * 5
+    )
     kernels.grid_multi_cast([torch.ones(4)], [DTYPES[0]], [(2, 3)], [1], [mx(E4M3)], [None], [None])
 
 

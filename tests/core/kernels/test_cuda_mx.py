@@ -20,8 +20,9 @@ from ottava.kernels import table, use_backend
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# A warp quantizes 32 x 64 and a block of threads 32 x 512, or decodes 32 x 256 with eight columns in each lane. 512 and
-# 1000 columns have a multiple of 16 blocks; those of 513 lie at no multiple of anything.
+# A warp quantizes 32 x 64 and a block of threads 32 x 512, or decodes 32 x 256 with eight columns
+# in each lane. 512 and 1000 columns have a multiple of 16 blocks; those of 513 lie at no multiple
+# of anything.
 SHAPES = [(32, 512), (33, 1000), (31, 72), (40, 513), (1, 8), (97, 31), (64, 1)]
 
 any_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -36,7 +37,9 @@ def grid() -> Iterator[ModuleType]:
 
 
 @pytest.fixture(params=grid_orders())
-def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, grid: Any) -> ModuleType:
+def any_order(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, grid: Any
+) -> ModuleType:
     """For what threads do together."""
     monkeypatch.setenv("OTTAVA_GRID_ORDER", request.param)
     return grid
@@ -61,7 +64,11 @@ def check_quantized(
     wanted = [out if directions[n // 2] else None for n, out in enumerate(outs)]
     grid.grid_quantize(at(x, offsets[0]), layout.text, wanted)
     for out, result, wanted in zip(outs, expected, (row, row, column, column), strict=True):
-        assert torch.equal(out, result) if wanted else bool((out == 0x5A).all()), (directions, layout, offsets)
+        assert torch.equal(out, result) if wanted else bool((out == 0x5A).all()), (
+            directions,
+            layout,
+            offsets,
+        )
         assert surroundings_kept(out)
 
 
@@ -80,7 +87,9 @@ def test_quantize_directions_and_rules(
     any_order: ModuleType, shape: tuple[int, int], fp8: torch.dtype, dtype: torch.dtype
 ) -> None:
     x = sample(shape, dtype, 1)
-    ways = itertools.product([(True, True), (True, False), (False, True)], (False, True), ("up", "floor"))
+    ways = itertools.product(
+        [(True, True), (True, False), (False, True)], (False, True), ("up", "floor")
+    )
     for directions, square, rounding in ways:
         check_quantized(any_order, x, mx(fp8, square, rounding), directions, (0, 0, 0))
 
@@ -89,7 +98,9 @@ def test_blocks_that_one_element_decides(grid: Any) -> None:
     """Wherever in a block the largest element is: each lane's part of the exchange counts."""
     for i in range(32):
         x = torch.zeros(32, 64, dtype=torch.bfloat16)
-        x[torch.arange(32), (torch.arange(32) * 5 + i) % 32] = 2.0 ** torch.arange(32).to(torch.bfloat16)
+        x[torch.arange(32), (torch.arange(32) * 5 + i) % 32] = 2.0 ** torch.arange(32).to(
+            torch.bfloat16
+        )
         x[:, 32:] = x[:, :32].t()
         for square in (False, True):
             check_quantized(grid, x, mx(E5M2, square), (True, True), (0, 0, 0))
@@ -112,19 +123,27 @@ def blocks(shape: tuple[int, int], columnwise: bool, seed: int = 0) -> tuple[Ten
     """All data, with all scales."""
     random = np.random.default_rng([seed, *shape])
     scales = random.integers(0, 256, scale_shapes(shape)[int(columnwise)], dtype=np.uint8)
-    return torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8)), torch.from_numpy(scales)
+    return torch.from_numpy(random.integers(0, 256, shape, dtype=np.uint8)), torch.from_numpy(
+        scales
+    )
 
 
 @any_dtype
 @any_shape
 @pytest.mark.parametrize("columnwise", [False, True])
-def test_decode_at_any_address(grid: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool) -> None:
+def test_decode_at_any_address(
+    grid: Any, shape: tuple[int, int], dtype: torch.dtype, columnwise: bool
+) -> None:
     data, scales = blocks(shape, columnwise)
-    for fp8, offsets in itertools.product((E4M3, E5M2), [(0, 0, 0), (1, 0, 0), (8, 1, 0), (0, 8, 1)]):
+    for fp8, offsets in itertools.product(
+        (E4M3, E5M2), [(0, 0, 0), (1, 0, 0), (8, 1, 0), (0, 8, 1)]
+    ):
         expected = by_reference(table.grid_decode, data, scales, mx(fp8).text, columnwise, dtype)
         expected = one_nan(expected, data)
         out = junk(shape, dtype, offsets[2])
-        grid.grid_decode(at(data, offsets[0]), at(scales, offsets[1]), mx(fp8).text, columnwise, out)
+        grid.grid_decode(
+            at(data, offsets[0]), at(scales, offsets[1]), mx(fp8).text, columnwise, out
+        )
         assert same_bytes(out, expected), (fp8, offsets)
         assert surroundings_kept(out)
 

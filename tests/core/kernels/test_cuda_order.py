@@ -1,4 +1,5 @@
-"""The CUDA kernels as loops in several orders of threads and blocks: no result depends on who comes first."""
+"""The CUDA kernels as loops in several orders of threads and blocks: no result depends on who comes
+first."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def scale() -> torch.Tensor:
 
 def cast_amax(x: torch.Tensor) -> Results:
     amax, saturated = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    data, turned, scale_inv = kernels.cast_amax(x, scale(), amax, E4M3, transposed=True, saturated=saturated)
+    data, turned, scale_inv = kernels.cast_amax(
+        x, scale(), amax, E4M3, transposed=True, saturated=saturated
+    )
     return data, turned, scale_inv, amax, saturated
 
 
@@ -38,7 +41,10 @@ def multi(x: torch.Tensor) -> Results:
 
 
 def update(x: torch.Tensor) -> Results:
-    scales, histories = [torch.ones(3), torch.ones(40)], [x[:, :3].float().abs(), x[:, 3:43].float().abs()]
+    scales, histories = (
+        [torch.ones(3), torch.ones(40)],
+        [x[:, :3].float().abs(), x[:, 3:43].float().abs()],
+    )
     histories = [history.contiguous() for history in histories]
     kernels.update_scales(scales, histories, [448.0] * 43)
     return *scales, *histories

@@ -1,4 +1,5 @@
-"""Kernels without their operators: whoever looks at operators still sees them, and the results are the same bytes."""
+"""Kernels without their operators: whoever looks at operators still sees them, and the results are
+the same bytes."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], A
     ),
     "grid_decode": (
         lambda x: kernels.decode(x.to(torch.uint8), scalar(0.5), E4M3, torch.bfloat16),
-        lambda x: torch.ops.ottava.grid_decode(x.to(torch.uint8), scalar(0.5), WHOLE, False, torch.bfloat16),
+        lambda x: torch.ops.ottava.grid_decode(
+            x.to(torch.uint8), scalar(0.5), WHOLE, False, torch.bfloat16
+        ),
     ),
 }
 FOR_LAYERS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -71,7 +74,9 @@ SAME: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
     ("cast_amax", lambda x: kernels.cast_transpose(x, scalar(3.0), E4M3)),
 ]
 EVERY = [*((name, calls[0]) for name, calls in CALLS.items()), *FOR_LAYERS.items(), *SAME]
-every_call = pytest.mark.parametrize(("name", "call"), EVERY, ids=[f"{n}-{i}" for i, (n, _) in enumerate(EVERY)])
+every_call = pytest.mark.parametrize(
+    ("name", "call"), EVERY, ids=[f"{n}-{i}" for i, (n, _) in enumerate(EVERY)]
+)
 
 
 def leaves(result: Any) -> list[torch.Tensor]:
@@ -105,7 +110,9 @@ def test_the_bytes_are_those_of_the_operator(code_path: str) -> None:
 
 def test_nobody_is_asked_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(torch._ops.OpOverloadPacket, "__call__", lambda self, *a, **k: asked.append(str(self)))
+    monkeypatch.setattr(
+        torch._ops.OpOverloadPacket, "__call__", lambda self, *a, **k: asked.append(str(self))
+    )
     for _, call in EVERY:
         call(values())
     assert asked == []
@@ -123,7 +130,9 @@ def test_modes_see_the_operators(name: str, call: Callable[[torch.Tensor], Any])
     functions: list[str] = []
 
     class Functions(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             functions.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -136,9 +145,16 @@ def test_modes_see_the_operators(name: str, call: Callable[[torch.Tensor], Any])
 def test_graphs_hold_the_operators(name: str, call: Callable[[torch.Tensor], Any]) -> None:
     x = values() + 1
     expected = leaves(call(x))
-    tracings: list[tuple[Any, bool]] = [("real", False), ("real", True), ("fake", False), ("symbolic", True)]
+    tracings: list[tuple[Any, bool]] = [
+        ("real", False),
+        ("real", True),
+        ("fake", False),
+        ("symbolic", True),
+    ]
     for tracing, pre_dispatch in tracings:
-        traced = make_fx(lambda x: leaves(call(x)), tracing_mode=tracing, pre_dispatch=pre_dispatch)(values())
+        traced = make_fx(
+            lambda x: leaves(call(x)), tracing_mode=tracing, pre_dispatch=pre_dispatch
+        )(values())
         assert any(f"ottava.{name}." in str(node.target) for node in traced.graph.nodes), tracing
         assert_same(traced(x), expected, note=tracing)
 
@@ -148,11 +164,14 @@ def test_fake_tensors_stay_fake(name: str, call: Callable[[torch.Tensor], Any]) 
     expected = leaves(call(values()))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         made = leaves(call(mode.from_tensor(values())))
-    assert [(type(m), m.shape, m.dtype) for m in made] == [(FakeTensor, e.shape, e.dtype) for e in expected]
+    assert [(type(m), m.shape, m.dtype) for m in made] == [
+        (FakeTensor, e.shape, e.dtype) for e in expected
+    ]
 
 
 @pytest.mark.parametrize(
-    "call", [CALLS["amax"][0], CALLS["quantize"][0], FOR_LAYERS["quantize"], FOR_LAYERS["grid_quantize"]]
+    "call",
+    [CALLS["amax"][0], CALLS["quantize"][0], FOR_LAYERS["quantize"], FOR_LAYERS["grid_quantize"]],
 )
 def test_meta_tensors_stay_on_meta(call: Callable[[torch.Tensor], Any]) -> None:
     assert all(made.is_meta for made in leaves(call(values().to("meta"))))
@@ -216,7 +235,9 @@ def test_what_is_direct() -> None:
 
 def test_a_negation_that_is_still_to_be_done_is_done() -> None:
     x = values()
-    assert torch.equal(kernels.cast(torch._neg_view(x), scalar(), E4M3), kernels.cast(-x, scalar(), E4M3))
+    assert torch.equal(
+        kernels.cast(torch._neg_view(x), scalar(), E4M3), kernels.cast(-x, scalar(), E4M3)
+    )
     assert torch.equal(FOR_LAYERS["quantize"](torch._neg_view(x))[0], FOR_LAYERS["quantize"](-x)[0])
 
 
@@ -239,21 +260,33 @@ def check_for_layers(
     note = (shape, dtype, rowwise, transposed)
     x = (100 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
     x.view(-1)[:3] = torch.tensor([math.nan, math.inf, -0.0])[: x.numel()]
-    data, transpose, _, scale_inv, _ = kernels.quantize(x, fp8, 0.0, True, rowwise=True, transposed=transposed)
+    data, transpose, _, scale_inv, _ = kernels.quantize(
+        x, fp8, 0.0, True, rowwise=True, transposed=transposed
+    )
     expected = data if rowwise else None, transpose if transposed else None, scale_inv
     assert_contiguous(for_layers.quantize(x, fp8, 0.0, True, rowwise, transposed), expected, note)
     # Another order in memory.
     other = x.t().contiguous().t() if x.dim() == 2 else x
-    assert_contiguous(for_layers.quantize(other, fp8, 0.0, True, rowwise, transposed), expected, note)
+    assert_contiguous(
+        for_layers.quantize(other, fp8, 0.0, True, rowwise, transposed), expected, note
+    )
 
-    scale, amaxes, counts = scalar(3.0), [scalar(2.0), scalar(2.0)], [torch.tensor(5), torch.tensor(5)]
-    data, transpose, scale_inv = kernels.cast_amax(x, scale, amaxes[0], fp8, saturated=counts[0], transposed=transposed)
+    scale, amaxes, counts = (
+        scalar(3.0),
+        [scalar(2.0), scalar(2.0)],
+        [torch.tensor(5), torch.tensor(5)],
+    )
+    data, transpose, scale_inv = kernels.cast_amax(
+        x, scale, amaxes[0], fp8, saturated=counts[0], transposed=transposed
+    )
     expected = data if rowwise else None, transpose if transposed else None, scale_inv
     made = for_layers.cast(x, scale, amaxes[1], counts[1], fp8, rowwise, transposed)
     assert_contiguous(made, expected, note)
     assert_same((amaxes[1], counts[1]), (amaxes[0], counts[0]), note=note)
     # Without a place for the amax nothing is recorded.
-    assert_contiguous(for_layers.cast(x, scale, None, None, fp8, rowwise, transposed), expected, note)
+    assert_contiguous(
+        for_layers.cast(x, scale, None, None, fp8, rowwise, transposed), expected, note
+    )
     assert scale == 3.0
 
 
@@ -266,7 +299,9 @@ def test_what_layers_get_in_blocks(code_path: str) -> None:
     shapes = [(), (5,), (0, 5), (3, 0), (33, 65), (2, 3, 40)]
     for shape, (rowwise, columnwise), square in itertools.product(shapes, USAGES, (False, True)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        expected = kernels.grid_quantize(x, mx(E4M3, square), rowwise=rowwise, columnwise=columnwise)
+        expected = kernels.grid_quantize(
+            x, mx(E4M3, square), rowwise=rowwise, columnwise=columnwise
+        )
         made = for_layers.grid_quantize(x, mx(E4M3, square).text, rowwise, columnwise)
         wanted = [rowwise, rowwise, columnwise, columnwise]
         assert [mine is not None for mine in made] == wanted
@@ -287,7 +322,9 @@ def test_what_layers_get_in_blocks(code_path: str) -> None:
         (torch.ones(()), torch.ones(()), torch.ones(3, dtype=torch.int64), ShapeError),
     ],
 )
-def test_state_that_does_not_fit(scale: Any, amax: Any, saturated: Any, error: type[Exception]) -> None:
+def test_state_that_does_not_fit(
+    scale: Any, amax: Any, saturated: Any, error: type[Exception]
+) -> None:
     with pytest.raises(error):
         for_layers.cast(values(), scale, amax, saturated, E4M3, True, False)
 
@@ -301,8 +338,9 @@ def run():
     from ottava.gemm import gemm
     x = torch.randn(16, 32)
     product = torch.compile(lambda x: gemm(x, x), fullgraph=True, backend='aot_eager')(x)
-    quantize = torch.compile(lambda x: kernels.quantize(x, torch.float8_e4m3fn), fullgraph=True, backend='aot_eager')
-    assert torch.equal(quantize(x)[0], kernels.quantize(x, torch.float8_e4m3fn)[0])
+    quantize = lambda x: kernels.quantize(x, torch.float8_e4m3fn)
+    quantized = torch.compile(quantize, fullgraph=True, backend='aot_eager')(x)
+    assert torch.equal(quantized[0], quantize(x)[0])
     assert torch.equal(product, gemm(x, x))
     chosen = os.environ['OTTAVA_BACKEND'] or 'cpu'
     assert kernels.backends.backend_for('cpu') == chosen, kernels.backends.backend_for('cpu')
@@ -324,7 +362,8 @@ for backend in ('', 'reference'):
 
 
 def test_the_first_kernel_of_a_process_may_be_in_compiled_code() -> None:
-    """First a product, which asks for the backend while it is traced: what an operator does is not traced.
+    """First a product, which asks for the backend while it is traced: what an operator does is not
+    traced.
 
     torch is imported once, by the process that two others branch off; ottava, by each of them.
     """
@@ -343,4 +382,6 @@ def test_every_backend_has_every_operation() -> None:
     with serving_cpu() as cuda:
         for module in (cpu.BACKEND, cuda, reference):
             names = {*OPERATIONS, *many, "update_scales"}
-            assert [name for name in names if not callable(getattr(module, name, None))] == [], module
+            assert [name for name in names if not callable(getattr(module, name, None))] == [], (
+                module
+            )

@@ -1,4 +1,5 @@
-"""The last step of a product on every path: scales and bias in float32, one rounding, the bytes of torch."""
+"""The last step of a product on every path: scales and bias in float32, one rounding, the bytes of
+torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def epilogue32(*arguments: Any) -> None:
     backend_module("cpu").epilogue32(*arguments)
 
 
-def finished(acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None) -> Tensor:
+def finished(
+    acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None
+) -> Tensor:
     """The float32 before the one rounding."""
     values, one = acc.float().numpy(), np.float32(1)
     a, b = (one if s is None else s.float().numpy().reshape(()) for s in (scale_a, scale_b))
@@ -35,7 +38,8 @@ def finished(acc: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: 
 
 
 def one_nan(values: Tensor) -> Tensor:
-    """NaN as the one NaN: which of them torch gives depends on the machine, and on the element's place."""
+    """NaN as the one NaN: which of them torch gives depends on the machine, and on the element's
+    place."""
     return torch.where(values.isnan(), torch.full_like(values, math.nan), values)
 
 
@@ -47,7 +51,9 @@ def test_the_bytes_of_torch(code_path: str, shape: tuple[int, int], dtype: torch
     biases = [None, *(sample((1, shape[1]), d, 4).view(-1) for d in DTYPES)]
     for i, (a, b, bias) in enumerate(itertools.product((scale[0], None), (scale[1], None), biases)):
         out = junk(shape, dtype, (0, 1, 8)[i % 3])
-        epilogue32(at(acc, (0, 0, 1, 4)[i % 4]), a, b, None if bias is None else at(bias, i % 2), out)
+        epilogue32(
+            at(acc, (0, 0, 1, 4)[i % 4]), a, b, None if bias is None else at(bias, i % 2), out
+        )
         expected = one_nan(finished(acc, a, b, bias).to(dtype))
         # The reference is torch's operations.
         assert same_bytes(one_nan(out) if code_path == "reference" else out, expected), i
@@ -80,12 +86,18 @@ def test_the_last_step_rounds_once(code_path: str) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 32), (3, 0)], ids=str)
 def test_nothing_to_do(code_path: str, shape: tuple[int, int]) -> None:
-    epilogue32(torch.empty(shape), torch.tensor(2.0), None, torch.empty(shape[1]), torch.empty(shape))
+    epilogue32(
+        torch.empty(shape), torch.tensor(2.0), None, torch.empty(shape[1]), torch.empty(shape)
+    )
 
 
 def test_in_place_and_by_many_threads(code_path: str) -> None:
     """On a CPU a float32 result takes the place of the sums."""
-    acc, bias, scale = sample((700, 130), torch.float32, 5), torch.randn(260)[::2], torch.tensor(0.7)
+    acc, bias, scale = (
+        sample((700, 130), torch.float32, 5),
+        torch.randn(260)[::2],
+        torch.tensor(0.7),
+    )
     expected = one_nan(finished(acc, scale, None, bias))
     before = torch.get_num_threads()
     for threads in (1, 2):

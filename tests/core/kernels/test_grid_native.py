@@ -1,4 +1,5 @@
-"""The compiled module on grids of scales, against float32 arithmetic written here from the formats' definition."""
+"""The compiled module on grids of scales, against float32 arithmetic written here from the formats'
+definition."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ VALUES = {E4M3: small_floats(3, 7, 0x7F), E5M2: small_floats(2, 15, 0x7C)}
 
 
 def thresholds(values: Array) -> Array:
-    """What a float32 has to be above for the next code: halfway between two values, which goes to the even code."""
+    """What a float32 has to be above for the next code: halfway between two values, which goes to
+    the even code."""
     halfway = ((values[:-1] + values[1:]) / 2).astype(np.float32)
     odd = np.arange(len(halfway)) % 2 == 1
     return np.where(odd, np.nextafter(halfway, np.float32(0)), halfway)
@@ -97,7 +99,9 @@ class Rule:
         with np.errstate(all="ignore"):
             if self.e8m0:
                 code = self.exponents(amax, element)
-                return np.exp2((127 - code).astype(np.float64)).astype(np.float32), code.astype(np.uint8)
+                return np.exp2((127 - code).astype(np.float64)).astype(np.float32), code.astype(
+                    np.uint8
+                )
             raised = np.maximum(amax, np.float32(self.epsilon))
             scale = np.float32(MAX[element]) / raised
             scale = np.where(np.isinf(scale), np.float32(self.largest), scale)
@@ -150,7 +154,9 @@ class Memory:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, offset: int) -> None:
         itemsize = np.dtype(dtype).itemsize
-        self.bytes = np.full(int(np.prod(shape)) * itemsize + 64 + offset * itemsize + 64, 0xA5, np.uint8)
+        self.bytes = np.full(
+            int(np.prod(shape)) * itemsize + 64 + offset * itemsize + 64, 0xA5, np.uint8
+        )
         begin = -self.bytes.ctypes.data % 64 + offset * itemsize
         self.end = begin + int(np.prod(shape)) * itemsize
         self.begin = begin
@@ -163,15 +169,35 @@ class Memory:
 
 
 @cache
-def matrix(rows: int, cols: int, dtype: torch.dtype, offset: int = 0, seed: int = 0) -> torch.Tensor:
-    """Values of very different magnitudes, some of them special, at an offset into their storage."""
+def matrix(
+    rows: int, cols: int, dtype: torch.dtype, offset: int = 0, seed: int = 0
+) -> torch.Tensor:
+    """Values of very different magnitudes, some of them special, at an offset into their
+    storage."""
     generator = torch.Generator().manual_seed(seed + rows * 1000 + cols)
-    limits = {torch.float32: (-149, 127), torch.bfloat16: (-133, 127), torch.float16: (-24, 15)}[dtype]
-    exponent = torch.randint(*limits, (-(-rows // 16), -(-cols // 16)), generator=generator).double()
+    limits = {torch.float32: (-149, 127), torch.bfloat16: (-133, 127), torch.float16: (-24, 15)}[
+        dtype
+    ]
+    exponent = torch.randint(
+        *limits, (-(-rows // 16), -(-cols // 16)), generator=generator
+    ).double()
     exponent = exponent.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :cols]
-    values = torch.randn(rows, cols, generator=generator, dtype=torch.float64) * torch.exp2(exponent)
+    values = torch.randn(rows, cols, generator=generator, dtype=torch.float64) * torch.exp2(
+        exponent
+    )
     chosen = torch.rand(rows, cols, generator=generator)
-    special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -6e-8, 65504.0, FLOAT_MAX, -1e-40]
+    special = [
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+        0.0,
+        -0.0,
+        1e-45,
+        -6e-8,
+        65504.0,
+        FLOAT_MAX,
+        -1e-40,
+    ]
     quiet = torch.rand(-(-rows // 32), -(-cols // 32), generator=generator) < 0.6
     quiet = quiet.repeat_interleave(32, 0).repeat_interleave(32, 1)[:rows, :cols]
     for number, value in enumerate(special):
@@ -210,20 +236,35 @@ def check_quantize(
     rows, cols = x.shape
     expected = [side and side.expected(floats(x), element, rule) for side in sides]
     for isa, count in itertools.product(on_every_isa(), threads):
-        note = f"{isa} {tuple(x.shape)} {x.dtype} element {element} {rule} threads {count} offset {offset}"
-        made = [pair and [Memory(part.shape, part.dtype, offset) for part in pair] for pair in expected]
+        note = (
+            f"{isa} {tuple(x.shape)} {x.dtype} element {element} {rule} threads {count} offset "
+            f"{offset}"
+        )
+        made = [
+            pair and [Memory(part.shape, part.dtype, offset) for part in pair] for pair in expected
+        ]
         arguments = [
-            side and (side.block_rows, side.block_cols, *side.shared, side.turned, to[0].address, to[1].address)
+            side
+            and (
+                side.block_rows,
+                side.block_cols,
+                *side.shared,
+                side.turned,
+                to[0].address,
+                to[1].address,
+            )
             for side, to in zip(sides, made, strict=True)
         ]
         _cpu.grid_quantize(
-            x.data_ptr(), DTYPES.index(x.dtype), rows, cols, element, rule.e8m0, rule.floor, rule.epsilon, rule.largest,
-            *arguments, count,
+            x.data_ptr(), DTYPES.index(x.dtype), rows, cols, element,
+            rule.e8m0, rule.floor, rule.epsilon, rule.largest, *arguments, count,
         )  # fmt: skip
         for side, pair, memories in zip(sides, expected, made, strict=True):
             for part, memory in zip(pair or (), memories or (), strict=True):
                 wanted = np.ascontiguousarray(part).view(np.uint8)
-                np.testing.assert_array_equal(memory.array.view(np.uint8), wanted, f"{part.dtype} of {side}, {note}")
+                np.testing.assert_array_equal(
+                    memory.array.view(np.uint8), wanted, f"{part.dtype} of {side}, {note}"
+                )
                 memory.check()
 
 
@@ -288,20 +329,33 @@ def test_every_rule_with_every_element(dtype: torch.dtype, element: int) -> None
             check_quantize(x, element, rule, PAIRS[pair])
 
 
-LARGE = ["mx", "mx square", "blockwise rows", "blockwise squares", "rowwise", "oblong", "odd", "shared by all"]
+LARGE = [
+    "mx",
+    "mx square",
+    "blockwise rows",
+    "blockwise squares",
+    "rowwise",
+    "oblong",
+    "odd",
+    "shared by all",
+]
 
 
 @pytest.mark.parametrize("pair", LARGE)
 def test_large_matrices(pair: str) -> None:
     """Several regions and panels, and threads that share them."""
     check_quantize(matrix(700, 2900, torch.bfloat16), E4M3, Rule(), PAIRS[pair])
-    check_quantize(matrix(519, 2099, torch.float32, 1), INT8, Rule(e8m0=True), PAIRS[pair], offset=1)
+    check_quantize(
+        matrix(519, 2099, torch.float32, 1), INT8, Rule(e8m0=True), PAIRS[pair], offset=1
+    )
 
 
 @pytest.mark.parametrize("pair", ["mx", "blockwise rows", "rowwise", "row only", "wide row only"])
 def test_long_rows(pair: str) -> None:
     """Rows of which few fill a cache: the scales of each are found just before it is cast."""
-    for (dtype, rule), element in zip(itertools.product(DTYPES, RULES), itertools.cycle([E4M3, E5M2, INT8, E4M3])):
+    for (dtype, rule), element in zip(
+        itertools.product(DTYPES, RULES), itertools.cycle([E4M3, E5M2, INT8, E4M3])
+    ):
         for cols in (1000, 1024):
             check_quantize(matrix(40, cols, dtype, 1), element, rule, PAIRS[pair], (1,))
 
@@ -316,8 +370,15 @@ def test_stores_around_the_caches(offset: int) -> None:
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:
     if dtype != torch.float32:
-        return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
-    bits = torch.randint(-(1 << 31), 1 << 31, (512, 256), generator=torch.Generator().manual_seed(1))
+        return (
+            torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32)
+            .to(torch.int16)
+            .view(dtype)
+            .view(256, 256)
+        )
+    bits = torch.randint(
+        -(1 << 31), 1 << 31, (512, 256), generator=torch.Generator().manual_seed(1)
+    )
     return bits.to(torch.int32).view(torch.float32)
 
 
@@ -327,26 +388,52 @@ def test_cast_of_every_value(dtype: torch.dtype, element: int) -> None:
     """Multipliers of every kind: negative, zero, infinite, NaN, subnormal."""
     x = every_value(dtype)
     rows, cols = x.shape
-    any_sign = np.array([1, -1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-41, 3e38, -2.5, 0.3], np.float32)
-    for block_rows, block_cols, turned in ((0, 0, False), (1, 128, True), (3, 7, False), (64, 32, True)):
+    any_sign = np.array(
+        [1, -1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-41, 3e38, -2.5, 0.3], np.float32
+    )
+    for block_rows, block_cols, turned in (
+        (0, 0, False),
+        (1, 128, True),
+        (3, 7, False),
+        (64, 32, True),
+    ):
         shape = blocks_of(rows, block_rows), blocks_of(cols, block_cols)
         generator = np.random.default_rng(4)
         plain = np.abs(generator.normal(size=shape)).astype(np.float32)
-        for multipliers in (plain, generator.choice(any_sign, shape), np.full(shape, -0.0, np.float32)):
+        for multipliers in (
+            plain,
+            generator.choice(any_sign, shape),
+            np.full(shape, -0.0, np.float32),
+        ):
             with np.errstate(all="ignore"):
-                expected = encoded(floats(x) * spread(multipliers, rows, cols, block_rows, block_cols), element)
+                expected = encoded(
+                    floats(x) * spread(multipliers, rows, cols, block_rows, block_cols), element
+                )
             expected = expected.T if turned else expected
             for isa, threads in itertools.product(on_every_isa(), (1, 2)):
                 out = Memory(expected.shape, np.uint8, threads)
                 _cpu.grid_cast(
-                    x.data_ptr(), DTYPES.index(dtype), rows, cols, multipliers.ctypes.data, block_rows, block_cols,
-                    element, turned, out.address, threads,
+                    x.data_ptr(), DTYPES.index(dtype), rows, cols, multipliers.ctypes.data,
+                    block_rows, block_cols, element, turned, out.address, threads,
                 )  # fmt: skip
                 np.testing.assert_array_equal(out.array, expected, isa)
                 out.check()
 
 
-GRIDS = [(0, 0), (1, 32), (32, 1), (1, 0), (0, 1), (1, 128), (128, 128), (8, 64), (64, 8), (3, 5), (1, 1), (300, 96)]
+GRIDS = [
+    (0, 0),
+    (1, 32),
+    (32, 1),
+    (1, 0),
+    (0, 1),
+    (1, 128),
+    (128, 128),
+    (8, 64),
+    (64, 8),
+    (3, 5),
+    (1, 1),
+    (300, 96),
+]
 
 
 def test_amaxes() -> None:
@@ -357,7 +444,9 @@ def test_amaxes() -> None:
         expected = amaxes(floats(x), block_rows, block_cols)
         for isa, threads in itertools.product(on_every_isa(), (1, 2)):
             out = Memory(expected.shape, np.float32, number)
-            _cpu.grid_amax(x.data_ptr(), number, rows, cols, block_rows, block_cols, out.address, threads)
+            _cpu.grid_amax(
+                x.data_ptr(), number, rows, cols, block_rows, block_cols, out.address, threads
+            )
             note = f"{isa} {rows}x{cols} {dtype} blocks {block_rows}x{block_cols} threads {threads}"
             np.testing.assert_array_equal(out.array, expected, note)
             out.check()
@@ -374,20 +463,24 @@ def test_decode(element: int, e8m0: bool) -> None:
         if e8m0:
             scales = generator.integers(0, 256, shape).astype(np.uint8)
             with np.errstate(all="ignore"):
-                values = np.where(scales == 255, np.nan, np.exp2(scales.astype(float) - 127)).astype(np.float32)
+                values = np.where(
+                    scales == 255, np.nan, np.exp2(scales.astype(float) - 127)
+                ).astype(np.float32)
         else:
             scales = np.exp2(generator.uniform(-149, 127, shape)).astype(np.float32)
             scales[generator.random(shape) < 0.1] = np.nan
             values = scales
         with np.errstate(all="ignore"):
-            product = decoded(data.array, element) * spread(values, rows, cols, block_rows, block_cols)
+            product = decoded(data.array, element) * spread(
+                values, rows, cols, block_rows, block_cols
+            )
         for (number, dtype), isa in itertools.product(enumerate(DTYPES), on_every_isa()):
             expected = torch.from_numpy(product).to(dtype)
             out = torch.full((rows * cols + 2,), 5.0, dtype=dtype)
             result = out[1:-1].view(rows, cols)
             _cpu.grid_decode(
-                data.address, element, rows, cols, scales.ctypes.data, e8m0, block_rows, block_cols, result.data_ptr(),
-                number, 1 + rows % 2,
+                data.address, element, rows, cols, scales.ctypes.data, e8m0, block_rows, block_cols,
+                result.data_ptr(), number, 1 + rows % 2,
             )  # fmt: skip
             same = (result == expected) & (torch.signbit(result) == torch.signbit(expected))
             same |= result.isnan() & expected.isnan()
@@ -408,8 +501,12 @@ def refused(message: str) -> Callable[..., None]:
 def test_bad_arguments_are_refused() -> None:
     rule = (False, False, 0.0, FLOAT_MAX)
     refused("element format code 2")(0, 1, 0, 0, 2, *rule, None, None, 1)
-    refused("whole blocks: 33 rows are none of 32")(0, 1, 0, 0, 0, *rule, (32, 1, 33, 1, False, 0, 0), (), 1)
-    refused("whole blocks: 32 columns are none of 0")(0, 1, 0, 0, 0, *rule, None, (1, 0, 1, 32, False, 0, 0), 1)
+    refused("whole blocks: 33 rows are none of 32")(
+        0, 1, 0, 0, 0, *rule, (32, 1, 33, 1, False, 0, 0), (), 1
+    )
+    refused("whole blocks: 32 columns are none of 0")(
+        0, 1, 0, 0, 0, *rule, None, (1, 0, 1, 32, False, 0, 0), 1
+    )
     refused("size is negative")(0, 1, -1, 0, 0, *rule, (), (), 1)
     refused("threads")(0, 1, 0, 0, 0, *rule, None, None, 0)
     _cpu.grid_quantize(0, 1, 5, 5, 0, *rule, None, (), 1)

@@ -1,4 +1,5 @@
-"""Kernels on grids of scales against a scalar oracle, byte for byte: every kind of grid, on every backend."""
+"""Kernels on grids of scales against a scalar oracle, byte for byte: every kind of grid, on every
+backend."""
 
 from __future__ import annotations
 
@@ -21,11 +22,17 @@ E4M3, E5M2, E8M0, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = {
     "per tensor": Layout(E4M3, (None, None), columnwise="same"),
-    "per tensor, transposed": Layout(E5M2, (None, None), rounding="floor", epsilon=1e-3, columnwise="transposed"),
+    "per tensor, transposed": Layout(
+        E5M2, (None, None), rounding="floor", epsilon=1e-3, columnwise="transposed"
+    ),
     "1 x 128": Layout(E4M3, (1, 128), columnwise="transposed", finite_as="input"),
-    "1 x 128, powers of two": Layout(E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"),
+    "1 x 128, powers of two": Layout(
+        E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"
+    ),
     "128 x 128": Layout(E5M2, (128, 128), columnwise="transposed", epsilon=2.0),
-    "128 x 128, powers of two": Layout(E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"),
+    "128 x 128, powers of two": Layout(
+        E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"
+    ),
     "1 x all": Layout(E4M3, (1, None), epsilon=1e-3),
     "all x 1": Layout(E5M2, (None, 1)),
     "MX": Layout(E4M3, (1, 32), E8M0, "up"),
@@ -37,28 +44,69 @@ LAYOUTS = {
     "INT8, floor": Layout(INT8, (16, 16), E8M0, "floor", columnwise="same"),
     "3 x 5 in squares": Layout(E4M3, (3, 5), shared=(15, 15), rounding="floor"),
 }
-SHAPES = [(), (0,), (1,), (5,), (0, 5), (3, 0), (2, 0, 7), (1, 1), (7, 1), (1, 300), (33, 70), (3, 5, 41), (131, 130)]
+SHAPES = [
+    (),
+    (0,),
+    (1,),
+    (5,),
+    (0, 5),
+    (3, 0),
+    (2, 0, 7),
+    (1, 1),
+    (7, 1),
+    (1, 300),
+    (33, 70),
+    (3, 5, 41),
+    (131, 130),
+]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 TINY, HUGE = 2.0**-149, 3.4028e38
-SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, TINY, -TINY, 1e-40, 2.0**-126, 6e-8, HUGE, -HUGE]
+SPECIAL = [
+    math.nan,
+    -math.nan,
+    math.inf,
+    -math.inf,
+    0.0,
+    -0.0,
+    TINY,
+    -TINY,
+    1e-40,
+    2.0**-126,
+    6e-8,
+    HUGE,
+    -HUGE,
+]
 KINDS = ["ordinary", "special", "tiny", "ties"]
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int = 0) -> Tensor:
-    """Values of magnitudes that change every few rows and columns, some rows all zeros or all NaN."""
+    """Values of magnitudes that change every few rows and columns, some rows all zeros or all
+    NaN."""
     random = np.random.default_rng([seed, math.prod(shape), KINDS.index(kind)])
     rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
     x = random.standard_normal((rows, columns))
     if kind == "ties":  # halves, of elements whose scale is a power of two
-        x = random.integers(-64, 65, (rows, columns)) / 2.0 + 448.0 * (random.random((rows, columns)) < 0.05)
-    low, high = {"ordinary": (-12, 12), "special": (-100, 100), "tiny": (-148, -125), "ties": (0, 1)}[kind]
+        x = random.integers(-64, 65, (rows, columns)) / 2.0 + 448.0 * (
+            random.random((rows, columns)) < 0.05
+        )
+    low, high = {
+        "ordinary": (-12, 12),
+        "special": (-100, 100),
+        "tiny": (-148, -125),
+        "ties": (0, 1),
+    }[kind]
     x = np.ldexp(
-        x, random.integers(low, high, (-(-rows // 4), -(-columns // 16))).repeat(4, 0).repeat(16, 1)[:rows, :columns]
+        x,
+        random.integers(low, high, (-(-rows // 4), -(-columns // 16)))
+        .repeat(4, 0)
+        .repeat(16, 1)[:rows, :columns],
     )
     if kind in ("special", "tiny"):
         odd = random.random((rows, columns)) < 0.05 * (random.random((rows, 1)) < 0.5)
-        x[odd] = random.choice(SPECIAL[: None if kind == "special" else 10][4 * (kind == "tiny") :], int(odd.sum()))
+        x[odd] = random.choice(
+            SPECIAL[: None if kind == "special" else 10][4 * (kind == "tiny") :], int(odd.sum())
+        )
         x[3::11] = math.nan
         x[7::13] = -0.0
     with np.errstate(over="ignore"):
@@ -75,13 +123,19 @@ def check(x: Tensor, layout: Layout, expected: Any, note: Any) -> None:
     for rowwise, columnwise in ((True, True), (True, False), (False, True)):
         got = kernels.grid_quantize(x, layout, rowwise=rowwise, columnwise=columnwise)
         assert all(t.is_contiguous() for t in got), note
-        wanted = [*(expected[:2] if rowwise else (none, none)), *(expected[2:] if columnwise else (none, none))]
+        wanted = [
+            *(expected[:2] if rowwise else (none, none)),
+            *(expected[2:] if columnwise else (none, none)),
+        ]
         assert_same(got, wanted, note=(note, rowwise, columnwise))
 
 
 @each_layout
 def test_quantize(on_every_path: Callable[..., None], layout: Layout) -> None:
-    cases = [(shape, kind, DTYPES[i % 3]) for i, (shape, kind) in enumerate(itertools.product(SHAPES, KINDS))]
+    cases = [
+        (shape, kind, DTYPES[i % 3])
+        for i, (shape, kind) in enumerate(itertools.product(SHAPES, KINDS))
+    ]
     cases += itertools.product([(33, 70)], KINDS, DTYPES)
     made = [(sample(shape, dtype, kind), (shape, kind, dtype)) for shape, kind, dtype in cases]
     expected = [grid_oracle.quantize(wide(x), layout, x.dtype) for x, _ in made]
@@ -106,7 +160,17 @@ def test_what_is_quantized_is_what_the_layout_says(layout: Layout) -> None:
 
 def strided(dtype: torch.dtype) -> Iterator[Tensor]:
     x = sample((67, 75), dtype, "special", 1)
-    yield from (x.t(), x.flip(0), x[:, ::2], x[::3], x[1:66, 3:70], x[:, 5:6], x[0], x[:, 3], x[3, 4])
+    yield from (
+        x.t(),
+        x.flip(0),
+        x[:, ::2],
+        x[::3],
+        x[1:66, 3:70],
+        x[:, 5:6],
+        x[0],
+        x[:, 3],
+        x[3, 4],
+    )
     yield from (x[:1].expand(40, 75), x[:, :1].expand(67, 40))
     cube = sample((5, 17, 42), dtype, "ordinary", 1)
     yield from (cube.permute(2, 0, 1), cube.transpose(0, 1), cube[1:, :, 1::3], cube[:, :0])
@@ -129,12 +193,20 @@ def test_quantize_any_strides(on_every_path: Callable[..., None], layout: Layout
 
 
 def amaxes() -> Tensor:
-    """Every exponent with extreme mantissas, and neighbours of what gives a power of two or overflows."""
+    """Every exponent with extreme mantissas, and neighbours of what gives a power of two or
+    overflows."""
     exponents = np.arange(256, dtype=np.int64)[:, None] << 23
-    patterns = [(exponents | np.array([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF])).ravel()]
+    patterns = [
+        (exponents | np.array([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF])).ravel()
+    ]
     for limit in (448.0, 57344.0, 127.0):
-        edges = np.array([limit * 2.0**-128, limit * 2.0**-127, limit * 2.0**-126, limit / 65504, limit], np.float32)
-        patterns.append((edges.view(np.uint32).astype(np.int64)[:, None] + np.arange(-2, 3)).ravel())
+        edges = np.array(
+            [limit * 2.0**-128, limit * 2.0**-127, limit * 2.0**-126, limit / 65504, limit],
+            np.float32,
+        )
+        patterns.append(
+            (edges.view(np.uint32).astype(np.int64)[:, None] + np.arange(-2, 3)).ravel()
+        )
     return torch.from_numpy(np.concatenate(patterns).astype(np.uint32).view(np.float32))
 
 
@@ -169,8 +241,18 @@ def test_scales_worked_out_by_hand(code_path: str) -> None:
         (Layout(E4M3, (1, None), finite_as="input"), tiny, torch.float32, largest),
         (Layout(E4M3, (1, None), finite_as="input"), tiny, torch.float16, 65504.0),
         (Layout(E4M3, (1, None), finite_as="input"), tiny, torch.bfloat16, 2.0**128 - 2.0**120),
-        (Layout(E4M3, (1, None), rounding="floor", finite_as="input"), tiny, torch.float16, 2.0**15),
-        (Layout(E4M3, (1, None), rounding="floor", finite_as="input"), tiny, torch.bfloat16, 2.0**127),
+        (
+            Layout(E4M3, (1, None), rounding="floor", finite_as="input"),
+            tiny,
+            torch.float16,
+            2.0**15,
+        ),
+        (
+            Layout(E4M3, (1, None), rounding="floor", finite_as="input"),
+            tiny,
+            torch.bfloat16,
+            2.0**127,
+        ),
         (Layout(E4M3, (1, None), rounding="floor"), 449.0, torch.float32, 0.5),
         (Layout(E4M3, (1, None), epsilon=7.0), 6.5, torch.float32, 64.0),
         (Layout(E4M3, (1, None), epsilon=7.0), 0.0, torch.float32, 64.0),
@@ -183,7 +265,10 @@ def test_scales_worked_out_by_hand(code_path: str) -> None:
         assert grid_oracle.scales(amax, layout, dtype)[0] == scale
         made, inverse = kernels.grid_scales(torch.tensor(amax), layout, dtype)
         assert made is not None
-        assert (made.item(), inverse.item()) == (scale, float(np.float32(1) / np.float32(scale))), (layout, amax)
+        assert (made.item(), inverse.item()) == (scale, float(np.float32(1) / np.float32(scale))), (
+            layout,
+            amax,
+        )
 
 
 def test_integers_by_hand(code_path: str) -> None:
@@ -215,8 +300,12 @@ def test_blocks_larger_than_the_tensor(code_path: str) -> None:
     assert_same(kernels.grid_quantize(x, Layout(E4M3, (1, far))), rows)
     for columnwise in (False, True):
         data, scales = rows[2 * columnwise :][:2]
-        values = kernels.grid_decode(data, scales, Layout(E4M3, (1, None)), torch.float32, columnwise=columnwise)
-        again = kernels.grid_decode(data, scales, Layout(E4M3, (1, far)), torch.float32, columnwise=columnwise)
+        values = kernels.grid_decode(
+            data, scales, Layout(E4M3, (1, None)), torch.float32, columnwise=columnwise
+        )
+        again = kernels.grid_decode(
+            data, scales, Layout(E4M3, (1, far)), torch.float32, columnwise=columnwise
+        )
         assert_same(again, values)
 
 
@@ -226,7 +315,9 @@ def test_blocks_larger_than_the_tensor(code_path: str) -> None:
 def some_scales(shape: tuple[int, ...], layout: Layout, random: Any) -> Any:
     if layout.scale == E8M0:
         return random.integers(0, 256, shape, dtype=np.uint8)
-    values = np.ldexp(random.standard_normal(shape), random.integers(-140, 120, shape)).astype(np.float32)
+    values = np.ldexp(random.standard_normal(shape), random.integers(-140, 120, shape)).astype(
+        np.float32
+    )
     odd = random.random(shape) < 0.1
     values[odd] = random.choice(np.array(SPECIAL, np.float32), int(odd.sum()))
     return values
@@ -247,7 +338,9 @@ def test_decode(on_every_path: Callable[..., None], layout: Layout) -> None:
         stored = some_scales(layout.scale_shape(shape, columnwise), layout, random)
         for dtype in [*DTYPES, torch.float64]:
             expected = as_torch(grid_oracle.decode(data, stored, layout, columnwise, dtype), dtype)
-            cases.append((torch.from_numpy(data), torch.from_numpy(stored), columnwise, dtype, expected))
+            cases.append(
+                (torch.from_numpy(data), torch.from_numpy(stored), columnwise, dtype, expected)
+            )
 
     def run() -> None:
         for data, stored, columnwise, dtype, expected in cases:
@@ -259,7 +352,12 @@ def test_decode(on_every_path: Callable[..., None], layout: Layout) -> None:
                 continue
             # Another order in memory.
             turned = data.t().contiguous().t(), stored.t().contiguous().t()
-            assert_same(kernels.grid_decode(*turned, layout, dtype, columnwise=columnwise), expected, data, note)
+            assert_same(
+                kernels.grid_decode(*turned, layout, dtype, columnwise=columnwise),
+                expected,
+                data,
+                note,
+            )
             out = torch.full_like(expected, 7.0)
             table.grid_decode.into([out], data, stored, layout.text, columnwise, dtype)
             assert_same(out, expected, data, note)
@@ -282,7 +380,8 @@ class Cut(NamedTuple):
 
 
 def cut(layout: Layout, dtype: torch.dtype, shape: tuple[int, int], ends: list[int]) -> Cut:
-    """A float32 matrix, whose elements count as those of ``dtype``; what is not in a piece counts as zero."""
+    """A float32 matrix, whose elements count as those of ``dtype``; what is not in a piece counts
+    as zero."""
     weight = sample(shape, torch.float32, "special", 5).view(-1)
     starts = [0, *ends]
     ranges = [slice(a, b) for a, b in zip(starts, [*ends, weight.numel()], strict=True)]
@@ -294,7 +393,13 @@ def cut(layout: Layout, dtype: torch.dtype, shape: tuple[int, int], ends: list[i
         held[place] = rounded[place]
         pieces.append(held.reshape(shape))
     count = len(ranges)
-    places = [weight[place] for place in ranges], [dtype] * count, [shape] * count, starts, [layout] * count
+    places = (
+        [weight[place] for place in ranges],
+        [dtype] * count,
+        [shape] * count,
+        starts,
+        [layout] * count,
+    )
     return Cut(places, rounded.reshape(shape), pieces)
 
 
@@ -321,8 +426,13 @@ def test_amaxes_of_shards(
     sides = directions(layout)
     for dtype in DTYPES:
         made = cut(layout, dtype, shape, ends)
-        seen = [grid_oracle.amaxes(piece, layout, side).ravel() for piece in made.pieces for side in sides]
-        on_every_path(lambda: assert_same(kernels.grid_multi_amax(*made.places), np.concatenate(seen)))  # noqa: B023
+        seen = [
+            grid_oracle.amaxes(piece, layout, side).ravel()
+            for piece in made.pieces
+            for side in sides
+        ]
+        places, wanted = made.places, np.concatenate(seen)
+        on_every_path(lambda p=places, w=wanted: assert_same(kernels.grid_multi_amax(*p), w))
         sizes = [len(one) for one in seen[: len(sides)]] + [0] * (2 - len(sides))
         assert list(kernels.grid_amax_sizes(*shape, layout)) == sizes
 
@@ -335,7 +445,10 @@ def test_data_of_shards(
     """With scales of any kind."""
     random = np.random.default_rng(2)
     for dtype, columnwise in itertools.product(DTYPES, (False, True)):
-        made, grid = cut(layout, dtype, shape, ends), grid_oracle.grid(shape[:: 1 - 2 * columnwise], layout.block)
+        made, grid = (
+            cut(layout, dtype, shape, ends),
+            grid_oracle.grid(shape[:: 1 - 2 * columnwise], layout.block),
+        )
         scales = some_scales(grid[:: 1 - 2 * columnwise], layout, random)
         expected = grid_oracle.cast(made.matrix, scales, layout, columnwise)
         on_every_path(lambda: check_data(made, torch.from_numpy(scales), expected, columnwise))  # noqa: B023
@@ -348,18 +461,25 @@ def check_data(made: Cut, scales: Tensor, expected: Any, columnwise: bool) -> No
         outs = [torch.full((x.numel(),), 0xA5, dtype=torch.uint8) for x in xs]
         pairs = [(scales, out) if i % every == 0 else None for i, out in enumerate(outs)]
         nothing = [None] * len(xs)
-        kernels.grid_multi_cast(*made.places, *((nothing, pairs) if columnwise else (pairs, nothing)))
+        kernels.grid_multi_cast(
+            *made.places, *((nothing, pairs) if columnwise else (pairs, nothing))
+        )
         wanted = [
             torch.from_numpy(expected.ravel().copy())[s : s + x.numel()]
             for x, s in zip(xs, made.places[3], strict=True)
         ]
-        assert_same(outs, [w if i % every == 0 else torch.full_like(w, 0xA5) for i, w in enumerate(wanted)])
+        assert_same(
+            outs, [w if i % every == 0 else torch.full_like(w, 0xA5) for i, w in enumerate(wanted)]
+        )
 
 
 @each_layout
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_shards_have_the_bytes_of_the_whole(code_path: str, layout: Layout, dtype: torch.dtype) -> None:
-    """Amaxes, their maximum over the shards, scales, data: as the oracle quantizes the whole matrix."""
+def test_shards_have_the_bytes_of_the_whole(
+    code_path: str, layout: Layout, dtype: torch.dtype
+) -> None:
+    """Amaxes, their maximum over the shards, scales, data: as the oracle quantizes the whole
+    matrix."""
     for shape, ends in CUTS[:3]:
         made, sides = cut(layout, dtype, shape, ends), directions(layout)
         count, sizes = len(made.pieces), kernels.grid_amax_sizes(*shape, layout)
@@ -367,14 +487,20 @@ def test_shards_have_the_bytes_of_the_whole(code_path: str, layout: Layout, dtyp
         expected = grid_oracle.quantize(made.matrix, layout, dtype)
         for columnwise in (False, True):
             grid = grid_oracle.amaxes(made.matrix, layout, columnwise).shape
-            scale, stored = kernels.grid_scales(largest[columnwise and len(sides) == 2].view(grid), layout, dtype)
+            scale, stored = kernels.grid_scales(
+                largest[columnwise and len(sides) == 2].view(grid), layout, dtype
+            )
             each = [
-                torch.from_numpy(grid_oracle.for_blocks(values.numpy(), layout, shape, columnwise).copy())
+                torch.from_numpy(
+                    grid_oracle.for_blocks(values.numpy(), layout, shape, columnwise).copy()
+                )
                 for values in (stored if scale is None else scale, stored)
             ]
             outs = [torch.empty(x.numel(), dtype=torch.uint8) for x in made.places[0]]
             pairs, nothing = [(each[0], out) for out in outs], [None] * count
-            kernels.grid_multi_cast(*made.places, *((nothing, pairs) if columnwise else (pairs, nothing)))
+            kernels.grid_multi_cast(
+                *made.places, *((nothing, pairs) if columnwise else (pairs, nothing))
+            )
             found = made.join(outs), each[1].numpy()
             if columnwise and layout.columnwise == "transposed":
                 found = found[0].T, found[1].T
@@ -387,17 +513,21 @@ def test_calls_of_several_layouts(code_path: str) -> None:
     xs = [sample((40 + i,), torch.float32, "special", i) for i in range(len(every))]
     shapes, starts = [(9, 7)] * len(xs), [i % 5 for i in range(len(xs))]
     places = xs, [DTYPES[i % 3] for i in range(len(xs))], shapes, starts, every
-    alone = [kernels.grid_multi_amax(*[[argument[i]] for argument in places]) for i in range(len(xs))]
+    alone = [
+        kernels.grid_multi_amax(*[[argument[i]] for argument in places]) for i in range(len(xs))
+    ]
     assert_same(kernels.grid_multi_amax(*places), torch.cat(alone))
     random = np.random.default_rng(3)
     found = [
-        [torch.from_numpy(some_scales(own.grid((9, 7), bool(side)), own, random)) for own in every] for side in (0, 1)
+        [torch.from_numpy(some_scales(own.grid((9, 7), bool(side)), own, random)) for own in every]
+        for side in (0, 1)
     ]
 
     def cast(chosen: list[int]) -> list[Tensor]:
         outs = [[torch.empty_like(xs[i], dtype=torch.uint8) for i in chosen] for _ in found]
         pairs = [
-            [(side[i], out) for i, out in zip(chosen, own, strict=True)] for side, own in zip(found, outs, strict=True)
+            [(side[i], out) for i, out in zip(chosen, own, strict=True)]
+            for side, own in zip(found, outs, strict=True)
         ]
         kernels.grid_multi_cast(*[[argument[i] for i in chosen] for argument in places], *pairs)
         return [outs[side][at] for at in range(len(chosen)) for side in (0, 1)]

@@ -45,7 +45,15 @@ def good() -> dict[str, Any]:
 
 NAMES = {
     kernels.grid_multi_amax: ["xs", "dtypes", "shapes", "starts", "layouts"],
-    kernels.grid_multi_cast: ["xs", "dtypes", "shapes", "starts", "layouts", "rowwise", "columnwise"],
+    kernels.grid_multi_cast: [
+        "xs",
+        "dtypes",
+        "shapes",
+        "starts",
+        "layouts",
+        "rowwise",
+        "columnwise",
+    ],
 }
 STRIDED = byte(10)[::2]
 META = torch.empty(5, device="meta")
@@ -118,4 +126,6 @@ def test_what_the_cases_start_from_is_accepted() -> None:
         arguments = good()
         function(*(arguments[n] for n in names))
         if function is kernels.grid_multi_cast:
-            assert all((out != 0xA5).all() for _, out in arguments["rowwise"] + arguments["columnwise"])
+            assert all(
+                (out != 0xA5).all() for _, out in arguments["rowwise"] + arguments["columnwise"]
+            )

@@ -1,4 +1,5 @@
-"""Many shards of matrices on any grid in one call: the compiled kernels give the reference's bytes."""
+"""Many shards of matrices on any grid in one call: the compiled kernels give the reference's
+bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def scales_for(shards: Shards, side: bool, seed: int) -> list[Tensor]:
             continue
         usual = torch.rand(grid, generator=generator) * 100
         odd = torch.randint(-(2**31), 2**31, grid, generator=generator).int().view(torch.float32)
-        found.append(torch.where(torch.rand(grid, generator=generator) < 0.1 * (seed % 2), odd, usual))
+        found.append(
+            torch.where(torch.rand(grid, generator=generator) < 0.1 * (seed % 2), odd, usual)
+        )
     return found
 
 
@@ -72,7 +75,10 @@ def check(shards: Shards, seed: int = 0, threads: int = 2) -> None:
     for backend in ("reference", "cpu"):
         places = [Places(counts, 1), Places(counts, 7)]
         pairs = [
-            [None if i % 5 == 3 + k else pair for i, pair in enumerate(zip(scales[k], places[k].outs, strict=True))]
+            [
+                None if i % 5 == 3 + k else pair
+                for i, pair in enumerate(zip(scales[k], places[k].outs, strict=True))
+            ]
             for k in range(2)
         ]
         with use_backend(backend), running_on(threads):
@@ -86,19 +92,32 @@ def check(shards: Shards, seed: int = 0, threads: int = 2) -> None:
 SIZES = st.sampled_from([1, 2, 31, 32, 40, 65, 128, 129, 300])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_bytes_are_the_references(data: Any) -> None:
-    shape = data.draw(SIZES, "rows"), data.draw(SIZES | st.sampled_from([1023, 1024, 1025, 2100]), "columns")
+    shape = (
+        data.draw(SIZES, "rows"),
+        data.draw(SIZES | st.sampled_from([1023, 1024, 1025, 2100]), "columns"),
+    )
     cuts = data.draw(st.lists(st.integers(0, math.prod(shape)), max_size=5), "cuts")
     layout, number = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.integers(0, 8))
-    check(shards_of(shape, cuts, layout, number), number, data.draw(st.sampled_from([1, 2, 5]), "threads"))
+    check(
+        shards_of(shape, cuts, layout, number),
+        number,
+        data.draw(st.sampled_from([1, 2, 5]), "threads"),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.text)
 def test_on_every_instruction_set(on_every_isa: Callable[..., None], layout: Layout) -> None:
     cases = [((130, 1100), [5, 1099, 1100, 60000]), ((7, 33), [40, 41, 41]), ((200, 64), [6400])]
-    on_every_isa(lambda: [check(shards_of(shape, cuts, layout, i), i) for i, (shape, cuts) in enumerate(cases)])
+    on_every_isa(
+        lambda: [
+            check(shards_of(shape, cuts, layout, i), i) for i, (shape, cuts) in enumerate(cases)
+        ]
+    )
 
 
 def test_matrices_on_different_grids_in_one_call() -> None:

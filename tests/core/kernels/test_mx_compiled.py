@@ -54,8 +54,12 @@ def test_operators_are_well_formed(shape: tuple[int, ...]) -> None:
     ]:
         arguments = (x, mx(fp8, square, rounding).text, rowwise, columnwise)
         torch.library.opcheck(torch.ops.ottava.grid_quantize.default, arguments)
-    torch.library.opcheck(torch.ops.ottava.grid_scales.default, (x.abs(), mx(e5m2).text, torch.float32))
+    torch.library.opcheck(
+        torch.ops.ottava.grid_scales.default, (x.abs(), mx(e5m2).text, torch.float32)
+    )
     for columnwise, dtype, fp8 in ((False, torch.bfloat16, e4m3), (True, torch.float32, e5m2)):
         data, scales = random_blocks(shape, columnwise)
         data, scales = data % 0x78, scales % 64 + 96  # no NaN: it differs from itself
-        torch.library.opcheck(torch.ops.ottava.grid_decode.default, (data, scales, mx(fp8).text, columnwise, dtype))
+        torch.library.opcheck(
+            torch.ops.ottava.grid_decode.default, (data, scales, mx(fp8).text, columnwise, dtype)
+        )

@@ -1,4 +1,5 @@
-"""Decoding MX blocks: every code with every scale, any shape and stride; and gfloat, another implementation."""
+"""Decoding MX blocks: every code with every scale, any shape and stride; and gfloat, another
+implementation."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 from comparing import assert_same
-from mx_arrays import DTYPES, FP8, ML_DTYPES, PAIRS, check_decoded, mx, random_blocks, sample, scale_shapes
+from mx_arrays import (
+    DTYPES,
+    FP8,
+    ML_DTYPES,
+    PAIRS,
+    check_decoded,
+    mx,
+    random_blocks,
+    sample,
+    scale_shapes,
+)
 
 from ottava import kernels
 
@@ -21,7 +32,9 @@ DECODED = [*DTYPES, "float64"]
 
 def check(shape: tuple[int, ...], fmt: str, dtype: str, columnwise: bool, seed: int = 0) -> None:
     codes, scales = random_blocks(shape, columnwise, seed)
-    got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), getattr(torch, dtype), columnwise=columnwise)
+    got = kernels.grid_decode(
+        codes, scales, mx(FP8[fmt]), getattr(torch, dtype), columnwise=columnwise
+    )
     check_decoded(got, codes, scales, fmt, dtype, columnwise)
 
 
@@ -35,7 +48,9 @@ def test_every_code_with_every_scale(on_every_path: Callable[..., None]) -> None
     def run() -> None:
         for fmt, dtype, columnwise in itertools.product(FP8, DECODED, (False, True)):
             codes, scales = tables[columnwise]
-            got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), getattr(torch, dtype), columnwise=columnwise)
+            got = kernels.grid_decode(
+                codes, scales, mx(FP8[fmt]), getattr(torch, dtype), columnwise=columnwise
+            )
             check_decoded(got, codes, scales, fmt, dtype, columnwise)
 
     on_every_path(run)
@@ -43,16 +58,20 @@ def test_every_code_with_every_scale(on_every_path: Callable[..., None]) -> None
 
 @pytest.mark.parametrize("dtype", DECODED)
 def test_decoding_equals_float64_arithmetic(code_path: str, fmt: str, dtype: str) -> None:
-    """Element and power of two are exact in float64, so is their product; a cast of numpy or ml_dtypes rounds it.
+    """Element and power of two are exact in float64, so is their product; a cast of numpy or
+    ml_dtypes rounds it.
 
-    ml_dtypes rounds to bfloat16 by way of float32, in which all products but those that overflow are exact.
+    ml_dtypes rounds to bfloat16 by way of float32, in which all products but those that overflow
+    are exact.
     """
     codes = torch.arange(256, dtype=torch.uint8).expand(255, 256).contiguous()
     scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(255, 8).contiguous()
     values = np.arange(256, dtype=np.uint8).view(ML_DTYPES[fmt]).astype(np.float64)
     with np.errstate(over="ignore"):
         product = values[None] * np.exp2(np.arange(255) - 127.0)[:, None]
-        expected = product.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).astype(np.float64)
+        expected = product.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype).astype(
+            np.float64
+        )
     got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), getattr(torch, dtype)).double().numpy()
     assert_same(got, expected, codes)
 
@@ -97,7 +116,11 @@ LARGE = [
 
 @pytest.mark.parametrize(("shape", "dtype", "fmt", "columnwise"), LARGE, ids=str)
 def test_decoding_large_matrices(
-    on_every_isa: Callable[..., None], shape: tuple[int, int], dtype: str, fmt: str, columnwise: bool
+    on_every_isa: Callable[..., None],
+    shape: tuple[int, int],
+    dtype: str,
+    fmt: str,
+    columnwise: bool,
 ) -> None:
     """Past what is written around the caches, which only the compiled CPU kernels do."""
     on_every_isa(lambda: check(shape, fmt, dtype, columnwise))
@@ -117,8 +140,11 @@ def test_decoding_any_strides(code_path: str, fmt: str, columnwise: bool) -> Non
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
-def test_what_blocks_hold_survives_a_second_quantization(code_path: str, fmt: str, columnwise: bool) -> None:
-    """Decoded blocks are quantized to the same values again: the element of the amax cannot grow."""
+def test_what_blocks_hold_survives_a_second_quantization(
+    code_path: str, fmt: str, columnwise: bool
+) -> None:
+    """Decoded blocks are quantized to the same values again: the element of the amax cannot
+    grow."""
     x = sample((70, 97), "float32").nan_to_num(1.0, 1.0, 1.0).clamp(-(2.0**100), 2.0**100)
     first = kernels.grid_quantize(x, mx(FP8[fmt]))[2 * columnwise :][:2]
     values = kernels.grid_decode(*first, mx(FP8[fmt]), torch.float32, columnwise=columnwise)
@@ -151,9 +177,10 @@ def gfloat_cases() -> Iterator[np.ndarray]:
 def test_the_floor_rule_equals_gfloat(code_path: str, fmt: str) -> None:
     """Decoded values, block by block.
 
-    gfloat's ``compute_scale_amax`` is the floor rule; both its formats saturate in ``quantize_block``, as ours do, so
-    amaxes between the largest element and the next power of two are compared too. Not compared: NaN, infinities, and
-    scales at the ends of the range, for which gfloat has other rules. It computes in float64, which is given to it.
+    gfloat's ``compute_scale_amax`` is the floor rule; both its formats saturate in
+    ``quantize_block``, as ours do, so amaxes between the largest element and the next power of two
+    are compared too. Not compared: NaN, infinities, and scales at the ends of the range, for which
+    gfloat has other rules. It computes in float64, which is given to it.
     """
     info = getattr(gfloat.formats, f"format_info_mxfp8_{fmt}")
     blocks = np.stack(list(gfloat_cases()))
@@ -174,8 +201,11 @@ def test_elements_under_the_up_rule_equal_gfloat(code_path: str, fmt: str) -> No
     """gfloat does not have this rule for scales; its elements are compared under our scales."""
     info = getattr(gfloat.formats, f"format_info_mxfp8_{fmt}")
     blocks = np.stack(list(gfloat_cases()))
-    codes, scales, _, _ = kernels.grid_quantize(torch.from_numpy(blocks), mx(FP8[fmt]), columnwise=False)
+    codes, scales, _, _ = kernels.grid_quantize(
+        torch.from_numpy(blocks), mx(FP8[fmt]), columnwise=False
+    )
     got = kernels.grid_decode(codes, scales, mx(FP8[fmt]), torch.float32).numpy()
     for block, mine, scale in zip(blocks, got, scales.flatten().tolist(), strict=True):
-        theirs = gfloat.quantize_block(info, block.astype(np.float64), lambda *_: 2.0 ** (scale - 127))  # noqa: B023
+        ours = 2.0 ** (scale - 127)
+        theirs = gfloat.quantize_block(info, block.astype(np.float64), lambda *_, s=ours: s)
         np.testing.assert_array_equal(mine.astype(np.float64), theirs)

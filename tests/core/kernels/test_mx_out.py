@@ -44,7 +44,9 @@ def check_surroundings(view: torch.Tensor) -> None:
     assert bool((whole[65 + view.numel() :] == 85).all())
 
 
-@pytest.mark.parametrize("shape", [(), (0, 5), (3, 0), (33, 70), (2, 31, 97), (35, 1100), (1, 5001)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (0, 5), (3, 0), (33, 70), (2, 31, 97), (35, 1100), (1, 5001)], ids=str
+)
 def test_quantize_out(code_path: str, shape: tuple[int, ...]) -> None:
     for dtype, fmt, square in itertools.product(DTYPES, FP8, (False, True)):
         x, options = sample(shape, dtype), (dtype, fmt, "floor", square)
@@ -52,9 +54,14 @@ def test_quantize_out(code_path: str, shape: tuple[int, ...]) -> None:
         for rowwise, columnwise in ((True, True), (True, False), (False, True)):
             out = buffers(shape)
             wanted = [out[at] if (rowwise, columnwise)[at // 2] else None for at in range(4)]
-            table.grid_quantize.into(wanted, x, mx(FP8[fmt], square, "floor").text, rowwise, columnwise)
+            table.grid_quantize.into(
+                wanted, x, mx(FP8[fmt], square, "floor").text, rowwise, columnwise
+            )
             untouched = [torch.full_like(t, 85) for t in out]
-            written = [*(expected if rowwise else untouched)[:2], *(expected if columnwise else untouched)[2:]]
+            written = [
+                *(expected if rowwise else untouched)[:2],
+                *(expected if columnwise else untouched)[2:],
+            ]
             check_four(out, written, (options, rowwise, columnwise), x)
             for view in out:
                 check_surroundings(view)
@@ -70,7 +77,9 @@ def test_out_at_the_size_of_streaming_stores(on_every_isa: Callable[..., None]) 
         check_four(out, array_expected(shape, options))
         for fmt in FP8:
             decoded = inside((33, 65537), torch.bfloat16)
-            table.grid_decode.into([decoded], codes, scales, mx(FP8[fmt]).text, False, decoded.dtype)
+            table.grid_decode.into(
+                [decoded], codes, scales, mx(FP8[fmt]).text, False, decoded.dtype
+            )
             check_decoded(decoded, codes, scales, fmt, "bfloat16", False)
             out.append(decoded)
         for view in out:
@@ -97,14 +106,17 @@ def test_decode_out(code_path: str, columnwise: bool) -> None:
         check_surroundings(out)
 
 
-# Requests are checked before a backend is asked, so the reference and the compiled CPU kernels stand for all.
+# Requests are checked before a backend is asked, so the reference and the compiled CPU kernels
+# stand for all.
 @pytest.fixture(params=["reference", "cpu"])
 def on_backend(request: pytest.FixtureRequest) -> Iterator[None]:
     with use_backend(request.param):
         yield
 
 
-@pytest.mark.parametrize("wrong", [torch.float8_e4m3fn, mx(FP8["e4m3"]).text, "", None, 0, [mx(FP8["e4m3"])]], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [torch.float8_e4m3fn, mx(FP8["e4m3"]).text, "", None, 0, [mx(FP8["e4m3"])]], ids=str
+)
 def test_what_is_no_layout_is_refused(on_backend: None, wrong: Any) -> None:
     codes, scales = random_blocks((4, 4), False)
     for run in (
@@ -119,7 +131,13 @@ def test_what_is_no_layout_is_refused(on_backend: None, wrong: Any) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.int32), torch.eye(4).to_sparse(), [1.0], None],
+    [
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(4, dtype=torch.int32),
+        torch.eye(4).to_sparse(),
+        [1.0],
+        None,
+    ],
     ids=["float64", "int32", "sparse", "list", "none"],
 )
 def test_what_cannot_be_quantized_is_refused(on_backend: None, wrong: Any) -> None:
@@ -140,7 +158,11 @@ def test_other_refusals(on_backend: None) -> None:
             kernels.grid_decode(codes, scales, layout, dtype)
         with pytest.raises(DTypeError):
             kernels.grid_scales(torch.ones(4), layout, dtype)
-    for data, blocks in ((codes.view(FP8["e4m3"]), scales), (codes, scales.view(torch.int8)), (codes.int(), scales)):
+    for data, blocks in (
+        (codes.view(FP8["e4m3"]), scales),
+        (codes, scales.view(torch.int8)),
+        (codes.int(), scales),
+    ):
         with pytest.raises(DTypeError):
             kernels.grid_decode(data, blocks, layout, torch.float32)
     for blocks in (scales[:-1], scales[:, :-1], scales.t(), scales.flatten(), scales[None]):

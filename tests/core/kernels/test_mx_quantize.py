@@ -1,4 +1,5 @@
-"""MX blocks: codes and scales of both directions, byte for byte, for special values, any shape, stride and size."""
+"""MX blocks: codes and scales of both directions, byte for byte, for special values, any shape,
+stride and size."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ from mx_arrays import (
 from ottava import kernels
 
 INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-searching = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+searching = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 def quantized(x: torch.Tensor, options: Options) -> Four:
@@ -99,7 +102,11 @@ def special_blocks() -> torch.Tensor:
     ]
     for fraction, exponent in itertools.product((1.0, 1.75), (-110, -20, 0, 7, 100)):
         edge = np.float32(math.ldexp(fraction, exponent))
-        for neighbour in (np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(inf))):
+        for neighbour in (
+            np.nextafter(edge, np.float32(0)),
+            edge,
+            np.nextafter(edge, np.float32(inf)),
+        ):
             blocks.append([float(neighbour)] + [float(neighbour) * i / 32 for i in range(31)])
     return torch.tensor(blocks, dtype=torch.float32)
 
@@ -127,19 +134,25 @@ def special_expected(dtype: str, layout: str, fmt: str, scale_rounding: str) -> 
 def test_special_blocks(code_path: str, layout: str) -> None:
     for dtype, fmt, scale_rounding in itertools.product(DTYPES, FP8, ROUNDINGS):
         x, options = special_case(dtype, layout), (dtype, fmt, scale_rounding, layout == "squares")
-        check_four(quantized(x, options), special_expected(dtype, layout, fmt, scale_rounding), options, x)
+        check_four(
+            quantized(x, options), special_expected(dtype, layout, fmt, scale_rounding), options, x
+        )
 
 
 def test_special_blocks_by_hand(code_path: str) -> None:
     """A few blocks whose bytes follow from the rules without an oracle."""
-    x = torch.tensor([[math.nan] * 32, [math.inf, 1.0, -math.inf] + [0.0] * 29, [-0.0] * 32, [480.0, -1.0] * 16])
+    x = torch.tensor(
+        [[math.nan] * 32, [math.inf, 1.0, -math.inf] + [0.0] * 29, [-0.0] * 32, [480.0, -1.0] * 16]
+    )
     codes, scales, _, _ = kernels.grid_quantize(x, mx(FP8["e4m3"]), columnwise=False)
     assert scales.flatten().tolist() == [0, 254, 0, 128]
     assert codes[0].tolist() == [0x7F] * 32
     assert codes[1].tolist() == [0x7E, 0, 0xFE] + [0] * 29
     assert codes[2].tolist() == [0x80] * 32
     assert codes[3].tolist() == [0x77, 0xB0] * 16  # 240 and -1/2
-    codes, scales, _, _ = kernels.grid_quantize(x, mx(FP8["e4m3"], rounding="floor"), columnwise=False)
+    codes, scales, _, _ = kernels.grid_quantize(
+        x, mx(FP8["e4m3"], rounding="floor"), columnwise=False
+    )
     assert scales.flatten().tolist() == [0, 254, 0, 127]
     assert codes[3].tolist() == [0x7E, 0xB8] * 16  # saturated
 
@@ -148,12 +161,16 @@ def bit_patterns(dtype: str, mantissas: list[int] | None) -> torch.Tensor:
     """Every sign and exponent with these mantissas, or with all."""
     patterns = torch.arange(65536, dtype=torch.int32)
     if mantissas is not None:
-        patterns = patterns[torch.isin(patterns & (0x7F if dtype == "bfloat16" else 0x3FF), torch.tensor(mantissas))]
+        patterns = patterns[
+            torch.isin(patterns & (0x7F if dtype == "bfloat16" else 0x3FF), torch.tensor(mantissas))
+        ]
     return patterns.to(torch.uint16).view(DTYPES[dtype])
 
 
 @cache
-def each_a_block(dtype: str, fmt: str, scale_rounding: str, shape: tuple[int, int], every: bool) -> Four:
+def each_a_block(
+    dtype: str, fmt: str, scale_rounding: str, shape: tuple[int, int], every: bool
+) -> Four:
     return by_arrays(some_patterns(dtype, every).view(shape), fmt, scale_rounding)
 
 
@@ -166,9 +183,12 @@ def some_patterns(dtype: str, every: bool) -> torch.Tensor:
 
 
 def check_each_as_a_block(dtype: str, every: bool) -> None:
-    """A matrix of one column has one element in each of its rows' blocks; a matrix of one row, of its columns'."""
+    """A matrix of one column has one element in each of its rows' blocks; a matrix of one row, of
+    its columns'."""
     x = some_patterns(dtype, every)
-    for fmt, scale_rounding, shape in itertools.product(FP8, ROUNDINGS, ((x.numel(), 1), (1, x.numel()))):
+    for fmt, scale_rounding, shape in itertools.product(
+        FP8, ROUNDINGS, ((x.numel(), 1), (1, x.numel()))
+    ):
         got = quantized(x.view(shape), (dtype, fmt, scale_rounding, False))
         expected = each_a_block(dtype, fmt, scale_rounding, shape, every)
         check_four(got, expected, (dtype, fmt, scale_rounding, shape), x.view(shape))
@@ -213,8 +233,12 @@ def test_every_option(code_path: str) -> None:
 @searching
 @given(data=st.data())
 def test_any_values_in_any_shape(on_every_path: Callable[..., None], data: st.DataObject) -> None:
-    shape = data.draw(arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=40).filter(small))
-    values = data.draw(arrays.arrays(np.float32, shape, elements=st.floats(width=32), fill=st.floats(width=32)))
+    shape = data.draw(
+        arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=40).filter(small)
+    )
+    values = data.draw(
+        arrays.arrays(np.float32, shape, elements=st.floats(width=32), fill=st.floats(width=32))
+    )
     options = data.draw(st.sampled_from(ALL_OPTIONS))
     x = torch.from_numpy(np.array(values)).to(DTYPES[options[0]])
     expected = by_scalars(x, *options[1:])
@@ -233,7 +257,9 @@ def small(shape: tuple[int, ...]) -> bool:
     seed=st.integers(0, 2**31),
     options=st.sampled_from(ALL_OPTIONS),
 )
-def test_any_shape(on_every_path: Callable[..., None], rows: int, columns: int, seed: int, options: Options) -> None:
+def test_any_shape(
+    on_every_path: Callable[..., None], rows: int, columns: int, seed: int, options: Options
+) -> None:
     x = sample((rows, columns), options[0], seed)
     expected = by_arrays(x, *options[1:])
     on_every_path(lambda: check_four(quantized(x, options), expected, options, x))
@@ -257,7 +283,20 @@ def test_shapes_of_scales() -> None:
 
 
 def test_any_number_of_dimensions(code_path: str) -> None:
-    shapes = [(), (0,), (1,), (5,), (77,), (0, 5), (3, 0), (0, 0), (5, 0, 7), (1, 100), (100, 1), (2, 3, 41)]
+    shapes = [
+        (),
+        (0,),
+        (1,),
+        (5,),
+        (77,),
+        (0, 5),
+        (3, 0),
+        (0, 0),
+        (5, 0, 7),
+        (1, 100),
+        (100, 1),
+        (2, 3, 41),
+    ]
     for shape, options in itertools.product([*shapes, (2, 2, 17, 33)], ALL_OPTIONS[::3]):
         check_shape(shape, options)
 
@@ -291,7 +330,12 @@ def test_any_strides(code_path: str) -> None:
         for number, x in enumerate(strided(dtype)):
             options = (dtype, list(FP8)[number // 2 % 2], ROUNDINGS[number % 2], number % 3 == 0)
             before = x.clone()
-            check_four(quantized(x, options), by_arrays(before, *options[1:]), (number, x.shape, x.stride()), before)
+            check_four(
+                quantized(x, options),
+                by_arrays(before, *options[1:]),
+                (number, x.shape, x.stride()),
+                before,
+            )
             assert torch.equal(x.view(INTEGER[x.dtype]), before.view(INTEGER[x.dtype]))
 
 
@@ -317,7 +361,11 @@ def test_squares_serve_both_directions(code_path: str) -> None:
         expanded = scales.repeat_interleave(32, 1)[:, : shape[1]]
         assert_same(column_scales.repeat_interleave(32, 0)[: shape[0]], expanded, x)
         turned = quantized(x.t(), options)
-        assert_same((turned[0], turned[1], turned[3]), (codes.t(), column_scales.t(), scales.t()), note=shape)
+        assert_same(
+            (turned[0], turned[1], turned[3]),
+            (codes.t(), column_scales.t(), scales.t()),
+            note=shape,
+        )
 
 
 def test_directions_of_a_transpose_are_exchanged(code_path: str, fmt: str) -> None:
@@ -327,7 +375,8 @@ def test_directions_of_a_transpose_are_exchanged(code_path: str, fmt: str) -> No
     check_four(turned, [t.t().contiguous() for t in (columns, column_scales, rows, row_scales)])
 
 
-# Sizes past one panel of columns, and past what is written around the caches, which only the compiled CPU kernels do.
+# Sizes past one panel of columns, and past what is written around the caches, which only the
+# compiled CPU kernels do.
 
 PANELS: list[tuple[tuple[int, int], Options]] = [
     ((5, 1023), ("float32", "e4m3", "up", False)),
@@ -351,13 +400,17 @@ def test_several_panels(code_path: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "options"), STREAMED, ids=str)
-def test_large_matrices(on_every_isa: Callable[..., None], shape: tuple[int, int], options: Options) -> None:
+def test_large_matrices(
+    on_every_isa: Callable[..., None], shape: tuple[int, int], options: Options
+) -> None:
     on_every_isa(lambda: check_shape(shape, options))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "options"), STREAMED, ids=str)
-def test_large_matrices_on_every_path(on_every_path: Callable[..., None], shape: Any, options: Options) -> None:
+def test_large_matrices_on_every_path(
+    on_every_path: Callable[..., None], shape: Any, options: Options
+) -> None:
     on_every_path(lambda: check_shape(shape, options))
 
 
@@ -374,7 +427,9 @@ def with_threads(run: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
-def test_threads_do_not_change_bytes(on_every_isa: Callable[..., None], two_dimensional: bool) -> None:
+def test_threads_do_not_change_bytes(
+    on_every_isa: Callable[..., None], two_dimensional: bool
+) -> None:
     codes, scales = random_blocks((513, 1100), False)
 
     def run() -> None:
@@ -382,7 +437,9 @@ def test_threads_do_not_change_bytes(on_every_isa: Callable[..., None], two_dime
             x, options = sample(shape, "bfloat16"), ("bfloat16", "e4m3", "up", two_dimensional)
             for result in with_threads(lambda: quantized(x, options)):  # noqa: B023
                 check_four(result, array_expected(shape, options), shape, x)
-        for result in with_threads(lambda: kernels.grid_decode(codes, scales, mx(FP8["e4m3"]), torch.bfloat16)):
+        for result in with_threads(
+            lambda: kernels.grid_decode(codes, scales, mx(FP8["e4m3"]), torch.bfloat16)
+        ):
             check_decoded(result, codes, scales, "e4m3", "bfloat16", False)
 
     on_every_isa(run)

@@ -1,4 +1,5 @@
-"""Scales of MX blocks against the scalar oracle: every bfloat16, hard float32 values, by hand; any shape."""
+"""Scales of MX blocks against the scalar oracle: every bfloat16, hard float32 values, by hand; any
+shape."""
 
 from __future__ import annotations
 
@@ -12,7 +13,17 @@ import oracle
 import pytest
 import torch
 from comparing import assert_same
-from mx_arrays import DTYPES, FP8, ROUNDINGS, array_scales, by_arrays, by_scalars, check_four, mx, sample
+from mx_arrays import (
+    DTYPES,
+    FP8,
+    ROUNDINGS,
+    array_scales,
+    by_arrays,
+    by_scalars,
+    check_four,
+    mx,
+    sample,
+)
 
 from ottava import kernels
 
@@ -21,7 +32,13 @@ RULES = list(itertools.product(FP8, ROUNDINGS))
 
 @cache
 def every_bfloat16_scale(fmt: str, scale_rounding: str) -> list[int]:
-    amaxes = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float().tolist()
+    amaxes = (
+        torch.arange(65536, dtype=torch.int32)
+        .to(torch.uint16)
+        .view(torch.bfloat16)
+        .float()
+        .tolist()
+    )
     return [mx_oracle.scale_code(abs(amax), fmt, scale_rounding) for amax in amaxes]
 
 
@@ -37,13 +54,32 @@ def test_scales_of_every_bfloat16(code_path: str) -> None:
 
 @cache
 def hard_amaxes() -> torch.Tensor:
-    """Every exponent with extreme mantissas; neighbours of each power of two, plain and times a maximum; random."""
+    """Every exponent with extreme mantissas; neighbours of each power of two, plain and times a
+    maximum; random."""
     exponents = np.arange(256, dtype=np.int64)[:, None] << 23
-    mantissas = [0, 1, 2, 3, 0x1FFFFF, 0x3FFFFF, 0x400000, 0x400001, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFE, 0x7FFFFF]
+    mantissas = [
+        0,
+        1,
+        2,
+        3,
+        0x1FFFFF,
+        0x3FFFFF,
+        0x400000,
+        0x400001,
+        0x5FFFFF,
+        0x600000,
+        0x600001,
+        0x7FFFFE,
+        0x7FFFFF,
+    ]
     patterns = [(exponents | np.array(mantissas)).ravel()]
     for fraction in (1.0, 1.75, 2 / 1.75):  # a maximum is 1.75 times a power of two
-        scaled = np.ldexp(np.float64(fraction), np.arange(-150, 128)).astype(np.float32).view(np.uint32)
-        patterns.append((scaled.astype(np.int64)[:, None] + np.arange(-3, 4)).ravel().clip(0, 0x7F800000))
+        scaled = (
+            np.ldexp(np.float64(fraction), np.arange(-150, 128)).astype(np.float32).view(np.uint32)
+        )
+        patterns.append(
+            (scaled.astype(np.int64)[:, None] + np.arange(-3, 4)).ravel().clip(0, 0x7F800000)
+        )
     random = np.random.default_rng(0)
     patterns.append(random.integers(0, 0x7F800001, 3_000))
     patterns.append(random.integers(0, 24 << 23, 2_000))  # whose products are subnormal, or nearly
@@ -93,11 +129,15 @@ def test_scales_that_the_rules_name(code_path: str) -> None:
 
 
 def test_scales_keep_the_shape(code_path: str) -> None:
-    for shape, (fmt, scale_rounding) in itertools.product([(), (0,), (3, 0), (5, 7), (2, 3, 4)], RULES):
+    for shape, (fmt, scale_rounding) in itertools.product(
+        [(), (0,), (3, 0), (5, 7), (2, 3, 4)], RULES
+    ):
         amax = sample(shape, "float32").abs()
         for tensor in [amax] + ([amax.transpose(0, -1), amax[..., ::2]] if amax.dim() else []):
             _, got = kernels.grid_scales(tensor, mx(FP8[fmt], rounding=scale_rounding))
-            expected = [mx_oracle.scale_code(v, fmt, scale_rounding) for v in tensor.flatten().tolist()]
+            expected = [
+                mx_oracle.scale_code(v, fmt, scale_rounding) for v in tensor.flatten().tolist()
+            ]
             assert got.shape == tensor.shape
             assert got.is_contiguous()
             assert_same(got.flatten(), expected, tensor.flatten(), (shape, fmt, scale_rounding))
@@ -111,4 +151,6 @@ def test_both_oracles_agree(fmt: str, scale_rounding: str) -> None:
         x = sample(shape, dtype, 3)
         for square in (False, True):
             arrays = by_arrays(x, fmt, scale_rounding, square)
-            check_four(arrays, by_scalars(x, fmt, scale_rounding, square), (shape, dtype, square), x)
+            check_four(
+                arrays, by_scalars(x, fmt, scale_rounding, square), (shape, dtype, square), x
+            )

@@ -1,4 +1,5 @@
-"""Tensors without elements have scales all the same where rows or columns of nothing do: 1, as amaxes of 0 have."""
+"""Tensors without elements have scales all the same where rows or columns of nothing do: 1, as
+amaxes of 0 have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Quantizing an operand of a layer in one call: the compiled module reads, allocates and writes tensors itself."""
+"""Quantizing an operand of a layer in one call: the compiled module reads, allocates and writes
+tensors itself."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from ottava.layout import Layout
 
 _cpu = pytest.importorskip("ottava._cpu")
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table of DLPack's functions"
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="this torch has no table of DLPack's functions",
 )
 # Loading the backend tells the module how tensors are read.
 kernels.amax(torch.ones(1))
@@ -37,7 +39,9 @@ def quantize(x: Any) -> Any:
 
 
 def cast(x: Any) -> Any:
-    return _cpu.cast_operand(x, torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.int64), 0, True, True, -1)
+    return _cpu.cast_operand(
+        x, torch.ones(()), torch.zeros(()), torch.zeros((), dtype=torch.int64), 0, True, True, -1
+    )
 
 
 def on_grid(x: Any) -> Any:
@@ -59,7 +63,14 @@ class Named(torch.Tensor):
 @every
 def test_plain_memory_is_read(call: Callable[[Any], Any]) -> None:
     x = values()
-    for plain in (x, x.bfloat16(), x.half(), x.t(), x[::2, 1:], torch.nn.Parameter(x, requires_grad=False)):
+    for plain in (
+        x,
+        x.bfloat16(),
+        x.half(),
+        x.t(),
+        x[::2, 1:],
+        torch.nn.Parameter(x, requires_grad=False),
+    ):
         assert call(plain) is not None
     with torch.no_grad():
         assert call(torch.nn.Parameter(x)) is not None
@@ -72,7 +83,13 @@ def test_what_is_left_to_python(call: Callable[[Any], Any]) -> None:
     x = values()
     kept: list[torch.Tensor] = []
     torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x)
-    others = [torch._neg_view(x), torch._efficientzerotensor((3, 4)), x.to("meta"), x.as_subclass(Named), x.to_sparse()]
+    others = [
+        torch._neg_view(x),
+        torch._efficientzerotensor((3, 4)),
+        x.to("meta"),
+        x.as_subclass(Named),
+        x.to_sparse(),
+    ]
     others += [x.to_mkldnn(), x.double(), torch.nn.Parameter(x), kept[0]]
     for strange in (*others, None, 1.0):
         assert call(strange) is None
@@ -84,14 +101,25 @@ def test_what_is_left_to_python(call: Callable[[Any], Any]) -> None:
 
 def test_state_that_is_not_read() -> None:
     x, one = values(), torch.ones(())
-    for state in (None, torch.ones(2), one.double(), one.to("meta"), torch.ones((), requires_grad=True)):
+    for state in (
+        None,
+        torch.ones(2),
+        one.double(),
+        one.to("meta"),
+        torch.ones((), requires_grad=True),
+    ):
         assert _cpu.cast_operand(x, state, None, None, 0, True, False, -1) is None
     for amax in (torch.ones(2), one.double(), one.to("meta")):
         assert _cpu.cast_operand(x, one, amax, None, 0, True, False, -1) is None
-    assert _cpu.cast_operand(x, one, None, torch.zeros((), dtype=torch.int32), 0, True, False, -1) is None
+    assert (
+        _cpu.cast_operand(x, one, None, torch.zeros((), dtype=torch.int32), 0, True, False, -1)
+        is None
+    )
 
 
-def of_slots(x: Any, scale: Any = None, history: Any = None, counts: Any = None, slot: int = 1) -> Any:
+def of_slots(
+    x: Any, scale: Any = None, history: Any = None, counts: Any = None, slot: int = 1
+) -> Any:
     scale = torch.tensor([1.0, 2.0, 4.0]) if scale is None else scale
     return _cpu.cast_operand(x, scale, history, counts, 0, True, False, slot)
 
@@ -102,7 +130,10 @@ def test_the_slots_of_a_state() -> None:
     counts = torch.zeros(3, dtype=torch.int64)
     for slot in range(3):
         one = scale[slot].clone(), torch.zeros(()), torch.zeros((), dtype=torch.int64)
-        made, alone = of_slots(x, scale, history, counts, slot), _cpu.cast_operand(x, *one, 0, True, False, -1)
+        made, alone = (
+            of_slots(x, scale, history, counts, slot),
+            _cpu.cast_operand(x, *one, 0, True, False, -1),
+        )
         assert torch.equal(made[0], alone[0])
         assert torch.equal(made[2], alone[2])
         assert (history[0, slot], counts[slot]) == (one[1], one[2])
@@ -114,7 +145,11 @@ def test_the_slots_of_a_state() -> None:
 def test_slots_in_plain_pytorch(slot: int) -> None:
     x, states = 1000 * values(), []
     for backend in ("cpu", "reference"):
-        state: Any = torch.tensor([1.0, 2.0, 4.0]), torch.zeros(4, 3), torch.zeros(3, dtype=torch.int64)
+        state: Any = (
+            torch.tensor([1.0, 2.0, 4.0]),
+            torch.zeros(4, 3),
+            torch.zeros(3, dtype=torch.int64),
+        )
         with backends.use_backend(backend):
             data, _, scale_inv = for_layers.cast(x, *state, E4M3, True, False, slot)
         states.append((data, scale_inv, *state))
@@ -137,9 +172,17 @@ def test_slots_that_are_not_read() -> None:
 
 def test_results_are_tensors_like_others() -> None:
     data, transpose, scale_inv = quantize(values())
-    assert (data.dtype, data.shape, data.stride(), data.storage_offset()) == (torch.uint8, (16, 64), (64, 1), 0)
+    assert (data.dtype, data.shape, data.stride(), data.storage_offset()) == (
+        torch.uint8,
+        (16, 64),
+        (64, 1),
+        0,
+    )
     assert (transpose.shape, scale_inv.shape, scale_inv.dtype) == ((64, 16), (), torch.float32)
-    assert not any(made.requires_grad or made.is_inference() or made._version for made in (data, transpose, scale_inv))
+    assert not any(
+        made.requires_grad or made.is_inference() or made._version
+        for made in (data, transpose, scale_inv)
+    )
     before = data.clone()
     assert torch.equal(data.share_memory_(), before)
     assert torch.equal(torch.utils._pytree.tree_map(torch.clone, {"data": data})["data"], before)
@@ -148,15 +191,20 @@ def test_results_are_tensors_like_others() -> None:
 
 
 def test_memory_of_results() -> None:
-    """It is aligned as torch's own, whatever the number of dimensions, and given back with the tensor."""
+    """It is aligned as torch's own, whatever the number of dimensions, and given back with the
+    tensor."""
     for ndim in range(1, 7):
-        assert not any(made.data_ptr() % 64 for made in on_grid(torch.ones((1,) * (ndim - 1) + (40,))))
+        assert not any(
+            made.data_ptr() % 64 for made in on_grid(torch.ones((1,) * (ndim - 1) + (40,)))
+        )
     x = torch.ones(1024, 1024)
     quantize(x)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(100):
         assert quantize(x)[1].data_ptr() % 64 == 0
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB; a step makes 2 MiB
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
+    )  # KiB; a step makes 2 MiB
 
 
 LAYOUTS = [
@@ -177,7 +225,11 @@ def test_grids_are_those_of_the_operator(layout: Layout) -> None:
             expected = torch.ops.ottava.grid_quantize(x, layout.text, True, True)
             made = _cpu.grid_quantize_operand(x, plan(layout.text), True, True)
             for mine, other in zip(made, expected, strict=True):
-                assert (mine.dtype, mine.shape, mine.stride()) == (other.dtype, other.shape, other.stride())
+                assert (mine.dtype, mine.shape, mine.stride()) == (
+                    other.dtype,
+                    other.shape,
+                    other.stride(),
+                )
                 assert torch.equal(mine, other)
 
 

@@ -1,4 +1,5 @@
-"""cast_amax and update_scales: bytes against the separate kernels and a scalar oracle, on every code path."""
+"""cast_amax and update_scales: bytes against the separate kernels and a scalar oracle, on every
+code path."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ FLOAT32_MAX = struct.unpack("<f", bytes.fromhex("ffff7f7f"))[0]
 SPECIAL = [0.0, -0.0, math.nan, math.inf, -math.inf, 448.0, 449.0, -57344.0, 57345.0, 1e-45, -1e30]
 
 
-def oracle(scale: list[float], history: list[list[float]], maximum: list[float], most_recent: bool) -> None:
+def oracle(
+    scale: list[float], history: list[list[float]], maximum: list[float], most_recent: bool
+) -> None:
     """One update, slot by slot, as the numerics page states it; float32 rounding by numpy."""
     length = len(history)
     for slot in range(len(scale)):
@@ -45,7 +48,17 @@ def oracle(scale: list[float], history: list[list[float]], maximum: list[float],
             scale[slot] = FLOAT32_MAX if math.isinf(quotient) else quotient
 
 
-SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (0, 5), (3, 0), (63,), (65, 17), (2, 3, 5), (40, 1030)]
+SHAPES: list[tuple[int, ...]] = [
+    (),
+    (0,),
+    (1,),
+    (0, 5),
+    (3, 0),
+    (63,),
+    (65, 17),
+    (2, 3, 5),
+    (40, 1030),
+]
 FACTORS = [1.0, 13.7, -2.0, 0.0, 1e-30, math.inf, math.nan]
 
 
@@ -57,7 +70,9 @@ def check_one_pass(shape: tuple[int, ...], dtype: torch.dtype, fmt: str, factor:
     x, note = x.to(dtype), (shape, dtype, fmt, factor)
     scale, amax, saturated = torch.tensor([factor]), torch.tensor([0.5]), torch.tensor([7])
     transposed = x.dim() > 0
-    data, transpose, scale_inv = kernels.cast_amax(x, scale, amax, fp8, saturated=saturated, transposed=transposed)
+    data, transpose, scale_inv = kernels.cast_amax(
+        x, scale, amax, fp8, saturated=saturated, transposed=transposed
+    )
     assert_same(data, kernels.cast(x, scale, fp8), x, note)
     if transposed:
         assert_same(transpose, kernels.transpose(data), note=note)
@@ -89,14 +104,17 @@ def test_nothing_is_written_but_what_was_seen(code_path: str, shape: tuple[int, 
 def test_strided_input_and_no_counter(code_path: str) -> None:
     x = torch.randn(70, 33).t()
     amax = torch.zeros(())
-    data, transpose, _ = kernels.cast_amax(x, torch.tensor(2.0), amax, torch.float8_e4m3fn, transposed=True)
+    data, transpose, _ = kernels.cast_amax(
+        x, torch.tensor(2.0), amax, torch.float8_e4m3fn, transposed=True
+    )
     assert torch.equal(data, kernels.cast(x.contiguous(), torch.tensor(2.0), torch.float8_e4m3fn))
     assert torch.equal(transpose, data.t())
     assert amax == x.abs().max()
 
 
 COUNTS = [3, 1, 5]
-# First rows of the histories, what is given as ``last`` in their place, and what the state is to be after the update.
+# First rows of the histories, what is given as ``last`` in their place, and what the state is to be
+# after the update.
 Step = tuple[list[torch.Tensor], torch.Tensor | None, list[np.ndarray], list[np.ndarray]]
 
 
@@ -111,31 +129,46 @@ def planted(random: np.random.Generator, count: int) -> np.ndarray:
     return amaxes
 
 
-def steps_of(length: int, most_recent: bool, steps: int) -> tuple[list[np.ndarray], list[list[float]], list[Step]]:
+def steps_of(
+    length: int, most_recent: bool, steps: int
+) -> tuple[list[np.ndarray], list[list[float]], list[Step]]:
     """The first histories, the formats' maxima, and the steps with their results by the oracle."""
     random = np.random.default_rng(length + most_recent)
     maxima = [random.choice([448.0, 57344.0, 28672.0], n).tolist() for n in COUNTS]
     # A long history is full from the start, so that few steps look at all of it.
-    first = [np.nan_to_num(planted(random, length * n)).reshape(length, n) * np.float32(length > 100) for n in COUNTS]
+    first = [
+        np.nan_to_num(planted(random, length * n)).reshape(length, n) * np.float32(length > 100)
+        for n in COUNTS
+    ]
     scales, histories = [[1.0] * n for n in COUNTS], [h.tolist() for h in first]
     made: list[Step] = []
     for step in range(steps):
         rows = [planted(random, n) for n in COUNTS]
         last = torch.from_numpy(np.concatenate(rows)) if step % 3 == 0 else None
         # What stands in the first rows is not read where the last amaxes are given.
-        heads = [torch.from_numpy(row if last is None else np.where(row == 0, row, np.float32(123))) for row in rows]
+        heads = [
+            torch.from_numpy(row if last is None else np.where(row == 0, row, np.float32(123)))
+            for row in rows
+        ]
         for scale, history, row, maximum in zip(scales, histories, rows, maxima, strict=True):
             history[0] = row.tolist()
             oracle(scale, history, maximum, most_recent)
-        made.append((heads, last, [np.float32(s) for s in scales], [np.float32(h) for h in histories]))
+        made.append(
+            (heads, last, [np.float32(s) for s in scales], [np.float32(h) for h in histories])
+        )
     return first, maxima, made
 
 
-def check_steps(on_every_path: Callable[..., None], length: int, most_recent: bool, steps: int) -> None:
+def check_steps(
+    on_every_path: Callable[..., None], length: int, most_recent: bool, steps: int
+) -> None:
     first, maxima, made = steps_of(length, most_recent, steps)
 
     def run() -> None:
-        scales, histories = [torch.ones(n) for n in COUNTS], [torch.from_numpy(h.copy()) for h in first]
+        scales, histories = (
+            [torch.ones(n) for n in COUNTS],
+            [torch.from_numpy(h.copy()) for h in first],
+        )
         for step, (heads, last, expected_scales, expected_histories) in enumerate(made):
             for history, head in zip(histories, heads, strict=True):
                 history[0] = head
@@ -149,20 +182,32 @@ def check_steps(on_every_path: Callable[..., None], length: int, most_recent: bo
 
 @pytest.mark.parametrize("most_recent", [False, True])
 @pytest.mark.parametrize(("length", "steps"), [(1, 12), (2, 30), (16, 60), (1024, 6)])
-def test_steps(on_every_path: Callable[..., None], length: int, steps: int, most_recent: bool) -> None:
+def test_steps(
+    on_every_path: Callable[..., None], length: int, steps: int, most_recent: bool
+) -> None:
     check_steps(on_every_path, length, most_recent, steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("most_recent", [False, True])
 @pytest.mark.parametrize("length", [1, 2, 16, 1024])
-def test_two_hundred_steps(on_every_path: Callable[..., None], length: int, most_recent: bool) -> None:
+def test_two_hundred_steps(
+    on_every_path: Callable[..., None], length: int, most_recent: bool
+) -> None:
     check_steps(on_every_path, length, most_recent, 200)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.floats(width=32, min_value=0.0), min_size=1, max_size=20), st.integers(1, 5), st.booleans())
-def test_any_amaxes(on_every_path: Callable[..., None], amaxes: list[float], length: int, most_recent: bool) -> None:
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.floats(width=32, min_value=0.0), min_size=1, max_size=20),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_any_amaxes(
+    on_every_path: Callable[..., None], amaxes: list[float], length: int, most_recent: bool
+) -> None:
     def run() -> None:
         scale, history = torch.ones(1), torch.zeros(length, 1)
         mine = (scale.tolist(), history.tolist(), [448.0])

@@ -41,7 +41,13 @@ def test_everything_that_can_be_is_swapped(recipe: Any) -> None:
     assert type(model.head) is Linear
     assert model.shared is model.blocks[0].up
     report = ottava.conversion_report(model)
-    assert set(report.swapped) == {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head"}
+    assert set(report.swapped) == {
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1.up",
+        "blocks.1.down",
+        "head",
+    }
     assert "subclass" in report.skipped["attention.out_proj"]
     assert "float64" in report.skipped["wide"]
     assert "5 of 7" in str(report)
@@ -53,7 +59,10 @@ def test_everything_that_can_be_is_swapped(recipe: Any) -> None:
     [
         ({"include": "blocks.*"}, {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"}),
         ({"include": ["*.up", "head"], "exclude": "blocks.1.*"}, {"blocks.0.up", "head"}),
-        ({"exclude": lambda name, module: module.in_features == 4}, {"blocks.0.down", "blocks.1.down"}),
+        (
+            {"exclude": lambda name, module: module.in_features == 4},
+            {"blocks.0.down", "blocks.1.down"},
+        ),
         ({"include": lambda name, module: name.endswith("head")}, {"head"}),
     ],
 )
@@ -61,7 +70,10 @@ def test_filters(recipe: Any, options: dict[str, Any], expected: set[str]) -> No
     model = ottava.convert(Model(), recipe, **options)
     assert set(ottava.conversion_report(model).swapped) == expected
     skipped = ottava.conversion_report(model).skipped
-    assert all("clude" in reason or "subclass" in reason or "float64" in reason for reason in skipped.values())
+    assert all(
+        "clude" in reason or "subclass" in reason or "float64" in reason
+        for reason in skipped.values()
+    )
 
 
 def test_hooks_mode_and_attributes_are_kept(recipe: Any) -> None:
@@ -144,12 +156,23 @@ def test_a_container_stands_for_what_is_in_it(recipe: Any, pattern: str) -> None
 @pytest.mark.parametrize("name", ["include", "exclude"])
 @pytest.mark.parametrize(
     "given",
-    [3, 1.5, [1], torch.nn.Linear, torch.nn.Linear(2, 2), lambda name: True, lambda a, b, c: True, len],
+    [
+        3,
+        1.5,
+        [1],
+        torch.nn.Linear,
+        torch.nn.Linear(2, 2),
+        lambda name: True,
+        lambda a, b, c: True,
+        len,
+    ],
     ids=lambda given: getattr(given, "__name__", type(given).__name__),
 )
 def test_a_filter_of_another_type_is_named(recipe: Any, given: Any, name: str) -> None:
     model = Model()
-    with pytest.raises(DTypeError, match=rf"{name} (has|is|cannot be called).*name patterns or (a )?predicate"):
+    with pytest.raises(
+        DTypeError, match=rf"{name} (has|is|cannot be called).*name patterns or (a )?predicate"
+    ):
         ottava.convert(model, recipe, **{name: given})
     assert not any(isinstance(module, Linear) for module in model.modules())
 
@@ -162,18 +185,24 @@ def test_a_pattern_without_letters_matches_nothing_but_a_bare_layer(recipe: Any)
         assert type(ottava.convert(torch.nn.Linear(4, 4), recipe, exclude="")) is torch.nn.Linear
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore:.*weights of products runs quantized")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script`", "ignore:.*weights of products runs quantized"
+)
 @pytest.mark.parametrize("primary", [False, True])
 def test_scripted_modules_are_left_alone(recipe: Any, primary: bool) -> None:
     scripted = torch.jit.script(torch.nn.Linear(4, 4))  # type: ignore[no-untyped-call]
     assert ottava.convert(scripted, recipe) is scripted
-    model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), scripted), recipe, primary=primary)
+    model = ottava.convert(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), scripted), recipe, primary=primary
+    )
     assert (type(model[0]), model[1]) == (Linear, scripted)
     assert "1.weight" in str(ottava.conversion_report(model))
     model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*weights of products runs quantized", "ignore:Sparse CSR tensor support")
+@pytest.mark.filterwarnings(
+    "ignore:.*weights of products runs quantized", "ignore:Sparse CSR tensor support"
+)
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
@@ -183,7 +212,9 @@ def test_scripted_modules_are_left_alone(recipe: Any, primary: bool) -> None:
         (torch.eye(4).double(), "dtype torch.float64"),
     ],
 )
-def test_linear_layers_with_other_weights_are_left_alone(recipe: Any, weight: Any, reason: str) -> None:
+def test_linear_layers_with_other_weights_are_left_alone(
+    recipe: Any, weight: Any, reason: str
+) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     model[0].weight = None if weight is None else torch.nn.Parameter(weight)
     assert type(ottava.convert(model, recipe)[0]) is torch.nn.Linear
@@ -285,16 +316,18 @@ class Tied(torch.nn.Module):
 
 def test_heads_are_excluded(recipe: Any) -> None:
     for name in ("lm_head", "classifier", "score", "fc", "output"):
-        model = torch.nn.ModuleDict({"stack": torch.nn.ModuleList([Block()]), name: torch.nn.Linear(4, 2)})
+        model = torch.nn.ModuleDict(
+            {"stack": torch.nn.ModuleList([Block()]), name: torch.nn.Linear(4, 2)}
+        )
         ottava.convert(model, recipe, exclude=ottava.HEADS)
         assert ottava.conversion_report(model).skipped == {name: "in exclude"}
     for wrapped in (Tied(), torch.nn.ModuleDict({"model": Tied()})):
         ottava.convert(wrapped, recipe, exclude=[ottava.HEADS, "*inner"])
         names = {name.removeprefix("model.") for name in ottava.conversion_report(wrapped).skipped}
         assert names == {"to_words", "by_method", "inner"}
-    assert set(ottava.conversion_report(ottava.convert(Tied(False), recipe, exclude=ottava.HEADS)).skipped) == {
-        "to_words"
-    }
+    assert set(
+        ottava.conversion_report(ottava.convert(Tied(False), recipe, exclude=ottava.HEADS)).skipped
+    ) == {"to_words"}
 
 
 def tree(names: str) -> torch.nn.Module:
@@ -315,7 +348,10 @@ def tree(names: str) -> torch.nn.Module:
     [
         # Without stacks.
         ("attn.query attn.output mlp.fc mlp.score first.attn.heads.q up fc1 fc2", "output"),
-        ("encoder.first.attn.output encoder.first.mlp.fc encoder.first.attn.output_proj", "cls_head value_head"),
+        (
+            "encoder.first.attn.output encoder.first.mlp.fc encoder.first.attn.output_proj",
+            "cls_head value_head",
+        ),
         ("transformer.up.fc", "output_proj"),
         ("text.up vision.fc", "text.lm_head vision.classifier"),
         # As wrappers have them.
@@ -327,13 +363,18 @@ def tree(names: str) -> torch.nn.Module:
         ("layers.0.attention.wo layers.0.feed_forward.w2", "output"),
         # BERT, with the heads of pretraining, of questions and of classes.
         (
-            "bert.encoder.layer.0.attention.output.dense bert.encoder.layer.0.output.dense bert.pooler.dense",
+            "bert.encoder.layer.0.attention.output.dense bert.encoder.layer.0.output.dense "
+            "bert.pooler.dense",
             "cls.predictions.transform.dense cls.predictions.decoder cls.seq_relationship",
         ),
         ("bert.encoder.layer.0.output.dense", "qa_outputs"),
         ("roberta.encoder.layer.0.output.dense", "classifier.dense classifier.out_proj"),
         # ViT, as of torchvision, timm and Transformers.
-        ("encoder.layers.encoder_layer_0.self_attention.out encoder.layers.encoder_layer_0.mlp.0", "heads.head"),
+        (
+            "encoder.layers.encoder_layer_0.self_attention.out "
+            "encoder.layers.encoder_layer_0.mlp.0",
+            "heads.head",
+        ),
         ("blocks.0.attn.proj blocks.0.mlp.fc1", "head"),
         ("vit.encoder.layer.0.output.dense", "classifier"),
     ],
@@ -353,14 +394,20 @@ def test_a_model_may_have_no_head_to_give(recipe: Any, error: Any) -> None:
                 return [self.by_method, self.inner]
             raise error("there is none")
 
-    skipped = ottava.conversion_report(ottava.convert(Model(), recipe, exclude=ottava.HEADS)).skipped
+    skipped = ottava.conversion_report(
+        ottava.convert(Model(), recipe, exclude=ottava.HEADS)
+    ).skipped
     assert set(skipped) == {"to_words", "by_method", "inner"}
-    skipped = ottava.conversion_report(ottava.convert(Model(False), recipe, exclude=ottava.HEADS)).skipped
+    skipped = ottava.conversion_report(
+        ottava.convert(Model(False), recipe, exclude=ottava.HEADS)
+    ).skipped
     assert set(skipped) == {"to_words"}
 
 
 def test_hidden_layers_with_the_name_of_a_head_are_converted(recipe: Any) -> None:
-    stack = torch.nn.Sequential(torch.nn.ModuleDict({"output": torch.nn.Linear(4, 4), "fc": torch.nn.Linear(4, 4)}))
+    stack = torch.nn.Sequential(
+        torch.nn.ModuleDict({"output": torch.nn.Linear(4, 4), "fc": torch.nn.Linear(4, 4)})
+    )
     # There is no head at all, and that is no mistake.
     ottava.convert(stack, recipe, exclude=ottava.HEADS)
     assert ottava.conversion_report(stack).swapped == ("0.output", "0.fc")
@@ -368,23 +415,31 @@ def test_hidden_layers_with_the_name_of_a_head_are_converted(recipe: Any) -> Non
 
 def test_it_says_what_is_left_out_where_that_is_much(recipe: Any) -> None:
     blocks = torch.nn.ModuleList([Block(), Block()])
-    model = torch.nn.ModuleDict({"blocks": blocks, "wide": torch.nn.Linear(16, 64), "last": torch.nn.Linear(8, 2)})
+    model = torch.nn.ModuleDict(
+        {"blocks": blocks, "wide": torch.nn.Linear(16, 64), "last": torch.nn.Linear(8, 2)}
+    )
     with pytest.warns(UserWarning, match="only 5% of the weights of products") as caught:
         ottava.convert(model, recipe, include="blocks.*.up")
     (said,) = [str(warning.message) for warning in caught]
-    names = "88% wide.weight (not in include); 5% blocks.*.down.weight (not in include); 1% last.weight"
+    names = (
+        "88% wide.weight (not in include); 5% blocks.*.down.weight (not in include); 1% last.weight"
+    )
     assert f"; the largest others: {names}" in said
     assert "\n" not in said
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("model", [torch.nn.ReLU(), torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(4, 4).double()])
+@pytest.mark.parametrize(
+    "model", [torch.nn.ReLU(), torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(4, 4).double()]
+)
 def test_it_says_that_nothing_runs_quantized(recipe: Any, model: torch.nn.Module) -> None:
     with pytest.warns(UserWarning, match="nothing of the weights of products runs quantized"):
         ottava.convert(model, recipe)
 
 
-@pytest.mark.parametrize("exclude", ["head", [ottava.HEADS, "rest"], lambda name, module: name == "head"])
+@pytest.mark.parametrize(
+    "exclude", ["head", [ottava.HEADS, "rest"], lambda name, module: name == "head"]
+)
 def test_it_says_nothing_of_what_is_excluded(recipe: Any, exclude: Any) -> None:
     model = torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8), "head": torch.nn.Linear(8, 64)})
     if isinstance(exclude, list):

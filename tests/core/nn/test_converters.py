@@ -1,4 +1,5 @@
-"""register_converter: how modules of other classes become layers, and what of a converter is refused."""
+"""register_converter: how modules of other classes become layers, and what of a converter is
+refused."""
 
 from __future__ import annotations
 
@@ -117,9 +118,17 @@ def test_a_class_that_is_none_is_refused(cls: Any) -> None:
 def test_a_function_that_is_none_is_refused() -> None:
     with pytest.raises(DTypeError, match=r"the converter for .* is a str"):
         ottava.register_converter(Scaled, "from_linear")  # type: ignore[arg-type]
-    wrong: list[Any] = [torch.nn.Linear, Linear, torch.nn.Linear(2, 2), lambda module: module, lambda a, b, c: a]
+    wrong: list[Any] = [
+        torch.nn.Linear,
+        Linear,
+        torch.nn.Linear(2, 2),
+        lambda module: module,
+        lambda a, b, c: a,
+    ]
     for function in wrong:
-        with pytest.raises(DTypeError, match=r"the converter for .*Scaled.*a function of a module and its name"):
+        with pytest.raises(
+            DTypeError, match=r"the converter for .*Scaled.*a function of a module and its name"
+        ):
             ottava.register_converter(Scaled, function)
 
 
@@ -144,7 +153,9 @@ class Conv1D(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight.t(), getattr(self, "bias", None))
 
 
-def test_classes_of_packages_are_found_by_name(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_of_packages_are_found_by_name(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Conv1D, "__module__", "transformers.pytorch_utils")
     assert "transformers" not in sys.modules or isinstance(sys.modules["transformers"], ModuleType)
     model = torch.nn.Sequential(Conv1D(8, 4))

@@ -27,20 +27,27 @@ def model(recipe: Any, dtype: torch.dtype = torch.float32) -> torch.nn.Sequentia
         )
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"fused": True}], ids=["foreach", "loop", "fused"])
-def test_adam_follows_the_same_steps_on_plain_weights(recipe: Any, options: dict[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": False}, {"fused": True}], ids=["foreach", "loop", "fused"]
+)
+def test_adam_follows_the_same_steps_on_plain_weights(
+    recipe: Any, options: dict[str, bool]
+) -> None:
     net, x = model(recipe), torch.randn(64, 16)
     weight = net[0].weight
     twin = torch.nn.Parameter(weight.dequantize().detach().clone())
     # Weight decay would be an operation of its own, rounded by itself.
-    mine, theirs = (torch.optim.AdamW([p], lr=0.01, weight_decay=0.0, **options) for p in (weight, twin))
+    mine, theirs = (
+        torch.optim.AdamW([p], lr=0.01, weight_decay=0.0, **options) for p in (weight, twin)
+    )
     for _ in range(4):
         mine.zero_grad()
         net(x).pow(2).mean().backward()
         twin.grad = weight.grad.clone()
         mine.step()
         theirs.step()
-        # The plain weight is rounded as the quantized one is, so that both start the next step alike.
+        # The plain weight is rounded as the quantized one is, so that both start the next step
+        # alike.
         with torch.no_grad():
             twin.copy_(weight._quantizer(twin).dequantize())
         assert type(mine.state[weight]["exp_avg"]) is torch.Tensor
@@ -56,7 +63,9 @@ def test_a_step_between_forward_and_backward_is_refused(recipe: Any) -> None:
         y.backward()
 
 
-@pytest.mark.parametrize("convert", [lambda m: m.half(), lambda m: m.to(torch.float16)], ids=["half", "to"])
+@pytest.mark.parametrize(
+    "convert", [lambda m: m.half(), lambda m: m.to(torch.float16)], ids=["half", "to"]
+)
 def test_conversion_keeps_the_codes(recipe: Any, convert: Any) -> None:
     net = model(recipe)
     codes, initial = net[0].weight._data.clone(), net[0].weight.get_high_precision_init_val()
@@ -89,17 +98,27 @@ def test_attributes_and_hooks_survive_as_on_a_plain_layer(recipe: Any, name: str
         weight, calls = layer.weight, []
         weight.sequence_parallel, weight.my_attr = True, calls
         weight.register_hook(lambda grad: calls.append(("hook", grad.dtype)))
-        weight.register_post_accumulate_grad_hook(lambda p: calls.append(("post", p is weight, p.grad.dtype)))
+        weight.register_post_accumulate_grad_hook(
+            lambda p: calls.append(("post", p is weight, p.grad.dtype))
+        )
         alive = weakref.ref(weight)
         layer(torch.randn(3, 16)).sum().backward()
         # Between a forward and a backward pass, too.
         pending = layer(torch.randn(3, 16)).sum()
         CONVERSIONS[name](layer)
-        after = layer.weight.dtype, layer.weight.grad.dtype, [n for n, _ in layer.named_parameters()]
+        after = (
+            layer.weight.dtype,
+            layer.weight.grad.dtype,
+            [n for n, _ in layer.named_parameters()],
+        )
         if layer.weight.dtype == torch.float32:
             pending.backward()
         layer(torch.randn(3, 16, dtype=layer.weight.dtype)).sum().backward()
-        kept = [layer.weight is weight, alive() is weight, vars(layer.weight).get("sequence_parallel")]
+        kept = [
+            layer.weight is weight,
+            alive() is weight,
+            vars(layer.weight).get("sequence_parallel"),
+        ]
         return [*calls, after, *kept, vars(layer.weight).get("my_attr") is calls]
 
     with quantized_model_init(recipe):
@@ -108,7 +127,10 @@ def test_attributes_and_hooks_survive_as_on_a_plain_layer(recipe: Any, name: str
     assert isinstance(layer.weight, Float8Tensor)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11's compiler cannot trace how a layer gets its first state")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="2.11's compiler cannot trace how a layer gets its first state",
+)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("eager", marks=pytest.mark.slow)])
 def test_compiled_equals_eager_bitwise(recipe: Any, backend: str) -> None:
     net = model(recipe, torch.bfloat16)
@@ -138,10 +160,14 @@ def test_made_on_meta_and_filled(recipe: Any) -> None:
     torch.manual_seed(1)
     plain = torch.nn.Linear(16, 8)
     assert isinstance(layer.weight, Float8Tensor)
-    assert torch.equal(layer.weight.dequantize(), layer.weight._quantizer(plain.weight).dequantize())
+    assert torch.equal(
+        layer.weight.dequantize(), layer.weight._quantizer(plain.weight).dequantize()
+    )
 
 
-@pytest.mark.parametrize("convert", [lambda m: m.half(), lambda m: m.to(torch.float16)], ids=["half", "to"])
+@pytest.mark.parametrize(
+    "convert", [lambda m: m.half(), lambda m: m.to(torch.float16)], ids=["half", "to"]
+)
 def test_conversion_on_meta_keeps_the_dtypes_of_data_and_scales(recipe: Any, convert: Any) -> None:
     with quantized_model_init(recipe):
         layer = Linear(16, 8, device="meta", recipe=recipe)
@@ -150,7 +176,9 @@ def test_conversion_on_meta_keeps_the_dtypes_of_data_and_scales(recipe: Any, con
     assert isinstance(layer.weight, Float8Tensor)
     assert layer.weight.is_meta
     assert layer.weight.dtype == torch.float16
-    assert [(inner.dtype, inner.shape) for inner in layer.weight.inner_list() if inner is not None] == kinds
+    assert [
+        (inner.dtype, inner.shape) for inner in layer.weight.inner_list() if inner is not None
+    ] == kinds
 
 
 def test_a_weight_of_any_class_leaves_the_meta_device_without_a_quantizer() -> None:
@@ -189,7 +217,9 @@ def test_state_dict_round_trip(recipe: Any) -> None:
     assert torch.equal(other[0].weight._scale_inv, net[0].weight._scale_inv)
     plain = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.ReLU(), torch.nn.Linear(24, 8))
     other.load_state_dict(plain.state_dict())
-    assert torch.equal(other[0].weight.dequantize(), other[0].weight._quantizer(plain[0].weight).dequantize())
+    assert torch.equal(
+        other[0].weight.dequantize(), other[0].weight._quantizer(plain[0].weight).dequantize()
+    )
 
 
 def test_parametrized_layer(recipe: Any) -> None:
@@ -271,7 +301,9 @@ def test_weights_that_cannot_be_primary_stay_with_a_warning(recipe: Any) -> None
     net = torch.nn.ModuleDict({"conv": Conv1D(), "tied": Tied(), "plain": torch.nn.Linear(16, 4)})
     head, conv = net.tied.head.weight, net.conv.weight
     net.weighted = torch.nn.utils.parametrizations.weight_norm(Linear(4, 4))
-    with pytest.warns(UserWarning, match="of 'conv', 'tied.inner', 'weighted' stay in high precision"):
+    with pytest.warns(
+        UserWarning, match="of 'conv', 'tied.inner', 'weighted' stay in high precision"
+    ):
         ottava.convert(net, recipe, primary=True, exclude="tied.other")
     assert net.conv.weight is conv
     assert type(net.tied.inner.weight) is torch.nn.Parameter

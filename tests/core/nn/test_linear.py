@@ -1,4 +1,5 @@
-"""Linear: values against float64, what it saves, gradients, shapes, regions, checkpointing, autocast, compile."""
+"""Linear: values against float64, what it saves, gradients, shapes, regions, checkpointing,
+autocast, compile."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from ottava.nn import Linear
 from ottava.tensors import columnwise_layout
 
 
-def make(recipe: Any, n: int = 5, k: int = 7, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Linear:
+def make(
+    recipe: Any, n: int = 5, k: int = 7, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Linear:
     torch.manual_seed(0)
     return Linear(k, n, dtype=dtype, recipe=recipe, **options)
 
@@ -30,7 +33,9 @@ def quantized(layer: Linear, tensor_type: str, value: torch.Tensor) -> torch.Ten
 @pytest.mark.parametrize("layout", ["shared", "transpose"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 4), (0,), (2, 0)])
-def test_forward_and_backward_against_float64(recipe: Any, lead: Any, dtype: torch.dtype, layout: Any) -> None:
+def test_forward_and_backward_against_float64(
+    recipe: Any, lead: Any, dtype: torch.dtype, layout: Any
+) -> None:
     layer = make(recipe, dtype=dtype)
     x = torch.randn(*lead, 7, dtype=dtype, requires_grad=True)
     dy = torch.randn(*lead, 5, dtype=dtype)
@@ -47,7 +52,9 @@ def test_forward_and_backward_against_float64(recipe: Any, lead: Any, dtype: tor
     torch.testing.assert_close(y.double(), expected, **tolerance)
     torch.testing.assert_close(x.grad.double(), (qdy @ qw).view(*lead, 7), **tolerance)
     torch.testing.assert_close(layer.weight.grad.double(), qdy.t() @ qx, **tolerance)
-    torch.testing.assert_close(layer.bias.grad.double(), dy.double().reshape(-1, 5).sum(0), **tolerance)
+    torch.testing.assert_close(
+        layer.bias.grad.double(), dy.double().reshape(-1, 5).sum(0), **tolerance
+    )
 
 
 def saved_bytes(run: Any) -> tuple[int, set[torch.dtype]]:
@@ -118,7 +125,9 @@ def test_double_use_and_accumulation_add_up(recipe: Any) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("region", [False, True])
-def test_activation_checkpointing_equals_plain(recipe: Any, use_reentrant: bool, region: bool) -> None:
+def test_activation_checkpointing_equals_plain(
+    recipe: Any, use_reentrant: bool, region: bool
+) -> None:
     layer = make(None if region else recipe, 7, 7)
     x = torch.randn(4, 7, dtype=torch.bfloat16, requires_grad=True)
 
@@ -193,7 +202,9 @@ def test_first_microbatch_keeps_the_quantized_weight(recipe: Any) -> None:
 def test_a_loss_that_is_kept_holds_no_quantized_weight(recipe: Any) -> None:
     """A training loop holds the loss of the last microbatch until the next one has run."""
     layer = make(recipe)
-    loss = layer(torch.randn(4, 7, dtype=torch.bfloat16, requires_grad=True), is_first_microbatch=True).sum()
+    loss = layer(
+        torch.randn(4, 7, dtype=torch.bfloat16, requires_grad=True), is_first_microbatch=True
+    ).sum()
     kept: Any = layer._binding.kept
     data = weakref.ref(kept.storage._data)
     loss.backward()
@@ -264,7 +275,11 @@ def test_compiled_equals_eager_bitwise(recipe: Any, dtype: torch.dtype, layout: 
             results = []
             for run in (model, compiled):
                 model.zero_grad()
-                x = torch.randn(*lead, 7, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+                x = (
+                    torch.randn(*lead, 7, generator=torch.Generator().manual_seed(1))
+                    .to(dtype)
+                    .requires_grad_()
+                )
                 y = run(x)
                 y.float().square().sum().backward()
                 results.append([y, x.grad, *(p.grad for p in model.parameters())])
@@ -273,7 +288,10 @@ def test_compiled_equals_eager_bitwise(recipe: Any, dtype: torch.dtype, layout: 
             assert torch.equal(compiled(x), model(x))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="2.11's compiler cannot trace how a layer gets its first state")
+@pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="2.11's compiler cannot trace how a layer gets its first state",
+)
 def test_a_region_inside_a_compiled_function(recipe: Any) -> None:
     torch._dynamo.reset()
     layer = make(None)
@@ -327,7 +345,12 @@ def test_other_layouts_are_named(recipe: Any, convert: str, grad: bool) -> None:
         ("bias", torch.ones(5, 1), ShapeError, r"bias .* has shape \(5, 1\).*\(5,\)"),
         ("bias", torch.ones(1, 5), ShapeError, r"bias .* has shape \(1, 5\).*\(5,\)"),
         ("bias", torch.ones(()), ShapeError, r"bias .* has shape \(\)"),
-        ("bias", torch.ones(5, device="meta"), DeviceError, r"bias .* is on meta, its weight on cpu"),
+        (
+            "bias",
+            torch.ones(5, device="meta"),
+            DeviceError,
+            r"bias .* is on meta, its weight on cpu",
+        ),
     ],
 )
 def test_parameters_that_do_not_fit_are_named(
@@ -341,13 +364,20 @@ def test_parameters_that_do_not_fit_are_named(
             layer(torch.randn(4, 7))
         assert "block.0" in str(caught.value)
     # Where they fit each other the numbers that a layer was made of say nothing.
-    layer.weight, layer.bias = torch.nn.Parameter(torch.ones(3, 9)), torch.nn.Parameter(torch.ones(3))
+    layer.weight, layer.bias = (
+        torch.nn.Parameter(torch.ones(3, 9)),
+        torch.nn.Parameter(torch.ones(3)),
+    )
     torch.testing.assert_close(layer(torch.ones(4, 9)), torch.full((4, 3), 10.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("of_bias", [torch.float64, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
-def test_a_bias_of_another_kind_is_refused(recipe: Any, dtype: torch.dtype, of_bias: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "of_bias", [torch.float64, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+def test_a_bias_of_another_kind_is_refused(
+    recipe: Any, dtype: torch.dtype, of_bias: torch.dtype
+) -> None:
     layer = make(recipe, dtype=dtype, name="block.0")
     layer.bias = torch.nn.Parameter(torch.ones(5).to(of_bias), requires_grad=False)
     with pytest.raises(DTypeError, match=rf"bias of Linear 'block\.0' has dtype {of_bias}"):
@@ -357,14 +387,18 @@ def test_a_bias_of_another_kind_is_refused(recipe: Any, dtype: torch.dtype, of_b
 def test_a_sparse_bias_is_refused(recipe: Any) -> None:
     layer = make(recipe, dtype=torch.float32, name="block.0")
     layer.bias = torch.nn.Parameter(torch.ones(5).to_sparse())
-    with pytest.raises(DTypeError, match=r"bias of Linear 'block\.0' has layout torch.sparse_coo(?s:.*)to_dense"):
+    with pytest.raises(
+        DTypeError, match=r"bias of Linear 'block\.0' has layout torch.sparse_coo(?s:.*)to_dense"
+    ):
         layer(torch.randn(4, 7))
 
 
 def test_bad_recipes_are_named() -> None:
     with pytest.raises(DTypeError, match="recipe"):
         ottava.autocast(3)  # type: ignore[arg-type]
-    with pytest.raises(RecipeNotFoundError, match="no installed package provides recipe 'nonesuch'"):
+    with pytest.raises(
+        RecipeNotFoundError, match="no installed package provides recipe 'nonesuch'"
+    ):
         ottava.autocast("nonesuch")
     with pytest.raises(RecipeNotFoundError), ottava.quantized_model_init("nonesuch"):
         pass

@@ -1,4 +1,5 @@
-"""``Linear`` takes short ways where nothing follows and nobody looks: what is seen and computed stays the same."""
+"""``Linear`` takes short ways where nothing follows and nobody looks: what is seen and computed
+stays the same."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ LAYOUTS = pytest.mark.parametrize("layout", ["shared", "transpose"])
 
 @LAYOUTS
 @pytest.mark.parametrize("lead", [(4,), (2, 3), (0,), ()])
-def test_without_gradients_the_output_is_the_same(recipe: Any, layout: Any, lead: tuple[int, ...]) -> None:
+def test_without_gradients_the_output_is_the_same(
+    recipe: Any, layout: Any, lead: tuple[int, ...]
+) -> None:
     layer, x = Linear(16, 8, recipe=recipe), torch.randn(*lead, 16)
     with columnwise_layout(layout):
         expected = layer(x)
@@ -46,7 +49,9 @@ def test_gradients_of_some_only(recipe: Any, layout: Any) -> None:
             tensor.requires_grad_(name in needed)
         with columnwise_layout(layout):
             layer(x).square().sum().backward()
-        assert all((tensor.grad is not None) == (name in needed) for name, tensor in tensors.items())
+        assert all(
+            (tensor.grad is not None) == (name in needed) for name, tensor in tensors.items()
+        )
         return {name: tensors[name].grad for name in needed}  # type: ignore[misc]
 
     every = gradients("x", "weight", "bias")
@@ -93,7 +98,9 @@ def test_autocast_says_the_dtype(recipe: Any, gradients: bool) -> None:
             with torch.autocast("cpu", enabled=False):
                 assert layer(x).dtype == torch.float32
         # Of another device.
-        with torch.autocast("cuda", torch.bfloat16) if torch.cuda.is_available() else torch.no_grad():
+        with (
+            torch.autocast("cuda", torch.bfloat16) if torch.cuda.is_available() else torch.no_grad()
+        ):
             assert layer(x).dtype == torch.float32
 
 
@@ -120,7 +127,9 @@ def test_mistakes_are_still_named(recipe: Any) -> None:
         with context():
             with pytest.raises(ottava.errors.DTypeError, match="layout"):
                 layer(torch.randn(4, 16).to_sparse())
-            with pytest.raises(ottava.errors.DTypeError, match=r"input of Linear has dtype torch\.int64"):
+            with pytest.raises(
+                ottava.errors.DTypeError, match=r"input of Linear has dtype torch\.int64"
+            ):
                 layer(torch.ones(4, 16, dtype=torch.int64))
             with pytest.raises(ottava.errors.DTypeError, match="one dtype"):
                 layer(torch.randn(4, 16).bfloat16())
@@ -131,5 +140,7 @@ def test_mistakes_are_still_named(recipe: Any) -> None:
             with pytest.raises(ottava.errors.DTypeError, match="input of Linear is a list"):
                 layer([1.0])
     layer.weight.data = layer.weight.data.double()
-    with pytest.raises(ottava.errors.DTypeError, match=r"weight of Linear has dtype torch\.float64"):
+    with pytest.raises(
+        ottava.errors.DTypeError, match=r"weight of Linear has dtype torch\.float64"
+    ):
         layer(torch.randn(4, 16))

@@ -78,7 +78,9 @@ def test_first_use_inside_a_backward(recipe: Any) -> None:
     x.register_hook(lambda grad: seen.append(layer(grad).detach()))
     (2 * x).sum().backward()
     assert torch.equal(seen[0], layer(torch.full((4, 16), 2.0)))
-    assert not torch.equal(seen[0], torch.nn.functional.linear(torch.full((4, 16), 2.0), layer.weight, layer.bias))
+    assert not torch.equal(
+        seen[0], torch.nn.functional.linear(torch.full((4, 16), 2.0), layer.weight, layer.bias)
+    )
 
 
 def test_one_region_object_serves_threads(recipe: Any) -> None:

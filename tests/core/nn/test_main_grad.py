@@ -14,7 +14,9 @@ from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, Usag
 from ottava.nn import Linear
 
 
-def layers(recipe: Any, dtype: torch.dtype = torch.bfloat16, primary: bool = False) -> tuple[Linear, Linear]:
+def layers(
+    recipe: Any, dtype: torch.dtype = torch.bfloat16, primary: bool = False
+) -> tuple[Linear, Linear]:
     """A layer whose gradient goes to main_grad, and its twin."""
     made = []
     for fused in (True, False):
@@ -27,7 +29,9 @@ def layers(recipe: Any, dtype: torch.dtype = torch.bfloat16, primary: bool = Fal
 
 @pytest.mark.parametrize("primary", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_microbatches_are_added_in_the_precision_of_main_grad(dtype: torch.dtype, primary: bool) -> None:
+def test_microbatches_are_added_in_the_precision_of_main_grad(
+    dtype: torch.dtype, primary: bool
+) -> None:
     fused, plain = layers(Rows(), dtype, primary)
     total = torch.zeros(4, 8, dtype=torch.float64)
     for _ in range(3):
@@ -110,11 +114,16 @@ def test_nothing_is_needed_without_a_gradient() -> None:
     ],
 )
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_main_grad_that_does_not_fit_is_refused(main_grad: Any, error: Any, enabled: bool) -> None:
+def test_a_main_grad_that_does_not_fit_is_refused(
+    main_grad: Any, error: Any, enabled: bool
+) -> None:
     fused, _ = layers(Rows())
     fused.name = "up"
     fused.weight.main_grad = main_grad
-    with ottava.autocast(enabled=enabled), pytest.raises(error, match="main_grad of the weight of Linear 'up'"):
+    with (
+        ottava.autocast(enabled=enabled),
+        pytest.raises(error, match="main_grad of the weight of Linear 'up'"),
+    ):
         fused(torch.randn(2, 8).bfloat16())
 
 

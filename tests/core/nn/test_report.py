@@ -1,4 +1,5 @@
-"""conversion_report: a model as it is now, and the weights of products that run in high precision."""
+"""conversion_report: a model as it is now, and the weights of products that run in high
+precision."""
 
 from __future__ import annotations
 
@@ -127,7 +128,9 @@ def test_the_model_as_it_is_now(recipe: Any) -> None:
     assert "after the last conversion" in report.skipped["down"]
     assert "after the last conversion" in report.skipped["up"]
     assert "after the last conversion" in report.skipped["added"]
-    assert dict(zip(weights(model), (w.shape for w in report.weights), strict=True))["up.weight"] == (24, 8)
+    assert dict(zip(weights(model), (w.shape for w in report.weights), strict=True))[
+        "up.weight"
+    ] == (24, 8)
     ottava.convert(model, recipe)
     assert set(ottava.conversion_report(model).swapped) == {"up", "added", "down"}
     model.up.bind(None)
@@ -147,9 +150,15 @@ def test_a_layer_does_not_inherit_why_its_module_was_left_alone(recipe: Any) -> 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_reasons_stay_known(recipe: Any, copied: Any) -> None:
     model = copied(ottava.convert(Model(), recipe, include="up"))
-    for whole in (model, torch.nn.ModuleDict({"module": model}), torch.nn.Sequential(torch.nn.Sequential(model))):
+    for whole in (
+        model,
+        torch.nn.ModuleDict({"module": model}),
+        torch.nn.Sequential(torch.nn.Sequential(model)),
+    ):
         assert [*ottava.conversion_report(whole).skipped.values()] == ["not in include"]
-    assert ottava.conversion_report(torch.nn.ModuleDict({"module": model})).swapped == ("module.up",)
+    assert ottava.conversion_report(torch.nn.ModuleDict({"module": model})).swapped == (
+        "module.up",
+    )
     other = ottava.convert(torch.nn.Sequential(model), recipe, exclude="0.up")
     assert ottava.conversion_report(other).swapped == ("0.up", "0.down")
     # What an earlier conversion of a part was told is no longer so.
@@ -190,7 +199,9 @@ def test_layers_whose_recipe_keeps_the_values(recipe: Any) -> None:
     class Kept(type(recipe.make_quantizer(ottava.QuantizerRole()))):  # type: ignore[misc]
         keeps_values = keeps_operands = True
 
-    recipe.set_quantizer_factory(lambda role: Kept(torch.float8_e4m3fn) if role.name == "up" else None)
+    recipe.set_quantizer_factory(
+        lambda role: Kept(torch.float8_e4m3fn) if role.name == "up" else None
+    )
     model = ottava.convert(Model(), recipe)
     assert weights(model)["up.weight"] is None
     assert weights(model)["down.weight"] == "sample"
@@ -218,7 +229,9 @@ def test_parametrized_layers(recipe: Any) -> None:
 
 
 @pytest.mark.parametrize(("rows", "says"), [(2, True), (1, False)])
-def test_a_line_where_less_than_nine_tenths_run_quantized(rows: int, says: bool, recipe: Any) -> None:
+def test_a_line_where_less_than_nine_tenths_run_quantized(
+    rows: int, says: bool, recipe: Any
+) -> None:
     """Of 16 and ``rows`` rows: 88.9 and 94.1 percent."""
     model = torch.nn.ModuleDict({"big": torch.nn.Linear(8, 16), "rest": torch.nn.Linear(8, rows)})
     with warnings.catch_warnings(record=True) as told:

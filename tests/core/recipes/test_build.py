@@ -1,4 +1,5 @@
-"""Building recipes and quantizer factories by name: every error is typed and names what it is about."""
+"""Building recipes and quantizer factories by name: every error is typed and names what it is
+about."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ import pytest
 from fake_plugins import RECIPE, hook, offers, plugin
 
 import ottava
-from ottava.errors import DuplicateRecipeError, OptionError, OttavaError, PluginError, RecipeNotFoundError
+from ottava.errors import (
+    DuplicateRecipeError,
+    OptionError,
+    OttavaError,
+    PluginError,
+    RecipeNotFoundError,
+)
 
 FACTORIES = "return [FactorySpec(name='rows', summary='s', factory='{}')]"
 
@@ -33,10 +40,16 @@ def offer(site: Path, factory: str, source: str = "") -> None:
         ("acme_impl:build", "def build(): raise ValueError('ctor')", "ValueError: ctor"),
         ("acme_impl:build", "def build(): raise SystemExit(2)", "SystemExit"),
         ("acme_impl:build", "def build(): [].nonesuch(a=1)", "AttributeError"),
-        ("acme_impl:build", "def build(**k): return (lambda scale=1: Thing())(margin=2)", "TypeError"),
+        (
+            "acme_impl:build",
+            "def build(**k): return (lambda scale=1: Thing())(margin=2)",
+            "TypeError",
+        ),
     ],
 )
-def test_a_factory_that_fails_is_told_with_its_package(site: Path, factory: str, source: str, said: str) -> None:
+def test_a_factory_that_fails_is_told_with_its_package(
+    site: Path, factory: str, source: str, said: str
+) -> None:
     offer(site, factory, source)
     with pytest.raises(PluginError) as caught:
         ottava.get_recipe("mine")
@@ -62,24 +75,39 @@ def test_the_cause_is_kept(site: Path) -> None:
         ("def build(): return Thing()", {"margin": 2}, r"unexpected .*'margin'.*no options"),
         ("def build(scale): return Thing()", {}, r"'mine': missing .*'scale'"),
         ("def build(x, /): return Thing()", {}, r"'mine': missing .*'x'"),
-        ("from ottava.errors import OptionError\ndef build(a=1): raise OptionError('a is bad')", {"a": 2}, "^a is bad"),
+        (
+            "from ottava.errors import OptionError\ndef build(a=1): raise OptionError('a is bad')",
+            {"a": 2},
+            "^a is bad",
+        ),
     ],
 )
-def test_wrong_options_are_the_users(site: Path, build: str, options: dict[str, object], said: str) -> None:
+def test_wrong_options_are_the_users(
+    site: Path, build: str, options: dict[str, object], said: str
+) -> None:
     offer(site, "acme_impl:build", build)
     with pytest.raises(OptionError, match=said):
         ottava.get_recipe("mine", **options)
 
 
 def test_right_options_arrive(site: Path) -> None:
-    offer(site, "acme_impl:build", "def build(scale, **k):\n    t = Thing()\n    t.got = (scale, k)\n    return t")
+    offer(
+        site,
+        "acme_impl:build",
+        "def build(scale, **k):\n    t = Thing()\n    t.got = (scale, k)\n    return t",
+    )
     assert ottava.get_recipe("mine", scale=2, margin=3).got == (2, {"margin": 3})  # type: ignore[attr-defined]
 
 
 def test_an_unknown_name_is_answered_with_what_is_near_or_what_to_install(site: Path) -> None:
     offer(site, "acme_impl:Thing")
     package = "pip install ottava-recipes-zzzz"
-    for name, remedy in (("mien", "Remedy: use 'mine'"), ("Mine", "use 'mine'"), ("", "NAME"), ("zzzz", package)):
+    for name, remedy in (
+        ("mien", "Remedy: use 'mine'"),
+        ("Mine", "use 'mine'"),
+        ("", "NAME"),
+        ("zzzz", package),
+    ):
         with pytest.raises(RecipeNotFoundError) as caught:
             ottava.get_recipe(name)
         assert remedy in str(caught.value)
@@ -87,7 +115,9 @@ def test_an_unknown_name_is_answered_with_what_is_near_or_what_to_install(site: 
         assert ("pip install" in str(caught.value)) == (name in ("", "zzzz"))
 
 
-def test_what_is_disabled_or_broken_is_part_of_the_answer(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_disabled_or_broken_is_part_of_the_answer(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plugin(site, "ottava-recipes-mine", "owner_plugin", offers("mine", factory="acme_impl:Thing"))
     plugin(site, "aaa-broken", "broken_one", "raise ValueError")
     monkeypatch.setenv("OTTAVA_DISABLE_PLUGINS", "ottava_recipes.mine")
@@ -97,7 +127,12 @@ def test_what_is_disabled_or_broken_is_part_of_the_answer(site: Path, monkeypatc
 
 
 def test_a_quantizer_factory_is_found_by_name(site: Path) -> None:
-    plugin(site, "acme-fp8", "acme_plugin", hook(FACTORIES.format("acme_impl:rows"), "ottava_quantizer_factories"))
+    plugin(
+        site,
+        "acme-fp8",
+        "acme_plugin",
+        hook(FACTORIES.format("acme_impl:rows"), "ottava_quantizer_factories"),
+    )
     (site / "acme_impl.py").write_text("def rows(role): return None\n")
     assert [(f.name, f.factory) for f in ottava.list_quantizer_factories() if f.name == "rows"] == [
         ("rows", "acme_impl:rows")
@@ -112,8 +147,15 @@ def test_a_quantizer_factory_is_found_by_name(site: Path) -> None:
 
 
 @pytest.mark.parametrize("reference", ["nonesuch_module:rows", "math:nonesuch", "math:pi"])
-def test_a_quantizer_factory_that_fails_is_told_with_its_package(site: Path, reference: str) -> None:
-    plugin(site, "acme-fp8", "acme_plugin", hook(FACTORIES.format(reference), "ottava_quantizer_factories"))
+def test_a_quantizer_factory_that_fails_is_told_with_its_package(
+    site: Path, reference: str
+) -> None:
+    plugin(
+        site,
+        "acme-fp8",
+        "acme_plugin",
+        hook(FACTORIES.format(reference), "ottava_quantizer_factories"),
+    )
     with pytest.raises(PluginError, match=r"quantizer factory 'rows' of acme-fp8 1\.2"):
         ottava.get_quantizer_factory("rows")
 
@@ -123,13 +165,17 @@ def test_a_quantizer_factorys_name_is_owned_as_a_recipes_is(site: Path) -> None:
         module = dist.replace("-", "_")
         source = hook(FACTORIES.format("builtins:str"), "ottava_quantizer_factories")
         plugin(site, dist, module, source + offers(f"own-{dist}", factory="a:B"))
-    with pytest.raises(DuplicateRecipeError, match=r"quantizer factory 'rows'.*aaa-first 1\.2.*bbb-second 1\.2"):
+    with pytest.raises(
+        DuplicateRecipeError, match=r"quantizer factory 'rows'.*aaa-first 1\.2.*bbb-second 1\.2"
+    ):
         ottava.get_quantizer_factory("rows")
     assert {"own-aaa-first", "own-bbb-second"} <= {spec.name for spec in ottava.list_recipes()}
 
 
 def test_a_recipe_and_a_factory_may_share_a_name(site: Path) -> None:
-    both = hook(FACTORIES.format("builtins:str"), "ottava_quantizer_factories") + offers("rows", factory="a:B")
+    both = hook(FACTORIES.format("builtins:str"), "ottava_quantizer_factories") + offers(
+        "rows", factory="a:B"
+    )
     plugin(site, "acme-fp8", "acme_plugin", both)
     assert ottava.get_quantizer_factory("rows") is str
     with pytest.raises(OttavaError, match="cannot be imported from a:B"):

@@ -1,4 +1,5 @@
-"""The path of a recipe file in the place of a name: read by the recipe whose spec lists its suffix."""
+"""The path of a recipe file in the place of a name: read by the recipe whose spec lists its
+suffix."""
 
 from __future__ import annotations
 
@@ -12,24 +13,36 @@ import ottava
 from ottava.errors import OptionError, RecipeNotFoundError
 from ottava.recipes import registry
 
-BUILD = "def build(file=None, extra=0):\n    made = Thing()\n    made.file, made.extra = file, extra\n    return made\n"
+BUILD = (
+    "def build(file=None, extra=0):\n    made = Thing()\n    made.file, made.extra = file, "
+    "extra\n    return made\n"
+)
 READER = f"{RECIPE}\n\n{BUILD}"
 
 
-def offer(site: Path, name: str = "reader", module: str = "acme", suffixes: str = "('.ini', '.cfg')") -> None:
-    body = f"return [RecipeSpec(name='{name}', summary='s', factory='{module}_impl:build', file_suffixes={suffixes})]"
+def offer(
+    site: Path, name: str = "reader", module: str = "acme", suffixes: str = "('.ini', '.cfg')"
+) -> None:
+    body = (
+        f"return [RecipeSpec(name='{name}', summary='s', factory='{module}_impl:build', "
+        f"file_suffixes={suffixes})]"
+    )
     plugin(site, f"{module}-fp8", f"{module}_plugin", hook(body))
     (site / f"{module}_impl.py").write_text(READER)
 
 
-@pytest.mark.parametrize("path", ["model.ini", "./model.cfg", "/some/where/model.INI", "model.v2.cfg"])
+@pytest.mark.parametrize(
+    "path", ["model.ini", "./model.cfg", "/some/where/model.INI", "model.v2.cfg"]
+)
 def test_the_recipe_that_reads_the_suffix_is_built(site: Path, path: str) -> None:
     offer(site)
     recipe = ottava.get_recipe(path, extra=3)
     assert (recipe.file, recipe.extra) == (path, 3)  # type: ignore[attr-defined]
 
 
-def test_paths_may_be_path_objects_and_of_the_users_folder(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_may_be_path_objects_and_of_the_users_folder(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     offer(site)
     monkeypatch.setenv("HOME", "/some/home")
     assert ottava.get_recipe(Path("model.ini")).file == "model.ini"  # type: ignore[attr-defined]
@@ -42,7 +55,9 @@ def test_models_take_paths(site: Path) -> None:
     offer(site)
     with ottava.autocast("model.ini"):
         assert ottava.recipes.region.current_region().recipe.file == "model.ini"  # type: ignore[attr-defined]
-    with pytest.raises(RecipeNotFoundError, match=r"the file 'model.json' is read by no installed recipe"):
+    with pytest.raises(
+        RecipeNotFoundError, match=r"the file 'model.json' is read by no installed recipe"
+    ):
         ottava.convert(torch.nn.Linear(2, 2), "model.json")
 
 
@@ -53,7 +68,9 @@ def test_other_files_are_not(site: Path, path: str) -> None:
         ottava.get_recipe(path)
 
 
-def test_without_a_reader_the_error_says_what_to_install(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_reader_the_error_says_what_to_install(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "specs", lambda kind: [])
     with pytest.raises(RecipeNotFoundError, match="ottava-recipes-custom"):
         ottava.get_recipe("model.cfg")

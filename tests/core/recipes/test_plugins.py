@@ -36,14 +36,20 @@ def healthy(site: Path, dist: str, *recipes: str) -> None:
         ("raise ZeroDivisionError('at [/red]')", "ZeroDivisionError: at [/red]"),
         ("\n\nraise ValueError('a\\n  b')", "ValueError: a b"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
-        ("class E(Exception):\n    def __str__(self): raise E\nraise E", "E: an error whose text cannot be shown"),
+        (
+            "class E(Exception):\n    def __str__(self): raise E\nraise E",
+            "E: an error whose text cannot be shown",
+        ),
         (
             "class E(Exception):\n    def __str__(self): raise SystemExit(4)\nraise E",
             "E: an error whose text cannot be shown",
         ),
         ("this is no Python", "SyntaxError"),
         ("", "no hook"),
-        ("def ottava_recipes(): return []", "not marked. Expected: ottava_recipes or ottava_quantizer_factories"),
+        (
+            "def ottava_recipes(): return []",
+            "not marked. Expected: ottava_recipes or ottava_quantizer_factories",
+        ),
         (hook("return []") + "def ottava_quantizer_factories(): return []\n", "not marked"),
         (hook("return 'abc'"), "type str"),
         (hook("return 3"), "'int' object is not iterable"),
@@ -54,7 +60,10 @@ def healthy(site: Path, dist: str, *recipes: str) -> None:
         (hook("yield " + SPEC.format("") + "\n    raise ValueError('boom')"), "boom"),
         (hook("return [" + SPEC.format(", formats=None") + "]"), "formats None of recipe 'x'"),
         (hook("return [" + SPEC.format(", block_size=32") + "]"), "block_size 32"),
-        (hook("return [" + SPEC.format(", api_version=2") + "]"), "api_version 2 of recipe 'x'. Expected: 1"),
+        (
+            hook("return [" + SPEC.format(", api_version=2") + "]"),
+            "api_version 2 of recipe 'x'. Expected: 1",
+        ),
         (GOOD + "@h.hookimpl\ndef ottava_recipes(wrong): return []\n", "wrong"),
         (GOOD + "@h.hookimpl\ndef ottava_recipe(): return []\n", "ottava_recipe"),
         (hook("raise ValueError('in factories')", "ottava_quantizer_factories"), "in factories"),
@@ -82,7 +91,10 @@ def build(**options): raise TypeError(Text())
 def test_a_recipe_that_fails_without_a_text_is_named(site: Path) -> None:
     plugin(site, "aaa-mute", "mute_one", offers("mute", factory="mute_one_impl:build"))
     (site / "mute_one_impl.py").write_text(NO_TEXT)
-    with pytest.raises(PluginError, match=r"'mute'.*cannot be built: TypeError: an error whose text cannot be shown"):
+    with pytest.raises(
+        PluginError,
+        match=r"'mute'.*cannot be built: TypeError: an error whose text cannot be shown",
+    ):
         ottava.get_recipe("mute")
 
 
@@ -101,7 +113,12 @@ def test_an_interrupt_ends_the_question(site: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_plugins_print_is_no_output(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plugin(site, "aaa-prints", "prints_one", "print('hello from import')\n" + hook("print('and hook')\n    return []"))
+    plugin(
+        site,
+        "aaa-prints",
+        "prints_one",
+        "print('hello from import')\n" + hook("print('and hook')\n    return []"),
+    )
     ottava.list_recipes()
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -119,7 +136,9 @@ def test_what_plugins_print_is_no_output(site: Path, capsys: pytest.CaptureFixtu
         ("Metadata-Version: 2.1\nName: odd\nVersion: 1\n", "[ottava]\nthis is garbage"),
     ],
 )
-def test_a_damaged_installation_is_reported(site: Path, metadata: str | None, entry_points: str) -> None:
+def test_a_damaged_installation_is_reported(
+    site: Path, metadata: str | None, entry_points: str
+) -> None:
     healthy(site, "bbb-good", "mine")
     info = site / "odd-1.dist-info"
     info.mkdir()
@@ -184,14 +203,18 @@ def test_disabling_one_settles_it(site: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_broken_package_keeps_its_name(site: Path) -> None:
     healthy(site, "aaa-stranger", "some-name")
     plugin(site, "ottava-recipes-some-name", "broken_owner", "raise ValueError")
-    with pytest.raises(DuplicateRecipeError, match=r"or ottava-recipes-some-name, to which it belongs"):
+    with pytest.raises(
+        DuplicateRecipeError, match=r"or ottava-recipes-some-name, to which it belongs"
+    ):
         ottava.get_recipe("some-name")
 
 
 def test_two_entry_points_of_one_package_are_told_apart(site: Path) -> None:
     healthy(site, "ottava-recipes-mine", "mine")
     info = site / "ottava_recipes_mine-1.2.dist-info"
-    (info / "entry_points.txt").write_text("[ottava]\none = ottava_recipes_mine\ntwo = ottava_recipes_mine\n")
+    (info / "entry_points.txt").write_text(
+        "[ottava]\none = ottava_recipes_mine\ntwo = ottava_recipes_mine\n"
+    )
     with pytest.raises(DuplicateRecipeError, match=r"entry point one.*entry point two"):
         ottava.get_recipe("mine")
 
@@ -205,7 +228,9 @@ def test_a_name_that_is_offered_twice_by_one_hook_is_nobodys(site: Path) -> None
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
-def test_strict_turns_broken_and_taken_into_errors(site: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_strict_turns_broken_and_taken_into_errors(
+    site: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     monkeypatch.setenv("OTTAVA_STRICT_PLUGINS", value)
     plugin(site, "aaa-broken", "broken_one", "raise ValueError('boom')")
     with pytest.raises(PluginError, match=r"aaa-broken:main 1\.2.*boom") as caught:
@@ -233,7 +258,8 @@ def test_reading_imports_no_recipe(site: Path) -> None:
 
 
 def test_a_region_sees_packages_that_changed(site: Path) -> None:
-    """A name stands for one recipe as long as the packages are the same, and for the one of the new ones then."""
+    """A name stands for one recipe as long as the packages are the same, and for the one of the new
+    ones then."""
     healthy(site, "acme-fp8", "thing")
     first, again = ottava.autocast("thing")._recipe, ottava.autocast("thing")._recipe
     assert first is again

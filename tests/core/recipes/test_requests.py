@@ -26,7 +26,9 @@ class CountingState(torch.nn.Module, RecipeState):
     steps: torch.Tensor
     seen: torch.Tensor
 
-    def __init__(self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
+    def __init__(
+        self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+    ) -> None:
         super().__init__()
         self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, None
         self.roles = [role.tensor_type for role in roles]
@@ -36,7 +38,9 @@ class CountingState(torch.nn.Module, RecipeState):
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         return self.is_of(recipe)
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+    def quantizer(
+        self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
+    ) -> Quantizer:
         if recording:
             self.seen[self.roles.index(tensor_type)] += 1
         made = RowQuantizer(rowwise=rowwise, columnwise=columnwise)
@@ -82,7 +86,9 @@ def over(recipe: Any, **given: Any) -> Any:
 
 def net(recipe: Any, count: int = 2) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return ottava.convert(torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(count)]), recipe)
+    return ottava.convert(
+        torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(count)]), recipe
+    )
 
 
 def step(model: torch.nn.Module) -> None:
@@ -103,7 +109,13 @@ def test_a_stateless_recipe_gives_its_quantizer() -> None:
 
 
 def test_the_layers_of_a_model_begin_a_step_together() -> None:
-    model = net(over(Rows(), input=QuantizerRequest(Counting("a")), grad_output=QuantizerRequest(Counting("a"))))
+    model = net(
+        over(
+            Rows(),
+            input=QuantizerRequest(Counting("a")),
+            grad_output=QuantizerRequest(Counting("a")),
+        )
+    )
     for _ in range(3):
         step(model)
     assert Counting.calls == [("a", 2)] * 3
@@ -119,15 +131,22 @@ def test_the_layers_of_a_model_begin_a_step_together() -> None:
 
 
 def test_equal_recipes_share_a_state_and_others_do_not() -> None:
-    mixed = over(Rows(), input=QuantizerRequest(Counting("a")), weight=QuantizerRequest(Counting("b")))
+    mixed = over(
+        Rows(), input=QuantizerRequest(Counting("a")), weight=QuantizerRequest(Counting("b"))
+    )
     model = net(mixed)
     step(model)
     assert Counting.calls == [("a", 2), ("b", 2)]
-    assert [name for name, _ in model[0].recipe_state.named_children()] == ["counting", "counting_2"]
+    assert [name for name, _ in model[0].recipe_state.named_children()] == [
+        "counting",
+        "counting_2",
+    ]
 
 
 def test_what_the_stateful_recipe_below_serves_stays_with_it() -> None:
-    model = net(over(Counting("below"), weight=QuantizerRequest(Counting("asked")), input=RowQuantizer()))
+    model = net(
+        over(Counting("below"), weight=QuantizerRequest(Counting("asked")), input=RowQuantizer())
+    )
     step(model)
     assert sorted(Counting.calls) == [("asked", 2), ("below", 2)]
     below = model[0].recipe_state.counting
@@ -236,7 +255,9 @@ def test_a_checkpoint_of_another_recipes_state_is_told() -> None:
     step(model := net(over(Rows(), input=QuantizerRequest(Counting("a")))))
     plain = ottava.nn.Linear(4, 4, name="up")
     plain.load_state_dict(model[0].state_dict())
-    with pytest.raises(CheckpointError, match=r"loaded for Linear 'up' is not one of Counting.*steps, seen"):
+    with pytest.raises(
+        CheckpointError, match=r"loaded for Linear 'up' is not one of Counting.*steps, seen"
+    ):
         plain.bind(Counting("a"))
 
 
@@ -259,7 +280,9 @@ def test_a_copy_of_a_layer_has_a_state_of_its_own() -> None:
 # -- what the base class does for states --
 
 
-@pytest.mark.parametrize("recipe", [Counting(), over(Counting("outer"), input=QuantizerRequest(Counting("inner")))])
+@pytest.mark.parametrize(
+    "recipe", [Counting(), over(Counting("outer"), input=QuantizerRequest(Counting("inner")))]
+)
 def test_states_are_float32_whatever_the_defaults_are(recipe: Any) -> None:
     """Of a class that names neither dtype nor device, and leaves ``_apply`` to torch."""
     torch.set_default_dtype(torch.bfloat16)
@@ -270,7 +293,13 @@ def test_states_are_float32_whatever_the_defaults_are(recipe: Any) -> None:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
     layer(torch.ones(2, 8, dtype=torch.bfloat16))
-    for cast in (layer.bfloat16, layer.half, layer.double, layer.float, lambda: layer.to(torch.bfloat16)):
+    for cast in (
+        layer.bfloat16,
+        layer.half,
+        layer.double,
+        layer.float,
+        lambda: layer.to(torch.bfloat16),
+    ):
         cast()
         found = [buffer for name, buffer in layer.named_buffers()]
         assert {(buffer.dtype, buffer.device.type) for buffer in found} == {(torch.float32, "cpu")}

@@ -69,7 +69,12 @@ def test_a_factory_spec_checks_its_fields(field: str, value: object) -> None:
 
 def test_right_fields_are_taken() -> None:
     full = RecipeSpec(
-        **RIGHT, stateful=True, block_size=(1, 128), formats=("E4M3",), needs_reduction=True, fake_quant_formats=("X",)
+        **RIGHT,
+        stateful=True,
+        block_size=(1, 128),
+        formats=("E4M3",),
+        needs_reduction=True,
+        fake_quant_formats=("X",),
     )
     assert full.capabilities == ("E4M3", "block 1x128", "stateful", "reduces amax")
     assert RecipeSpec(**RIGHT).capabilities == ("per tensor", "stateless")

@@ -1,4 +1,5 @@
-"""Views of quantized tensors share what a write changes, stay fresh, and leave the rest of their tensor as it is."""
+"""Views of quantized tensors share what a write changes, stay fresh, and leave the rest of their
+tensor as it is."""
 
 from __future__ import annotations
 
@@ -45,12 +46,15 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=["both", "rowwise", "columnwise"])
+@pytest.mark.parametrize(
+    "usages", [(True, True), (True, False), (False, True)], ids=["both", "rowwise", "columnwise"]
+)
 @pytest.mark.parametrize("name", VIEWS)
 def test_writing_to_a_view_writes_to_the_whole(
     name: str, usages: tuple[bool, bool], layout: str, x: torch.Tensor, quantizer: object
 ) -> None:
-    """With the scale that it has; another one would change the rest of the tensor, and is refused."""
+    """With the scale that it has; another one would change the rest of the tensor, and is
+    refused."""
     quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
     whole = quantizer(x)
     plain = whole.dequantize().clone()
@@ -90,8 +94,12 @@ def test_views_of_data_in_a_buffer_lie_in_it(quantizer: object) -> None:
     values = whole.dequantize()
     replace_raw_data(whole, buffer[10:34])
     rows = whole[2:4]
-    assert torch.equal(whole.as_strided((2, 4), (4, 1), whole.storage_offset() + 8).dequantize(), values[2:4])
-    assert torch.equal(rows.as_strided((2, 4), (4, 1), rows.storage_offset() - 4).dequantize(), values[1:3])
+    assert torch.equal(
+        whole.as_strided((2, 4), (4, 1), whole.storage_offset() + 8).dequantize(), values[2:4]
+    )
+    assert torch.equal(
+        rows.as_strided((2, 4), (4, 1), rows.storage_offset() - 4).dequantize(), values[1:3]
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +112,9 @@ def test_views_of_data_in_a_buffer_lie_in_it(quantizer: object) -> None:
     ],
     ids=["saved", "copied", "detached", "viewed"],
 )
-def test_a_view_stays_a_view(through: Callable[..., torch.Tensor], x: torch.Tensor, quantizer: object) -> None:
+def test_a_view_stays_a_view(
+    through: Callable[..., torch.Tensor], x: torch.Tensor, quantizer: object
+) -> None:
     whole = quantizer(x)
     before = whole.dequantize()
     with pytest.raises(UsageError, match="rest of the tensor"):
@@ -148,7 +158,9 @@ def test_overlapping_memory_is_not_written(x: torch.Tensor, quantizer: object) -
     assert torch.equal(whole.dequantize(), before)
 
 
-def test_a_wrapper_shows_the_memory_of_what_it_holds(layout: str, x: torch.Tensor, quantizer: object) -> None:
+def test_a_wrapper_shows_the_memory_of_what_it_holds(
+    layout: str, x: torch.Tensor, quantizer: object
+) -> None:
     for usages in ((True, True), (True, False), (False, True)):
         quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
         tensor = quantizer(x)
@@ -159,7 +171,9 @@ def test_a_wrapper_shows_the_memory_of_what_it_holds(layout: str, x: torch.Tenso
 
 
 @pytest.mark.parametrize("flag", [0.0, 1.0])
-@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=["both", "rowwise", "columnwise"])
+@pytest.mark.parametrize(
+    "usages", [(True, True), (True, False), (False, True)], ids=["both", "rowwise", "columnwise"]
+)
 def test_noop_flag_keeps_usages(
     flag: float, usages: tuple[bool, bool], layout: str, x: torch.Tensor, quantizer: object
 ) -> None:
@@ -249,7 +263,9 @@ def test_data_takes_over_dtype_and_values(x: torch.Tensor, quantizer: object) ->
     parameter.data = (2 * x).bfloat16()
     assert parameter.dtype == torch.bfloat16
     assert parameter.requires_grad
-    assert torch.equal(parameter.dequantize(torch.float32), quantizer((2 * x).bfloat16()).dequantize(torch.float32))
+    assert torch.equal(
+        parameter.dequantize(torch.float32), quantizer((2 * x).bfloat16()).dequantize(torch.float32)
+    )
     assert torch.equal(alias.dequantize(), quantizer(x).dequantize())
     parameter.data = quantizer(3 * x)
     assert parameter.dtype == torch.float32
@@ -274,7 +290,9 @@ def test_shared_memory(x: torch.Tensor, quantizer: object) -> None:
     assert torch.equal(tensor.dequantize(), quantizer(x).dequantize())
 
 
-def test_pinning_pins_what_is_inside(x: torch.Tensor, quantizer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_pins_what_is_inside(
+    x: torch.Tensor, quantizer: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensor = quantizer(x)
     assert not tensor.is_pinned()
     pinned: list[torch.dtype] = []

@@ -1,4 +1,5 @@
-"""What a class that only declares its inner tensors has: constructors, sizes, empty results, tensors."""
+"""What a class that only declares its inner tensors has: constructors, sizes, empty results,
+tensors."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def test_a_storage_is_built_from_its_declaration() -> None:
 @pytest.mark.parametrize("cls", [RowStorage, OneScaleTensor])
 def test_other_keywords_are_refused(cls: Any, keywords: Any, said: str) -> None:
     if cls is OneScaleTensor:
-        keywords = {"codes": torch.zeros(2, 2, dtype=torch.uint8), "dtype": torch.float32, "data": None}
+        keywords = {
+            "codes": torch.zeros(2, 2, dtype=torch.uint8),
+            "dtype": torch.float32,
+            "data": None,
+        }
         said = "unknown keyword 'data'"
     with pytest.raises(OptionError, match=rf"{cls.__name__} was given an? ?{said}|{said}.*codes"):
         cls(**keywords)
@@ -173,7 +178,14 @@ def test_a_layer_compiles(primary: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dtype": None}, {"dtype": torch.int32}, {"dtype": "float"}, {"codes": 3}, {"scale_inv": [1.0]}]
+    "wrong",
+    [
+        {"dtype": None},
+        {"dtype": torch.int32},
+        {"dtype": "float"},
+        {"codes": 3},
+        {"scale_inv": [1.0]},
+    ],
 )
 def test_values_of_a_wrong_kind_are_refused(wrong: Any) -> None:
     right = {**parts(2, 4), "dtype": torch.float32}
@@ -248,7 +260,11 @@ def test_a_quantizer_leaves_fields_to_their_defaults(compiled: bool) -> None:
 
 def test_keywords_that_nobody_declares_are_named() -> None:
     for cls in (Float8Tensor, Float8TensorStorage):
-        given = {"dtype": torch.float32, "fp8_scale_inv": torch.ones(()), "data": torch.zeros(2, 2, dtype=torch.uint8)}
+        given = {
+            "dtype": torch.float32,
+            "fp8_scale_inv": torch.ones(()),
+            "data": torch.zeros(2, 2, dtype=torch.uint8),
+        }
         with pytest.raises(OptionError, match="no 'fp8_dtype'"):
             cls(**given)
         with pytest.raises(OptionError, match="unknown keyword 'scale'"):
@@ -256,7 +272,9 @@ def test_keywords_that_nobody_declares_are_named() -> None:
 
 
 def test_what_a_product_keeps_is_outdated_by_a_write_to_any_alias() -> None:
-    one, other = (Graded(bytes=torch.zeros(2, 2, dtype=torch.uint8), dtype=torch.float32) for _ in range(2))
+    one, other = (
+        Graded(bytes=torch.zeros(2, 2, dtype=torch.uint8), dtype=torch.float32) for _ in range(2)
+    )
     other.share_writes(one)
     cache, tensor, made = one.gemm_cache(), torch.zeros(2), []
     assert cache is not None

@@ -77,7 +77,11 @@ def test_other_ops_see_dequantized_values(q: Float8Tensor) -> None:
     assert torch.equal(q + 1, values + 1)
     torch.testing.assert_close(q @ q.t(), values @ values.t())
     assert torch.equal(torch.cat([q, q]), torch.cat([values, values]))
-    for method, dtype in (("float", torch.float32), ("half", torch.float16), ("bfloat16", torch.bfloat16)):
+    for method, dtype in (
+        ("float", torch.float32),
+        ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
+    ):
         plain = getattr(q, method)()
         assert plain.dtype == dtype
         assert not isinstance(plain, Float8Tensor)
@@ -147,7 +151,13 @@ def test_data_adopts_or_quantizes(q: Float8Tensor, quantizer: Quantizer) -> None
 def test_data_of_another_shape_is_adopted(quantizer: Quantizer, requires_grad: bool) -> None:
     """As that of a plain tensor is, with what was noted of it: hooks and attributes."""
     x = torch.randn(9, 6)
-    for new in (torch.randn(2, 3, 5), torch.randn(()), quantizer(x), quantizer(x)[4:8], quantizer(x).t()):
+    for new in (
+        torch.randn(2, 3, 5),
+        torch.randn(()),
+        quantizer(x),
+        quantizer(x)[4:8],
+        quantizer(x).t(),
+    ):
         target = torch.nn.Parameter(quantizer(torch.randn(4, 6)), requires_grad=requires_grad)
         seen: list[torch.Size] = []
         if requires_grad:
@@ -229,11 +239,22 @@ def test_constructor_checks() -> None:
     )
     assert viewed._data.dtype == torch.uint8
     with pytest.raises(DTypeError):
-        Float8Tensor(dtype=torch.float32, data=torch.zeros(2), fp8_dtype=torch.float8_e4m3fn, fp8_scale_inv=one)
+        Float8Tensor(
+            dtype=torch.float32,
+            data=torch.zeros(2),
+            fp8_dtype=torch.float8_e4m3fn,
+            fp8_scale_inv=one,
+        )
     with pytest.raises(DTypeError):
         Float8Tensor(dtype=torch.float32, data=data, fp8_dtype=torch.int8, fp8_scale_inv=one)
     with pytest.raises(ShapeError):
-        Float8Tensor(shape=(3,), dtype=torch.float32, data=data, fp8_dtype=torch.float8_e5m2, fp8_scale_inv=one)
+        Float8Tensor(
+            shape=(3,),
+            dtype=torch.float32,
+            data=data,
+            fp8_dtype=torch.float8_e5m2,
+            fp8_scale_inv=one,
+        )
     with pytest.raises(UsageError):
         Float8Tensor(dtype=torch.float32, data=None, fp8_dtype=torch.float8_e5m2, fp8_scale_inv=one)
 
@@ -265,7 +286,9 @@ class TestTransposeValidity:
             held.update_usage(columnwise_usage=True)
             assert torch.equal(held._transpose, held._data.t())
 
-    @pytest.mark.parametrize("strides", [((6, 4), (1, 6)), ((6, 4), (4, 1)), ((24,), (1,)), ((4, 6), (6, 1))], ids=str)
+    @pytest.mark.parametrize(
+        "strides", [((6, 4), (1, 6)), ((6, 4), (4, 1)), ((24,), (1,)), ((4, 6), (6, 1))], ids=str
+    )
     def test_it_is_not_taken_for_elements_in_another_order(
         self, held: Float8Tensor, strides: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> None:
@@ -275,7 +298,8 @@ class TestTransposeValidity:
 
     @pytest.mark.parametrize("rows", [2, 3])
     def test_a_part_is_copied_into_zeros_as_it_is(self, held: Float8Tensor, rows: int) -> None:
-        """As where a shard is padded, perhaps by nothing: the part has no transpose, and its own amax is another."""
+        """As where a shard is padded, perhaps by nothing: the part has no transpose, and its own
+        amax is another."""
         padded = held.new_zeros((rows, 6))
         padded[:2].copy_(held[:2])
         assert torch.equal(padded._data[:2], held._data[:2])
@@ -285,7 +309,12 @@ class TestTransposeValidity:
         buffer = io.BytesIO()
         torch.save(held, buffer)
         buffer.seek(0)
-        copies = [held.clone(), held.to(torch.bfloat16), held.detach(), torch.load(buffer, weights_only=True)]
+        copies = [
+            held.clone(),
+            held.to(torch.bfloat16),
+            held.detach(),
+            torch.load(buffer, weights_only=True),
+        ]
         for tensor in copies:
             assert tensor._transpose is not None
             assert torch.equal(tensor._transpose, held._data.t())
@@ -302,7 +331,9 @@ class TestTransposeValidity:
 
 def test_names_of_torch_tensor_are_not_shadowed(q: Float8Tensor) -> None:
     assert torch.equal(q.flatten().dequantize(), q.dequantize().flatten())
-    assert torch.equal(q.select(0, 1).inner(q.select(0, 2)), q.dequantize()[1].inner(q.dequantize()[2]))
+    assert torch.equal(
+        q.select(0, 1).inner(q.select(0, 2)), q.dequantize()[1].inner(q.dequantize()[2])
+    )
     assert q.numel() == 24
     assert q.dim() == 2
 
@@ -317,7 +348,8 @@ def test_layouts_nest() -> None:
 
 
 def test_a_forced_layout_is_that_of_the_storages_of_its_block_alone(quantizer: Quantizer) -> None:
-    """Whatever was made before it: bare storages take what they have in common from an earlier one."""
+    """Whatever was made before it: bare storages take what they have in common from an earlier
+    one."""
     rows = quantizer.with_usage(True, False)
     rows.internal = True
 
@@ -343,14 +375,18 @@ def test_the_scale_has_one_dimension_and_shares_its_memory(quantizer: object) ->
     assert whole.detach()._scale_inv.data_ptr() == whole._scale_inv.data_ptr()
 
 
-def test_bytes_that_are_gathered_again_outdate_the_transpose(x: torch.Tensor, quantizer: Quantizer) -> None:
+def test_bytes_that_are_gathered_again_outdate_the_transpose(
+    x: torch.Tensor, quantizer: Quantizer
+) -> None:
     """The memory of a gather is filled again below torch: the tensor around it is told."""
     with columnwise_layout("transpose"):
         one, two = quantizer(x), quantizer(-2 * x)
         memory = one._data.clone()
         coming = ((one.inner_tensors[0], memory.shape, False),)
         spec = one.flatten_storage()[1]
-        plan = GatherPlan(coming, {"data_transpose": None, "fp8_scale_inv": one._scale_inv[0]}, spec, x.shape)
+        plan = GatherPlan(
+            coming, {"data_transpose": None, "fp8_scale_inv": one._scale_inv[0]}, spec, x.shape
+        )
         whole, _ = post_all_gather(plan, [memory], torch.float32, None)
         whole.update_usage(columnwise_usage=True)
         assert torch.equal(whole._transpose, one._data.t())

@@ -1,4 +1,5 @@
-"""Views of tensors on grids: what shares a scale with the rest, buffers that serve both usages, and other shapes."""
+"""Views of tensors on grids: what shares a scale with the rest, buffers that serve both usages, and
+other shapes."""
 
 from __future__ import annotations
 
@@ -100,7 +101,9 @@ def test_rows_of_a_part_are_blocks_of_their_own() -> None:
     assert torch.equal(tensor.dequantize()[8:], before[8:])
 
 
-@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=["both", "rowwise", "columnwise"])
+@pytest.mark.parametrize(
+    "usages", [(True, True), (True, False), (False, True)], ids=["both", "rowwise", "columnwise"]
+)
 @pytest.mark.parametrize(
     "view",
     [
@@ -113,7 +116,9 @@ def test_rows_of_a_part_are_blocks_of_their_own() -> None:
     ],
     ids=["itself", "flat", "transposed", "3-d", "permuted", "unsqueezed"],
 )
-def test_a_write_to_a_view_reaches_both_usages(view: Callable[[Any], Any], usages: tuple[bool, bool]) -> None:
+def test_a_write_to_a_view_reaches_both_usages(
+    view: Callable[[Any], Any], usages: tuple[bool, bool]
+) -> None:
     """One scale serves all, so that rows and columns are one buffer."""
     tensor = TENSOR.with_usage(*usages)(torch.randn(16, 32))
     seen = view(tensor)
@@ -163,7 +168,9 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=["both", "rowwise", "columnwise"])
+@pytest.mark.parametrize(
+    "usages", [(True, True), (True, False), (False, True)], ids=["both", "rowwise", "columnwise"]
+)
 @pytest.mark.parametrize("block", [(1, 4), (4, 8), (4, 4), (4, None)], ids=str)
 def test_transposed_columns_are_reshaped(block: Any, usages: tuple[bool, bool], shape: str) -> None:
     quantizer = GridQuantizer(Layout(E4M3, block, columnwise="transposed")).with_usage(*usages)
@@ -181,7 +188,9 @@ def test_transposed_columns_are_reshaped_in_a_graph() -> None:
 
 
 def test_a_view_that_strides_do_not_have_is_refused() -> None:
-    columns = GridQuantizer(Layout(E4M3, (1, 4), columnwise="transposed"), rowwise=False)(torch.randn(24, 16))
+    columns = GridQuantizer(Layout(E4M3, (1, 4), columnwise="transposed"), rowwise=False)(
+        torch.randn(24, 16)
+    )
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         columns.view(-1)
 

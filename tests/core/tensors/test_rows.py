@@ -13,7 +13,9 @@ from ottava import QuantizedTensor
 from ottava.errors import UsageError
 from ottava.tensors import DequantizedView, Float8Tensor, InnerTensor
 
-BOTH = pytest.mark.parametrize("quantizer", [RowQuantizer(), OneScaleQuantizer()], ids=["rows", "one"])
+BOTH = pytest.mark.parametrize(
+    "quantizer", [RowQuantizer(), OneScaleQuantizer()], ids=["rows", "one"]
+)
 
 
 class BlockTensor(QuantizedTensor):
@@ -25,11 +27,15 @@ class BlockTensor(QuantizedTensor):
     )
 
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
-        return (self._codes.float() * self._scales.repeat_interleave(2, 0)[: len(self._codes)]).to(dtype)
+        return (self._codes.float() * self._scales.repeat_interleave(2, 0)[: len(self._codes)]).to(
+            dtype
+        )
 
 
 @BOTH
-@pytest.mark.parametrize("rows", [slice(0, 2), slice(2, 5), slice(3, 3), slice(0, 5), slice(-2, None), slice(9, 12)])
+@pytest.mark.parametrize(
+    "rows", [slice(0, 2), slice(2, 5), slice(3, 3), slice(0, 5), slice(-2, None), slice(9, 12)]
+)
 def test_a_slice_of_rows_keeps_the_class(quantizer: Any, rows: slice) -> None:
     x = torch.randn(5, 8)
     tensor = quantizer(x)
@@ -37,7 +43,9 @@ def test_a_slice_of_rows_keeps_the_class(quantizer: Any, rows: slice) -> None:
     assert type(part) is type(tensor)
     assert torch.equal(part.dequantize(), tensor.dequantize()[rows])
     if part.numel():
-        assert part._codes.untyped_storage().data_ptr() == tensor._codes.untyped_storage().data_ptr()
+        assert (
+            part._codes.untyped_storage().data_ptr() == tensor._codes.untyped_storage().data_ptr()
+        )
 
 
 @BOTH
@@ -110,11 +118,13 @@ def test_rows_that_are_written_are_written_in_the_whole(change: str) -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_rows_with_the_scale_of_others_are_not_written(change: str) -> None:
-    """Their scale would change, and with it the other rows: nothing is written, and the error says what to do."""
+    """Their scale would change, and with it the other rows: nothing is written, and the error says
+    what to do."""
     tensor = OneScaleQuantizer()(torch.randn(5, 8))
     before = tensor.dequantize()
     with pytest.raises(
-        UsageError, match=r"rest of the tensor.*assign with tensor\[index\] = values, or write to the whole"
+        UsageError,
+        match=r"rest of the tensor.*assign with tensor\[index\] = values, or write to the whole",
     ):
         CHANGES[change](tensor[1:3])
     assert torch.equal(tensor.dequantize(), before)
@@ -183,7 +193,8 @@ def test_padding_has_the_class_and_what_rows_share(quantizer: Any) -> None:
 
 @BOTH
 def test_tensors_that_leave_the_meta_device_keep_the_class(quantizer: Any) -> None:
-    """As ``Module.to_empty`` makes them; what their rows share has no values that they could take over."""
+    """As ``Module.to_empty`` makes them; what their rows share has no values that they could take
+    over."""
     tensor = quantizer(torch.randn(4, 8)).to("meta")
     for made in (torch.empty_like(tensor, device="cpu"), tensor.new_zeros((6, 8), device="cpu")):
         assert type(made) is type(tensor)
@@ -213,7 +224,9 @@ def test_blocks_are_not_cut() -> None:
 
 def test_a_class_with_an_op_of_its_own_decides() -> None:
     data = torch.zeros(4, 4, dtype=torch.uint8)
-    tensor = Float8Tensor(data=data, fp8_dtype=torch.float8_e4m3fn, fp8_scale_inv=torch.ones(()), dtype=torch.float32)
+    tensor = Float8Tensor(
+        data=data, fp8_dtype=torch.float8_e4m3fn, fp8_scale_inv=torch.ones(()), dtype=torch.float32
+    )
     assert type(tensor[:, 1:]) is Float8Tensor
     assert type(tensor[1:]) is Float8Tensor
 

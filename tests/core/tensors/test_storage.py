@@ -23,7 +23,8 @@ from ottava.tensors import InnerTensor, StaticField, columnwise_layout
 
 
 class PairStorage(QuantizedTensorStorage):
-    """A third party's storage: it declares three tensors and defines shape and values, nothing else."""
+    """A third party's storage: it declares three tensors and defines shape and values, nothing
+    else."""
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
         InnerTensor("_codes", "codes", usage="rowwise", gather=True),
@@ -32,7 +33,9 @@ class PairStorage(QuantizedTensorStorage):
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (StaticField("_bits", "bits"),)
 
-    def __init__(self, *, codes: Any, columns: Any, scale: Any, bits: int, quantizer: Any = None) -> None:
+    def __init__(
+        self, *, codes: Any, columns: Any, scale: Any, bits: int, quantizer: Any = None
+    ) -> None:
         self._codes, self._columns, self._scale, self._bits = codes, columns, scale, bits
         self._quantizer = quantizer
 
@@ -51,7 +54,9 @@ def make_pair() -> PairStorage:
 
 def same(a: Any, b: Any) -> bool:
     pairs = zip(a.inner_list(), b.inner_list(), strict=True)
-    return type(a) is type(b) and all((x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in pairs)
+    return type(a) is type(b) and all(
+        (x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in pairs
+    )
 
 
 def test_flatten_and_build_give_the_storage_back() -> None:

@@ -1,4 +1,5 @@
-"""Rows that a layer's operand holds without tensors: whoever reads them finds what they would have been."""
+"""Rows that a layer's operand holds without tensors: whoever reads them finds what they would have
+been."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from ottava.tensors.saving import rebuild_saved
 
 pytest.importorskip("ottava._cpu")
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="this torch has no table of DLPack's functions"
+    not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="this torch has no table of DLPack's functions",
 )
 E4M3 = torch.float8_e4m3fn
 kernels.amax(torch.ones(1))
@@ -50,7 +52,9 @@ def unread(shape: tuple[int, ...] = (40, 70), seed: int = 0, **options: bool) ->
 def read(shape: tuple[int, ...] = (40, 70), seed: int = 0, **options: bool) -> Any:
     """The same with tensors from the beginning."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    rows, scales, columns, column_scales = torch.ops.ottava.grid_quantize(x, mx(E4M3).text, True, True)
+    rows, scales, columns, column_scales = torch.ops.ottava.grid_quantize(
+        x, mx(E4M3).text, True, True
+    )
     wanted = quantizer(**options)
     data = {"rowwise_data": rows, "rowwise_scale_inv": scales}
     if wanted.columnwise_usage:
@@ -66,7 +70,11 @@ def flat(result: Any) -> list[Any]:
         return [part for value in result.values() for part in flat(value)]
     if isinstance(result, tuple | list) and not isinstance(result, torch.Size):
         return [part for value in result for part in flat(value)]
-    return [result] if isinstance(result, torch.Tensor | int | str | torch.Size | torch.device | None) else []
+    return (
+        [result]
+        if isinstance(result, torch.Tensor | int | str | torch.Size | torch.device | None)
+        else []
+    )
 
 
 def saved_and_back(storage: Any) -> Any:
@@ -105,7 +113,12 @@ def test_operations_find_what_they_would_have(name: str) -> None:
         if not isinstance(b, torch.Tensor):
             assert a == b
             continue
-        assert (a.dtype, a.shape, a.stride(), a.requires_grad) == (b.dtype, b.shape, b.stride(), b.requires_grad)
+        assert (a.dtype, a.shape, a.stride(), a.requires_grad) == (
+            b.dtype,
+            b.shape,
+            b.stride(),
+            b.requires_grad,
+        )
         assert torch.equal(a, b)
 
 
@@ -135,7 +148,11 @@ def test_the_memory_lives_as_long_as_its_last_owner() -> None:
 
 @pytest.mark.parametrize(
     "give_up",
-    [lambda s: s.clear(), lambda s: s.update_usage(rowwise_usage=False), lambda s: s.prepare_for_saving()],
+    [
+        lambda s: s.clear(),
+        lambda s: s.update_usage(rowwise_usage=False),
+        lambda s: s.prepare_for_saving(),
+    ],
     ids=["clear", "usage", "saving"],
 )
 def test_data_that_was_given_up_is_not_multiplied(give_up: Callable[[Any], Any]) -> None:
@@ -201,7 +218,11 @@ def test_what_was_replaced_before_the_first_look_stays() -> None:
 
 def test_rows_of_another_shape_are_left_to_python() -> None:
     multiply(unread((4, 64)), unread((8, 64)), "fprop", torch.float32)
-    (planned,) = [plan[2] for key, plan in _scratch.plans.items() if plan and key[1] == (4, 64) and key[4] == (8, 64)]
+    (planned,) = [
+        plan[2]
+        for key, plan in _scratch.plans.items()
+        if plan and key[1] == (4, 64) and key[4] == (8, 64)
+    ]
     for m, n, k in ((4, 8, 64), (4, 8, 65), (5, 8, 64), (4, 7, 64)):
         a, b = unread((m, k))._unread, unread((n, k))._unread
         assert (planned(a, a, b, b, None) is None) is ((m, n, k) != (4, 8, 64))
@@ -219,7 +240,9 @@ def test_threads_that_read_at_once() -> None:
     with ThreadPoolExecutor(4) as threads:
         for _ in range(50):
             storage = unread()
-            found = list(threads.map(partial(getattr, storage), ["_rowwise_data", "_rowwise_scale_inv"] * 4))
+            found = list(
+                threads.map(partial(getattr, storage), ["_rowwise_data", "_rowwise_scale_inv"] * 4)
+            )
             assert all(torch.equal(data, expected) for data in found[::2])
             assert all(scales is not None for scales in found)
 
@@ -251,7 +274,9 @@ class OwnScales(GridTensorStorage):
     scale_names = tuple(reversed(("_columnwise_scale_inv", "_rowwise_scale_inv")))  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("cls", [OwnOperand, OwnValues, OwnConstructor, OwnRows, OwnNames, OwnScales])
+@pytest.mark.parametrize(
+    "cls", [OwnOperand, OwnValues, OwnConstructor, OwnRows, OwnNames, OwnScales]
+)
 def test_classes_with_operands_of_their_own_get_tensors(cls: type[GridTensorStorage]) -> None:
     class Own(GridQuantizer):
         storage_class = cls

@@ -1,4 +1,5 @@
-"""Per-tensor FP8 whose scales follow an exponential moving average of the amaxes, on core's public names alone."""
+"""Per-tensor FP8 whose scales follow an exponential moving average of the amaxes, on core's public
+names alone."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class AverageQuantizer(Float8QuantizerBase):
     stateful: ClassVar[bool] = True
     process_attributes: ClassVar[tuple[str, ...]] = ("shard_group",)
 
-    def __init__(self, scale: torch.Tensor, amax: torch.Tensor | None, fp8_dtype: torch.dtype, **usages: bool) -> None:
+    def __init__(
+        self, scale: torch.Tensor, amax: torch.Tensor | None, fp8_dtype: torch.dtype, **usages: bool
+    ) -> None:
         super().__init__(fp8_dtype, **usages)
         self.scale, self.amax = scale, amax
         self.fits, self.shard_group = False, None
@@ -50,7 +53,11 @@ class AverageQuantizer(Float8QuantizerBase):
             self.amax.copy_(kernels.amax(tensor).reshape(self.amax.shape))
 
     def update_quantized(
-        self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: torch.Tensor | None = None,
     ) -> QuantizedTensorStorage:
         before = None if noop_flag is None or self.amax is None else self.amax.clone()
         super().update_quantized(src, dst, noop_flag=noop_flag)
@@ -62,12 +69,17 @@ class AverageQuantizer(Float8QuantizerBase):
         with_data, with_transpose = self.needs(tensor.device, tensor.dim())
         amax = torch.zeros_like(self.scale) if self.amax is None else self.amax
         scale = torch.minimum(self.scale, self.own_scale(tensor)) if self.fits else self.scale
-        data, transpose, scale_inv = kernels.cast_amax(tensor, scale, amax, self.fp8_dtype, transposed=with_transpose)
-        return self.wrap(data if with_data else None, transpose if with_transpose else None, scale_inv, dtype)
+        data, transpose, scale_inv = kernels.cast_amax(
+            tensor, scale, amax, self.fp8_dtype, transposed=with_transpose
+        )
+        return self.wrap(
+            data if with_data else None, transpose if with_transpose else None, scale_inv, dtype
+        )
 
 
 class AverageState(torch.nn.Module, RecipeState):
-    """Of each tensor the scale, the average, and the amax that the step has seen so far: buffers ``[slots]``."""
+    """Of each tensor the scale, the average, and the amax that the step has seen so far: buffers
+    ``[slots]``."""
 
     stateful: ClassVar[bool] = True
     reduced_by_max: ClassVar[tuple[str, ...]] = ("amax",)
@@ -88,10 +100,14 @@ class AverageState(torch.nn.Module, RecipeState):
         # Only the update reduces, over whichever group the region has.
         return self.is_of(recipe)
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+    def quantizer(
+        self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
+    ) -> Quantizer:
         slot = self.slots[tensor_type]
         amax = self.amax[slot] if recording else None
-        made = AverageQuantizer(self.scale[slot], amax, self.formats[slot], rowwise=rowwise, columnwise=columnwise)
+        made = AverageQuantizer(
+            self.scale[slot], amax, self.formats[slot], rowwise=rowwise, columnwise=columnwise
+        )
         made.internal = True
         return made
 
@@ -99,11 +115,16 @@ class AverageState(torch.nn.Module, RecipeState):
         """The weight goes on with the scale that it was made with, which becomes this state's."""
         present: Any = getattr(weight, "_quantizer", None)
         slot = self.slots["weight"]
-        if not isinstance(present, AverageQuantizer) or present.scale.data_ptr() == self.scale[slot].data_ptr():
+        if (
+            not isinstance(present, AverageQuantizer)
+            or present.scale.data_ptr() == self.scale[slot].data_ptr()
+        ):
             return None
         if not self.average.any():
             self.scale[slot].copy_(present.scale.reshape(()))
-        made = self.quantizer("weight", rowwise=present.rowwise_usage, columnwise=present.columnwise_usage)
+        made = self.quantizer(
+            "weight", rowwise=present.rowwise_usage, columnwise=present.columnwise_usage
+        )
         made.internal, made.fits = False, present.fits
         return made
 
@@ -120,7 +141,8 @@ class AverageState(torch.nn.Module, RecipeState):
 
 @dataclass(frozen=True)
 class MovingAverage(Recipe):
-    """``average = decay * average + (1 - decay) * amax`` when a step begins; the first amax is taken whole."""
+    """``average = decay * average + (1 - decay) * amax`` when a step begins; the first amax is
+    taken whole."""
 
     name: ClassVar[str] = "acme-average"
     stateful: ClassVar[bool] = True
@@ -135,7 +157,9 @@ class MovingAverage(Recipe):
     def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Quantizer:
         return AverageQuantizer(torch.ones(1), torch.zeros(1), self.fp8_dtype(role))
 
-    def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> AverageState:
+    def make_state(
+        self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+    ) -> AverageState:
         return AverageState(self, roles)
 
     @torch.no_grad()
@@ -145,8 +169,12 @@ class MovingAverage(Recipe):
         amax = torch.cat([state.amax for state in states])
         if self.reduces and dist.is_initialized() and dist.get_world_size(amax_reduction_group) > 1:
             amax = reduce_amax(amax, amax_reduction_group)
-        for state, seen in zip(states, amax.split([state.amax.numel() for state in states]), strict=True):
-            mixed = torch.where(state.average > 0, self.decay * state.average + (1 - self.decay) * seen, seen)
+        for state, seen in zip(
+            states, amax.split([state.amax.numel() for state in states]), strict=True
+        ):
+            mixed = torch.where(
+                state.average > 0, self.decay * state.average + (1 - self.decay) * seen, seen
+            )
             state.average.copy_(torch.where(seen > 0, mixed, state.average))
             for slot, fp8_dtype in enumerate(state.formats):
                 state.scale[slot] = kernels.scale_from_amax(state.average[slot], fp8_dtype)[0]

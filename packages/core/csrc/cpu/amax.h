@@ -5,7 +5,8 @@ OTTAVA_INLINE V larger(V a, V b) {
     return a > b ? a : b;
 }
 
-// The largest magnitude seen, as the bit pattern of the element type: order of magnitudes is order of patterns.
+// The largest magnitude seen, as the bit pattern of the element type: order of magnitudes is order
+// of patterns.
 template <class Element>
 class Largest {
     typedef typename Element::integers V;
@@ -20,7 +21,7 @@ class Largest {
         into = larger(into, x > infinity ? V{} : x);
     }
 
-   public:
+public:
     // kLine elements.
     OTTAVA_INLINE void line(const Storage* src) {
         for (int64_t k = 0; k < kLine / kCount; ++k) take(best_[k % 4], load<V>(src + k * kCount));
@@ -70,7 +71,8 @@ float amax_run(const void* src, Dtype dtype, int64_t n) {
     }
 }
 
-// How many elements a cast with `scale` clamps: those beyond `limit` in magnitude. NaN is none of them.
+// How many elements a cast with `scale` clamps: those beyond `limit` in magnitude. NaN is none of
+// them.
 template <class Element>
 int64_t saturated_typed(const void* from, int64_t n, float scale, float limit) {
     const auto* src = static_cast<const typename Element::storage*>(from);
@@ -78,7 +80,8 @@ int64_t saturated_typed(const void* from, int64_t n, float scale, float limit) {
     int64_t count = 0, i = 0;
     while (i + kLanes <= n) {
         i32v found = {};
-        for (int64_t last = i + (int64_t{1} << 30) * kLanes; i + kLanes <= n && i < last; i += kLanes) {
+        for (int64_t last = i + (int64_t{1} << 30) * kLanes; i + kLanes <= n && i < last;
+             i += kLanes) {
             const f32v x = Element::load_floats(src + i) * factor;
             // A comparison that holds is -1.
             found -= (x > top) | (x < -top);

@@ -1,13 +1,15 @@
 // Kernels over contiguous runs: cast. Include once, after amax.h.
 //
-// The unit is a line: 64 data, which is what a streaming store wants. Every instruction set has the same generic line;
-// cast_avx512.h replaces it.
+// The unit is a line: 64 data, which is what a streaming store wants. Every instruction set has the
+// same generic line; cast_avx512.h replaces it.
 
-// What elements are multiplied by: for the vector that begins with the given element of a line, in order, and as a
-// line's cast arranges the elements. This one is a scale in every lane; mx.h has others, which are positive or NaN.
+// What elements are multiplied by: for the vector that begins with the given element of a line, in
+// order, and as a line's cast arranges the elements. This one is a scale in every lane; mx.h has
+// others, which are positive or NaN.
 struct Factor {
     f32v lanes;
-    bool positive;  // not negative, zero or NaN: then the sign of a product is the sign of the element
+    bool positive;  // not negative, zero or NaN: then the sign of a product is the sign of the
+                    // element
     explicit Factor(float scale) : lanes(broadcast(scale)), positive(scale > 0.0f) {}
     OTTAVA_INLINE f32v in_order(int) const { return lanes; }
     OTTAVA_INLINE f32v arranged(int) const { return lanes; }
@@ -15,17 +17,19 @@ struct Factor {
 
 // 16 data, from the given element of a line on.
 template <class Element, class Format, class Multipliers>
-OTTAVA_INLINE u8x16 cast16(const typename Element::storage* src, const Multipliers& multipliers, int element = 0) {
+OTTAVA_INLINE u8x16 cast16(const typename Element::storage* src, const Multipliers& multipliers,
+                           int element = 0) {
     i32v data[16 / kLanes];
     for (int k = 0; k < 16 / kLanes; ++k)
         data[k] = encode_element<Format, f32v, i32v>(Element::load_floats(src + k * kLanes) *
-                                                      multipliers.in_order(element + k * kLanes));
+                                                     multipliers.in_order(element + k * kLanes));
     return narrow8(data);
 }
 
 // Fewer than 16 elements, through buffers: no byte outside the run is touched.
 template <class Element, class Format>
-void cast_partial(const typename Element::storage* src, int64_t n, const Factor& factor, uint8_t* out) {
+void cast_partial(const typename Element::storage* src, int64_t n, const Factor& factor,
+                  uint8_t* out) {
     typename Element::storage in[16] = {};
     memcpy(in, src, static_cast<size_t>(n) * sizeof(in[0]));
     const u8x16 data = cast16<Element, Format>(in, factor);
@@ -49,16 +53,21 @@ template <class Element, class Format>
 struct LineCast {
     const Factor factor;
     explicit LineCast(float scale) : factor(scale) {}
-    OTTAVA_INLINE Line operator()(const typename Element::storage* src) const { return scaled(src, factor); }
+    OTTAVA_INLINE Line operator()(const typename Element::storage* src) const {
+        return scaled(src, factor);
+    }
     template <class Multipliers>
-    static OTTAVA_INLINE Line scaled(const typename Element::storage* src, const Multipliers& multipliers) {
+    static OTTAVA_INLINE Line scaled(const typename Element::storage* src,
+                                     const Multipliers& multipliers) {
         return generic(src, multipliers);
     }
     // With multipliers of any sign.
     template <class Multipliers>
-    static OTTAVA_INLINE Line generic(const typename Element::storage* src, const Multipliers& multipliers) {
+    static OTTAVA_INLINE Line generic(const typename Element::storage* src,
+                                      const Multipliers& multipliers) {
         Line line;
-        for (int k = 0; k < 4; ++k) line.pieces[k] = cast16<Element, Format>(src + 16 * k, multipliers, 16 * k);
+        for (int k = 0; k < 4; ++k)
+            line.pieces[k] = cast16<Element, Format>(src + 16 * k, multipliers, 16 * k);
         return line;
     }
     // The multipliers of a line's elements, as `scaled` takes them.
@@ -68,8 +77,8 @@ struct LineCast {
 #endif
 
 template <class Element, class Format, bool Stream, class Seen>
-void cast_aligned(const typename Element::storage* src, int64_t n, const LineCast<Element, Format>& cast64,
-                  uint8_t* out, Seen& observer) {
+void cast_aligned(const typename Element::storage* src, int64_t n,
+                  const LineCast<Element, Format>& cast64, uint8_t* out, Seen& observer) {
     Seen seen = observer;  // in registers
     int64_t i = 0;
     for (; i + kLine <= n; i += kLine) {
@@ -112,7 +121,8 @@ float cast_format(const void* src, Dtype dtype, int64_t n, float scale, uint8_t*
 }
 
 template <template <class> class Seen>
-float cast_run(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream) {
+float cast_run(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format,
+               bool stream) {
     if (format == Fp8::e4m3) return cast_format<Seen, E4M3>(src, dtype, n, scale, out, stream);
     return cast_format<Seen, E5M2>(src, dtype, n, scale, out, stream);
 }

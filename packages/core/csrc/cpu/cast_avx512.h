@@ -1,4 +1,5 @@
-// The line of data for AVX-512: the arithmetic of `encode` in about half as many instructions. Included by cast.h.
+// The line of data for AVX-512: the arithmetic of `encode` in about half as many instructions.
+// Included by cast.h.
 //
 // - `range` clamps |x| and clears the sign at once;
 // - the addend of `encode` depends only on the exponent, so that a permutation looks it up;
@@ -27,30 +28,34 @@ struct Line {
 
 template <class Format>
 class Encoder {
-    // Exponent fields between the smallest normal and the limit are fewer than the entries, and so distinct in their
-    // low bits, which are the index.
+    // Exponent fields between the smallest normal and the limit are fewer than the entries, and so
+    // distinct in their low bits, which are the index.
     static constexpr int kShift = 23 - Format::mantissa;
     static constexpr int32_t kMinNormal = (127 + 1 - Format::bias) << 23;
     static constexpr int kEntries = Format::mantissa == 3 ? 16 : 32;
-    static_assert((Format::limit >> 23) - (kMinNormal >> 23) < kEntries, "the exponents fit the table");
+    static_assert((Format::limit >> 23) - (kMinNormal >> 23) < kEntries,
+                  "the exponents fit the table");
     __m512 table_[kEntries / 16];
 
-   public:
+public:
     Encoder() {
         alignas(64) int32_t entries[kEntries] = {};
         for (int32_t field = kMinNormal >> 23; field <= Format::limit >> 23; ++field) {
             const int32_t binade = field << 23;
-            entries[field % kEntries] = binade + (binade >> kShift) + ((kShift << 23) - (kMinNormal >> kShift));
+            entries[field % kEntries] =
+                binade + (binade >> kShift) + ((kShift << 23) - (kMinNormal >> kShift));
         }
         for (int k = 0; k < kEntries / 16; ++k) table_[k] = load<__m512>(entries + 16 * k);
     }
 
-    // The code without its sign in the low seven bits of each lane, the rest undefined; x is not NaN.
+    // The code without its sign in the low seven bits of each lane, the rest undefined; x is not
+    // NaN.
     OTTAVA_INLINE __m512i operator()(__m512 x) const {
         constexpr int smaller_magnitude_unsigned = 0x0a;
         const __m512 limit = _mm512_castsi512_ps(_mm512_set1_epi32(Format::limit));
         const __m512 clamped = _mm512_range_ps(x, limit, smaller_magnitude_unsigned);
-        const __m512i binade = _mm512_max_epi32(_mm512_castps_si512(clamped), _mm512_set1_epi32(kMinNormal));
+        const __m512i binade =
+            _mm512_max_epi32(_mm512_castps_si512(clamped), _mm512_set1_epi32(kMinNormal));
         const __m512i index = _mm512_srli_epi32(binade, 23);
         __m512 addend;
         if constexpr (kEntries == 16)
@@ -64,15 +69,17 @@ class Encoder {
 // To nearest even whatever the thread's rounding is; NaN may become anything.
 template <>
 class Encoder<Int8> {
-   public:
+public:
     OTTAVA_INLINE __m512i operator()(__m512 x) const {
         const __m512 limit = _mm512_set1_ps(Int8::maximum);
-        const __m512 clamped = _mm512_max_ps(_mm512_min_ps(x, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit));
+        const __m512 clamped =
+            _mm512_max_ps(_mm512_min_ps(x, limit), _mm512_sub_ps(_mm512_setzero_ps(), limit));
         return _mm512_cvt_roundps_epi32(clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
 };
 
-// Even or odd 16-bit parts of the 32-bit lanes of two vectors, as the order of `permutex2var_epi16`.
+// Even or odd 16-bit parts of the 32-bit lanes of two vectors, as the order of
+// `permutex2var_epi16`.
 OTTAVA_INLINE __m512i every_second_word(int first) {
     alignas(64) uint16_t order[32];
     for (int k = 0; k < 32; ++k) order[k] = static_cast<uint16_t>(2 * k + first);
@@ -85,7 +92,9 @@ OTTAVA_INLINE __m512i in_order(__m512i packed) {
 }
 
 // Bits of a where the mask has ones, of b elsewhere.
-OTTAVA_INLINE __m512i select(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
+OTTAVA_INLINE __m512i select(__m512i mask, __m512i a, __m512i b) {
+    return _mm512_ternarylogic_epi64(mask, a, b, 0xca);
+}
 
 // 64 data from the low bytes of four vectors.
 OTTAVA_INLINE __m512i pack_bytes(const __m512i* sums) {
@@ -95,9 +104,11 @@ OTTAVA_INLINE __m512i pack_bytes(const __m512i* sums) {
     return _mm512_packus_epi16(a, b);
 }
 
-// The same with signs from the top bits of words. Saturating to bytes keeps signs; what comes with them is dropped.
+// The same with signs from the top bits of words. Saturating to bytes keeps signs; what comes with
+// them is dropped.
 OTTAVA_INLINE __m512i pack_line(const __m512i* sums, __m512i first, __m512i second) {
-    return in_order(select(_mm512_set1_epi8(0x7f), pack_bytes(sums), _mm512_packs_epi16(first, second)));
+    return in_order(
+        select(_mm512_set1_epi8(0x7f), pack_bytes(sums), _mm512_packs_epi16(first, second)));
 }
 
 template <class Element, class Format>
@@ -113,10 +124,12 @@ struct LineCast {
 
     // With positive multipliers, or NaN.
     template <class Multipliers>
-    OTTAVA_INLINE Line scaled(const typename Element::storage* src, const Multipliers& multipliers) const {
+    OTTAVA_INLINE Line scaled(const typename Element::storage* src,
+                              const Multipliers& multipliers) const {
         __m512 x[4];
         if constexpr (std::is_same<Element, BFloat16>::value) {
-            // Even elements in x[0] and x[2], odd ones in x[1] and x[3]: cheaper than widening in order.
+            // Even elements in x[0] and x[2], odd ones in x[1] and x[3]: cheaper than widening in
+            // order.
             const __m512i high = _mm512_set1_epi32(-0x10000);
             for (int k = 0; k < 2; ++k) {
                 const __m512i words = load<__m512i>(src + 32 * k);
@@ -126,7 +139,8 @@ struct LineCast {
         } else {
             for (int k = 0; k < 4; ++k) x[k] = bits_as<__m512>(Element::load_floats(src + 16 * k));
         }
-        for (int k = 0; k < 4; ++k) x[k] = _mm512_mul_ps(x[k], bits_as<__m512>(multipliers.arranged(16 * k)));
+        for (int k = 0; k < 4; ++k)
+            x[k] = _mm512_mul_ps(x[k], bits_as<__m512>(multipliers.arranged(16 * k)));
         const __mmask16 nan = static_cast<__mmask16>(_mm512_cmp_ps_mask(x[0], x[1], _CMP_UNORD_Q) |
                                                      _mm512_cmp_ps_mask(x[2], x[3], _CMP_UNORD_Q));
         if (__builtin_expect(nan != 0, 0)) return generic(src, multipliers);
@@ -139,15 +153,18 @@ struct LineCast {
             const __m512i b = select(low, sums[2], _mm512_slli_epi32(sums[3], 8));
             const __m512i data = _mm512_permutex2var_epi16(a, every_second_word(0), b);
             if constexpr (is_integer<Format>) return Line{data};
-            return Line{select(_mm512_set1_epi8(0x7f), data, in_order(_mm512_packs_epi16(first, second)))};
+            return Line{
+                select(_mm512_set1_epi8(0x7f), data, in_order(_mm512_packs_epi16(first, second)))};
         } else if constexpr (is_integer<Format>) {
             return Line{in_order(pack_bytes(sums))};
         } else if constexpr (sizeof(*src) == 2) {
             return Line{pack_line(sums, load<__m512i>(src), load<__m512i>(src + 32))};
         } else {
             const __m512i odd = every_second_word(1);
-            const __m512i first = _mm512_permutex2var_epi16(load<__m512i>(src), odd, load<__m512i>(src + 16));
-            const __m512i second = _mm512_permutex2var_epi16(load<__m512i>(src + 32), odd, load<__m512i>(src + 48));
+            const __m512i first =
+                _mm512_permutex2var_epi16(load<__m512i>(src), odd, load<__m512i>(src + 16));
+            const __m512i second =
+                _mm512_permutex2var_epi16(load<__m512i>(src + 32), odd, load<__m512i>(src + 48));
             return Line{pack_line(sums, first, second)};
         }
     }
@@ -156,10 +173,12 @@ struct LineCast {
     // Whether multipliers are wanted in another order than that of the elements, and that order.
     static constexpr bool arranges = std::is_same<Element, BFloat16>::value;
     static OTTAVA_INLINE void arrange(const float* in_order, float* arranged) {
-        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        const __m512i even =
+            _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
         for (int k = 0; k < kLine; k += 32) {
-            const __m512 first = load<__m512>(in_order + k), second = load<__m512>(in_order + k + 16);
+            const __m512 first = load<__m512>(in_order + k),
+                         second = load<__m512>(in_order + k + 16);
             store(arranged + k, _mm512_permutex2var_ps(first, even, second));
             store(arranged + k + 16, _mm512_permutex2var_ps(first, odd, second));
         }
@@ -167,7 +186,8 @@ struct LineCast {
 
     // With multipliers of any sign.
     template <class Multipliers>
-    static __attribute__((noinline)) Line generic(const typename Element::storage* src, Multipliers multipliers) {
+    static __attribute__((noinline)) Line generic(const typename Element::storage* src,
+                                                  Multipliers multipliers) {
         alignas(64) uint8_t data[64];
         for (int k = 0; k < 4; ++k)
             store(data + 16 * k, cast16<Element, Format>(src + 16 * k, multipliers, 16 * k));

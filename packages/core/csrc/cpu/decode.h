@@ -1,6 +1,7 @@
 // Kernels over contiguous runs: decode. Include once, after simd.h.
 
-// A decode is a look-up: the caller computes the 128 results of the positive data, and the sign is the top bit.
+// A decode is a look-up: the caller computes the 128 results of the positive data, and the sign is
+// the top bit.
 #if defined(__AVX512BW__)
 #include "decode_avx512.h"
 #else
@@ -15,10 +16,12 @@ void decode_typed(const uint8_t* src, int64_t n, const Out* table, Out* out, boo
 }
 #endif
 
-void decode16_run(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream) {
+void decode16_run(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out,
+                  bool stream) {
     decode_typed(src, n, table, out, stream);
 }
 
-void decode32_run(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream) {
+void decode32_run(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out,
+                  bool stream) {
     decode_typed(src, n, table, out, stream);
 }

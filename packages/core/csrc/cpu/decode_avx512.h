@@ -1,4 +1,5 @@
-// The decoding tables for AVX-512: they live in registers, and permutations look them up. Included by decode.h.
+// The decoding tables for AVX-512: they live in registers, and permutations look them up. Included
+// by decode.h.
 
 template <class Out>
 class Table;
@@ -8,7 +9,7 @@ template <>
 class Table<uint16_t> {
     __m512i part_[4];
 
-   public:
+public:
     explicit Table(const uint16_t* entries) {
         for (int k = 0; k < 4; ++k) part_[k] = load<__m512i>(entries + 32 * k);
     }
@@ -16,7 +17,8 @@ class Table<uint16_t> {
         const __m512i data = _mm512_cvtepu8_epi16(load<__m256i>(src));
         const __m512i low = _mm512_permutex2var_epi16(part_[0], data, part_[1]);
         const __m512i high = _mm512_permutex2var_epi16(part_[2], data, part_[3]);
-        const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(data, 8), _mm512_set1_epi16(-0x8000));
+        const __m512i sign =
+            _mm512_and_si512(_mm512_slli_epi16(data, 8), _mm512_set1_epi16(-0x8000));
         const __mmask32 bit6 = _mm512_test_epi16_mask(data, _mm512_set1_epi16(0x40));
         return _mm512_xor_si512(_mm512_mask_blend_epi16(bit6, low, high), sign);
     }
@@ -27,7 +29,7 @@ template <>
 class Table<uint32_t> {
     __m512i part_[8];
 
-   public:
+public:
     explicit Table(const uint32_t* entries) {
         for (int k = 0; k < 8; ++k) part_[k] = load<__m512i>(entries + 16 * k);
     }
@@ -35,10 +37,12 @@ class Table<uint32_t> {
         const __m512i data = _mm512_cvtepu8_epi32(load<__m128i>(src));
         const __mmask16 bit5 = _mm512_test_epi32_mask(data, _mm512_set1_epi32(0x20));
         const __mmask16 bit6 = _mm512_test_epi32_mask(data, _mm512_set1_epi32(0x40));
-        const __m512i low = _mm512_mask_blend_epi32(bit5, _mm512_permutex2var_epi32(part_[0], data, part_[1]),
-                                                    _mm512_permutex2var_epi32(part_[2], data, part_[3]));
-        const __m512i high = _mm512_mask_blend_epi32(bit5, _mm512_permutex2var_epi32(part_[4], data, part_[5]),
-                                                     _mm512_permutex2var_epi32(part_[6], data, part_[7]));
+        const __m512i low =
+            _mm512_mask_blend_epi32(bit5, _mm512_permutex2var_epi32(part_[0], data, part_[1]),
+                                    _mm512_permutex2var_epi32(part_[2], data, part_[3]));
+        const __m512i high =
+            _mm512_mask_blend_epi32(bit5, _mm512_permutex2var_epi32(part_[4], data, part_[5]),
+                                    _mm512_permutex2var_epi32(part_[6], data, part_[7]));
         const __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(data, 7), 31);
         return _mm512_xor_si512(_mm512_mask_blend_epi32(bit6, low, high), sign);
     }

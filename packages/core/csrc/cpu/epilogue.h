@@ -1,4 +1,5 @@
-// The last step of a product: float32 sums times a factor, plus a bias, rounded once. Include once, after simd.h.
+// The last step of a product: float32 sums times a factor, plus a bias, rounded once. Include once,
+// after simd.h.
 
 template <Dtype To>
 OTTAVA_INLINE void put_rounded(uint8_t* to, f32v x) {
@@ -15,13 +16,15 @@ void epilogue_typed(const float* sums, int64_t n, float factor, const float* bia
     constexpr size_t width = To == Dtype::float32 ? 4 : 2;
     const f32v by = broadcast(factor);
     const auto step = [by](const float* sum, const float* add, uint8_t* to) {
-        const f32v product = load<f32v>(sum) * by, made = Biased ? product + load<f32v>(add) : product;
+        const f32v product = load<f32v>(sum) * by,
+                   made = Biased ? product + load<f32v>(add) : product;
         // Whatever NaN it may be as the one NaN, as on GPUs.
         put_rounded<To>(to, made == made ? made : bits_as<f32v>(i32v{} + kQuietNan));
     };
     uint8_t* to = static_cast<uint8_t*>(out);
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes, to += kLanes * width) step(sums + i, bias + (Biased ? i : 0), to);
+    for (; i + kLanes <= n; i += kLanes, to += kLanes * width)
+        step(sums + i, bias + (Biased ? i : 0), to);
     if (i == n) return;
     float rest[kLanes] = {}, added[kLanes] = {};
     uint8_t made[kLanes * width];
@@ -32,8 +35,11 @@ void epilogue_typed(const float* sums, int64_t n, float factor, const float* bia
     memcpy(to, made, left * width);
 }
 
-void epilogue_run(const float* sums, int64_t n, float factor, const float* bias, void* out, Dtype dtype) {
-    const auto run = [&](auto typed, auto biased) { (bias == nullptr ? typed : biased)(sums, n, factor, bias, out); };
+void epilogue_run(const float* sums, int64_t n, float factor, const float* bias, void* out,
+                  Dtype dtype) {
+    const auto run = [&](auto typed, auto biased) {
+        (bias == nullptr ? typed : biased)(sums, n, factor, bias, out);
+    };
     if (dtype == Dtype::float32)
         run(epilogue_typed<Dtype::float32, false>, epilogue_typed<Dtype::float32, true>);
     else if (dtype == Dtype::bfloat16)

@@ -1,9 +1,10 @@
-// The operations on grids of scales: how a matrix is divided, and in what order memory is walked. No arithmetic on
-// elements here.
+// The operations on grids of scales: how a matrix is divided, and in what order memory is walked.
+// No arithmetic on elements here.
 //
-// A region is a rectangle made of whole shared blocks of both sides. Where regions fit in the second-level cache, each
-// is read from memory once: its amaxes, its scales and both casts follow one another, and threads share the regions.
-// Otherwise the whole matrix is one region, whose panels the threads share: it is read twice.
+// A region is a rectangle made of whole shared blocks of both sides. Where regions fit in the
+// second-level cache, each is read from memory once: its amaxes, its scales and both casts follow
+// one another, and threads share the regions. Otherwise the whole matrix is one region, whose
+// panels the threads share: it is read twice.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -20,16 +21,21 @@ namespace {
 
 constexpr int64_t kRegionElements = 128 << 10;
 constexpr int64_t kPanelRows = 128;
-constexpr int64_t kHalfLine = 32;  // elements
+constexpr int64_t kHalfLine = 32;            // elements
 constexpr int64_t kNearElements = 32 << 10;  // are still in the caches when they are read again
 
 struct Rectangle {
     int64_t row, col, rows, cols;
 };
 
-// How many blocks `n` elements have, 0 being a block of all of them, and how many elements a block has.
-int64_t blocks_in(int64_t n, int64_t block) { return block == 0 ? 1 : ceil_div(n, block); }
-int64_t extent(int64_t n, int64_t block) { return block == 0 ? std::max<int64_t>(n, 1) : block; }
+// How many blocks `n` elements have, 0 being a block of all of them, and how many elements a block
+// has.
+int64_t blocks_in(int64_t n, int64_t block) {
+    return block == 0 ? 1 : ceil_div(n, block);
+}
+int64_t extent(int64_t n, int64_t block) {
+    return block == 0 ? std::max<int64_t>(n, 1) : block;
+}
 
 // The smallest multiple of both; `n` if that is larger.
 int64_t common(int64_t a, int64_t b, int64_t n) {
@@ -38,7 +44,9 @@ int64_t common(int64_t a, int64_t b, int64_t n) {
     return factor > n / b ? n : factor * b;
 }
 
-int64_t multiple_within(int64_t limit, int64_t unit) { return std::max(limit / unit, int64_t{1}) * unit; }
+int64_t multiple_within(int64_t limit, int64_t unit) {
+    return std::max(limit / unit, int64_t{1}) * unit;
+}
 
 // Calls body(panel, row, col) for the panels of a rectangle, the last ones first.
 template <class Body>
@@ -47,7 +55,8 @@ void over_panels(const Rectangle& of, int threads, const Body& body) {
     in_parallel(across * down, of.rows * of.cols, threads, [&](int64_t begin, int64_t end, int) {
         for (int64_t i = end - 1; i >= begin; --i) {
             const int64_t row = i / across * kPanelRows, col = i % across * kPanelCols;
-            body(Rectangle{row, col, std::min(kPanelRows, of.rows - row), std::min(kPanelCols, of.cols - col)});
+            body(Rectangle{row, col, std::min(kPanelRows, of.rows - row),
+                           std::min(kPanelCols, of.cols - col)});
         }
     });
 }
@@ -70,10 +79,12 @@ class SharedBlocks {
     int64_t rows_, cols_;  // of a block, 0 being all
     int64_t down_ = 0, across_ = 0;
     std::vector<float> memory_;
-    float *amaxes_ = nullptr, *multipliers_ = nullptr, *scales_ = nullptr;  // each with room for kGridLanes more
+    float *amaxes_ = nullptr, *multipliers_ = nullptr,
+          *scales_ = nullptr;  // each with room for kGridLanes more
 
-   public:
-    explicit SharedBlocks(const GridSide& side) : rows_(side.shared_rows), cols_(side.shared_cols) {}
+public:
+    explicit SharedBlocks(const GridSide& side)
+        : rows_(side.shared_rows), cols_(side.shared_cols) {}
 
     void begin(const Rectangle& in) {
         down_ = blocks_in(in.rows, rows_);
@@ -91,11 +102,12 @@ class SharedBlocks {
     GridBlocks multipliers(const Rectangle& in) { return blocks(in, multipliers_); }
     uint8_t* scales() { return reinterpret_cast<uint8_t*>(scales_); }
 
-    // Whether scales can be found row by row (see GridRows), in a region that is not cheap to read twice.
+    // Whether scales can be found row by row (see GridRows), in a region that is not cheap to read
+    // twice.
     bool by_row(const Rectangle& in) const {
         const int64_t width = extent(in.cols, cols_);
-        return in.rows * in.cols > kNearElements && in.cols <= kPanelCols && extent(in.rows, rows_) == 1 &&
-               (width % kHalfLine == 0 || width >= in.cols);
+        return in.rows * in.cols > kNearElements && in.cols <= kPanelCols &&
+               extent(in.rows, rows_) == 1 && (width % kHalfLine == 0 || width >= in.cols);
     }
 
     void find_scales(Stored element, const ScaleRule& rule, int threads) {
@@ -103,7 +115,8 @@ class SharedBlocks {
         const int64_t n = down_ * across_, each = rule.e8m0 ? 1 : sizeof(float);
         in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int) {
             const int64_t from = begin * kUnit, count = std::min(end * kUnit, n) - from;
-            kernels.grid_scales(amaxes_ + from, count, element, rule, multipliers_ + from, scales() + from * each);
+            kernels.grid_scales(amaxes_ + from, count, element, rule, multipliers_ + from,
+                                scales() + from * each);
         });
     }
 
@@ -112,7 +125,8 @@ class SharedBlocks {
     void put_scales(const GridSide& side, const Matrix& matrix, const Rectangle& in) const {
         const auto* scales = reinterpret_cast<const T*>(scales_);
         auto* out = static_cast<T*>(side.scales);
-        int64_t down = blocks_in(in.rows, side.block_rows), across = blocks_in(in.cols, side.block_cols);
+        int64_t down = blocks_in(in.rows, side.block_rows),
+                across = blocks_in(in.cols, side.block_cols);
         const int64_t first_row = in.row / extent(matrix.rows, side.block_rows);
         const int64_t first_col = in.col / extent(matrix.cols, side.block_cols);
         const int64_t all_down = blocks_in(matrix.rows, side.block_rows);
@@ -121,7 +135,8 @@ class SharedBlocks {
         const int64_t high = rows_ == 0 ? std::max<int64_t>(down, 1) : rows_ / side.block_rows;
         const int64_t wide = cols_ == 0 ? std::max<int64_t>(across, 1) : cols_ / side.block_cols;
         // All of them are one run.
-        if (high == 1 && wide == 1 && !side.turned && across == all_across) across *= std::exchange(down, 1);
+        if (high == 1 && wide == 1 && !side.turned && across == all_across)
+            across *= std::exchange(down, 1);
         for (int64_t i = 0; i < down; ++i) {
             const T* from = scales + (high == 1 ? i : i / high) * across_;
             const int64_t step = side.turned ? all_down : 1;
@@ -131,7 +146,8 @@ class SharedBlocks {
                 continue;
             }
             for (int64_t k = 0; k < across; ++from)
-                for (const int64_t end = std::min(k + wide, across); k < end; ++k) to[k * step] = *from;
+                for (const int64_t end = std::min(k + wide, across); k < end; ++k)
+                    to[k * step] = *from;
         }
     }
 };
@@ -152,7 +168,8 @@ struct Cast {
             if (each->turned)
                 to.columns = each->data + col * matrix.rows + row;
             else
-                (to.rows == nullptr ? to.rows : to.rows_again) = each->data + row * matrix.cols + col;
+                (to.rows == nullptr ? to.rows : to.rows_again) =
+                    each->data + row * matrix.cols + col;
         }
         return to;
     }
@@ -164,7 +181,7 @@ class Quantization {
     const ScaleRule rule_;
     const GridSide* const sides_;
     const int count_;
-    const bool same_;  // both sides have the same shared blocks
+    const bool same_;                        // both sides have the same shared blocks
     int64_t unit_rows_ = 1, unit_cols_ = 1;  // of which a region is made
 
     // Of one thread, or of all of them if the matrix is one region.
@@ -179,11 +196,13 @@ class Quantization {
         for (int k = 0; k < (same_ ? 1 : count_); ++k) made.blocks.emplace_back(sides_[k]);
         const bool at_once = same_ && !(sides_[0].turned && sides_[1].turned);
         for (int k = 0; k < (at_once ? 1 : count_); ++k)
-            made.casts.push_back({sides_ + k, at_once ? sides_ + 1 : nullptr, &made.blocks[same_ ? 0 : k]});
+            made.casts.push_back(
+                {sides_ + k, at_once ? sides_ + 1 : nullptr, &made.blocks[same_ ? 0 : k]});
         return made;
     }
 
-    // `next`: the region that follows, whose elements are fetched while this one's are cast. The last one's is itself.
+    // `next`: the region that follows, whose elements are fetched while this one's are cast. The
+    // last one's is itself.
     void region(const Rectangle& in, const Rectangle& next, Workspace& work, int threads) const {
         const Kernels& kernels = active_kernels();
         const bool stream = matrix_.rows * matrix_.cols >= kStreamBytes, whole = threads > 1;
@@ -202,13 +221,15 @@ class Quantization {
         over_panels(in, threads, [&](const Rectangle& at) {
             GridPanel panel = matrix_.panel(in, at);
             panel.ahead = matrix_.cols;
-            if (by_row == nullptr) return kernels.grid_amax(panel, matrix_.dtype, amaxes, count, whole);
+            if (by_row == nullptr)
+                return kernels.grid_amax(panel, matrix_.dtype, amaxes, count, whole);
             SharedBlocks& blocks = *by_row->blocks;
             const GridRows rows{amaxes, count, blocks.multipliers(in), blocks.scales(), &rule_};
             kernels.grid_rows(panel, matrix_.dtype, rows, element_, out(*by_row, at));
         });
         for (SharedBlocks& blocks : work.blocks)
-            if (by_row == nullptr || by_row->blocks != &blocks) blocks.find_scales(element_, rule_, threads);
+            if (by_row == nullptr || by_row->blocks != &blocks)
+                blocks.find_scales(element_, rule_, threads);
         for (int k = 0; k < count_; ++k) {
             const SharedBlocks& blocks = work.blocks[same_ ? 0 : static_cast<size_t>(k)];
             if (rule_.e8m0)
@@ -222,7 +243,8 @@ class Quantization {
             if (panel.ahead == 0) panel.ahead = matrix_.cols;
             for (const Cast& cast : work.casts) {
                 if (&cast == by_row) continue;
-                kernels.grid_cast(panel, matrix_.dtype, cast.blocks->multipliers(in), true, element_, out(cast, at));
+                kernels.grid_cast(panel, matrix_.dtype, cast.blocks->multipliers(in), true,
+                                  element_, out(cast, at));
                 panel.ahead = 0;
             }
         });
@@ -231,11 +253,12 @@ class Quantization {
     // The size of a region that stays in the caches.
     Rectangle cached_region(int threads) const {
         const int64_t lines = common(unit_cols_, 64, matrix_.cols);
-        const int64_t unit = lines * unit_rows_ <= kRegionElements && lines <= kPanelCols ? lines : unit_cols_;
+        const int64_t unit =
+            lines * unit_rows_ <= kRegionElements && lines <= kPanelCols ? lines : unit_cols_;
         int64_t width = multiple_within(std::min(kPanelCols, kRegionElements / unit_rows_), unit);
         // Regions of fewer rows take as long to begin as to work on.
-        const int64_t height =
-            multiple_within(std::min(kTileRows, std::max(kRegionElements / width, int64_t{1})), unit_rows_);
+        const int64_t height = multiple_within(
+            std::min(kTileRows, std::max(kRegionElements / width, int64_t{1})), unit_rows_);
         // Each thread gets some.
         const int64_t down = ceil_div(matrix_.rows, height);
         while (width > unit && down * ceil_div(matrix_.cols, width) < 2 * threads)
@@ -243,8 +266,9 @@ class Quantization {
         return {0, 0, height, width};
     }
 
-   public:
-    Quantization(const Matrix& matrix, Stored element, const ScaleRule& rule, const GridSide* sides, int count)
+public:
+    Quantization(const Matrix& matrix, Stored element, const ScaleRule& rule, const GridSide* sides,
+                 int count)
         : matrix_(matrix),
           element_(element),
           rule_(rule),
@@ -264,60 +288,71 @@ class Quantization {
             return region(matrix_.all(), matrix_.all(), work, threads);
         }
         const Rectangle size = cached_region(threads);
-        const int64_t down = ceil_div(matrix_.rows, size.rows), across = ceil_div(matrix_.cols, size.cols);
-        in_parallel(down * across, matrix_.rows * matrix_.cols, threads, [&](int64_t begin, int64_t end, int) {
-            Workspace work = workspace();
-            const auto number = [&](int64_t i) {
-                const int64_t row = i / across * size.rows, col = i % across * size.cols;
-                const int64_t high = std::min(size.rows, matrix_.rows - row);
-                return Rectangle{row, col, high, std::min(size.cols, matrix_.cols - col)};
-            };
-            for (int64_t i = begin; i < end; ++i) region(number(i), number(std::min(i + 1, end - 1)), work, 1);
-        });
+        const int64_t down = ceil_div(matrix_.rows, size.rows),
+                      across = ceil_div(matrix_.cols, size.cols);
+        in_parallel(
+            down * across, matrix_.rows * matrix_.cols, threads,
+            [&](int64_t begin, int64_t end, int) {
+                Workspace work = workspace();
+                const auto number = [&](int64_t i) {
+                    const int64_t row = i / across * size.rows, col = i % across * size.cols;
+                    const int64_t high = std::min(size.rows, matrix_.rows - row);
+                    return Rectangle{row, col, high, std::min(size.cols, matrix_.cols - col)};
+                };
+                for (int64_t i = begin; i < end; ++i)
+                    region(number(i), number(std::min(i + 1, end - 1)), work, 1);
+            });
     }
 };
 
 }  // namespace
 
-void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element, const ScaleRule& rule,
-                   const GridSide* sides, int count, int threads) {
+void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element,
+                   const ScaleRule& rule, const GridSide* sides, int count, int threads) {
     if (count > 0) Quantization({src, dtype, rows, cols}, element, rule, sides, count).run(threads);
 }
 
-void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 uint8_t* row_data, uint8_t* row_scales, uint8_t* column_data, uint8_t* column_scales, int threads) {
+void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square,
+                 bool floor, uint8_t* row_data, uint8_t* row_scales, uint8_t* column_data,
+                 uint8_t* column_scales, int threads) {
     const int64_t other = square ? kMxBlock : 1;
     GridSide sides[2];
     int count = 0;
-    if (row_data != nullptr) sides[count++] = {1, kMxBlock, other, kMxBlock, false, row_data, row_scales};
-    if (column_data != nullptr) sides[count++] = {kMxBlock, 1, kMxBlock, other, false, column_data, column_scales};
+    if (row_data != nullptr)
+        sides[count++] = {1, kMxBlock, other, kMxBlock, false, row_data, row_scales};
+    if (column_data != nullptr)
+        sides[count++] = {kMxBlock, 1, kMxBlock, other, false, column_data, column_scales};
     const ScaleRule rule{true, floor, 0.0f, 0.0f};
     grid_quantize(src, dtype, rows, cols, static_cast<Stored>(format), rule, sides, count, threads);
 }
 
-void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,
-               float* out, int threads) {
+void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows,
+               int64_t block_cols, float* out, int threads) {
     const Kernels& kernels = active_kernels();
     const Matrix matrix{src, dtype, rows, cols};
     const int64_t across = blocks_in(cols, block_cols);
     const auto count = static_cast<size_t>(blocks_in(rows, block_rows) * across);
     std::vector<float> amaxes(count);
-    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), amaxes.data(), across};
+    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), amaxes.data(),
+                            across};
     over_panels(matrix.all(), threads, [&](const Rectangle& at) {
         kernels.grid_amax(matrix.panel(matrix.all(), at), dtype, &blocks, 1, threads > 1);
     });
     std::copy(amaxes.begin(), amaxes.end(), out);
 }
 
-void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* multipliers, int64_t block_rows,
-               int64_t block_cols, Stored element, bool turned, uint8_t* out, int threads) {
+void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* multipliers,
+               int64_t block_rows, int64_t block_cols, Stored element, bool turned, uint8_t* out,
+               int threads) {
     const Kernels& kernels = active_kernels();
     const Matrix matrix{src, dtype, rows, cols};
     const int64_t down = blocks_in(rows, block_rows), across = blocks_in(cols, block_cols);
     std::vector<float> values(multipliers, multipliers + down * across);
     values.resize(values.size() + kGridLanes);
-    const bool positive = std::none_of(values.begin(), values.end(), [](float x) { return bits_as<int32_t>(x) < 0; });
-    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), values.data(), across};
+    const bool positive =
+        std::none_of(values.begin(), values.end(), [](float x) { return bits_as<int32_t>(x) < 0; });
+    const GridBlocks blocks{extent(rows, block_rows), extent(cols, block_cols), values.data(),
+                            across};
     GridSide side{};
     side.turned = turned;
     side.data = out;
@@ -330,15 +365,18 @@ void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const f
     });
 }
 
-void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols, const void* scales, bool e8m0,
-                 int64_t block_rows, int64_t block_cols, void* out, Dtype dtype, int threads) {
-    const bool of_lines = std::min(block_rows, block_cols) == 1 && std::max(block_rows, block_cols) == kMxBlock;
+void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols,
+                 const void* scales, bool e8m0, int64_t block_rows, int64_t block_cols, void* out,
+                 Dtype dtype, int threads) {
+    const bool of_lines =
+        std::min(block_rows, block_cols) == 1 && std::max(block_rows, block_cols) == kMxBlock;
     if (e8m0 && of_lines && element != Stored::int8)
-        return mx_decode(data, static_cast<const uint8_t*>(scales), static_cast<Fp8>(element), rows, cols,
-                         block_cols == 1, out, dtype, threads);
+        return mx_decode(data, static_cast<const uint8_t*>(scales), static_cast<Fp8>(element), rows,
+                         cols, block_cols == 1, out, dtype, threads);
     const Kernels& kernels = active_kernels();
     GridScales from{};
-    from.blocks = {extent(rows, block_rows), extent(cols, block_cols), nullptr, blocks_in(cols, block_cols)};
+    from.blocks = {extent(rows, block_rows), extent(cols, block_cols), nullptr,
+                   blocks_in(cols, block_cols)};
     if (e8m0)
         from.e8m0 = static_cast<const uint8_t*>(scales);
     else
@@ -346,7 +384,8 @@ void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols
     over_panels({0, 0, rows, cols}, threads, [&](const Rectangle& at) {
         const int64_t first = at.row * cols + at.col;
         const GridPanel panel{data + first, cols, at.row, at.col, at.rows, at.cols, 0};
-        kernels.grid_decode(panel, element, from, static_cast<uint8_t*>(out) + first * element_bytes(dtype), dtype);
+        kernels.grid_decode(panel, element, from,
+                            static_cast<uint8_t*>(out) + first * element_bytes(dtype), dtype);
     });
 }
 

@@ -1,8 +1,8 @@
 // Kernels over panels: the amaxes of blocks of any size. Include once, after mx.h.
 //
-// Blocks of one row whose ends are ends of half-lines are reduced along the row. Of blocks of several rows the largest
-// magnitudes of each column are kept, and reduced along the row once for each row of blocks. Two grids are observed in
-// one reading of the panel.
+// Blocks of one row whose ends are ends of half-lines are reduced along the row. Of blocks of
+// several rows the largest magnitudes of each column are kept, and reduced along the row once for
+// each row of blocks. Two grids are observed in one reading of the panel.
 
 constexpr int64_t kHalf = kLine / 2;
 constexpr int64_t kHalves = kPanelCols / kHalf;
@@ -13,12 +13,14 @@ OTTAVA_INLINE bool ends_with_halves(const GridPanel& panel, int64_t block_cols) 
     return first >= panel.cols || (first % kHalf == 0 && block_cols % kHalf == 0);
 }
 
-// Calls body(block, first, last) for the panel's columns of each block, counted from the panel's first.
+// Calls body(block, first, last) for the panel's columns of each block, counted from the panel's
+// first.
 template <class Body>
 OTTAVA_INLINE void over_blocks(const GridPanel& panel, int64_t block_cols, const Body& body) {
     int64_t block = panel.col / block_cols;
     for (int64_t first = 0; first < panel.cols; ++block) {
-        const int64_t end = (block + 1) * block_cols - panel.col, last = end < panel.cols ? end : panel.cols;
+        const int64_t end = (block + 1) * block_cols - panel.col,
+                      last = end < panel.cols ? end : panel.cols;
         body(block, first, last);
         first = last;
     }
@@ -41,7 +43,9 @@ OTTAVA_INLINE void raise(float* to, float seen, bool atomic) {
     }
     float known;
     __atomic_load(to, &known, __ATOMIC_RELAXED);
-    while (seen > known && !__atomic_compare_exchange(to, &known, &seen, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    while (seen > known && !__atomic_compare_exchange(to, &known, &seen, true, __ATOMIC_RELAXED,
+                                                      __ATOMIC_RELAXED)) {
+    }
 }
 
 template <class Element>
@@ -52,8 +56,9 @@ class PanelAmax {
     struct Grid {
         const GridBlocks* blocks;
         bool by_column;  // blocks of several rows
-        bool by_halves;  // blocks end where half-lines end: `count` of them, before the whole half-lines `ends`
-        int64_t first;  // block of a row
+        bool by_halves;  // blocks end where half-lines end: `count` of them, before the whole
+                         // half-lines `ends`
+        int64_t first;   // block of a row
         int64_t count;
         int64_t end;  // the row that follows those of the blocks, counted from the panel's first
         uint16_t ends[kHalves];
@@ -66,7 +71,9 @@ class PanelAmax {
     const int64_t whole_;  // half-lines of a row
     Grid grids_[2];
 
-    const Storage* row(int64_t r) const { return static_cast<const Storage*>(panel_.src) + r * panel_.stride; }
+    const Storage* row(int64_t r) const {
+        return static_cast<const Storage*>(panel_.src) + r * panel_.stride;
+    }
 
     float* values(const Grid& grid, int64_t r) const {
         return grid.blocks->values + row_of_blocks(panel_, *grid.blocks, r) * grid.blocks->stride;
@@ -79,7 +86,8 @@ class PanelAmax {
         return x > infinity ? V{} : x;
     }
 
-    // Half a line: raises `columns`, unless null, and returns the larger of it and `best`, lane by lane.
+    // Half a line: raises `columns`, unless null, and returns the larger of it and `best`, lane by
+    // lane.
     static OTTAVA_INLINE V observe_half(const Storage* src, Storage* columns, V best) {
         constexpr int64_t lanes = sizeof(V) / sizeof(Storage);
         for (int64_t k = 0; k < kHalf; k += lanes) {
@@ -91,8 +99,8 @@ class PanelAmax {
     }
 
     // Whole half-lines from `half` on, before `end`.
-    static OTTAVA_INLINE V observe_halves(const Storage* src, const Storage* next, Storage* columns, int64_t& half,
-                                          int64_t end) {
+    static OTTAVA_INLINE V observe_halves(const Storage* src, const Storage* next, Storage* columns,
+                                          int64_t& half, int64_t end) {
         constexpr int64_t step = kLine / sizeof(Storage);
         V best = V{};
         for (; half < end; ++half) {
@@ -106,19 +114,21 @@ class PanelAmax {
     // The half-line at the end of a row that is not whole.
     OTTAVA_INLINE V observe_rest(const Storage* src, Storage* columns) const {
         Storage rest[kHalf] = {};
-        memcpy(rest, src + whole_ * kHalf, static_cast<size_t>(panel_.cols - whole_ * kHalf) * sizeof(Storage));
+        memcpy(rest, src + whole_ * kHalf,
+               static_cast<size_t>(panel_.cols - whole_ * kHalf) * sizeof(Storage));
         return observe_half(rest, columns == nullptr ? nullptr : columns + whole_ * kHalf, V{});
     }
 
-    OTTAVA_INLINE void observe_columns(const Storage* src, const Storage* next, Storage* columns) const {
+    OTTAVA_INLINE void observe_columns(const Storage* src, const Storage* next,
+                                       Storage* columns) const {
         int64_t half = 0;
         observe_halves(src, next, columns, half, whole_);
         if (whole_ * kHalf < panel_.cols) observe_rest(src, columns);
     }
 
     // Raises `columns`, unless null, and the amaxes of a grid's blocks, which end with half-lines.
-    OTTAVA_INLINE void observe_blocks(const Storage* src, const Storage* next, int64_t r, Storage* columns,
-                                      const Grid& grid) const {
+    OTTAVA_INLINE void observe_blocks(const Storage* src, const Storage* next, int64_t r,
+                                      Storage* columns, const Grid& grid) const {
         alignas(64) Storage found[kHalves] = {};
         const int64_t count = grid.count, whole = whole_;
         int64_t half = 0;
@@ -129,7 +139,8 @@ class PanelAmax {
             }
         else
             for (int64_t block = 0; block < count; ++block)
-                found[block] = largest_lane(observe_halves(src, next, columns, half, grid.ends[block]));
+                found[block] =
+                    largest_lane(observe_halves(src, next, columns, half, grid.ends[block]));
         if (whole * kHalf < panel_.cols) {
             const Storage last = largest_lane(observe_rest(src, columns));
             found[count - 1] = last > found[count - 1] ? last : found[count - 1];
@@ -137,7 +148,8 @@ class PanelAmax {
         raise_run(values(grid, r) + grid.first, found, count);
     }
 
-    // Amaxes of `count` blocks in a row. Few of them one by one: a vector would wait until their stores are done.
+    // Amaxes of `count` blocks in a row. Few of them one by one: a vector would wait until their
+    // stores are done.
     OTTAVA_INLINE void raise_run(float* to, const Storage* from, int64_t count) const {
         int64_t k = 0;
         for (; !atomic_ && k + kLanes <= count; k += kLanes)
@@ -161,7 +173,8 @@ class PanelAmax {
     // The blocks of a row, or of what is known of the columns.
     void raise_blocks(const Grid& grid, int64_t r, const Storage* from) const {
         float* to = values(grid, r);
-        if (grid.by_column && grid.blocks->cols == 1) return raise_run(to + panel_.col, from, panel_.cols);
+        if (grid.by_column && grid.blocks->cols == 1)
+            return raise_run(to + panel_.col, from, panel_.cols);
         if (grid.by_halves) return observe_blocks(from, from, r, nullptr, grid);
         over_blocks(panel_, grid.blocks->cols, [&](int64_t block, int64_t first, int64_t last) {
             raise(to + block, Element::widen(largest_of(from + first, last - first)), atomic_);
@@ -179,10 +192,11 @@ class PanelAmax {
     }
 
     void forget_columns(Grid& grid) const {
-        memset(grid.columns, 0, static_cast<size_t>((panel_.cols + kHalf - 1) / kHalf * kHalf) * sizeof(Storage));
+        memset(grid.columns, 0,
+               static_cast<size_t>((panel_.cols + kHalf - 1) / kHalf * kHalf) * sizeof(Storage));
     }
 
-   public:
+public:
     PanelAmax(const GridPanel& panel, const GridBlocks* grids, int count, bool atomic)
         : panel_(panel), atomic_(atomic), count_(count), whole_(panel.cols / kHalf) {
         for (int k = 0; k < count; ++k) {
@@ -226,7 +240,8 @@ class PanelAmax {
     }
 };
 
-void grid_amax_run(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count, bool atomic) {
+void grid_amax_run(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count,
+                   bool atomic) {
     switch (dtype) {
         case Dtype::float32:
             return PanelAmax<Float32>(panel, grids, count, atomic).run();

@@ -1,4 +1,5 @@
-// Kernels over panels: the decoding of blocks of any size. Include once, after mx_decode.h and grid_cast.h.
+// Kernels over panels: the decoding of blocks of any size. Include once, after mx_decode.h and
+// grid_cast.h.
 
 // The float32 scales of a panel's columns, made anew for each row of blocks.
 class DecodeScales {
@@ -8,11 +9,13 @@ class DecodeScales {
     alignas(64) float columns_[kPanelCols];
 
     float value(int64_t at) const {
-        return scales_.e8m0 == nullptr ? scales_.blocks.values[at] : e8m0_value<float, int32_t>(scales_.e8m0[at]);
+        return scales_.e8m0 == nullptr ? scales_.blocks.values[at]
+                                       : e8m0_value<float, int32_t>(scales_.e8m0[at]);
     }
 
-   public:
-    DecodeScales(const GridPanel& panel, const GridScales& scales) : panel_(panel), scales_(scales) {}
+public:
+    DecodeScales(const GridPanel& panel, const GridScales& scales)
+        : panel_(panel), scales_(scales) {}
     const float* of_row(int64_t r) {
         const GridBlocks& blocks = scales_.blocks;
         if (r < end_) return columns_;
@@ -34,7 +37,8 @@ void grid_decode_typed(const GridPanel& panel, const GridScales& scales, Out* ou
         const float* factors = columns.of_row(r);
         int64_t col = 0;
         for (; col + kLanes <= panel.cols; col += kLanes)
-            decode_vector<Format>(load_data(data + col), load<f32v>(factors + col), out + col, dtype);
+            decode_vector<Format>(load_data(data + col), load<f32v>(factors + col), out + col,
+                                  dtype);
         if (col == panel.cols) continue;
         const auto count = static_cast<size_t>(panel.cols - col);
         uint8_t last[kLanes] = {};
@@ -47,7 +51,8 @@ void grid_decode_typed(const GridPanel& panel, const GridScales& scales, Out* ou
     }
 }
 
-void grid_decode_run(const GridPanel& panel, Stored element, const GridScales& scales, void* out, Dtype dtype) {
+void grid_decode_run(const GridPanel& panel, Stored element, const GridScales& scales, void* out,
+                     Dtype dtype) {
     with_format(element, [&](auto format) {
         if (dtype == Dtype::float32)
             grid_decode_typed<decltype(format)>(panel, scales, static_cast<uint32_t*>(out), dtype);

@@ -6,9 +6,11 @@ OTTAVA_INLINE void history_vector(float* history, int64_t slots, u32v mask, f32v
     largest = larger(older, largest);
 }
 
-// In place: elements take the one `slots` behind them where it `moves`, whose bits are all set then, and raise `largest`.
-// Both of these repeat themselves after `width` elements, a multiple of kLanes.
-void history_run(float* history, int64_t slots, int64_t n, const uint32_t* moves, float* largest, int64_t width) {
+// In place: elements take the one `slots` behind them where it `moves`, whose bits are all set
+// then, and raise `largest`. Both of these repeat themselves after `width` elements, a multiple of
+// kLanes.
+void history_run(float* history, int64_t slots, int64_t n, const uint32_t* moves, float* largest,
+                 int64_t width) {
     // The slots of a layer: what repeats itself stays in registers.
     constexpr int64_t kUsual = 3 * 16 / kLanes;
     int64_t i = 0;
@@ -20,10 +22,12 @@ void history_run(float* history, int64_t slots, int64_t n, const uint32_t* moves
             seen[k] = load<f32v>(largest + k * kLanes);
         }
         for (; i + width <= n; i += width)
-            for (int64_t k = 0; k < kUsual; ++k) history_vector(history + i + k * kLanes, slots, mask[k], seen[k]);
+            for (int64_t k = 0; k < kUsual; ++k)
+                history_vector(history + i + k * kLanes, slots, mask[k], seen[k]);
         for (int64_t k = 0; k < kUsual; ++k) store(largest + k * kLanes, seen[k]);
     }
-    for (int64_t at = 0; i + kLanes <= n; i += kLanes, at = at + kLanes == width ? 0 : at + kLanes) {
+    for (int64_t at = 0; i + kLanes <= n;
+         i += kLanes, at = at + kLanes == width ? 0 : at + kLanes) {
         f32v seen = load<f32v>(largest + at);
         history_vector(history + i, slots, load<u32v>(moves + at), seen);
         store(largest + at, seen);

@@ -26,27 +26,13 @@ namespace {
 #include "history.h"
 }  // namespace
 
-const Kernels kPortable = {"portable",
-    amax_run,
-    saturated_run,
-    cast_run<Unobserved>,
-    cast_run<Largest>,
-    cast_tile<Unobserved>,
-    cast_tile<Largest>,
-    transpose_tile,
-    decode16_run,
-    decode32_run,
-    mx_scales_run,
-    mx_decode_run,
-    cast_rounded_run,
-    round_to_run,
-    e8m0_multipliers_run,
-    grid_amax_run,
-    grid_scales_run,
-    grid_cast_run,
-    grid_rows_run,
-    grid_decode_run,
-    epilogue_run,
-    history_run};
+const Kernels kPortable = {"portable",           amax_run,          saturated_run,
+                           cast_run<Unobserved>, cast_run<Largest>, cast_tile<Unobserved>,
+                           cast_tile<Largest>,   transpose_tile,    decode16_run,
+                           decode32_run,         mx_scales_run,     mx_decode_run,
+                           cast_rounded_run,     round_to_run,      e8m0_multipliers_run,
+                           grid_amax_run,        grid_scales_run,   grid_cast_run,
+                           grid_rows_run,        grid_decode_run,   epilogue_run,
+                           history_run};
 
 }  // namespace ottava

@@ -1,7 +1,8 @@
 // What one instruction set provides, and the operations built on it.
 //
-// A `Kernels` table holds serial functions over runs and tiles; `operations.cpp` divides the work between threads.
-// Only plain types cross this border, and nothing inline with external linkage is declared here (see numerics.h).
+// A `Kernels` table holds serial functions over runs and tiles; `operations.cpp` divides the work
+// between threads. Only plain types cross this border, and nothing inline with external linkage is
+// declared here (see numerics.h).
 #pragma once
 
 #include <cstdint>
@@ -17,17 +18,18 @@ struct ScaleRule;
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileCols = 1024;
 
-// One rectangle of a row-major matrix, at most kTileRows by kTileCols, with the place of its results.
+// One rectangle of a row-major matrix, at most kTileRows by kTileCols, with the place of its
+// results.
 struct Tile {
-    const void* src;      // first element of the rectangle
-    int64_t src_stride;   // in elements
-    int64_t rows, cols;   // of the rectangle
-    uint8_t* out;         // its rows, or null
-    uint8_t* out_again;   // its rows once more, or null
+    const void* src;     // first element of the rectangle
+    int64_t src_stride;  // in elements
+    int64_t rows, cols;  // of the rectangle
+    uint8_t* out;        // its rows, or null
+    uint8_t* out_again;  // its rows once more, or null
     int64_t out_stride;
-    uint8_t* out_t;       // its columns, or null: then it may have any number of rows
+    uint8_t* out_t;  // its columns, or null: then it may have any number of rows
     int64_t out_t_stride;
-    bool stream;          // write around the caches: the results are larger than they are
+    bool stream;  // write around the caches: the results are larger than they are
 };
 
 // Panels are at most this wide, and begin at the boundary of an MX block.
@@ -36,27 +38,28 @@ constexpr int64_t kPanelCols = 1024;
 
 // A rectangle of a row-major matrix, at most kPanelCols columns wide.
 struct GridPanel {
-    const void* src;    // its first element
-    int64_t stride;     // of the matrix, in elements
-    int64_t row, col;   // of its first element, counted from the first block's of a GridBlocks
+    const void* src;   // its first element
+    int64_t stride;    // of the matrix, in elements
+    int64_t row, col;  // of its first element, counted from the first block's of a GridBlocks
     int64_t rows, cols;
-    int64_t ahead;      // elements from here to what is read from memory next; 0 if that is not known
+    int64_t ahead;  // elements from here to what is read from memory next; 0 if that is not known
 };
 
 // A number for each block of a matrix.
 struct GridBlocks {
     int64_t rows, cols;  // of a block, in elements
     float* values;
-    int64_t stride;      // of the values
+    int64_t stride;  // of the values
 };
 
-// The grid of a panel whose scales are found row by row: blocks of one row that end with half-lines, of which the panel
-// has all elements. The amaxes of another grid may be raised in the same reading.
+// The grid of a panel whose scales are found row by row: blocks of one row that end with
+// half-lines, of which the panel has all elements. The amaxes of another grid may be raised in the
+// same reading.
 struct GridRows {
     const GridBlocks* amaxes;  // of the first grid, and of the other one if `count` is 2
     int count;
-    GridBlocks multipliers;    // of the first; the same stride
-    uint8_t* scales;           // as they are stored; the same stride
+    GridBlocks multipliers;  // of the first; the same stride
+    uint8_t* scales;         // as they are stored; the same stride
     const ScaleRule* rule;
 };
 
@@ -64,7 +67,7 @@ struct GridRows {
 struct GridOut {
     uint8_t* rows;
     uint8_t* rows_again;
-    int64_t stride;          // of both
+    int64_t stride;  // of both
     uint8_t* columns;
     int64_t columns_stride;
     bool stream;
@@ -79,7 +82,8 @@ struct GridScales {
 // Arrays of values have room for as many more, because the kernels work on whole vectors.
 constexpr int64_t kGridLanes = 16;
 
-// Rows of a matrix whose blocks are kMxBlock data of a row, or of a column. Data and scales are those of all rows.
+// Rows of a matrix whose blocks are kMxBlock data of a row, or of a column. Data and scales are
+// those of all rows.
 struct MxRows {
     const uint8_t* data;
     const uint8_t* scales;
@@ -92,39 +96,53 @@ struct Kernels {
     float (*amax)(const void* src, Dtype dtype, int64_t n);
     int64_t (*saturated)(const void* src, Dtype dtype, int64_t n, float scale, float limit);
     // The casts that observe return the amax of what they cast, the others zero.
-    float (*cast)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
-    float (*cast_amax)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
+    float (*cast)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format,
+                  bool stream);
+    float (*cast_amax)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out,
+                       Fp8 format, bool stream);
     float (*cast_tile)(const Tile& tile, Dtype dtype, float scale, Fp8 format);
     float (*cast_tile_amax)(const Tile& tile, Dtype dtype, float scale, Fp8 format);
     void (*transpose_tile)(const Tile& tile);
     // `table` holds the result of every code from 0 to 127; the sign is the top bit of a result.
-    void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out, bool stream);
-    void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out, bool stream);
+    void (*decode16)(const uint8_t* src, int64_t n, const uint16_t* table, uint16_t* out,
+                     bool stream);
+    void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out,
+                     bool stream);
     void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents);
     // `table` as for decode16, of the bare elements.
-    void (*mx_decode)(const MxRows& rows, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream);
-    // Elements count as rounded to `nominal`: for shards of weights whose values are kept in float32.
-    void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream);
+    void (*mx_decode)(const MxRows& rows, Fp8 format, const uint16_t* table, void* out, Dtype dtype,
+                      bool stream);
+    // Elements count as rounded to `nominal`: for shards of weights whose values are kept in
+    // float32.
+    void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out,
+                         Fp8 format, bool stream);
     // Elements of any dtype as float32 values that are rounded to another one.
     void (*round_to)(const void* src, Dtype dtype, int64_t n, Dtype nominal, float* out);
     // What elements are multiplied by, of E8M0 scales.
     void (*e8m0_multipliers)(const uint8_t* scales, int64_t n, float* out);
-    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks; `atomic`, while others do so.
-    void (*grid_amax)(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count, bool atomic);
-    // Scales as they are stored, float32 or bytes, and what elements are multiplied by. All arrays have room for whole
-    // vectors: n rounded up to kGridLanes.
-    void (*grid_scales)(const float* amax, int64_t n, Stored element, const ScaleRule& rule, float* multipliers,
-                        void* scales);
+    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks; `atomic`,
+    // while others do so.
+    void (*grid_amax)(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count,
+                      bool atomic);
+    // Scales as they are stored, float32 or bytes, and what elements are multiplied by. All arrays
+    // have room for whole vectors: n rounded up to kGridLanes.
+    void (*grid_scales)(const float* amax, int64_t n, Stored element, const ScaleRule& rule,
+                        float* multipliers, void* scales);
     // `positive`: no multiplier is negative. One value that follows the last may be read.
-    void (*grid_cast)(const GridPanel& panel, Dtype dtype, const GridBlocks& multipliers, bool positive, Stored element,
-                      const GridOut& to);
+    void (*grid_cast)(const GridPanel& panel, Dtype dtype, const GridBlocks& multipliers,
+                      bool positive, Stored element, const GridOut& to);
     // Amaxes, scales and cast of one grid, of which each row is read once.
-    void (*grid_rows)(const GridPanel& panel, Dtype dtype, const GridRows& rows, Stored element, const GridOut& to);
-    void (*grid_decode)(const GridPanel& panel, Stored element, const GridScales& scales, void* out, Dtype dtype);
+    void (*grid_rows)(const GridPanel& panel, Dtype dtype, const GridRows& rows, Stored element,
+                      const GridOut& to);
+    void (*grid_decode)(const GridPanel& panel, Stored element, const GridScales& scales, void* out,
+                        Dtype dtype);
     // Sums of one row of a product; `bias` may be null. `out` may be the sums.
-    void (*epilogue)(const float* sums, int64_t n, float factor, const float* bias, void* out, Dtype dtype);
-    // Elements of a history take the one `slots` behind them where it `moves`, and raise `largest`; see history.h.
-    void (*history)(float* history, int64_t slots, int64_t n, const uint32_t* moves, float* largest, int64_t width);
+    void (*epilogue)(const float* sums, int64_t n, float factor, const float* bias, void* out,
+                     Dtype dtype);
+    // Elements of a history take the one `slots` behind them where it `moves`, and raise `largest`;
+    // see history.h.
+    void (*history)(float* history, int64_t slots, int64_t n, const uint32_t* moves, float* largest,
+                    int64_t width);
 };
 
 extern const Kernels kPortable;
@@ -136,60 +154,73 @@ extern const Kernels kAvx512;
 extern const Kernels kNeon;
 #endif
 
-// The tables that this machine can run, best first. Returns how many were written, at most `capacity`.
+// The tables that this machine can run, best first. Returns how many were written, at most
+// `capacity`.
 int available_kernels(const Kernels** out, int capacity);
 const Kernels& active_kernels();
 bool set_active_kernels(const char* name);
 
-// Operations. A null pointer leaves out what the comment calls optional; `threads` is an upper bound.
+// Operations. A null pointer leaves out what the comment calls optional; `threads` is an upper
+// bound.
 void amax(const void* src, Dtype dtype, int64_t n, float* out, int threads);
-void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2, float* scale,
-                      float* scale_inv);
-void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2,
+void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2,
+                      float* scale, float* scale_inv);
+void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon,
+              bool force_pow_2,
               float* amax_out,                 // optional
               float* scale,                    // optional
               float* scale_inv, uint8_t* out,  // out is optional
               uint8_t* out_t,                  // optional
               Fp8 format, int threads);
-// A cast with a known scale, whose results are all optional. `amax` is raised to the largest magnitude of the source, in
-// the same pass. `saturated` grows by the number of clamped elements; only when there are any is the source read again
-// for it.
-void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax, int64_t* saturated,
-          float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, int threads);
-// The scales of the next step, for every slot in which the first row of its history is not zero (see numerics.h).
-// `maxima` holds what an amax is scaled to, one for each slot of all tensors.
-void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
-                   const float* last);  // optional: the first rows to use instead, one after the other
+// A cast with a known scale, whose results are all optional. `amax` is raised to the largest
+// magnitude of the source, in the same pass. `saturated` grows by the number of clamped elements;
+// only when there are any is the source read again for it.
+void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax,
+          int64_t* saturated, float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format,
+          int threads);
+// The scales of the next step, for every slot in which the first row of its history is not zero
+// (see numerics.h). `maxima` holds what an amax is scaled to, one for each slot of all tensors.
+void update_scales(
+    const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima,
+    bool most_recent,
+    const float* last);  // optional: the first rows to use instead, one after the other
 void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int threads);
 void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, int threads);
 // `rows` times the same row, in float32.
 void repeat32(const void* row, Dtype dtype, int64_t rows, int64_t cols, float* out, int threads);
-// What follows a product: `sums * (scale_a * scale_b) + bias` in float32, rounded once. `out` may be the sums.
-void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scale_a, const float* scale_b,  // optional
+// What follows a product: `sums * (scale_a * scale_b) + bias` in float32, rounded once. `out` may
+// be the sums.
+void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scale_a,
+                const float* scale_b,                // optional
                 const void* bias, Dtype bias_dtype,  // one for each column; optional
                 void* out, Dtype dtype, int threads);
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, int threads);
-// Blocks of 32 with a power of two each, along rows, along columns, or both from one pass over the source. Scales are
-// [rows, ceil(cols / 32)] and [ceil(rows / 32), cols].
-void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 uint8_t* row_data, uint8_t* row_scales,        // optional
-                 uint8_t* column_data, uint8_t* column_scales,  // optional
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents,
+                         int threads);
+// Blocks of 32 with a power of two each, along rows, along columns, or both from one pass over the
+// source. Scales are [rows, ceil(cols / 32)] and [ceil(rows / 32), cols].
+void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square,
+                 bool floor, uint8_t* row_data, uint8_t* row_scales,  // optional
+                 uint8_t* column_data, uint8_t* column_scales,        // optional
                  int threads);
-void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols, bool columnwise,
-               void* out, Dtype dtype, int threads);
+void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols,
+               bool columnwise, void* out, Dtype dtype, int threads);
 
-// Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all; blocks at the edges may have fewer.
+// Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all; blocks at the edges
+// may have fewer.
 
-void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element, const ScaleRule& rule,
-                   const GridSide* sides, int count, int threads);  // one or two
-void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,
-               float* out, int threads);
-void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* multipliers, int64_t block_rows,
-               int64_t block_cols, Stored element, bool turned, uint8_t* out, int threads);
-void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols, const void* scales, bool e8m0,
-                 int64_t block_rows, int64_t block_cols, void* out, Dtype dtype, int threads);
+void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element,
+                   const ScaleRule& rule, const GridSide* sides, int count,
+                   int threads);  // one or two
+void grid_amax(const void* src, Dtype dtype, int64_t rows, int64_t cols, int64_t block_rows,
+               int64_t block_cols, float* out, int threads);
+void grid_cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* multipliers,
+               int64_t block_rows, int64_t block_cols, Stored element, bool turned, uint8_t* out,
+               int threads);
+void grid_decode(const uint8_t* data, Stored element, int64_t rows, int64_t cols,
+                 const void* scales, bool e8m0, int64_t block_rows, int64_t block_cols, void* out,
+                 Dtype dtype, int threads);
 
 // Operations on many tensors in one call (multi.cpp). Threads share the work of all the tensors.
 

@@ -1,6 +1,6 @@
-// The operations on many tensors: threads take chunks of all of them, so that neither one large tensor nor many small ones
-// leave a thread without work. Chunks write to places of their own, and what they find is combined in a fixed order, or by
-// the larger of two, which has none.
+// The operations on many tensors: threads take chunks of all of them, so that neither one large
+// tensor nor many small ones leave a thread without work. Chunks write to places of their own, and
+// what they find is combined in a fixed order, or by the larger of two, which has none.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -21,9 +21,11 @@ struct Chunk {
     int64_t begin, end;  // elements, or panels
 };
 
-// Each thread takes the next chunk when it has done one: chunks differ in size, and threads in speed.
+// Each thread takes the next chunk when it has done one: chunks differ in size, and threads in
+// speed.
 template <class Body>
-void over_chunks(const std::vector<Chunk>& chunks, int64_t elements, int threads, const Body& body) {
+void over_chunks(const std::vector<Chunk>& chunks, int64_t elements, int threads,
+                 const Body& body) {
     std::atomic<size_t> next{0};
     const auto run = [&](int64_t, int64_t, int) {
         for (size_t i = next++; i < chunks.size(); i = next++) body(chunks[i], i);
@@ -32,7 +34,8 @@ void over_chunks(const std::vector<Chunk>& chunks, int64_t elements, int threads
 }
 
 void add_chunks(std::vector<Chunk>& chunks, int64_t job, int64_t count, int64_t each) {
-    for (int64_t begin = 0; begin < count; begin += each) chunks.push_back({job, begin, std::min(begin + each, count)});
+    for (int64_t begin = 0; begin < count; begin += each)
+        chunks.push_back({job, begin, std::min(begin + each, count)});
 }
 
 float rounded(float x, Dtype nominal) {
@@ -40,8 +43,10 @@ float rounded(float x, Dtype nominal) {
     return nominal == Dtype::bfloat16 ? widen_bfloat16(to_bfloat16(x)) : widen_half(to_half(x));
 }
 
-// One chunk of a tensor, cast. What is neither in float32 nor in its nominal dtype is widened first.
-void cast_chunk(const Kernels& kernels, const MultiCastJob& job, int64_t begin, int64_t end, float scale, bool stream) {
+// One chunk of a tensor, cast. What is neither in float32 nor in its nominal dtype is widened
+// first.
+void cast_chunk(const Kernels& kernels, const MultiCastJob& job, int64_t begin, int64_t end,
+                float scale, bool stream) {
     const MultiSource& from = job.source;
     const uint8_t* src = advance(from.src, begin, from.dtype);
     uint8_t* out = job.out + begin;
@@ -59,7 +64,8 @@ void cast_chunk(const Kernels& kernels, const MultiCastJob& job, int64_t begin, 
         for (int64_t i = 0; i < count; ++i) {
             uint16_t pattern;
             memcpy(&pattern, advance(from.src, at + i, from.dtype), sizeof(pattern));
-            values[i] = from.dtype == Dtype::bfloat16 ? widen_bfloat16(pattern) : widen_half(pattern);
+            values[i] =
+                from.dtype == Dtype::bfloat16 ? widen_bfloat16(pattern) : widen_half(pattern);
         }
         kernels.cast_rounded(values, from.nominal, count, scale, job.out + at, job.format, false);
     }
@@ -76,22 +82,25 @@ struct Rectangle {
     bool empty() const { return rows <= 0 || cols <= 0; }
 };
 
-// A shard as rectangles, and the cells of its matrix in which it has elements: rectangles of kPanelCols columns that have
-// whole blocks where the blocks' sizes allow it. What is found in a cell is then nobody else's.
+// A shard as rectangles, and the cells of its matrix in which it has elements: rectangles of
+// kPanelCols columns that have whole blocks where the blocks' sizes allow it. What is found in a
+// cell is then nobody else's.
 class Cells {
     const GridShard& shard_;
     std::vector<Rectangle> parts_;  // the end of a row, whole rows, the beginning of a row
     int64_t height_, first_row_ = 0, first_col_ = 0, across_ = 0;
 
-   public:
+public:
     int64_t count = 0, each = 0;  // cells, and how many of them make a chunk
 
-    Cells(const GridShard& shard, std::initializer_list<GridBlock> blocks) : shard_(shard), height_(kMxBlock) {
+    Cells(const GridShard& shard, std::initializer_list<GridBlock> blocks)
+        : shard_(shard), height_(kMxBlock) {
         const int64_t n = shard.source.count, cols = shard.cols;
         for (const GridBlock& block : blocks)
             if (block.rows == 0 || kMxBlock % block.rows != 0) height_ = 4 * kMxBlock;
         if (n == 0) return;
-        const int64_t last = shard.start + n - 1, row = shard.start / cols, col = shard.start % cols;
+        const int64_t last = shard.start + n - 1, row = shard.start / cols,
+                      col = shard.start % cols;
         const int64_t last_row = last / cols, end = last % cols + 1;
         if (row == last_row) {
             parts_ = {{row, col, 1, n}};
@@ -106,13 +115,15 @@ class Cells {
         first_col_ = row == last_row ? col / kPanelCols : 0;
         across_ = (row == last_row ? end - 1 : cols - 1) / kPanelCols + 1 - first_col_;
         count = (last_row / height_ + 1 - first_row_) * across_;
-        const int64_t high = std::min(height_, last_row + 1 - row), wide = std::min(cols, kPanelCols);
+        const int64_t high = std::min(height_, last_row + 1 - row),
+                      wide = std::min(cols, kPanelCols);
         each = std::max<int64_t>(1, kChunk / (high * wide));
     }
 
     Rectangle cell(int64_t i) const {
         const Rectangle all{0, 0, shard_.rows, shard_.cols};
-        const int64_t row = (first_row_ + i / across_) * height_, col = (first_col_ + i % across_) * kPanelCols;
+        const int64_t row = (first_row_ + i / across_) * height_,
+                      col = (first_col_ + i % across_) * kPanelCols;
         return Rectangle{row, col, height_, kPanelCols}.within(all);
     }
 
@@ -134,7 +145,8 @@ class Cells {
 
 // Calls body(job, number of the job, cells, cell) for every cell of every shard.
 template <class Job, class Blocks, class Body>
-void over_cells(const Job* jobs, int64_t count, int threads, const Blocks& cells_of, const Body& body) {
+void over_cells(const Job* jobs, int64_t count, int threads, const Blocks& cells_of,
+                const Body& body) {
     std::vector<Chunk> chunks;
     int64_t elements = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -145,7 +157,8 @@ void over_cells(const Job* jobs, int64_t count, int threads, const Blocks& cells
     over_chunks(chunks, elements, threads, [&](const Chunk& chunk, size_t) {
         const Job& job = jobs[chunk.job];
         const Cells cells = cells_of(job);
-        for (int64_t i = chunk.begin; i < chunk.end; ++i) body(job, chunk.job, cells, cells.cell(i));
+        for (int64_t i = chunk.begin; i < chunk.end; ++i)
+            body(job, chunk.job, cells, cells.cell(i));
     });
 }
 
@@ -154,11 +167,12 @@ class CellBlocks {
     GridBlock block_;
     int64_t first_row_, first_col_, down_, across_, all_across_;
 
-   public:
+public:
     std::vector<float> values;
 
     CellBlocks(const GridShard& shard, const GridBlock& block, const Rectangle& cell)
-        : block_{block.rows == 0 ? shard.rows : block.rows, block.cols == 0 ? shard.cols : block.cols},
+        : block_{block.rows == 0 ? shard.rows : block.rows,
+                 block.cols == 0 ? shard.cols : block.cols},
           first_row_(cell.row / block_.rows),
           first_col_(cell.col / block_.cols),
           down_((cell.row + cell.rows - 1) / block_.rows + 1 - first_row_),
@@ -169,14 +183,17 @@ class CellBlocks {
     GridBlocks blocks() { return {block_.rows, block_.cols, values.data(), across_}; }
     int64_t row() const { return first_row_ * block_.rows; }
     int64_t col() const { return first_col_ * block_.cols; }
-    bool begins_with(const CellBlocks& other) const { return row() == other.row() && col() == other.col(); }
+    bool begins_with(const CellBlocks& other) const {
+        return row() == other.row() && col() == other.col();
+    }
     bool negative() const {
         int32_t signs = 0;
         for (const float value : values) signs |= bits_as<int32_t>(value);
         return signs < 0;
     }
 
-    // Calls body(number of a block in the whole matrix, its value here, how many follow each other).
+    // Calls body(number of a block in the whole matrix, its value here, how many follow each
+    // other).
     template <class Body>
     void over_rows(const Body& body) {
         for (int64_t i = 0; i < down_; ++i)
@@ -184,7 +201,8 @@ class CellBlocks {
     }
 
     GridPanel panel(const void* src, int64_t stride, const Rectangle& at) const {
-        return {src, stride, at.row - row(), at.col - col(), at.rows, at.cols, at.rows > 1 ? stride : 0};
+        return {src,     stride,  at.row - row(),          at.col - col(),
+                at.rows, at.cols, at.rows > 1 ? stride : 0};
     }
 };
 
@@ -192,18 +210,22 @@ class CellBlocks {
 void raise(float* to, float seen) {
     float known;
     __atomic_load(to, &known, __ATOMIC_RELAXED);
-    while (seen > known && !__atomic_compare_exchange(to, &known, &seen, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    while (seen > known && !__atomic_compare_exchange(to, &known, &seen, true, __ATOMIC_RELAXED,
+                                                      __ATOMIC_RELAXED)) {
+    }
 }
 
 bool rounds(const MultiSource& source) {
     return source.nominal != Dtype::float32 && source.nominal != source.dtype;
 }
 
-void put_amaxes(const Cells& cells, const MultiSource& source, const GridBlock& block, CellBlocks& found, float* out) {
+void put_amaxes(const Cells& cells, const MultiSource& source, const GridBlock& block,
+                CellBlocks& found, float* out) {
     // Rounding keeps the order of magnitudes, so that the largest may be rounded last.
     if (rounds(source))
-        active_kernels().round_to(found.values.data(), Dtype::float32, static_cast<int64_t>(found.values.size()),
-                                  source.nominal, found.values.data());
+        active_kernels().round_to(found.values.data(), Dtype::float32,
+                                  static_cast<int64_t>(found.values.size()), source.nominal,
+                                  found.values.data());
     const bool own = cells.has_whole(block);
     found.over_rows([&](int64_t at, const float* from, int64_t count) {
         if (own) memcpy(out + at, from, static_cast<size_t>(count) * sizeof(float));
@@ -215,9 +237,11 @@ void put_amaxes(const Cells& cells, const MultiSource& source, const GridBlock& 
 void get_multipliers(const GridCastSide& side, bool e8m0, CellBlocks& to) {
     to.over_rows([&](int64_t at, float* values, int64_t count) {
         if (e8m0)
-            active_kernels().e8m0_multipliers(static_cast<const uint8_t*>(side.scales) + at, count, values);
+            active_kernels().e8m0_multipliers(static_cast<const uint8_t*>(side.scales) + at, count,
+                                              values);
         else
-            memcpy(values, static_cast<const float*>(side.scales) + at, static_cast<size_t>(count) * sizeof(float));
+            memcpy(values, static_cast<const float*>(side.scales) + at,
+                   static_cast<size_t>(count) * sizeof(float));
     });
 }
 
@@ -234,10 +258,12 @@ void multi_amax(const MultiSource* sources, int64_t count, float* out, int threa
     std::vector<float> partial(chunks.size());
     over_chunks(chunks, elements, threads, [&](const Chunk& chunk, size_t i) {
         const MultiSource& from = sources[chunk.job];
-        partial[i] = kernels.amax(advance(from.src, chunk.begin, from.dtype), from.dtype, chunk.end - chunk.begin);
+        partial[i] = kernels.amax(advance(from.src, chunk.begin, from.dtype), from.dtype,
+                                  chunk.end - chunk.begin);
     });
     std::fill(out, out + count, 0.0f);
-    for (size_t i = 0; i < chunks.size(); ++i) out[chunks[i].job] = std::max(out[chunks[i].job], partial[i]);
+    for (size_t i = 0; i < chunks.size(); ++i)
+        out[chunks[i].job] = std::max(out[chunks[i].job], partial[i]);
     // Rounding keeps the order of magnitudes, so that the largest may be rounded last.
     for (int64_t i = 0; i < count; ++i) out[i] = rounded(out[i], sources[i].nominal);
 }
@@ -266,20 +292,25 @@ void grid_multi_amax(const GridMultiAmax* jobs, int64_t count, float* out, int t
     const auto cells_of = [](const GridMultiAmax& job) {
         return Cells(job.shard, {job.by_row, job.square ? job.by_row : job.by_column});
     };
-    const auto find = [&](const GridMultiAmax& job, int64_t number, const Cells& cells, const Rectangle& cell) {
+    const auto find = [&](const GridMultiAmax& job, int64_t number, const Cells& cells,
+                          const Rectangle& cell) {
         const MultiSource& source = job.shard.source;
         CellBlocks rows(job.shard, job.by_row, cell), columns(job.shard, job.by_column, cell);
         const bool at_once = !job.square && rows.begins_with(columns);
         cells.over(cell, [&](const Rectangle& held, int64_t first) {
             const void* src = advance(source.src, first, source.dtype);
             const GridBlocks both[] = {rows.blocks(), columns.blocks()};
-            kernels.grid_amax(rows.panel(src, job.shard.cols, held), source.dtype, both, at_once ? 2 : 1, false);
+            kernels.grid_amax(rows.panel(src, job.shard.cols, held), source.dtype, both,
+                              at_once ? 2 : 1, false);
             if (!at_once && !job.square)
-                kernels.grid_amax(columns.panel(src, job.shard.cols, held), source.dtype, both + 1, 1, false);
+                kernels.grid_amax(columns.panel(src, job.shard.cols, held), source.dtype, both + 1,
+                                  1, false);
         });
         float* const to = places[static_cast<size_t>(number)];
         put_amaxes(cells, source, job.by_row, rows, to);
-        if (!job.square) put_amaxes(cells, source, job.by_column, columns, to + grid_size(job.shard, job.by_row));
+        if (!job.square)
+            put_amaxes(cells, source, job.by_column, columns,
+                       to + grid_size(job.shard, job.by_row));
     };
     over_cells(jobs, count, threads, cells_of, find);
 }
@@ -288,12 +319,14 @@ void grid_multi_cast(const GridMultiCast* jobs, int64_t count, int threads) {
     const Kernels& kernels = active_kernels();
     int64_t bytes = 0;
     for (int64_t i = 0; i < count; ++i)
-        bytes += jobs[i].shard.source.count * ((jobs[i].by_row.data != nullptr) + (jobs[i].by_column.data != nullptr));
+        bytes += jobs[i].shard.source.count *
+                 ((jobs[i].by_row.data != nullptr) + (jobs[i].by_column.data != nullptr));
     const bool stream = bytes >= kStreamBytes;
     const auto cells_of = [](const GridMultiCast& job) {
         return Cells(job.shard, {job.by_row.block, job.by_column.block});
     };
-    const auto cast = [&](const GridMultiCast& job, int64_t, const Cells& cells, const Rectangle& cell) {
+    const auto cast = [&](const GridMultiCast& job, int64_t, const Cells& cells,
+                          const Rectangle& cell) {
         const MultiSource& source = job.shard.source;
         struct Side {
             CellBlocks multipliers;
@@ -317,17 +350,19 @@ void grid_multi_cast(const GridMultiCast* jobs, int64_t count, int threads) {
                 held.rows = std::min(step, end - held.row);
                 const void* src = advance(source.src, first, source.dtype);
                 for (int64_t r = 0; rounded && r < held.rows; ++r)
-                    kernels.round_to(advance(source.src, first + r * job.shard.cols, source.dtype), source.dtype,
-                                     held.cols, source.nominal, values.data() + r * kPanelCols);
+                    kernels.round_to(advance(source.src, first + r * job.shard.cols, source.dtype),
+                                     source.dtype, held.cols, source.nominal,
+                                     values.data() + r * kPanelCols);
                 for (Side& side : sides) {
                     GridPanel panel = side.multipliers.panel(src, job.shard.cols, held);
-                    if (rounded) panel.src = values.data(), panel.stride = kPanelCols, panel.ahead = 0;
+                    if (rounded)
+                        panel.src = values.data(), panel.stride = kPanelCols, panel.ahead = 0;
                     GridOut to{};
                     to.rows = side.data + first;
                     to.stride = job.shard.cols;
                     to.stream = stream;
-                    kernels.grid_cast(panel, rounded ? Dtype::float32 : source.dtype, side.multipliers.blocks(),
-                                      side.positive, job.element, to);
+                    kernels.grid_cast(panel, rounded ? Dtype::float32 : source.dtype,
+                                      side.multipliers.blocks(), side.positive, job.element, to);
                 }
             }
         });

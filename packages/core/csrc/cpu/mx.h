@@ -1,4 +1,5 @@
-// What the kernels over panels have in common, and the scales of MX blocks. Include once, after cast.h.
+// What the kernels over panels have in common, and the scales of MX blocks. Include once, after
+// cast.h.
 
 // The largest of 32 magnitudes.
 template <class V>
@@ -8,8 +9,10 @@ OTTAVA_INLINE auto largest_lane(V v) {
         return static_cast<uint32_t>(_mm512_reduce_max_epi32(bits_as<__m512i>(v)));
     } else {
         const __m512i x = bits_as<__m512i>(v);
-        const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
-        const __m128i part = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        const __m256i half =
+            _mm256_max_epu16(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+        const __m128i part =
+            _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
         const __m128i smallest = _mm_minpos_epu16(_mm_xor_si128(part, _mm_set1_epi32(-1)));
         return static_cast<uint16_t>(~_mm_cvtsi128_si32(smallest));
     }
@@ -17,7 +20,8 @@ OTTAVA_INLINE auto largest_lane(V v) {
 #if defined(__AVX2__)
     if constexpr (sizeof(v[0]) == 2) {
         const __m256i x = bits_as<__m256i>(v);
-        const __m128i part = _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        const __m128i part =
+            _mm_max_epu16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
         const __m128i smallest = _mm_minpos_epu16(_mm_xor_si128(part, _mm_set1_epi32(-1)));
         return static_cast<uint16_t>(~_mm_cvtsi128_si32(smallest));
     }
@@ -34,7 +38,9 @@ OTTAVA_INLINE auto largest_lane(V v) {
 // The multipliers of one line of data: one for each half of it.
 struct RowMultipliers {
     float halves[2];
-    OTTAVA_INLINE f32v arranged(int element) const { return broadcast(halves[element / (kLine / 2)]); }
+    OTTAVA_INLINE f32v arranged(int element) const {
+        return broadcast(halves[element / (kLine / 2)]);
+    }
     OTTAVA_INLINE f32v in_order(int element) const { return arranged(element); }
 };
 
@@ -42,7 +48,9 @@ struct RowMultipliers {
 struct ColumnMultipliers {
     const float* columns;
     const float* arranged_columns;
-    OTTAVA_INLINE f32v arranged(int element) const { return load<f32v>(arranged_columns + element); }
+    OTTAVA_INLINE f32v arranged(int element) const {
+        return load<f32v>(arranged_columns + element);
+    }
     OTTAVA_INLINE f32v in_order(int element) const { return load<f32v>(columns + element); }
 };
 
@@ -56,10 +64,13 @@ struct RowLines {
 struct ColumnLines {
     const float* columns;
     const float* arranged;
-    OTTAVA_INLINE ColumnMultipliers at(int64_t line) const { return {columns + line, arranged + line}; }
+    OTTAVA_INLINE ColumnMultipliers at(int64_t line) const {
+        return {columns + line, arranged + line};
+    }
 };
 
-// A line of elements: raises `columns` (unless null) and `blocks`, two of them, to its magnitudes; NaN is ignored.
+// A line of elements: raises `columns` (unless null) and `blocks`, two of them, to its magnitudes;
+// NaN is ignored.
 template <class Element>
 OTTAVA_INLINE void observe(const typename Element::storage* src, typename Element::storage* columns,
                            typename Element::storage* blocks) {

@@ -5,7 +5,8 @@ OTTAVA_INLINE i32v load_data(const uint8_t* from) {
 #if defined(__AVX512BW__)
     return bits_as<i32v>(_mm512_cvtepu8_epi32(load<__m128i>(from)));
 #elif defined(__AVX2__)
-    return bits_as<i32v>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+    return bits_as<i32v>(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else
     typedef uint8_t u8x4 __attribute__((vector_size(4)));
     return __builtin_convertvector(load<u8x4>(from), i32v);
@@ -14,7 +15,8 @@ OTTAVA_INLINE i32v load_data(const uint8_t* from) {
 
 void e8m0_multipliers_run(const uint8_t* scales, int64_t n, float* out) {
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(out + i, e8m0_multiplier<f32v, i32v>(load_data(scales + i)));
+    for (; i + kLanes <= n; i += kLanes)
+        store(out + i, e8m0_multiplier<f32v, i32v>(load_data(scales + i)));
     if (i == n) return;
     uint8_t rest[kLanes] = {};
     float values[kLanes];
@@ -41,8 +43,8 @@ OTTAVA_INLINE void decode_vector(i32v code, f32v scale, Out* out, Dtype dtype) {
 
 // At most one block: `count` data and results, any part of a vector.
 template <class Format, class Out>
-OTTAVA_INLINE void mx_decode_block(const uint8_t* data, const uint8_t* scales, bool scale_each, int64_t count,
-                                   Out* out, Dtype dtype) {
+OTTAVA_INLINE void mx_decode_block(const uint8_t* data, const uint8_t* scales, bool scale_each,
+                                   int64_t count, Out* out, Dtype dtype) {
     int64_t i = 0;
     for (; i + kLanes <= count; i += kLanes) {
         const i32v scale = scale_each ? load_data(scales + i) : i32v{} + scales[0];
@@ -59,7 +61,8 @@ OTTAVA_INLINE void mx_decode_block(const uint8_t* data, const uint8_t* scales, b
 }
 
 #if defined(__AVX512BW__)
-// A block of bfloat16 or float32: where every result is normal, decoding adds to the exponents of the table's entries.
+// A block of bfloat16 or float32: where every result is normal, decoding adds to the exponents of
+// the table's entries.
 template <class Format>
 class FastBlock {
     // The scales with which all of the format's finite elements are normal bfloat16 values.
@@ -67,12 +70,15 @@ class FastBlock {
     static constexpr int kHigh = 127 + 127 - ((Format::limit >> 23) - 127);
     const Table<uint16_t> table_;
 
-    static OTTAVA_INLINE __m512i widened(__m256i x) { return _mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16); }
+    static OTTAVA_INLINE __m512i widened(__m256i x) {
+        return _mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
+    }
 
-   public:
+public:
     explicit FastBlock(const uint16_t* table) : table_(table) {}
     template <bool Stream, class Out>
-    OTTAVA_INLINE bool operator()(const uint8_t* data, const uint8_t* scales, bool scale_each, Out* out) const {
+    OTTAVA_INLINE bool operator()(const uint8_t* data, const uint8_t* scales, bool scale_each,
+                                  Out* out) const {
         __m512i shift;
         if (scale_each) {
             const __m256i each = load<__m256i>(scales);
@@ -87,8 +93,9 @@ class FastBlock {
         const __m512i value = table_(data);
         const __m512i magnitude = _mm512_and_si512(value, _mm512_set1_epi16(0x7fff));
         // Neither zero nor infinity nor NaN: magnitude - 1 < 0x7f7f.
-        const __mmask32 finite = _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, _mm512_set1_epi16(1)),
-                                                         _mm512_set1_epi16(kInfinity / 65536 - 1));
+        const __mmask32 finite =
+            _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, _mm512_set1_epi16(1)),
+                                    _mm512_set1_epi16(kInfinity / 65536 - 1));
         const __m512i result = _mm512_mask_add_epi16(value, finite, value, shift);
         if constexpr (sizeof(Out) == 2) {
             put<Stream>(out, result);
@@ -102,7 +109,8 @@ class FastBlock {
 #endif
 
 template <class Format, class Out>
-void mx_decode_typed(const MxRows& rows, const uint16_t* table, Out* out, Dtype dtype, bool stream) {
+void mx_decode_typed(const MxRows& rows, const uint16_t* table, Out* out, Dtype dtype,
+                     bool stream) {
     const int64_t per_block = rows.columnwise ? kMxBlock : 1;
 #if defined(__AVX512BW__)
     const FastBlock<Format> fast(table);
@@ -112,8 +120,9 @@ void mx_decode_typed(const MxRows& rows, const uint16_t* table, Out* out, Dtype 
 #endif
     for (int64_t row = rows.begin; row < rows.end; ++row) {
         const uint8_t* data = rows.data + row * rows.cols;
-        const uint8_t* scales = rows.scales + (rows.columnwise ? row / kMxBlock * rows.cols
-                                                               : row * ((rows.cols + kMxBlock - 1) / kMxBlock));
+        const uint8_t* scales =
+            rows.scales + (rows.columnwise ? row / kMxBlock * rows.cols
+                                           : row * ((rows.cols + kMxBlock - 1) / kMxBlock));
         Out* const to = out + row * rows.cols;
 #if defined(__AVX512BW__)
         const bool streams = stream && (reinterpret_cast<uintptr_t>(to) & (kLine - 1)) == 0;
@@ -122,8 +131,9 @@ void mx_decode_typed(const MxRows& rows, const uint16_t* table, Out* out, Dtype 
             const int64_t count = rows.cols - i < kMxBlock ? rows.cols - i : kMxBlock;
 #if defined(__AVX512BW__)
             if (exact && count == kMxBlock &&
-                (streams ? fast.template operator()<true>(data + i, scales, rows.columnwise, to + i)
-                         : fast.template operator()<false>(data + i, scales, rows.columnwise, to + i)))
+                (streams
+                     ? fast.template operator()<true>(data + i, scales, rows.columnwise, to + i)
+                     : fast.template operator()<false>(data + i, scales, rows.columnwise, to + i)))
                 continue;
 #endif
             mx_decode_block<Format>(data + i, scales, rows.columnwise, count, to + i, dtype);
@@ -134,7 +144,8 @@ void mx_decode_typed(const MxRows& rows, const uint16_t* table, Out* out, Dtype 
 #endif
 }
 
-void mx_decode_run(const MxRows& rows, Fp8 format, const uint16_t* table, void* out, Dtype dtype, bool stream) {
+void mx_decode_run(const MxRows& rows, Fp8 format, const uint16_t* table, void* out, Dtype dtype,
+                   bool stream) {
     auto* const wide = static_cast<uint32_t*>(out);
     auto* const narrow = static_cast<uint16_t*>(out);
     if (format == Fp8::e4m3)

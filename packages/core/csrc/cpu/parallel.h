@@ -1,4 +1,5 @@
-// How work is divided between threads: what operations.cpp and multi.cpp share. Internal linkage, as in numerics.h.
+// How work is divided between threads: what operations.cpp and multi.cpp share. Internal linkage,
+// as in numerics.h.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +15,20 @@
 namespace ottava {
 namespace {
 
-constexpr int64_t kUnit = 4096;             // elements: the granularity of division, a multiple of a cache line
-constexpr int64_t kElementsPerThread = 32768;  // below this, starting a thread costs more than it saves
-constexpr int64_t kStreamBytes = 4 << 20;   // results beyond this would only evict what the caches hold
+constexpr int64_t kUnit =
+    4096;  // elements: the granularity of division, a multiple of a cache line
+constexpr int64_t kElementsPerThread =
+    32768;  // below this, starting a thread costs more than it saves
+constexpr int64_t kStreamBytes =
+    4 << 20;  // results beyond this would only evict what the caches hold
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
 
-inline size_t element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+inline size_t element_bytes(Dtype dtype) {
+    return dtype == Dtype::float32 ? 4 : 2;
+}
 
 inline const uint8_t* advance(const void* base, int64_t elements, Dtype dtype) {
     return static_cast<const uint8_t*>(base) + static_cast<size_t>(elements) * element_bytes(dtype);
@@ -30,7 +38,8 @@ inline const uint8_t* advance(const void* base, int64_t elements, Dtype dtype) {
 // With one thread OpenMP is not entered at all, which keeps the call safe in a forked process.
 template <class Body>
 void in_parallel(int64_t count, int64_t elements, int threads, const Body& body) {
-    const int64_t wanted = std::min<int64_t>({threads, count, ceil_div(elements, kElementsPerThread)});
+    const int64_t wanted =
+        std::min<int64_t>({threads, count, ceil_div(elements, kElementsPerThread)});
     if (count <= 0) return;
 #if defined(_OPENMP)
     if (wanted > 1) {

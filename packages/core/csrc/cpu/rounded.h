@@ -1,11 +1,13 @@
-// Elements kept in float32 that count as rounded to a narrower dtype, and their cast. Include once, after cast.h.
+// Elements kept in float32 that count as rounded to a narrower dtype, and their cast. Include once,
+// after cast.h.
 
 // The value of `x` in bfloat16, to nearest even. NaN stays.
 OTTAVA_INLINE f32v rounded_bfloat16(f32v x) {
 #if defined(__AVX512BW__)
     const __m512i from = bits_as<__m512i>(x);
     const __mmask16 odd = _mm512_test_epi32_mask(from, _mm512_set1_epi32(0x10000));
-    const __m512i half = _mm512_mask_blend_epi32(odd, _mm512_set1_epi32(0x7fff), _mm512_set1_epi32(0x8000));
+    const __m512i half =
+        _mm512_mask_blend_epi32(odd, _mm512_set1_epi32(0x7fff), _mm512_set1_epi32(0x8000));
     const __mmask16 number = _mm512_cmp_ps_mask(bits_as<__m512>(x), bits_as<__m512>(x), _CMP_ORD_Q);
     const __m512i sum = _mm512_add_epi32(from, half);
     return bits_as<f32v>(_mm512_mask_and_epi32(from, number, sum, _mm512_set1_epi32(-0x10000)));
@@ -18,9 +20,11 @@ OTTAVA_INLINE f32v rounded_bfloat16(f32v x) {
 
 OTTAVA_INLINE f32v rounded_half(f32v x) {
 #if defined(__AVX512BW__)
-    return bits_as<f32v>(_mm512_cvtph_ps(_mm512_cvtps_ph(bits_as<__m512>(x), _MM_FROUND_TO_NEAREST_INT)));
+    return bits_as<f32v>(
+        _mm512_cvtph_ps(_mm512_cvtps_ph(bits_as<__m512>(x), _MM_FROUND_TO_NEAREST_INT)));
 #elif defined(__AVX2__)
-    return bits_as<f32v>(_mm256_cvtph_ps(_mm256_cvtps_ph(bits_as<__m256>(x), _MM_FROUND_TO_NEAREST_INT)));
+    return bits_as<f32v>(
+        _mm256_cvtph_ps(_mm256_cvtps_ph(bits_as<__m256>(x), _MM_FROUND_TO_NEAREST_INT)));
 #elif defined(OTTAVA_NEON)
     return vcvt_f32_f16(vcvt_f16_f32(bits_as<float32x4_t>(x)));
 #else
@@ -59,7 +63,8 @@ OTTAVA_INLINE void with_rounding(Dtype nominal, const Run& run) {
     }
 }
 
-void cast_rounded_run(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out, Fp8 format, bool stream) {
+void cast_rounded_run(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out,
+                      Fp8 format, bool stream) {
     with_rounding(nominal, [&](auto round) {
         typedef RoundedFloat32<decltype(round)> Element;
         if (format == Fp8::e4m3)

@@ -1,8 +1,8 @@
 // The vector vocabulary of the kernels, for the instruction set of the including file.
 //
-// Arithmetic is written with the compiler's vector types; what they express badly (widening loads, narrowing,
-// streaming stores) is intrinsics, chosen by what the file is compiled for. Include once, inside the file's
-// anonymous namespace.
+// Arithmetic is written with the compiler's vector types; what they express badly (widening loads,
+// narrowing, streaming stores) is intrinsics, chosen by what the file is compiled for. Include
+// once, inside the file's anonymous namespace.
 
 #if defined(__AVX512BW__)
 #define OTTAVA_VECTOR_BYTES 64
@@ -69,7 +69,9 @@ OTTAVA_INLINE void finish_streaming() {
 }
 
 // Subtracting zero keeps every x, -0 too, and costs nothing.
-OTTAVA_INLINE f32v broadcast(float x) { return x - f32v{}; }
+OTTAVA_INLINE f32v broadcast(float x) {
+    return x - f32v{};
+}
 
 // kLanes 16-bit elements, zero extended.
 OTTAVA_INLINE u32v load_wide16(const void* from) {
@@ -109,8 +111,9 @@ OTTAVA_INLINE u8x16 narrow8(const i32v* data) {
     return bits_as<u8x16>(_mm_packus_epi16(low, high));
 #else
     typedef uint8_t u8x4 __attribute__((vector_size(4)));
-    const u8x4 parts[4] = {__builtin_convertvector(data[0], u8x4), __builtin_convertvector(data[1], u8x4),
-                           __builtin_convertvector(data[2], u8x4), __builtin_convertvector(data[3], u8x4)};
+    const u8x4 parts[4] = {
+        __builtin_convertvector(data[0], u8x4), __builtin_convertvector(data[1], u8x4),
+        __builtin_convertvector(data[2], u8x4), __builtin_convertvector(data[3], u8x4)};
     return load<u8x16>(parts);
 #endif
 }
@@ -143,7 +146,9 @@ struct BFloat16 {
     typedef uint16_t storage;
     typedef i16v integers;
     static constexpr int16_t infinity = kInfinity >> 16;
-    static OTTAVA_INLINE f32v load_floats(const storage* from) { return bits_as<f32v>(load_wide16(from) << 16); }
+    static OTTAVA_INLINE f32v load_floats(const storage* from) {
+        return bits_as<f32v>(load_wide16(from) << 16);
+    }
     static OTTAVA_INLINE float widen(uint16_t code) { return widen_bfloat16(code); }
 };
 

@@ -1,18 +1,21 @@
 // Kernels over tiles: cast and transpose, transpose. Include once, after cast.h.
 //
-// The scratch holds a tile as pieces of 16 bytes, the data of 16 neighbouring columns of one row. Pieces are laid
-// out so that one vector load takes the rows i, i + 16, i + 32, ... of one column group: the 16x16 byte transposes
-// then run in all 16-byte parts of the vector at once, and each result is a contiguous run of one output row.
+// The scratch holds a tile as pieces of 16 bytes, the data of 16 neighbouring columns of one row.
+// Pieces are laid out so that one vector load takes the rows i, i + 16, i + 32, ... of one column
+// group: the 16x16 byte transposes then run in all 16-byte parts of the vector at once, and each
+// result is a contiguous run of one output row.
 
 constexpr int64_t kParts = OTTAVA_VECTOR_BYTES / 16;
-constexpr int64_t kRowGroup = OTTAVA_VECTOR_BYTES;  // rows that one vector of a transposed column covers
-constexpr int64_t kGroupBytes = 16 * kTileRows;     // a column group: 16 columns of the tile
+constexpr int64_t kRowGroup =
+    OTTAVA_VECTOR_BYTES;  // rows that one vector of a transposed column covers
+constexpr int64_t kGroupBytes = 16 * kTileRows;  // a column group: 16 columns of the tile
 
 struct Scratch {
     alignas(64) uint8_t bytes[kTileRows * kTileCols];
     OTTAVA_INLINE uint8_t* piece(int64_t row, int64_t group) {
         const int64_t inside = row % kRowGroup;
-        return bytes + group * kGroupBytes + (row - inside) * 16 + ((inside % 16) * kParts + inside / 16) * 16;
+        return bytes + group * kGroupBytes + (row - inside) * 16 +
+               ((inside % 16) * kParts + inside / 16) * 16;
     }
 };
 
@@ -27,13 +30,13 @@ OTTAVA_INLINE u8v interleave(u8v a, u8v b) {
     return bits_as<u8v>(High ? _mm256_unpackhi_epi8(x, y) : _mm256_unpacklo_epi8(x, y));
 #else
     constexpr int i = High ? 8 : 0;
-    return __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19, i + 4, i + 20, i + 5,
-                                   i + 21, i + 6, i + 22, i + 7, i + 23);
+    return __builtin_shufflevector(a, b, i, i + 16, i + 1, i + 17, i + 2, i + 18, i + 3, i + 19,
+                                   i + 4, i + 20, i + 5, i + 21, i + 6, i + 22, i + 7, i + 23);
 #endif
 }
 
-// A perfect shuffle of sixteen rows. Each round moves one bit of the row number into the column number and one back:
-// four of them transpose.
+// A perfect shuffle of sixteen rows. Each round moves one bit of the row number into the column
+// number and one back: four of them transpose.
 OTTAVA_INLINE void transpose_round(const u8v* in, u8v* out) {
     for (int k = 0; k < 8; ++k) {
         out[2 * k] = interleave<false>(in[k], in[k + 8]);
@@ -54,7 +57,8 @@ OTTAVA_INLINE void transpose16(const uint8_t* pieces, u8v* columns) {
 template <bool Stream>
 OTTAVA_INLINE void put_line(uint8_t* to, const uint8_t* from, int64_t count) {
     int64_t i = 0;
-    for (; i + OTTAVA_VECTOR_BYTES <= count; i += OTTAVA_VECTOR_BYTES) put<Stream>(to + i, load<u8v>(from + i));
+    for (; i + OTTAVA_VECTOR_BYTES <= count; i += OTTAVA_VECTOR_BYTES)
+        put<Stream>(to + i, load<u8v>(from + i));
     if (i < count) memcpy(to + i, from + i, static_cast<size_t>(count - i));
 }
 
@@ -75,31 +79,35 @@ void write_transposed(const Tile& tile, const Scratch& scratch) {
             transpose16(group + row * 16, part);
             for (int k = 0; k < 16; ++k) store(&lines[k][row], part[k]);
         }
-        for (int64_t k = 0; k < columns; ++k) put_line<Stream>(out + k * tile.out_t_stride, lines[k], tile.rows);
+        for (int64_t k = 0; k < columns; ++k)
+            put_line<Stream>(out + k * tile.out_t_stride, lines[k], tile.rows);
     }
 }
 
 // Whole lines can be streamed when every output row starts on one.
 OTTAVA_INLINE bool aligned(const uint8_t* base, int64_t stride) {
-    return ((reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(stride)) & (kLine - 1)) == 0;
+    return ((reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(stride)) & (kLine - 1)) ==
+           0;
 }
 
 template <class Fill>
 OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
     Scratch scratch;
     const bool turned = tile.out_t != nullptr;
-    const bool stream_rows =
-        tile.stream && aligned(tile.out, tile.out_stride) && aligned(tile.out_again, tile.out_stride);
+    const bool stream_rows = tile.stream && aligned(tile.out, tile.out_stride) &&
+                             aligned(tile.out_again, tile.out_stride);
     for (int64_t row = 0; row < tile.rows; ++row) {
         uint8_t* out = tile.out == nullptr ? nullptr : tile.out + row * tile.out_stride;
-        uint8_t* again = tile.out_again == nullptr ? nullptr : tile.out_again + row * tile.out_stride;
+        uint8_t* again =
+            tile.out_again == nullptr ? nullptr : tile.out_again + row * tile.out_stride;
         const auto put_to = [&](uint8_t* to, const Line& line) {
             if (stream_rows)
                 line.template put_to<true>(to);
             else
                 line.template put_to<false>(to);
         };
-        // The rows of a tile are far apart in memory, which the hardware's prefetch does not follow.
+        // The rows of a tile are far apart in memory, which the hardware's prefetch does not
+        // follow.
         const int64_t next = row + 1 < tile.rows ? row + 1 : row;
         const auto in_row = fill.begin(row);
         int64_t col = 0;
@@ -120,7 +128,8 @@ OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
             if (again != nullptr) memcpy(again + col, piece, static_cast<size_t>(count));
         }
     }
-    // The rows of the last group that the tile does not have are transposed too, into lines that are not written.
+    // The rows of the last group that the tile does not have are transposed too, into lines that
+    // are not written.
     if (turned && tile.stream && aligned(tile.out_t, tile.out_t_stride))
         write_transposed<true>(tile, scratch);
     else if (turned)
@@ -153,8 +162,12 @@ struct CopyFill {
     const uint8_t* src;
     int64_t stride;
     OTTAVA_INLINE int begin(int64_t) const { return 0; }
-    OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const { __builtin_prefetch(src + row * stride + col); }
-    OTTAVA_INLINE Line line(int64_t row, int64_t col, int) const { return load<Line>(src + row * stride + col); }
+    OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const {
+        __builtin_prefetch(src + row * stride + col);
+    }
+    OTTAVA_INLINE Line line(int64_t row, int64_t col, int) const {
+        return load<Line>(src + row * stride + col);
+    }
     OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out, int) const {
         memcpy(out, src + row * stride + col, static_cast<size_t>(n));
     }
@@ -164,7 +177,8 @@ template <class Element, class Format, class Seen>
 float cast_tile_typed(const Tile& tile, float scale) {
     const auto* src = static_cast<const typename Element::storage*>(tile.src);
     Seen seen;
-    tile_with(tile, CastFill<Element, Format, Seen>{src, tile.src_stride, LineCast<Element, Format>(scale), &seen});
+    tile_with(tile, CastFill<Element, Format, Seen>{src, tile.src_stride,
+                                                    LineCast<Element, Format>(scale), &seen});
     return seen.value();
 }
 

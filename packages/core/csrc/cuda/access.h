@@ -8,9 +8,13 @@
 
 namespace ottava::cuda {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
 
-inline bool aligned(const void* address, size_t bytes) { return reinterpret_cast<uintptr_t>(address) % bytes == 0; }
+inline bool aligned(const void* address, size_t bytes) {
+    return reinterpret_cast<uintptr_t>(address) % bytes == 0;
+}
 
 struct alignas(16) Words4 {
     uint32_t w[4];
@@ -41,7 +45,9 @@ OTTAVA_DEVICE void store_once(Words2* to, const Words2& v) {
     __stcs(reinterpret_cast<uint2*>(to), make_uint2(v.w[0], v.w[1]));
 }
 // The byte `n` of the eight of `a` and `b` for each half byte n of `selector`.
-OTTAVA_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+OTTAVA_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    return __byte_perm(a, b, selector);
+}
 
 #else
 
@@ -65,7 +71,9 @@ OTTAVA_DEVICE void store_once(V* to, const V& v) {
 OTTAVA_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     const uint64_t both = (static_cast<uint64_t>(b) << 32) | a;
     uint32_t picked = 0;
-    for (int k = 0; k < 4; ++k) picked |= static_cast<uint32_t>((both >> (8 * ((selector >> (4 * k)) & 7))) & 0xff) << (8 * k);
+    for (int k = 0; k < 4; ++k)
+        picked |= static_cast<uint32_t>((both >> (8 * ((selector >> (4 * k)) & 7))) & 0xff)
+                  << (8 * k);
     return picked;
 }
 

@@ -1,7 +1,8 @@
-// numerics.h on two and on eight elements at a time, with the GPU's own conversions where it has them.
+// numerics.h on two and on eight elements at a time, with the GPU's own conversions where it has
+// them.
 //
-// Those give the same bytes: each function here has one result, whichever way it comes about. Words hold two 16-bit
-// elements or four data, the first in the low bits.
+// Those give the same bytes: each function here has one result, whichever way it comes about. Words
+// hold two 16-bit elements or four data, the first in the low bits.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,9 @@ namespace ottava::cuda {
 
 constexpr int kGroup = 8;  // elements that a thread reads, casts and writes at once
 
-OTTAVA_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+OTTAVA_DEVICE uint32_t larger(uint32_t a, uint32_t b) {
+    return a > b ? a : b;
+}
 
 // Data of two elements: of `a` in the low byte, of `b` in the next.
 template <class Format>
@@ -55,12 +58,15 @@ OTTAVA_DEVICE void widen_pair(uint32_t data, float& a, float& b) {
 #endif
 }
 
-// Elements as they lie in memory. `words` of them make a group; `Seen` is what is known of the largest magnitude.
+// Elements as they lie in memory. `words` of them make a group; `Seen` is what is known of the
+// largest magnitude.
 
 struct Float32 {
     static constexpr int words = kGroup, bytes = 4;
     static OTTAVA_DEVICE float at(const uint32_t* w, int i) { return bits_as<float>(w[i]); }
-    static OTTAVA_DEVICE uint32_t load(const void* from, int64_t i) { return static_cast<const uint32_t*>(from)[i]; }
+    static OTTAVA_DEVICE uint32_t load(const void* from, int64_t i) {
+        return static_cast<const uint32_t*>(from)[i];
+    }
     static OTTAVA_DEVICE void put(uint32_t* w, int i, uint32_t element) { w[i] = element; }
     static OTTAVA_DEVICE float widen(uint32_t element) { return bits_as<float>(element); }
     // NaN is passed over, as in those below.
@@ -84,7 +90,9 @@ struct Sixteen {
     static OTTAVA_DEVICE float at(const uint32_t* w, int i) {
         return Element::widen(i % 2 ? w[i / 2] >> 16 : w[i / 2] & 0xffff);
     }
-    static OTTAVA_DEVICE uint32_t load(const void* from, int64_t i) { return static_cast<const uint16_t*>(from)[i]; }
+    static OTTAVA_DEVICE uint32_t load(const void* from, int64_t i) {
+        return static_cast<const uint16_t*>(from)[i];
+    }
     static OTTAVA_DEVICE void put(uint32_t* w, int i, uint32_t element) {
         w[i / 2] = i % 2 ? w[i / 2] | (element << 16) : element;
     }
@@ -104,9 +112,11 @@ struct Sixteen {
 #endif
     }
     // The larger of the two.
-    static OTTAVA_DEVICE float largest(uint32_t seen) { return Element::widen(larger(seen & 0xffff, seen >> 16)); }
+    static OTTAVA_DEVICE float largest(uint32_t seen) {
+        return Element::widen(larger(seen & 0xffff, seen >> 16));
+    }
 
-   private:
+private:
     static OTTAVA_DEVICE uint32_t numbers(uint32_t word) {
         const uint32_t low = word & 0x7fff, high = (word >> 16) & 0x7fff;
         return (low > Element::infinity ? 0 : low) | ((high > Element::infinity ? 0 : high) << 16);
@@ -161,7 +171,8 @@ struct Group {
 template <class Source, bool Kept = false>
 OTTAVA_DEVICE Group<Source> load_whole(const void* from, int64_t i) {
     Group<Source> group;
-    const Words4* at = reinterpret_cast<const Words4*>(static_cast<const uint8_t*>(from) + i * Source::bytes);
+    const Words4* at =
+        reinterpret_cast<const Words4*>(static_cast<const uint8_t*>(from) + i * Source::bytes);
 #pragma unroll
     for (int k = 0; k < Source::words / 4; ++k) {
         const Words4 four = Kept ? load_kept(at + k) : load_once(at + k);
@@ -171,14 +182,15 @@ OTTAVA_DEVICE Group<Source> load_whole(const void* from, int64_t i) {
     return group;
 }
 
-// The same at an edge: wide loads where `wide`, which asks for 16-byte addresses of whole groups. Beyond `count`, elements
-// are zero.
+// The same at an edge: wide loads where `wide`, which asks for 16-byte addresses of whole groups.
+// Beyond `count`, elements are zero.
 template <class Source>
 OTTAVA_DEVICE Group<Source> load_group(const void* from, int64_t i, int64_t count, bool wide) {
     if (wide && count >= kGroup) return load_whole<Source>(from, i);
     Group<Source> group;
 #pragma unroll
-    for (int k = 0; k < kGroup; ++k) Source::put(group.w, k, k < count ? Source::load(from, i + k) : 0);
+    for (int k = 0; k < kGroup; ++k)
+        Source::put(group.w, k, k < count ? Source::load(from, i + k) : 0);
     return group;
 }
 
@@ -189,8 +201,10 @@ OTTAVA_DEVICE Words2 encode_group(const Group<Source>& group, float scale) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int i = 4 * half;
-        const uint32_t low = encode_pair<Format>(multiply(group.at(i), scale), multiply(group.at(i + 1), scale));
-        const uint32_t high = encode_pair<Format>(multiply(group.at(i + 2), scale), multiply(group.at(i + 3), scale));
+        const uint32_t low =
+            encode_pair<Format>(multiply(group.at(i), scale), multiply(group.at(i + 1), scale));
+        const uint32_t high =
+            encode_pair<Format>(multiply(group.at(i + 2), scale), multiply(group.at(i + 3), scale));
         data.w[half] = low | (high << 16);
     }
     return data;
@@ -206,7 +220,8 @@ OTTAVA_DEVICE Words2 encode_each(const float (&elements)[kGroup], const float (&
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
             const int i = 4 * half + 2 * n;
-            pairs[n] = encode_pair<Format>(multiply(elements[i], factors[i]), multiply(elements[i + 1], factors[i + 1]));
+            pairs[n] = encode_pair<Format>(multiply(elements[i], factors[i]),
+                                           multiply(elements[i + 1], factors[i + 1]));
         }
         data.w[half] = pairs[0] | (pairs[1] << 16);
     }
@@ -224,7 +239,8 @@ OTTAVA_DEVICE void store_whole(uint8_t* to, int64_t i, const Words2& data) {
 }
 
 // Eight data to byte number `i` and those after it; fewer near the end.
-OTTAVA_DEVICE void store_data(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& data) {
+OTTAVA_DEVICE void store_data(uint8_t* to, int64_t i, int64_t count, bool wide,
+                              const Words2& data) {
     if (wide && count >= kGroup) return store_whole(to, i, data);
 #pragma unroll
     for (int k = 0; k < kGroup; ++k)
@@ -259,6 +275,8 @@ void with_format(Fp8 format, const Body& body) {
     return body(E5M2{});
 }
 
-inline int element_bytes(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
+inline int element_bytes(Dtype dtype) {
+    return dtype == Dtype::float32 ? 4 : 2;
+}
 
 }  // namespace ottava::cuda

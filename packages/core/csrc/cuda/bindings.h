@@ -1,4 +1,5 @@
-// What the files of bindings share. Operations return once they are queued: none of them lets go of the interpreter.
+// What the files of bindings share. Operations return once they are queued: none of them lets go of
+// the interpreter.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,13 +12,14 @@ namespace py = pybind11;
 
 namespace ottava::cuda {
 
-// The device of the tensors is the current one inside, whatever it is outside. torch changes it and changes it back: it
-// keeps count of the devices that are in use at all, and a look at another one would take memory there.
+// The device of the tensors is the current one inside, whatever it is outside. torch changes it and
+// changes it back: it keeps count of the devices that are in use at all, and a look at another one
+// would take memory there.
 class OnDevice {
 #if !defined(OTTAVA_SEQUENTIAL)
     py::object previous_;
 
-   public:
+public:
     explicit OnDevice(int device) {
         int current = 0;
         check(cudaGetDevice(&current), "the current device is unknown");
@@ -37,7 +39,7 @@ class OnDevice {
     OnDevice(const OnDevice&) = delete;
     OnDevice& operator=(const OnDevice&) = delete;
 #else
-   public:
+public:
     explicit OnDevice(int) {}
 #endif
 };

@@ -10,30 +10,34 @@
 namespace ottava::cuda {
 namespace {
 
-Stream stream_of(Address stream) { return reinterpret_cast<Stream>(stream); }
-
-void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents, int device,
-                           Address stream) {
-    const OnDevice guard(device);
-    mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor, at<uint8_t>(exponents),
-                        stream_of(stream));
+Stream stream_of(Address stream) {
+    return reinterpret_cast<Stream>(stream);
 }
 
-void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool e8m0, bool floor,
-                    float epsilon, float largest, const SideArguments& row_side, const SideArguments& column_side,
-                    Address scratch, int device, Address stream) {
+void bound_scale_from_amax(Address amax, int64_t n, int format, bool floor, Address exponents,
+                           int device, Address stream) {
+    const OnDevice guard(device);
+    mx_scales_from_amax(at<const float>(amax), size_of(n), fp8_of(format), floor,
+                        at<uint8_t>(exponents), stream_of(stream));
+}
+
+void bound_quantize(Address src, int dtype, int64_t rows, int64_t cols, int format, bool e8m0,
+                    bool floor, float epsilon, float largest, const SideArguments& row_side,
+                    const SideArguments& column_side, Address scratch, int device, Address stream) {
     const ScaleRule rule{e8m0, floor, epsilon, largest};
     const GridSide by_row = side_of(row_side), by_column = side_of(column_side);
     const OnDevice guard(device);
-    grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols), fp8_of(format), rule, by_row,
-                  by_column, at<float>(scratch), stream_of(stream));
+    grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols),
+                  fp8_of(format), rule, by_row, by_column, at<float>(scratch), stream_of(stream));
 }
 
-void bound_decode(Address data, int format, int64_t rows, int64_t cols, Address scales, bool e8m0, int64_t block_rows,
-                  int64_t block_cols, Address out, int dtype, int device, Address stream) {
+void bound_decode(Address data, int format, int64_t rows, int64_t cols, Address scales, bool e8m0,
+                  int64_t block_rows, int64_t block_cols, Address out, int dtype, int device,
+                  Address stream) {
     const OnDevice guard(device);
-    grid_decode(at<const uint8_t>(data), fp8_of(format), size_of(rows), size_of(cols), at<const void>(scales), e8m0,
-                size_of(block_rows), size_of(block_cols), at<void>(out), dtype_of(dtype), stream_of(stream));
+    grid_decode(at<const uint8_t>(data), fp8_of(format), size_of(rows), size_of(cols),
+                at<const void>(scales), e8m0, size_of(block_rows), size_of(block_cols),
+                at<void>(out), dtype_of(dtype), stream_of(stream));
 }
 
 // scale_a, scale_b, bias (0 where absent) and the bias's dtype.
@@ -44,11 +48,11 @@ Finish finish_of(const Last& last) {
     return {at<const float>(a), at<const float>(b), at<const void>(bias), dtype_of(dtype)};
 }
 
-void bound_epilogue32(Address acc, int64_t rows, int64_t cols, const Last& last, Address out, int dtype, int device,
-                      Address stream) {
+void bound_epilogue32(Address acc, int64_t rows, int64_t cols, const Last& last, Address out,
+                      int dtype, int device, Address stream) {
     const OnDevice guard(device);
-    finish_float32(at<const float>(acc), size_of(rows), size_of(cols), finish_of(last), at<void>(out), dtype_of(dtype),
-                   stream_of(stream));
+    finish_float32(at<const float>(acc), size_of(rows), size_of(cols), finish_of(last),
+                   at<void>(out), dtype_of(dtype), stream_of(stream));
 }
 
 }  // namespace

@@ -6,7 +6,9 @@
 namespace ottava::cuda {
 namespace {
 
-Stream stream_of(Address stream) { return reinterpret_cast<Stream>(stream); }
+Stream stream_of(Address stream) {
+    return reinterpret_cast<Stream>(stream);
+}
 
 void multi_amax_of(const std::vector<Source>& tensors, Address out, int device, Address stream) {
     const auto jobs = jobs_of(tensors, source_of);
@@ -14,14 +16,15 @@ void multi_amax_of(const std::vector<Source>& tensors, Address out, int device, 
     multi_amax(jobs.data(), count_of(jobs), at<float>(out), stream_of(stream));
 }
 
-void multi_cast_of(const std::vector<CastArguments>& tensors, Address scales, int device, Address stream) {
+void multi_cast_of(const std::vector<CastArguments>& tensors, Address scales, int device,
+                   Address stream) {
     const auto jobs = jobs_of(tensors, cast_of);
     const OnDevice guard(device);
     multi_cast(jobs.data(), count_of(jobs), at<const float>(scales), stream_of(stream));
 }
 
-void grid_multi_amax_of(const std::vector<GridAmaxArguments>& shards, Address out, int64_t total, int device,
-                      Address stream) {
+void grid_multi_amax_of(const std::vector<GridAmaxArguments>& shards, Address out, int64_t total,
+                        int device, Address stream) {
     const auto jobs = jobs_of(shards, grid_amax_of);
     check_amaxes(jobs, total);
     const OnDevice guard(device);
@@ -34,13 +37,14 @@ void grid_multi_cast_of(const std::vector<GridCastArguments>& shards, int device
     mx_multi_cast(jobs.data(), count_of(jobs), stream_of(stream));
 }
 
-void update_scales_of(const std::vector<SlotArguments>& tensors, int64_t length, const std::vector<float>& maxima,
-                      bool most_recent, Address last, int device, Address stream) {
+void update_scales_of(const std::vector<SlotArguments>& tensors, int64_t length,
+                      const std::vector<float>& maxima, bool most_recent, Address last, int device,
+                      Address stream) {
     const auto slots = jobs_of(tensors, slots_of);
     check_maxima(slots, maxima);
     const OnDevice guard(device);
-    update_scales(slots.data(), count_of(slots), size_of(length), maxima.data(), most_recent, at<const float>(last),
-                  stream_of(stream));
+    update_scales(slots.data(), count_of(slots), size_of(length), maxima.data(), most_recent,
+                  at<const float>(last), stream_of(stream));
 }
 
 }  // namespace

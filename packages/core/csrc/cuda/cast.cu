@@ -47,8 +47,8 @@ struct ScaleOfAmax {
 
 // One kernel for both layouts of the result, chosen by what is asked for.
 template <class Scaling>
-void cast_with(const void* src, Dtype dtype, int64_t rows, int64_t cols, const Scaling& scaling, uint8_t* out,
-               uint8_t* out_t, Fp8 format, Stream stream) {
+void cast_with(const void* src, Dtype dtype, int64_t rows, int64_t cols, const Scaling& scaling,
+               uint8_t* out, uint8_t* out_t, Fp8 format, Stream stream) {
     const int64_t n = rows * cols;
     with_source(dtype, [&](auto source) {
         with_format(format, [&](auto target) {
@@ -64,7 +64,8 @@ void cast_with(const void* src, Dtype dtype, int64_t rows, int64_t cols, const S
             const Tiles tiles(rows, cols);
             const bool wide = aligned(src, 16) && aligned(out, 8) && cols % kGroup == 0;
             const TurnedOut turned{out_t, rows, cols, aligned(out_t, 16) && rows % 16 == 0};
-            const Kernel kernel{{src, wide, rows, cols, std::max<int64_t>(tiles.across, 1)}, out, turned, scaling};
+            const Kernel kernel{
+                {src, wide, rows, cols, std::max<int64_t>(tiles.across, 1)}, out, turned, scaling};
             // One block at least: it leaves the scale.
             launch(kernel, tiles.count > 0 ? tiles.count : 1, stream);
         });
@@ -76,20 +77,21 @@ void amax(const void* src, Dtype dtype, int64_t n, float* scratch, float* out, S
     launch(FinishAmax{scratch, parts, out}, 1, stream);
 }
 
-void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2, float* scale,
-                      float* scale_inv, Stream stream) {
+void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2,
+                      float* scale, float* scale_inv, Stream stream) {
     const ScaleOfAmax kernel{amax, n, fp8_max, epsilon, force_pow_2, scale, scale_inv};
     launch(kernel, ceil_div(n, ScaleOfAmax::kThreads), stream);
 }
 
-void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, const Observed& observed,
-          uint8_t* out, uint8_t* out_t, Fp8 format, Stream stream) {
+void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale,
+          const Observed& observed, uint8_t* out, uint8_t* out_t, Fp8 format, Stream stream) {
     const KnownScale scaling{scale, observed.amax, observed.saturated, observed.scale_inv};
     cast_with(src, dtype, rows, cols, scaling, out, out_t, format, stream);
 }
 
-void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2, float* scratch,
-              float* amax, float* scale, float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format, Stream stream) {
+void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon,
+              bool force_pow_2, float* scratch, float* amax, float* scale, float* scale_inv,
+              uint8_t* out, uint8_t* out_t, Fp8 format, Stream stream) {
     const int parts = partial_amaxes(src, dtype, rows * cols, scratch, stream);
     const CurrentScale scaling{scratch, parts, epsilon, force_pow_2, amax, scale, scale_inv};
     if (out == nullptr && out_t == nullptr)

@@ -7,13 +7,14 @@
 
 namespace ottava::cuda {
 
-// What of a tensor the second-level cache is taken to hold after it was read: the last bytes, which a cast that follows
-// reads first.
+// What of a tensor the second-level cache is taken to hold after it was read: the last bytes, which
+// a cast that follows reads first.
 constexpr int64_t kCachedBytes = 32 << 20;
 
 struct NoShared {};
 
-// So many blocks that those of a whole grid (kMaxPartials) run at once on 128 multiprocessors; Ada's have room for fewer threads.
+// So many blocks that those of a whole grid (kMaxPartials) run at once on 128 multiprocessors;
+// Ada's have room for fewer threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 890
 constexpr int kAmaxBlocks = 3;
 #else
@@ -42,16 +43,18 @@ struct PartialAmax {
         if (thread.index() == 0) partial[thread.block()] = bits_as<float>(largest);
     }
 
-   private:
+private:
     template <class Thread>
     OTTAVA_DEVICE uint32_t of_groups(const Thread& thread) const {
         uint32_t seen = 0;
         const int64_t step = thread.blocks() * kThreads * kGroup;
-        const int64_t kept = count - kCachedBytes / Source::bytes, round = (kUnroll - 1) * step + kGroup;
+        const int64_t kept = count - kCachedBytes / Source::bytes,
+                      round = (kUnroll - 1) * step + kGroup;
         int64_t i = (thread.block() * kThreads + thread.index()) * kGroup;
         for (; i + round <= kept; i += kUnroll * step) seen = observed<false>(seen, i, step);
         for (; i + round <= count; i += kUnroll * step) seen = observed<true>(seen, i, step);
-        for (; i + kGroup <= count; i += step) seen = load_whole<Source, true>(src, i).observe(seen);
+        for (; i + kGroup <= count; i += step)
+            seen = load_whole<Source, true>(src, i).observe(seen);
         for (; i < count; ++i) seen = Source::observe(seen, Source::load(src, i));
         return seen;
     }
@@ -93,12 +96,13 @@ struct FinishAmax {
     }
 };
 
-// Data of a run, which are only looked at when `out` is null. The last chunks are cast first: they are what the caches
-// hold after an amax.
+// Data of a run, which are only looked at when `out` is null. The last chunks are cast first: they
+// are what the caches hold after an amax.
 template <class Source, class Format, class Scaling>
 struct Cast {
     static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4, kUnroll = 4, kRounds = 2;
-    static constexpr int64_t kRound = int64_t{kThreads} * kGroup * kUnroll, kChunk = kRound * kRounds;
+    static constexpr int64_t kRound = int64_t{kThreads} * kGroup * kUnroll,
+                             kChunk = kRound * kRounds;
     typedef typename Scaling::template Shared<kThreads> Shared;
     const void* src;
     int64_t count;
@@ -124,7 +128,8 @@ struct Cast {
             if (whole)
                 groups(read, at + thread.index() * kGroup, scale, seen, clamped);
             else
-                elements(at + thread.index(), at + kRound < count ? at + kRound : count, scale, seen, clamped);
+                elements(at + thread.index(), at + kRound < count ? at + kRound : count, scale,
+                         seen, clamped);
             at += kRound;
             if (at >= end) break;
             whole = load(read, at, thread);
@@ -132,33 +137,39 @@ struct Cast {
         scaling.template leave<kThreads>(thread, shared, Source::largest(seen), clamped);
     }
 
-   private:
+private:
     // Whether a round is whole: then it is loaded.
     template <class Thread>
-    OTTAVA_DEVICE bool load(Group<Source> (&read)[kUnroll], int64_t at, const Thread& thread) const {
+    OTTAVA_DEVICE bool load(Group<Source> (&read)[kUnroll], int64_t at,
+                            const Thread& thread) const {
         if (!wide || at + kRound > count) return false;
         const int64_t first = at + thread.index() * kGroup;
 #pragma unroll
-        for (int k = 0; k < kUnroll; ++k) read[k] = load_whole<Source>(src, first + k * kThreads * kGroup);
+        for (int k = 0; k < kUnroll; ++k)
+            read[k] = load_whole<Source>(src, first + k * kThreads * kGroup);
         return true;
     }
 
-    OTTAVA_DEVICE void groups(const Group<Source> (&read)[kUnroll], int64_t first, float scale, uint32_t& seen,
-                              int& clamped) const {
+    OTTAVA_DEVICE void groups(const Group<Source> (&read)[kUnroll], int64_t first, float scale,
+                              uint32_t& seen, int& clamped) const {
         uint32_t here = 0;
 #pragma unroll
         for (int k = 0; k < kUnroll; ++k) {
             here = read[k].observe(here);
-            if (out != nullptr) store_whole(out, first + k * kThreads * kGroup, encode_group<Format>(read[k], scale));
+            if (out != nullptr)
+                store_whole(out, first + k * kThreads * kGroup,
+                            encode_group<Format>(read[k], scale));
         }
         seen = Source::merge(seen, here);
         if (!scaling.counts() || !clamps<Format>(Source::largest(here), scale)) return;
 #pragma unroll 1
         for (int k = 0; k < kUnroll; ++k)
-            clamped += clamped_of<Format, Source>(src, first + k * kThreads * kGroup, kGroup, scale);
+            clamped +=
+                clamped_of<Format, Source>(src, first + k * kThreads * kGroup, kGroup, scale);
     }
 
-    OTTAVA_DEVICE void elements(int64_t first, int64_t end, float scale, uint32_t& seen, int& clamped) const {
+    OTTAVA_DEVICE void elements(int64_t first, int64_t end, float scale, uint32_t& seen,
+                                int& clamped) const {
 #pragma unroll 1
         for (int64_t i = first; i < end; i += kThreads) {
             const uint32_t element = Source::load(src, i);

@@ -39,7 +39,8 @@ struct CastTranspose {
             const int64_t inside = tile.count < kGroup ? tile.count : kGroup;
 #pragma unroll 1
             for (int64_t r = tile.row; r < tile.row + kGroup && r < tile.rows; ++r)
-                clamped += clamped_of<Format, Source>(from.src, r * tile.cols + tile.col, inside, scale);
+                clamped +=
+                    clamped_of<Format, Source>(from.src, r * tile.cols + tile.col, inside, scale);
         }
         if (out != nullptr) tile.put_all(out, data);
         put_turned(thread, data, shared.tile);
@@ -59,14 +60,16 @@ struct Transpose {
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& tile) const {
-        const int64_t tile_row = thread.block() / across * kTile, tile_col = thread.block() % across * kTile;
+        const int64_t tile_row = thread.block() / across * kTile,
+                      tile_col = thread.block() % across * kTile;
         const TilePlace place(thread);
         const int64_t row = tile_row + place.down * kGroup, col = tile_col + place.across * kGroup;
         const int64_t count = turned.cols - col;
         Words2 data[kGroup];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
-            const int64_t first = (row + k) * turned.cols + col, inside = row + k < turned.rows ? count : 0;
+            const int64_t first = (row + k) * turned.cols + col,
+                          inside = row + k < turned.rows ? count : 0;
             data[k] = load_data(src, first, inside, wide);
         }
         put_turned(thread, data, tile);

@@ -13,14 +13,15 @@ OTTAVA_DEVICE uint32_t clean(float product) {
     return bits > static_cast<uint32_t>(kInfinity) ? static_cast<uint32_t>(kQuietNan) : bits;
 }
 
-// Eight magnitudes with the signs of eight data, to element number `i` of a result and those after it.
+// Eight magnitudes with the signs of eight data, to element number `i` of a result and those after
+// it.
 template <class Target>
 struct DecodedStore;
 
 template <>
 struct DecodedStore<Float32> {
-    static OTTAVA_DEVICE void put(void* out, int64_t i, int64_t count, bool wide, const uint32_t (&bits)[kGroup],
-                                  const Words2& data) {
+    static OTTAVA_DEVICE void put(void* out, int64_t i, int64_t count, bool wide,
+                                  const uint32_t (&bits)[kGroup], const Words2& data) {
         uint32_t* to = static_cast<uint32_t*>(out) + i;
         Words4 fours[2];
 #pragma unroll
@@ -40,8 +41,8 @@ struct DecodedStore<Float32> {
 // Rounded to 16 bits, sign put on last.
 template <class Narrow>
 struct NarrowStore {
-    static OTTAVA_DEVICE void put(void* out, int64_t i, int64_t count, bool wide, const uint32_t (&bits)[kGroup],
-                                  const Words2& data) {
+    static OTTAVA_DEVICE void put(void* out, int64_t i, int64_t count, bool wide,
+                                  const uint32_t (&bits)[kGroup], const Words2& data) {
         uint16_t* to = static_cast<uint16_t*>(out) + i;
         Words4 four;
 #pragma unroll
@@ -62,12 +63,15 @@ struct ToBFloat16 {
     static OTTAVA_DEVICE uint32_t pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
         uint32_t both;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(bits_as<float>(b)), "f"(bits_as<float>(a)));
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
+            : "=r"(both)
+            : "f"(bits_as<float>(b)), "f"(bits_as<float>(a)));
         if (a > static_cast<uint32_t>(kInfinity)) both = (both & 0xffff0000u) | (kQuietNan >> 16);
         if (b > static_cast<uint32_t>(kInfinity)) both = (both & 0xffffu) | kQuietNan;
         return both;
 #else
-        return to_bfloat16(bits_as<float>(a)) | (static_cast<uint32_t>(to_bfloat16(bits_as<float>(b))) << 16);
+        return to_bfloat16(bits_as<float>(a)) |
+               (static_cast<uint32_t>(to_bfloat16(bits_as<float>(b))) << 16);
 #endif
     }
 };
@@ -76,12 +80,15 @@ struct ToHalf {
     static OTTAVA_DEVICE uint32_t pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
         uint32_t both;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(bits_as<float>(b)), "f"(bits_as<float>(a)));
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;"
+            : "=r"(both)
+            : "f"(bits_as<float>(b)), "f"(bits_as<float>(a)));
         if (a > static_cast<uint32_t>(kInfinity)) both = (both & 0xffff0000u) | Half::nan_code;
         if (b > static_cast<uint32_t>(kInfinity)) both = (both & 0xffffu) | (Half::nan_code << 16);
         return both;
 #else
-        return to_half(bits_as<float>(a)) | (static_cast<uint32_t>(to_half(bits_as<float>(b))) << 16);
+        return to_half(bits_as<float>(a)) |
+               (static_cast<uint32_t>(to_half(bits_as<float>(b))) << 16);
 #endif
     }
 };

@@ -28,7 +28,7 @@ struct Bias {
         load_as<Float16>(col, count, eight);
     }
 
-   private:
+private:
     template <class Source>
     OTTAVA_DEVICE void load_as(int64_t col, int64_t count, float (&eight)[kGroup]) const {
         const Group<Source> group = load_group<Source>(values, col, count, wide);
@@ -41,7 +41,9 @@ struct Bias {
 struct Factors {
     const float* a;
     const float* b;
-    OTTAVA_DEVICE float get() const { return multiply(a == nullptr ? 1.0f : *a, b == nullptr ? 1.0f : *b); }
+    OTTAVA_DEVICE float get() const {
+        return multiply(a == nullptr ? 1.0f : *a, b == nullptr ? 1.0f : *b);
+    }
 };
 
 template <class Target>
@@ -66,7 +68,7 @@ struct Epilogue {
             strip<false>(at);
     }
 
-   private:
+private:
     template <bool kWhole>
     OTTAVA_DEVICE void strip(const Strip& at) const {
         const int64_t first = at.row * cols + at.col;
@@ -75,7 +77,8 @@ struct Epilogue {
         Group<Float32> groups[Strip::kEach];
 #pragma unroll
         for (int k = 0; k < Strip::kEach; ++k)
-            groups[k] = load_group<Float32>(acc, first + k * cols, kWhole || k < at.height ? left : 0, whole);
+            groups[k] = load_group<Float32>(acc, first + k * cols,
+                                            kWhole || k < at.height ? left : 0, whole);
         const float factor = scale.get();
         float added[kGroup];
         const bool biased = bias.values != nullptr;
@@ -90,7 +93,8 @@ struct Epilogue {
                 const uint32_t bits = bits_as<uint32_t>(biased ? add(product, added[n]) : product);
                 magnitudes[n] = clean(bits_as<float>(bits));
                 // NaN has none.
-                const uint32_t sign = magnitudes[n] > static_cast<uint32_t>(kInfinity) ? 0 : bits >> 31;
+                const uint32_t sign =
+                    magnitudes[n] > static_cast<uint32_t>(kInfinity) ? 0 : bits >> 31;
                 signs.w[n / 4] |= sign << (8 * (n % 4) + 7);
             }
             const int64_t count = kWhole || k < at.height ? left : 0;

@@ -1,9 +1,11 @@
-// The quantization on grids whose blocks are 128 elements long, 128 in square, or whole rows and columns, by the tiles of
-// tile.h: one of them has all of its blocks of the former, and both directions are made of one reading.
+// The quantization on grids whose blocks are 128 elements long, 128 in square, or whole rows and
+// columns, by the tiles of tile.h: one of them has all of its blocks of the former, and both
+// directions are made of one reading.
 //
-// The threads of a tile leave in shared memory what they saw of its rows and columns. Each of them then makes the scale of
-// one row or one column, and all take those of their own eight rows and columns from there. The amaxes of whole rows and
-// columns are found by a launch before, which raises them from zeros.
+// The threads of a tile leave in shared memory what they saw of its rows and columns. Each of them
+// then makes the scale of one row or one column, and all take those of their own eight rows and
+// columns from there. The amaxes of whole rows and columns are found by a launch before, which
+// raises them from zeros.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +41,8 @@ struct TileAmaxes {
         for (int k = 0; k < kGroup; ++k) {
             seen[k] = bits_as<uint32_t>(Source::largest(groups[k].observe(0)));
 #pragma unroll
-            for (int n = 0; n < Source::words; ++n) below.w[n] = Source::observe(below.w[n], groups[k].w[n]);
+            for (int n = 0; n < Source::words; ++n)
+                below.w[n] = Source::observe(below.w[n], groups[k].w[n]);
         }
         // A warp has two times eight rows: sixteen lanes side by side share them.
         uint32_t row = largest_of_each(thread, seen);
@@ -58,7 +61,8 @@ struct TileAmaxes {
         uint32_t largest = 0;
 #pragma unroll
         for (int k = 0; k < kTileThreads / kWarp; ++k)
-            largest = larger(largest, bits_as<uint32_t>(columns[k][column / kGroup].at(column % kGroup)));
+            largest =
+                larger(largest, bits_as<uint32_t>(columns[k][column / kGroup].at(column % kGroup)));
         return bits_as<float>(largest);
     }
 };
@@ -82,14 +86,17 @@ struct LineAmaxes {
         shared.leave(thread, groups);
         thread.barrier();
         const bool of_row = thread.index() < kTile;
-        const int64_t line = of_row ? tile.tile_row + thread.index() : tile.tile_col + thread.index() - kTile;
+        const int64_t line =
+            of_row ? tile.tile_row + thread.index() : tile.tile_col + thread.index() - kTile;
         float* const to = of_row ? rows : columns;
         if (to == nullptr || line >= (of_row ? tile.rows : tile.cols)) return;
-        thread.raise(reinterpret_cast<int32_t*>(to + line), bits_as<int32_t>(shared.of(thread.index())));
+        thread.raise(reinterpret_cast<int32_t*>(to + line),
+                     bits_as<int32_t>(shared.of(thread.index())));
     }
 };
 
-// Where the results of a direction go: `scales` has the one of block row i and block column j at `i * down + j * right`.
+// Where the results of a direction go: `scales` has the one of block row i and block column j at
+// `i * down + j * right`.
 struct GridResult {
     uint8_t* data;  // null leaves out the direction
     float* scales;
@@ -101,7 +108,8 @@ template <class Source, class Format, class Blocks>
 struct GridQuantize {
     static constexpr int kThreads = kTileThreads;
     // Amaxes and scales of lines need more registers for each.
-    static constexpr int kBlocksPerMultiprocessor = Blocks::square || Blocks::whole ? kCastTiles<Source> : 2;
+    static constexpr int kBlocksPerMultiprocessor =
+        Blocks::square || Blocks::whole ? kCastTiles<Source> : 2;
     struct Shared {
         // One after the other.
         union {
@@ -131,12 +139,14 @@ struct GridQuantize {
         const float* const row_factors = shared.factors + place.down * kGroup;
         float column_factors[kGroup];
 #pragma unroll
-        for (int k = 0; k < kGroup; ++k) column_factors[k] = shared.factors[kTile + place.across * kGroup + k];
+        for (int k = 0; k < kGroup; ++k)
+            column_factors[k] = shared.factors[kTile + place.across * kGroup + k];
         const bool turns = turned.out != nullptr;
         Words2 data[kGroup];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
-            if (by_row.data != nullptr) tile.put(by_row.data, k, encode_group<Format>(groups[k], row_factors[k]));
+            if (by_row.data != nullptr)
+                tile.put(by_row.data, k, encode_group<Format>(groups[k], row_factors[k]));
             if (by_column.data == nullptr) continue;
             float elements[kGroup];
 #pragma unroll
@@ -150,8 +160,10 @@ struct GridQuantize {
         write_turned(thread, shared.tile, turned, tile.tile_row, tile.tile_col);
     }
 
-   private:
-    OTTAVA_DEVICE float scale(float amax) const { return scale_of<float, int32_t>(amax, Format::maximum, rule); }
+private:
+    OTTAVA_DEVICE float scale(float amax) const {
+        return scale_of<float, int32_t>(amax, Format::maximum, rule);
+    }
 
     static OTTAVA_DEVICE void put_scale(const GridResult& to, int64_t i, int64_t j, float scale) {
         if (to.data != nullptr) to.scales[i * to.down + j * to.right] = divide(1.0f, scale);
@@ -163,7 +175,8 @@ struct GridQuantize {
         uint32_t seen = 0;
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) seen = groups[k].observe(seen);
-        const float found = scale(bits_as<float>(shared.largest(thread, bits_as<uint32_t>(Source::largest(seen)))));
+        const float found =
+            scale(bits_as<float>(shared.largest(thread, bits_as<uint32_t>(Source::largest(seen)))));
         shared.factors[thread.index()] = found;
         if (thread.index() != 0) return;
         put_scale(by_row, tile.tile_row / kTile, tile.tile_col / kTile, found);
@@ -191,7 +204,8 @@ struct GridQuantize {
         const float found = scale(amax);
         shared.factors[index] = found;
         const int64_t other = (of_row ? tile.tile_col : tile.tile_row) / kTile;
-        if (!wanted || (Blocks::whole && other != 0)) return;  // the first tile leaves what all of them have
+        if (!wanted || (Blocks::whole && other != 0))
+            return;  // the first tile leaves what all of them have
         if (of_row)
             put_scale(to, line, other, found);
         else

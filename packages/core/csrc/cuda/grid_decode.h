@@ -1,4 +1,5 @@
-// From grids of scales back to high precision: blocks of 1, 32, 128 or all rows, and of 1, 32, 128 or all columns.
+// From grids of scales back to high precision: blocks of 1, 32, 128 or all rows, and of 1, 32, 128
+// or all columns.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,8 @@ struct PowerScale {
     static constexpr size_t alignment = 8;   // of wide loads
     static constexpr bool negative = false;  // whether any can be
     static OTTAVA_DEVICE float value(Stored scale) { return e8m0_value<float, int32_t>(scale); }
-    static OTTAVA_DEVICE void load(const Stored* from, int64_t i, int64_t count, bool wide, float (&eight)[kGroup]) {
+    static OTTAVA_DEVICE void load(const Stored* from, int64_t i, int64_t count, bool wide,
+                                   float (&eight)[kGroup]) {
         const Words2 own = load_data(from, i, count, wide);
 #pragma unroll
         for (int n = 0; n < kGroup; ++n) eight[n] = value((own.w[n / 4] >> (8 * (n % 4))) & 0xff);
@@ -26,7 +28,8 @@ struct FloatScale {
     static constexpr size_t alignment = 16;
     static constexpr bool negative = true;
     static OTTAVA_DEVICE float value(Stored scale) { return scale; }
-    static OTTAVA_DEVICE void load(const Stored* from, int64_t i, int64_t count, bool wide, float (&eight)[kGroup]) {
+    static OTTAVA_DEVICE void load(const Stored* from, int64_t i, int64_t count, bool wide,
+                                   float (&eight)[kGroup]) {
         const Group<Float32> own = load_group<Float32>(from, i, count, wide);
 #pragma unroll
         for (int n = 0; n < kGroup; ++n) eight[n] = own.at(n);
@@ -41,7 +44,8 @@ struct DecodeScales {
     bool wide;
 
     // Of a group of columns, where each has its own.
-    OTTAVA_DEVICE void of_columns(int64_t row, int64_t col, int64_t count, float (&eight)[kGroup]) const {
+    OTTAVA_DEVICE void of_columns(int64_t row, int64_t col, int64_t count,
+                                  float (&eight)[kGroup]) const {
         Scale::load(scales, (row >> row_shift) * stride + col, count, wide, eight);
     }
     OTTAVA_DEVICE float of_group(int64_t row, int64_t col) const {
@@ -70,7 +74,7 @@ struct GridDecode {
             strip<false>(at);
     }
 
-   private:
+private:
     // A thread's rows.
     template <bool kWhole>
     OTTAVA_DEVICE void strip(const Strip& at) const {
@@ -84,7 +88,8 @@ struct GridDecode {
             count[k] = kWhole || k < at.height ? left : 0;
             eight[k] = load_data(data, first + k * cols, count[k], whole);
         }
-        // Where columns have scales of their own, blocks have whole strips of rows; otherwise a group has one.
+        // Where columns have scales of their own, blocks have whole strips of rows; otherwise a
+        // group has one.
         const bool each = from.col_shift == 0;
         float factors[kGroup];
         if (each) from.of_columns(at.row, at.col, count[0], factors);
@@ -99,8 +104,8 @@ struct GridDecode {
         }
     }
 
-    OTTAVA_DEVICE void decode(const Words2& eight, const float (&factors)[kGroup], int64_t i, int64_t count,
-                              bool whole) const {
+    OTTAVA_DEVICE void decode(const Words2& eight, const float (&factors)[kGroup], int64_t i,
+                              int64_t count, bool whole) const {
         float elements[kGroup];
         uint32_t bits[kGroup];
         Words2 signs = eight;

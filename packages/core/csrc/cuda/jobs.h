@@ -1,5 +1,5 @@
-// Many tensors in one launch: a table of them is an argument of the kernel, by value. So nothing is allocated or copied
-// for it, and a CUDA graph that has captured the launch keeps the table.
+// Many tensors in one launch: a table of them is an argument of the kernel, by value. So nothing is
+// allocated or copied for it, and a CUDA graph that has captured the launch keeps the table.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@ constexpr size_t kTableBytes = 3840;
 constexpr size_t kTableBytes = 24 << 10;
 #endif
 
-// Jobs, each of which has as many blocks of the grid as it needs. Where their blocks begin lies apart from the rest: it
-// is what every block searches.
+// Jobs, each of which has as many blocks of the grid as it needs. Where their blocks begin lies
+// apart from the rest: it is what every block searches.
 template <class Job>
 constexpr int jobs_in(size_t bytes) {
     return static_cast<int>(bytes / (sizeof(Job) + sizeof(int32_t)));
@@ -58,7 +58,7 @@ class JobLaunches {
     int64_t blocks_ = 0;
     Stream stream_;
 
-   public:
+public:
     explicit JobLaunches(Stream stream) : stream_(stream) { kernel_.jobs.count = 0; }
     JobLaunches(const JobLaunches&) = delete;
     JobLaunches& operator=(const JobLaunches&) = delete;
@@ -82,8 +82,8 @@ class JobLaunches {
     }
 };
 
-// Calls body(source, dtype) for each dtype, or body(format, fp8) for each format: jobs that differ in them are launched
-// apart.
+// Calls body(source, dtype) for each dtype, or body(format, fp8) for each format: jobs that differ
+// in them are launched apart.
 template <class Body>
 void with_each_source(const Body& body) {
     for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16})
@@ -91,7 +91,8 @@ void with_each_source(const Body& body) {
 }
 template <class Body>
 void with_each_format(const Body& body) {
-    for (Fp8 format : {Fp8::e4m3, Fp8::e5m2}) with_format(format, [&](auto target) { body(target, format); });
+    for (Fp8 format : {Fp8::e4m3, Fp8::e5m2})
+        with_format(format, [&](auto target) { body(target, format); });
 }
 
 }  // namespace ottava::cuda

@@ -22,11 +22,13 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiproce
 template <class Kernel>
 void launch(const Kernel& kernel, int64_t blocks, Stream stream) {
     if (blocks <= 0) return;
-    if (blocks > INT32_MAX) throw LaunchError("a grid of " + std::to_string(blocks) + " blocks is too large");
+    if (blocks > INT32_MAX)
+        throw LaunchError("a grid of " + std::to_string(blocks) + " blocks is too large");
     // Not the last error, which may be that of somebody else's call.
     void* arguments[] = {const_cast<Kernel*>(&kernel)};
     const auto entry = reinterpret_cast<const void*>(&grid<Kernel>);
-    check(cudaLaunchKernel(entry, dim3(static_cast<unsigned>(blocks)), dim3(Kernel::kThreads), arguments, 0, stream),
+    check(cudaLaunchKernel(entry, dim3(static_cast<unsigned>(blocks)), dim3(Kernel::kThreads),
+                           arguments, 0, stream),
           "a kernel could not be launched");
 }
 

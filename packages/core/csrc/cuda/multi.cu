@@ -33,7 +33,8 @@ void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, S
             for (int64_t i = 0; i < count; ++i) {
                 const MultiSource& from = casts[i].source;
                 if (from.dtype != dtype || casts[i].format != format) continue;
-                const CastJob job{from.src, from.count, casts[i].out, static_cast<int32_t>(i), from.nominal};
+                const CastJob job{from.src, from.count, casts[i].out, static_cast<int32_t>(i),
+                                  from.nominal};
                 launches.add(job, Kernel::Work::blocks_for(from.count));
             }
             launches.finish();
@@ -41,8 +42,8 @@ void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, S
     });
 }
 
-void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
-                   const float* last, Stream stream) {
+void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima,
+                   bool most_recent, const float* last, Stream stream) {
     UpdateScales kernel;
     kernel.length = length;
     kernel.last = last;

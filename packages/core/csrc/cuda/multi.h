@@ -1,4 +1,5 @@
-// Kernels over runs of elements of many tensors: their amaxes, and their casts with a scale for each.
+// Kernels over runs of elements of many tensors: their amaxes, and their casts with a scale for
+// each.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,8 @@
 
 namespace ottava::cuda {
 
-// What of a tensor one block works on: elements of which it loads many at once. Positions within it have 32 bits.
+// What of a tensor one block works on: elements of which it loads many at once. Positions within it
+// have 32 bits.
 template <int kThreadCount, int kRounds>
 struct Chunk {
     static constexpr int kUnroll = 4, kSingles = 16;
@@ -24,9 +26,10 @@ struct Chunk {
 
     static constexpr int kStep = kThreadCount * kGroup;  // from one group of a thread to the next
 
-    // Calls by_groups(groups, at) with whole groups of wide loads, of which number k begins at `at + k * kStep`, and
-    // where there are none, or addresses do not allow them, by_elements(elements, at) with elements that lie
-    // kThreadCount apart: a warp reads and writes what lies together. Those beyond the end are zero.
+    // Calls by_groups(groups, at) with whole groups of wide loads, of which number k begins at `at
+    // + k * kStep`, and where there are none, or addresses do not allow them, by_elements(elements,
+    // at) with elements that lie kThreadCount apart: a warp reads and writes what lies together.
+    // Those beyond the end are zero.
     template <class Source, bool Kept, class Thread, class ByGroups, class ByElements>
     static OTTAVA_DEVICE void over(const Thread& thread, const void* src, int size, bool wide,
                                    const ByGroups& by_groups, const ByElements& by_elements) {
@@ -37,7 +40,8 @@ struct Chunk {
                 const int at = done + thread.index() * kGroup;
                 Group<Source> groups[kUnroll];
 #pragma unroll
-                for (int k = 0; k < kUnroll; ++k) groups[k] = load_whole<Source, Kept>(src, at + k * kStep);
+                for (int k = 0; k < kUnroll; ++k)
+                    groups[k] = load_whole<Source, Kept>(src, at + k * kStep);
                 by_groups(groups, at);
             }
         }
@@ -46,7 +50,8 @@ struct Chunk {
             uint32_t elements[kSingles];
 #pragma unroll
             for (int k = 0; k < kSingles; ++k)
-                elements[k] = at + k * kThreadCount < size ? Source::load(src, at + k * kThreadCount) : 0;
+                elements[k] =
+                    at + k * kThreadCount < size ? Source::load(src, at + k * kThreadCount) : 0;
             by_elements(elements, at);
         }
     }
@@ -119,7 +124,8 @@ struct MultiCast {
     const float* scales;
     Jobs<CastJob> jobs;
 
-    // The last blocks of the grid first: what they cast was read last by an amax, and may be in the caches.
+    // The last blocks of the grid first: what they cast was read last by an amax, and may be in the
+    // caches.
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const int64_t block = thread.blocks() - 1 - thread.block();
@@ -138,12 +144,14 @@ struct MultiCast {
                 [&](const auto& groups, int at) {
 #pragma unroll
                     for (int k = 0; k < Work::kUnroll; ++k)
-                        store_whole(out, at + k * Work::kStep, encode_eight<Rounding>(groups[k], scale));
+                        store_whole(out, at + k * Work::kStep,
+                                    encode_eight<Rounding>(groups[k], scale));
                 },
                 [&](const auto& elements, int at) {
 #pragma unroll
                     for (int k = 0; k < Work::kSingles; k += 2) {
-                        const float a = Source::widen(elements[k]), b = Source::widen(elements[k + 1]);
+                        const float a = Source::widen(elements[k]),
+                                    b = Source::widen(elements[k + 1]);
                         const uint32_t data = encode_two<Rounding>(a, b, scale);
                         const int first = at + k * kThreads, second = first + kThreads;
                         if (first < size) out[first] = static_cast<uint8_t>(data);
@@ -153,7 +161,7 @@ struct MultiCast {
         });
     }
 
-   private:
+private:
     template <class Rounding>
     static OTTAVA_DEVICE uint32_t encode_two(float a, float b, float scale) {
         Rounding::pair(a, b);

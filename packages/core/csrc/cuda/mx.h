@@ -1,10 +1,12 @@
 // The quantization of MX blocks along rows, along columns, or both, in one pass over the matrix.
 //
-// A warp has 32 rows and 64 columns: two blocks in each row, one in each column. A lane holds eight rows of eight columns in
-// registers from the one time that they are read, so that four lanes side by side have the blocks of eight rows, and four
-// below each other those of eight columns. They share the work of their scales: the largest magnitudes are exchanged so that
-// each lane has the sum of two, and makes two scales, which are exchanged again. No element goes through shared memory. Only
-// the scales of the rows do, two bytes from each warp, to leave the block of threads as one piece for each row.
+// A warp has 32 rows and 64 columns: two blocks in each row, one in each column. A lane holds eight
+// rows of eight columns in registers from the one time that they are read, so that four lanes side
+// by side have the blocks of eight rows, and four below each other those of eight columns. They
+// share the work of their scales: the largest magnitudes are exchanged so that each lane has the
+// sum of two, and makes two scales, which are exchanged again. No element goes through shared
+// memory. Only the scales of the rows do, two bytes from each warp, to leave the block of threads
+// as one piece for each row.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +22,8 @@ struct MxResult {
     bool wide_scales;
 };
 
-// Eight data to byte number `i` and those after it; fewer near the end. At an edge one after the other in a loop, which
-// takes few registers from those that hold the elements.
+// Eight data to byte number `i` and those after it; fewer near the end. At an edge one after the
+// other in a loop, which takes few registers from those that hold the elements.
 OTTAVA_DEVICE void put_data(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& data) {
     if (wide && count >= kGroup) return store_whole(to, i, data);
     const int bytes = count < kGroup ? static_cast<int>(count) : kGroup;
@@ -30,7 +32,8 @@ OTTAVA_DEVICE void put_data(uint8_t* to, int64_t i, int64_t count, bool wide, co
     for (int k = 0; k < bytes; ++k, rest >>= 8) to[i + k] = static_cast<uint8_t>(rest);
 }
 
-// Where a conversion takes many instructions, those of several rows are not to be mixed: there are no registers for that.
+// Where a conversion takes many instructions, those of several rows are not to be mixed: there are
+// no registers for that.
 OTTAVA_DEVICE void keep_apart() {
 #if defined(__CUDA_ARCH__) && !defined(OTTAVA_CONVERTS_FP8)
     __syncwarp();
@@ -55,12 +58,14 @@ struct MxQuantize {
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
         const uint32_t block = static_cast<uint32_t>(thread.block());
-        const int64_t tile_row = int64_t{block / across} * kRows, tile_col = int64_t{block % across} * kCols;
+        const int64_t tile_row = int64_t{block / across} * kRows,
+                      tile_col = int64_t{block % across} * kCols;
         const int64_t warp_col = tile_col + thread.warp() * kWarpCols;
         const int down = thread.lane() / kLanesAcross * kGroup;
         const int64_t row = tile_row + down, col = warp_col + thread.lane() % kLanesAcross * kGroup;
         const int64_t left = rows - row;
-        const Place place{row * cols + col, cols - col, left < kGroup ? static_cast<int>(left) : kGroup, down,
+        const Place place{row * cols + col, cols - col,
+                          left < kGroup ? static_cast<int>(left) : kGroup, down,
                           tile_row / kMxBlock * cols + col};
         // Of most warps nothing is outside.
         if (wide && tile_row + kRows <= rows && warp_col + kWarpCols <= cols)
@@ -72,10 +77,10 @@ struct MxQuantize {
         put_row_scales(thread, shared, tile_row, tile_col);
     }
 
-   private:
+private:
     struct Place {
-        int64_t first, count;    // a lane's first element, and the columns from there on
-        int height, down;        // how many rows it has, and which is the first of those of the tile
+        int64_t first, count;  // a lane's first element, and the columns from there on
+        int height, down;      // how many rows it has, and which is the first of those of the tile
         int64_t column_scale;
     };
 
@@ -85,8 +90,9 @@ struct MxQuantize {
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
             const int64_t i = place.first + k * cols;
-            groups[k] = kWhole ? load_whole<Source>(src, i)
-                               : load_group<Source>(src, i, k < place.height ? place.count : 0, wide);
+            groups[k] = kWhole
+                            ? load_whole<Source>(src, i)
+                            : load_group<Source>(src, i, k < place.height ? place.count : 0, wide);
         }
         // Both directions at once: no magnitude has to be kept.
         uint32_t seen[kGroup] = {};
@@ -110,15 +116,20 @@ struct MxQuantize {
 #pragma unroll
             for (int k = 0; k < kGroup; ++k) column_factors[k] = factor(column_scales, k);
             if (thread.lane() < kLanesAcross)  // those that have the first rows
-                put_data(by_column.scales, place.column_scale, place.count, by_column.wide_scales, column_scales);
+                put_data(by_column.scales, place.column_scale, place.count, by_column.wide_scales,
+                         column_scales);
         }
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
             float elements[kGroup], row_factors[kGroup];
 #pragma unroll
-            for (int n = 0; n < kGroup; ++n) elements[n] = groups[k].at(n), row_factors[n] = factor(row_scales, k);
-            if (kByRow) put<kWhole>(by_row.data, place, k, encode_each<Format>(elements, row_factors));
-            if (kByColumn) put<kWhole>(by_column.data, place, k, encode_each<Format>(elements, column_factors));
+            for (int n = 0; n < kGroup; ++n)
+                elements[n] = groups[k].at(n), row_factors[n] = factor(row_scales, k);
+            if (kByRow)
+                put<kWhole>(by_row.data, place, k, encode_each<Format>(elements, row_factors));
+            if (kByColumn)
+                put<kWhole>(by_column.data, place, k,
+                            encode_each<Format>(elements, column_factors));
             keep_apart();
         }
     }
@@ -132,16 +143,18 @@ struct MxQuantize {
                 largest.w[k] = seen[k];
             } else {  // two elements to a word: those of two rows beside each other
                 const uint32_t upper = seen[2 * k % kGroup], lower = seen[(2 * k + 1) % kGroup];
-                largest.w[k] = Source::merge(pick_bytes(upper, lower, 0x5410), pick_bytes(upper, lower, 0x7632));
+                largest.w[k] = Source::merge(pick_bytes(upper, lower, 0x5410),
+                                             pick_bytes(upper, lower, 0x7632));
             }
         }
         return largest;
     }
 
-    // The data of eight scales, from the magnitudes that the four lanes hold whose numbers differ in the bits of `first`
-    // and `second`.
+    // The data of eight scales, from the magnitudes that the four lanes hold whose numbers differ
+    // in the bits of `first` and `second`.
     template <class Thread>
-    OTTAVA_DEVICE Words2 exchanged(const Thread& thread, const Group<Source>& largest, int first, int second) const {
+    OTTAVA_DEVICE Words2 exchanged(const Thread& thread, const Group<Source>& largest, int first,
+                                   int second) const {
         constexpr int kHalf = Source::words / 2, kQuarter = Source::words / 4;
         if (square) return of_square(thread, largest);
         const bool upper = (thread.lane() & first) != 0, odd = (thread.lane() & second) != 0;
@@ -192,29 +205,34 @@ struct MxQuantize {
 
     // Of the eight rows whose scales four lanes have, each leaves two.
     template <class Thread>
-    OTTAVA_DEVICE void stage(const Thread& thread, Shared& shared, int down, const Words2& scales) const {
+    OTTAVA_DEVICE void stage(const Thread& thread, Shared& shared, int down,
+                             const Words2& scales) const {
         constexpr int kLanes = kMxBlock / kGroup;
         const int lane = thread.lane() % kLanes, block = thread.lane() % kLanesAcross / kLanes;
         const uint32_t two = (lane < 2 ? scales.w[0] : scales.w[1]) >> (16 * (lane % 2));
-        uint8_t* to = &shared.row_scales[down + 2 * lane][thread.warp() * (kLanesAcross / kLanes) + block];
+        uint8_t* to =
+            &shared.row_scales[down + 2 * lane][thread.warp() * (kLanesAcross / kLanes) + block];
         to[0] = static_cast<uint8_t>(two);
         to[kScales] = static_cast<uint8_t>(two >> 8);
     }
 
     template <class Thread>
-    OTTAVA_DEVICE void put_row_scales(const Thread& thread, const Shared& shared, int64_t tile_row, int64_t tile_col) const {
+    OTTAVA_DEVICE void put_row_scales(const Thread& thread, const Shared& shared, int64_t tile_row,
+                                      int64_t tile_col) const {
         const int64_t blocks = mx_blocks(cols), first = tile_col / kMxBlock;
         const int height = rows - tile_row < kRows ? static_cast<int>(rows - tile_row) : kRows;
         if (by_row.wide_scales) {
             const int r = thread.index();
             if (r >= height) return;
             const Words4 sixteen = *reinterpret_cast<const Words4*>(shared.row_scales[r]);
-            store_once(reinterpret_cast<Words4*>(by_row.scales + (tile_row + r) * blocks + first), sixteen);
+            store_once(reinterpret_cast<Words4*>(by_row.scales + (tile_row + r) * blocks + first),
+                       sixteen);
             return;
         }
         for (int i = thread.index(); i < height * kScales; i += kThreads) {
             const int r = i / kScales, k = i % kScales;
-            if (first + k < blocks) by_row.scales[(tile_row + r) * blocks + first + k] = shared.row_scales[r][k];
+            if (first + k < blocks)
+                by_row.scales[(tile_row + r) * blocks + first + k] = shared.row_scales[r][k];
         }
     }
 };

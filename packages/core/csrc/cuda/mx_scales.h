@@ -10,15 +10,19 @@ namespace ottava::cuda {
 constexpr int kMxBlock = 32;
 
 // Along a row of `cols` elements.
-OTTAVA_DEVICE int64_t mx_blocks(int64_t cols) { return (cols + kMxBlock - 1) / kMxBlock; }
+OTTAVA_DEVICE int64_t mx_blocks(int64_t cols) {
+    return (cols + kMxBlock - 1) / kMxBlock;
+}
 
 // The code of a scale. `amax` is not negative.
 template <class Format>
 OTTAVA_DEVICE uint32_t block_scale(float amax, bool floor) {
-    return static_cast<uint32_t>(floor ? e8m0_floor<Format, float, int32_t>(amax) : e8m0_up<Format, float, int32_t>(amax));
+    return static_cast<uint32_t>(floor ? e8m0_floor<Format, float, int32_t>(amax)
+                                       : e8m0_up<Format, float, int32_t>(amax));
 }
 
-// e8m0_multiplier of the code of a block, which is none of NaN: of what is not a normal number, only 2^-127 is left.
+// e8m0_multiplier of the code of a block, which is none of NaN: of what is not a normal number,
+// only 2^-127 is left.
 OTTAVA_DEVICE float block_factor(uint32_t code) {
     return bits_as<float>(larger((kE8m0Max - code) << 23, static_cast<uint32_t>(kTwoToMinus127)));
 }

@@ -7,13 +7,21 @@
 namespace ottava::cuda {
 namespace {
 
-int64_t blocks_of(int64_t size) { return ceil_div(size, kWarp); }
+int64_t blocks_of(int64_t size) {
+    return ceil_div(size, kWarp);
+}
 
 ShardPanels panels_of(const GridShard& job, const PanelRange& range) {
     const int64_t row = range.block * kShardRows;
     const int64_t offset = row * job.cols + range.col - job.start;
-    return {job.source.src,   job.source.count, offset, job.cols, job.rows - row, job.cols - range.col,
-            static_cast<int32_t>(range.across), job.source.nominal};
+    return {job.source.src,
+            job.source.count,
+            offset,
+            job.cols,
+            job.rows - row,
+            job.cols - range.col,
+            static_cast<int32_t>(range.across),
+            job.source.nominal};
 }
 
 }  // namespace
@@ -31,8 +39,10 @@ void mx_multi_amax(const GridMultiAmax* shards, int64_t count, float* out, Strea
                 const PanelRange range(job.cols, job.start, job.source.count);
                 const int64_t line = square ? range.block : range.block * kShardRows;
                 float* const first = rows + line * blocks_of(job.cols) + range.col / kWarp;
-                float* const below = square ? nullptr : columns + range.block * job.cols + range.col;
-                launches.add(ShardAmaxJob{panels_of(job, range), first, below}, range.across * range.down);
+                float* const below =
+                    square ? nullptr : columns + range.block * job.cols + range.col;
+                launches.add(ShardAmaxJob{panels_of(job, range), first, below},
+                             range.across * range.down);
             }
             rows += grid_amax_count(shards[i]);
         }
@@ -49,17 +59,18 @@ void mx_multi_cast(const GridMultiCast* shards, int64_t count, Stream stream) {
                 const GridShard& job = shards[i].shard;
                 const GridCastSide &row = shards[i].by_row, &column = shards[i].by_column;
                 const bool wanted = row.data != nullptr || column.data != nullptr;
-                const bool now = job.source.dtype == dtype && shards[i].element == static_cast<Stored>(format);
+                const bool now =
+                    job.source.dtype == dtype && shards[i].element == static_cast<Stored>(format);
                 if (!now || job.source.count == 0 || !wanted) continue;
                 const PanelRange range(job.cols, job.start, job.source.count);
                 const int64_t across = blocks_of(job.cols);
                 ShardCastJob made{panels_of(job, range), nullptr, row.data, nullptr, column.data};
                 if (row.data != nullptr)
-                    made.row_scales = static_cast<const uint8_t*>(row.scales) + range.block * kShardRows * across +
-                                      range.col / kWarp;
+                    made.row_scales = static_cast<const uint8_t*>(row.scales) +
+                                      range.block * kShardRows * across + range.col / kWarp;
                 if (column.data != nullptr)
-                    made.column_scales =
-                        static_cast<const uint8_t*>(column.scales) + range.block * job.cols + range.col;
+                    made.column_scales = static_cast<const uint8_t*>(column.scales) +
+                                         range.block * job.cols + range.col;
                 launches.add(made, range.across * range.down);
             }
             launches.finish();

@@ -1,7 +1,8 @@
-// Kernels over the parts of matrices that are at hand: the amaxes of MX blocks, and the cast with known scales.
+// Kernels over the parts of matrices that are at hand: the amaxes of MX blocks, and the cast with
+// known scales.
 //
-// A block takes a panel of 32 rows by 128 columns, a thread one of its columns: a warp reads a row's block at once, and
-// a thread has a column's block for itself.
+// A block takes a panel of 32 rows by 128 columns, a thread one of its columns: a warp reads a
+// row's block at once, and a thread has a column's block for itself.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +19,18 @@ static_assert(kShardRows == kWarp, "a lane for each row");
 // A shard, from the first panel on that has something of it.
 struct ShardPanels {
     const void* src;
-    int64_t count;    // elements at hand
-    int64_t offset;   // of the panel's first element, from the first at hand; negative where that is not in the shard
-    int64_t stride;   // columns of the matrix
+    int64_t count;   // elements at hand
+    int64_t offset;  // of the panel's first element, from the first at hand; negative where that is
+                     // not in the shard
+    int64_t stride;  // columns of the matrix
     int64_t rows, cols;  // from the panel on
-    int32_t across;   // panels side by side
+    int32_t across;      // panels side by side
     Dtype nominal;
 };
 
-OTTAVA_DEVICE int64_t row_blocks(const ShardPanels& shard) { return (shard.stride + kWarp - 1) / kWarp; }
+OTTAVA_DEVICE int64_t row_blocks(const ShardPanels& shard) {
+    return (shard.stride + kWarp - 1) / kWarp;
+}
 
 // Where in a matrix they begin, and how many there are: the host's part.
 struct PanelRange {
@@ -54,7 +58,8 @@ struct ShardPlace {
 
     template <class Thread>
     OTTAVA_DEVICE ShardPlace(const Thread& thread, const ShardPanels& shard, uint32_t panel) {
-        const uint32_t down = panel / static_cast<uint32_t>(shard.across), right = panel - down * shard.across;
+        const uint32_t down = panel / static_cast<uint32_t>(shard.across),
+                       right = panel - down * shard.across;
         row = static_cast<int64_t>(down) * kShardRows;
         col = static_cast<int64_t>(right) * kShardCols + thread.index();
         index = shard.offset + row * shard.stride + col;
@@ -99,7 +104,8 @@ struct ShardAmax {
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const int number = jobs.of(thread.block());
         const ShardAmaxJob& job = jobs.all[number];
-        const ShardPlace place(thread, job.shard, static_cast<uint32_t>(thread.block() - jobs.begins[number]));
+        const ShardPlace place(thread, job.shard,
+                               static_cast<uint32_t>(thread.block() - jobs.begins[number]));
         uint32_t seen[kShardRows];
         place.load<Source>(job.shard, 0, seen);
         uint32_t column = 0;
@@ -114,23 +120,28 @@ struct ShardAmax {
         const bool some = place.col - thread.lane() < job.shard.cols;
         if (job.columns == nullptr) {
             const uint32_t square = largest_of_warp(thread, column);
-            if (some && thread.lane() == 0) job.rows[line * blocks + block] = value(square, job.shard.nominal);
+            if (some && thread.lane() == 0)
+                job.rows[line * blocks + block] = value(square, job.shard.nominal);
             return;
         }
-        if (place.inside) job.columns[line * job.shard.stride + place.col] = value(column, job.shard.nominal);
+        if (place.inside)
+            job.columns[line * job.shard.stride + place.col] = value(column, job.shard.nominal);
         const int64_t row = place.row + thread.lane();
         const uint32_t mine = largest_of_each(thread, seen);
-        if (some && row < job.shard.rows) job.rows[row * blocks + block] = value(mine, job.shard.nominal);
+        if (some && row < job.shard.rows)
+            job.rows[row * blocks + block] = value(mine, job.shard.nominal);
     }
 
-   private:
-    static OTTAVA_DEVICE float value(uint32_t seen, Dtype nominal) { return rounded(Source::largest(seen), nominal); }
+private:
+    static OTTAVA_DEVICE float value(uint32_t seen, Dtype nominal) {
+        return rounded(Source::largest(seen), nominal);
+    }
 };
 
 struct ShardCastJob {
     ShardPanels shard;
-    const uint8_t* row_scales;     // of the panel's first row of blocks
-    uint8_t* row_data;            // of the shard; null leaves out the direction, as below
+    const uint8_t* row_scales;  // of the panel's first row of blocks
+    uint8_t* row_data;          // of the shard; null leaves out the direction, as below
     const uint8_t* column_scales;
     uint8_t* column_data;
 };
@@ -140,7 +151,8 @@ struct ShardCast {
     static constexpr int kThreads = kShardCols, kBlocksPerMultiprocessor = 9;
     static constexpr int kAtOnce = 8;  // rows
     struct Shared {
-        alignas(16) float rows[kThreads / kWarp][kShardRows];  // multipliers, of the blocks of each warp
+        alignas(16) float rows[kThreads / kWarp]
+                              [kShardRows];  // multipliers, of the blocks of each warp
     };
     Jobs<ShardCastJob> jobs;
 
@@ -150,27 +162,34 @@ struct ShardCast {
         const int64_t panel = thread.blocks() - 1 - thread.block();
         const int number = jobs.of(panel);
         const ShardCastJob& job = jobs.all[number];
-        const ShardPlace place(thread, job.shard, static_cast<uint32_t>(panel - jobs.begins[number]));
+        const ShardPlace place(thread, job.shard,
+                               static_cast<uint32_t>(panel - jobs.begins[number]));
         float column = 0.0f;
         if (job.column_data != nullptr && place.inside)
-            column = multiplier(job.column_scales[place.row / kShardRows * job.shard.stride + place.col]);
+            column = multiplier(
+                job.column_scales[place.row / kShardRows * job.shard.stride + place.col]);
         // A lane for each row of the warp's block.
         const int64_t blocks = row_blocks(job.shard), row = place.row + thread.lane();
-        const bool has = row < job.shard.rows && place.col - thread.lane() < job.shard.cols && job.row_data != nullptr;
+        const bool has = row < job.shard.rows && place.col - thread.lane() < job.shard.cols &&
+                         job.row_data != nullptr;
         shared.rows[thread.warp()][thread.lane()] =
             has ? multiplier(job.row_scales[row * blocks + place.col / kWarp]) : 0.0f;
         thread.barrier();
-        with_rounding<Source>(job.shard.nominal,
-                              [&](auto rounding) { cast<decltype(rounding)>(thread, job, place, column, shared); });
+        with_rounding<Source>(job.shard.nominal, [&](auto rounding) {
+            cast<decltype(rounding)>(thread, job, place, column, shared);
+        });
     }
 
-   private:
-    static OTTAVA_DEVICE float multiplier(uint8_t scale) { return e8m0_multiplier<float, int32_t>(scale); }
+private:
+    static OTTAVA_DEVICE float multiplier(uint8_t scale) {
+        return e8m0_multiplier<float, int32_t>(scale);
+    }
 
     template <class Rounding, class Thread>
-    static OTTAVA_DEVICE void cast(const Thread& thread, const ShardCastJob& job, const ShardPlace& place, float column,
-                                   const Shared& shared) {
-        // Both directions are worked out, and written where they are wanted: no branches between the loads.
+    static OTTAVA_DEVICE void cast(const Thread& thread, const ShardCastJob& job,
+                                   const ShardPlace& place, float column, const Shared& shared) {
+        // Both directions are worked out, and written where they are wanted: no branches between
+        // the loads.
         uint8_t *const row_data = job.row_data, *const column_data = job.column_data;
         const uint32_t by_row = row_data == nullptr ? 0 : place.held;
         const uint32_t by_column = column_data == nullptr ? 0 : place.held;
@@ -185,16 +204,19 @@ struct ShardCast {
                 float a = Source::widen(elements[r]), b = Source::widen(elements[r + 1]);
                 Rounding::pair(a, b);
                 const float* rows = shared.rows[thread.warp()] + from + r;
-                const uint32_t in_row = encode_pair<Format>(multiply(a, rows[0]), multiply(b, rows[1]));
+                const uint32_t in_row =
+                    encode_pair<Format>(multiply(a, rows[0]), multiply(b, rows[1]));
                 put(in_row, by_row >> (from + r), row_data, at, stride);
-                const uint32_t in_column = encode_pair<Format>(multiply(a, column), multiply(b, column));
+                const uint32_t in_column =
+                    encode_pair<Format>(multiply(a, column), multiply(b, column));
                 put(in_column, by_column >> (from + r), column_data, at, stride);
                 at += 2 * stride;
             }
         }
     }
 
-    static OTTAVA_DEVICE void put(uint32_t data, uint32_t wanted, uint8_t* to, int64_t at, int64_t stride) {
+    static OTTAVA_DEVICE void put(uint32_t data, uint32_t wanted, uint8_t* to, int64_t at,
+                                  int64_t stride) {
         if ((wanted & 1) != 0) to[at] = static_cast<uint8_t>(data);
         if ((wanted & 2) != 0) to[at + stride] = static_cast<uint8_t>(data >> 8);
     }

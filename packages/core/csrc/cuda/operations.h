@@ -1,5 +1,6 @@
-// The operations of the CUDA backend: those of cpu/kernels.h on a stream, without a word to the host. Pointers are the
-// device's. Scratch memory comes from the caller, who owns all allocation. A null pointer leaves out what is optional.
+// The operations of the CUDA backend: those of cpu/kernels.h on a stream, without a word to the
+// host. Pointers are the device's. Scratch memory comes from the caller, who owns all allocation. A
+// null pointer leaves out what is optional.
 #pragma once
 
 #include <cstdint>
@@ -18,21 +19,22 @@ namespace ottava::cuda {
 constexpr int64_t kScratchFloats = 512;
 
 void amax(const void* src, Dtype dtype, int64_t n, float* scratch, float* out, Stream stream);
-void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2, float* scale,
-                      float* scale_inv, Stream stream);
+void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2,
+                      float* scale, float* scale_inv, Stream stream);
 // With a known scale. Without `out_t`, rows and columns are one run.
 struct Observed {
-    float* amax;          // optional: raised to the largest magnitude
-    int64_t* saturated;   // optional: raised by the number of clamped elements
-    float* scale_inv;     // optional
+    float* amax;         // optional: raised to the largest magnitude
+    int64_t* saturated;  // optional: raised by the number of clamped elements
+    float* scale_inv;    // optional
 };
-void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, const Observed& observed,
+void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale,
+          const Observed& observed,
           uint8_t* out,    // optional, with out_t
           uint8_t* out_t,  // optional
           Fp8 format, Stream stream);
 // amax, scale and cast, in two launches.
-void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon, bool force_pow_2, float* scratch,
-              float* amax, float* scale,       // optional
+void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float epsilon,
+              bool force_pow_2, float* scratch, float* amax, float* scale,  // optional
               float* scale_inv, uint8_t* out,  // out is optional, with out_t
               uint8_t* out_t,                  // optional
               Fp8 format, Stream stream);
@@ -43,23 +45,26 @@ void decode(const uint8_t* src, Fp8 format, int64_t n,
 
 // MX blocks, as in kernels/mx.py.
 
-void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents, Stream stream);
+void mx_scales_from_amax(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents,
+                         Stream stream);
 struct MxData {
     uint8_t* data;  // null: the direction is not wanted
     uint8_t* scales;
 };
-void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square, bool floor,
-                 const MxData& by_row, const MxData& by_column, Stream stream);
+void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square,
+                 bool floor, const MxData& by_row, const MxData& by_column, Stream stream);
 
-// Grids of scales: those of MX blocks, and float32 ones of 1 x 128, 128 x 128 and 1 x all elements, those of the other
-// direction among them.
+// Grids of scales: those of MX blocks, and float32 ones of 1 x 128, 128 x 128 and 1 x all elements,
+// those of the other direction among them.
 
-void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, const ScaleRule& rule,
-                   const GridSide& by_row, const GridSide& by_column,  // without data: the direction is not wanted
+void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format,
+                   const ScaleRule& rule, const GridSide& by_row,
+                   const GridSide& by_column,  // without data: the direction is not wanted
                    float* scratch,  // for whole rows and columns as many zeros as there are of both
                    Stream stream);
-void grid_decode(const uint8_t* data, Fp8 format, int64_t rows, int64_t cols, const void* scales, bool e8m0,
-                 int64_t block_rows, int64_t block_cols, void* out, Dtype dtype, Stream stream);
+void grid_decode(const uint8_t* data, Fp8 format, int64_t rows, int64_t cols, const void* scales,
+                 bool e8m0, int64_t block_rows, int64_t block_cols, void* out, Dtype dtype,
+                 Stream stream);
 
 // The last step of a product.
 
@@ -69,11 +74,11 @@ struct Finish {
     const void* bias;  // optional, one for each column
     Dtype bias_dtype;
 };
-void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& finish, void* out, Dtype dtype,
-                    Stream stream);
+void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& finish, void* out,
+                    Dtype dtype, Stream stream);
 
-// Operations on many tensors (multi.cu, mx_shard.cu), in one launch for all that have one dtype and one format, as long
-// as they fit its table.
+// Operations on many tensors (multi.cu, mx_shard.cu), in one launch for all that have one dtype and
+// one format, as long as they fit its table.
 
 // `out` holds zeros when called.
 void multi_amax(const MultiSource* sources, int64_t count, float* out, Stream stream);
@@ -82,8 +87,10 @@ void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, S
 void mx_multi_amax(const GridMultiAmax* shards, int64_t count, float* out, Stream stream);
 void mx_multi_cast(const GridMultiCast* shards, int64_t count, Stream stream);
 // `maxima` are the host's.
-void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima, bool most_recent,
-                   const float* last,  // optional: the first rows to use instead, one after the other
-                   Stream stream);
+void update_scales(
+    const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima,
+    bool most_recent,
+    const float* last,  // optional: the first rows to use instead, one after the other
+    Stream stream);
 
 }  // namespace ottava::cuda

@@ -1,4 +1,5 @@
-// The largest of what the threads of a warp or a block hold, and of what blocks have left in memory.
+// The largest of what the threads of a warp or a block hold, and of what blocks have left in
+// memory.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +8,19 @@
 
 namespace ottava::cuda {
 
-// Bit patterns of floats that are not negative: their order is that of the values. Every lane gets the result.
+// Bit patterns of floats that are not negative: their order is that of the values. Every lane gets
+// the result.
 template <class Thread>
 OTTAVA_DEVICE uint32_t largest_of_warp(const Thread& thread, uint32_t value) {
 #pragma unroll
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) value = larger(value, thread.exchange(value, mask));
+    for (int mask = kWarp / 2; mask > 0; mask /= 2)
+        value = larger(value, thread.exchange(value, mask));
     return value;
 }
 
-// Of kCount values that each lane has, a power of two, the largest of kCount lanes side by side: the lane r of them gets
-// that of number r. At each step half of the values go to the lane across, so that there are kCount - 1 exchanges for all.
+// Of kCount values that each lane has, a power of two, the largest of kCount lanes side by side:
+// the lane r of them gets that of number r. At each step half of the values go to the lane across,
+// so that there are kCount - 1 exchanges for all.
 template <int kCount, class Thread>
 OTTAVA_DEVICE uint32_t largest_of_each(const Thread& thread, const uint32_t (&values)[kCount]) {
     if constexpr (kCount == 1) {
@@ -27,7 +31,8 @@ OTTAVA_DEVICE uint32_t largest_of_each(const Thread& thread, const uint32_t (&va
         uint32_t left[kHalf];
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
-            const uint32_t kept = upper ? values[i + kHalf] : values[i], given = upper ? values[i] : values[i + kHalf];
+            const uint32_t kept = upper ? values[i + kHalf] : values[i],
+                           given = upper ? values[i] : values[i + kHalf];
             left[i] = larger(kept, thread.exchange(given, kHalf));
         }
         return largest_of_each(thread, left);
@@ -52,8 +57,9 @@ struct BlockLargest {
     }
 };
 
-// An amax is left by each of a number of blocks, for all the blocks of a later launch to combine: no counter or result
-// has to be cleared before, and nothing depends on the order in which blocks end.
+// An amax is left by each of a number of blocks, for all the blocks of a later launch to combine:
+// no counter or result has to be cleared before, and nothing depends on the order in which blocks
+// end.
 constexpr int kMaxPartials = 512;
 
 // The largest of those that a thread of a block of a later launch looks at, all of them at once.

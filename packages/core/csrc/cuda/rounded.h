@@ -1,4 +1,5 @@
-// Elements that count as rounded to another dtype, to nearest even, before anything else is made of them.
+// Elements that count as rounded to another dtype, to nearest even, before anything else is made of
+// them.
 #pragma once
 
 #include <cstdint>
@@ -46,8 +47,10 @@ struct ToFloat16 {
 // Calls body(rounding) for elements of `Source`; none where their values are values of `nominal`.
 template <class Source, class Body>
 OTTAVA_DEVICE void with_rounding(Dtype nominal, const Body& body) {
-    if (nominal == Dtype::bfloat16 && !std::is_same<Source, BFloat16>::value) return body(ToBFloat16{});
-    if (nominal == Dtype::float16 && !std::is_same<Source, Float16>::value) return body(ToFloat16{});
+    if (nominal == Dtype::bfloat16 && !std::is_same<Source, BFloat16>::value)
+        return body(ToBFloat16{});
+    if (nominal == Dtype::float16 && !std::is_same<Source, Float16>::value)
+        return body(ToFloat16{});
     body(Unrounded{});
 }
 

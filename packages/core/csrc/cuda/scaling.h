@@ -1,4 +1,5 @@
-// Where a cast has its scale from, and what it leaves about it: the first argument of the cast kernels.
+// Where a cast has its scale from, and what it leaves about it: the first argument of the cast
+// kernels.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +8,8 @@
 
 namespace ottava::cuda {
 
-// A scale that is known. Raises `amax` to the largest magnitude and `saturated` by the number of elements beyond the
-// format's maximum; both are optional, and so is scale_inv.
+// A scale that is known. Raises `amax` to the largest magnitude and `saturated` by the number of
+// elements beyond the format's maximum; both are optional, and so is scale_inv.
 struct KnownScale {
     const float* scale;
     float* amax;
@@ -23,7 +24,8 @@ struct KnownScale {
     template <class Format, int kThreads, class Thread>
     OTTAVA_DEVICE float get(const Thread& thread, Shared<kThreads>&) const {
         const float factor = *scale;
-        if (scale_inv != nullptr && thread.block() == 0 && thread.index() == 0) *scale_inv = divide(1.0f, factor);
+        if (scale_inv != nullptr && thread.block() == 0 && thread.index() == 0)
+            *scale_inv = divide(1.0f, factor);
         return factor;
     }
 
@@ -31,15 +33,18 @@ struct KnownScale {
 
     // What this thread saw, and how many of them were clamped.
     template <int kThreads, class Thread>
-    OTTAVA_DEVICE void leave(const Thread& thread, Shared<kThreads>& shared, float seen, int clamped) const {
+    OTTAVA_DEVICE void leave(const Thread& thread, Shared<kThreads>& shared, float seen,
+                             int clamped) const {
         if (clamped != 0) thread.add(saturated, clamped);
         if (amax == nullptr) return;
         const uint32_t largest = shared.largest(thread, bits_as<uint32_t>(seen));
-        if (thread.index() == 0) thread.raise(reinterpret_cast<int32_t*>(amax), static_cast<int32_t>(largest));
+        if (thread.index() == 0)
+            thread.raise(reinterpret_cast<int32_t*>(amax), static_cast<int32_t>(largest));
     }
 };
 
-// The scale that the tensor's own amax gives, of which each of `count` blocks of the launch before has left a part.
+// The scale that the tensor's own amax gives, of which each of `count` blocks of the launch before
+// has left a part.
 struct CurrentScale {
     const float* partial;
     int count;
@@ -56,7 +61,8 @@ struct CurrentScale {
 
     template <class Format, int kThreads, class Thread>
     OTTAVA_DEVICE float get(const Thread& thread, Shared<kThreads>& shared) const {
-        const float largest = bits_as<float>(shared.largest(thread, largest_part<kThreads>(thread, partial, count)));
+        const float largest =
+            bits_as<float>(shared.largest(thread, largest_part<kThreads>(thread, partial, count)));
         const Scale made = scale_from_amax(largest, format_max<Format>(), epsilon, force_pow_2);
         if (thread.block() == 0 && thread.index() == 0) {
             if (amax != nullptr) *amax = largest;
@@ -76,15 +82,18 @@ struct CurrentScale {
 template <class Format>
 OTTAVA_DEVICE bool beyond(float x, float scale) {
     const uint32_t magnitude = bits_as<uint32_t>(multiply(x, scale)) & kMagnitude;
-    return magnitude > static_cast<uint32_t>(Format::limit) && magnitude <= static_cast<uint32_t>(kInfinity);
+    return magnitude > static_cast<uint32_t>(Format::limit) &&
+           magnitude <= static_cast<uint32_t>(kInfinity);
 }
 
-// How many of a group's elements are. They are read again: few groups have any, and no registers are held for them.
+// How many of a group's elements are. They are read again: few groups have any, and no registers
+// are held for them.
 template <class Format, class Source>
 OTTAVA_DEVICE int clamped_of(const void* src, int64_t first, int64_t count, float scale) {
     int clamped = 0;
 #pragma unroll 1
-    for (int64_t i = first; i < first + count; ++i) clamped += beyond<Format>(Source::widen(Source::load(src, i)), scale);
+    for (int64_t i = first; i < first + count; ++i)
+        clamped += beyond<Format>(Source::widen(Source::load(src, i)), scale);
     return clamped;
 }
 

@@ -1,5 +1,6 @@
-// Strips of 32 rows and 256 columns, one to a block of threads: each warp has four of the rows, a group of columns to a lane.
-// What belongs to a column is so read once for four rows, and the rows of a strip are those of one row of MX blocks.
+// Strips of 32 rows and 256 columns, one to a block of threads: each warp has four of the rows, a
+// group of columns to a lane. What belongs to a column is so read once for four rows, and the rows
+// of a strip are those of one row of MX blocks.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,8 @@
 namespace ottava::cuda {
 
 struct Strip {
-    static constexpr int kThreads = 256, kRows = 32, kCols = kWarp * kGroup, kEach = kRows * kWarp / kThreads;
+    static constexpr int kThreads = 256, kRows = 32, kCols = kWarp * kGroup,
+                         kEach = kRows * kWarp / kThreads;
     int64_t row, col;  // a thread's first
     int height;        // how many of its rows there are
 

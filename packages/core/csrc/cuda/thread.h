@@ -1,9 +1,11 @@
-// One thread of a kernel, as the kernels see it: its place in the grid, and what it does together with others.
+// One thread of a kernel, as the kernels see it: its place in the grid, and what it does together
+// with others.
 //
-// A kernel is a struct: its members are the arguments, `Shared` the shared memory of a block, `kThreads` the size of
-// one, and `operator()(thread, shared)` the work of a thread. nvcc makes a grid of it (launch.h). A C++ compiler
-// makes a loop over the same grid in which the threads of a block take turns (tests/core/csrc/sequential.h): the same
-// text, with its indices, its tiles and its edges, runs where there is no GPU.
+// A kernel is a struct: its members are the arguments, `Shared` the shared memory of a block,
+// `kThreads` the size of one, and `operator()(thread, shared)` the work of a thread. nvcc makes a
+// grid of it (launch.h). A C++ compiler makes a loop over the same grid in which the threads of a
+// block take turns (tests/core/csrc/sequential.h): the same text, with its indices, its tiles and
+// its edges, runs where there is no GPU.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +42,8 @@ struct Thread {
         if (value > *static_cast<volatile int32_t*>(to)) atomicMax(to, value);
     }
     OTTAVA_DEVICE void add(int64_t* to, int64_t value) const {
-        atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));
+        atomicAdd(reinterpret_cast<unsigned long long*>(to),
+                  static_cast<unsigned long long>(value));
     }
 };
 

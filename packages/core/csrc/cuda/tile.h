@@ -1,9 +1,10 @@
 // Tiles of 128 rows and columns whose data are to be written transposed.
 //
-// A thread holds eight rows of a group of columns. It turns them around in registers, four by four bytes, and leaves in
-// shared memory, for each of its columns, the data of its rows as one pair of words. A column of the tile lies there as 16
-// pairs in the order `pair ^ (column / 8)`: threads that write at once differ in column / 8, threads that read at once in
-// pair, and so neither meet in a bank.
+// A thread holds eight rows of a group of columns. It turns them around in registers, four by four
+// bytes, and leaves in shared memory, for each of its columns, the data of its rows as one pair of
+// words. A column of the tile lies there as 16 pairs in the order `pair ^ (column / 8)`: threads
+// that write at once differ in column / 8, threads that read at once in pair, and so neither meet
+// in a bank.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +13,12 @@
 
 namespace ottava::cuda {
 
-constexpr int kTile = 128;                    // rows, and columns
+constexpr int kTile = 128;  // rows, and columns
 constexpr int kTileThreads = kTile / kGroup * (kTile / kGroup);
-constexpr int kTilePairs = kTile / kGroup;    // in a column
+constexpr int kTilePairs = kTile / kGroup;  // in a column
 
-// How many tiles a multiprocessor casts at once. Without conversions of its own it needs more registers for each.
+// How many tiles a multiprocessor casts at once. Without conversions of its own it needs more
+// registers for each.
 #if defined(__CUDA_ARCH__) && !defined(OTTAVA_CONVERTS_FP8)
 template <class Source>
 constexpr int kCastTiles = 2;
@@ -31,8 +33,10 @@ struct alignas(16) TileData {
 
 // Words whose bytes are the columns of four rows, from words whose bytes are rows.
 OTTAVA_DEVICE void turn(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
-    const uint32_t low01 = pick_bytes(rows[0], rows[1], 0x5140), high01 = pick_bytes(rows[0], rows[1], 0x7362);
-    const uint32_t low23 = pick_bytes(rows[2], rows[3], 0x5140), high23 = pick_bytes(rows[2], rows[3], 0x7362);
+    const uint32_t low01 = pick_bytes(rows[0], rows[1], 0x5140),
+                   high01 = pick_bytes(rows[0], rows[1], 0x7362);
+    const uint32_t low23 = pick_bytes(rows[2], rows[3], 0x5140),
+                   high23 = pick_bytes(rows[2], rows[3], 0x7362);
     columns[0] = pick_bytes(low01, low23, 0x5410);
     columns[1] = pick_bytes(low01, low23, 0x7632);
     columns[2] = pick_bytes(high01, high23, 0x5410);
@@ -64,8 +68,11 @@ struct TileRows {
 
     template <class Thread>
     OTTAVA_DEVICE TileRows(const Thread& thread, const TileSource& from, int64_t number)
-        : tile_row(number / from.across * kTile), tile_col(number % from.across * kTile), wide(from.wide),
-          rows(from.rows), cols(from.cols) {
+        : tile_row(number / from.across * kTile),
+          tile_col(number % from.across * kTile),
+          wide(from.wide),
+          rows(from.rows),
+          cols(from.cols) {
         const TilePlace place(thread);
         row = tile_row + place.down * kGroup;
         col = tile_col + place.across * kGroup;
@@ -77,12 +84,14 @@ struct TileRows {
     OTTAVA_DEVICE void load(const void* src, Group<Source> (&groups)[kGroup]) const {
         if (whole) {
 #pragma unroll
-            for (int k = 0; k < kGroup; ++k) groups[k] = load_whole<Source>(src, (row + k) * cols + col);
+            for (int k = 0; k < kGroup; ++k)
+                groups[k] = load_whole<Source>(src, (row + k) * cols + col);
             return;
         }
 #pragma unroll
         for (int k = 0; k < kGroup; ++k)
-            groups[k] = load_group<Source>(src, (row + k) * cols + col, row + k < rows ? count : 0, wide);
+            groups[k] =
+                load_group<Source>(src, (row + k) * cols + col, row + k < rows ? count : 0, wide);
     }
 
     // The data of one of them, and of all.
@@ -108,8 +117,10 @@ OTTAVA_DEVICE void put_turned(const Thread& thread, const Words2 (&data)[kGroup]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint32_t upper[4], lower[4];
-        const uint32_t first[4] = {data[0].w[half], data[1].w[half], data[2].w[half], data[3].w[half]};
-        const uint32_t second[4] = {data[4].w[half], data[5].w[half], data[6].w[half], data[7].w[half]};
+        const uint32_t first[4] = {data[0].w[half], data[1].w[half], data[2].w[half],
+                                   data[3].w[half]};
+        const uint32_t second[4] = {data[4].w[half], data[5].w[half], data[6].w[half],
+                                    data[7].w[half]};
         turn(first, upper);
         turn(second, lower);
 #pragma unroll
@@ -129,7 +140,8 @@ struct TurnedOut {
 
 // After a barrier.
 template <class Thread>
-OTTAVA_DEVICE void write_turned(const Thread& thread, const TileData& tile, const TurnedOut& to, int64_t row, int64_t col) {
+OTTAVA_DEVICE void write_turned(const Thread& thread, const TileData& tile, const TurnedOut& to,
+                                int64_t row, int64_t col) {
     const int height = static_cast<int>(to.rows - row < kTile ? to.rows - row : kTile);
     const int width = static_cast<int>(to.cols - col < kTile ? to.cols - col : kTile);
     if (to.wide) {
@@ -142,9 +154,12 @@ OTTAVA_DEVICE void write_turned(const Thread& thread, const TileData& tile, cons
             const Words2* at = tile.pairs + column * kTilePairs + 2 * (quad ^ (order / 2));
             const Words4 four = *reinterpret_cast<const Words4*>(at);
             const bool swapped = order % 2 != 0;
-            const Words4 sixteen = {{swapped ? four.w[2] : four.w[0], swapped ? four.w[3] : four.w[1],
-                                     swapped ? four.w[0] : four.w[2], swapped ? four.w[1] : four.w[3]}};
-            store_once(reinterpret_cast<Words4*>(to.out + (col + column) * to.rows + row + quad * 16), sixteen);
+            const Words4 sixteen = {
+                {swapped ? four.w[2] : four.w[0], swapped ? four.w[3] : four.w[1],
+                 swapped ? four.w[0] : four.w[2], swapped ? four.w[1] : four.w[3]}};
+            store_once(
+                reinterpret_cast<Words4*>(to.out + (col + column) * to.rows + row + quad * 16),
+                sixteen);
         }
         return;
     }
@@ -160,7 +175,8 @@ OTTAVA_DEVICE void write_turned(const Thread& thread, const TileData& tile, cons
 // The tiles of a matrix, the last ones first (see Cast).
 struct Tiles {
     int64_t across, count;
-    Tiles(int64_t rows, int64_t cols) : across(ceil_div(cols, kTile)), count(across * ceil_div(rows, kTile)) {}
+    Tiles(int64_t rows, int64_t cols)
+        : across(ceil_div(cols, kTile)), count(across * ceil_div(rows, kTile)) {}
 };
 
 }  // namespace ottava::cuda

@@ -28,7 +28,9 @@ struct UpdateScales {
     Jobs<SlotsJob, kTensors> jobs;
 
     // What counts towards an amax: NaN does not, nor what is not positive.
-    static OTTAVA_DEVICE uint32_t positive(float amax) { return amax > 0.0f ? bits_as<uint32_t>(amax) : 0; }
+    static OTTAVA_DEVICE uint32_t positive(float amax) {
+        return amax > 0.0f ? bits_as<uint32_t>(amax) : 0;
+    }
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {

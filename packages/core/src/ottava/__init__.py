@@ -1,6 +1,7 @@
 """Ottava: FP8 training for PyTorch, a small core and recipes that install one by one.
 
-Public names are resolved on first use, so that listing recipes never imports torch; ``__init__.pyi`` has their types.
+Public names are resolved on first use, so that listing recipes never imports torch;
+``__init__.pyi`` has their types.
 """
 
 import importlib
@@ -12,14 +13,16 @@ __version__ = "0.1.0"
 _NAMES = {
     "formats": "E4M3 E5M2 E8M0 HYBRID Format",
     "layout": "Layout",
-    "nn": "HEADS ConversionReport conversion_report convert microbatch quantized_model_init register_converter revert",
+    "nn": "HEADS ConversionReport conversion_report convert microbatch quantized_model_init "
+    "register_converter revert",
     "recipes.base": "QuantizerRequest Recipe get_recipe",
     "recipes.hookspecs": "hookimpl",
     "recipes.region": "autocast",
     "recipes.registry": "get_quantizer_factory list_quantizer_factories list_recipes",
     "recipes.role": "QuantizerRole",
     "recipes.spec": "FactorySpec RecipeSpec",
-    "tensors": "Float8Tensor Float8TensorStorage GridQuantizer GridTensor GridTensorStorage QuantizedTensor "
+    "tensors": "Float8Tensor Float8TensorStorage GridQuantizer GridTensor GridTensorStorage "
+    "QuantizedTensor "
     "QuantizedTensorStorage Quantizer prepare_for_saving restore_from_saved",
 }
 _EXPORTS = {name: f"ottava.{module}" for module, names in _NAMES.items() for name in names.split()}

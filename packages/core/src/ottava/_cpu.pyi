@@ -41,19 +41,34 @@ def cast(
     threads: int,
 ) -> None: ...
 def update_scales(
-    tensors: list[tuple[int, int, int]], length: int, maxima: list[float], most_recent: bool, last: int
+    tensors: list[tuple[int, int, int]],
+    length: int,
+    maxima: list[float],
+    most_recent: bool,
+    last: int,
 ) -> None: ...
 def transpose(src: int, rows: int, cols: int, out: int, threads: int) -> None: ...
-def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, threads: int) -> None: ...
-
-# After a product. `last` is scale_a, scale_b, bias and the code of the bias's dtype; `out` may be the sums.
-def epilogue32(
-    sums: int, rows: int, cols: int, last: tuple[int, int, int, int], out: int, out_dtype: int, threads: int
+def decode(
+    src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, threads: int
 ) -> None: ...
-def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, exponents: int, threads: int) -> None: ...
 
-# Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the transpose, addresses
-# of data and scales. None and () leave a side out.
+# After a product. `last` is scale_a, scale_b, bias and the code of the bias's dtype; `out` may be
+# the sums.
+def epilogue32(
+    sums: int,
+    rows: int,
+    cols: int,
+    last: tuple[int, int, int, int],
+    out: int,
+    out_dtype: int,
+    threads: int,
+) -> None: ...
+def mx_scale_from_amax(
+    amax: int, n: int, fmt: int, floor: bool, exponents: int, threads: int
+) -> None: ...
+
+# Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the
+# transpose, addresses of data and scales. None and () leave a side out.
 _Side = tuple[int, int, int, int, bool, int, int] | tuple[()] | None
 
 def grid_quantize(
@@ -71,7 +86,14 @@ def grid_quantize(
     threads: int,
 ) -> None: ...
 def grid_amax(
-    src: int, dtype: int, rows: int, cols: int, block_rows: int, block_cols: int, out: int, threads: int
+    src: int,
+    dtype: int,
+    rows: int,
+    cols: int,
+    block_rows: int,
+    block_cols: int,
+    out: int,
+    threads: int,
 ) -> None: ...
 def grid_cast(
     src: int,
@@ -108,20 +130,23 @@ _Place = tuple[int, int, int]
 def multi_amax(tensors: list[_Source], out: int, threads: int) -> None: ...
 def multi_cast(tensors: list[tuple[_Source, int, int]], scales: int, threads: int) -> None: ...
 
-# Rows and columns of a block, 0 being all; with the addresses of multipliers and data, (0, 0) without the direction.
+# Rows and columns of a block, 0 being all; with the addresses of multipliers and data, (0, 0)
+# without the direction.
 _Block = tuple[int, int]
 _CastSide = tuple[_Block, int, int]
 
 def grid_multi_amax(
     shards: list[tuple[_Source, _Place, _Block, _Block, bool]], out: int, total: int, threads: int
 ) -> None: ...
-def grid_multi_cast(shards: list[tuple[_Source, _Place, int, bool, _CastSide, _CastSide]], threads: int) -> None: ...
+def grid_multi_cast(
+    shards: list[tuple[_Source, _Place, int, bool, _CastSide, _CastSide]], threads: int
+) -> None: ...
 def isa() -> str: ...
 def available_isas() -> list[str]: ...
 def set_isa(name: str) -> None: ...
 
-# Operands of layers: tensors are read and allocated by the module itself. None: Python has to do it, because one is no
-# plain memory of a CPU, or somebody looks at operators.
+# Operands of layers: tensors are read and allocated by the module itself. None: Python has to do
+# it, because one is no plain memory of a CPU, or somebody looks at operators.
 class GridPlan:
     def __init__(
         self,
@@ -134,13 +159,15 @@ class GridPlan:
         column_side: tuple[int, int, int, int, bool],
     ) -> None: ...
 
-# The capsule with DLPack's table of functions, and what direct.QUESTIONS has; whether tensors can be read.
+# The capsule with DLPack's table of functions, and what direct.QUESTIONS has; whether tensors can
+# be read.
 def connect(exchange: object, questions: dict[str, object]) -> bool: ...
 def quantize_operand(
     x: Tensor, fmt: int, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool, /
 ) -> tuple[Tensor | None, Tensor | None, Tensor] | None: ...
 
-# With a slot, scale, amax and saturated are those of a layer's state: the first row of each has the slot.
+# With a slot, scale, amax and saturated are those of a layer's state: the first row of each has the
+# slot.
 def cast_operand(
     x: Tensor,
     scale: Tensor,
@@ -156,21 +183,35 @@ def grid_quantize_operand(
     x: Tensor, plan: GridPlan, rowwise: bool, columnwise: bool, /
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None: ...
 
-# Of one operand: the code of its elements, rows and columns as stored, whether scales are part of the values, whether
-# those are E8M0, rows and columns of a block, address and dtype of the values, and these as torch multiplies them.
+# Of one operand: the code of its elements, rows and columns as stored, whether scales are part of
+# the values, whether those are E8M0, rows and columns of a block, address and dtype of the values,
+# and these as torch multiplies them.
 _Decoded = tuple[int, int, int, bool, bool, int, int, int, int, Tensor]
 
 class ProductPlan:
-    # What multiplies the values, of (values, values, scale, scale, bias, dtype), and the dtype; the code of that dtype
-    # where the module is to finish torch's product itself, or -1.
-    def __init__(self, left: _Decoded, right: _Decoded, multiply: object, dtype: object, finished: int) -> None: ...
+    # What multiplies the values, of (values, values, scale, scale, bias, dtype), and the dtype; the
+    # code of that dtype where the module is to finish torch's product itself, or -1.
+    def __init__(
+        self, left: _Decoded, right: _Decoded, multiply: object, dtype: object, finished: int
+    ) -> None: ...
 
 def planned_product(
-    plan: ProductPlan, a: Tensor, scales_a: Tensor | None, b: Tensor, scales_b: Tensor | None, bias: Tensor | None, /
+    plan: ProductPlan,
+    a: Tensor,
+    scales_a: Tensor | None,
+    b: Tensor,
+    scales_b: Tensor | None,
+    bias: Tensor | None,
+    /,
 ) -> Tensor | None: ...
 
-# Of slots that fit together, one maximum for each; where Python has to do it or has something to refuse, None. The last
-# says whether they are a layer's own, of which less is asked.
+# Of slots that fit together, one maximum for each; where Python has to do it or has something to
+# refuse, None. The last says whether they are a layer's own, of which less is asked.
 def update_slots(
-    scales: Sequence[Tensor], histories: Sequence[Tensor], maxima: Sequence[float], most_recent: bool, own: bool, /
+    scales: Sequence[Tensor],
+    histories: Sequence[Tensor],
+    maxima: Sequence[float],
+    most_recent: bool,
+    own: bool,
+    /,
 ) -> bool | None: ...

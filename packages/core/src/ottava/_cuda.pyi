@@ -1,6 +1,8 @@
-"""The compiled CUDA kernels. Pointers are addresses of the device as integers, 0 where something is absent.
+"""The compiled CUDA kernels. Pointers are addresses of the device as integers, 0 where something is
+absent.
 
-Every operation is queued on ``stream``, the address of one of ``device``'s. A launch that fails is a BackendError.
+Every operation is queued on ``stream``, the address of one of ``device``'s. A launch that fails is
+a BackendError.
 """
 
 #: Floats of scratch memory that an amax and a quantization need.
@@ -8,7 +10,9 @@ scratch_floats: int
 #: What the module was compiled for, as CMake names architectures.
 targets: str
 
-def amax(src: int, dtype: int, n: int, scratch: int, out: int, device: int, stream: int) -> None: ...
+def amax(
+    src: int, dtype: int, n: int, scratch: int, out: int, device: int, stream: int
+) -> None: ...
 def scale_from_amax(
     amax: int,
     n: int,
@@ -53,12 +57,16 @@ def quantize(
     stream: int,
 ) -> None: ...
 def transpose(src: int, rows: int, cols: int, out: int, device: int, stream: int) -> None: ...
-def decode(src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, device: int, stream: int) -> None: ...
-def mx_scale_from_amax(amax: int, n: int, fmt: int, floor: bool, exponents: int, device: int, stream: int) -> None: ...
+def decode(
+    src: int, fmt: int, n: int, scale_inv: int, out: int, out_dtype: int, device: int, stream: int
+) -> None: ...
+def mx_scale_from_amax(
+    amax: int, n: int, fmt: int, floor: bool, exponents: int, device: int, stream: int
+) -> None: ...
 
-# Grids of scales. Rows and columns of a block and of a shared block (0 is all of them), whether it is stored as the
-# transpose, addresses of data and scales. None and () leave a side out. `scratch`, for whole rows and columns, holds as
-# many float32 zeros as there are of both.
+# Grids of scales. Rows and columns of a block and of a shared block (0 is all of them), whether it
+# is stored as the transpose, addresses of data and scales. None and () leave a side out. `scratch`,
+# for whole rows and columns, holds as many float32 zeros as there are of both.
 _Side = tuple[int, int, int, int, bool, int, int] | tuple[()] | None
 
 def grid_quantize(
@@ -94,23 +102,38 @@ def grid_decode(
 
 # After a product. `last` is scale_a, scale_b, bias and the code of the bias's dtype.
 def epilogue32(
-    acc: int, rows: int, cols: int, last: tuple[int, int, int, int], out: int, out_dtype: int, device: int, stream: int
+    acc: int,
+    rows: int,
+    cols: int,
+    last: tuple[int, int, int, int],
+    out: int,
+    out_dtype: int,
+    device: int,
+    stream: int,
 ) -> None: ...
 
-# Many tensors in one launch: of each its address, dtype, number of elements and the dtype it is rounded to; of a shard
-# rows and columns of its matrix, and the element that it starts with. Amaxes are raised, from zeros.
+# Many tensors in one launch: of each its address, dtype, number of elements and the dtype it is
+# rounded to; of a shard rows and columns of its matrix, and the element that it starts with. Amaxes
+# are raised, from zeros.
 _Source = tuple[int, int, int, int]
 _Place = tuple[int, int, int]
 
 def multi_amax(tensors: list[_Source], out: int, device: int, stream: int) -> None: ...
-def multi_cast(tensors: list[tuple[_Source, int, int]], scales: int, device: int, stream: int) -> None: ...
+def multi_cast(
+    tensors: list[tuple[_Source, int, int]], scales: int, device: int, stream: int
+) -> None: ...
 
-# Of MX blocks. Rows and columns of a block, with the addresses of scales and data, 0 without the direction.
+# Of MX blocks. Rows and columns of a block, with the addresses of scales and data, 0 without the
+# direction.
 _Block = tuple[int, int]
 _CastSide = tuple[_Block, int, int]
 
 def grid_multi_amax(
-    shards: list[tuple[_Source, _Place, _Block, _Block, bool]], out: int, total: int, device: int, stream: int
+    shards: list[tuple[_Source, _Place, _Block, _Block, bool]],
+    out: int,
+    total: int,
+    device: int,
+    stream: int,
 ) -> None: ...
 def grid_multi_cast(
     shards: list[tuple[_Source, _Place, int, bool, _CastSide, _CastSide]], device: int, stream: int

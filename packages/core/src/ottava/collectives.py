@@ -14,9 +14,9 @@ from ottava.torch_private import resolve_process_group
 
 _T = TypeVar("_T")
 
-# Hold the last tensors of collectives as their ``grad``, a reference in C++: gloo's thread lets go of a tensor a moment
-# after the collective has returned. With the last reference it would need the interpreter, and a process that ends in
-# this moment would abort.
+# Hold the last tensors of collectives as their ``grad``, a reference in C++: gloo's thread lets go
+# of a tensor a moment after the collective has returned. With the last reference it would need the
+# interpreter, and a process that ends in this moment would abort.
 _keepers: deque[torch.Tensor] = deque(maxlen=16)
 
 
@@ -25,29 +25,38 @@ process_groups_ready: Callable[[], bool] = dist.is_initialized if dist.is_availa
 
 
 def check_group(group: Any) -> None:
-    """Refuse with an OptionError what is no process group that this process is in, no name of one, and not None."""
+    """Refuse with an OptionError what is no process group that this process is in, no name of one,
+    and not None."""
     if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
         expected = "a process group that this process is in, the name of one, or None"
-        remedy = "pass what torch.distributed.new_group() returned on a member, or a mesh's get_group()"
+        remedy = (
+            "pass what torch.distributed.new_group() returned on a member, or a mesh's get_group()"
+        )
         raise OptionError(f"the group is {group!r}", expected, remedy)
 
 
 def find_group(group: Any) -> Any:
-    """The process group itself, of a group or its name; None stays None. UsageError, OptionError: there is none."""
+    """The process group itself, of a group or its name; None stays None. UsageError, OptionError:
+    there is none."""
     check_group(group)
     if group is not None and not process_groups_ready():
         what = f"the group {group!r} was given but no process group is initialized"
-        raise UsageError(what, expected="torch.distributed.init_process_group() before, or no group")
+        raise UsageError(
+            what, expected="torch.distributed.init_process_group() before, or no group"
+        )
     if not isinstance(group, str):
         return group
     try:
         return resolve_process_group(group)
     except (RuntimeError, LookupError) as error:
-        raise UsageError(f"no process group has the name {group!r}", expected="a group's group_name") from error
+        raise UsageError(
+            f"no process group has the name {group!r}", expected="a group's group_name"
+        ) from error
 
 
 def spans_ranks(group: Any) -> bool:
-    """Whether a reduction over a group, of which this may be the name, asks other ranks; False where there are none."""
+    """Whether a reduction over a group, of which this may be the name, asks other ranks; False
+    where there are none."""
     return process_groups_ready() and dist.get_world_size(find_group(group)) > 1
 
 
@@ -60,7 +69,8 @@ def group_of_this_rank() -> Any:
     for name in _own:
         with contextlib.suppress(RuntimeError, LookupError):
             return resolve_process_group(name)
-    # Without the others, which may be waiting for something else; NCCL would split a communicator of all.
+    # Without the others, which may be waiting for something else; NCCL would split a communicator
+    # of all.
     backend = "gloo" if dist.is_gloo_available() else None
     made = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     _own[:] = [made.group_name]
@@ -75,13 +85,15 @@ def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
         group: a process group or its name (a name keeps no group alive); None is the default group.
 
     Raises:
-        UsageError, OptionError: no process group is initialized; ``group`` is none, or not this process's.
+        UsageError, OptionError: no process group is initialized; ``group`` is none, or not this
+            process's.
     """
     return _all_reduce(values, "MAX", group)
 
 
 def all_reduce_sum(values: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The elementwise sum over the ranks, a new tensor; arguments and errors as of :func:`all_reduce_max`."""
+    """The elementwise sum over the ranks, a new tensor; arguments and errors as of
+    :func:`all_reduce_max`."""
     return _all_reduce(values, "SUM", group)
 
 
@@ -96,14 +108,16 @@ def _all_reduce(values: torch.Tensor, operation: str, group: Any) -> torch.Tenso
 
 
 def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The ``values`` of all ranks of ``group``, in the order of the ranks: ``[ranks, *values.shape]``.
+    """The ``values`` of all ranks of ``group``, in the order of the ranks:
+    ``[ranks, *values.shape]``.
 
     Args:
         values: of one shape and dtype on all ranks; bytes, for 8-bit float dtypes.
         group: as of :func:`all_reduce_max`.
 
     Raises:
-        UsageError, OptionError: no process group is initialized; ``group`` is none, or not this process's.
+        UsageError, OptionError: no process group is initialized; ``group`` is none, or not this
+            process's.
     """
     group = _ready(group)
     ranks = dist.get_world_size(group)
@@ -119,7 +133,11 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
 def _ready(group: Any) -> Any:
     if not process_groups_ready():
         what = "a reduction over processes was asked for but no process group is initialized"
-        raise UsageError(what, "torch.distributed.init_process_group() before", "or set with_amax_reduction=False")
+        raise UsageError(
+            what,
+            "torch.distributed.init_process_group() before",
+            "or set with_amax_reduction=False",
+        )
     return find_group(group)
 
 
@@ -131,12 +149,15 @@ def _keep(*tensors: torch.Tensor) -> None:
 
 
 class Ranks:
-    """The ranks of a group, or this process alone where there is none: what one of them fails in, fails on all.
-    UsageError where a group is given and none is initialized, OptionError where this process is not in it."""
+    """The ranks of a group, or this process alone where there is none: what one of them fails in,
+    fails on all. UsageError where a group is given and none is initialized, OptionError where this
+    process is not in it."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.alone = find_group(group), not process_groups_ready()
-        self.rank, self.world = (0, 1) if self.alone else (dist.get_rank(self.group), dist.get_world_size(self.group))
+        self.rank, self.world = (
+            (0, 1) if self.alone else (dist.get_rank(self.group), dist.get_world_size(self.group))
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, which are pickled on their way."""
@@ -146,7 +167,8 @@ class Ranks:
         return values
 
     def each(self, function: Callable[[], _T]) -> _T:
-        """What ``function`` gives here, once it has succeeded on every rank; else an error on every rank."""
+        """What ``function`` gives here, once it has succeeded on every rank; else an error on every
+        rank."""
         failure: BaseException | None = None
         try:
             result = function()
@@ -158,7 +180,9 @@ class Ranks:
             raise failure
         for rank, message in enumerate(messages):
             if message is not None:
-                raise CheckpointError(f"rank {rank} failed: {message}", expected="success on every rank")
+                raise CheckpointError(
+                    f"rank {rank} failed: {message}", expected="success on every rank"
+                )
         return result
 
 
@@ -170,7 +194,9 @@ class Disagreement(NamedTuple):
     remedy: str
 
 
-def check_alike(lines: Sequence[str], group: Any, device: torch.device | None, error: Disagreement) -> None:
+def check_alike(
+    lines: Sequence[str], group: Any, device: torch.device | None, error: Disagreement
+) -> None:
     """Compare what the ranks of a group are about to do, in one all-gather of 32 bytes.
 
     Args:

@@ -19,11 +19,14 @@ class OttavaError(Exception):
     def __init__(self, what: str, expected: str = "", remedy: str = "") -> None:
         self.what, self.expected, self.remedy = what, expected, remedy
         told = {"": what, "Expected: ": expected, "Remedy: ": remedy}
-        super().__init__(". ".join(f"{word}{text}".rstrip(".") for word, text in told.items() if text) + ".")
+        super().__init__(
+            ". ".join(f"{word}{text}".rstrip(".") for word, text in told.items() if text) + "."
+        )
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception that anyone may have raised: where its ``__str__`` raises, words that say so."""
+    """The text of an exception that anyone may have raised: where its ``__str__`` raises, words
+    that say so."""
     try:
         return str(error)
     # The text is somebody else's code.
@@ -32,9 +35,12 @@ def text_of(error: BaseException) -> str:
 
 
 def stable_repr(value: object) -> str:
-    """``repr(value)`` as every process has it: without addresses, and with the elements of sets in order."""
+    """``repr(value)`` as every process has it: without addresses, and with the elements of sets in
+    order."""
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-    return re.sub(r"\{([^{}:]*)\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)
+    return re.sub(
+        r"\{([^{}:]*)\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text
+    )
 
 
 class ShapeError(OttavaError, ValueError):
@@ -79,7 +85,12 @@ class BackendError(OttavaError, RuntimeError):
 
 @contextlib.contextmanager
 def translated(
-    what: str, expected: str, remedy: str = "", *, to: type[OttavaError] = CheckpointError, of: Any = Exception
+    what: str,
+    expected: str,
+    remedy: str = "",
+    *,
+    to: type[OttavaError] = CheckpointError,
+    of: Any = Exception,
 ) -> abc.Iterator[None]:
     """What anybody's code raises, or some kinds of it, as an error of Ottava; those pass."""
     try:
@@ -99,23 +110,34 @@ def named(what: object) -> abc.Iterator[None]:
     except OttavaError as error:
         if str(what) in error.what:
             raise
-        raise type(error)(f"{what}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+        raise type(error)(
+            f"{what}: {error.what}", expected=error.expected, remedy=error.remedy
+        ) from error
 
 
-def check_takes(function: Any, what: str, expected: str, *arguments: Any, refused: Any = ()) -> None:
-    """Refuse with a DTypeError what cannot be called with ``arguments``, or is one of the ``refused`` kinds."""
+def check_takes(
+    function: Any, what: str, expected: str, *arguments: Any, refused: Any = ()
+) -> None:
+    """Refuse with a DTypeError what cannot be called with ``arguments``, or is one of the
+    ``refused`` kinds."""
     if not callable(function) or isinstance(function, refused):
         raise DTypeError(f"{what} is a {type(function).__name__}", expected=expected)
     # Some functions of C have no signature.
-    with translated(f"{what} cannot be called", expected, to=DTypeError, of=TypeError), contextlib.suppress(ValueError):
+    with (
+        translated(f"{what} cannot be called", expected, to=DTypeError, of=TypeError),
+        contextlib.suppress(ValueError),
+    ):
         inspect.signature(function).bind(*arguments)
 
 
 def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
-    """The class of a quantized tensor may be anybody's, and what a file says to it anything: CheckpointError."""
+    """The class of a quantized tensor may be anybody's, and what a file says to it anything:
+    CheckpointError."""
     return translated(f"{name!r} has no values", "a tensor that can be loaded or dequantized")
 
 
 def listed(names: abc.Sequence[str]) -> str:
     """Names for an error, the first few of many."""
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ", ".join(map(repr, names[:5])) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )

@@ -1,9 +1,11 @@
 """How a file or a folder appears under its name: whole, or not at all; and is read as one.
 
-What is written goes to a hidden folder beside its place, and one rename gives it its name. The folder is locked while
-its writer lives, so that a later writer of the same name removes what a killed one left and nothing else.
+What is written goes to a hidden folder beside its place, and one rename gives it its name. The
+folder is locked while its writer lives, so that a later writer of the same name removes what a
+killed one left and nothing else.
 
-Opening a pipe waits for its other end, and opening a device may do anything: regular files alone are opened.
+Opening a pipe waits for its other end, and opening a device may do anything: regular files alone
+are opened.
 """
 
 import contextlib
@@ -33,7 +35,8 @@ def as_path(path: AnyPath) -> Path:
 
 
 def check_file_target(path: AnyPath) -> Path:
-    """Where a file of that name is written, which is what a link leads to; UsageError where that is no regular file."""
+    """Where a file of that name is written, which is what a link leads to; UsageError where that is
+    no regular file."""
     with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
         place = Path(os.path.realpath(as_path(path)))
         if not stat.S_ISDIR(place.parent.stat().st_mode):
@@ -45,7 +48,8 @@ def check_file_target(path: AnyPath) -> Path:
 
 @contextlib.contextmanager
 def unreplaced(path: Path) -> Iterator[None]:
-    """Read a regular file in the block; CheckpointError where it is none, or is another one at the end."""
+    """Read a regular file in the block; CheckpointError where it is none, or is another one at the
+    end."""
     before, failure = _identity(path), None
     try:
         yield
@@ -53,7 +57,9 @@ def unreplaced(path: Path) -> Iterator[None]:
         # What looks like damage may be two files; an interrupt stays one.
         failure = error
     if _identity(path) != before:
-        raise CheckpointError(f"{path} was replaced while it was read", "one file", "load it again") from failure
+        raise CheckpointError(
+            f"{path} was replaced while it was read", "one file", "load it again"
+        ) from failure
     if failure is not None:
         raise failure
 
@@ -74,14 +80,16 @@ def read_bytes(path: AnyPath, most: int = -1) -> bytes:
 
 
 def open_text(path: AnyPath) -> TextIO:
-    """A text file to write, in UTF-8, line by line, empty; an OSError where what has the name is no regular file."""
+    """A text file to write, in UTF-8, line by line, empty; an OSError where what has the name is no
+    regular file."""
     descriptor = _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     return open(descriptor, "w", encoding="utf-8", newline="\n", buffering=1)
 
 
 def _descriptor(path: AnyPath, flags: int) -> int:
     """Of a regular file; an OSError where it is none."""
-    # What is no regular file is not even opened. Without waiting, because it may have become a pipe meanwhile.
+    # What is no regular file is not even opened. Without waiting, because it may have become a pipe
+    # meanwhile.
     with contextlib.suppress(FileNotFoundError):
         _check_regular(os.stat(path))
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -108,7 +116,9 @@ def mode_of(path: Path) -> int | None:
 def write_new(path: Path, data: bytes, mode: int) -> None:
     """Write a new file with some permissions, to the disk."""
     # Those that the process takes off new files are added at the end, when everything is written.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode | stat.S_IWUSR)
+    descriptor = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode | stat.S_IWUSR
+    )
     with open(descriptor, "wb") as file:
         file.write(data)
         file.flush()
@@ -144,15 +154,16 @@ def uninterrupted() -> Iterator[None]:
 
 
 def sync(folder: Path) -> None:
-    """Have the names in a folder on the disk; some file systems keep names by themselves and refuse."""
+    """Have the names in a folder on the disk; some file systems keep names by themselves and
+    refuse."""
     with opened(folder) as descriptor, contextlib.suppress(OSError):
         os.fsync(descriptor)
 
 
 class Partial(contextlib.ExitStack):
-    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone, or the target. It
-    has the permissions of a folder that is the target now. What killed writers of the same target left is removed
-    before."""
+    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone,
+    or the target. It has the permissions of a folder that is the target now. What killed writers of
+    the same target left is removed before."""
 
     def __init__(self, target: Path) -> None:
         super().__init__()
@@ -189,7 +200,8 @@ class Partial(contextlib.ExitStack):
 
 
 def remove_leftovers(folder: Path, start: str) -> None:
-    """Remove the hidden folders whose names begin so and whose writers were killed, as far as that can be done."""
+    """Remove the hidden folders whose names begin so and whose writers were killed, as far as that
+    can be done."""
     for entry in list(folder.glob(f"{glob.escape(start)}*.partial")):
         # A writer that lives has locked it; what is no folder no writer has left.
         with contextlib.suppress(OSError), opened(entry) as descriptor:

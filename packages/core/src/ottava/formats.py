@@ -1,7 +1,9 @@
 """Number formats as data: every constant of a format stands here once.
 
-Sources: E4M3 and E5M2 follow the OCP 8-bit Floating Point Specification 1.0 (``torch.float8_e4m3fn`` and
-``torch.float8_e5m2``); E8M0 is the shared-scale format of the OCP Microscaling Formats Specification 1.0.
+Sources: E4M3 and E5M2 follow the OCP 8-bit Floating Point Specification 1.0
+(``torch.float8_e4m3fn`` and
+``torch.float8_e5m2``); E8M0 is the shared-scale format of the OCP Microscaling Formats
+Specification 1.0.
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ class FloatFormat:
         max: largest finite value.
         min_normal: smallest positive normal value.
         min_subnormal: smallest positive value.
-        nan_code: the byte that a cast writes for NaN. Infinities, which E5M2 has, it never writes: it saturates.
+        nan_code: the byte that a cast writes for NaN. Infinities, which E5M2 has, it never writes:
+            it saturates.
         code: the number by which compiled kernels know the format.
     """
 
@@ -47,8 +50,8 @@ E8M0 = FloatFormat("E8M0", torch.float8_e8m0fnu, 0, 127, 2.0**127, 2.0**-127, 2.
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """One integer format, symmetric: numbers lie within ``-max`` and ``max``, the one below is NaN; else as
-    :class:`FloatFormat`."""
+    """One integer format, symmetric: numbers lie within ``-max`` and ``max``, the one below is NaN;
+    else as :class:`FloatFormat`."""
 
     name: str
     torch_dtype: torch.dtype
@@ -93,15 +96,19 @@ HYBRID = Format.HYBRID
 # The numbers of a format are constants of compiled code, not inputs of its graph.
 @constant_to_compiler
 def fp8_format(dtype: torch.dtype) -> FloatFormat:
-    """The element format of ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``; a DTypeError for any other dtype."""
+    """The element format of ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``; a DTypeError for any
+    other dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in _FP8:
-        raise DTypeError(f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2")
+        raise DTypeError(
+            f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2"
+        )
     return _FP8[dtype]
 
 
 @constant_to_compiler
 def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
-    """The format of elements of one of the two FP8 dtypes, or ``torch.int8``; a DTypeError for any other dtype."""
+    """The format of elements of one of the two FP8 dtypes, or ``torch.int8``; a DTypeError for any
+    other dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in ELEMENTS:
         expected = "torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8"
         raise DTypeError(f"{dtype!r} is not a format of elements", expected=expected)

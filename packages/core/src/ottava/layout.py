@@ -1,8 +1,9 @@
 """Layouts as data: what the elements of a quantized tensor are, and which of them share a scale.
 
-A tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows and ``K`` columns, which a grid cuts into blocks that have
-one scale each. Blocks at ragged edges are smaller. Rowwise data serve products that sum over columns, columnwise data
-those that sum over rows: their blocks are those of the transposed matrix.
+A tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows and ``K`` columns, which a grid cuts
+into blocks that have one scale each. Blocks at ragged edges are smaller. Rowwise data serve
+products that sum over columns, columnwise data those that sum over rows: their blocks are those of
+the transposed matrix.
 """
 
 import math
@@ -32,18 +33,21 @@ class Layout:
     Attributes:
         element: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.int8``.
         block: rows and columns of rowwise data that share a scale; None for all of them.
-        scale: the format of stored scales: ``torch.float32`` (``scale_inv`` itself) or ``torch.float8_e8m0fnu``.
-        rounding: of a float32 scale ``"nearest"``, or ``"floor"`` to a power of two; of an E8M0 scale ``"up"``, by
-            which no element is clamped, or ``"floor"``.
+        scale: the format of stored scales: ``torch.float32`` (``scale_inv`` itself) or
+            ``torch.float8_e8m0fnu``.
+        rounding: of a float32 scale ``"nearest"``, or ``"floor"`` to a power of two; of an E8M0
+            scale ``"up"``, by which no element is clamped, or ``"floor"``.
         epsilon: an amax below it counts as it; for float32 scales alone.
-        columnwise: how columnwise data are held: ``"own"``, of the tensor's shape; ``"transposed"``, ``[K, *leading]``;
-            or ``"same"``, where one buffer serves both usages.
-        shared: rows and columns whose blocks have one scale in common, if that is more than a block: whole blocks,
-            squares. Both directions hold the same values then, as they do where blocks are squares.
-        finite_as: what an infinite float32 scale becomes: ``"float32"``, that format's largest value, or ``"input"``,
-            that of the dtype of the values.
-        text: the layout in one line, for example ``"float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"``; it
-            follows from the rest.
+        columnwise: how columnwise data are held: ``"own"``, of the tensor's shape;
+            ``"transposed"``, ``[K, *leading]``; or ``"same"``, where one buffer serves both usages.
+        shared: rows and columns whose blocks have one scale in common, if that is more than a
+            block: whole blocks, squares. Both directions hold the same values then, as they do
+            where blocks are squares.
+        finite_as: what an infinite float32 scale becomes: ``"float32"``, that format's largest
+            value, or ``"input"``, that of the dtype of the values.
+        text: the layout in one line, for example
+            ``"float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"``; it follows from the
+            rest.
 
     Raises:
         DTypeError: ``element`` or ``scale`` is no such dtype.
@@ -59,35 +63,61 @@ class Layout:
     shared: tuple[int, int] | None = None
     finite_as: str = "float32"
     text: str = field(init=False, repr=False, compare=False, default="")
-    #: Whether one buffer serves both usages, by ``"same"`` or because all has one scale; it follows from the fields.
+    #: Whether one buffer serves both usages, by ``"same"`` or because all has one scale; it follows
+    #: from the fields.
     one_buffer = False
 
     def __post_init__(self) -> None:
         element_format(self.element)
         if not isinstance(self.scale, torch.dtype) or self.scale not in _ROUNDINGS:
-            raise DTypeError(f"scale is {self.scale!r}", expected="torch.float32 or torch.float8_e8m0fnu")
+            raise DTypeError(
+                f"scale is {self.scale!r}", expected="torch.float32 or torch.float8_e8m0fnu"
+            )
         for name, value in (("block", self.block), ("shared", self.shared)):
             sizes = value if isinstance(value, tuple) else (0,)
             right = len(sizes) == 2 and all(s is None or (type(s) is int and s > 0) for s in sizes)
             if not right and not (name == "shared" and value is None):
-                raise OptionError(f"{name} is {value!r}", expected="(rows, columns), each a size > 0 or None for all")
+                raise OptionError(
+                    f"{name} is {value!r}",
+                    expected="(rows, columns), each a size > 0 or None for all",
+                )
         columnwise = ("own", "transposed", "same")
-        allowed = {"rounding": _ROUNDINGS[self.scale], "columnwise": columnwise, "finite_as": ("float32", "input")}
+        allowed = {
+            "rounding": _ROUNDINGS[self.scale],
+            "columnwise": columnwise,
+            "finite_as": ("float32", "input"),
+        }
         for name, words in allowed.items():
             if getattr(self, name) not in words:
-                raise OptionError(f"{name} is {getattr(self, name)!r}", expected=f"one of {', '.join(words)}")
+                raise OptionError(
+                    f"{name} is {getattr(self, name)!r}", expected=f"one of {', '.join(words)}"
+                )
         if type(self.epsilon) not in (int, float) or not 0.0 <= self.epsilon <= _FLOAT32_MAX:
-            raise OptionError(f"epsilon is {self.epsilon!r}", expected="a number >= 0 that float32 holds")
+            raise OptionError(
+                f"epsilon is {self.epsilon!r}", expected="a number >= 0 that float32 holds"
+            )
         if self.scale is not torch.float32 and (self.epsilon or self.finite_as != "float32"):
             what = f"an E8M0 scale with epsilon {self.epsilon!r} and finite_as {self.finite_as!r}"
-            raise OptionError(what, expected="0 and 'float32'", remedy="these two are of scale=torch.float32 alone")
-        # Equal layouts have one text: abs takes the sign of -0.0. Frozen, so that this is the way to set a field.
+            raise OptionError(
+                what,
+                expected="0 and 'float32'",
+                remedy="these two are of scale=torch.float32 alone",
+            )
+        # Equal layouts have one text: abs takes the sign of -0.0. Frozen, so that this is the way
+        # to set a field.
         object.__setattr__(self, "epsilon", abs(float(self.epsilon)))
         sides = [] if self.shared is None else [*zip(self.shared, self.block, strict=True)]
-        if len({side for side, _ in sides}) > 1 or not all(side and size and side % size == 0 for side, size in sides):
-            raise OptionError(f"blocks of {self.block} share a scale over {self.shared}", expected="squares of blocks")
+        if len({side for side, _ in sides}) > 1 or not all(
+            side and size and side % size == 0 for side, size in sides
+        ):
+            raise OptionError(
+                f"blocks of {self.block} share a scale over {self.shared}",
+                expected="squares of blocks",
+            )
         if self.columnwise == "same" and self.block[0] != self.block[1]:
-            raise OptionError(f"blocks of {self.block} with columnwise='same'", expected="squares, or one for all")
+            raise OptionError(
+                f"blocks of {self.block} with columnwise='same'", expected="squares, or one for all"
+            )
         whole = self.columnwise == "own" and self.block == (None, None)
         object.__setattr__(self, "one_buffer", whole or self.columnwise == "same")
         object.__setattr__(self, "text", "/".join(map(_written, self._values())))
@@ -114,12 +144,14 @@ class Layout:
         return self.columnwise == "transposed"
 
     def block_of(self, columnwise: bool, shared: bool = False) -> Block:
-        """Rows and columns of the tensor that have one scale: stored for them, or with ``shared`` in common."""
+        """Rows and columns of the tensor that have one scale: stored for them, or with ``shared``
+        in common."""
         block = (self.shared if shared else None) or self.block
         return (block[1], block[0]) if columnwise else block
 
     def grid(self, matrix: Sequence[int], columnwise: bool, shared: bool = False) -> Size:
-        """Rows and columns of the scales of a matrix ``[M, K]``; those of a tensor whose columns are not transposed."""
+        """Rows and columns of the scales of a matrix ``[M, K]``; those of a tensor whose columns
+        are not transposed."""
         return grid_of(matrix, self.block_of(columnwise, shared))
 
     @property
@@ -133,7 +165,8 @@ class Layout:
         return (columns, rows) if columnwise and self.transposed else (rows, columns)
 
     def stored_block(self, columnwise: bool) -> Block:
-        """Rows and columns of stored data that share a scale: those of the transpose, if that is what is stored."""
+        """Rows and columns of stored data that share a scale: those of the transpose, if that is
+        what is stored."""
         return self.block if columnwise and self.transposed else self.block_of(columnwise)
 
     def stored_matrix(self, data_shape: Sequence[int], columnwise: bool) -> Size:
@@ -165,8 +198,11 @@ torch.serialization.add_safe_globals([Layout])
 
 
 def grid_of(matrix: Sequence[int], block: Block) -> Size:
-    """How many blocks lie below each other and side by side in a matrix: one where a block has all, of nothing too."""
-    rows, columns = (1 if side is None else -(-size // side) for size, side in zip(matrix, block, strict=True))
+    """How many blocks lie below each other and side by side in a matrix: one where a block has all,
+    of nothing too."""
+    rows, columns = (
+        1 if side is None else -(-size // side) for size, side in zip(matrix, block, strict=True)
+    )
     return rows, columns
 
 
@@ -182,15 +218,32 @@ def _written(value: Any) -> str:
 
 
 def _sizes(text: str) -> Any:
-    return None if text == "None" else tuple(None if size == "all" else int(size) for size in text.split("x"))
+    return (
+        None
+        if text == "None"
+        else tuple(None if size == "all" else int(size) for size in text.split("x"))
+    )
 
 
 # What reads each field, by its place.
-_READERS: tuple[Callable[[str], Any], ...] = (vars(torch).get, _sizes, vars(torch).get, str, float, str, _sizes, str)
+_READERS: tuple[Callable[[str], Any], ...] = (
+    vars(torch).get,
+    _sizes,
+    vars(torch).get,
+    str,
+    float,
+    str,
+    _sizes,
+    str,
+)
 
 
 def _parsed(text: str) -> Layout:
     try:
-        return Layout(*[reader(part) for reader, part in zip(_READERS, text.split("/"), strict=True)])
+        return Layout(
+            *[reader(part) for reader, part in zip(_READERS, text.split("/"), strict=True)]
+        )
     except ValueError as error:
-        raise OptionError(f"{text!r:.80} is no layout", expected="what Layout.text gives") from error
+        raise OptionError(
+            f"{text!r:.80} is no layout", expected="what Layout.text gives"
+        ) from error

@@ -1,19 +1,23 @@
-"""What is private in torch, asked for here and nowhere else in the packages, and what serves where it is gone.
+"""What is private in torch, asked for here and nowhere else in the packages, and what serves where
+it is gone.
 
-A name with an underscore may go in any version of torch. Each is looked up once, when this module is imported; where it
-is not found, what :class:`Fallbacks` has of the same name is bound in its place. :data:`PRIVATE` says what that is;
-where that is nothing, what needs the name is refused with a BackendError.
+A name with an underscore may go in any version of torch. Each is looked up once, when this module
+is imported; where it is not found, what :class:`Fallbacks` has of the same name is bound in its
+place. :data:`PRIVATE` says what that is; where that is nothing, what needs the name is refused with
+a BackendError.
 
-One has no equivalent and is answered for, with a warning: without ``graph_task_id`` no code counts as inside of a
-backward pass (docs/limits.md says what follows). FSDP2 then gathers what rows and columns need at once, not in turns.
+One has no equivalent and is answered for, with a warning: without ``graph_task_id`` no code counts
+as inside of a backward pass (docs/limits.md says what follows). FSDP2 then gathers what rows and
+columns need at once, not in turns.
 
-Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2`; ``_ddp_params_and_buffers_to_ignore``, which
-``ottava.convert`` sets for DistributedDataParallel to read (a version that does not copies the first rank's scaling
-state over that of the others); and what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``,
-``_modules``, ``_buffers``, ``_forward_pre_hooks``, ``_replicate_for_data_parallel``, and what loads and saves).
+Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2`;
+``_ddp_params_and_buffers_to_ignore``, which ``ottava.convert`` sets for DistributedDataParallel to
+read (a version that does not copies the first rank's scaling state over that of the others); and
+what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``, ``_modules``,
+``_buffers``, ``_forward_pre_hooks``, ``_replicate_for_data_parallel``, and what loads and saves).
 
-Nor is :func:`pipeline_pass`, which reads the frames of the caller: where ``torch.distributed.pipelining`` has other
-names, code counts as outside of any pipeline.
+Nor is :func:`pipeline_pass`, which reads the frames of the caller: where
+``torch.distributed.pipelining`` has other names, code counts as outside of any pipeline.
 """
 
 import itertools
@@ -27,8 +31,11 @@ import torch
 
 from ottava.errors import BackendError, UsageError
 
-#: Devices that torch.autocast knows. Asked here, because the compiler of torch 2.11 cannot trace the question.
-WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
+#: Devices that torch.autocast knows. Asked here, because the compiler of torch 2.11 cannot trace
+#: the question.
+WITH_AUTOCAST = frozenset(
+    filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia"))
+)
 
 #: Name in this module -> the private name below ``torch``, and what serves without it.
 PRIVATE: dict[str, tuple[str, str]] = {}
@@ -41,7 +48,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Fallbacks:
     """What serves instead of the private names, made of what torch documents."""
 
-    # No code is known to run inside of a backward pass; somebody looks on, always, at tensors with all keys.
+    # No code is known to run inside of a backward pass; somebody looks on, always, at tensors with
+    # all keys.
     graph_task_id = staticmethod(lambda: -1)
     current_node = top_hooks = staticmethod(lambda *_: None)
     dispatch_modes = function_modes = transforms = tracing = profiling = staticmethod(lambda: True)
@@ -50,11 +58,17 @@ class Fallbacks:
     raw_stream = staticmethod(lambda device: int(torch.cuda.current_stream(device).cuda_stream))
     unsafe_view = staticmethod(lambda tensor, size: tensor.reshape(tuple(size)).clone())
     any_autocast_enabled = staticmethod(lambda: any(map(torch.is_autocast_enabled, WITH_AUTOCAST)))
-    foreach_copy_ = staticmethod(lambda to, of: [t.copy_(each) for t, each in zip(to, of, strict=True)])
-    foreach_maximum_ = staticmethod(lambda to, of: [torch.maximum(t, o, out=t) for t, o in zip(to, of, strict=True)])
+    foreach_copy_ = staticmethod(
+        lambda to, of: [t.copy_(each) for t, each in zip(to, of, strict=True)]
+    )
+    foreach_maximum_ = staticmethod(
+        lambda to, of: [torch.maximum(t, o, out=t) for t, o in zip(to, of, strict=True)]
+    )
 
     @staticmethod
-    def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, _: None, out_dtype: Any, fast: bool) -> Any:
+    def scaled_mm(
+        a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, _: None, out_dtype: Any, fast: bool
+    ) -> Any:
         kinds: Any = torch.nn.functional.ScalingType
         kind = kinds.TensorWise if scale_a.numel() == scale_b.numel() == 1 else kinds.RowWise
         options: Any = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": fast}
@@ -66,7 +80,9 @@ class Fallbacks:
         return bool(there and torch.backends.cpu.get_cpu_capability().startswith("AVX512"))
 
     @classmethod
-    def disabled_torch_function(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def disabled_torch_function(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -78,7 +94,8 @@ def _refuse(path: str) -> NoReturn:
 
 
 def _ask(name: str, path: str, without: str) -> Any:
-    """What torch has at ``path``, else what :class:`Fallbacks` has, else a function that says what is missing."""
+    """What torch has at ``path``, else what :class:`Fallbacks` has, else a function that says what
+    is missing."""
     PRIVATE[name] = (path, without)
     found: Any = torch
     for step in path.split("."):
@@ -92,7 +109,8 @@ def _ask(name: str, path: str, without: str) -> Any:
 graph_task_id: Callable[[], int] = _ask(
     "graph_task_id",
     "_C._current_graph_task_id",
-    "recomputations by activation checkpointing count as forward passes: with delayed scaling each begins a step of "
+    "recomputations by activation checkpointing count as forward passes: with delayed scaling "
+    "each begins a step of "
     "its own, unless its region stays open around backward()",
 )
 #: Whether :data:`graph_task_id` can tell.
@@ -103,7 +121,9 @@ if not KNOWS_BACKWARD:
 
 _TWICE = "a state sees what is recomputed twice; amaxes stay the same"
 current_node: Callable[[], Any] = _ask("current_node", "_C._current_autograd_node", _TWICE)
-top_hooks: Callable[[bool], Any] = _ask("top_hooks", "_C._autograd._top_saved_tensors_default_hooks", _TWICE)
+top_hooks: Callable[[bool], Any] = _ask(
+    "top_hooks", "_C._autograd._top_saved_tensors_default_hooks", _TWICE
+)
 
 _SLOWER = "every kernel goes through its operator: slower"
 dispatch_modes: Callable[[], int] = _ask("dispatch_modes", "_C._len_torch_dispatch_stack", _SLOWER)
@@ -116,29 +136,47 @@ dispatch_keys: Callable[[torch.Tensor], Any] = _ask("dispatch_keys", "_C._dispat
 _key_sets = _ask("strange_keys", "_C.DispatchKeySet", _SLOWER)
 #: The module whose ``_current_level`` is -1 outside of forward-mode derivatives, and changes.
 _ask("forward_ad", "autograd.forward_ad._current_level", "layers are autograd functions: slower")
-forward_ad: Any = Fallbacks.forward_ad if PRIVATE["forward_ad"][0] in MISSING else torch.autograd.forward_ad
+forward_ad: Any = (
+    Fallbacks.forward_ad if PRIVATE["forward_ad"][0] in MISSING else torch.autograd.forward_ad
+)
 
 any_autocast_enabled: Callable[[], bool] = _ask(
-    "any_autocast_enabled", "_C._is_any_autocast_enabled", "torch.is_autocast_enabled, of each device"
+    "any_autocast_enabled",
+    "_C._is_any_autocast_enabled",
+    "torch.is_autocast_enabled, of each device",
 )
-scaled_mm: Callable[..., torch.Tensor] = _ask("scaled_mm", "_scaled_mm", "torch.nn.functional.scaled_mm")
+scaled_mm: Callable[..., torch.Tensor] = _ask(
+    "scaled_mm", "_scaled_mm", "torch.nn.functional.scaled_mm"
+)
 foreach_copy_: Callable[..., None] = _ask("foreach_copy_", "_foreach_copy_", "copy_, one by one")
-foreach_maximum_: Callable[..., None] = _ask("foreach_maximum_", "_foreach_maximum_", "torch.maximum, one by one")
+foreach_maximum_: Callable[..., None] = _ask(
+    "foreach_maximum_", "_foreach_maximum_", "torch.maximum, one by one"
+)
 #: Whether oneDNN, which multiplies for torch on CPUs, takes bfloat16 on this machine.
 mkldnn_bf16_supported: Callable[[], bool] = _ask(
-    "mkldnn_bf16_supported", "ops.mkldnn._is_mkldnn_bf16_supported", "oneDNN is there, and the CPU has AVX-512"
+    "mkldnn_bf16_supported",
+    "ops.mkldnn._is_mkldnn_bf16_supported",
+    "oneDNN is there, and the CPU has AVX-512",
 )
 #: The address of a GPU's current stream. Builds of torch for CPUs do not have the private name.
-raw_stream: Callable[[int], int] = _ask("raw_stream", "_C._cuda_getCurrentRawStream", "torch.cuda: slower")
+raw_stream: Callable[[int], int] = _ask(
+    "raw_stream", "_C._cuda_getCurrentRawStream", "torch.cuda: slower"
+)
 #: A reshaped tensor that is no view for autograd.
-unsafe_view: Callable[..., torch.Tensor] = _ask("unsafe_view", "ops.aten._unsafe_view", "a reshaped copy: slower")
+unsafe_view: Callable[..., torch.Tensor] = _ask(
+    "unsafe_view", "ops.aten._unsafe_view", "a reshaped copy: slower"
+)
 _PARAMETERS = "nothing: quantized parameters are refused, no others"
 #: A tensor of a subclass, without memory of its own.
-make_wrapper_subclass: Callable[..., Any] = _ask("make_wrapper_subclass", "Tensor._make_wrapper_subclass", _PARAMETERS)
+make_wrapper_subclass: Callable[..., Any] = _ask(
+    "make_wrapper_subclass", "Tensor._make_wrapper_subclass", _PARAMETERS
+)
 tree_map: Callable[..., Any] = _ask("tree_map", "utils._pytree.tree_map", _PARAMETERS)
 #: ``__torch_function__`` of classes that answer below autograd only.
 disabled_torch_function: Any = _ask(
-    "disabled_torch_function", "_C._disabled_torch_function_impl", "torch.DisableTorchFunctionSubclass: slower"
+    "disabled_torch_function",
+    "_C._disabled_torch_function_impl",
+    "torch.DisableTorchFunctionSubclass: slower",
 )
 #: The process group of a name, which keeps no group alive.
 resolve_process_group: Callable[[str], Any] = _ask(
@@ -150,10 +188,19 @@ resolve_process_group: Callable[[str], Any] = _ask(
 # Looked up each time. Functions that have no entry say themselves what serves.
 _LOCAL = "distributed.tensor.DTensor._local_tensor"
 PRIVATE |= {
-    "aliases_of": ("_ops.OpOverload._schema", "the values before and after an op that core does not know: slower"),
-    "version_of": ("Tensor._version", "what is derived from tensors is made anew for each use: slower"),
+    "aliases_of": (
+        "_ops.OpOverload._schema",
+        "the values before and after an op that core does not know: slower",
+    ),
+    "version_of": (
+        "Tensor._version",
+        "what is derived from tensors is made anew for each use: slower",
+    ),
     "local_tensor": (_LOCAL, "DTensor.to_local"),
-    "set_local_tensor": (_LOCAL, "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused"),
+    "set_local_tensor": (
+        _LOCAL,
+        "nothing: load_state_dict(assign=True) of sharded high-precision weights is refused",
+    ),
 }
 _numbers = itertools.count()
 
@@ -167,8 +214,9 @@ def strange_keys(plain: Sequence[str]) -> int:
 
 
 def constant_to_compiler(function: _Function) -> _Function:
-    """Have compiled code call ``function`` once, while it is traced, as ``torch.compiler.assume_constant_result`` does,
-    which imports the compiler, and that takes seconds. A compiler that knows no such mark breaks its graph there."""
+    """Have compiled code call ``function`` once, while it is traced, as
+    ``torch.compiler.assume_constant_result`` does, which imports the compiler, and that takes
+    seconds. A compiler that knows no such mark breaks its graph there."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -184,26 +232,40 @@ def refuse_export(what: str, expected: str, remedy: str) -> None:
 
 
 def aten_overloads(*names: str) -> list[Any]:
-    """The default overloads of private aten operators, those that there are: nobody calls the others."""
-    return [found.default for name in names if (found := getattr(torch.ops.aten, name, None)) is not None]
+    """The default overloads of private aten operators, those that there are: nobody calls the
+    others."""
+    return [
+        found.default
+        for name in names
+        if (found := getattr(torch.ops.aten, name, None)) is not None
+    ]
 
 
 def aliases_of(operator: Any) -> list[tuple[int, str, bool]] | None:
-    """The arguments whose memory an operator writes to, or its results share: position, name, whether it writes.
+    """The arguments whose memory an operator writes to, or its results share: position, name,
+    whether it writes.
 
     None where this torch does not say.
     """
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return None
-    infos = [(place, argument.name, argument.alias_info) for place, argument in enumerate(schema.arguments)]
+    infos = [
+        (place, argument.name, argument.alias_info)
+        for place, argument in enumerate(schema.arguments)
+    ]
     return [(place, name, bool(info.is_write)) for place, name, info in infos if info is not None]
 
 
 def writes_of(operator: Any) -> list[tuple[int, str]] | None:
-    """The arguments that an operator writes to, by position and name; None where this torch does not say."""
+    """The arguments that an operator writes to, by position and name; None where this torch does
+    not say."""
     aliases = aliases_of(operator)
-    return None if aliases is None else [(place, name) for place, name, is_write in aliases if is_write]
+    return (
+        None
+        if aliases is None
+        else [(place, name) for place, name, is_write in aliases if is_write]
+    )
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -213,19 +275,32 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def share_hooks(tensor: Any, other: Any) -> None:
-    """Have the hooks of a leaf's gradient run for another one, too; none where torch does not show them."""
+    """Have the hooks of a leaf's gradient run for another one, too; none where torch does not show
+    them."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(other, name, hooks)
 
 
 def may_refuse_to_load(module: torch.nn.Module) -> bool:
-    """Whether ``load_state_dict`` of a module runs hooks or methods that are neither torch's nor Ottava's; True where
-    torch does not show its hooks."""
-    hooks = [getattr(module, f"_load_state_dict_{when}_hooks", {0: None}).values() for when in ("pre", "post")]
+    """Whether ``load_state_dict`` of a module runs hooks or methods that are neither torch's nor
+    Ottava's; True where torch does not show its hooks."""
+    hooks = [
+        getattr(module, f"_load_state_dict_{when}_hooks", {0: None}).values()
+        for when in ("pre", "post")
+    ]
     cls = type(module)
-    called = (*hooks[0], *hooks[1], cls.load_state_dict, cls._load_from_state_dict, cls.set_extra_state)
-    return any(getattr(one, "__module__", "").partition(".")[0] not in ("torch", "ottava") for one in called)
+    called = (
+        *hooks[0],
+        *hooks[1],
+        cls.load_state_dict,
+        cls._load_from_state_dict,
+        cls.set_extra_state,
+    )
+    return any(
+        getattr(one, "__module__", "").partition(".")[0] not in ("torch", "ottava")
+        for one in called
+    )
 
 
 def is_distributed(tensor: Any) -> bool:
@@ -234,7 +309,8 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """What a DTensor holds on this rank, by ``to_local`` where it does not show it; other tensors themselves."""
+    """What a DTensor holds on this rank, by ``to_local`` where it does not show it; other tensors
+    themselves."""
     found = getattr(tensor, "_local_tensor", None)
     if found is not None or not is_distributed(tensor):
         return tensor if found is None else found
@@ -243,7 +319,8 @@ def local_tensor(tensor: Any) -> Any:
 
 
 def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:
-    """Put another tensor in the place of what a DTensor holds here; a BackendError where torch has no such place."""
+    """Put another tensor in the place of what a DTensor holds here; a BackendError where torch has
+    no such place."""
     if not hasattr(tensor, "_local_tensor"):
         _refuse(_LOCAL)
     tensor._local_tensor = local
@@ -254,7 +331,8 @@ class PipelinePass(NamedTuple):
 
     #: The ranks of the pipeline, each of which has other stages.
     ranks: int
-    #: The number of the microbatch whose forward pass a stage runs; None where it is no stage that runs.
+    #: The number of the microbatch whose forward pass a stage runs; None where it is no stage that
+    #: runs.
     microbatch: int | None
     #: Whether a stage runs to find out shapes and dtypes, on values that are nobody's.
     infers: bool
@@ -267,7 +345,8 @@ _INFERRING = ("_forward_metadata_inference", "_shape_inference")
 
 
 def pipeline_pass() -> PipelinePass | None:
-    """What the pipeline does in which this runs; None outside of any. Not for code that is compiled."""
+    """What the pipeline does in which this runs; None outside of any. Not for code that is
+    compiled."""
     frame: FrameType | None = sys._getframe(1) if PIPELINES in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_PIPELINING):
@@ -279,7 +358,8 @@ def pipeline_pass() -> PipelinePass | None:
 
 
 def _pass_of(function: str, variables: Any) -> PipelinePass | None:
-    """What a function of a stage or of a schedule says; None where that is for its caller to say."""
+    """What a function of a stage or of a schedule says; None where that is for its caller to
+    say."""
     owner = variables.get("self")
     stages = getattr(owner, "_stages", None) or [getattr(owner, "_stage", owner)]
     ranks = getattr(stages[0], "group_size", None)

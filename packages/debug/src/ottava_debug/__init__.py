@@ -1,7 +1,9 @@
-"""See what FP8 does to a model: fake quantization, switches and statistics, a report on checkpoints, a search.
+"""See what FP8 does to a model: fake quantization, switches and statistics, a report on
+checkpoints, a search.
 
-Importing this makes the features known to nvdlfw-inspect, in whichever order the two are imported. Public names are
-resolved on first use, so that neither torch nor nvdlfw-inspect is imported before it is needed.
+Importing this makes the features known to nvdlfw-inspect, in whichever order the two are imported.
+Public names are resolved on first use, so that neither torch nor nvdlfw-inspect is imported before
+it is needed.
 """
 
 import importlib
@@ -18,7 +20,8 @@ _NAMES = {
     "analysis.report": "Analysis",
     "bundle": "Bundle",
     "capturing": "capture",
-    "features": "DisableFP8GEMM DisableFP8Layer DumpTensors FakeQuant Feature LogFp8TensorStats LogTensorStats "
+    "features": "DisableFP8GEMM DisableFP8Layer DumpTensors FakeQuant Feature LogFp8TensorStats "
+    "LogTensorStats "
     "PerTensorScaling",
     "features.statistics": "Statistic",
     "manager": "on_error",
@@ -29,7 +32,9 @@ _NAMES = {
     "search.bisect": "bisect",
     "search.report": "Finding Report",
 }
-_EXPORTS = {name: f"ottava_debug.{module}" for module, names in _NAMES.items() for name in names.split()}
+_EXPORTS = {
+    name: f"ottava_debug.{module}" for module, names in _NAMES.items() for name in names.split()
+}
 
 __all__ = ["__version__", *_EXPORTS]
 

@@ -1,7 +1,7 @@
 """A training step in a file: what :func:`ottava_debug.capture` writes and ``ottava bisect`` reads.
 
-One safetensors file with tensors and JSON, and no code: nothing in it is run, and nothing is imported because it says
-so.
+One safetensors file with tensors and JSON, and no code: nothing in it is run, and nothing is
+imported because it says so.
 """
 
 import ctypes
@@ -32,7 +32,8 @@ class LayerCall:
 
     Attributes:
         layer: the qualified name of the layer.
-        digests: ``"fprop.weight"`` -> :func:`digest` of what the product took of the operand, where that was quantized.
+        digests: ``"fprop.weight"`` -> :func:`digest` of what the product took of the operand, where
+            that was quantized.
     """
 
     layer: str
@@ -46,15 +47,20 @@ class Bundle:
     Attributes:
         state: the model's state dict as of before the step, quantized tensors included.
         buffers: buffers that are in no state dict, by qualified name.
-        operands: the operands in high precision, as matrices ``[*, K]``: ``"<number of the call>.activation"``,
-            ``".gradient"``, and ``".weight"`` where that is not the parameter itself.
-        tensors: the tensors of arguments, of targets, of the gradients of the model's outputs and of random generators.
+        operands: the operands in high precision, as matrices ``[*, K]``:
+            ``"<number of the call>.activation"``, ``".gradient"``, and ``".weight"`` where that is
+            not the parameter itself.
+        tensors: the tensors of arguments, of targets, of the gradients of the model's outputs and
+            of random generators.
         recipes: the recipes, as :func:`ottava_debug.recipe_data.describe` says them.
-        layers: the layers that ran under a recipe -> the number of that recipe, in the order in which they ran.
+        layers: the layers that ran under a recipe -> the number of that recipe, in the order in
+            which they ran.
         calls: the passes of these layers, in the order of the forward passes.
-        arguments: of each call of the model ``{"args", "kwargs"}``, as :mod:`ottava_debug.trees` says them.
+        arguments: of each call of the model ``{"args", "kwargs"}``, as :mod:`ottava_debug.trees`
+            says them.
         targets: the same of the targets.
-        events: in their order, ``"forward 0"`` and ``"backward 0"`` for the first call of the model.
+        events: in their order, ``"forward 0"`` and ``"backward 0"`` for the first call of the
+            model.
         autocast: the dtype of ``torch.autocast``; empty outside of it.
         training: modules in training mode, by qualified name.
         frozen: parameters that need no gradient.
@@ -90,7 +96,9 @@ class Bundle:
             UsageError: it cannot be written. Then nothing has changed.
             DTypeError: a tensor has no place in a safetensors file.
         """
-        values = {f"{group}/{name}": t for group in _GROUPS for name, t in getattr(self, group).items()}
+        values = {
+            f"{group}/{name}": t for group in _GROUPS for name, t in getattr(self, group).items()
+        }
         told = {name: getattr(self, name) for name in _JSON} | {"version": _VERSION}
         told["calls"] = [asdict(call) for call in self.calls]
         told |= {name: None if told[name] is None else repr(told[name]) for name in _FLOATS}
@@ -147,15 +155,24 @@ def _parsed(text: str) -> dict[str, Any]:
         told = json.loads(text)
         version = told.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError("the description of the step is damaged", expected=_FOREIGN) from error
+        raise CheckpointError(
+            "the description of the step is damaged", expected=_FOREIGN
+        ) from error
     if version != _VERSION:
         what = f"the step is of version {version!r:.80}"
         raise CheckpointError(
-            what, expected=f"version {_VERSION}", remedy="read it with the ottava-debug that wrote it"
+            what,
+            expected=f"version {_VERSION}",
+            remedy="read it with the ottava-debug that wrote it",
         )
-    wrong = [name for name, kind in _JSON.items() if name not in told or not isinstance(told[name], kind)]
+    wrong = [
+        name for name, kind in _JSON.items() if name not in told or not isinstance(told[name], kind)
+    ]
     if wrong or len(told) != len(_JSON):
-        what = f"{(wrong or sorted(set(told) - set(_JSON)))[0]!r:.80} of the step is not as it should be"
+        what = (
+            f"{(wrong or sorted(set(told) - set(_JSON)))[0]!r:.80} of the step is not as it "
+            f"should be"
+        )
         raise CheckpointError(what, expected=_FOREIGN)
     for name in ("events", "training", "frozen"):
         if not all(isinstance(entry, str) for entry in told[name]):
@@ -164,32 +181,49 @@ def _parsed(text: str) -> dict[str, Any]:
         told["calls"] = [LayerCall(**call) for call in told["calls"]]
         told |= {name: None if told[name] is None else float(told[name]) for name in _FLOATS}
     except (TypeError, ValueError) as error:
-        raise CheckpointError("the calls of the step are not as they should be", expected=_FOREIGN) from error
+        raise CheckpointError(
+            "the calls of the step are not as they should be", expected=_FOREIGN
+        ) from error
     return told  # type: ignore[no-any-return]
 
 
 def _check(step: Bundle) -> None:
     """See that the parts fit together."""
     numbers = range(len(step.recipes))
-    bad_layers = [name for name, number in step.layers.items() if type(number) is not int or number not in numbers]
-    bad_calls = [c for c in step.calls if not isinstance(c.layer, str) or c.layer not in step.layers]
+    bad_layers = [
+        name
+        for name, number in step.layers.items()
+        if type(number) is not int or number not in numbers
+    ]
+    bad_calls = [
+        c for c in step.calls if not isinstance(c.layer, str) or c.layer not in step.layers
+    ]
     bad_calls += [c for c in step.calls if not isinstance(c.digests, dict)]
     bad_arguments = [said for said in step.arguments if not _are_arguments(said)]
     bad_dtypes = [step.autocast] if step.autocast not in ("", *DTYPES) else []
     bad_losses = [step.loss_name] if step.loss_name not in ("", *LOSSES) else []
-    found: dict[str, list[Any]] = {"layers": bad_layers, "calls": bad_calls, "events": _bad_events(step)}
+    found: dict[str, list[Any]] = {
+        "layers": bad_layers,
+        "calls": bad_calls,
+        "events": _bad_events(step),
+    }
     found |= {"arguments": bad_arguments, "dtypes": bad_dtypes, "loss functions": bad_losses}
     for what, wrong in found.items():
         if wrong:
-            raise CheckpointError(f"the {what} of the step have {wrong[0]!r:.80}", expected=_FOREIGN)
-    if missing := [name for name in ("recipes", "layers", "calls", "arguments") if not getattr(step, name)]:
+            raise CheckpointError(
+                f"the {what} of the step have {wrong[0]!r:.80}", expected=_FOREIGN
+            )
+    if missing := [
+        name for name in ("recipes", "layers", "calls", "arguments") if not getattr(step, name)
+    ]:
         raise CheckpointError(f"the step has no {missing[0]}", expected=_FOREIGN)
     for number, call in enumerate(step.calls):
         _check_operands(step, number, needed=bool(call.digests))
 
 
 def _bad_events(step: Bundle) -> list[str]:
-    """Forward passes that do not come in their order, and backward passes that do not come once, after theirs."""
+    """Forward passes that do not come in their order, and backward passes that do not come once,
+    after theirs."""
     bad, begun, ended = [], 0, set[str]()
     for event in step.events:
         kind, _, number = event.partition(" ")
@@ -199,20 +233,36 @@ def _bad_events(step: Bundle) -> list[str]:
             ended.add(number)
         else:
             bad.append(event)
-    return bad if bad or begun == len(step.arguments) else [f"{begun} forward passes of {len(step.arguments)}"]
+    return (
+        bad
+        if bad or begun == len(step.arguments)
+        else [f"{begun} forward passes of {len(step.arguments)}"]
+    )
 
 
 def _check_operands(step: Bundle, number: int, needed: bool) -> None:
-    """See that the operands of a call are matrices in high precision, with as many rows as each other."""
-    activation, gradient = (step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient"))
+    """See that the operands of a call are matrices in high precision, with as many rows as each
+    other."""
+    activation, gradient = (
+        step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")
+    )
     if needed and activation is None:
         raise CheckpointError(f"the activation of call {number} is missing", expected=_FOREIGN)
     for tensor, values in (("activation", activation), ("gradient", gradient)):
         if values is None:
             continue
-        if values.dim() != 2 or not values.is_floating_point() or activation is None or len(values) != len(activation):
-            what = f"the {tensor} of call {number} is {dtype_name(values.dtype)} {list(values.shape)}"
-            raise CheckpointError(what, expected="matrices in high precision, of as many rows as each other")
+        if (
+            values.dim() != 2
+            or not values.is_floating_point()
+            or activation is None
+            or len(values) != len(activation)
+        ):
+            what = (
+                f"the {tensor} of call {number} is {dtype_name(values.dtype)} {list(values.shape)}"
+            )
+            raise CheckpointError(
+                what, expected="matrices in high precision, of as many rows as each other"
+            )
 
 
 def _are_arguments(said: Any) -> bool:
@@ -220,21 +270,30 @@ def _are_arguments(said: Any) -> bool:
     kinds = {"args": "tuple", "kwargs": "dict"}
     if not isinstance(said, dict) or set(said) != set(kinds):
         return False
-    return all(isinstance(said[key], dict) and set(said[key]) == {kind} for key, kind in kinds.items())
+    return all(
+        isinstance(said[key], dict) and set(said[key]) == {kind} for key, kind in kinds.items()
+    )
 
 
 def digest(values: torch.Tensor) -> str:
-    """A fingerprint of a tensor's shape and values, bit for bit: BLAKE2b of 16 bytes, in hexadecimal.
+    """A fingerprint of a tensor's shape and values, bit for bit: BLAKE2b of 16 bytes, in
+    hexadecimal.
 
-    Operands are digested as float32 values after decoding, so that bytes that are kept in another order, as for another
-    GPU, have the same one.
+    Operands are digested as float32 values after decoding, so that bytes that are kept in another
+    order, as for another GPU, have the same one.
     """
     plain = values.detach().to("cpu", torch.float32).contiguous()
     found = hashlib.blake2b(repr(tuple(plain.shape)).encode(), digest_size=16)
-    found.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()) if plain.numel() else b"")
+    found.update(
+        (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()) if plain.numel() else b""
+    )
     return found.hexdigest()
 
 
 def norm_of(tensors: Mapping[str, torch.Tensor]) -> float:
     """The norm of all values together, in float64; NaN and infinities stay what they are."""
-    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values())) if tensors else 0.0
+    return (
+        math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values()))
+        if tensors
+        else 0.0
+    )

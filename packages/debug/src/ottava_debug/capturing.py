@@ -25,41 +25,50 @@ from ottava_debug.trees import ends, flatten, tensors_of
 
 
 class capture:
-    """A block around one training step, forward and backward, which is written as one safetensors file at its end::
+    """A block around one training step, forward and backward, which is written as one safetensors
+    file at its end::
 
-        with ottava_debug.capture(model, "step.safetensors", targets=y, loss="cross_entropy", above=10.0) as step:
+        with ottava_debug.capture(
+            model, "step.safetensors", targets=y, loss="cross_entropy", above=10.0
+        ) as step:
             loss = step.loss = F.cross_entropy(model(x), y)
             loss.backward()
         optimizer.step()
 
-    The step may call the model several times. What it has been called with is caught, copied to the CPU, as are the
-    operands of the products of its layers: memory for all of them is needed until the end. The block comes inside of no
-    :class:`ottava.autocast` block (one may be in it), and the optimizer's step comes after it. A step that raises an
-    exception is written, too, as far as it came.
+    The step may call the model several times. What it has been called with is caught, copied to the
+    CPU, as are the operands of the products of its layers: memory for all of them is needed until
+    the end. The block comes inside of no :class:`ottava.autocast` block (one may be in it), and the
+    optimizer's step comes after it. A step that raises an exception is written, too, as far as it
+    came.
 
     Args:
-        model: the model that is called, converted or with layers that run under ``ottava.autocast`` in the block; not
-            compiled, and of DistributedDataParallel the module inside.
+        model: the model that is called, converted or with layers that run under ``ottava.autocast``
+            in the block; not compiled, and of DistributedDataParallel the module inside.
         path: the file; an existing one is replaced.
-        targets: what the loss takes beside the model's output: a tensor, or lists and mappings of tensors. With several
-            calls of the model a list with those of each call.
-        loss: the name of the loss function, ``"cross_entropy"`` (of logits ``[*, classes]`` in float32, as
-            ``torch.nn.functional`` has it) or ``"mse"``; None where the model's output is the loss, or where ``ottava
-            bisect`` will be told the function.
+        targets: what the loss takes beside the model's output: a tensor, or lists and mappings of
+            tensors. With several calls of the model a list with those of each call.
+        loss: the name of the loss function, ``"cross_entropy"`` (of logits ``[*, classes]`` in
+            float32, as ``torch.nn.functional`` has it) or ``"mse"``; None where the model's output
+            is the loss, or where ``ottava bisect`` will be told the function.
         above: write the file only if the loss is not finite, or larger than this.
-        when: write the file only if ``when(step)`` says so, which may look at :attr:`loss` and :attr:`grad_norm`.
+        when: write the file only if ``when(step)`` says so, which may look at :attr:`loss` and
+            :attr:`grad_norm`.
 
     Attributes:
-        loss: to be set in the block, a scalar tensor or a number; a model that gives a scalar has set it.
-        grad_norm: of the gradients of the parameters, at the end; None where some had gradients before.
+        loss: to be set in the block, a scalar tensor or a number; a model that gives a scalar has
+            set it.
+        grad_norm: of the gradients of the parameters, at the end; None where some had gradients
+            before.
         written: whether the file was written.
 
     Raises:
-        DTypeError: the model is no module; what it is called with is not made of tensors and plain values.
+        DTypeError: the model is no module; what it is called with is not made of tensors and plain
+            values.
         OptionError: ``loss`` names no known function, or there are no targets for it.
-        UsageError: the model is compiled or sharded, or the storage of one of its tensors was resized to less than it
-            needs; the block is in an ``autocast`` block, or was interrupted; parameters were changed in it; no layer
-            ran under a recipe, or no loss was set for ``above`` to look at; the file cannot be written.
+        UsageError: the model is compiled or sharded, or the storage of one of its tensors was
+            resized to less than it needs; the block is in an ``autocast`` block, or was
+            interrupted; parameters were changed in it; no layer ran under a recipe, or no loss was
+            set for ``above`` to look at; the file cannot be written.
     """
 
     def __init__(
@@ -75,15 +84,24 @@ class capture:
         if not isinstance(model, torch.nn.Module):
             raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
         if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-            what, remedy = "the model is compiled", "capture the one that was compiled, in eager mode"
+            what, remedy = (
+                "the model is compiled",
+                "capture the one that was compiled, in eager mode",
+            )
             raise UsageError(what, expected="a model in eager mode", remedy=remedy)
         if any(hasattr(p, "to_local") for p in model.parameters()):
-            raise UsageError("the model is sharded", expected="whole parameters", remedy="capture an unsharded copy")
+            raise UsageError(
+                "the model is sharded",
+                expected="whole parameters",
+                remedy="capture an unsharded copy",
+            )
         if loss is not None and loss not in LOSSES:
             raise OptionError(f"loss is {loss!r}", expected=f"None, or one of {', '.join(LOSSES)}")
         if loss is not None and targets is None:
             remedy = "give targets=, or leave out loss= where the model gives its loss"
-            raise OptionError(f"loss is {loss!r}, and there are no targets", expected="targets", remedy=remedy)
+            raise OptionError(
+                f"loss is {loss!r}, and there are no targets", expected="targets", remedy=remedy
+            )
         check_file_target(path)
         self._model, self._path, self._above, self._when = model, path, above, when
         self._step = Bundle(loss_name=loss or "")
@@ -102,25 +120,42 @@ class capture:
             raise UsageError("capture is inside an autocast block or a forward pass", remedy=remedy)
         step, model = self._step, self._model
         modules = dict(model.named_modules())
-        names = {id(module): name for name, module in modules.items() if isinstance(module, ottava.nn.Linear)}
-        # Parameters are read at the end, which a change of theirs would falsify; buffers change in the step itself.
+        names = {
+            id(module): name
+            for name, module in modules.items()
+            if isinstance(module, ottava.nn.Linear)
+        }
+        # Parameters are read at the end, which a change of theirs would falsify; buffers change in
+        # the step itself.
         self._before = {name: version_of(p) for name, p in model.named_parameters()}
-        self._had_gradients = any(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
+        self._had_gradients = any(
+            p.grad is not None and bool(p.grad.any()) for p in model.parameters()
+        )
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        step.state = {name: _copied(name, v, name in parameters) for name, v in model.state_dict().items()}
-        buffers = {name: b for name, b in model.named_buffers() if name not in step.state and b is not None}
+        step.state = {
+            name: _copied(name, v, name in parameters) for name, v in model.state_dict().items()
+        }
+        buffers = {
+            name: b for name, b in model.named_buffers() if name not in step.state and b is not None
+        }
         step.buffers = {name: _copied(name, b, parameter=False) for name, b in buffers.items()}
         step.training = [name for name, module in modules.items() if module.training]
         step.frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
         step.device = next((p.device.type for p in model.parameters()), "cpu")
-        step.versions = {"ottava": ottava.__version__, "torch": str(torch.__version__), "machine": platform.machine()}
+        step.versions = {
+            "ottava": ottava.__version__,
+            "torch": str(torch.__version__),
+            "machine": platform.machine(),
+        }
         step.tensors |= random_state()
         self._recorder = Recorder(names)
         try:
             self._interrupts.begin()
             with uninterrupted():
                 self._watch = Watch(self._recorder)
-                self._hooks.append(model.register_forward_pre_hook(self._enter_model, with_kwargs=True))
+                self._hooks.append(
+                    model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
+                )
                 self._hooks.append(model.register_forward_hook(self._leave_model, always_call=True))
             return self
         except BaseException:  # an interrupt, after which __exit__ is not called
@@ -154,7 +189,8 @@ class capture:
             self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else self.loss
 
     def _close(self) -> None:
-        """Take off what looks at the model; what an interrupt has left of that, another call does."""
+        """Take off what looks at the model; what an interrupt has left of that, another call
+        does."""
         if self._watch is not None:
             self._watch.close()
         for hook in self._hooks:
@@ -170,7 +206,10 @@ class capture:
         if torch.is_autocast_enabled(device):
             step.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
         name = f"call.{len(step.arguments)}"
-        said = {key: flatten(v, f"{name}.{key}", step.tensors) for key, v in (("args", args), ("kwargs", kwargs))}
+        said = {
+            key: flatten(v, f"{name}.{key}", step.tensors)
+            for key, v in (("args", args), ("kwargs", kwargs))
+        }
         step.events.append(f"forward {len(step.arguments)}")
         step.arguments.append(said)
 
@@ -185,7 +224,9 @@ class capture:
         self.loss = self.loss if given is None else given
         for place, tensor in enumerate(found):
             tensor.register_hook(
-                lambda gradient, key=f"seed.{number}.{place}": self._note_gradient(number, key, gradient)
+                lambda gradient, key=f"seed.{number}.{place}": self._note_gradient(
+                    number, key, gradient
+                )
             )
         return output
 
@@ -200,12 +241,22 @@ class capture:
 
     def _finish(self) -> None:
         model, step = self._model, self._step
-        changed = [name for name, p in model.named_parameters() if version_of(p) != self._before.get(name)]
+        changed = [
+            name for name, p in model.named_parameters() if version_of(p) != self._before.get(name)
+        ]
         if changed:
             what = f"the parameter {changed[0]!r} was changed in the block"
-            raise UsageError(what, expected="forward and backward only", remedy="call optimizer.step() after the block")
+            raise UsageError(
+                what,
+                expected="forward and backward only",
+                remedy="call optimizer.step() after the block",
+            )
         loss = self.loss
-        step.loss = None if loss is None else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        step.loss = (
+            None
+            if loss is None
+            else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        )
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if gradients and not self._had_gradients:
             self.grad_norm = step.grad_norm = norm_of(gradients)
@@ -218,7 +269,9 @@ class capture:
         if self._above is not None:
             if self._step.loss is None:
                 remedy = "set step.loss = loss in the block, of `with capture(...) as step`"
-                raise UsageError("no loss is known", expected="one to compare with above", remedy=remedy)
+                raise UsageError(
+                    "no loss is known", expected="one to compare with above", remedy=remedy
+                )
             if self._step.loss <= self._above:
                 return False
         return self._when is None or bool(self._when(self))
@@ -229,22 +282,31 @@ class capture:
         passes = [record for record in self._recorder.passes if record.digests or not record.seen]
         if not passes:
             remedy = "convert the model, or run it inside ottava.autocast(recipe) in the block"
-            raise UsageError("no layer of the model quantized an operand", expected="a recipe", remedy=remedy)
+            raise UsageError(
+                "no layer of the model quantized an operand", expected="a recipe", remedy=remedy
+            )
         known: list[Any] = []
         for record in passes:
-            number = next((i for i, recipe in enumerate(known) if recipe.same_as(record.recipe)), len(known))
+            number = next(
+                (i for i, recipe in enumerate(known) if recipe.same_as(record.recipe)), len(known)
+            )
             known += [record.recipe] if number == len(known) else []
             step.layers[record.name] = number
         step.recipes = [describe(recipe) for recipe in known]
         step.calls = [LayerCall(record.name, record.digests) for record in passes]
-        step.operands = {f"{i}.{name}": t for i, record in enumerate(passes) for name, t in record.values.items()}
+        step.operands = {
+            f"{i}.{name}": t for i, record in enumerate(passes) for name, t in record.values.items()
+        }
 
 
 def _copied(name: str, value: Any, parameter: bool) -> Any:
-    """A value of the model's as it is now; parameters are left where they are until the file is written."""
+    """A value of the model's as it is now; parameters are left where they are until the file is
+    written."""
     if not isinstance(value, torch.Tensor):
         what, expected = f"{name!r} in the state dict is a {type(value).__name__}", "tensors"
-        raise DTypeError(what, expected=expected, remedy="keep what modules add by get_extra_state elsewhere")
+        raise DTypeError(
+            what, expected=expected, remedy="keep what modules add by get_extra_state elsewhere"
+        )
     for held in held_tensors(value):
         check_memory(name, held)
     return value if parameter else value.detach().to("cpu", copy=True)
@@ -254,22 +316,30 @@ def random_state() -> dict[str, torch.Tensor]:
     """The states of torch's and Python's random generators, by name."""
     found = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found |= {f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+        found |= {
+            f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())
+        }
     _, numbers, gauss = random.getstate()
     # The last entry is a position, and the next normal number may wait.
     found["random.python"] = torch.tensor(numbers, dtype=torch.int64)
-    found["random.python.next"] = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+    found["random.python.next"] = torch.tensor(
+        [] if gauss is None else [gauss], dtype=torch.float64
+    )
     return found
 
 
 def set_random_state(tensors: dict[str, torch.Tensor]) -> None:
-    """Put the generators into the states of :func:`random_state`; those of devices that are not here are left out.
-    CheckpointError: they are no such states."""
+    """Put the generators into the states of :func:`random_state`; those of devices that are not
+    here are left out. CheckpointError: they are no such states."""
     with translated("the states of random generators are damaged", "what capture writes"):
         torch.set_rng_state(tensors["random.cpu"].clone())
         for name, state in tensors.items():
             device = name.removeprefix("random.cuda.")
-            if device != name and torch.cuda.is_available() and int(device) < torch.cuda.device_count():
+            if (
+                device != name
+                and torch.cuda.is_available()
+                and int(device) < torch.cuda.device_count()
+            ):
                 torch.cuda.set_rng_state(state.clone(), int(device))
         gauss = tensors["random.python.next"].tolist()
         random.setstate((3, tuple(tensors["random.python"].tolist()), gauss[0] if gauss else None))

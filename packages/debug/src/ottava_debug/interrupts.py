@@ -11,8 +11,9 @@ from ottava.filesystem import uninterrupted
 class InterruptCleanup:
     """Calls ``cleanup`` before an interrupt is raised, from :meth:`begin` to :meth:`end`.
 
-    The ``__exit__`` of a block is not enough for that: an interrupt may come as it is called, before its first
-    statement. Only the main thread of a process is interrupted; elsewhere this does nothing.
+    The ``__exit__`` of a block is not enough for that: an interrupt may come as it is called,
+    before its first statement. Only the main thread of a process is interrupted; elsewhere this
+    does nothing.
 
     Args:
         cleanup: called without arguments, perhaps more than once.

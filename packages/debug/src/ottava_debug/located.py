@@ -20,7 +20,9 @@ class Located(dict[str, Any]):
         lines: key -> line.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str = "", lines: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], source: str = "", lines: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(values)
         self.source, self.lines = source, dict(lines or getattr(values, "lines", {}))
 
@@ -47,7 +49,10 @@ class _Loader(DepthLimit, yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines and name != "<<":
-                what = f"{self.source}, line {line}: {name!r} stands twice, first in line {lines[name]}"
+                what = (
+                    f"{self.source}, line {line}: {name!r} stands twice, first in line "
+                    f"{lines[name]}"
+                )
                 raise OptionError(what, expected="each key once: the first would be lost")
             lines[name] = line
         yield found
@@ -62,8 +67,8 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     """The sections of a file, or of a dict.
 
     Raises:
-        OptionError: the file cannot be read, is not YAML or not a mapping, or is larger or deeper than a recipe file
-            may be; with the line.
+        OptionError: the file cannot be read, is not YAML or not a mapping, or is larger or deeper
+            than a recipe file may be; with the line.
     """
     if isinstance(given, Mapping):
         return Located(located(given, "the configuration"), "the configuration")
@@ -73,7 +78,9 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     try:
         root = _constructed(text, source)
     except BeyondLimits as error:
-        raise OptionError(f"{_line(source, error)}: {error.problem}", expected=error.expected) from error
+        raise OptionError(
+            f"{_line(source, error)}: {error.problem}", expected=error.expected
+        ) from error
     except yaml.YAMLError as error:
         what = f"{_line(source, error)}: not YAML: {getattr(error, 'problem', error)}"
         raise OptionError(what, expected=expected) from error
@@ -138,12 +145,15 @@ def mapping(parent: Located, key: str, what: str) -> Located:
     """The mapping at a key."""
     value = parent[key]
     if not isinstance(value, Located):
-        raise OptionError(f"{parent.where(key)}: {what}: {key} is {kind_of(value)}", expected="a mapping")
+        raise OptionError(
+            f"{parent.where(key)}: {what}: {key} is {kind_of(value)}", expected="a mapping"
+        )
     return value
 
 
 def names(parent: Located, key: str, what: str, known: Iterable[str]) -> list[str]:
-    """The names at a key, which is one of those known, a list of such, or ``all``; an empty list is none of them."""
+    """The names at a key, which is one of those known, a list of such, or ``all``; an empty list is
+    none of them."""
     value = parent[key]
     given = value if isinstance(value, list) else [value]
     known = list(known)
@@ -157,5 +167,7 @@ def truth(parent: Located, key: str, what: str) -> bool:
     """The boolean at a key."""
     value = parent[key]
     if not isinstance(value, bool):
-        raise OptionError(f"{parent.where(key)}: {what}: {key} is {kind_of(value)}", expected="True or False")
+        raise OptionError(
+            f"{parent.where(key)}: {what}: {key} is {kind_of(value)}", expected="True or False"
+        )
     return value

@@ -1,4 +1,5 @@
-"""Where statistics go without nvdlfw-inspect's ``initialize()``: the same files, and TensorBoard."""
+"""Where statistics go without nvdlfw-inspect's ``initialize()``: the same files, and
+TensorBoard."""
 
 import datetime
 import os
@@ -15,7 +16,8 @@ _FOLDER = "nvdlfw_inspect_statistics_logs"
 
 
 class StatisticsFile(BaseLogger):  # type: ignore[misc]
-    """A file of each rank, with a line for each number, as nvdlfw-inspect writes it. An earlier one is replaced.
+    """A file of each rank, with a line for each number, as nvdlfw-inspect writes it. An earlier one
+    is replaced.
 
     Args:
         log_dir: the folder in which the folder of the files is made.
@@ -34,14 +36,19 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_text(self.path)
         except OSError as error:
-            what = f"log_dir is {str(log_dir)!r}: {self.path} cannot be written: {error.strerror or error}"
+            what = (
+                f"log_dir is {str(log_dir)!r}: {self.path} cannot be written: "
+                f"{error.strerror or error}"
+            )
             raise OptionError(what, expected="a folder, or where one can be made") from error
 
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
         """Write a line."""
         now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
         space = " \t\t\t\t "
-        self._file.write(f"{now} - INFO - {name}{space}iteration={iteration:06d}{space}value={value:.4f}\n")
+        self._file.write(
+            f"{now} - INFO - {name}{space}iteration={iteration:06d}{space}value={value:.4f}\n"
+        )
 
     def close(self) -> None:
         """Write no more."""

@@ -1,8 +1,8 @@
 """nvdlfw-inspect's manager, which knows of Ottava's layers.
 
-nvdlfw-inspect makes its manager in ``initialize()`` and forgets every feature in ``end_debug()``. Here the class of the
-manager is replaced by one that registers the first-party features each time, reads the configuration, and watches the
-layers that it selects.
+nvdlfw-inspect makes its manager in ``initialize()`` and forgets every feature in ``end_debug()``.
+Here the class of the manager is replaced by one that registers the first-party features each time,
+reads the configuration, and watches the layers that it selects.
 """
 
 import logging
@@ -28,8 +28,9 @@ _on_error = "warn"
 
 
 def on_error(action: str) -> None:
-    """What is done where a feature raises and its section does not say: ``"warn"`` switches it off for the layer, with
-    a warning, and training goes on; ``"raise"`` raises. It holds for configurations that are loaded later.
+    """What is done where a feature raises and its section does not say: ``"warn"`` switches it off
+    for the layer, with a warning, and training goes on; ``"raise"`` raises. It holds for
+    configurations that are loaded later.
 
     Raises:
         OptionError: ``action`` is something else.
@@ -41,10 +42,12 @@ def on_error(action: str) -> None:
 
 
 class Namespace(BaseNamespaceAPI):  # type: ignore[misc]
-    """What ``nvdlfw_inspect.api.ottava`` is, and ``.transformer_engine``: asks the features of a layer."""
+    """What ``nvdlfw_inspect.api.ottava`` is, and ``.transformer_engine``: asks the features of a
+    layer."""
 
     def route_api(self, layer_name: str, api_name: str, **given: Any) -> Any:
-        """What the feature of a layer answers that has the method; of several the first that is about the call."""
+        """What the feature of a layer answers that has the method; of several the first that is
+        about the call."""
         manager = api.DEBUG_MANAGER
         session = manager.session if isinstance(manager, Manager) else None
         iteration = given.pop("iteration", None)
@@ -64,7 +67,9 @@ class Namespace(BaseNamespaceAPI):  # type: ignore[misc]
     def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
         pass
 
-    def routing_condition(self, api_name: str, config: Any, layer_name: str, feature_obj: Any, **kwargs: Any) -> Any:
+    def routing_condition(
+        self, api_name: str, config: Any, layer_name: str, feature_obj: Any, **kwargs: Any
+    ) -> Any:
         return True, config
 
     def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
@@ -85,7 +90,9 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
         except SystemExit as left:
             self.close()
             error = left.__context__ or left
-            text = f"a feature in {feature_dirs} cannot be imported: {type(error).__name__}: {error}"
+            text = (
+                f"a feature in {feature_dirs} cannot be imported: {type(error).__name__}: {error}"
+            )
             raise PluginError(text, expected="modules that can be imported") from error
         for namespace in NAMESPACES:
             for feature in FEATURES:
@@ -98,7 +105,8 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
         """Read the configuration, and watch the layers that it selects.
 
         Raises:
-            OptionError: something in it is not allowed; the message names the section, the key and the line.
+            OptionError: something in it is not allowed; the message names the section, the key and
+                the line.
         """
         if not self.config_file:
             super().load_config()
@@ -109,7 +117,9 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
             enabled = enabled_in(root, known, Registry.data["base"].features, _on_error)
             if remaining := for_nvdlfw(root):
                 ConfigManager._load_config(remaining, registry_data=Registry.data)
-            self.session = Session(enabled, lambda: int(self._trainer_iteration_count), lambda layer: layer.name)
+            self.session = Session(
+                enabled, lambda: int(self._trainer_iteration_count), lambda layer: layer.name
+            )
         except BaseException:
             # initialize() can be called again, with what is right.
             api.end_debug()
@@ -127,7 +137,8 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
                 session.close()
         finally:
             super().close()
-            # end_debug() does so itself, but not where a feature raises here: initialize() could not be called again.
+            # end_debug() does so itself, but not where a feature raises here: initialize() could
+            # not be called again.
             api.DEBUG_MANAGER = None
             # Handlers would write what a later run says to the files of this one, too.
             for logger in map(logging.getLogger, _LOGS):
@@ -137,8 +148,8 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
 
 
 def _take_over() -> None:
-    """Have ``nvdlfw_inspect.api.initialize`` make managers of this class. One that has been made already becomes one,
-    and its configuration is loaded again."""
+    """Have ``nvdlfw_inspect.api.initialize`` make managers of this class. One that has been made
+    already becomes one, and its configuration is loaded again."""
     debug_manager.DebugManager = Manager
     manager = api.DEBUG_MANAGER
     if manager is not None and not isinstance(manager, Manager):

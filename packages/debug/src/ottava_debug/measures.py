@@ -1,21 +1,24 @@
-"""What is lost between a tensor in high precision and what it becomes: exact sums in float64, in one pass.
+"""What is lost between a tensor in high precision and what it becomes: exact sums in float64, in
+one pass.
 
 Definitions, for values ``x`` and what they become, ``q``:
 
 - ``amax``: ``max |x|``.
 - underflow: how many of the ``x`` that are not zero have ``q = 0``, in percent.
-- saturation: how many of the ``x`` were clamped, in percent: ``q`` is the largest number of the format, with the scale
-  of its block, and ``|x|`` is beyond it by more than half of the format's last step, so that rounding alone would not
-  have given it. Underflow and saturation are the two ways out of a format's range (Micikevicius et al., "FP8 Formats
-  for Deep Learning", 2022, arXiv:2209.05433).
-- SQNR, the signal-to-quantization-noise ratio: ``10 · log10(Σ x² / Σ (x - q)²)`` in dB (Widrow and Kollár,
-  "Quantization Noise", 2008). 6.02 dB are one bit.
+- saturation: how many of the ``x`` were clamped, in percent: ``q`` is the largest number of the
+  format, with the scale of its block, and ``|x|`` is beyond it by more than half of the format's
+  last step, so that rounding alone would not have given it. Underflow and saturation are the two
+  ways out of a format's range (Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
+  arXiv:2209.05433).
+- SQNR, the signal-to-quantization-noise ratio: ``10 · log10(Σ x² / Σ (x - q)²)`` in dB (Widrow and
+  Kollár, "Quantization Noise", 2008). 6.02 dB are one bit.
 - cosine: ``Σ x·q / √(Σ x² · Σ q²)``, between -1 and 1.
 - exponents: how many ``x`` have ``⌊log2 |x|⌋ = e``.
 
-Values that are NaN or infinite are counted, and left out of everything else. Where nothing is left, nothing is lost:
-amax, underflow and saturation are 0, the SQNR is infinite, the cosine 1; so it is of zeros that stay zeros. A finite
-value that becomes NaN or infinite is noise without bound: the SQNR is -inf and the cosine 0.
+Values that are NaN or infinite are counted, and left out of everything else. Where nothing is left,
+nothing is lost: amax, underflow and saturation are 0, the SQNR is infinite, the cosine 1; so it is
+of zeros that stay zeros. A finite value that becomes NaN or infinite is noise without bound: the
+SQNR is -inf and the cosine 0.
 """
 
 import math
@@ -31,8 +34,9 @@ from ottava.kernels.checks import check_high_precision
 from ottava.tensors import QuantizedTensorStorage
 from ottava.tensors.declaration import native_dtype
 
-# Elements that are looked at together. On a CPU their float64 values fit its cache, and torch has one thread look at so
-# few: threads that wait for each other after each sum take a hundred times longer where others use the processor.
+# Elements that are looked at together. On a CPU their float64 values fit its cache, and torch has
+# one thread look at so few: threads that wait for each other after each sum take a hundred times
+# longer where others use the processor.
 _CHUNK = {"cpu": (1 << 15) - 64}
 _CHUNK_ELSEWHERE = 1 << 23
 # Of float64, whose bits tell the exponent of every float32: no subnormal stays one.
@@ -51,8 +55,8 @@ class Measures:
         not_finite: how many of them are NaN or infinite: these are left out below.
         amax: largest magnitude.
         underflow: percent of the values that are not zero.
-        saturation: percent of the values; None where the storage does not declare the format of its elements, so that
-            nobody can tell.
+        saturation: percent of the values; None where the storage does not declare the format of its
+            elements, so that nobody can tell.
         sqnr: dB; ``inf`` where nothing is lost, ``-inf`` where a value becomes NaN or infinite.
         cosine: -1 to 1.
     """
@@ -67,14 +71,17 @@ class Measures:
 
 
 def compare(
-    values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage, *, columnwise: bool | None = None
+    values: torch.Tensor,
+    quantized: torch.Tensor | QuantizedTensorStorage,
+    *,
+    columnwise: bool | None = None,
 ) -> Measures:
     """What ``values`` lose by becoming ``quantized``.
 
     Args:
         values: float32, bfloat16 or float16, any shape.
-        quantized: what they become, of their shape: a quantized tensor or storage; or a plain tensor, whose saturation
-            is not known.
+        quantized: what they become, of their shape: a quantized tensor or storage; or a plain
+            tensor, whose saturation is not known.
         columnwise: of a storage, the data of this direction; None: of rows where they are held.
 
     Raises:
@@ -99,11 +106,16 @@ def exponents(values: torch.Tensor) -> dict[int, int]:
     counts = torch.zeros(_EXPONENTS, dtype=torch.int64, device=values.device)
     for x in _flat(values):
         counts += torch.bincount(_exponent_bits(x), minlength=_EXPONENTS)
-    return {at - _BIAS: count for at, count in enumerate(counts.tolist()) if count and 0 < at < _EXPONENTS - 1}
+    return {
+        at - _BIAS: count
+        for at, count in enumerate(counts.tolist())
+        if count and 0 < at < _EXPONENTS - 1
+    }
 
 
 def _exponent_bits(x: torch.Tensor) -> torch.Tensor:
-    """The exponents of values, biased as those of float64; 0 of zeros, the largest of what is not finite."""
+    """The exponents of values, biased as those of float64; 0 of zeros, the largest of what is not
+    finite."""
     bits = (x.float().view(torch.int32) >> 23) & 0xFF
     least, most = bits.aminmax()
     if not least or most == 0xFF:
@@ -113,7 +125,8 @@ def _exponent_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 class Comparison:
-    """The sums behind :class:`Measures`, to which tensors are added one after the other, as if they were one."""
+    """The sums behind :class:`Measures`, to which tensors are added one after the other, as if they
+    were one."""
 
     #: Attribute -> how those of two comparisons are put together: by ``sum``, ``min`` or ``max``.
     together: ClassVar[dict[str, str]] = {
@@ -129,7 +142,11 @@ class Comparison:
         self.broken, self.known = False, True
 
     def add(
-        self, values: torch.Tensor, quantized: torch.Tensor | QuantizedTensorStorage, *, columnwise: bool | None = None
+        self,
+        values: torch.Tensor,
+        quantized: torch.Tensor | QuantizedTensorStorage,
+        *,
+        columnwise: bool | None = None,
     ) -> None:
         """Add what ``values`` become; arguments and errors as of :func:`compare`."""
         check_high_precision(values)
@@ -138,16 +155,22 @@ class Comparison:
             direction = direction_of(quantized, columnwise)
             quantized, elements = direction.dequantize(torch.float32), _elements(direction)
         if not isinstance(quantized, torch.Tensor):
-            raise DTypeError(f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage")
+            raise DTypeError(
+                f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage"
+            )
         if quantized.shape != values.shape:
-            raise ShapeError(f"quantized has shape {tuple(quantized.shape)}", expected=f"{tuple(values.shape)}")
+            raise ShapeError(
+                f"quantized has shape {tuple(quantized.shape)}", expected=f"{tuple(values.shape)}"
+            )
         self.count += values.numel()
         self.known &= elements is not None
         data = iter(()) if elements is None else _flat(elements[0])
         for x, q in zip(_flat(values), _flat(quantized), strict=True):
             self._add(x, q, next(data, None), elements[1] if elements else None)
 
-    def _add(self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: _Element | None) -> None:
+    def _add(
+        self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: _Element | None
+    ) -> None:
         if not x.numel():
             return
         amax = x.abs().amax().item()
@@ -173,14 +196,19 @@ class Comparison:
         self.dot, self.noise = self.dot + dot, self.noise + noise
 
     def take(self, numbers: Mapping[str, float]) -> None:
-        """Have the attributes of :attr:`together` be these numbers, each of the kind that it was."""
+        """Have the attributes of :attr:`together` be these numbers, each of the kind that it
+        was."""
         for name, number in numbers.items():
             setattr(self, name, type(getattr(self, name))(number))
 
     def measures(self) -> Measures:
         """The measures of all that was added."""
         exact = not self.broken and self.noise == 0
-        saturation = 100 * self.clamped / max(self.count - self.not_finite, 1) if self.known or exact else None
+        saturation = (
+            100 * self.clamped / max(self.count - self.not_finite, 1)
+            if self.known or exact
+            else None
+        )
         underflow = 100 * self.zeroed / max(self.nonzero, 1)
         sqnr, cosine = self._sqnr(exact), self._cosine(exact)
         return Measures(self.count, self.not_finite, self.amax, underflow, saturation, sqnr, cosine)
@@ -188,7 +216,11 @@ class Comparison:
     def _sqnr(self, exact: bool) -> float:
         if exact:
             return math.inf
-        return -math.inf if self.broken or self.signal == 0 else 10 * math.log10(self.signal / self.noise)
+        return (
+            -math.inf
+            if self.broken or self.signal == 0
+            else 10 * math.log10(self.signal / self.noise)
+        )
 
     def _cosine(self, exact: bool) -> float:
         if exact:
@@ -203,8 +235,11 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from tensor.detach().reshape(-1).split(size) if tensor.numel() else ()
 
 
-def direction_of(quantized: QuantizedTensorStorage, columnwise: bool | None) -> QuantizedTensorStorage:
-    """The storage with the data of one direction; None: rows where they are held. UsageError: it is not held."""
+def direction_of(
+    quantized: QuantizedTensorStorage, columnwise: bool | None
+) -> QuantizedTensorStorage:
+    """The storage with the data of one direction; None: rows where they are held. UsageError: it is
+    not held."""
     held = quantized.get_usages()
     if columnwise is None:
         columnwise = not held["rowwise"]
@@ -218,7 +253,8 @@ def direction_of(quantized: QuantizedTensorStorage, columnwise: bool | None) -> 
 
 
 def _elements(quantized: QuantizedTensorStorage) -> _Elements | None:
-    """The bytes of the elements in the order of the tensor, and their format; None where none are declared."""
+    """The bytes of the elements in the order of the tensor, and their format; None where none are
+    declared."""
     for inner in quantized.inner_tensors:
         held, dtype = getattr(quantized, inner.attribute), native_dtype(quantized, inner)
         if held is not None and dtype in ELEMENTS:
@@ -238,8 +274,13 @@ def _clamped(x: torch.Tensor, q: torch.Tensor, data: torch.Tensor, element: _Ele
 
 
 def _half_step(element: _Element) -> float:
-    """Half of the distance from the largest number to what would be the next, relative to the former."""
-    bits = element.mantissa_bits if isinstance(element, FloatFormat) else math.floor(math.log2(element.max))
+    """Half of the distance from the largest number to what would be the next, relative to the
+    former."""
+    bits = (
+        element.mantissa_bits
+        if isinstance(element, FloatFormat)
+        else math.floor(math.log2(element.max))
+    )
     return 2.0 ** (math.floor(math.log2(element.max)) - bits - 1) / element.max
 
 

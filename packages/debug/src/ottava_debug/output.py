@@ -42,7 +42,8 @@ RECIPE_FILE = FileKind("recipe file", None)
 
 
 class Output(NamedTuple):
-    """A file that a command is to write: the option that names it, where it is, and what it will be."""
+    """A file that a command is to write: the option that names it, where it is, and what it will
+    be."""
 
     option: str
     path: Path | None
@@ -52,10 +53,14 @@ class Output(NamedTuple):
 def check_suffix(path: AnyPath, what: str = "the recipe file") -> None:
     """OptionError where the name of a recipe file is none of YAML."""
     if not str(path).lower().endswith(SUFFIXES):
-        raise OptionError(f"{what} is {path}", expected=f"a name that ends in {' or '.join(SUFFIXES)}")
+        raise OptionError(
+            f"{what} is {path}", expected=f"a name that ends in {' or '.join(SUFFIXES)}"
+        )
 
 
-def check_outputs(outputs: Sequence[Output], inputs: Sequence[str | Path | None], force: bool) -> None:
+def check_outputs(
+    outputs: Sequence[Output], inputs: Sequence[str | Path | None], force: bool
+) -> None:
     """See that the files which a command is to write can be, and that nothing is lost by it.
 
     Args:
@@ -64,7 +69,8 @@ def check_outputs(outputs: Sequence[Output], inputs: Sequence[str | Path | None]
         force: whether files are replaced that are not of the same kind.
 
     Raises:
-        OptionError: two outputs are one file, one is read as well, or a recipe file has another suffix.
+        OptionError: two outputs are one file, one is read as well, or a recipe file has another
+            suffix.
         UsageError: a file exists, or cannot be written.
     """
     written = [(option, path, kind) for option, path, kind in outputs if path is not None]
@@ -107,7 +113,9 @@ def write_text(path: AnyPath, text: str) -> None:
         with Partial(place) as partial:
             new_file = mode_of(partial.path) or 0
             mode = mode_of(place)
-            write_new(partial.path / "text", text.encode(), new_file & 0o666 if mode is None else mode)
+            write_new(
+                partial.path / "text", text.encode(), new_file & 0o666 if mode is None else mode
+            )
             partial.put_file("text")
 
 
@@ -134,7 +142,8 @@ def plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def progress_bar(*columns: ProgressColumn) -> Iterator[Progress]:
-    """A bar in a terminal, gone at the end; ``columns`` stand between it and the time that is left."""
+    """A bar in a terminal, gone at the end; ``columns`` stand between it and the time that is
+    left."""
     # On standard error, so that what is printed alone can be kept.
     bar = console(stderr=True)
     shown = (PlainColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())

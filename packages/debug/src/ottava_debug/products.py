@@ -1,6 +1,7 @@
 """The three products of a layer, one by one: what looks at their tensors, and may change them.
 
-A layer that is watched computes what others compute, bit for bit, unless an inspection changes something.
+A layer that is watched computes what others compute, bit for bit, unless an inspection changes
+something.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,51 +34,64 @@ TENSORS = {
 #: What recipes call the operands.
 ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
 #: Operands of the three products, as ``(gemm, tensor)``.
-OPERANDS = tuple((gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors[:2])
+OPERANDS = tuple(
+    (gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors[:2]
+)
 #: Operands of which products take the data along columns; they take the others by rows.
 BY_COLUMN = frozenset({("dgrad", "weight"), ("wgrad", "gradient"), ("wgrad", "activation")})
 
 
 class Inspection:
-    """Looks at one layer during one forward pass and its backward pass. Each method may be overridden; what is called
-    again when activations are recomputed gets the same tensors."""
+    """Looks at one layer during one forward pass and its backward pass. Each method may be
+    overridden; what is called again when activations are recomputed gets the same tensors."""
 
-    #: What the pass runs under, set before its first product: its recipe, and whether activations are recomputed.
+    #: What the pass runs under, set before its first product: its recipe, and whether activations
+    #: are recomputed.
     call: Call = Call()
-    #: Operands that products of the pass take quantized where nothing is modified, set with ``call``.
+    #: Operands that products of the pass take quantized where nothing is modified, set with
+    #: ``call``.
     quantized: frozenset[tuple[str, str]] = frozenset()
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
-        """Whether a product takes an operand quantized where the recipe says so; otherwise in high precision. Asked
-        once, before the forward pass."""
+        """Whether a product takes an operand quantized where the recipe says so; otherwise in high
+        precision. Asked once, before the forward pass."""
         return True
 
     def modifies(self, gemm: str, tensor: str) -> bool:
-        """Whether :meth:`modify` may change this one. A layer of which nothing is quantized and nothing modified is
-        computed as one in high precision. Asked once, before the forward pass."""
+        """Whether :meth:`modify` may change this one. A layer of which nothing is quantized and
+        nothing modified is computed as one in high precision. Asked once, before the forward
+        pass."""
         return type(self).modify is not Inspection.modify
 
-    def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor | QuantizedTensorStorage:
-        """The values that a product takes, or gives, instead: ``values``, or others of their shape and dtype. An
-        operand may be quantized, with data for the usage that the product makes of it. ``values`` themselves must not
-        be changed in place: they may be the parameter."""
+    def modify(
+        self, gemm: str, tensor: str, values: torch.Tensor
+    ) -> torch.Tensor | QuantizedTensorStorage:
+        """The values that a product takes, or gives, instead: ``values``, or others of their shape
+        and dtype. An operand may be quantized, with data for the usage that the product makes of
+        it. ``values`` themselves must not be changed in place: they may be the parameter."""
         return values
 
     def failed(self, gemm: str, tensor: str, values: torch.Tensor, error: Exception) -> None:
-        """Called where the quantizer of an operand raises, for each product that would take it; the error goes on."""
+        """Called where the quantizer of an operand raises, for each product that would take it; the
+        error goes on."""
 
-    def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
-        """Called with each operand and result of a product, after :meth:`modify`; not when it is recomputed.
+    def observe(
+        self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
+    ) -> None:
+        """Called with each operand and result of a product, after :meth:`modify`; not when it is
+        recomputed.
 
         Args:
-            values: a matrix in high precision: ``[*, K]`` of operands, ``[out, in]`` of a weight and its gradient.
+            values: a matrix in high precision: ``[*, K]`` of operands, ``[out, in]`` of a weight
+                and its gradient.
             quantized: what the product takes of it; None in high precision, and of a result.
         """
 
 
 #: ``watcher(layer)`` gives an inspection of the layer for the forward pass that begins, or None.
 Watcher = Callable[[Any], Inspection | None]
-#: Whether the watcher may ever inspect layers of a name; compiled code of other layers stays in one graph.
+#: Whether the watcher may ever inspect layers of a name; compiled code of other layers stays in one
+#: graph.
 Selects = Callable[[str], bool]
 _watches: "list[Watch]" = []
 # Compiled code reads it, so that it is made again when other layers are watched.
@@ -122,10 +136,16 @@ def _may_be_inspected(name: str, generation: str) -> bool:
 
 def _inspector(layer: Any) -> Callable[..., torch.Tensor] | None:
     if torch.compiler.is_compiling():
-        # What a watcher says may be another thing in the next step, so that it is asked when the code runs.
-        return partial(_inspected_when_run, layer) if _may_be_inspected(layer.name, _generation) else None
+        # What a watcher says may be another thing in the next step, so that it is asked when the
+        # code runs.
+        return (
+            partial(_inspected_when_run, layer)
+            if _may_be_inspected(layer.name, _generation)
+            else None
+        )
     found = []
-    # Not in a comprehension: every layer asks in each of its forward passes, whether or not it is watched.
+    # Not in a comprehension: every layer asks in each of its forward passes, whether or not it is
+    # watched.
     for watch in _watches:
         inspection = watch.watcher(layer)
         if inspection is not None:
@@ -166,7 +186,11 @@ class _Products:
     """How the products of one pass are computed."""
 
     def __init__(
-        self, inspections: Sequence[Inspection], call: Any, dtype: torch.dtype, main_grad: torch.Tensor | None
+        self,
+        inspections: Sequence[Inspection],
+        call: Any,
+        dtype: torch.dtype,
+        main_grad: torch.Tensor | None,
     ) -> None:
         self.inspections, self.call, self.state = inspections, call, call.state
         self.dtype, self.main_grad = dtype, main_grad
@@ -177,23 +201,33 @@ class _Products:
         quantized = frozenset(pair for pair, wanted in self.quantized_operands.items() if wanted)
         for inspection in inspections:
             inspection.quantized = quantized
-        every = [(gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors]
-        self.modified = {pair for pair in every if any(found.modifies(*pair) for found in inspections)}
+        every = [
+            (gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors
+        ]
+        self.modified = {
+            pair for pair in every if any(found.modifies(*pair) for found in inspections)
+        }
 
     def _quantizes(self, gemm_type: str, tensor: str) -> bool:
-        if self.state is None or (gemm_type == "wgrad" and ROLES[tensor] in self.state.wgrad_unquantized):
+        if self.state is None or (
+            gemm_type == "wgrad" and ROLES[tensor] in self.state.wgrad_unquantized
+        ):
             return False
         return all(inspection.quantizes(gemm_type, tensor) for inspection in self.inspections)
 
-    def quantized(self, tensor: str, values: Any, rows_of: str, columns_of: str, needed: bool = True) -> Any:
-        """The operand as the recipe quantizes it for a product by rows, and if it is ``needed`` for one by columns;
-        None where both take it in high precision."""
+    def quantized(
+        self, tensor: str, values: Any, rows_of: str, columns_of: str, needed: bool = True
+    ) -> Any:
+        """The operand as the recipe quantizes it for a product by rows, and if it is ``needed`` for
+        one by columns; None where both take it in high precision."""
         rowwise = self.quantized_operands.get((rows_of, tensor), False)
         columnwise = needed and self.quantized_operands.get((columns_of, tensor), False)
         if isinstance(values, QuantizedTensorStorage) or not (rowwise or columnwise):
             return values if rowwise or columnwise else None
         options: dict[str, Any] = {} if tensor == "gradient" else {"recording": self.call.recording}
-        quantizer = self.state.quantizer(ROLES[tensor], rowwise=rowwise, columnwise=columnwise, **options)
+        quantizer = self.state.quantizer(
+            ROLES[tensor], rowwise=rowwise, columnwise=columnwise, **options
+        )
         try:
             return quantizer.quantize_impl(values, self.dtype)
         except Exception as error:
@@ -202,7 +236,9 @@ class _Products:
                     inspection.failed(gemm_type, tensor, values, error)
             raise
 
-    def operand(self, gemm_type: str, tensor: str, values: Any, quantized: Any, observed: bool = True) -> Any:
+    def operand(
+        self, gemm_type: str, tensor: str, values: Any, quantized: Any, observed: bool = True
+    ) -> Any:
         """What a product takes: quantized, or a matrix in high precision."""
         plain = values.dequantize() if isinstance(values, QuantizedTensorStorage) else values
         taken: Any = plain
@@ -222,7 +258,9 @@ class _Products:
             self.observe(gemm_type, tensor, taken, quantized)
         return taken.to(self.dtype) if quantized is None else quantized
 
-    def multiply(self, gemm_type: Any, left: Any, right: Any, observed: bool = True, **options: Any) -> torch.Tensor:
+    def multiply(
+        self, gemm_type: Any, left: Any, right: Any, observed: bool = True, **options: Any
+    ) -> torch.Tensor:
         """A product of operands, as the inspections leave it."""
         made = gemm(left, right, gemm_type, out_dtype=self.dtype, **options)
         result = TENSORS[gemm_type][2]
@@ -240,15 +278,19 @@ class _Products:
             found = found if changed is plain else changed
         return found
 
-    def observe(self, gemm_type: str, tensor: str, values: torch.Tensor, quantized: Any = None) -> None:
+    def observe(
+        self, gemm_type: str, tensor: str, values: torch.Tensor, quantized: Any = None
+    ) -> None:
         """Have the inspections look at an operand or a result."""
         for inspection in self.inspections:
             inspection.observe(gemm_type, tensor, values, quantized)
 
 
-def _in_high_precision(products: _Products, x: Any, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-    """A layer of which nothing is quantized and nothing modified: core's own functions compute it, and what passes
-    through is looked at on its way."""
+def _in_high_precision(
+    products: _Products, x: Any, weight: Any, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """A layer of which nothing is quantized and nothing modified: core's own functions compute it,
+    and what passes through is looked at on its way."""
     amp_dtype, main_grad = autocast_dtype(weight, False), products.main_grad
     region: AbstractContextManager[object] = nullcontext()
     if products.state is not None and {x.dtype, weight.dtype} != {products.dtype}:
@@ -269,13 +311,18 @@ def _in_high_precision(products: _Products, x: Any, weight: Any, bias: torch.Ten
         return _Tap.apply(values, look) if values.requires_grad else values  # type: ignore[no-untyped-call]
 
     def take_gradient(dy: torch.Tensor) -> None:
-        for gemm_type, operand, needed in (("dgrad", weight, x.requires_grad), ("wgrad", x, weight.requires_grad)):
+        for gemm_type, operand, needed in (
+            ("dgrad", weight, x.requires_grad),
+            ("wgrad", x, weight.requires_grad),
+        ):
             if needed:
                 seen(gemm_type, "gradient", dy)
                 seen(gemm_type, TENSORS[gemm_type][1], operand)
 
     with region:
-        y = high_precision_linear(tapped("dgrad", "dgrad", x), tapped("wgrad", "wgrad", weight), bias, amp_dtype)
+        y = high_precision_linear(
+            tapped("dgrad", "dgrad", x), tapped("wgrad", "wgrad", weight), bias, amp_dtype
+        )
     if not products.call.recomputed:
         for tensor, values in zip(TENSORS["fprop"], (x, weight, y), strict=True):
             seen("fprop", tensor, values)
@@ -288,7 +335,9 @@ class _Tap(torch.autograd.Function):
     """Values unchanged, whose gradient is looked at."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, look: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def forward(
+        ctx: Any, values: torch.Tensor, look: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
         ctx.look = look
         return values.view_as(values)
 
@@ -299,21 +348,34 @@ class _Tap(torch.autograd.Function):
 
 
 class _InspectedLinear(torch.autograd.Function):
-    """``y = x · wᵀ + b``, ``dx = dy · w`` and ``dw = dyᵀ · x``, each of the operands that the inspections leave."""
+    """``y = x · wᵀ + b``, ``dx = dy · w`` and ``dw = dyᵀ · x``, each of the operands that the
+    inspections leave."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: torch.Tensor | None, products: _Products, kept: Any, grad_enabled: bool
+        ctx: Any,
+        x: Any,
+        weight: Any,
+        bias: torch.Tensor | None,
+        products: _Products,
+        kept: Any,
+        grad_enabled: bool,
     ) -> torch.Tensor:
         x_needs, w_needs, b_needs = (needed and grad_enabled for needed in ctx.needs_input_grad[:3])
         observed = not products.call.recomputed
         matrix, plain_weight = as_matrix(x.detach()), weight.detach()
         qx = products.quantized("activation", matrix, "fprop", "wgrad", w_needs)
-        qw = kept if kept is not None else products.quantized("weight", plain_weight, "fprop", "dgrad", x_needs)
+        qw = (
+            kept
+            if kept is not None
+            else products.quantized("weight", plain_weight, "fprop", "dgrad", x_needs)
+        )
         left = products.operand("fprop", "activation", matrix, qx, observed)
         right = products.operand("fprop", "weight", plain_weight, qw, observed)
         added = None if bias is None else bias.detach()
-        y = products.multiply("fprop", left, right, observed, bias=added, use_split_accumulator=False)
+        y = products.multiply(
+            "fprop", left, right, observed, bias=added, use_split_accumulator=False
+        )
         saved = [x if w_needs else None, qx if w_needs else None, weight if x_needs else None]
         saved.append(qw if x_needs and qw is not plain_weight else None)
         tensors, ctx.specs = prepare_for_saving(*saved)
@@ -321,7 +383,11 @@ class _InspectedLinear(torch.autograd.Function):
         bias_dtype = bias.dtype if bias is not None and b_needs else None
         ctx.rest = products, (x.shape, x.dtype, weight.dtype, bias_dtype), weight
         # The output must not be a view, because an activation, say, may modify it in place.
-        return unsafe_view(y, [*x.shape[:-1], y.shape[-1]]) if x.dim() != 2 or y._base is not None else y
+        return (
+            unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+            if x.dim() != 2 or y._base is not None
+            else y
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -357,8 +423,11 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     return dx, dw, db, None, None, None
 
 
-def _add_to_main_grad(products: _Products, left: Any, right: Any, dw: torch.Tensor, parameter: Any) -> None:
-    """Add the gradient of the weight to ``main_grad``; one that is not modified is rounded once, in the sum."""
+def _add_to_main_grad(
+    products: _Products, left: Any, right: Any, dw: torch.Tensor, parameter: Any
+) -> None:
+    """Add the gradient of the weight to ``main_grad``; one that is not modified is rounded once, in
+    the sum."""
     main_grad: Any = products.main_grad
     if ("wgrad", "wgrad") in products.modified:
         main_grad.add_(dw)

@@ -11,12 +11,15 @@ from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
 from ottava_custom.files import FileFactory
 
-_REMEDY = "give the recipe: recipe= in Python, --recipe for the command, or a model that is converted already"
+_REMEDY = (
+    "give the recipe: recipe= in Python, --recipe for the command, or a model that is "
+    "converted already"
+)
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
-    """What JSON says of a recipe: ``{"name", "options"}`` or ``{"file", "text"}``, from which :func:`build` makes an
-    equal one; of a recipe that holds functions only ``{"words"}``."""
+    """What JSON says of a recipe: ``{"name", "options"}`` or ``{"file", "text"}``, from which
+    :func:`build` makes an equal one; of a recipe that holds functions only ``{"words"}``."""
     made: dict[str, Any] = {"words": f"{recipe!r:.500}"}
     factory = recipe.qfactory if isinstance(recipe, CustomRecipe) else None
     if recipe._factory is not None:
@@ -25,7 +28,11 @@ def describe(recipe: Recipe) -> dict[str, Any]:
         return {"file": factory.path, "text": factory.text}
     if not dataclasses.is_dataclass(recipe) or not recipe.name:
         return made
-    options = {field.name: _plain(getattr(recipe, field.name)) for field in dataclasses.fields(recipe) if field.init}
+    options = {
+        field.name: _plain(getattr(recipe, field.name))
+        for field in dataclasses.fields(recipe)
+        if field.init
+    }
     described = {"name": recipe.name, "options": options}
     try:
         return described if build(described).same_as(recipe) else made
@@ -43,15 +50,27 @@ def build(data: Any) -> Recipe:
     """
     kinds = {"words": (str,), "name": (str, dict), "file": (str, str)}
     keys = {"words": ("words",), "name": ("name", "options"), "file": ("file", "text")}
-    kind = next((key for key in kinds if isinstance(data, dict) and set(data) == set(keys[key])), None)
-    if kind is None or not all(isinstance(data[key], of) for key, of in zip(keys[kind], kinds[kind], strict=True)):
-        raise CheckpointError(f"a recipe is described as {data!r:.80}", expected="what capture writes")
+    kind = next(
+        (key for key in kinds if isinstance(data, dict) and set(data) == set(keys[key])), None
+    )
+    if kind is None or not all(
+        isinstance(data[key], of) for key, of in zip(keys[kind], kinds[kind], strict=True)
+    ):
+        raise CheckpointError(
+            f"a recipe is described as {data!r:.80}", expected="what capture writes"
+        )
     if kind == "words":
-        raise UsageError(f"the recipe {data['words']} is not of data alone", expected="a recipe to use", remedy=_REMEDY)
+        raise UsageError(
+            f"the recipe {data['words']} is not of data alone",
+            expected="a recipe to use",
+            remedy=_REMEDY,
+        )
     if kind == "file":
         return CustomRecipe(FileFactory(data["file"], data["text"]))
     if "." in data["name"] or "/" in data["name"]:
-        raise CheckpointError(f"a recipe has the name {data['name']!r:.80}", expected="the name of a recipe")
+        raise CheckpointError(
+            f"a recipe has the name {data['name']!r:.80}", expected="the name of a recipe"
+        )
     options = {str(name): _number(value) for name, value in data["options"].items()}
     return ottava.get_recipe(data["name"], **options)
 
@@ -61,7 +80,13 @@ def _plain(value: Any) -> Any:
         return value.name
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
-    return list(value) if isinstance(value, tuple) else value if type(value) in (bool, int, float, str) else None
+    return (
+        list(value)
+        if isinstance(value, tuple)
+        else value
+        if type(value) in (bool, int, float, str)
+        else None
+    )
 
 
 def _number(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Recipe files that keep some layers, tensors or directions of them, in high precision, each with its reason."""
+"""Recipe files that keep some layers, tensors or directions of them, in high precision, each with
+its reason."""
 
 import contextlib
 import os
@@ -21,7 +22,8 @@ from ottava_custom.hybrid import side_of
 from ottava_custom.hybrid_tensors import SIDES
 from ottava_debug.output import check_suffix, write_text
 
-#: GEMM and operand, as nvdlfw-inspect calls them -> what recipes call the operand, and the direction that is read.
+#: GEMM and operand, as nvdlfw-inspect calls them -> what recipes call the operand, and the
+#: direction that is read.
 OPERANDS = {
     ("fprop", "activation"): ("input", "rowwise"),
     ("fprop", "weight"): ("weight", "rowwise"),
@@ -40,7 +42,8 @@ class Keep:
     """What stays in high precision, and why.
 
     Attributes:
-        layer: its qualified name, character by character; as in every recipe file it also stands for the modules in it.
+        layer: its qualified name, character by character; as in every recipe file it also stands
+            for the modules in it.
         reason: for whoever reads the file; any text.
         role: ``"input"``, ``"weight"`` or ``"grad_output"``; None: all of them.
         direction: of a role, ``"rowwise"`` or ``"columnwise"``; None: both.
@@ -55,15 +58,21 @@ class Keep:
     direction: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (("role", self.role, OF_LINEAR), ("direction", self.direction, SIDES)):
+        for name, value, known in (
+            ("role", self.role, OF_LINEAR),
+            ("direction", self.direction, SIDES),
+        ):
             if value is not None and value not in known:
-                raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(known)}, or None")
+                raise OptionError(
+                    f"{name} is {value!r}", expected=f"one of {', '.join(known)}, or None"
+                )
         if self.direction is not None and self.role is None:
             raise OptionError(f"direction {self.direction!r} of no role", expected="a role with it")
 
     @classmethod
     def of_operand(cls, layer: str, reason: str, gemm: str, tensor: str) -> Self:
-        """Keep one operand of one GEMM, as :data:`OPERANDS` lists them; OptionError where it does not."""
+        """Keep one operand of one GEMM, as :data:`OPERANDS` lists them; OptionError where it does
+        not."""
         if (gemm, tensor) not in OPERANDS:
             known = ", ".join(" ".join(pair) for pair in OPERANDS)
             raise OptionError(f"the operand {tensor!r} of {gemm!r}", expected=f"one of {known}")
@@ -81,8 +90,8 @@ def write_recipe_file(
     """Write :func:`recipe_text` to a file, and give the recipe that the file describes.
 
     Raises:
-        OptionError: the path does not end in ``.yaml`` or ``.yml``, or cannot be written to; and as of
-            :func:`recipe_text`.
+        OptionError: the path does not end in ``.yaml`` or ``.yml``, or cannot be written to; and as
+            of :func:`recipe_text`.
         RecipeNotFoundError, PluginError: as of :func:`ottava.get_recipe`.
     """
     check_suffix(path)
@@ -91,17 +100,23 @@ def write_recipe_file(
 
 
 def recipe_text(
-    keeps: Iterable[Keep], default: str = "current", options: Mapping[str, Any] | None = None, *, about: str = ""
+    keeps: Iterable[Keep],
+    default: str = "current",
+    options: Mapping[str, Any] | None = None,
+    *,
+    about: str = "",
 ) -> str:
-    """A recipe file, in YAML: ``default`` for everything but what is kept, with the reasons as comments.
+    """A recipe file, in YAML: ``default`` for everything but what is kept, with the reasons as
+    comments.
 
-    A recipe that keeps state, and one that serves directions by different quantizers, cannot serve one direction alone:
-    there the whole role is kept, and a comment says so.
+    A recipe that keeps state, and one that serves directions by different quantizers, cannot serve
+    one direction alone: there the whole role is kept, and a comment says so.
 
     Args:
         keeps: one rule is written for each layer, in the order in which they come first.
         default: the name of a recipe, or the path of a recipe file.
-        options: the options of the recipe: text, numbers, booleans, and members of an ``Enum`` by their names.
+        options: the options of the recipe: text, numbers, booleans, and members of an ``Enum`` by
+            their names.
         about: a comment at the beginning.
 
     Raises:
@@ -118,7 +133,11 @@ def recipe_text(
     inside[""] = len(layers)
     lines = [*_comment(about), f"default: {served}"]
     for name in sorted(layers, key=lambda name: inside[name]):
-        lines += ["", *(["layers:"] if "layers:" not in lines else []), *_rule(name, layers[name], recipe, served)]
+        lines += [
+            "",
+            *(["layers:"] if "layers:" not in lines else []),
+            *_rule(name, layers[name], recipe, served),
+        ]
     text = "\n".join(lines) + "\n"
     # What is wrong with it is told before anything is written.
     FileFactory("the recipe file.yaml", text)
@@ -132,7 +151,9 @@ def _served(default: str, options: Mapping[str, Any]) -> str:
     if not options:
         return _text(default)
     named = {key: getattr(value, "name", value) for key, value in options.items()}
-    written = [f"{_text(key)}: {_text(value)}" for key, value in {"recipe": default, **named}.items()]
+    written = [
+        f"{_text(key)}: {_text(value)}" for key, value in {"recipe": default, **named}.items()
+    ]
     return "{" + ", ".join(written) + "}"
 
 
@@ -141,13 +162,20 @@ def _text(value: Any) -> str:
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return value
     style = '"' if isinstance(value, str) else None
-    return yaml.safe_dump(value, default_style=style, width=float("inf"), default_flow_style=True).split("\n")[0]
+    return yaml.safe_dump(
+        value, default_style=style, width=float("inf"), default_flow_style=True
+    ).split("\n")[0]
 
 
 def _comment(text: str, indent: str = "") -> list[str]:
     """Any text as comment lines."""
-    shown = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in text.splitlines()]
-    return [f"{indent}# {part}" for line in shown for part in textwrap.wrap(line, _WIDTH - len(indent))]
+    shown = [
+        "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        for line in text.splitlines()
+    ]
+    return [
+        f"{indent}# {part}" for line in shown for part in textwrap.wrap(line, _WIDTH - len(indent))
+    ]
 
 
 def _rule(name: str, keeps: list[Keep], recipe: Recipe, served: str) -> list[str]:
@@ -155,7 +183,11 @@ def _rule(name: str, keeps: list[Keep], recipe: Recipe, served: str) -> list[str
     match = f"  - match: {_text(pattern)}"
     whole = [keep for keep in keeps if keep.role is None]
     if whole:
-        return [*(line for keep in keeps for line in _comment(keep.reason, "  ")), match, "    all: identity"]
+        return [
+            *(line for keep in keeps for line in _comment(keep.reason, "  ")),
+            match,
+            "    all: identity",
+        ]
     lines = [match]
     for role in OF_LINEAR:
         reasons = [keep.reason for keep in keeps if keep.role == role]
@@ -164,11 +196,17 @@ def _rule(name: str, keeps: list[Keep], recipe: Recipe, served: str) -> list[str
         kept = {keep.direction for keep in keeps if keep.role == role}
         sides = [side for side in SIDES if None in kept or side in kept]
         if len(sides) == 1 and not _serves_one_side(recipe, QuantizerRole("linear", role, name)):
-            reasons.append(f"Only {sides[0]} data need it, but the recipe cannot serve the other direction alone.")
+            reasons.append(
+                f"Only {sides[0]} data need it, but the recipe cannot serve the other direction "
+                f"alone."
+            )
             sides = list(SIDES)
         expressions = [f"{side}: {'identity' if side in sides else served}" for side in SIDES]
         expression = "identity" if len(sides) == len(SIDES) else "{" + ", ".join(expressions) + "}"
-        lines += [*(line for reason in reasons for line in _comment(reason, "    ")), f"    {role}: {expression}"]
+        lines += [
+            *(line for reason in reasons for line in _comment(reason, "    ")),
+            f"    {role}: {expression}",
+        ]
     return lines
 
 

@@ -1,4 +1,5 @@
-"""Records what the products of a model's layers take: operands in high precision, and digests of what they become."""
+"""Records what the products of a model's layers take: operands in high precision, and digests of
+what they become."""
 
 from typing import Any
 
@@ -27,8 +28,9 @@ class Pass:
 
 
 class Recorder:
-    """Follows the passes of a model's layers. Where activations are recomputed, the backward pass runs for the second
-    forward pass; what it gives belongs to the last one of the layer that has had none."""
+    """Follows the passes of a model's layers. Where activations are recomputed, the backward pass
+    runs for the second forward pass; what it gives belongs to the last one of the layer that has
+    had none."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
@@ -45,7 +47,9 @@ class Recorder:
     def find(self, name: str, layer: Any, recomputed: bool) -> Pass:
         """The pass that begins, or that is recomputed."""
         if recomputed:
-            return next(p for p in reversed(self.passes) if p.name == name and "gradient" not in p.seen)
+            return next(
+                p for p in reversed(self.passes) if p.name == name and "gradient" not in p.seen
+            )
         self.passes.append(Pass(name, layer, sum(p.name == name for p in self.passes)))
         return self.passes[-1]
 
@@ -70,18 +74,22 @@ class Recording(Inspection):
         return self._pass
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
-        # So that a layer is known whose quantizer raises before anything can be looked at. Which pass is recomputed,
-        # only its backward pass tells.
+        # So that a layer is known whose quantizer raises before anything can be looked at. Which
+        # pass is recomputed, only its backward pass tells.
         if not self.call.recomputed:
             self._begin()
         return True
 
-    def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
+    def observe(
+        self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
+    ) -> None:
         if (gemm, tensor) in OPERANDS:
             self.note(gemm, tensor, values, quantized)
             self.record.seen.add(tensor)
 
-    def note(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
+    def note(
+        self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
+    ) -> None:
         """Called with each operand."""
         record = self.record
         if tensor not in record.seen and not self._is_parameter(tensor, values):

@@ -13,7 +13,8 @@ ANYTHING = (Exception, SystemExit)
 
 
 def resolve(option: str, reference: str) -> Callable[..., Any]:
-    """The callable that ``module:callable`` names; modules of the working directory are found, as of ``python -m``.
+    """The callable that ``module:callable`` names; modules of the working directory are found, as
+    of ``python -m``.
 
     Raises:
         OptionError: it names none, or the module cannot be imported.
@@ -38,5 +39,8 @@ def made(option: str, reference: str) -> Any:
         UsageError: it fails.
     """
     what, make = f"{option} {reference!r}", resolve(option, reference)
-    with named(what), translated(f"{what} fails", "a callable without arguments", to=UsageError, of=ANYTHING):
+    with (
+        named(what),
+        translated(f"{what} fails", "a callable without arguments", to=UsageError, of=ANYTHING),
+    ):
         return make()

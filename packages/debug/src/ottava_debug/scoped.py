@@ -40,14 +40,19 @@ class Chosen:
             module: name for name, module in model.named_modules() if isinstance(module, Linear)
         }
         if not every:
-            raise OptionError("the model has no layer of Ottava", remedy="call ottava.convert(model, recipe) before")
+            raise OptionError(
+                "the model has no layer of Ottava",
+                remedy="call ottava.convert(model, recipe) before",
+            )
         self.unmatched: dict[str, str] = {}
         self.of_model = list(every.values())
         if layers is None or callable(layers):
             found = {m: name for m, name in every.items() if layers is None or layers(name, m)}
         else:
             patterns = _listed(layers)
-            found = {m: name for m, name in every.items() if any(fnmatchcase(name, p) for p in patterns)}
+            found = {
+                m: name for m, name in every.items() if any(fnmatchcase(name, p) for p in patterns)
+            }
             self.unmatched = {
                 f"layers {p!r}": "the model"
                 for p in patterns
@@ -70,7 +75,10 @@ class Run:
     """
 
     def __init__(
-        self, model: torch.nn.Module, layers: Layers, features: Iterable[tuple[Feature, dict[str, Any]]]
+        self,
+        model: torch.nn.Module,
+        layers: Layers,
+        features: Iterable[tuple[Feature, dict[str, Any]]],
     ) -> None:
         chosen: Any = Chosen(model, layers)
         self.iteration, enabled = 0, []
@@ -80,7 +88,9 @@ class Run:
             targets = feature.targets(Located(config, "the arguments"), title)
             policy = str(given.get("on_error", "raise"))
             enabled.append(Enabled(title, "ottava", feature, config, chosen, targets, policy))
-        self._session = Session(enabled, lambda: self.iteration, chosen.names.get, chosen.own_names.__contains__)
+        self._session = Session(
+            enabled, lambda: self.iteration, chosen.names.get, chosen.own_names.__contains__
+        )
         self._session.warn_of_unmatched("Layers of the model", chosen.of_model)
 
     def step(self) -> None:
@@ -114,10 +124,13 @@ def fake_quant(
     Args:
         model: converted by :func:`ottava.convert`, or with layers of Ottava.
         quant_format: as of :func:`ottava.debug.fake_quantize`.
-        layers: patterns of the names that the layers have in the model, or ``predicate(name, layer)``; None for all.
+        layers: patterns of the names that the layers have in the model, or
+            ``predicate(name, layer)``; None for all.
         gemms: of ``fprop``, ``dgrad`` and ``wgrad``.
-        tensors: of ``activation``, ``weight``, ``gradient``, and the results ``output``, ``dgrad`` and ``wgrad``.
-        on_error: ``"raise"``, or ``"warn"``, which switches the feature off for a layer in which it fails.
+        tensors: of ``activation``, ``weight``, ``gradient``, and the results ``output``, ``dgrad``
+            and ``wgrad``.
+        on_error: ``"raise"``, or ``"warn"``, which switches the feature off for a layer in which it
+            fails.
         steps: ``start_step``, ``end_step``, ``start_end_list`` and ``freq``, as in a configuration.
 
     Returns:
@@ -139,7 +152,11 @@ def high_precision(
     **steps: Any,
 ) -> Run:
     """Compute products in high precision; arguments and errors as of :func:`fake_quant`."""
-    return Run(model, layers, [(DisableFP8GEMM(), {"gemms": _listed(gemms)} | steps | {"on_error": on_error})])
+    return Run(
+        model,
+        layers,
+        [(DisableFP8GEMM(), {"gemms": _listed(gemms)} | steps | {"on_error": on_error})],
+    )
 
 
 class Statistics(Run):
@@ -202,16 +219,19 @@ def statistics(
     """Collect statistics of tensors every ``freq`` steps; nothing else is changed.
 
     Args:
-        stats: names as of :class:`LogTensorStats` and :class:`LogFp8TensorStats`, which say what each is.
+        stats: names as of :class:`LogTensorStats` and :class:`LogFp8TensorStats`, which say what
+            each is.
         freq: steps from one to the next; the others cost nothing.
         log_dir: a folder in which a file is written as nvdlfw-inspect writes it.
         tb_writer: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
-        reduce: whether statistics are of the tensors of all ranks, each of which then has to call this and ``step()``;
-            or a process group, of whose ranks they are. Weights, which ranks have copies of, stay each rank's own.
+        reduce: whether statistics are of the tensors of all ranks, each of which then has to call
+            this and ``step()``; or a process group, of whose ranks they are. Weights, which ranks
+            have copies of, stay each rank's own.
         model, layers, tensors, on_error, steps: as of :func:`fake_quant`.
 
     Raises:
-        OptionError: as of :func:`fake_quant`, if the file cannot be written, and if ``reduce`` is no group.
+        OptionError: as of :func:`fake_quant`, if the file cannot be written, and if ``reduce`` is
+            no group.
         DTypeError: ``tb_writer`` has no ``add_scalar``.
     """
     found: list[Statistic] = []

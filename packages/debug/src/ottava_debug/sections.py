@@ -1,4 +1,5 @@
-"""From what a configuration says to features that are enabled for layers: every key and value is checked."""
+"""From what a configuration says to features that are enabled for layers: every key and value is
+checked."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,13 +17,16 @@ Known = Mapping[str, Mapping[str, Any]]
 _SECTION = ("enabled", "layers", "on_error")
 
 
-def enabled_in(root: Located, known: Known, others: Mapping[str, Any], on_error: str) -> list[Enabled]:
+def enabled_in(
+    root: Located, known: Known, others: Mapping[str, Any], on_error: str
+) -> list[Enabled]:
     """The features of sections that are enabled, in their order.
 
     Args:
         known: the features of :data:`NAMESPACES` and of other namespaces.
         others: features of nvdlfw-inspect's own, which stand in a section without a namespace.
-        on_error: what holds where a section and a feature say nothing, as of :func:`ottava_debug.on_error`.
+        on_error: what holds where a section and a feature say nothing, as of
+            :func:`ottava_debug.on_error`.
 
     Raises:
         OptionError: something is not allowed; the message names the section, the key and the line.
@@ -32,23 +36,34 @@ def enabled_in(root: Located, known: Known, others: Mapping[str, Any], on_error:
         what = f"section {name!r}"
         section = mapping(root, name, what)
         if "enabled" not in section:
-            raise OptionError(f"{root.where(name)}: {what} has no enabled", expected="enabled: True or False")
+            raise OptionError(
+                f"{root.where(name)}: {what} has no enabled", expected="enabled: True or False"
+            )
         if not truth(section, "enabled", what):
             continue
         if "layers" not in section:
-            raise OptionError(f"{root.where(name)}: {what} has no layers", expected="layers: which it is for")
+            raise OptionError(
+                f"{root.where(name)}: {what} has no layers", expected="layers: which it is for"
+            )
         selector = Selector(mapping(section, "layers", what), what)
         policy = _policy(section, what, on_error)
         for key in section:
             if key in known:
                 found += _features(section, key, known[key], selector, what, policy)
             elif key not in _SECTION and key not in others:
-                raise unknown(section.where(key), f"{what} has no key", key, [*_SECTION, *known, *others])
+                raise unknown(
+                    section.where(key), f"{what} has no key", key, [*_SECTION, *known, *others]
+                )
     return found
 
 
 def _features(
-    section: Located, namespace: str, known: Mapping[str, Any], selector: Selector, what: str, on_error: str
+    section: Located,
+    namespace: str,
+    known: Mapping[str, Any],
+    selector: Selector,
+    what: str,
+    on_error: str,
 ) -> list[Enabled]:
     found = []
     features = mapping(section, namespace, what)
@@ -58,7 +73,9 @@ def _features(
             raise unknown(features.where(name), f"{what}: {namespace} has no feature", name, known)
         config = mapping(features, name, what)
         if "enabled" not in config:
-            raise OptionError(f"{features.where(name)}: {title} has no enabled", expected="enabled: True or False")
+            raise OptionError(
+                f"{features.where(name)}: {title} has no enabled", expected="enabled: True or False"
+            )
         if not truth(config, "enabled", title):
             continue
         feature = known[name]
@@ -66,17 +83,23 @@ def _features(
         policy = _policy(config, title, on_error)
         told = f"{features.where(name)}: {title}"
         if namespace in NAMESPACES:
-            found.append(Enabled(told, namespace, feature, plain(config), selector, targets, policy))
+            found.append(
+                Enabled(told, namespace, feature, plain(config), selector, targets, policy)
+            )
     return found
 
 
 def _policy(given: Located, what: str, default: str) -> str:
-    return str(checked(given, "on_error", COMMON["on_error"], what)) if "on_error" in given else default
+    return (
+        str(checked(given, "on_error", COMMON["on_error"], what))
+        if "on_error" in given
+        else default
+    )
 
 
 def for_nvdlfw(root: Located) -> dict[str, Any]:
-    """The sections that are enabled, as nvdlfw-inspect takes them: without what it does not know, and without a single
-    layer number, which it refuses."""
+    """The sections that are enabled, as nvdlfw-inspect takes them: without what it does not know,
+    and without a single layer number, which it refuses."""
     found = {}
     for name, section in root.items():
         if section["enabled"]:

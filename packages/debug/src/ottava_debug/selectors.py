@@ -1,9 +1,9 @@
 """Which layers a section is for, as configurations of nvdlfw-inspect say it.
 
-``exact_layer_names`` decides alone, else ``layer_name_regex_pattern`` (searched for in the name); else
-``layer_numbers`` and ``layer_types`` (parts of the name) must both hold, where both are given. A layer's number is the
-first one in its name that is not that of an ``fc``. Layers that do not match are not selected; nvdlfw-inspect
-itself raises for some of them.
+``exact_layer_names`` decides alone, else ``layer_name_regex_pattern`` (searched for in the name);
+else ``layer_numbers`` and ``layer_types`` (parts of the name) must both hold, where both are given.
+A layer's number is the first one in its name that is not that of an ``fc``. Layers that do not
+match are not selected; nvdlfw-inspect itself raises for some of them.
 """
 
 import re
@@ -40,7 +40,9 @@ class Selector:
             if key not in _KEYS:
                 raise unknown(given.where(key), f"{what}: layers has no key", key, _KEYS)
         if not given:
-            raise OptionError(f"{given.where()}: {what}: layers is empty", expected=f"one of {', '.join(_KEYS)}")
+            raise OptionError(
+                f"{given.where()}: {what}: layers is empty", expected=f"one of {', '.join(_KEYS)}"
+            )
         self._tests = {key: self._read(given, key, what) for key in _KEYS if key in given}
         for alone in _KEYS[:2]:
             if alone in self._tests:
@@ -68,7 +70,9 @@ class Selector:
             try:
                 pattern = re.compile(value)
             except (re.error, TypeError) as error:
-                raise OptionError(f"{where} is {kind_of(value)}: {error}", expected="a regular expression") from error
+                raise OptionError(
+                    f"{where} is {kind_of(value)}: {error}", expected="a regular expression"
+                ) from error
             return {value: lambda name: pattern.search(name) is not None}
         items = value if isinstance(value, list) else [value]
         if not items:
@@ -104,5 +108,7 @@ def _range(item: Any, where: str) -> range:
         return range(item, item + 1)
     found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item) if isinstance(item, str) else None
     if found is None:
-        raise OptionError(f"{where} has {kind_of(item)}", expected="numbers, ranges as '2-5', or all")
+        raise OptionError(
+            f"{where} has {kind_of(item)}", expected="numbers, ranges as '2-5', or all"
+        )
     return range(int(found[1]), int(found[2] or found[1]) + 1)

@@ -1,4 +1,5 @@
-"""Sections that are in force: which features a layer has, what they answer, and what becomes of their errors."""
+"""Sections that are in force: which features a layer has, what they answer, and what becomes of
+their errors."""
 
 import inspect
 import warnings
@@ -23,7 +24,8 @@ class Enabled:
     Attributes:
         title: what messages call it, with the line.
         selector: the layers that it is for.
-        targets: what of them; None where the feature is not of :class:`Feature`, and reads ``config`` itself.
+        targets: what of them; None where the feature is not of :class:`Feature`, and reads
+            ``config`` itself.
         off: names of layers for which it is switched off, because it raised.
         stopped: whether it is switched off for all, because it raised after a step.
     """
@@ -59,16 +61,22 @@ class Enabled:
         return self._active[1]
 
     def config_for(self, step: int, gemm: str | None, tensor: str | None) -> Any:
-        """The options for a call that names a product and a tensor, or not; None where it is not about those."""
+        """The options for a call that names a product and a tensor, or not; None where it is not
+        about those."""
         if self.targets is not None:
             for target in self._in_step(step):
-                if target.gemm in (None, gemm) and (tensor is None or target.tensor in (None, tensor)):
+                if target.gemm in (None, gemm) and (
+                    tensor is None or target.tensor in (None, tensor)
+                ):
                     return target.options
             return None
         if not hasattr(self.feature, "parse_config_and_api"):
             return self.config
         if (gemm, tensor) not in self._configs:
-            call: dict[str, Any] = {"gemm_parsing": gemm is not None, "tensor_parsing": tensor is not None}
+            call: dict[str, Any] = {
+                "gemm_parsing": gemm is not None,
+                "tensor_parsing": tensor is not None,
+            }
             call |= {"gemm": gemm} if gemm else {}
             call |= {"tensor_name": tensor} if tensor else {}
             status, options = self.feature.parse_config_and_api(dict(self.config), **call)
@@ -80,7 +88,8 @@ class Enabled:
         return callable(getattr(type(self.feature), method, None))
 
     def call(self, method: str, step: int, layer_name: str, **given: Any) -> Any:
-        """What a method answers; None where the feature has none, or is not about the product or the tensor."""
+        """What a method answers; None where the feature has none, or is not about the product or
+        the tensor."""
         if not self.has(method):
             return None
         config = self.config_for(step, given.get("gemm"), given.get("tensor_name"))
@@ -127,7 +136,9 @@ class Session:
         self._namesakes: set[str] = set()
         self._told = False
         self._watch = (
-            Watch(self.inspection, may_select or (lambda name: bool(self.plan(name)))) if self.enabled else None
+            Watch(self.inspection, may_select or (lambda name: bool(self.plan(name))))
+            if self.enabled
+            else None
         )
 
     def plan(self, name: str) -> list[Enabled]:
@@ -141,8 +152,13 @@ class Session:
             for number, second in enumerate(found):
                 for first in found[:number]:
                     if first.name == second.name:
-                        what = f"layer {name!r} has {first.name} twice, of {first.title} and of {second.title}"
-                        raise OptionError(what, expected="each feature once", remedy="make their layers differ")
+                        what = (
+                            f"layer {name!r} has {first.name} twice, of {first.title} and of "
+                            f"{second.title}"
+                        )
+                        raise OptionError(
+                            what, expected="each feature once", remedy="make their layers differ"
+                        )
             self._plans[name] = found
         return self._plans[name]
 
@@ -164,13 +180,17 @@ class Session:
             if other is not None and name not in self._namesakes:
                 self._namesakes.add(name)
                 what = (
-                    f"several layers are called {name!r}: sections cannot tell them apart, statistics take them as one"
+                    f"several layers are called {name!r}: sections cannot tell them apart, "
+                    f"statistics take them as one"
                 )
                 remedy = "nvdlfw_inspect.api.infer_and_assign_layer_names(model) names them"
                 warnings.warn(f"{what}. {remedy}", UserWarning, stacklevel=2)
 
-    def attempt(self, enabled: Enabled, layer_name: str, method: str, step: int, **given: Any) -> Any:
-        """What a feature answers. Where it raises, it is switched off for the layer, or the error is raised."""
+    def attempt(
+        self, enabled: Enabled, layer_name: str, method: str, step: int, **given: Any
+    ) -> Any:
+        """What a feature answers. Where it raises, it is switched off for the layer, or the error
+        is raised."""
         if enabled.stopped or layer_name in enabled.off:
             return None
         try:
@@ -181,29 +201,38 @@ class Session:
 
     def failed(self, enabled: Enabled, layer_name: str, method: str, error: BaseException) -> None:
         """A warning, and the feature is switched off for the layer; or the error."""
-        text = f"{enabled.title}: {method} failed in layer {layer_name!r}: {type(error).__name__}: {text_of(error)}"
+        text = (
+            f"{enabled.title}: {method} failed in layer {layer_name!r}: "
+            f"{type(error).__name__}: {text_of(error)}"
+        )
         if enabled.on_error == "raise":
             raise PluginError(text, remedy=_GO_ON) from error
         enabled.off.add(layer_name)
         warnings.warn(f"{text}. It is switched off for this layer", UserWarning, stacklevel=2)
 
     def after_step(self) -> None:
-        """What features do after a step; after the first, patterns that matched no layer are warned of."""
+        """What features do after a step; after the first, patterns that matched no layer are warned
+        of."""
         self._end_step()
         self.warn_of_unmatched("Layers that ran", self._plans)
 
     def warn_of_unmatched(self, known: str, names: Iterable[str]) -> None:
-        """Warn, the first time, of patterns that matched no layer so far; and tell some names that are ``known``."""
+        """Warn, the first time, of patterns that matched no layer so far; and tell some names that
+        are ``known``."""
         if self._told:
             return
         self._told = True
         some = ", ".join(map(repr, list(names)[:5])) or "none"
-        for pattern, where in {p: w for enabled in self.enabled for p, w in enabled.selector.unmatched.items()}.items():
-            warnings.warn(f"{where}: {pattern} matches no layer. {known}: {some}", UserWarning, stacklevel=3)
+        for pattern, where in {
+            p: w for enabled in self.enabled for p, w in enabled.selector.unmatched.items()
+        }.items():
+            warnings.warn(
+                f"{where}: {pattern} matches no layer. {known}: {some}", UserWarning, stacklevel=3
+            )
 
     def close(self) -> None:
-        """No feature is in force from here on; what :meth:`after_step` does is done once more, by this rank alone:
-        others may be elsewhere, if this one ends because something failed."""
+        """No feature is in force from here on; what :meth:`after_step` does is done once more, by
+        this rank alone: others may be elsewhere, if this one ends because something failed."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -240,7 +269,9 @@ class Session:
 class LayerInspection(Inspection):
     """What the features of a layer do in one pass."""
 
-    def __init__(self, session: Session, name: str, layer: Any, enabled: list[Enabled], step: int) -> None:
+    def __init__(
+        self, session: Session, name: str, layer: Any, enabled: list[Enabled], step: int
+    ) -> None:
         self._session, self._name, self._layer = session, name, layer
         self._enabled, self._step = enabled, step
         self._seen: set[str] = set()
@@ -256,22 +287,31 @@ class LayerInspection(Inspection):
         return any(self._modifies(enabled, gemm, tensor) for enabled in self._enabled)
 
     def _modifies(self, enabled: Enabled, gemm: str, tensor: str) -> bool:
-        return truth_of(self._ask(enabled, "modify_tensor_enabled", gemm=gemm, tensor_name=tensor), False)
+        return truth_of(
+            self._ask(enabled, "modify_tensor_enabled", gemm=gemm, tensor_name=tensor), False
+        )
 
-    def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor | QuantizedTensorStorage:
+    def modify(
+        self, gemm: str, tensor: str, values: torch.Tensor
+    ) -> torch.Tensor | QuantizedTensorStorage:
         found: Any = values
         for enabled in self._enabled:
             if self._modifies(enabled, gemm, tensor):
                 plain = found.dequantize() if isinstance(found, QuantizedTensorStorage) else found
                 # A copy, so that a feature may change it in place: it may be the parameter itself.
                 given = {"gemm": gemm, "tensor_name": tensor, "tensor": plain.clone()}
-                about = {"default_quantizer": self._quantizer(gemm, tensor), "out": None, "dtype": plain.dtype}
+                about = {
+                    "default_quantizer": self._quantizer(gemm, tensor),
+                    "out": None,
+                    "dtype": plain.dtype,
+                }
                 made = self._ask(enabled, "modify_tensor", **about, **given)
                 found = self._fitting(enabled, made, plain) if made is not None else found
         return found  # type: ignore[no-any-return]
 
     def _quantizer(self, gemm: str, tensor: str) -> Any:
-        """The recipe's quantizer of an operand; None for what the product takes in high precision, and a result."""
+        """The recipe's quantizer of an operand; None for what the product takes in high precision,
+        and a result."""
         state = self.call.state
         if state is None or (gemm, tensor) not in self.quantized:
             return None
@@ -281,23 +321,42 @@ class LayerInspection(Inspection):
 
     def _fitting(self, enabled: Enabled, made: Any, plain: torch.Tensor) -> Any:
         fits = isinstance(made, (torch.Tensor, QuantizedTensorStorage))
-        if fits and made.shape == plain.shape and made.device == plain.device and made.dtype.is_floating_point:
-            return made if isinstance(made, QuantizedTensorStorage) else made.detach().to(plain.dtype)
+        if (
+            fits
+            and made.shape == plain.shape
+            and made.device == plain.device
+            and made.dtype.is_floating_point
+        ):
+            return (
+                made if isinstance(made, QuantizedTensorStorage) else made.detach().to(plain.dtype)
+            )
         given = f"{tuple(made.shape)} of {made.dtype}" if fits else f"a {type(made).__name__}"
-        error = PluginError(f"it returned {given}", expected=f"a tensor {tuple(plain.shape)} on {plain.device}")
+        error = PluginError(
+            f"it returned {given}", expected=f"a tensor {tuple(plain.shape)} on {plain.device}"
+        )
         self._session.failed(enabled, self._name, "modify_tensor", error)
         return plain
 
-    def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
-        # What a backward pass takes of the forward pass has been seen, if not by this object: of recomputed passes.
+    def observe(
+        self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
+    ) -> None:
+        # What a backward pass takes of the forward pass has been seen, if not by this object: of
+        # recomputed passes.
         first = (gemm, tensor) not in _AGAIN and tensor not in self._seen
         self._seen.add(tensor)
         recipe = None if self.call.recipe is None else self.call.recipe.name
-        usages = {"rowwise": False, "columnwise": False} if quantized is None else quantized.get_usages()
-        both = {f"{usage}_quantized_tensor": quantized if held else None for usage, held in usages.items()}
+        usages = (
+            {"rowwise": False, "columnwise": False} if quantized is None else quantized.get_usages()
+        )
+        both = {
+            f"{usage}_quantized_tensor": quantized if held else None
+            for usage, held in usages.items()
+        }
         for enabled in self._enabled:
             given = {"tensor_name": tensor, "tp_group": None}
-            if first and truth_of(self._ask(enabled, "inspect_tensor_enabled", **given), enabled.has("inspect_tensor")):
+            if first and truth_of(
+                self._ask(enabled, "inspect_tensor_enabled", **given), enabled.has("inspect_tensor")
+            ):
                 quantizer = getattr(quantized, "_quantizer", None)
                 taken = {"tensor": values, "quantizer": quantizer, "recipe_name": recipe}
                 self._ask(enabled, "inspect_tensor", layer=self._layer, **taken, **both, **given)
@@ -306,4 +365,10 @@ class LayerInspection(Inspection):
             if quantized is not None and truth_of(
                 self._ask(enabled, f"{method}_enabled", **given), enabled.has(method)
             ):
-                self._ask(enabled, method, tensor=quantized, rowwise=(gemm, tensor) not in BY_COLUMN, **given)
+                self._ask(
+                    enabled,
+                    method,
+                    tensor=quantized,
+                    rowwise=(gemm, tensor) not in BY_COLUMN,
+                    **given,
+                )

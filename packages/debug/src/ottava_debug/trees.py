@@ -1,4 +1,5 @@
-"""Arguments of a model's call as data: nested lists, mappings and plain values as JSON, their tensors by name."""
+"""Arguments of a model's call as data: nested lists, mappings and plain values as JSON, their
+tensors by name."""
 
 import copy
 from collections.abc import Mapping, MutableMapping
@@ -14,7 +15,8 @@ _EXPECTED = "tensors, numbers, texts, None, and lists, tuples and mappings of th
 
 
 def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
-    """What JSON says of a value; copies of its tensors go into ``tensors``, by names that begin with ``name``.
+    """What JSON says of a value; copies of its tensors go into ``tensors``, by names that begin
+    with ``name``.
 
     A mapping becomes a dict, and a named tuple a tuple.
 
@@ -36,8 +38,14 @@ def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [flatten(v, f"{name}.{i}", tensors, depth + 1) for i, v in enumerate(value)]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: flatten(v, f"{name}.{key}", tensors, depth + 1) for key, v in value.items()}}
-    raise DTypeError(f"{name} is a {type(value).__name__}", expected=_EXPECTED, remedy="pass what it is made of")
+        return {
+            "dict": {
+                key: flatten(v, f"{name}.{key}", tensors, depth + 1) for key, v in value.items()
+            }
+        }
+    raise DTypeError(
+        f"{name} is a {type(value).__name__}", expected=_EXPECTED, remedy="pass what it is made of"
+    )
 
 
 def unflatten(data: Any, tensors: Mapping[str, torch.Tensor], device: Any, depth: int = 0) -> Any:
@@ -50,14 +58,22 @@ def unflatten(data: Any, tensors: Mapping[str, torch.Tensor], device: Any, depth
         return data
     kind, entry = next(iter(data.items())) if isinstance(data, dict) and data else (None, None)
     if depth > _MAX_DEPTH or kind not in _READ:
-        raise CheckpointError(f"an argument is described as {data!r:.80}", expected="what capture writes")
+        raise CheckpointError(
+            f"an argument is described as {data!r:.80}", expected="what capture writes"
+        )
     try:
         if kind == "tensor":
             made = tensors[str(entry)].to(device, copy=True)
-            return made.requires_grad_(data["requires_grad"] is True) if made.dtype.is_floating_point else made
+            return (
+                made.requires_grad_(data["requires_grad"] is True)
+                if made.dtype.is_floating_point
+                else made
+            )
         return _READ[kind](entry, lambda value: unflatten(value, tensors, device, depth + 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"an argument is described as {data!r:.80}", expected="what capture writes") from error
+        raise CheckpointError(
+            f"an argument is described as {data!r:.80}", expected="what capture writes"
+        ) from error
 
 
 _READ: dict[str | None, Any] = {
@@ -71,8 +87,9 @@ _READ: dict[str | None, Any] = {
 
 
 def ends(output: Any) -> Any:
-    """A model's output, each tensor of several with an autograd node of its own: the gradient of one is then not what
-    comes back through another one that was computed from it. What is in objects of other kinds is left as it is."""
+    """A model's output, each tensor of several with an autograd node of its own: the gradient of
+    one is then not what comes back through another one that was computed from it. What is in
+    objects of other kinds is left as it is."""
     several = len([tensor for tensor in tensors_of(output) if tensor.requires_grad]) > 1
     return _ends(output) if several else output
 

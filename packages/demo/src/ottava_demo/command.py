@@ -34,13 +34,17 @@ def _device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        device = torch.device("meta")  # which is refused below, as any other that the demo does not know
+        device = torch.device(
+            "meta"
+        )  # which is refused below, as any other that the demo does not know
     if device.type == "cpu":
         return "cpu"
     cuda = device.type == "cuda"
     if cuda and (device.index or 0) < gpus:
         return str(device)
-    available = ", ".join(["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{n}" for n in range(gpus))])
+    available = ", ".join(
+        ["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{n}" for n in range(gpus))]
+    )
     raise DeviceError(
         f"device {name!r}" + (f", and torch sees {gpus or 'no'} GPU(s)" if cuda else ""),
         expected=f"one of {available}",
@@ -49,16 +53,21 @@ def _device(name: str) -> str:
 
 
 def _choose(asked: list[str] | None) -> tuple[list[str], list[Skipped]]:
-    """The recipes to train, and the installed ones that cannot be. One that is asked for must be fit to train."""
+    """The recipes to train, and the installed ones that cannot be. One that is asked for must be
+    fit to train."""
     if asked:
         names = list(dict.fromkeys(asked))
         for name in names:
             ottava.get_recipe(name)
         return names, []
     names, statuses = [], plugin_statuses()
-    skipped = [Skipped(status.name, status.error) for status in statuses if status.status == "broken"]
+    skipped = [
+        Skipped(status.name, status.error) for status in statuses if status.status == "broken"
+    ]
     listed = {spec.name for status in statuses for spec in status.offers if spec.kind == RECIPE}
-    contested = {refusal.name for status in statuses for refusal in status.refused if refusal.kind == RECIPE}
+    contested = {
+        refusal.name for status in statuses for refusal in status.refused if refusal.kind == RECIPE
+    }
     for name in sorted(listed | contested):
         try:
             ottava.get_recipe(name)
@@ -85,7 +94,8 @@ def _make_folder(out: Path) -> None:
 
 
 def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
-    """How long all runs will take, where that is long: recipes differ several times in pace, so the first steps tell.
+    """How long all runs will take, where that is long: recipes differ several times in pace, so the
+    first steps tell.
 
     The ``left`` runs after the one of ``task`` are taken to be like it; ``elapsed`` is in seconds.
     """
@@ -96,14 +106,20 @@ def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
     if minutes <= _LONG_MINUTES:
         return None
     length = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-    return f"At the pace of these steps {f'{runs} runs' if runs > 1 else 'the run'} will take about {length}.{_SHORTER}"
+    return (
+        f"At the pace of these steps {f'{runs} runs' if runs > 1 else 'the run'} will take "
+        f"about {length}.{_SHORTER}"
+    )
 
 
-def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, out: Path, seed: int) -> int:
-    """Train BF16 and each recipe, print the table, write picture and page; 1 when a loss is not finite or a run fails.
+def run_demo(
+    *, recipes: list[str] | None, steps: int, size: str, device: str, out: Path, seed: int
+) -> int:
+    """Train BF16 and each recipe, print the table, write picture and page; 1 when a loss is not
+    finite or a run fails.
 
-    With ``recipes`` None every installed recipe is trained, and one that fails is reported and left out. What is wrong
-    with the options is told before anything is trained.
+    With ``recipes`` None every installed recipe is trained, and one that fails is reported and left
+    out. What is wrong with the options is told before anything is trained.
     """
     if size not in SIZES:
         raise OptionError(f"size {size!r}", expected=f"one of {', '.join(SIZES)}")
@@ -130,7 +146,9 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
     failures = 0
     said = False
     # A run's pace is the mean over all its steps: some take minutes.
-    with Progress(*columns, console=console(), speed_estimate_period=math.inf, get_time=time.perf_counter) as progress:
+    with Progress(
+        *columns, console=console(), speed_estimate_period=math.inf, get_time=time.perf_counter
+    ) as progress:
         start = time.perf_counter()
         for number, recipe in enumerate([None, *names]):
             task = progress.add_task(recipe or "bf16", total=steps, loss=math.nan)
@@ -139,19 +157,33 @@ def run_demo(*, recipes: list[str] | None, steps: int, size: str, device: str, o
                 nonlocal said
                 progress.update(task, advance=1, loss=loss)
                 left, elapsed = len(names) - number, time.perf_counter() - start
-                forecast = None if said else _forecast(progress.tasks[task], 1 + len(names), left, elapsed)
+                forecast = (
+                    None if said else _forecast(progress.tasks[task], 1 + len(names), left, elapsed)
+                )
                 if forecast is not None:
                     progress.console.print(forecast, soft_wrap=True)
                     said = True
 
             try:
-                runs.append(train(recipe, corpus, size=size, steps=steps, device=place, seed=seed, progress=advance))
+                runs.append(
+                    train(
+                        recipe,
+                        corpus,
+                        size=size,
+                        steps=steps,
+                        device=place,
+                        seed=seed,
+                        progress=advance,
+                    )
+                )
             except Exception as error:
                 # A recipe nobody asked for by name must not cost the others their results.
                 if recipe is None or recipes:
                     raise
                 failures += 1
-                skipped.append(Skipped(recipe, f"failed in training: {type(error).__name__}: {text_of(error)}"))
+                skipped.append(
+                    Skipped(recipe, f"failed in training: {type(error).__name__}: {text_of(error)}")
+                )
                 say(f"{recipe} {skipped[-1].reason}", stderr=True)
     console().print(table(runs, skipped))
     summary = f"{size} model, {steps} steps, seed {seed}, on {place}, torch {torch.__version__}."

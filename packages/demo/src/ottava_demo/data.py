@@ -23,7 +23,8 @@ class Corpus:
 
 
 def load_corpus(max_bytes: int = _MAX_BYTES) -> Corpus:
-    """The top-level modules of the standard library in the order of their names, up to ``max_bytes``."""
+    """The top-level modules of the standard library in the order of their names, up to
+    ``max_bytes``."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
@@ -43,7 +44,9 @@ def load_corpus(max_bytes: int = _MAX_BYTES) -> Corpus:
     return Corpus(train, validation)
 
 
-def batch(data: torch.Tensor, size: int, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    data: torch.Tensor, size: int, length: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``size`` random windows of ``length`` bytes, int64, and the same windows one byte on."""
     starts = torch.randint(0, data.numel() - length - 1, (size,), generator=generator)
     windows = torch.stack([data[s : s + length + 1] for s in starts.tolist()]).long()

@@ -48,7 +48,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, length, width]`` to the same."""
         b, t, c = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(b, t, 3, self.heads, c // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         # Its products, too, are slow in bfloat16 where those of the layers are.
         dtype, compute_dtype = q.dtype, product_dtype(q.dtype, q.device)
         q, k, v = (t.to(compute_dtype) for t in (q, k, v))
@@ -60,7 +64,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits over the next byte out. The embedding is tied to ``head``, which stays in high precision.
+    """Bytes in, logits over the next byte out. The embedding is tied to ``head``, which stays in
+    high precision.
 
     Args:
         size: its shape.
@@ -78,7 +83,11 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             # A quantized weight keeps the values that it was made with.
             if parameter.dim() == 2 and not isinstance(parameter, QuantizedTensorStorage):
-                depth = (2 * size.layers) ** -0.5 if name.endswith(("proj.weight", "down.weight")) else 1.0
+                depth = (
+                    (2 * size.layers) ** -0.5
+                    if name.endswith(("proj.weight", "down.weight"))
+                    else 1.0
+                )
                 nn.init.normal_(parameter, std=0.02 * depth)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

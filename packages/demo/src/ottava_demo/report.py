@@ -39,7 +39,9 @@ def check_libraries() -> None:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"the demo needs {error.name}", remedy="pip install 'ottava[demo]'") from None
+        raise UsageError(
+            f"the demo needs {error.name}", remedy="pip install 'ottava[demo]'"
+        ) from None
 
 
 def deviation(run: Run, base: Run) -> float:
@@ -75,7 +77,8 @@ def rows(runs: list[Run]) -> list[list[str]]:
 
 
 def table(runs: list[Run], skipped: list[Skipped]) -> Table:
-    """The table for the terminal; what was not run is named, its reason was told when it came up."""
+    """The table for the terminal; what was not run is named, its reason was told when it came
+    up."""
     names = headings(runs)
     left_out = [[skip.name, "not run", *["-"] * (len(names) - 2)] for skip in skipped]
     return output.table("Same seed, same batches", names, rows(runs) + left_out, right=names[1:])
@@ -88,8 +91,16 @@ def draw(runs: list[Run], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    smoothed = [[fmean(run.losses[max(0, n - _AVERAGED) : n]) for n in range(1, len(run.losses) + 1)] for run in runs]
-    style: Any = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
+    smoothed = [
+        [fmean(run.losses[max(0, n - _AVERAGED) : n]) for n in range(1, len(run.losses) + 1)]
+        for run in runs
+    ]
+    style: Any = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.alpha": 0.25,
+    }
     with pyplot.rc_context(style):
         figure, (top, bottom) = pyplot.subplots(
             2, 1, figsize=(9, 6), sharex=True, height_ratios=[3, 1.2], layout="constrained"
@@ -98,12 +109,15 @@ def draw(runs: list[Run], path: Path) -> None:
             colour, steps = _COLOURS[index % len(_COLOURS)], range(1, len(smooth) + 1)
             dash = "--" if index else "-"
             top.plot(steps, run.losses, color=colour, alpha=0.2, linewidth=0.8)
-            top.plot(steps, smooth, color=colour, linewidth=2, linestyle=dash, label=_label(run, runs[0]))
+            top.plot(
+                steps, smooth, color=colour, linewidth=2, linestyle=dash, label=_label(run, runs[0])
+            )
             if index:
                 off = [100 * (a - b) / b for a, b in zip(smooth, smoothed[0], strict=True)]
                 bottom.plot(steps, off, color=colour, linewidth=1.6)
         top.set(
-            ylabel="training loss (nats a byte)", title="A small GPT on the source code of Python's standard library"
+            ylabel="training loss (nats a byte)",
+            title="A small GPT on the source code of Python's standard library",
         )
         top.legend(frameon=False)
         bottom.set(ylabel="from BF16 (%)", xlabel="step")

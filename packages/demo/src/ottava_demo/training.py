@@ -1,4 +1,5 @@
-"""One training run: float32 parameters, BF16 autocast, and a recipe bound to the blocks' linear layers or none."""
+"""One training run: float32 parameters, BF16 autocast, and a recipe bound to the blocks' linear
+layers or none."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Run:
         losses: training loss of each step.
         validation: loss on fixed batches after the last step.
         tokens_per_second: over all steps, optimizer included, after a step that does not count.
-        saved_bytes: bytes of activations that one forward keeps for its backward, parameters not counted.
+        saved_bytes: bytes of activations that one forward keeps for its backward, parameters not
+            counted.
         products: the dtype in which the products of bfloat16 operands were computed.
         peak_bytes: the most that was allocated on the GPU during the steps; None elsewhere.
     """
@@ -68,7 +70,8 @@ def _saved_bytes(trainee: Trainee, data: Batch) -> int:
 
 
 def _multiply_fast(model: torch.nn.Module) -> None:
-    """Put this package's layers, without a recipe, in the place of torch's, which are slow on some CPUs."""
+    """Put this package's layers, without a recipe, in the place of torch's, which are slow on some
+    CPUs."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is torch.nn.Linear:
@@ -76,7 +79,8 @@ def _multiply_fast(model: torch.nn.Module) -> None:
 
 
 class Trainee:
-    """A model from the seed's weights, with its optimizer and schedule; ``recipe`` is bound to the blocks' layers.
+    """A model from the seed's weights, with its optimizer and schedule; ``recipe`` is bound to the
+    blocks' layers.
 
     ``dtype`` is that of parameters and products; None: float32 parameters, and BF16 autocast.
     """
@@ -99,12 +103,16 @@ class Trainee:
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
         )
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / _WARMUP))
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min(1.0, (step + 1) / _WARMUP)
+        )
 
     def loss(self, data: Batch) -> torch.Tensor:
         """The loss on a batch, for a backward pass."""
         x, y = (t.to(self.device) for t in data)
-        with torch.autocast(torch.device(self.device).type, dtype=torch.bfloat16, enabled=self._autocast):
+        with torch.autocast(
+            torch.device(self.device).type, dtype=torch.bfloat16, enabled=self._autocast
+        ):
             return loss_of(self.model, x, y)
 
     def backward(self, data: Batch) -> float:
@@ -137,8 +145,12 @@ def train(
     shape = SIZES[size]
     generator = torch.Generator().manual_seed(seed)
     held_out = torch.Generator().manual_seed(seed + 1)
-    checks = [batch(corpus.validation, shape.batch, shape.length, held_out) for _ in range(_VALIDATION_BATCHES)]
-    # What torch and the kernels do only once is no part of the rate. A model of its own takes the step for it.
+    checks = [
+        batch(corpus.validation, shape.batch, shape.length, held_out)
+        for _ in range(_VALIDATION_BATCHES)
+    ]
+    # What torch and the kernels do only once is no part of the rate. A model of its own takes the
+    # step for it.
     first = Trainee(recipe, size=shape, device=device, seed=seed)
     saved = _saved_bytes(first, checks[0])
     first.step(checks[0])

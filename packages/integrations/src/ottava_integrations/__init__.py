@@ -16,7 +16,9 @@ __all__ = ["__version__", *_EXPORTS]
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'ottava_integrations' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"ottava_integrations.{_EXPORTS[name]}"), name)
+    value = globals()[name] = getattr(
+        importlib.import_module(f"ottava_integrations.{_EXPORTS[name]}"), name
+    )
     return value
 
 

@@ -21,17 +21,18 @@ _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
     """The state dict in a file or a folder, mapped where the files allow that.
 
-    Of weights that another tool has quantized it has the codes and the scales, as in the files.
-    Of what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step would have reduced,
-    the largest of all.
+    Of weights that another tool has quantized it has the codes and the scales, as in the files. Of
+    what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step
+    would have reduced, the largest of all.
 
     Args:
-        path: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json`` or with
-            ``model.safetensors``, a file of ``torch.save`` with a state dict, of which no code is run, or a sharded
-            checkpoint.
+        path: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``
+            or with ``model.safetensors``, a file of ``torch.save`` with a state dict, of which no
+            code is run, or a sharded checkpoint.
 
     Returns:
-        The tensors by name, quantized ones among them, and the texts of a file's header that are not Ottava's.
+        The tensors by name, quantized ones among them, and the texts of a file's header that are
+        not Ottava's.
 
     Raises:
         CheckpointError: it is damaged, or nothing that can be read.
@@ -48,7 +49,9 @@ def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
     for file, names in files.items():
         tensors, metadata = read_tensors(file)
         if missing := [name for name in names if name not in tensors]:
-            raise CheckpointError(f"{file} has no tensor {missing[0]!r}", expected=f"what {_FOLDER_INDEX} says")
+            raise CheckpointError(
+                f"{file} has no tensor {missing[0]!r}", expected=f"what {_FOLDER_INDEX} says"
+            )
         with named(file):
             state |= unflatten_state_dict(tensors, metadata)
     texts = {} if single.is_dir() else metadata
@@ -56,9 +59,12 @@ def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
-    """safetensors files with an index of which tensor is in which, as large models are published."""
+    """safetensors files with an index of which tensor is in which, as large models are
+    published."""
     index = folder / _FOLDER_INDEX
-    with translated(f"{index} cannot be read", f"{_SINGLE}, files by tensor in {_FOLDER_INDEX}, or {INDEX_NAME}"):
+    with translated(
+        f"{index} cannot be read", f"{_SINGLE}, files by tensor in {_FOLDER_INDEX}, or {INDEX_NAME}"
+    ):
         file_of: dict[str, str] = json.loads(read_bytes(index))["weight_map"]
         outside = [file for file in file_of.values() if Path(file).name != file]
     if outside:
@@ -76,7 +82,9 @@ def _read_sharded(path: Path) -> dict[str, Any]:
     for name in reader.index.files:
         reader.file(name, verify=True)
     others = {name for names in reader.index.description["per_rank"].values() for name in names[1:]}
-    tensors = {name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others}
+    tensors = {
+        name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others
+    }
     with named(path):
         return unflatten_state_dict(tensors, described(reader.index.description["quantized"]))
 
@@ -86,21 +94,35 @@ def _read_pickled(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(action="ignore"):
             # Files of old versions of torch are no archives, and cannot be mapped.
-            state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            state: Any = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+            )
         if not isinstance(state, dict):
             raise TypeError(f"it holds a {type(state).__name__}")
         for name, value in state.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
                 raise TypeError(f"{name!r} is a {type(value).__name__}")
             for tensor in held_tensors(value):
-                dense = not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
+                dense = (
+                    not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
+                )
                 # Strides are the file's word: a small file could ask for any amount of memory.
                 if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
                     raise TypeError(f"{name!r} is on meta, sparse, nested or expanded")
     except Exception as error:
-        # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the code.
+        # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the
+        # code.
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = f"it needs code to be run ({code[1]})" if code else (str(error).splitlines() or [repr(error)])[0][:200]
-        what, remedy = f"{path} cannot be read as a file of torch.save: {why}", "torch.save(model.state_dict(), path)"
-        raise CheckpointError(what, expected="a state dict of tensors alone", remedy=remedy) from error
+        why = (
+            f"it needs code to be run ({code[1]})"
+            if code
+            else (str(error).splitlines() or [repr(error)])[0][:200]
+        )
+        what, remedy = (
+            f"{path} cannot be read as a file of torch.save: {why}",
+            "torch.save(model.state_dict(), path)",
+        )
+        raise CheckpointError(
+            what, expected="a state dict of tensors alone", remedy=remedy
+        ) from error
     return state

@@ -32,4 +32,6 @@ if TYPE_CHECKING:
     from ottava_blockwise.quantizer import Float8BlockQuantizer as Float8BlockQuantizer
     from ottava_blockwise.recipe import Float8BlockScaling as Float8BlockScaling
     from ottava_blockwise.tensors import Float8BlockwiseQTensor as Float8BlockwiseQTensor
-    from ottava_blockwise.tensors import Float8BlockwiseQTensorStorage as Float8BlockwiseQTensorStorage
+    from ottava_blockwise.tensors import (
+        Float8BlockwiseQTensorStorage as Float8BlockwiseQTensorStorage,
+    )

@@ -1,4 +1,5 @@
-"""``Float8BlockQuantizer``: a float32 scale for each 1 × 128 or 128 × 128 elements, along rows, columns or both."""
+"""``Float8BlockQuantizer``: a float32 scale for each 1 × 128 or 128 × 128 elements, along rows,
+columns or both."""
 
 from __future__ import annotations
 
@@ -9,7 +10,12 @@ import torch
 from ottava.layout import Layout
 from ottava.tensors import GridQuantizer, GridTensor, GridTensorStorage, Option
 from ottava.tensors.quantizer import epsilon_option, flag_option, fp8_option
-from ottava_blockwise.tensors import Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage, block_layout, check_options
+from ottava_blockwise.tensors import (
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    block_layout,
+    check_options,
+)
 
 
 def _dim(name: str, value: Any) -> int:
@@ -18,15 +24,16 @@ def _dim(name: str, value: Any) -> int:
 
 
 class Float8BlockQuantizer(GridQuantizer):
-    """Quantizes along rows, columns or both, each from the values themselves: ``scale = max / amax`` of each block.
+    """Quantizes along rows, columns or both, each from the values themselves:
+    ``scale = max / amax`` of each block.
 
     Args:
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rowwise, columnwise: usages to produce.
         amax_epsilon: a smaller amax counts as this.
         force_pow_2_scales: floor scales to powers of two.
-        block_scaling_dim: 1 for blocks of 128 elements along the direction, 2 for 128 × 128: both directions then hold
-            the same values.
+        block_scaling_dim: 1 for blocks of 128 elements along the direction, 2 for 128 × 128: both
+            directions then hold the same values.
 
     Raises:
         DTypeError: ``fp8_dtype`` is not an FP8 element format.

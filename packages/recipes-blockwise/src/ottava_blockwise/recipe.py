@@ -21,11 +21,12 @@ class Float8BlockScaling(Recipe):
     """FP8 in blocks of 128 elements, or squares of 128 × 128, each with a float32 scale.
 
     Attributes:
-        fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for gradients).
+        fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for
+            gradients).
         force_pow_2_scales: floor scales to powers of two.
         amax_epsilon: a smaller amax counts as this.
-        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: of inputs, weights and gradients: 1 for blocks
-            of 1 × 128, 2 for 128 × 128.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: of inputs, weights and
+            gradients: 1 for blocks of 1 × 128, 2 for 128 × 128.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -50,8 +51,11 @@ class Float8BlockScaling(Recipe):
         dims = {name: value for name, value in vars(self).items() if name.endswith("_dim")}
         check_options(flag=("force_pow_2_scales", self.force_pow_2_scales), **dims)
 
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Float8BlockQuantizer:
-        """Format and blocks by the direction and the type of the tensor; nothing is reduced over processes."""
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> Float8BlockQuantizer:
+        """Format and blocks by the direction and the type of the tensor; nothing is reduced over
+        processes."""
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         dim = self.w_block_scaling_dim if role.tensor_type == "weight" else self.x_block_scaling_dim
         return Float8BlockQuantizer(

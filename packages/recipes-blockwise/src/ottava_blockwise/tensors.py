@@ -14,16 +14,29 @@ from ottava.tensors import GridTensor, GridTensorStorage, StaticField
 _BLOCK = 128
 
 
-def block_layout(fp8_dtype: torch.dtype, dim: int, pow_2_scales: bool, epsilon: float = 0.0) -> Layout:
-    """Blocks of 1 × 128 (``dim`` 1) or 128 × 128 (2), each with a float32 scale; columns are held transposed."""
+def block_layout(
+    fp8_dtype: torch.dtype, dim: int, pow_2_scales: bool, epsilon: float = 0.0
+) -> Layout:
+    """Blocks of 1 × 128 (``dim`` 1) or 128 × 128 (2), each with a float32 scale; columns are held
+    transposed."""
     block = (1 if dim == 1 else _BLOCK, _BLOCK)
     rounding = "floor" if pow_2_scales else "nearest"
-    return Layout(fp8_dtype, block, rounding=rounding, epsilon=epsilon, columnwise="transposed", finite_as="input")
+    return Layout(
+        fp8_dtype,
+        block,
+        rounding=rounding,
+        epsilon=epsilon,
+        columnwise="transposed",
+        finite_as="input",
+    )
 
 
 # What data are does not depend on an epsilon. A plain dict, which compiled code can look into.
 _LAYOUTS = {
-    (dtype, dim, pow_2): block_layout(dtype, dim, pow_2) for dtype in FP8 for dim in (1, 2) for pow_2 in (False, True)
+    (dtype, dim, pow_2): block_layout(dtype, dim, pow_2)
+    for dtype in FP8
+    for dim in (1, 2)
+    for pow_2 in (False, True)
 }
 
 
@@ -44,20 +57,24 @@ class Float8BlockwiseQTensorStorage(GridTensorStorage):
     """Blockwise FP8 data without the tensor interface.
 
     Args:
-        rowwise_data: uint8 ``[*leading, K]`` (a float8 tensor is viewed as such), in blocks along the rows.
-        rowwise_scale_inv: float32 ``[M, ceil(K / 128)]``, M the product of the leading dimensions; of square blocks
-            ``[ceil(M / 128), ceil(K / 128)]``.
+        rowwise_data: uint8 ``[*leading, K]`` (a float8 tensor is viewed as such), in blocks along
+            the rows.
+        rowwise_scale_inv: float32 ``[M, ceil(K / 128)]``, M the product of the leading dimensions;
+            of square blocks ``[ceil(M / 128), ceil(K / 128)]``.
         columnwise_data: uint8 ``[K, *leading]``, the transpose, in blocks along its rows.
-        columnwise_scale_inv: float32 ``[K, ceil(M / 128)]``; of square blocks ``[ceil(K / 128), ceil(M / 128)]``.
+        columnwise_scale_inv: float32 ``[K, ceil(M / 128)]``; of square blocks
+            ``[ceil(K / 128), ceil(M / 128)]``.
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         block_scaling_dim: 1, or 2 for square blocks, of which both directions hold the same values.
         pow_2_scales: all scales are powers of two, so that values decode exactly.
         dtype: nominal dtype.
-        values_from_columns: where both directions are held, dequantize columnwise data: so does a transposed view.
+        values_from_columns: where both directions are held, dequantize columnwise data: so does a
+            transposed view.
         quantizer: used by in-place updates.
 
     Raises:
-        DTypeError, ShapeError, DeviceError, OptionError, UsageError: the arguments do not fit together.
+        DTypeError, ShapeError, DeviceError, OptionError, UsageError: the arguments do not fit
+            together.
     """
 
     static_fields: ClassVar[tuple[StaticField, ...]] = (
@@ -75,7 +92,9 @@ class Float8BlockwiseQTensorStorage(GridTensorStorage):
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
-        fp8_dtype, dim, pow_2 = (declared[name] for name in ("fp8_dtype", "block_scaling_dim", "pow_2_scales"))
+        fp8_dtype, dim, pow_2 = (
+            declared[name] for name in ("fp8_dtype", "block_scaling_dim", "pow_2_scales")
+        )
         fp8_format(fp8_dtype)
         check_options(flag=("pow_2_scales", pow_2), block_scaling_dim=dim)
         return _LAYOUTS[fp8_dtype, dim, pow_2]
@@ -84,8 +103,8 @@ class Float8BlockwiseQTensorStorage(GridTensorStorage):
 class Float8BlockwiseQTensor(GridTensor, Float8BlockwiseQTensorStorage):
     """Blockwise FP8 data as a ``torch.Tensor`` of its nominal dtype.
 
-    Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction
-    held, and share the data; elsewhere they give the dequantized values.
+    Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks,
+    in every direction held, and share the data; elsewhere they give the dequantized values.
 
     Args:
         shape: shape of the tensor; from the data by default.

@@ -1,4 +1,5 @@
-"""Current scaling for Ottava: each tensor's scale comes from its own amax, at the moment it is quantized."""
+"""Current scaling for Ottava: each tensor's scale comes from its own amax, at the moment it is
+quantized."""
 
 from __future__ import annotations
 
@@ -21,5 +22,7 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from ottava_current.quantizer import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
+    from ottava_current.quantizer import (
+        Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer,
+    )
     from ottava_current.recipe import Float8CurrentScaling as Float8CurrentScaling

@@ -30,10 +30,15 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
     Raises:
         DTypeError: ``fp8_dtype`` is not an FP8 element format.
         DeviceError: ``device`` names no device.
-        OptionError: ``amax_epsilon`` is negative or not finite, a flag no bool, or the group no process group.
+        OptionError: ``amax_epsilon`` is negative or not finite, a flag no bool, or the group no
+            process group.
     """
 
-    process_attributes: ClassVar[tuple[str, ...]] = ("with_amax_reduction", "amax_reduction_group", "device")
+    process_attributes: ClassVar[tuple[str, ...]] = (
+        "with_amax_reduction",
+        "amax_reduction_group",
+        "device",
+    )
     with_amax_reduction: bool = flag_option()
     force_pow_2_scales: bool = flag_option()
     amax_epsilon: float = epsilon_option()
@@ -62,9 +67,17 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         rounding = "floor" if self.force_pow_2_scales else "nearest"
-        return Layout(self.fp8_dtype, (None, None), rounding=rounding, epsilon=self.amax_epsilon, columnwise="same")
+        return Layout(
+            self.fp8_dtype,
+            (None, None),
+            rounding=rounding,
+            epsilon=self.amax_epsilon,
+            columnwise="same",
+        )
 
-    def make_empty(self, shape: Any, *, device: Any = None, **kwargs: Any) -> QuantizedTensorStorage:
+    def make_empty(
+        self, shape: Any, *, device: Any = None, **kwargs: Any
+    ) -> QuantizedTensorStorage:
         return super().make_empty(shape, device=device or self.device, **kwargs)
 
     def for_shards(self, group: Any) -> Float8CurrentScalingQuantizer:
@@ -72,17 +85,29 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         copied.with_amax_reduction, copied.amax_reduction_group = True, group
         return copied
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize_impl(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
-        wanted = float8.DATA if tensor.is_cpu and not float8.forced else self.needs(tensor.device, tensor.dim())
+        wanted = (
+            float8.DATA
+            if tensor.is_cpu and not float8.forced
+            else self.needs(tensor.device, tensor.dim())
+        )
         if self.with_amax_reduction:
             return self._wrap(self._with_amax_of_all(tensor, *wanted), dtype)
-        made = for_layers.quantize(tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted)
+        made = for_layers.quantize(
+            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted
+        )
         return self._wrap(made, dtype)
 
-    def _with_amax_of_all(self, tensor: torch.Tensor, with_data: bool, with_transpose: bool) -> for_layers.Quantized:
+    def _with_amax_of_all(
+        self, tensor: torch.Tensor, with_data: bool, with_transpose: bool
+    ) -> for_layers.Quantized:
         amax = reduce_amax(kernels.amax(tensor), self.amax_reduction_group)
-        scale, scale_inv = kernels.scale_from_amax(amax, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales)
+        scale, scale_inv = kernels.scale_from_amax(
+            amax, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales
+        )
         if not with_transpose:
             return kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv
         data, transpose = kernels.cast_transpose(tensor, scale, self.fp8_dtype)

@@ -19,7 +19,8 @@ class Float8CurrentScaling(Recipe):
     """Per-tensor FP8 whose scales come from the tensors themselves.
 
     Attributes:
-        fp8_format: ``Format.HYBRID`` (E4M3 forward, E5M2 for gradients), ``Format.E4M3`` or ``Format.E5M2``.
+        fp8_format: ``Format.HYBRID`` (E4M3 forward, E5M2 for gradients), ``Format.E4M3`` or
+            ``Format.E5M2``.
         force_pow_2_scales: floor scales to powers of two.
         amax_epsilon: a smaller amax counts as this.
         with_amax_reduction: inputs and gradients use the largest amax of the ranks of autocast's
@@ -45,8 +46,11 @@ class Float8CurrentScaling(Recipe):
         # The quantizer refuses other wrong values.
         self.make_quantizer(QuantizerRole())
 
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Float8CurrentScalingQuantizer:
-        """E4M3 or E5M2 by the direction of the tensor; weights are equal on all ranks and need no reduction."""
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> Float8CurrentScalingQuantizer:
+        """E4M3 or E5M2 by the direction of the tensor; weights are equal on all ranks and need no
+        reduction."""
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return Float8CurrentScalingQuantizer(
             element.torch_dtype,

@@ -1,4 +1,5 @@
-"""Recipes of your own for Ottava: quantizer factories, recipe files, and current scaling in plain PyTorch."""
+"""Recipes of your own for Ottava: quantizer factories, recipe files, and current scaling in plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from ottava_custom.factories import by_layer as by_layer
     from ottava_custom.factories import by_tensor as by_tensor
     from ottava_custom.factories import current_scaling_ref_factory as current_scaling_ref_factory
-    from ottava_custom.factories import current_scaling_ref_quantizer_factory as current_scaling_ref_quantizer_factory
+    from ottava_custom.factories import (
+        current_scaling_ref_quantizer_factory as current_scaling_ref_quantizer_factory,
+    )
     from ottava_custom.factories import identity_factory as identity_factory
     from ottava_custom.factories import mirror as mirror
     from ottava_custom.hybrid import HybridQuantizer as HybridQuantizer
@@ -46,6 +49,10 @@ if TYPE_CHECKING:
     from ottava_custom.identity import IdentityTensor as IdentityTensor
     from ottava_custom.identity import IdentityTensorStorage as IdentityTensorStorage
     from ottava_custom.recipe import CustomRecipe as CustomRecipe
-    from ottava_custom.reference.quantizer import CurrentScalingQuantizerRef as CurrentScalingQuantizerRef
+    from ottava_custom.reference.quantizer import (
+        CurrentScalingQuantizerRef as CurrentScalingQuantizerRef,
+    )
     from ottava_custom.reference.tensor import CurrentScalingTensorRef as CurrentScalingTensorRef
-    from ottava_custom.reference.tensor import CurrentScalingTensorRefStorage as CurrentScalingTensorRefStorage
+    from ottava_custom.reference.tensor import (
+        CurrentScalingTensorRefStorage as CurrentScalingTensorRefStorage,
+    )

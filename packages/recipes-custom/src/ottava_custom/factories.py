@@ -27,7 +27,8 @@ TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
 
 
 def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentScalingQuantizerRef:
-    """The reference of current scaling: E4M3 for ``input`` and ``weight``, E5M2 for every other tensor.
+    """The reference of current scaling: E4M3 for ``input`` and ``weight``, E5M2 for every other
+    tensor.
 
     Raises:
         OptionError: the role has a tensor type that there is not.
@@ -61,13 +62,18 @@ def mirror(recipe: Recipe | str | os.PathLike[str], **options: Any) -> Factory:
         options: of the recipe that is named.
 
     Raises:
-        DTypeError: ``recipe`` is neither a recipe nor a name, or options come with a recipe that is built already.
+        DTypeError: ``recipe`` is neither a recipe nor a name, or options come with a recipe that is
+            built already.
         RecipeNotFoundError, OptionError, PluginError: as of :func:`ottava.get_recipe`.
     """
     if isinstance(recipe, (str, os.PathLike)):
         recipe = get_recipe(recipe, **options)
     elif options:
-        raise DTypeError("options for a recipe that is built already", expected="its name", remedy="leave them out")
+        raise DTypeError(
+            "options for a recipe that is built already",
+            expected="its name",
+            remedy="leave them out",
+        )
     return Mirror(QuantizerRequest(recipe))
 
 
@@ -85,8 +91,9 @@ class Mirror:
 def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> Factory:
     """A factory for each pattern, the first that matches; ``default`` for the other layers.
 
-    Patterns (``fnmatch``) fit the qualified name of a layer, or of a module that it is in, as those of
-    :func:`ottava.convert` do. A factory may be given by the name of a published one or of an installed recipe.
+    Patterns (``fnmatch``) fit the qualified name of a layer, or of a module that it is in, as those
+    of :func:`ottava.convert` do. A factory may be given by the name of a published one or of an
+    installed recipe.
 
     Raises:
         DTypeError: one of them is no factory, or a pattern no string.
@@ -94,12 +101,19 @@ def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> F
     """
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise DTypeError(f"a pattern is a {type(pattern).__name__}", expected="a pattern of layer names")
-    return Choice("name", tuple((pattern, as_factory(f)) for pattern, f in patterns.items()), as_factory(default))
+            raise DTypeError(
+                f"a pattern is a {type(pattern).__name__}", expected="a pattern of layer names"
+            )
+    return Choice(
+        "name",
+        tuple((pattern, as_factory(f)) for pattern, f in patterns.items()),
+        as_factory(default),
+    )
 
 
 def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
-    """A factory for each tensor type, ``by_tensor("current", weight="identity")``; ``default`` for the others.
+    """A factory for each tensor type, ``by_tensor("current", weight="identity")``; ``default`` for
+    the others.
 
     Raises:
         OptionError: there is no such tensor type.
@@ -107,12 +121,17 @@ def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
     """
     for tensor_type in tensors:
         _check_tensor_type(tensor_type)
-    return Choice("tensor_type", tuple((name, as_factory(f)) for name, f in tensors.items()), as_factory(default))
+    return Choice(
+        "tensor_type",
+        tuple((name, as_factory(f)) for name, f in tensors.items()),
+        as_factory(default),
+    )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`by_layer` and :func:`by_tensor` return: the first pattern that fits the role serves."""
+    """What :func:`by_layer` and :func:`by_tensor` return: the first pattern that fits the role
+    serves."""
 
     asked: str
     choices: tuple[tuple[str, Factory], ...]
@@ -122,10 +141,13 @@ class Choice:
         """What the factory for the role gives."""
         role = QuantizerRole.of(role)
         text = getattr(role, self.asked)
-        return next((factory for pattern, factory in self.choices if fits(text, pattern)), self.default)(role)
+        return next(
+            (factory for pattern, factory in self.choices if fits(text, pattern)), self.default
+        )(role)
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Refuse a pattern that fits none of the names of a model's layers, here or in one of the factories.
+        """Refuse a pattern that fits none of the names of a model's layers, here or in one of the
+        factories.
 
         Raises:
             OptionError: the message has the nearest pattern that would fit.
@@ -133,8 +155,13 @@ class Choice:
         modules = modules_of(names)
         for pattern, _ in self.choices if self.asked == "name" else ():
             if not fits_some(pattern, modules):
-                expected = suggestion(pattern, names, "the name of a linear layer, or of a module that it is in")
-                raise OptionError(f"pattern {pattern!r} of by_layer matches no layer of the model", expected=expected)
+                expected = suggestion(
+                    pattern, names, "the name of a linear layer, or of a module that it is in"
+                )
+                raise OptionError(
+                    f"pattern {pattern!r} of by_layer matches no layer of the model",
+                    expected=expected,
+                )
         for factory in (*(factory for _, factory in self.choices), self.default):
             check = getattr(factory, "check_layers", None)
             if callable(check):
@@ -142,10 +169,11 @@ class Choice:
 
 
 def by_direction(forward: Factory | str, backward: Factory | str) -> Factory:
-    """What ``forward`` gives for what fprop reads, what ``backward`` gives for what dgrad and wgrad read.
+    """What ``forward`` gives for what fprop reads, what ``backward`` gives for what dgrad and wgrad
+    read.
 
-    Inputs and weights are quantized twice where the two differ: along rows for the forward pass, along columns for the
-    backward pass. Gradients are the backward factory's.
+    Inputs and weights are quantized twice where the two differ: along rows for the forward pass,
+    along columns for the backward pass. Gradients are the backward factory's.
 
     Raises:
         DTypeError, RecipeNotFoundError: as of :func:`by_layer`.
@@ -174,7 +202,9 @@ def _answered(factory: Factory, role: QuantizerRole, side: str) -> Quantizer:
     if isinstance(given, QuantizerRequest):
         given = side_of(given.recipe, role, side)
     if given is None:
-        raise OptionError(f"the factory gives no quantizer for {role}", expected="an ottava.Quantizer")
+        raise OptionError(
+            f"the factory gives no quantizer for {role}", expected="an ottava.Quantizer"
+        )
     return given
 
 
@@ -184,5 +214,8 @@ def as_factory(factory: Factory | str) -> Factory:
         published = {spec.name for spec in list_quantizer_factories()}
         return get_quantizer_factory(factory) if factory in published else mirror(factory)
     if not callable(factory):
-        raise DTypeError(f"the factory is a {type(factory).__name__}", expected="a callable factory(role), or a name")
+        raise DTypeError(
+            f"the factory is a {type(factory).__name__}",
+            expected="a callable factory(role), or a name",
+        )
     return factory

@@ -16,7 +16,8 @@ from ottava_custom.identity import IdentityQuantizer
 
 
 def side_of(recipe: Recipe, role: QuantizerRole, side: str) -> Quantizer:
-    """What a recipe gives one side of a hybrid: nothing is quantized where its wgrad is in high precision."""
+    """What a recipe gives one side of a hybrid: nothing is quantized where its wgrad is in high
+    precision."""
     kept = recipe.wgrad_high_precision and side == "columnwise" and role.tensor_type != "weight"
     return IdentityQuantizer() if kept else recipe.quantizer(role)
 
@@ -31,10 +32,11 @@ class _BothSides(ShardRule):
 
 
 class HybridQuantizer(Quantizer):
-    """Quantizes along rows as one quantizer does and along columns as another: one for each direction of a layer.
+    """Quantizes along rows as one quantizer does and along columns as another: one for each
+    direction of a layer.
 
-    fprop reads rows of the input and of the weight; dgrad reads rows of ``grad_output`` and columns of the weight;
-    wgrad reads columns of both.
+    fprop reads rows of the input and of the weight; dgrad reads rows of ``grad_output`` and columns
+    of the weight; wgrad reads columns of both.
 
     Args:
         rowwise_quantizer: for the rowwise usage.
@@ -43,7 +45,8 @@ class HybridQuantizer(Quantizer):
 
     Raises:
         DTypeError: one of them is no quantizer, or is a hybrid itself.
-        OptionError: one of them holds state: what a layer's state belongs to has to serve a whole tensor.
+        OptionError: one of them holds state: what a layer's state belongs to has to serve a whole
+            tensor.
     """
 
     shards: ClassVar[ShardRule] = _BothSides()
@@ -64,7 +67,9 @@ class HybridQuantizer(Quantizer):
                 raise DTypeError(what, expected="an ottava.Quantizer that is no hybrid itself")
             if quantizer.stateful:
                 what = f"{side}_quantizer is a {type(quantizer).__name__}, which holds state"
-                remedy = "use it for a whole role: return an ottava.QuantizerRequest from the factory"
+                remedy = (
+                    "use it for a whole role: return an ottava.QuantizerRequest from the factory"
+                )
                 raise OptionError(what, expected="a quantizer without state", remedy=remedy)
             copied = quantizer.copy()
             copied.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
@@ -93,20 +98,35 @@ class HybridQuantizer(Quantizer):
         return copied
 
     def is_alike(self, other: Quantizer) -> bool:
-        if not isinstance(other, HybridQuantizer) or not self.rowwise_quantizer.is_alike(other.rowwise_quantizer):
+        if not isinstance(other, HybridQuantizer) or not self.rowwise_quantizer.is_alike(
+            other.rowwise_quantizer
+        ):
             return False
         return self.columnwise_quantizer.is_alike(other.columnwise_quantizer)
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize_impl(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
         cls = hybrid_class(*self.kinds, tensor=not self.internal)
         if self.keeps_operands and not self.internal:
             tensor = tensor.clone()
         rows = self.rowwise_quantizer.quantize_impl(tensor, dtype) if self.rowwise_usage else None
-        columns = self.columnwise_quantizer.quantize_impl(tensor, dtype) if self.columnwise_usage else None
+        columns = (
+            self.columnwise_quantizer.quantize_impl(tensor, dtype)
+            if self.columnwise_usage
+            else None
+        )
         if columns is not None and not self.internal:
-            held = [inner for inner in columns.inner_tensors if getattr(columns, inner.attribute) is not None]
+            held = [
+                inner
+                for inner in columns.inner_tensors
+                if getattr(columns, inner.attribute) is not None
+            ]
             if not any(inner.gather for inner in held):
-                # A weight whose bytes are written or gathered by rows; a transpose alone is made of such.
-                columns = self.columnwise_quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
+                # A weight whose bytes are written or gathered by rows; a transpose alone is made of
+                # such.
+                columns = self.columnwise_quantizer.with_usage(True, True).quantize_impl(
+                    tensor, dtype
+                )
         return cls.around([rows, columns], tuple(tensor.shape), dtype, self)

@@ -1,8 +1,9 @@
 """Tensors whose rows and columns were quantized by different quantizers.
 
-A hybrid holds the inner tensors of both storages under their own names with a prefix, so that everything that is
-derived from a declaration (saving, moving, checkpoints, gathers) is derived from theirs. There is a class for each pair
-of storage classes, made when the pair is first met, and an attribute of this module under the name that files have.
+A hybrid holds the inner tensors of both storages under their own names with a prefix, so that
+everything that is derived from a declaration (saving, moving, checkpoints, gathers) is derived from
+theirs. There is a class for each pair of storage classes, made when the pair is first met, and an
+attribute of this module under the name that files have.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _Kind = type[QuantizedTensorStorage]
 
 
 class HybridTensorStorage(QuantizedTensorStorage):
-    """What is common to the storages of all pairs. Each has a class of its own, with the declaration of the pair."""
+    """What is common to the storages of all pairs. Each has a class of its own, with the
+    declaration of the pair."""
 
     #: The storage class of each side.
     kinds: ClassVar[tuple[_Kind, ...]] = ()
@@ -52,21 +54,31 @@ class HybridTensorStorage(QuantizedTensorStorage):
         for side, kind, storage in zip(SIDES, cls.kinds, sides, strict=True):
             # Of the storage, because the declaration of a class on a grid has names alone.
             inner_tensors = (kind if storage is None else storage).inner_tensors
-            held = {i: None if storage is None else getattr(storage, i.attribute) for i in inner_tensors}
+            held = {
+                i: None if storage is None else getattr(storage, i.attribute) for i in inner_tensors
+            }
             elements = any(inner.gather and tensor is not None for inner, tensor in held.items())
             for inner, tensor in held.items():
-                # A transpose beside its elements would have to be made again whenever these are written.
+                # A transpose beside its elements would have to be made again whenever these are
+                # written.
                 derived = elements and storage is not None and storage.is_derived(inner)
                 arguments[f"{side}_{inner.argument}"] = None if derived else tensor
             for field in _own_fields(kind):
-                arguments[f"{side}_{field.argument}"] = None if storage is None else getattr(storage, field.attribute)
+                arguments[f"{side}_{field.argument}"] = (
+                    None if storage is None else getattr(storage, field.attribute)
+                )
         made: Any = cls
         return made(shape=shape, dtype=dtype, quantizer=quantizer, **arguments)  # type: ignore[no-any-return]
 
     @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
-        # Files have elements in dtypes of their own, which a declaration that follows from a layout names too late.
-        narrow = {k: v for k, v in declared.items() if isinstance(v, torch.Tensor) and v.element_size() == 1}
+        # Files have elements in dtypes of their own, which a declaration that follows from a layout
+        # names too late.
+        narrow = {
+            k: v
+            for k, v in declared.items()
+            if isinstance(v, torch.Tensor) and v.element_size() == 1
+        }
         return declared | {name: data.view(torch.uint8) for name, data in narrow.items()}
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
@@ -91,10 +103,19 @@ class HybridTensorStorage(QuantizedTensorStorage):
         side, kind = SIDES[number], self.kinds[number]
         tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
         if not self.get_usages()[side]:
-            what, expected = f"{type(self).__name__} has no {side} data", f"a tensor quantized with {side}=True"
-            raise UsageError(what, expected=expected, remedy=f"call quantizer.set_usage({side}=True) before quantizing")
+            what, expected = (
+                f"{type(self).__name__} has no {side} data",
+                f"a tensor quantized with {side}=True",
+            )
+            raise UsageError(
+                what,
+                expected=expected,
+                remedy=f"call quantizer.set_usage({side}=True) before quantizing",
+            )
         static = tuple(
-            self.dtype if field.attribute == "_dtype" else getattr(self, _attribute(side, field.attribute))
+            self.dtype
+            if field.attribute == "_dtype"
+            else getattr(self, _attribute(side, field.attribute))
             for field in kind.static_fields
         )
         quantizer: Any = getattr(self._quantizer, f"{side}_quantizer", None)
@@ -104,7 +125,9 @@ class HybridTensorStorage(QuantizedTensorStorage):
         shape = torch.Size(self._shape)  # type: ignore[attr-defined]
         return shape if dim is None else shape[dim]
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         super().update_usage(rowwise_usage, columnwise_usage)
         held = self.get_usages()
         for side, kind in zip(SIDES, self.kinds, strict=True):
@@ -113,10 +136,15 @@ class HybridTensorStorage(QuantizedTensorStorage):
                 setattr(self, _attribute(side, inner.attribute), None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values of the rows; of the columns where only these are held. In ``dtype`` or the nominal dtype."""
-        return self.side(columnwise=not self.get_usages()["rowwise"]).dequantize(dtype or self.dtype)
+        """The values of the rows; of the columns where only these are held. In ``dtype`` or the
+        nominal dtype."""
+        return self.side(columnwise=not self.get_usages()["rowwise"]).dequantize(
+            dtype or self.dtype
+        )
 
-    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gemm_operand(
+        self, *, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.side(columnwise).gemm_operand(columnwise=columnwise, dtype=dtype)
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -134,7 +162,9 @@ class HybridTensorStorage(QuantizedTensorStorage):
 
 def _follows_layout(kind: _Kind) -> bool:
     """Whether the declaration of the class has names alone, and the layout of a tensor the rest."""
-    return issubclass(kind, GridTensorStorage) and not any(inner.gather for inner in kind.inner_tensors)
+    return issubclass(kind, GridTensorStorage) and not any(
+        inner.gather for inner in kind.inner_tensors
+    )
 
 
 def _attribute(side: str, attribute: str) -> str:
@@ -146,7 +176,8 @@ def _own_fields(kind: _Kind) -> tuple[StaticField, ...]:
 
 
 def _declared(side: str, inner: InnerTensor) -> InnerTensor:
-    """The declaration of a side's inner tensor in a hybrid: it serves that side, whatever it serves by itself."""
+    """The declaration of a side's inner tensor in a hybrid: it serves that side, whatever it serves
+    by itself."""
     return replace(
         inner,
         attribute=_attribute(side, inner.attribute),
@@ -180,11 +211,14 @@ def hybrid_class(rowwise: _Kind, columnwise: _Kind, *, tensor: bool) -> type[Hyb
         "__module__": __name__,
         "__doc__": f"Rows of a {rowwise.__name__}, columns of a {columnwise.__name__}.",
         "kinds": kinds,
-        "inner_tensors": tuple(_declared(side, inner) for side, kind in pairs for inner in kind.inner_tensors),
+        "inner_tensors": tuple(
+            _declared(side, inner) for side, kind in pairs for inner in kind.inner_tensors
+        ),
         "static_fields": (*common, *own),
     }
     bases = (QuantizedTensor, HybridTensorStorage) if tensor else (HybridTensorStorage,)
-    name = f"{'HybridTensor' if tensor else 'HybridTensorStorage'}[{_reference(rowwise)},{_reference(columnwise)}]"
+    own_name = "HybridTensor" if tensor else "HybridTensorStorage"
+    name = f"{own_name}[{_reference(rowwise)},{_reference(columnwise)}]"
     made = type(name, bases, namespace)
     setattr(sys.modules[__name__], name, made)
     _made[rowwise, columnwise, tensor] = made
@@ -201,5 +235,7 @@ def __getattr__(name: str) -> Any:
                 import_offered(reference.partition(":")[0])
         known = storage_classes()
         if set(references) <= set(known):
-            return hybrid_class(known[references[0]], known[references[1]], tensor=kind == "HybridTensor")
+            return hybrid_class(
+                known[references[0]], known[references[1]], tensor=kind == "HybridTensor"
+            )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

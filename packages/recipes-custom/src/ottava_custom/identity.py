@@ -1,4 +1,5 @@
-"""``IdentityQuantizer``: keeps values as they are, in high precision, where a quantizer is asked for."""
+"""``IdentityQuantizer``: keeps values as they are, in high precision, where a quantizer is asked
+for."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from ottava.torch_private import aten_overloads
 
 
 class SharedElements(QuantizedTensorStorage):
-    """A storage whose first inner tensor, in the order of rows, serves rows and columns; it says which it is for."""
+    """A storage whose first inner tensor, in the order of rows, serves rows and columns; it says
+    which it is for."""
 
     static_fields: ClassVar[tuple[StaticField, ...]] = (
         StaticField("_dtype", "dtype"),
@@ -37,8 +39,11 @@ class SharedElements(QuantizedTensorStorage):
         held = getattr(self, self.inner_tensors[0].attribute) is not None
         return {"rowwise": held and self._rowwise, "columnwise": held and self._columnwise}
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop a usage (False), ask for one (True), or leave it (None). The elements serve both, and stay.
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Drop a usage (False), ask for one (True), or leave it (None). The elements serve both,
+        and stay.
 
         Raises:
             UsageError: it holds no data.
@@ -64,7 +69,9 @@ class IdentityTensorStorage(SharedElements):
         quantizer: used by in-place updates.
     """
 
-    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (InnerTensor("_kept", "values", gather=True),)
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
+        InnerTensor("_kept", "values", gather=True),
+    )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of the values.
@@ -75,7 +82,9 @@ class IdentityTensorStorage(SharedElements):
         check_values_dtype(dtype)
         return self._held().to(dtype or self.dtype, copy=True)
 
-    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gemm_operand(
+        self, *, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values themselves."""
         return as_matrix(self._held().to(dtype)), None
 
@@ -137,16 +146,20 @@ def clone_of_elements(op: Any, tensor: Any, *, memory_format: Any = None) -> Any
 
 
 class IdentityQuantizer(Quantizer):
-    """Quantizes nothing: a layer or a tensor of it stays in high precision, in the dtype that the layer computes in."""
+    """Quantizes nothing: a layer or a tensor of it stays in high precision, in the dtype that the
+    layer computes in."""
 
     shards = ShardRule(rows=1)
     keeps_operands = keeps_values = True
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize_impl(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
         make: Any = IdentityTensorStorage if self.internal else IdentityTensor
         made: QuantizedTensorStorage = make(
-            # What a layer saves may be its operand itself: autograd sees to it that nobody writes to that.
+            # What a layer saves may be its operand itself: autograd sees to it that nobody writes
+            # to that.
             values=tensor.detach().to(dtype, copy=not self.internal).contiguous(),
             dtype=dtype,
             rowwise=self.rowwise_usage,

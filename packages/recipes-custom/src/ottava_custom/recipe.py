@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ottava.errors import DTypeError, OptionError, check_takes
-from ottava.recipes import Explanation, QuantizerRequest, QuantizerRole, Recipe, RecipeRule, registry
+from ottava.recipes import (
+    Explanation,
+    QuantizerRequest,
+    QuantizerRole,
+    Recipe,
+    RecipeRule,
+    registry,
+)
 from ottava.tensors import Quantizer
 
 
@@ -17,15 +24,17 @@ class CustomRecipe(Recipe):
     """The quantizers that a factory gives, for each role of each layer.
 
     Attributes:
-        qfactory: ``qfactory(role)`` gives an :class:`ottava.Quantizer`, or an :class:`ottava.QuantizerRequest` for what
-            another recipe would use, one that keeps state included. The name of a published factory will do.
+        qfactory: ``qfactory(role)`` gives an :class:`ottava.Quantizer`, or an
+            :class:`ottava.QuantizerRequest` for what another recipe would use, one that keeps state
+            included. The name of a published factory will do.
 
     Raises:
         DTypeError: ``qfactory`` is neither a function of a role nor a name.
         OptionError: it is the path of a file.
         RecipeNotFoundError, PluginError: as of :func:`ottava.get_quantizer_factory`.
 
-    When a layer is bound, the factory is called once for each of its roles or more; it must give equal quantizers then.
+    When a layer is bound, the factory is called once for each of its roles or more; it must give
+    equal quantizers then.
     """
 
     name: ClassVar[str] = "custom"
@@ -36,12 +45,16 @@ class CustomRecipe(Recipe):
         expected = "a callable qfactory(role), or the name of a published one"
         if isinstance(self.qfactory, str) and registry.is_path(self.qfactory):
             remedy = f"use CustomRecipe.from_file({self.qfactory!r})"
-            raise OptionError(f"qfactory is the path {self.qfactory!r}", expected=expected, remedy=remedy)
+            raise OptionError(
+                f"qfactory is the path {self.qfactory!r}", expected=expected, remedy=remedy
+            )
         if isinstance(self.qfactory, str):
             object.__setattr__(self, "qfactory", registry.get_quantizer_factory(self.qfactory))
         if not callable(self.qfactory):
             remedy = "for a recipe file, use CustomRecipe.from_file(path)"
-            raise DTypeError(f"qfactory is a {type(self.qfactory).__name__}", expected=expected, remedy=remedy)
+            raise DTypeError(
+                f"qfactory is a {type(self.qfactory).__name__}", expected=expected, remedy=remedy
+            )
         check_takes(self.qfactory, "qfactory", expected, None)
 
     @classmethod
@@ -69,7 +82,8 @@ class CustomRecipe(Recipe):
             raise DTypeError(
                 f"the quantizer factory returned None for {role}",
                 expected="an ottava.Quantizer or an ottava.QuantizerRequest",
-                remedy="return ottava_custom.IdentityQuantizer() where nothing is to be quantized; a factory for some "
+                remedy="return ottava_custom.IdentityQuantizer() where nothing is to be "
+                "quantized; a factory for some "
                 "roles only goes over a recipe: set_quantizer_factory()",
             )
         return made
@@ -97,9 +111,11 @@ class CustomRecipe(Recipe):
 
 
 def build(
-    qfactory: Callable[[QuantizerRole], Any] | str | None = None, file: str | os.PathLike[str] | None = None
+    qfactory: Callable[[QuantizerRole], Any] | str | None = None,
+    file: str | os.PathLike[str] | None = None,
 ) -> CustomRecipe:
-    """The recipe by name: of a factory, of a file, or by itself that of the reference of current scaling.
+    """The recipe by name: of a factory, of a file, or by itself that of the reference of current
+    scaling.
 
     Raises:
         OptionError: a factory and a file at once.

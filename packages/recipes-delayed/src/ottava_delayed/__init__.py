@@ -1,4 +1,5 @@
-"""Delayed scaling for Ottava: a step quantizes with the scales that the amaxes of past steps gave."""
+"""Delayed scaling for Ottava: a step quantizes with the scales that the amaxes of past steps
+gave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``Float8Quantizer``: quantizes with a scale that is known, and records the amax for the next one."""
+"""``Float8Quantizer``: quantizes with a scale that is known, and records the amax for the next
+one."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from ottava.torch_private import foreach_maximum_
 
 
 def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales that are known; the amaxes are recorded, and each rank counts what it clamps of its own shard."""
+    """The scales that are known; the amaxes are recorded, and each rank counts what it clamps of
+    its own shard."""
     quantizers: list[Any] = [job.quantizer for job in jobs]
     scale = torch.stack([quantizer.scale.reshape(()) for quantizer in quantizers])
     if any(quantizer.fits for quantizer in quantizers):
@@ -33,8 +35,12 @@ def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tenso
     recording = [place for place, quantizer in enumerate(quantizers) if quantizer.amax is not None]
     if recording:
         recorded = [quantizers[place].amax for place in recording]
-        foreach_maximum_(recorded, [amaxes[place].reshape(quantizers[place].amax.shape) for place in recording])
-    maxima = torch.tensor([fp8_format(quantizer.fp8_dtype).max for quantizer in quantizers], device=scale.device)
+        foreach_maximum_(
+            recorded, [amaxes[place].reshape(quantizers[place].amax.shape) for place in recording]
+        )
+    maxima = torch.tensor(
+        [fp8_format(quantizer.fp8_dtype).max for quantizer in quantizers], device=scale.device
+    )
     for place in torch.nonzero(amaxes * scale > maxima).flatten().tolist():
         quantizer, job = quantizers[place], jobs[place]
         if quantizer.saturated is not None:
@@ -44,32 +50,40 @@ def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _as_scale(value: Any, amax: Any) -> Any:
-    """A number as float32 with one element, on the device of ``amax`` if that is a tensor; anything else as it is."""
+    """A number as float32 with one element, on the device of ``amax`` if that is a tensor; anything
+    else as it is."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if not 2.0**-149 <= value <= torch.finfo(torch.float32).max:
-        raise OptionError(f"scale is {value}", expected="a number that float32 holds, greater than 0, or a tensor")
+        raise OptionError(
+            f"scale is {value}", expected="a number that float32 holds, greater than 0, or a tensor"
+        )
     device = amax.device if isinstance(amax, torch.Tensor) else torch.get_default_device()
     return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 class Float8Quantizer(Float8QuantizerBase):
-    """Quantizes with ``scale`` and raises ``amax`` to the largest magnitude that it saw, in one pass over the tensor.
+    """Quantizes with ``scale`` and raises ``amax`` to the largest magnitude that it saw, in one
+    pass over the tensor.
 
     Args:
-        scale: float32 with one element; read at every quantization, so that whoever owns it may update it. A number
-            becomes such a tensor.
-        amax: float32 with one element, raised in place: ``amax = max(amax, max|x|)``; None records nothing.
+        scale: float32 with one element; read at every quantization, so that whoever owns it may
+            update it. A number becomes such a tensor.
+        amax: float32 with one element, raised in place: ``amax = max(amax, max|x|)``; None records
+            nothing.
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rowwise, columnwise: usages to produce.
-        saturated: int64 with one element, raised by the number of elements that were clamped; None counts nothing.
+        saturated: int64 with one element, raised by the number of elements that were clamped; None
+            counts nothing.
 
-    Quantizers with such state compare by identity. One that has initialized a weight that is kept quantized clamps
-    nothing from then on: a weight is also loaded and initialized, and where its values do not fit the scale, it takes
-    the smaller scale that its own amax gives, at the price of reading it twice.
+    Quantizers with such state compare by identity. One that has initialized a weight that is kept
+    quantized clamps nothing from then on: a weight is also loaded and initialized, and where its
+    values do not fit the scale, it takes the smaller scale that its own amax gives, at the price of
+    reading it twice.
 
     Raises:
-        DTypeError, ShapeError, DeviceError: the state is not of this kind, or ``fp8_dtype`` no FP8 element format.
+        DTypeError, ShapeError, DeviceError: the state is not of this kind, or ``fp8_dtype`` no FP8
+            element format.
         OptionError: a scale that is a number is not greater than 0, or float32 cannot hold it.
     """
 
@@ -89,15 +103,22 @@ class Float8Quantizer(Float8QuantizerBase):
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         own_scale: torch.Tensor = _as_scale(scale, amax)
-        for value, dtype, what in ((own_scale, torch.float32, "scale"), (amax, torch.float32, "amax")):
+        for value, dtype, what in (
+            (own_scale, torch.float32, "scale"),
+            (amax, torch.float32, "amax"),
+        ):
             _check_state(value, dtype, what, optional=what == "amax")
         _check_state(saturated, torch.int64, "saturated", optional=True)
         for value, what in ((amax, "amax"), (saturated, "saturated")):
             if value is not None and value.device != own_scale.device:
-                raise DeviceError(f"{what} is on {value.device}, scale on {own_scale.device}", expected="one device")
+                raise DeviceError(
+                    f"{what} is on {value.device}, scale on {own_scale.device}",
+                    expected="one device",
+                )
         self.scale, self.amax, self.saturated = own_scale, amax, saturated
         self.fits = False
-        # Whether the first values that it quantizes set the scale, as for a weight that was made on the meta device.
+        # Whether the first values that it quantizes set the scale, as for a weight that was made on
+        # the meta device.
         self.unset = False
         # Whether it quantizes gathered weights, whose amaxes are recorded in a buffer of their own.
         self.gathers = False
@@ -110,27 +131,36 @@ class Float8Quantizer(Float8QuantizerBase):
             self.amax.copy_(kernels.amax(tensor).reshape(self.amax.shape))
 
     def initialize(self, tensor: torch.Tensor) -> None:
-        """Take the scale that the tensor's own amax gives: a weight that is kept quantized starts with it."""
+        """Take the scale that the tensor's own amax gives: a weight that is kept quantized starts
+        with it."""
         self._start_with(kernels.scale_from_amax(kernels.amax(tensor), self.fp8_dtype)[0])
         self.fits = True
 
     def _start_with(self, scale: torch.Tensor) -> None:
-        """Set the scale, where the weight is; one on the meta device has none, and its first values set it."""
+        """Set the scale, where the weight is; one on the meta device has none, and its first values
+        set it."""
         if self.scale.device != scale.device:
             # It is in no layer's state yet.
             self.scale = torch.empty_like(self.scale, device=scale.device)
-            self.amax = None if self.amax is None else torch.zeros_like(self.amax, device=scale.device)
+            self.amax = (
+                None if self.amax is None else torch.zeros_like(self.amax, device=scale.device)
+            )
         self.scale.copy_(scale.reshape(self.scale.shape))
         self.unset = scale.is_meta
 
     def for_shards(self, group: Any) -> Float8Quantizer:
-        """All shards have one scale as it is; what has to fit is the largest magnitude of all of them."""
+        """All shards have one scale as it is; what has to fit is the largest magnitude of all of
+        them."""
         copied = self.copy()
         copied.shard_group = group
         return copied
 
     def update_quantized(
-        self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: torch.Tensor | None = None,
     ) -> QuantizedTensorStorage:
         held = [t for t in (self.amax, self.saturated) if t is not None]
         before = [t.clone() for t in held] if noop_flag is not None else []
@@ -141,9 +171,15 @@ class Float8Quantizer(Float8QuantizerBase):
                 tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
         return dst
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize_impl(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
-        wanted = float8.DATA if tensor.is_cpu and not float8.forced else self.needs(tensor.device, tensor.dim())
+        wanted = (
+            float8.DATA
+            if tensor.is_cpu and not float8.forced
+            else self.needs(tensor.device, tensor.dim())
+        )
         scale = self.scale
         if self.fits and self.amax is not None:
             amax = kernels.amax(tensor)
@@ -158,12 +194,20 @@ class Float8Quantizer(Float8QuantizerBase):
 
 
 class SlotQuantizer(Float8Quantizer):
-    """The quantizer of one slot of a layer's state, which reads and writes the ``buffers`` that there are by then."""
+    """The quantizer of one slot of a layer's state, which reads and writes the ``buffers`` that
+    there are by then."""
 
     process_attributes: ClassVar[tuple[str, ...]] = (*Float8Quantizer.process_attributes, "buffers")
 
     def __init__(
-        self, buffers: Any, slot: int, fp8_dtype: torch.dtype, *, rowwise: bool, columnwise: bool, recording: bool
+        self,
+        buffers: Any,
+        slot: int,
+        fp8_dtype: torch.dtype,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        recording: bool,
     ) -> None:
         Float8QuantizerBase.__init__(self, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         self.buffers, self.slot, self.recording, self.internal = buffers, slot, recording, True
@@ -186,15 +230,23 @@ class SlotQuantizer(Float8Quantizer):
         check_device(scale, self.scale.device, "the weight")
         super()._start_with(scale)
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize_impl(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
         if self.fits:
             return super().quantize_impl(tensor, dtype)
         buffers, amax, saturated = self.buffers, None, None
         if self.recording:
             amax, saturated = buffers["amax_history"], buffers["saturated"]
-        wanted = float8.DATA if tensor.is_cpu and not float8.forced else self.needs(tensor.device, tensor.dim())
-        made = for_layers.cast(tensor, buffers["scale"], amax, saturated, self.fp8_dtype, *wanted, self.slot)
+        wanted = (
+            float8.DATA
+            if tensor.is_cpu and not float8.forced
+            else self.needs(tensor.device, tensor.dim())
+        )
+        made = for_layers.cast(
+            tensor, buffers["scale"], amax, saturated, self.fp8_dtype, *wanted, self.slot
+        )
         return self._wrap(made, dtype)
 
 

@@ -25,15 +25,20 @@ class DelayedScaling(Recipe):
     """Per-tensor FP8 whose scales come from the amaxes of past steps.
 
     Attributes:
-        margin: scales are 2^margin times smaller than what would make the amax the format's maximum.
-        fp8_format: ``Format.HYBRID`` (E4M3 forward, E5M2 for gradients), ``Format.E4M3`` or ``Format.E5M2``.
+        margin: scales are 2^margin times smaller than what would make the amax the format's
+            maximum.
+        fp8_format: ``Format.HYBRID`` (E4M3 forward, E5M2 for gradients), ``Format.E4M3`` or
+            ``Format.E5M2``.
         amax_history_len: how many steps an amax is remembered, the current one included.
-        amax_compute_algo: ``"max"`` of the history, its ``"most_recent"`` entry, or a function of the histories
-            ``[amax_history_len, slots]``, the current step in row 0, that gives the amaxes ``[slots]``.
-        scaling_factor_compute_algo: a function ``(amax [slots], scale [slots], fp8_max, recipe)`` that gives the new
-            scales ``[slots]`` in place of ``(fp8_max * 2^-margin) / amax``; called for each format's slots.
-        reduce_amax: use the largest amaxes of all ranks of autocast's ``amax_reduction_group``, or of the default
-            group where it gives none: one all-reduce for all layers at the entry of a region.
+        amax_compute_algo: ``"max"`` of the history, its ``"most_recent"`` entry, or a function of
+            the histories ``[amax_history_len, slots]``, the current step in row 0, that gives the
+            amaxes ``[slots]``.
+        scaling_factor_compute_algo: a function ``(amax [slots], scale [slots], fp8_max, recipe)``
+            that gives the new scales ``[slots]`` in place of ``(fp8_max * 2^-margin) / amax``;
+            called for each format's slots.
+        reduce_amax: use the largest amaxes of all ranks of autocast's ``amax_reduction_group``, or
+            of the default group where it gives none: one all-reduce for all layers at the entry of
+            a region.
 
     Slots in which a step saw nothing stay as they are, under any algorithm.
 
@@ -55,7 +60,11 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         # Beyond this a maximum times 2^-margin would no longer be exact.
-        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not -64 <= self.margin <= 64:
+        if (
+            isinstance(self.margin, bool)
+            or not isinstance(self.margin, (int, float))
+            or not -64 <= self.margin <= 64
+        ):
             raise OptionError(f"margin is {self.margin!r}", expected="a number from -64 to 64")
         if not isinstance(self.fp8_format, Format):
             raise OptionError(
@@ -65,17 +74,26 @@ class DelayedScaling(Recipe):
         length = self.amax_history_len
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise OptionError(f"amax_history_len is {length!r}", expected="a positive integer")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in (
+            "max",
+            "most_recent",
+        ):
             raise OptionError(
-                f"amax_compute_algo is {self.amax_compute_algo!r}", expected="'max', 'most_recent' or a function"
+                f"amax_compute_algo is {self.amax_compute_algo!r}",
+                expected="'max', 'most_recent' or a function",
             )
-        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+        if self.scaling_factor_compute_algo is not None and not callable(
+            self.scaling_factor_compute_algo
+        ):
             raise OptionError(
-                f"scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}", expected="None or a function"
+                f"scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}",
+                expected="None or a function",
             )
         if not isinstance(self.reduce_amax, bool):
             raise OptionError(f"reduce_amax is {self.reduce_amax!r}", expected="True or False")
-        by_functions = callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
+        by_functions = (
+            callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
+        )
         # Frozen, so that this is the way to set it.
         object.__setattr__(self, "by_functions", by_functions)
 
@@ -88,12 +106,16 @@ class DelayedScaling(Recipe):
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return element.torch_dtype
 
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Float8Quantizer:
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> Float8Quantizer:
         """A quantizer with a state of its own; those of a layer share the layer's."""
         scale, amax = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.float32)
         return Float8Quantizer(scale, amax, self.fp8_dtype(role))
 
-    def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> DelayedScalingState:
+    def make_state(
+        self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+    ) -> DelayedScalingState:
         return DelayedScalingState(self, roles, amax_reduction_group=amax_reduction_group)
 
     # The parameters are named as the base class names them.

@@ -18,7 +18,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Settings(Protocol):
-    """What the state and its update read of their recipe, a :class:`~ottava_delayed.DelayedScaling`."""
+    """What the state and its update read of their recipe, a
+    :class:`~ottava_delayed.DelayedScaling`."""
 
     _factory: Any
 
@@ -45,9 +46,10 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
 
     Attributes:
         scale: buffer, float32 ``[slots]``: what multiplies in the next quantizations; 1 at first.
-        amax_history: buffer, float32 ``[amax_history_len, slots]``; row 0 collects the amax of the current step, the
-            last row is that of the step before, row 1 the oldest.
-        saturated: buffer, int64 ``[slots]``: how many elements were clamped since the layer was made or reset.
+        amax_history: buffer, float32 ``[amax_history_len, slots]``; row 0 collects the amax of the
+            current step, the last row is that of the step before, row 1 the oldest.
+        saturated: buffer, int64 ``[slots]``: how many elements were clamped since the layer was
+            made or reset.
         slots: which slot is which tensor's.
         maxima: what the amax of a slot is scaled to: its format's maximum, 2^margin times smaller.
         evaluations: what was clamped in evaluation, which is no part of the state.
@@ -64,19 +66,27 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     gathered_amax: torch.Tensor
     gathered_saturated: torch.Tensor
 
-    def __init__(self, recipe: Settings, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
+    def __init__(
+        self, recipe: Settings, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+    ) -> None:
         super().__init__()
         self.recipe, self.factory = recipe, recipe._factory
         self.amax_reduction_group = None
         self.slots = {role.tensor_type: slot for slot, role in enumerate(roles)}
         self.formats = tuple(recipe.fp8_dtype(role) for role in roles)
         # Quantizers that a factory put in the place of the recipe's.
-        self.given = {role.tensor_type: recipe.quantizer(role) for role in roles if recipe.given(role) is not None}
+        self.given = {
+            role.tensor_type: recipe.quantizer(role)
+            for role in roles
+            if recipe.given(role) is not None
+        }
         self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
         # Neither torch's default dtype nor its default device: a model may be built under any.
         exact: Any = {"dtype": torch.float32, "device": "cpu"}
         self.register_buffer("scale", torch.ones(len(roles), **exact))
-        self.register_buffer("amax_history", torch.zeros(recipe.amax_history_len, len(roles), **exact))
+        self.register_buffer(
+            "amax_history", torch.zeros(recipe.amax_history_len, len(roles), **exact)
+        )
         self.register_buffer("saturated", torch.zeros(len(roles), dtype=torch.int64, device="cpu"))
         # The amax that the last gather of a high-precision weight observed.
         self.register_buffer("gathered_amax", None, persistent=False)
@@ -97,7 +107,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def forward_quantizers(
         self, columnwise_input: bool, columnwise_weight: bool, recording: bool
     ) -> tuple[Quantizer, Quantizer]:
-        # In few steps, because each forward pass looks here: a module searches several places for an attribute.
+        # In few steps, because each forward pass looks here: a module searches several places for
+        # an attribute.
         kept, key = self.__dict__["_kept"], (columnwise_input, columnwise_weight, recording)
         pair: Any = None if _is_compiling() else kept.get(key)
         if pair is None:
@@ -106,7 +117,9 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
                 kept[key] = pair
         return pair  # type: ignore[no-any-return]
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+    def quantizer(
+        self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
+    ) -> Quantizer:
         given = self.given.get(tensor_type)
         if given is not None:
             copied = given.with_usage(rowwise, columnwise).copy()
@@ -119,20 +132,28 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         kept, key = self.__dict__["_kept"], (tensor_type, rowwise, columnwise, recording)
         if key not in kept:
             slot, usages = self.slots[tensor_type], {"rowwise": rowwise, "columnwise": columnwise}
-            kept[key] = SlotQuantizer(self._buffers, slot, self.formats[slot], **usages, recording=recording)
+            kept[key] = SlotQuantizer(
+                self._buffers, slot, self.formats[slot], **usages, recording=recording
+            )
         return kept[key]  # type: ignore[no-any-return]
 
-    def evaluation_quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool) -> Quantizer:
+    def evaluation_quantizer(
+        self, tensor_type: str, *, rowwise: bool, columnwise: bool
+    ) -> Quantizer:
         # In few steps, as the quantizers of a forward pass.
         own: dict[str, Any] = self.__dict__
         evaluations: Evaluations = own["evaluations"]
         given = tensor_type in self.given
         if given or not evaluations.opens(self._buffers["scale"]):  # type: ignore[arg-type]
-            return self.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False)
+            return self.quantizer(
+                tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False
+            )
         kept, key = own["_kept"], ("evaluation", tensor_type, rowwise, columnwise)
         if key not in kept:
             slot, usages = self.slots[tensor_type], {"rowwise": rowwise, "columnwise": columnwise}
-            kept[key] = SlotQuantizer(evaluations.buffers, slot, self.formats[slot], **usages, recording=True)
+            kept[key] = SlotQuantizer(
+                evaluations.buffers, slot, self.formats[slot], **usages, recording=True
+            )
         return kept[key]  # type: ignore[no-any-return]
 
     def note_evaluation(self, weight: Any) -> None:
@@ -143,7 +164,9 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         name = self._roles[0].name if self._roles else ""
         evaluations.close(f"layer {name!r}" if name else "a layer")
 
-    def _own(self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool) -> Float8Quantizer:
+    def _own(
+        self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool
+    ) -> Float8Quantizer:
         # They read and write the buffers that the state has now.
         slot = self.slots[tensor_type]
         return Float8Quantizer(
@@ -156,7 +179,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         )
 
     def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
-        """The slot's quantizer; at the first call the slot takes over the scale that the weight was made with."""
+        """The slot's quantizer; at the first call the slot takes over the scale that the weight was
+        made with."""
         present: Any = getattr(weight, "_quantizer", None)
         if "weight" in self.given or not isinstance(present, Float8Quantizer) or present.gathers:
             return None
@@ -172,12 +196,15 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         return made
 
     def expect_weight(self, state_dict: Any, prefix: str) -> None:
-        """Take the scale of the weight that is to be loaded; a state without steps has none to give."""
+        """Take the scale of the weight that is to be loaded; a state without steps has none to
+        give."""
         if "weight" in self.given:
             return
         slot = self.slots["weight"]
         scale, history = (state_dict.get(f"{prefix}{name}") for name in ("scale", "amax_history"))
-        if not all(isinstance(buffer, torch.Tensor) and not buffer.is_meta for buffer in (scale, history)):
+        if not all(
+            isinstance(buffer, torch.Tensor) and not buffer.is_meta for buffer in (scale, history)
+        ):
             return
         # What has other shapes is refused afterwards, where the state itself is loaded.
         alike = scale.shape == self.scale.shape == history.shape[-1:]
@@ -185,20 +212,28 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             self.scale[slot].copy_(scale[slot])
 
     def gather_quantizer(self) -> Quantizer:
-        """The slot's quantizer, which records apart: a gather may serve a forward pass, or no step at all."""
+        """The slot's quantizer, which records apart: a gather may serve a forward pass, or no step
+        at all."""
         given = self.given.get("weight")
         if given is not None:
             made = given.with_usage(True, True).copy()
             made.internal = False
             return made
         if self.gathered_amax is None:
-            self.register_buffer("gathered_amax", torch.zeros_like(self.scale[:1]), persistent=False)
-            self.register_buffer("gathered_saturated", torch.zeros_like(self.saturated[:1]), persistent=False)
+            self.register_buffer(
+                "gathered_amax", torch.zeros_like(self.scale[:1]), persistent=False
+            )
+            self.register_buffer(
+                "gathered_saturated", torch.zeros_like(self.saturated[:1]), persistent=False
+            )
         self.gathered_amax.zero_()
         self.gathered_saturated.zero_()
         slot = self.slots["weight"]
         made = Float8Quantizer(
-            self.scale[slot], self.gathered_amax, self.formats[slot], saturated=self.gathered_saturated
+            self.scale[slot],
+            self.gathered_amax,
+            self.formats[slot],
+            saturated=self.gathered_saturated,
         )
         made.gathers = True
         return made
@@ -207,9 +242,12 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         amax: torch.Tensor | None = self.gathered_amax
         saturated: torch.Tensor | None = self.gathered_saturated
         if not torch.compiler.is_compiling():
-            # Layers that share a weight share its gather, which recorded into the state of one of them.
+            # Layers that share a weight share its gather, which recorded into the state of one of
+            # them.
             present: Any = getattr(weight, "_quantizer", None)
-            amax, saturated = (present.amax, present.saturated) if _gathers(present) else (None, None)
+            amax, saturated = (
+                (present.amax, present.saturated) if _gathers(present) else (None, None)
+            )
         if amax is None or saturated is None or not recording:
             return
         slot = self.slots["weight"]
@@ -227,12 +265,20 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         key = f"{prefix}amax_history"
         loaded = state_dict.get(key)
-        if loaded is not None and loaded.dim() == 2 and loaded.shape[1] == self.amax_history.shape[1]:
+        if (
+            loaded is not None
+            and loaded.dim() == 2
+            and loaded.shape[1] == self.amax_history.shape[1]
+        ):
             length = self.amax_history.shape[0]
             if loaded.shape[0] != length:
                 warnings.warn(
                     f"{key} was saved with {loaded.shape[0]} steps and is loaded into {length}: "
-                    + ("the newest are kept" if loaded.shape[0] > length else "older ones are taken as 0"),
+                    + (
+                        "the newest are kept"
+                        if loaded.shape[0] > length
+                        else "older ones are taken as 0"
+                    ),
                     UserWarning,
                     stacklevel=2,
                 )
@@ -252,9 +298,12 @@ def _gathers(quantizer: Any) -> bool:
 
 
 def resized(history: torch.Tensor, length: int) -> torch.Tensor:
-    """A history of another length: the current step, then the newest, with zeros for steps that it never saw."""
+    """A history of another length: the current step, then the newest, with zeros for steps that it
+    never saw."""
     current, past = history[:1], history[1:]
     if length - 1 <= len(past):
         return torch.cat([current, past[len(past) - (length - 1) :]])
-    missing = torch.zeros(length - 1 - len(past), history.shape[1], dtype=history.dtype, device=history.device)
+    missing = torch.zeros(
+        length - 1 - len(past), history.shape[1], dtype=history.dtype, device=history.device
+    )
     return torch.cat([current, missing, past])

@@ -29,7 +29,8 @@ class SlotStatistics:
 
 
 def scaling_statistics(model: torch.nn.Module) -> dict[str, dict[str, SlotStatistics]]:
-    """Layer name -> tensor type -> statistics, of all layers that delayed scaling keeps state for."""
+    """Layer name -> tensor type -> statistics, of all layers that delayed scaling keeps state
+    for."""
     found = {}
     for name, module in model.named_modules():
         if not isinstance(module, DelayedScalingState):
@@ -38,7 +39,9 @@ def scaling_statistics(model: torch.nn.Module) -> dict[str, dict[str, SlotStatis
         newest, largest = history[-1].tolist(), history.amax(0).tolist()
         saturated, in_evaluation = module.saturated.tolist(), module.evaluations.counts()
         found[name.removesuffix("recipe_state").removesuffix(".")] = {
-            tensor: SlotStatistics(scale[slot], newest[slot], largest[slot], saturated[slot], in_evaluation[slot])
+            tensor: SlotStatistics(
+                scale[slot], newest[slot], largest[slot], saturated[slot], in_evaluation[slot]
+            )
             for tensor, slot in module.slots.items()
         }
     return found

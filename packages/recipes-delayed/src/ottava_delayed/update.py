@@ -16,11 +16,15 @@ from ottava.kernels import for_layers
 from ottava_delayed.state import DelayedScalingState, Settings
 
 
-def update(recipe: Settings, states: Sequence[DelayedScalingState], amax_reduction_group: Any) -> None:
-    """Begin a step for the layers of ``states``: one all-reduce if there is a group, then one operation.
+def update(
+    recipe: Settings, states: Sequence[DelayedScalingState], amax_reduction_group: Any
+) -> None:
+    """Begin a step for the layers of ``states``: one all-reduce if there is a group, then one
+    operation.
 
     Raises:
-        ShapeError, DTypeError: a function of the recipe returned something else than one float32 for each slot.
+        ShapeError, DTypeError: a function of the recipe returned something else than one float32
+            for each slot.
     """
     reduces = recipe.reduce_amax and spans_ranks(amax_reduction_group)
     if len(states) == 1 and not (reduces or recipe.by_functions):
@@ -28,7 +32,9 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], amax_reducti
         (state,) = states
         buffers: dict[str, Any] = state._buffers
         scale, most_recent = buffers["scale"], recipe.amax_compute_algo == "most_recent"
-        if for_layers.update_slots((scale,), (buffers["amax_history"],), state.maxima, most_recent, True):
+        if for_layers.update_slots(
+            (scale,), (buffers["amax_history"],), state.maxima, most_recent, True
+        ):
             return
     last = None
     if reduces and states:
@@ -48,21 +54,29 @@ def update(recipe: Settings, states: Sequence[DelayedScalingState], amax_reducti
         _update_on_device(recipe, there, seen)
 
 
-def _update_on_device(recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None) -> None:
+def _update_on_device(
+    recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None
+) -> None:
     if recipe.by_functions:
         _update_by_functions(recipe, states, last)
         return
     scales, histories = zip(*(state.scale_and_history() for state in states), strict=True)
     maxima = [maximum for state in states for maximum in state.maxima]
-    kernels.update_scales(scales, histories, maxima, most_recent=recipe.amax_compute_algo == "most_recent", last=last)
+    kernels.update_scales(
+        scales, histories, maxima, most_recent=recipe.amax_compute_algo == "most_recent", last=last
+    )
 
 
 @torch.no_grad()
-def _update_by_functions(recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None) -> None:
+def _update_by_functions(
+    recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None
+) -> None:
     """The same with the recipe's own functions, each called once for all slots of a format."""
     history = torch.cat([state.amax_history for state in states], 1)
     scale = torch.cat([state.scale for state in states])
-    maximum = torch.tensor([m for state in states for m in state.maxima], dtype=torch.float32, device=scale.device)
+    maximum = torch.tensor(
+        [m for state in states for m in state.maxima], dtype=torch.float32, device=scale.device
+    )
     if last is not None:
         history = torch.cat([last.unsqueeze(0), history[1:]])
     amax = _amaxes(recipe, history)
@@ -70,7 +84,9 @@ def _update_by_functions(recipe: Settings, states: Sequence[DelayedScalingState]
     formats = [dtype for state in states for dtype in state.formats]
     for dtype in dict.fromkeys(formats):
         chosen = torch.tensor([other == dtype for other in formats], device=scale.device)
-        new_scale[chosen] = _scales(recipe, amax[chosen], scale[chosen], maximum[chosen], fp8_format(dtype).max)
+        new_scale[chosen] = _scales(
+            recipe, amax[chosen], scale[chosen], maximum[chosen], fp8_format(dtype).max
+        )
     moves = history[0] != 0
     rolled = torch.cat([history[1:], history[:1]])
     rolled[0] = 0.0
@@ -78,7 +94,9 @@ def _update_by_functions(recipe: Settings, states: Sequence[DelayedScalingState]
     for state in states:
         end = slot + state.scale.numel()
         state.scale.copy_(torch.where(moves[slot:end], new_scale[slot:end], state.scale))
-        state.amax_history.copy_(torch.where(moves[slot:end], rolled[:, slot:end], state.amax_history))
+        state.amax_history.copy_(
+            torch.where(moves[slot:end], rolled[:, slot:end], state.amax_history)
+        )
         slot = end
 
 
@@ -97,7 +115,9 @@ def _scales(
 ) -> torch.Tensor:
     algorithm = recipe.scaling_factor_compute_algo
     if algorithm is not None:
-        computed = _checked(algorithm(amax, scale.clone(), fp8_max, recipe), scale, "scaling_factor_compute_algo")
+        computed = _checked(
+            algorithm(amax, scale.clone(), fp8_max, recipe), scale, "scaling_factor_compute_algo"
+        )
         return computed.clamp(max=torch.finfo(torch.float32).max)
     usable = amax.isfinite() & (amax > 0)
     quotient = torch.div(maximum, torch.where(usable, amax, torch.ones_like(amax)))
@@ -110,5 +130,8 @@ def _checked(result: Any, like: torch.Tensor, what: str) -> torch.Tensor:
         found = result.dtype if isinstance(result, torch.Tensor) else type(result).__name__
         raise DTypeError(f"{what} returned {found}", expected="a torch.float32 tensor")
     if result.shape != like.shape:
-        raise ShapeError(f"{what} returned shape {tuple(result.shape)}", expected=f"{tuple(like.shape)}, one a slot")
+        raise ShapeError(
+            f"{what} returned shape {tuple(result.shape)}",
+            expected=f"{tuple(like.shape)}, one a slot",
+        )
     return result

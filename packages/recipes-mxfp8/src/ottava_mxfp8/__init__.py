@@ -13,7 +13,13 @@ _EXPORTS = {
     "MXFP8Tensor": "ottava_mxfp8.tensors",
     "MXFP8TensorStorage": "ottava_mxfp8.tensors",
 }
-__all__ = ["MXFP8BlockScaling", "MXFP8Quantizer", "MXFP8Tensor", "MXFP8TensorStorage", "__version__"]
+__all__ = [
+    "MXFP8BlockScaling",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

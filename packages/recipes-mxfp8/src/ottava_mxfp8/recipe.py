@@ -19,10 +19,12 @@ class MXFP8BlockScaling(Recipe):
     """FP8 in blocks of 32 elements that share a power of two, by the OCP Microscaling standard.
 
     Attributes:
-        fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for gradients).
-        with_2d_quantization: weights have one scale for 32 rows and columns, so that forward and backward use the same
-            values of them.
-        scale_rounding: ``"up"``, by which no element is clamped, or ``"floor"``, the standard's rule.
+        fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for
+            gradients).
+        with_2d_quantization: weights have one scale for 32 rows and columns, so that forward and
+            backward use the same values of them.
+        scale_rounding: ``"up"``, by which no element is clamped, or ``"floor"``, the standard's
+            rule.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -41,11 +43,15 @@ class MXFP8BlockScaling(Recipe):
                 expected=f"one of {', '.join(f'Format.{f.name}' for f in Format)}",
             )
         if not isinstance(self.with_2d_quantization, bool):
-            raise OptionError(f"with_2d_quantization is {self.with_2d_quantization!r}", expected="True or False")
+            raise OptionError(
+                f"with_2d_quantization is {self.with_2d_quantization!r}", expected="True or False"
+            )
         # The quantizer refuses what no scale is rounded by.
         self.make_quantizer(QuantizerRole())
 
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> MXFP8Quantizer:
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> MXFP8Quantizer:
         """The format by the direction of the tensor; blocks need no reduction over processes."""
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return MXFP8Quantizer(
@@ -58,4 +64,6 @@ class MXFP8BlockScaling(Recipe):
         element = _FAKE_QUANT_FORMATS.get(fp8_format)
         if element is None:
             return None
-        return MXFP8Quantizer(element.torch_dtype, columnwise=False, scale_rounding=self.scale_rounding)
+        return MXFP8Quantizer(
+            element.torch_dtype, columnwise=False, scale_rounding=self.scale_rounding
+        )

@@ -12,9 +12,10 @@ from ottava.tensors.quantizer import epsilon_option, flag_option, fp8_option
 
 
 class Float8RowwiseTensor(GridTensor):
-    """Rowwise FP8 data as a ``torch.Tensor`` of its nominal dtype: ``_rowwise_data``, ``_columnwise_data`` uint8
-    ``[*leading, K]``, ``_rowwise_scale_inv`` float32 ``[M, 1]`` (M the product of the leading dimensions),
-    ``_columnwise_scale_inv`` ``[1, K]``. Arguments and errors are those of :class:`ottava.tensors.GridTensor`.
+    """Rowwise FP8 data as a ``torch.Tensor`` of its nominal dtype: ``_rowwise_data``,
+    ``_columnwise_data`` uint8 ``[*leading, K]``, ``_rowwise_scale_inv`` float32 ``[M, 1]`` (M the
+    product of the leading dimensions), ``_columnwise_scale_inv`` ``[1, K]``. Arguments and errors
+    are those of :class:`ottava.tensors.GridTensor`.
     """
 
     @property
@@ -23,7 +24,8 @@ class Float8RowwiseTensor(GridTensor):
 
 
 class Float8RowwiseQuantizer(GridQuantizer):
-    """Quantizes along rows, columns or both, each from the values themselves: ``scale = max / amax`` of each.
+    """Quantizes along rows, columns or both, each from the values themselves:
+    ``scale = max / amax`` of each.
 
     Args:
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -57,4 +59,6 @@ class Float8RowwiseQuantizer(GridQuantizer):
 
     def make_layout(self) -> Layout:
         rounding = "floor" if self.force_pow_2_scales else "nearest"
-        return Layout(self.fp8_dtype, (1, None), rounding=rounding, epsilon=float(self.amax_epsilon))
+        return Layout(
+            self.fp8_dtype, (1, None), rounding=rounding, epsilon=float(self.amax_epsilon)
+        )

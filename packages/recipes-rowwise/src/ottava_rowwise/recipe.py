@@ -19,7 +19,8 @@ class Float8RowwiseScaling(Recipe):
     """FP8 with a float32 scale for each row of what a GEMM sums over.
 
     Attributes:
-        fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for gradients).
+        fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for
+            gradients).
         force_pow_2_scales: floor scales to powers of two.
         amax_epsilon: a smaller amax counts as this.
         wgrad_high_precision: the gradient of the weight is the product of unquantized operands.
@@ -42,12 +43,17 @@ class Float8RowwiseScaling(Recipe):
                 expected=f"one of {', '.join(f'Format.{f.name}' for f in Format)}",
             )
         if not isinstance(self.wgrad_high_precision, bool):
-            raise OptionError(f"wgrad_high_precision is {self.wgrad_high_precision!r}", expected="True or False")
+            raise OptionError(
+                f"wgrad_high_precision is {self.wgrad_high_precision!r}", expected="True or False"
+            )
         # The quantizer refuses other wrong values.
         self.make_quantizer(QuantizerRole())
 
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Float8RowwiseQuantizer:
-        """The format by the direction of the tensor; a row is quantized by itself, on whatever process it is."""
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> Float8RowwiseQuantizer:
+        """The format by the direction of the tensor; a row is quantized by itself, on whatever
+        process it is."""
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return self._of(element.torch_dtype)
 

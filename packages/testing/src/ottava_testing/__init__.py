@@ -1,4 +1,5 @@
-"""The conformance kit: checks that every recipe passes, for pytest, the command line and programs."""
+"""The conformance kit: checks that every recipe passes, for pytest, the command line and
+programs."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # pytest loads the plugin of this package in every run: torch is imported when something is used.
+    # pytest loads the plugin of this package in every run: torch is imported when something is
+    # used.
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'ottava_testing' has no attribute {name!r}")

@@ -28,7 +28,9 @@ def _show_checks(as_json: bool) -> None:
         ]
         return show_json({"checks": rows})
     columns = ("check", "group", "what a recipe that passes keeps", "slow")
-    cells = [(check.name, check.group, check.promise, "slow" if check.slow else "") for check in checks]
+    cells = [
+        (check.name, check.group, check.promise, "slow" if check.slow else "") for check in checks
+    ]
     return console().print(table("Checks", columns, cells))
 
 
@@ -38,7 +40,9 @@ def _expected(given: list[str]) -> dict[str, str]:
     for text in given:
         name, equals, reason = text.partition("=")
         if not equals or not name or name in expected:
-            raise OptionError(f"--expect-failure {text!r}", expected="CHECK=REASON, each check once")
+            raise OptionError(
+                f"--expect-failure {text!r}", expected="CHECK=REASON, each check once"
+            )
         expected[name] = reason
     return expected
 
@@ -46,11 +50,21 @@ def _expected(given: list[str]) -> dict[str, str]:
 def _show_report(report: Any, as_json: bool) -> None:
     if as_json:
         results = [
-            {"name": r.name, "outcome": r.outcome, "message": r.message, "seconds": round(r.seconds, 3)}
+            {
+                "name": r.name,
+                "outcome": r.outcome,
+                "message": r.message,
+                "seconds": round(r.seconds, 3),
+            }
             for r in report.results
         ]
         return show_json(
-            {"recipe": report.recipe, "ok": report.ok, "results": results, "left_out": list(report.left_out)}
+            {
+                "recipe": report.recipe,
+                "ok": report.ok,
+                "results": results,
+                "left_out": list(report.left_out),
+            }
         )
     rows = [(result.name, result.outcome, f"{result.seconds:.2f}") for result in report.results]
     columns = ("check", "outcome", "seconds")
@@ -60,26 +74,39 @@ def _show_report(report: Any, as_json: bool) -> None:
 
 
 def check_recipe(
-    NAME: Annotated[str | None, typer.Argument(help="An installed recipe, or the path of a recipe file.")] = None,
-    check: Annotated[list[str] | None, typer.Option(help="A check to run; may be given again. By default all.")] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="Leave out what compiles or starts processes.")] = False,
+    NAME: Annotated[
+        str | None, typer.Argument(help="An installed recipe, or the path of a recipe file.")
+    ] = None,
+    check: Annotated[
+        list[str] | None, typer.Option(help="A check to run; may be given again. By default all.")
+    ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Leave out what compiles or starts processes.")
+    ] = False,
     expect_failure: Annotated[
-        list[str] | None, typer.Option(help="A check that has to fail, CHECK=REASON; may be given again.")
+        list[str] | None,
+        typer.Option(help="A check that has to fail, CHECK=REASON; may be given again."),
     ] = None,
     option: Annotated[
-        list[str] | None, typer.Option(help="An option of the recipe, key=value; may be given again.")
+        list[str] | None,
+        typer.Option(help="An option of the recipe, key=value; may be given again."),
     ] = None,
     layer: Annotated[
-        list[str] | None, typer.Option(help="The name of a layer, for recipes that go by names; may be given again.")
+        list[str] | None,
+        typer.Option(help="The name of a layer, for recipes that go by names; may be given again."),
     ] = None,
-    list_checks: Annotated[bool, typer.Option("--list", help="List the checks, and run none.")] = False,
+    list_checks: Annotated[
+        bool, typer.Option("--list", help="List the checks, and run none.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run the conformance kit (ottava-testing) on a recipe; exit code 1 when a check fails."""
     if list_checks:
         return _show_checks(as_json)
     if NAME is None:
-        raise UsageError("no recipe is named", expected="the name of an installed recipe, or --list")
+        raise UsageError(
+            "no recipe is named", expected="the name of an installed recipe, or --list"
+        )
     from ottava_testing import runner
     from ottava_testing.subject import LAYER
 

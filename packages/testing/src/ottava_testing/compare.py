@@ -13,8 +13,11 @@ import ottava
 from ottava.errors import text_of
 from ottava.tensors import QuantizedTensorStorage
 
-# Code that is not the recipe's: where a traceback leads through it, the recipe's last line says more.
-_FOREIGN = tuple(str(Path(file).parent) for file in (str(torch.__file__), str(ottava.__file__), __file__))
+# Code that is not the recipe's: where a traceback leads through it, the recipe's last line says
+# more.
+_FOREIGN = tuple(
+    str(Path(file).parent) for file in (str(torch.__file__), str(ottava.__file__), __file__)
+)
 
 
 class CheckFailed(AssertionError):
@@ -32,12 +35,15 @@ def require(truth: bool, defect: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the place in the recipe's own code that it comes from, or the innermost one."""
+    """An exception in one line, with the place in the recipe's own code that it comes from, or the
+    innermost one."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*_FOREIGN, "<"))]
     frame = (own or list(frames) or [None])[-1]  # type: ignore[list-item]
     lines = text_of(error).splitlines() or [""]
-    place = "" if frame is None else f", raised at {frame.filename}:{frame.lineno} in {frame.name}()"
+    place = (
+        "" if frame is None else f", raised at {frame.filename}:{frame.lineno} in {frame.name}()"
+    )
     return f"{type(error).__name__}: {lines[0]}{place}"
 
 
@@ -52,7 +58,9 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of many magnitudes, so that the rows of a matrix have different scales."""
     random = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=random) * torch.exp(torch.randn(shape, generator=random))).to(dtype)
+    return (
+        torch.randn(shape, generator=random) * torch.exp(torch.randn(shape, generator=random))
+    ).to(dtype)
 
 
 # -- bytes --
@@ -61,7 +69,9 @@ def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 def plain(value: Any) -> torch.Tensor:
     """The values of a quantized or a plain tensor in its dtype, outside the graph."""
     with torch.no_grad():
-        tensor: torch.Tensor = value.dequantize() if isinstance(value, QuantizedTensorStorage) else value
+        tensor: torch.Tensor = (
+            value.dequantize() if isinstance(value, QuantizedTensorStorage) else value
+        )
         return tensor.detach()
 
 
@@ -72,14 +82,21 @@ def held(storage: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
 
 
 def tensors_in(thing: Any) -> dict[str, torch.Tensor]:
-    """Every plain tensor that an object holds as an attribute, inner tensors included, by attribute."""
+    """Every plain tensor that an object holds as an attribute, inner tensors included, by
+    attribute."""
     found = {name: value for name, value in vars(thing).items() if isinstance(value, torch.Tensor)}
     if isinstance(thing, QuantizedTensorStorage):
         found |= held(thing)
-    return {name: value for name, value in found.items() if not isinstance(value, QuantizedTensorStorage)}
+    return {
+        name: value
+        for name, value in found.items()
+        if not isinstance(value, QuantizedTensorStorage)
+    }
 
 
-def snapshot(tensors: QuantizedTensorStorage | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def snapshot(
+    tensors: QuantizedTensorStorage | Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """Copies of tensors, or of the inner tensors of a storage."""
     given = held(tensors) if isinstance(tensors, QuantizedTensorStorage) else tensors
     return {name: plain(tensor).clone() for name, tensor in given.items()}
@@ -94,7 +111,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def difference(one: Any, other: Any) -> str | None:
-    """The first inner tensor in which two storages (or snapshots) differ, by attribute; None where they are equal."""
+    """The first inner tensor in which two storages (or snapshots) differ, by attribute; None where
+    they are equal."""
     mine, theirs = (held(t) if isinstance(t, QuantizedTensorStorage) else t for t in (one, other))
     if set(mine) != set(theirs):
         return str(sorted(set(mine) ^ set(theirs))[0])
@@ -128,17 +146,29 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The Frobenius norm of what a tensor is off, by that of what it should be."""
     wanted = expected.detach().double()
     off = torch.linalg.vector_norm(actual.detach().double() - wanted)
-    return float(off / torch.linalg.vector_norm(wanted).clamp(min=1e-300)) if wanted.numel() else 0.0
+    return (
+        float(off / torch.linalg.vector_norm(wanted).clamp(min=1e-300)) if wanted.numel() else 0.0
+    )
 
 
 def _transposed(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
     if actual.dim() != 2 or expected.dim() != 2 or actual.numel() != expected.numel():
         return False
-    wrong = [expected.t(), expected.t().reshape(expected.shape), expected.reshape(expected.shape[::-1]).t()]
+    wrong = [
+        expected.t(),
+        expected.t().reshape(expected.shape),
+        expected.reshape(expected.shape[::-1]).t(),
+    ]
     return any(w.shape == actual.shape and relative(actual, w) <= bound for w in wrong)
 
 
-def explain(actual: torch.Tensor, expected: torch.Tensor, bound: float, *, before: torch.Tensor | None = None) -> str:
+def explain(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    bound: float,
+    *,
+    before: torch.Tensor | None = None,
+) -> str:
     """What is wrong with values, in words that follow the name of what holds them."""
     near = max(bound, 1e-6)
     if _transposed(actual, expected, near):
@@ -161,7 +191,12 @@ def explain(actual: torch.Tensor, expected: torch.Tensor, bound: float, *, befor
 
 
 def close(
-    what: str, actual: torch.Tensor, expected: torch.Tensor, bound: float, *, before: torch.Tensor | None = None
+    what: str,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    bound: float,
+    *,
+    before: torch.Tensor | None = None,
 ) -> None:
     """Compare values in the Frobenius norm.
 
@@ -187,5 +222,9 @@ def require_same(defect: str, ones: Iterable[torch.Tensor], others: Iterable[tor
     for one, other in zip(ones, others, strict=True):
         mine, theirs = plain(one), plain(other)
         if not same(mine, theirs):
-            off = f"off by {relative(mine, theirs):.3g} of its norm" if mine.shape == theirs.shape else "another shape"
+            off = (
+                f"off by {relative(mine, theirs):.3g} of its norm"
+                if mine.shape == theirs.shape
+                else "another shape"
+            )
             raise CheckFailed(f"{defect} ({off})")

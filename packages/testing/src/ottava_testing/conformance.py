@@ -23,7 +23,8 @@ from ottava_testing.table import Check
 # Where a standard test notes in its instance that its check failed.
 _FAILED = "_ottava_failed"
 _RULE = (
-    'a standard test may be overridden only with @pytest.mark.xfail(reason="why it fails") on the method, strict; '
+    'a standard test may be overridden only with @pytest.mark.xfail(reason="why it fails") on the '
+    "method, strict; "
     "or name the check in expected_failures"
 )
 
@@ -44,19 +45,22 @@ class RecipeConformance:
         class TestMine(RecipeConformance):
             recipe = "mine"
 
-    A subclass names the checks that are expected to fail, with the reasons, or overrides a standard test as one that
-    is.
+    A subclass names the checks that are expected to fail, with the reasons, or overrides a standard
+    test as one that is.
 
     Attributes:
         recipe: the name of an installed recipe, the path of a recipe file, or a recipe.
         options: the recipe's options, with a name or a file.
-        spec: what the recipe says of itself; by default that of the installed one, else the defaults of every flag.
-        layers: names of layers. A recipe that goes by them is checked as each of these layers has it.
+        spec: what the recipe says of itself; by default that of the installed one, else the
+            defaults of every flag.
+        layers: names of layers. A recipe that goes by them is checked as each of these layers has
+            it.
         expected_failures: name of a check -> reason. Such a check has to fail.
 
     Raises:
         ConformanceError: when a subclass is made that overrides a standard test in another way.
-        OptionError: when one is made that expects an unknown check to fail, with the nearest ones, or gives no reason.
+        OptionError: when one is made that expects an unknown check to fail, with the nearest ones,
+            or gives no reason.
         DTypeError: ``expected_failures`` is no mapping.
     """
 
@@ -70,7 +74,8 @@ class RecipeConformance:
         """The recipe; to be overridden where it has no name."""
         if self.recipe is None:
             raise OptionError(
-                f"{type(self).__name__} names no recipe", expected='recipe = "name", or a method make_recipe()'
+                f"{type(self).__name__} names no recipe",
+                expected='recipe = "name", or a method make_recipe()',
             )
         if isinstance(self.recipe, ottava.Recipe):
             return self.recipe
@@ -105,7 +110,9 @@ def _standard_test(check: Check) -> Callable[..., None]:
         subjects = subjects_of_class(type(self))
         reason, expected = why_not(check, subjects), self.expected_failures.get(check.name)
         if reason is not None and expected is not None:
-            pytest.fail(f"it is expected to fail, and does not apply: {reason}; remove it", pytrace=False)
+            pytest.fail(
+                f"it is expected to fail, and does not apply: {reason}; remove it", pytrace=False
+            )
         if reason is not None:
             raise NotApplicable(f"does not apply: {reason}")
         failure = ""
@@ -153,7 +160,9 @@ def _has_own(cls: type, name: str) -> bool:
 def hidden(cls: Any) -> bool:
     """Whether pytest is told not to collect a class that has a recipe to test."""
     base = RecipeConformance
-    return not getattr(cls, "__test__", True) and (cls.recipe is not None or cls.make_recipe is not base.make_recipe)
+    return not getattr(cls, "__test__", True) and (
+        cls.recipe is not None or cls.make_recipe is not base.make_recipe
+    )
 
 
 def _marks(thing: Any) -> list[pytest.Mark]:
@@ -177,7 +186,11 @@ def _wrong_xfail(mark: pytest.Mark) -> str | None:
 
 def overrides_wrongly(cls: type) -> list[str]:
     """What is wrong with the standard tests that a class overrides."""
-    wrong = [f"{name} is defined: pytest does not collect such a class" for name in _MAKERS if _has_own(cls, name)]
+    wrong = [
+        f"{name} is defined: pytest does not collect such a class"
+        for name in _MAKERS
+        if _has_own(cls, name)
+    ]
     if hidden(cls):
         wrong.append("__test__ is false: a base class that is not to be run names no recipe")
     for name in _STANDARD:
@@ -198,11 +211,14 @@ def overrides_wrongly(cls: type) -> list[str]:
 
 
 def _skips(marks: Iterable[pytest.Mark]) -> list[str]:
-    return [f"a {mark.name} mark leaves it out" for mark in marks if mark.name in ("skip", "skipif")]
+    return [
+        f"a {mark.name} mark leaves it out" for mark in marks if mark.name in ("skip", "skipif")
+    ]
 
 
 def class_violations(cls: type, around: Iterable[pytest.Mark]) -> list[str]:
-    """What leaves standard tests of a class out: overrides, and marks on it, its bases or its module.
+    """What leaves standard tests of a class out: overrides, and marks on it, its bases or its
+    module.
 
     Args:
         cls: a class of tests.
@@ -212,7 +228,9 @@ def class_violations(cls: type, around: Iterable[pytest.Mark]) -> list[str]:
     marks = [mark for base in cls.__mro__ for mark in _marks(base)] + list(around)
     for name in dict.fromkeys(mark.name for mark in marks):
         if name in ("skip", "skipif", "xfail"):
-            wrong.append(f"a {name} mark on the class or its module is for all standard tests at once")
+            wrong.append(
+                f"a {name} mark on the class or its module is for all standard tests at once"
+            )
     return wrong
 
 
@@ -223,12 +241,15 @@ def item_violations(item: Any) -> list[str]:
         return []
     wrong = _skips(item.iter_markers())
     if not is_override(item.cls, name):
-        wrong += ["an xfail mark on a test that is not overridden" for _ in item.iter_markers("xfail")]
+        wrong += [
+            "an xfail mark on a test that is not overridden" for _ in item.iter_markers("xfail")
+        ]
     return wrong
 
 
 def wrongly_left_out(item: Any, when: str, excinfo: Any) -> str | None:
-    """What is wrong with a standard test that was skipped or failed as expected; None where nothing is.
+    """What is wrong with a standard test that was skipped or failed as expected; None where nothing
+    is.
 
     Args:
         item: the test.
@@ -244,11 +265,18 @@ def wrongly_left_out(item: Any, when: str, excinfo: Any) -> str | None:
     if excinfo is None:
         return f"{when} skips it"
     if excinfo.errisinstance(NotApplicable):
-        return "it does not apply, and is expected to fail: remove the override" if overridden else None
+        return (
+            "it does not apply, and is expected to fail: remove the override"
+            if overridden
+            else None
+        )
     if when != "call" or not overridden or excinfo.errisinstance((Skipped, pytest.xfail.Exception)):
         return f"{when} skips it, by a {excinfo.typename}"
     if vars(item.instance).get(_FAILED) != item.originalname:
-        return f"it fails without the standard check: call super().{item.originalname}(), and nothing that fails before"
+        return (
+            f"it fails without the standard check: call super().{item.originalname}(), and "
+            f"nothing that fails before"
+        )
     return None
 
 

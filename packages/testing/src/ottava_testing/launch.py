@@ -1,4 +1,5 @@
-"""Starts ranks: one launch for all checks of a subject, by a process that stays while this one lives."""
+"""Starts ranks: one launch for all checks of a subject, by a process that stays while this one
+lives."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _KEY = "ranks"
 
 
 def outcome(subject: Subject, name: str) -> str | None:
-    """What is wrong by the check ``name``, or None. The first question runs all such checks that apply.
+    """What is wrong by the check ``name``, or None. The first question runs all such checks that
+    apply.
 
     Raises:
         CheckFailed: another process cannot make the recipe.
@@ -39,14 +41,20 @@ def outcome(subject: Subject, name: str) -> str | None:
     known: dict[str, str | None] = subject.kept.setdefault(_KEY, {})
     if name not in known:
         wanted = subject.wanted or RANK_BODIES
-        names = [n for n in RANK_BODIES if n in (name, *wanted) and CHECKS[n].why_not(subject.spec) is None]
+        names = [
+            n
+            for n in RANK_BODIES
+            if n in (name, *wanted) and CHECKS[n].why_not(subject.spec) is None
+        ]
         source = pickle.dumps(subject.source())
 
         def prepare(folder: Path) -> None:
             (folder / "source.pickle").write_bytes(source)
             _save_weight(subject, folder)
 
-        known |= run_on_ranks("ottava_testing.checks.ranks:run", [n for n in names if n not in known], prepare=prepare)
+        known |= run_on_ranks(
+            "ottava_testing.checks.ranks:run", [n for n in names if n not in known], prepare=prepare
+        )
     return known[name]
 
 
@@ -67,10 +75,11 @@ def run_on_ranks(
     prepare: Callable[[Path], None] = lambda folder: None,
     seconds: float = TIMEOUT,
 ) -> dict[str, str | None]:
-    """Call ``body``, a ``"module:function"`` of a name, the device mesh and a folder, for each name on every rank.
+    """Call ``body``, a ``"module:function"`` of a name, the device mesh and a folder, for each name
+    on every rank.
 
-    The names share a launch up to the first that fails, which leaves ranks waiting for each other; those after it share
-    the next one.
+    The names share a launch up to the first that fails, which leaves ranks waiting for each other;
+    those after it share the next one.
 
     Args:
         prepare: fills the folder, before each launch.
@@ -84,7 +93,13 @@ def run_on_ranks(
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place)
             environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-            request = {"body": body, "names": names, "world": world, "path": sys.path, "environment": environment}
+            request = {
+                "body": body,
+                "names": names,
+                "world": world,
+                "path": sys.path,
+                "environment": environment,
+            }
             (folder / "request.json").write_text(json.dumps(request))
             prepare(folder)
             ended, printed = _launcher().launch(folder, seconds)
@@ -94,8 +109,11 @@ def run_on_ranks(
         names = [n for n in names if n not in finished]
         if names:
             failed = names.pop(0)
-            known[failed] = next((text for text in told.get(failed, {}).values() if text), None) or (
-                f"{failed}: the processes did not end in {seconds:.0f} s: do the ranks wait for each other?"
+            known[failed] = next(
+                (text for text in told.get(failed, {}).values() if text), None
+            ) or (
+                f"{failed}: the processes did not end in {seconds:.0f} s: do the ranks wait for "
+                f"each other?"
                 if not ended
                 else f"{failed}: a process ended without a result\n{printed[-2000:]}"
             )
@@ -103,10 +121,13 @@ def run_on_ranks(
 
 
 class _Launcher:
-    """The process that forks ranks: it has imported what every rank needs, once for all launches."""
+    """The process that forks ranks: it has imported what every rank needs, once for all
+    launches."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join([entry for entry in sys.path if entry] + [os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join(
+            [entry for entry in sys.path if entry] + [os.environ.get("PYTHONPATH", "")]
+        )
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ottava_testing.worker"],

@@ -1,7 +1,8 @@
-"""The pytest plugin: marks, readable assertions in the checks, and the rule on overriding standard tests.
+"""The pytest plugin: marks, readable assertions in the checks, and the rule on overriding standard
+tests.
 
-pytest loads it in every run, so that it imports nothing but pytest; where no test module imported the base class, there
-is nothing to do.
+pytest loads it in every run, so that it imports nothing but pytest; where no test module imported
+the base class, there is nothing to do.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ def _kit() -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark of checks that compile or start processes."""
-    config.addinivalue_line("markers", "ottava_slow: a conformance check that compiles or starts processes")
+    config.addinivalue_line(
+        "markers", "ottava_slow: a conformance check that compiles or starts processes"
+    )
 
 
 class _Refused(pytest.Class):
-    """A class that leaves standard tests out: collecting it is an error, and none of its tests can pass."""
+    """A class that leaves standard tests out: collecting it is an error, and none of its tests can
+    pass."""
 
     def collect(self) -> NoReturn:
         raise self.CollectError(_kit().violation(self.obj, self.refusal))
@@ -36,7 +40,8 @@ class _Refused(pytest.Class):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Refuse conformance classes that leave standard tests out, or that pytest would not collect for that."""
+    """Refuse conformance classes that leave standard tests out, or that pytest would not collect
+    for that."""
     made = yield
     kit = _kit()
     if kit is None or not isinstance(obj, type) or not issubclass(obj, kit.RecipeConformance):
@@ -52,7 +57,8 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generat
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """An override that is expected to fail has to: its mark is strict, whatever the configuration says."""
+    """An override that is expected to fail has to: its mark is strict, whatever the configuration
+    says."""
     kit = _kit()
     if kit is None or not kit.is_standard(item):
         return
@@ -64,7 +70,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail standard tests that marks added after collection would leave out: before pytest looks at these marks."""
+    """Fail standard tests that marks added after collection would leave out: before pytest looks at
+    these marks."""
     kit = _kit()
     if kit is not None and kit.is_standard(item):
         wrong = kit.item_violations(item)
@@ -74,7 +81,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
-    """Fail standard tests that something skips, and expected failures that are none of the standard check."""
+    """Fail standard tests that something skips, and expected failures that are none of the standard
+    check."""
     report = yield
     kit = _kit()
     if kit is None or not kit.is_standard(item) or not report.skipped:
@@ -85,6 +93,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, A
     report.outcome = "failed"
     report.longrepr = kit.violation(item.cls, [f"{item.name}: {why}"])  # type: ignore[attr-defined]
     if hasattr(report, "wasxfail"):
-        # Such a report counts as an expected failure, or as one that passes, whatever its outcome is.
+        # Such a report counts as an expected failure, or as one that passes, whatever its outcome
+        # is.
         del report.wasxfail
     return report

@@ -26,8 +26,8 @@ class Result:
 
     Attributes:
         name: of the check.
-        outcome: ``"passed"``, ``"failed"``, ``"expected"`` (it failed, for a reason that was given) or
-            ``"not applicable"``.
+        outcome: ``"passed"``, ``"failed"``, ``"expected"`` (it failed, for a reason that was given)
+            or ``"not applicable"``.
         message: what is wrong, or why it does not apply.
         seconds: how long it took.
     """
@@ -67,9 +67,15 @@ class Report:
         return sum(result.outcome == outcome for result in self.results)
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{self.count(outcome)} {outcome}" for outcome in OUTCOMES if self.count(outcome))
+        counts = ", ".join(
+            f"{self.count(outcome)} {outcome}" for outcome in OUTCOMES if self.count(outcome)
+        )
         lines = [f"{self.recipe}: {'conforms' if self.ok else 'does not conform'} ({counts})"]
-        lines += [f"  {r.outcome} {r.name}: {r.message}" for r in self.results if r.outcome in ("failed", "expected")]
+        lines += [
+            f"  {r.outcome} {r.name}: {r.message}"
+            for r in self.results
+            if r.outcome in ("failed", "expected")
+        ]
         if self.left_out:
             lines.append(f"  left out: {', '.join(self.left_out)}")
         return "\n".join(lines)
@@ -82,7 +88,8 @@ def run_check(check: Check, subject: Subject) -> None:
     """Run one check that applies. The global random state is the same before and after it.
 
     Raises:
-        CheckFailed: the recipe does not pass; any other exception of its code becomes one that says where.
+        CheckFailed: the recipe does not pass; any other exception of its code becomes one that says
+            where.
     """
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
@@ -101,7 +108,9 @@ def run_check(check: Check, subject: Subject) -> None:
             torch.set_num_threads(threads)
 
 
-def subjects_of(given: Given, options: Mapping[str, Any], spec: RecipeSpec | None, layers: Any) -> list[Subject]:
+def subjects_of(
+    given: Given, options: Mapping[str, Any], spec: RecipeSpec | None, layers: Any
+) -> list[Subject]:
     """A recipe as the layers of these names have it, one subject for each name.
 
     Raises:
@@ -109,7 +118,10 @@ def subjects_of(given: Given, options: Mapping[str, Any], spec: RecipeSpec | Non
         OptionError: it is empty, or a name stands there twice.
     """
     if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise DTypeError(f"layers is a {type(layers).__name__}", expected='a list of names, ["encoder.0", "head"]')
+        raise DTypeError(
+            f"layers is a {type(layers).__name__}",
+            expected='a list of names, ["encoder.0", "head"]',
+        )
     names = list(layers)
     if not all(isinstance(name, str) for name in names):
         raise DTypeError(f"layers is {names!r}", expected='a list of names, ["encoder.0", "head"]')
@@ -128,7 +140,8 @@ def run_for_layers(check: Check, subjects: Sequence[Subject]) -> None:
     """Run a check for each of the layers that it applies to, up to the first that does not pass.
 
     Raises:
-        CheckFailed: as :func:`run_check`; the message has the name of the layer, unless that is the kit's own.
+        CheckFailed: as :func:`run_check`; the message has the name of the layer, unless that is the
+            kit's own.
     """
     for subject in subjects:
         if check.why_not(subject.spec) is not None:
@@ -153,7 +166,9 @@ def find_checks(names: Iterable[str], what: str) -> list[Check]:
             near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
             expected = f"a name such as {', '.join(near)}" if near else "the name of a check"
             raise OptionError(
-                f"{what} {name!r} is no check", expected=expected, remedy="`ottava check-recipe --list` has all names"
+                f"{what} {name!r} is no check",
+                expected=expected,
+                remedy="`ottava check-recipe --list` has all names",
             )
     return [known[name] for name in names]
 
@@ -163,7 +178,8 @@ def checked_failures(expected: Mapping[str, str] | None) -> dict[str, str]:
 
     Raises:
         DTypeError: they are no mapping.
-        OptionError: there is no check of that name, with the nearest ones; or a failure has no reason.
+        OptionError: there is no check of that name, with the nearest ones; or a failure has no
+            reason.
     """
     if expected is not None and not isinstance(expected, Mapping):
         what = f"expected_failures is a {type(expected).__name__}"
@@ -173,7 +189,9 @@ def checked_failures(expected: Mapping[str, str] | None) -> dict[str, str]:
     for name, reason in found.items():
         if not isinstance(reason, str) or not reason.strip():
             raise OptionError(
-                f"the expected failure of {name!r} has no reason", expected="why it fails", remedy=f"{name}=REASON"
+                f"the expected failure of {name!r} has no reason",
+                expected="why it fails",
+                remedy=f"{name}=REASON",
             )
     return found
 
@@ -191,16 +209,20 @@ def check_recipe(
     """Run the checks that apply to a recipe.
 
     Args:
-        recipe: the name of an installed recipe, the path of a recipe file, a recipe, or a function that makes one.
+        recipe: the name of an installed recipe, the path of a recipe file, a recipe, or a function
+            that makes one.
         options: the recipe's options, with a name or a file.
-        spec: what the recipe says of itself; by default that of the installed one, else the defaults of every flag.
+        spec: what the recipe says of itself; by default that of the installed one, else the
+            defaults of every flag.
         only: names of the checks to run; by default all.
         skip_slow: leave out the checks that compile or start processes.
         expected_failures: name -> reason. Such a check has to fail.
-        layers: names of layers. A recipe that goes by them is checked as each of these layers has it.
+        layers: names of layers. A recipe that goes by them is checked as each of these layers has
+            it.
 
     Raises:
-        OptionError: an unknown check, with the nearest ones, or an expected failure without a reason.
+        OptionError: an unknown check, with the nearest ones, or an expected failure without a
+            reason.
         RecipeNotFoundError, PluginError, DTypeError: ``recipe`` gives no recipe.
     """
     expected = checked_failures(expected_failures)
@@ -210,7 +232,11 @@ def check_recipe(
         subject.recipe()
         subject.wanted = frozenset(check.name for check in chosen)
     left_out = tuple(check.name for check in chosen if skip_slow and check.slow)
-    results = [_result(check, subjects, expected.get(check.name)) for check in chosen if check.name not in left_out]
+    results = [
+        _result(check, subjects, expected.get(check.name))
+        for check in chosen
+        if check.name not in left_out
+    ]
     return Report(subjects[0].label, tuple(results), left_out)
 
 
@@ -221,7 +247,9 @@ def _result(check: Check, subjects: Sequence[Subject], reason: str | None) -> Re
     start = time.perf_counter()
     try:
         if no is not None:
-            raise CheckFailed(f"it is expected to fail, and does not apply: {no}; remove the expected failure")
+            raise CheckFailed(
+                f"it is expected to fail, and does not apply: {no}; remove the expected failure"
+            )
         run_for_layers(check, subjects)
         failure = ""
     except CheckFailed as error:
@@ -231,4 +259,9 @@ def _result(check: Check, subjects: Sequence[Subject], reason: str | None) -> Re
         return Result(check.name, "failed" if failure else "passed", failure, seconds)
     if failure:
         return Result(check.name, "expected", f"{reason} ({failure})", seconds)
-    return Result(check.name, "failed", f"it passes, and was expected to fail ({reason}): remove that", seconds)
+    return Result(
+        check.name,
+        "failed",
+        f"it passes, and was expected to fail ({reason}): remove that",
+        seconds,
+    )

@@ -46,7 +46,8 @@ class Source:
         name: of an installed recipe, or the path of a recipe file; None where ``recipe`` is it.
         options: the recipe's options, pickled.
         recipe: a recipe, pickled.
-        modules: the files of modules that the pickles name, for those that cannot be imported by name.
+        modules: the files of modules that the pickles name, for those that cannot be imported by
+            name.
         spec: the spec to check by.
         layer_name: the name of the layers to check with.
     """
@@ -64,10 +65,11 @@ class Subject:
     """A recipe under test.
 
     Args:
-        recipe: the name of an installed recipe, the path of a recipe file, a recipe, or a function that makes one.
+        recipe: the name of an installed recipe, the path of a recipe file, a recipe, or a function
+            that makes one.
         options: for the name or the file.
-        spec: what the recipe says of itself; by default that of the installed recipe, or one with the defaults of every
-            flag, where there is none of that name.
+        spec: what the recipe says of itself; by default that of the installed recipe, or one with
+            the defaults of every flag, where there is none of that name.
         layer_name: of the layers that it is checked with, which a recipe may go by.
 
     Raises:
@@ -80,7 +82,8 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     spec: RecipeSpec = None  # type: ignore[assignment]
     layer_name: str = LAYER
-    #: Names of the checks that are going to be run, where that is known: some share an expensive preparation.
+    #: Names of the checks that are going to be run, where that is known: some share an expensive
+    #: preparation.
     wanted: frozenset[str] = frozenset()
     #: What such checks keep.
     kept: dict[str, Any] = field(default_factory=dict)
@@ -90,7 +93,9 @@ class Subject:
         if isinstance(self.given, Path):
             self.given = str(self.given)
         if self.options and not isinstance(self.given, str):
-            raise OptionError("options for a recipe that is made already", expected="the name of a recipe")
+            raise OptionError(
+                "options for a recipe that is made already", expected="the name of a recipe"
+            )
         if not isinstance(self.given, (str, ottava.Recipe)) and not callable(self.given):
             raise DTypeError(
                 f"the recipe is a {type(self.given).__name__}",
@@ -100,11 +105,14 @@ class Subject:
             recipe = self.recipe()
             self.spec = _spec_of(self.given, recipe)
             if self.options or self.given != self.spec.name or self.layer_name != LAYER:
-                # The installed spec speaks of the recipe by its name alone; others may be put together otherwise.
+                # The installed spec speaks of the recipe by its name alone; others may be put
+                # together otherwise.
                 state = Linear(8, 8, recipe=recipe, name=self.layer_name)._binding.state
                 self.spec = replace(self.spec, stateful=state is not None and state.stateful)
         elif not isinstance(self.spec, RecipeSpec):
-            raise DTypeError(f"the spec is a {type(self.spec).__name__}", expected="an ottava.RecipeSpec")
+            raise DTypeError(
+                f"the spec is a {type(self.spec).__name__}", expected="an ottava.RecipeSpec"
+            )
 
     @property
     def label(self) -> str:
@@ -127,13 +135,20 @@ class Subject:
         given: Any = self.given
         made: object = given if isinstance(given, ottava.Recipe) else given()
         if not isinstance(made, ottava.Recipe):
-            raise DTypeError(f"the function made a {type(made).__name__}", expected="an ottava.Recipe")
+            raise DTypeError(
+                f"the function made a {type(made).__name__}", expected="an ottava.Recipe"
+            )
         return _for_any_layers(made)
 
     # -- quantizers and what they give --
 
     def quantizer(
-        self, role: str = "input", *, internal: bool = False, rowwise: bool = True, columnwise: bool = True
+        self,
+        role: str = "input",
+        *,
+        internal: bool = False,
+        rowwise: bool = True,
+        columnwise: bool = True,
     ) -> Quantizer:
         """A new quantizer for a role."""
         made = self.recipe().quantizer(QuantizerRole("linear", role, self.layer_name)).copy()
@@ -142,18 +157,24 @@ class Subject:
         return made
 
     def quantizers(self, **usages: bool) -> Iterator[tuple[str, Quantizer]]:
-        """A quantizer for each role, as layers use it (internal) and for tensors, each with words for messages."""
+        """A quantizer for each role, as layers use it (internal) and for tensors, each with words
+        for messages."""
         for role in ROLES:
             for internal in (True, False):
                 words = f"the quantizer of {role!r} with internal={internal}"
                 yield words, self.quantizer(role, internal=internal, **usages)
 
-    def quantized(self, **usages: bool) -> Iterator[tuple[str, QuantizedTensorStorage, torch.Tensor]]:
-        """A quantized matrix by each quantizer, with words for messages and the values that it was made of."""
+    def quantized(
+        self, **usages: bool
+    ) -> Iterator[tuple[str, QuantizedTensorStorage, torch.Tensor]]:
+        """A quantized matrix by each quantizer, with words for messages and the values that it was
+        made of."""
         from ottava_testing.compare import wide
 
         for words, quantizer in self.quantizers(**usages):
-            values = wide(48, 40, seed=3, dtype=torch.float32 if quantizer.internal else torch.bfloat16)
+            values = wide(
+                48, 40, seed=3, dtype=torch.float32 if quantizer.internal else torch.bfloat16
+            )
             made = quantizer(values)
             yield f"the {type(made).__name__} that {words} gives", made, values
 
@@ -169,13 +190,15 @@ class Subject:
             made = quantizer.quantize(values.detach())
         if not isinstance(made, QuantizedTensor):
             raise CheckFailed(
-                f"the quantizer gives a {type(made).__name__} when internal is False, and not a QuantizedTensor, which "
+                f"the quantizer gives a {type(made).__name__} when internal is False, and not a "
+                f"QuantizedTensor, which "
                 "quantized_weights=True in the spec promises"
             )
         return made
 
     def keeps_state(self, quantizer: Quantizer) -> bool:
-        """Whether a quantizer may hold state that its copies share: one that says so, of a recipe that says so."""
+        """Whether a quantizer may hold state that its copies share: one that says so, of a recipe
+        that says so."""
         return self.spec.stateful and quantizer.stateful
 
     # -- layers --
@@ -196,9 +219,25 @@ class Subject:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if not primary:
-                return Linear(columns, rows, bias=bias, dtype=dtype, recipe=recipe, name=self.layer_name, **options)
+                return Linear(
+                    columns,
+                    rows,
+                    bias=bias,
+                    dtype=dtype,
+                    recipe=recipe,
+                    name=self.layer_name,
+                    **options,
+                )
             with ottava.quantized_model_init(recipe):
-                return Linear(columns, rows, bias=bias, dtype=dtype, recipe=recipe, name=self.layer_name, **options)
+                return Linear(
+                    columns,
+                    rows,
+                    bias=bias,
+                    dtype=dtype,
+                    recipe=recipe,
+                    name=self.layer_name,
+                    **options,
+                )
 
     def model(
         self,
@@ -224,14 +263,17 @@ class Subject:
         """How another process makes this recipe.
 
         Raises:
-            CheckFailed: the recipe or its options cannot be pickled, or another process could not import their classes.
+            CheckFailed: the recipe or its options cannot be pickled, or another process could not
+                import their classes.
         """
         named = self.given if isinstance(self.given, str) else None
         if named is not None and Path(named).exists():
             named = str(Path(named).resolve())
         recipe = b"" if named is not None else _pickled(self.recipe(), "the recipe")
         options = _pickled(self.options, "the options of the recipe")
-        return Source(named, options, recipe, _modules_of(recipe, options), self.spec, self.layer_name)
+        return Source(
+            named, options, recipe, _modules_of(recipe, options), self.spec, self.layer_name
+        )
 
     @classmethod
     def of_source(cls, source: Source) -> Subject:
@@ -270,8 +312,10 @@ def _pickled(value: Any, what: str) -> bytes:
         pickle.Pickler(buffer).dump(value)
     except Exception as error:
         raise CheckFailed(
-            f"{what} cannot be sent to another process, which the checks on several processes need: {error}. Define "
-            "its classes and functions at the top of a module, or check it by the name that it is installed under"
+            f"{what} cannot be sent to another process, which the checks on several processes "
+            f"need: {error}. Define "
+            "its classes and functions at the top of a module, or check it by the name that it is "
+            "installed under"
         ) from error
     return buffer.getvalue()
 
@@ -284,7 +328,8 @@ def _modules_of(*pickles: bytes) -> tuple[tuple[str, str], ...]:
         def find_class(self, module: str, name: str) -> Any:
             if module == "__main__":
                 raise CheckFailed(
-                    f"{name} stands in __main__ (a script, a notebook), where the other processes of this check do not "
+                    f"{name} stands in __main__ (a script, a notebook), where the other processes "
+                    f"of this check do not "
                     "find it. Define it in a module that can be imported"
                 )
             file = getattr(sys.modules.get(module), "__file__", None)

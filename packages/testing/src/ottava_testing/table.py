@@ -32,15 +32,23 @@ class Needs:
     otherwise: str
 
 
-QUANTIZED_WEIGHTS = Needs("quantized_weights", lambda s: s.quantized_weights, "the spec says quantized_weights=False")
-DETERMINISTIC = Needs("deterministic", lambda s: s.deterministic, "the spec says deterministic=False")
+QUANTIZED_WEIGHTS = Needs(
+    "quantized_weights", lambda s: s.quantized_weights, "the spec says quantized_weights=False"
+)
+DETERMINISTIC = Needs(
+    "deterministic", lambda s: s.deterministic, "the spec says deterministic=False"
+)
 COMPILES = Needs("compiles", lambda s: s.compiles, "the spec says compiles=False")
 STATEFUL = Needs("stateful", lambda s: s.stateful, "the spec says stateful=False")
 STATELESS = Needs("stateful", lambda s: not s.stateful, "the spec says stateful=True")
-REDUCES = Needs("needs_reduction", lambda s: s.needs_reduction, "the spec says needs_reduction=False")
+REDUCES = Needs(
+    "needs_reduction", lambda s: s.needs_reduction, "the spec says needs_reduction=False"
+)
 BLOCKS = Needs("block_size", lambda s: s.block_size is not None, "the spec says block_size=None")
 FAKE_QUANTIZES = Needs(
-    "fake_quant_formats", lambda s: bool(s.fake_quant_formats), "the spec lists no fake_quant_formats"
+    "fake_quant_formats",
+    lambda s: bool(s.fake_quant_formats),
+    "the spec lists no fake_quant_formats",
 )
 
 
@@ -80,7 +88,9 @@ CHECKS: dict[str, Check] = {}
 RANK_BODIES: dict[str, RankBody] = {}
 
 
-def check(name: str, group: str, promise: str, *needs: Needs, slow: bool = False) -> Callable[[Body], Body]:
+def check(
+    name: str, group: str, promise: str, *needs: Needs, slow: bool = False
+) -> Callable[[Body], Body]:
     """Put a function into the table."""
 
     def register(body: Body) -> Body:

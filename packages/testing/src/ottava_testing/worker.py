@@ -1,8 +1,8 @@
 """The ranks of the checks on several processes: ``python -m ottava_testing.worker``.
 
-This process imports what takes long, once, and then reads the folders of requests, a line for each. For each it forks a
-process of its own session, which forks the ranks and waits for them; neither has a process group itself. A rank writes
-one line for each name, and ends at the first that fails.
+This process imports what takes long, once, and then reads the folders of requests, a line for each.
+For each it forks a process of its own session, which forks the ranks and waits for them; neither
+has a process group itself. A rank writes one line for each name, and ends at the first that fails.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     world = int(request["world"])
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60)
+    )
     mesh = init_device_mesh("cpu", (world,))
     module, _, function = request["body"].partition(":")
     with (folder / f"rank-{rank}.jsonl").open("w") as told:
@@ -58,7 +60,8 @@ def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
             failure = ""
             try:
                 torch.manual_seed(0)
-                # Layers that are garbage would take part in reductions, on each rank until another time.
+                # Layers that are garbage would take part in reductions, on each rank until another
+                # time.
                 gc.collect()
                 getattr(importlib.import_module(module), function)(name, mesh, folder)
                 dist.barrier()
@@ -68,7 +71,9 @@ def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
                 traceback.print_exc()
                 failure = f"{name}, on rank {rank} of {world}: {describe(error)}"
             # One clock for all processes: the rank that failed first says why, the others lost it.
-            told.write(json.dumps({"name": name, "failure": failure, "at": time.monotonic()}) + "\n")
+            told.write(
+                json.dumps({"name": name, "failure": failure, "at": time.monotonic()}) + "\n"
+            )
             told.flush()
             if failure:
                 raise SystemExit(1)
@@ -127,7 +132,8 @@ def _lead(folder: Path) -> int:
 
 
 def main() -> None:
-    """Answer each request with the process id of its session's leader, and with a line when that has ended."""
+    """Answer each request with the process id of its session's leader, and with a line when that
+    has ended."""
     answers = os.fdopen(os.dup(1), "w")
     # What anything prints is no answer.
     os.dup2(2, 1)

@@ -1,8 +1,10 @@
-"""State dicts with quantized tensors as plain tensors by name, for whatever takes such, and in one file.
+"""State dicts with quantized tensors as plain tensors by name, for whatever takes such, and in one
+file.
 
-A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held, in the dtype of its
-bytes, and a description. Of a sharded one, inner tensors that are gathered are sharded as it is, in rows or blocks of
-rows; those that serve every usage are equal on all ranks; those that derive from others, like transposes, are left out.
+A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held,
+in the dtype of its bytes, and a description. Of a sharded one, inner tensors that are gathered are
+sharded as it is, in rows or blocks of rows; those that serve every usage are equal on all ranks;
+those that derive from others, like transposes, are left out.
 """
 
 import contextlib
@@ -22,7 +24,15 @@ from ottava.checkpoint.files import (
     write_tensors,
 )
 from ottava.distributed.shards import check_blocks, row_of
-from ottava.errors import CheckpointError, DeviceError, DTypeError, ShapeError, UsageError, named, translated
+from ottava.errors import (
+    CheckpointError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    UsageError,
+    named,
+    translated,
+)
 from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, mode_of
 from ottava.recipes.registry import import_offered
 from ottava.tensors.declaration import InnerTensor, as_data, native_dtype
@@ -30,8 +40,8 @@ from ottava.tensors.quantizer import as_device
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage, storage_classes
 
-#: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner tensors that are
-#: held, and the static fields by argument.
+#: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner
+#: tensors that are held, and the static fields by argument.
 Entry = dict[str, Any]
 _ENTRY = {"class": str, "tensors": list, "static": dict}
 _VERSION = 1
@@ -39,15 +49,19 @@ _Sizes = Sequence[int]
 
 
 def check_entry(entry: Any) -> Entry:
-    """The entry of a quantized tensor; raises ValueError, KeyError or TypeError where it is of another kind."""
+    """The entry of a quantized tensor; raises ValueError, KeyError or TypeError where it is of
+    another kind."""
     texts = all(isinstance(argument, str) for argument in entry["tensors"])
     if not texts or not all(isinstance(entry[key], kind) for key, kind in _ENTRY.items()):
         raise ValueError("it is of another kind")
     return {key: entry[key] for key in _ENTRY}
 
 
-def described(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The metadata for the quantized tensors, and for names of tensors that are stored under another name."""
+def described(
+    quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The metadata for the quantized tensors, and for names of tensors that are stored under
+    another name."""
     body = {"quantized": quantized, "version": _VERSION} | ({"aliases": aliases} if aliases else {})
     return {METADATA_KEY: json.dumps(body, sort_keys=True)}
 
@@ -55,22 +69,31 @@ def described(quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None 
 def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
     with translated("the metadata of quantized tensors is damaged", "what was saved"):
         read: Any = json.loads(text)
-        version, aliases = read["version"], {name: str(stored) for name, stored in read.get("aliases", {}).items()}
+        version, aliases = (
+            read["version"],
+            {name: str(stored) for name, stored in read.get("aliases", {}).items()},
+        )
         if version != _VERSION:
             what = f"the metadata of quantized tensors has version {version!r:.80}"
-            raise CheckpointError(what, f"version {_VERSION}", "read it with the ottava that wrote it")
+            raise CheckpointError(
+                what, f"version {_VERSION}", "read it with the ottava that wrote it"
+            )
         return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
 
 
-def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Plain tensors by name, and the metadata with which :func:`unflatten_state_dict` restores what they came from.
+def flatten_state_dict(
+    state_dict: Mapping[str, Any],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Plain tensors by name, and the metadata with which :func:`unflatten_state_dict` restores what
+    they came from.
 
     A sharded tensor becomes sharded plain tensors with the same mesh and placements.
 
     Raises:
-        DTypeError: a value is not a tensor, or nested, jagged, sparse or of a dtype that safetensors does not have.
-        UsageError: two tensors would have one name, a quantized tensor holds no data, or the storage of a tensor was
-            resized to less than it needs.
+        DTypeError: a value is not a tensor, or nested, jagged, sparse or of a dtype that
+            safetensors does not have.
+        UsageError: two tensors would have one name, a quantized tensor holds no data, or the
+            storage of a tensor was resized to less than it needs.
         ShapeError, UsageError: what a sharded quantized tensor holds cannot be sharded as it is.
     """
     tensors, quantized = flatten_values(state_dict)
@@ -80,18 +103,28 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.T
 def flatten_values(
     state_dict: Mapping[str, Any], *, derived: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
-    """As :func:`flatten_state_dict`, with entries that are no text yet, and on demand without any derived tensors."""
+    """As :func:`flatten_state_dict`, with entries that are no text yet, and on demand without any
+    derived tensors."""
     if not isinstance(state_dict, Mapping):
-        raise DTypeError(f"the state dict is a {type(state_dict).__name__}", expected="a mapping of names to tensors")
+        raise DTypeError(
+            f"the state dict is a {type(state_dict).__name__}",
+            expected="a mapping of names to tensors",
+        )
     tensors: dict[str, torch.Tensor] = {}
     quantized: dict[str, Entry] = {}
     for name, value in state_dict.items():
-        if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
-            raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
+        if not isinstance(name, str) or not isinstance(
+            value, (torch.Tensor, QuantizedTensorStorage)
+        ):
+            raise DTypeError(
+                f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name"
+            )
         with torch.no_grad():
             made, entries = _flatten_value(name, value, derived)
         if taken := made.keys() & tensors.keys():
-            raise UsageError(f"two tensors would have the name {min(taken)!r}", remedy="rename one of them")
+            raise UsageError(
+                f"two tensors would have the name {min(taken)!r}", remedy="rename one of them"
+            )
         tensors |= made
         quantized |= entries
     return tensors, quantized
@@ -102,10 +135,12 @@ def unflatten_state_dict(
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
     """The state dict that :func:`flatten_state_dict` made ``tensors`` and ``metadata`` from.
 
-    Quantized tensors come without quantizers: loading copies their bytes into the tensors of a model.
+    Quantized tensors come without quantizers: loading copies their bytes into the tensors of a
+    model.
 
     Raises:
-        CheckpointError: the metadata is damaged, of a later version, or names a tensor or a package that is missing.
+        CheckpointError: the metadata is damaged, of a later version, or names a tensor or a package
+            that is missing.
         OttavaError: the tensors do not fit together, in the words of the class.
     """
     text = (metadata or {}).get(METADATA_KEY)
@@ -113,21 +148,29 @@ def unflatten_state_dict(
     state: dict[str, Any] = dict(tensors)
     for alias, stored in aliases.items():
         if stored not in tensors or alias in tensors:
-            raise CheckpointError(f"damaged metadata: {alias!r} is said to be {stored!r}", "one of the two, stored")
+            raise CheckpointError(
+                f"damaged metadata: {alias!r} is said to be {stored!r}", "one of the two, stored"
+            )
         state[alias] = tensors[stored]
     made = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
     if both := state.keys() & made.keys():
-        raise CheckpointError(f"{min(both)!r} is both a tensor and a quantized one", expected="one tensor of a name")
+        raise CheckpointError(
+            f"{min(both)!r} is both a tensor and a quantized one", expected="one tensor of a name"
+        )
     return state | made
 
 
-def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a state dict, quantized tensors included, as one safetensors file; an existing one is replaced at once.
+def save_file(
+    state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a state dict, quantized tensors included, as one safetensors file; an existing one is
+    replaced at once.
 
-    A tensor under several names, a tied weight for example, is stored under the first one; overlapping views of one
-    memory are written one by one. Contiguous tensors on the CPU are written from where they are, others copied before.
-    Where another thread changes them meanwhile, the file holds old and new values, in the midst of tensors too: a
-    thread that saves while another one trains takes a copy of the state first (docs/checkpoints.md).
+    A tensor under several names, a tied weight for example, is stored under the first one;
+    overlapping views of one memory are written one by one. Contiguous tensors on the CPU are
+    written from where they are, others copied before. Where another thread changes them meanwhile,
+    the file holds old and new values, in the midst of tensors too: a thread that saves while
+    another one trains takes a copy of the state first (docs/checkpoints.md).
 
     Args:
         state_dict: tensors by name.
@@ -136,15 +179,20 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
 
     Raises:
         DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
-        UsageError: two tensors would have one name, the storage of a tensor was resized to less than it needs, or the
-            file cannot be written. Then nothing has changed.
+        UsageError: two tensors would have one name, the storage of a tensor was resized to less
+            than it needs, or the file cannot be written. Then nothing has changed.
     """
     for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
         if hasattr(value, "to_local"):
-            remedy = "save with save_sharded, or gather them: get_model_state_dict with full_state_dict=True"
+            remedy = (
+                "save with save_sharded, or gather them: get_model_state_dict with "
+                "full_state_dict=True"
+            )
             raise DTypeError(f"{name!r} is sharded", "whole tensors", remedy)
     texts = {} if metadata is None else metadata
-    if not isinstance(texts, Mapping) or not all(isinstance(text, str) for entry in texts.items() for text in entry):
+    if not isinstance(texts, Mapping) or not all(
+        isinstance(text, str) for entry in texts.items() for text in entry
+    ):
         raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
     tensors, quantized = flatten_values(state_dict)
     first: dict[Any, str] = {}
@@ -152,7 +200,9 @@ def save_file(state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping
     aliases = {name: stored for name, stored in names.items() if stored != name}
     stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     place = check_file_target(path)
-    unwritten = translated(f"{path} cannot be written", "a file in a folder, and room", to=UsageError, of=OSError)
+    unwritten = translated(
+        f"{path} cannot be written", "a file in a folder, and room", to=UsageError, of=OSError
+    )
     with unwritten, Partial(place) as partial:
         # Who may not read the old file may not read the new one at any time.
         about = {**texts, **described(quantized, aliases)}
@@ -166,58 +216,88 @@ def load_file(
     """The state dict of a safetensors file; files of other tools give plain tensors.
 
     Of weights that another tool has quantized these are the codes and the scales, as in the file.
-    Quantized tensors come without quantizers. On the CPU tensors are mapped, not read: they take memory as they are
-    used, writes to them stay in memory, and the file must not be shortened in place meanwhile.
+    Quantized tensors come without quantizers. On the CPU tensors are mapped, not read: they take
+    memory as they are used, writes to them stay in memory, and the file must not be shortened in
+    place meanwhile.
 
     Args:
         path: the file. Nothing in it is trusted; memory is bounded by its size.
         device: where the tensors go.
-        verify: whether all bytes are read and compared with the file's checksum, which those of other tools lack.
+        verify: whether all bytes are read and compared with the file's checksum, which those of
+            other tools lack.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was replaced while it was read.
+        CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was
+            replaced while it was read.
         DeviceError: ``device`` names none that can be used.
         OttavaError: as of :func:`unflatten_state_dict`.
     """
     place = as_device(device)
-    with translated(f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError):
+    with translated(
+        f"device {str(place)!r} cannot be used", "a device that torch has", to=DeviceError
+    ):
         torch.empty(0, device=place)
     tensors, metadata = read_tensors(path, verify=verify)
     with named(as_path(path)):
-        return unflatten_state_dict({name: tensor.to(place) for name, tensor in tensors.items()}, metadata)
+        return unflatten_state_dict(
+            {name: tensor.to(place) for name, tensor in tensors.items()}, metadata
+        )
 
 
 def held_tensors(value: Any) -> list[torch.Tensor]:
     """The tensors that a quantized tensor holds; a plain one by itself."""
-    return [t for t in value.inner_list() if t is not None] if isinstance(value, QuantizedTensorStorage) else [value]
+    return (
+        [t for t in value.inner_list() if t is not None]
+        if isinstance(value, QuantizedTensorStorage)
+        else [value]
+    )
 
 
 def place_of(value: Any) -> Any:
     """What two names of one tensor have in common: where its bytes are, and how they are read."""
-    held = [(t.device, t.data_ptr() or id(t), t.is_conj(), t.is_neg(), t) for t in held_tensors(value)]
+    held = [
+        (t.device, t.data_ptr() or id(t), t.is_conj(), t.is_neg(), t) for t in held_tensors(value)
+    ]
     return tuple((*place, t.dtype, tuple(t.shape), t.stride()) for *place, t in held)
 
 
-def _unflatten_tensor(name: str, entry: Entry, tensors: dict[str, torch.Tensor]) -> QuantizedTensorStorage:
+def _unflatten_tensor(
+    name: str, entry: Entry, tensors: dict[str, torch.Tensor]
+) -> QuantizedTensorStorage:
     """A quantized tensor of inner tensors, which are taken out of tensors by name."""
     for key in (f"{name}.{argument}" for argument in entry["tensors"]):
         if key not in tensors:
-            raise CheckpointError(f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}")
+            raise CheckpointError(
+                f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}"
+            )
     cls = _find_class(name, entry)
-    if not entry["tensors"] or not {*entry["tensors"]} <= {declared.argument for declared in cls.inner_tensors}:
-        raise CheckpointError(f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class")
-    held = {argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])}
+    if not entry["tensors"] or not {*entry["tensors"]} <= {
+        declared.argument for declared in cls.inner_tensors
+    }:
+        raise CheckpointError(
+            f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class"
+        )
+    held = {
+        argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])
+    }
     inner: list[torch.Tensor | None] = []
     # A class of any author meets values that no code of its own has made.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
-        fields = {field.attribute: _decode_static(entry["static"][field.argument]) for field in cls.all_static_fields()}
+        fields = {
+            field.attribute: _decode_static(entry["static"][field.argument])
+            for field in cls.all_static_fields()
+        }
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
         for declared in cls.inner_tensors:
             # A storage holds 8-bit data as uint8.
-            native = fields[declared.native] if isinstance(declared.native, str) else declared.native
+            native = (
+                fields[declared.native] if isinstance(declared.native, str) else declared.native
+            )
             tensor = held.get(declared.argument)
-            inner.append(tensor if native is None else as_data(tensor, native, repr(declared.argument)))
+            inner.append(
+                tensor if native is None else as_data(tensor, native, repr(declared.argument))
+            )
         return StorageSpec(cls, tuple(fields.values()), None).build(inner)  # type: ignore[no-any-return]
 
 
@@ -228,7 +308,9 @@ def _encode_static(value: Any) -> Any:
         return [_encode_static(entry) for entry in value]
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise DTypeError(f"a static field holds a {type(value).__name__}", expected="a dtype, number, text or tuple")
+    raise DTypeError(
+        f"a static field holds a {type(value).__name__}", expected="a dtype, number, text or tuple"
+    )
 
 
 def _decode_static(value: Any) -> Any:
@@ -246,26 +328,42 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
             getattr(import_offered(module), attribute, None)
     if entry["class"] not in storage_classes():
         what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
-        raise CheckpointError(what, remedy=f"install the package that has the module {module!r:.200}")
+        raise CheckpointError(
+            what, remedy=f"install the package that has the module {module!r:.200}"
+        )
     return storage_classes()[entry["class"]]
 
 
-def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
-    """A tensor as plain ones by name, sharded as it is, and its entry if it is quantized; nothing is copied."""
+def _flatten_value(
+    name: str, value: Any, derived: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
+    """A tensor as plain ones by name, sharded as it is, and its entry if it is quantized; nothing
+    is copied."""
     sharded = hasattr(value, "to_local")
     local: Any = value.to_local() if sharded else value
-    # The plain tensor in which a wrapper keeps a weight in high precision that it gathers quantized.
+    # The plain tensor in which a wrapper keeps a weight in high precision that it gathers
+    # quantized.
     unwrap = getattr(local, "high_precision", None)
     local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
     if not isinstance(local, QuantizedTensorStorage):
         check_dense(name, local)
-        return {name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()}, {}
+        return {
+            name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()
+        }, {}
     inner, spec = local.flatten_storage()
-    held = [(declared, t) for declared, t in zip(local.inner_tensors, inner, strict=True) if t is not None]
+    held = [
+        (declared, t)
+        for declared, t in zip(local.inner_tensors, inner, strict=True)
+        if t is not None
+    ]
     derived = derived and not sharded
     if not any(derived or declared.gather for declared, _ in held):
         what = f"{name!r} holds {'only what derives from its elements' if held else 'no data'}"
-        raise UsageError(what, expected="rowwise data", remedy="keep the rowwise usage of weights; do not clear them")
+        raise UsageError(
+            what,
+            expected="rowwise data",
+            remedy="keep the rowwise usage of weights; do not clear them",
+        )
     static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
     fields = {declared.argument: _encode_static(entry) for declared, entry in static}
     if sharded and "shape" in fields:
@@ -278,25 +376,37 @@ def _flatten_value(name: str, value: Any, derived: bool) -> tuple[dict[str, torc
         native = native_dtype(local, declared)
         made = tensor if native is None else tensor.view(native)
         if sharded and declared.gather:
-            rows, first = sharded_rows(name, declared, tensor, local.shape, value.shape, _begin(name, value))
-            # Rows of what is transposed lie in its second dimension, before those of other leading ones.
+            rows, first = sharded_rows(
+                name, declared, tensor, local.shape, value.shape, _begin(name, value)
+            )
+            # Rows of what is transposed lie in its second dimension, before those of other leading
+            # ones.
             dim = int(declared.transposed)
-            made, begin = _sharded(name, value, made, (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]), dim)
+            made, begin = _sharded(
+                name, value, made, (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]), dim
+            )
             if tensor.numel() and begin[dim] != first:
                 what = f"the shards of {name!r} are no shards of {declared.argument!r}"
                 raise ShapeError(what, expected="as many blocks on each rank but the last")
         tensors[declared.argument] = made.detach()
-    entry = {"class": f"{spec.cls.__module__}:{spec.cls.__qualname__}", "tensors": list(tensors), "static": fields}
+    entry = {
+        "class": f"{spec.cls.__module__}:{spec.cls.__qualname__}",
+        "tensors": list(tensors),
+        "static": fields,
+    }
     return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, {name: entry}
 
 
 def _sharded(
     name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...], dim: int = 0
 ) -> tuple[torch.Tensor, _Sizes]:
-    """A tensor sharded as another one, which has shards of rows, along ``dim``; and where this rank's shard begins."""
+    """A tensor sharded as another one, which has shards of rows, along ``dim``; and where this
+    rank's shard begins."""
     sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
     placements = [type(p)(dim) if dim and p.is_shard() else p for p in value.placements]
-    made = type(value).from_local(local.detach(), value.device_mesh, placements, run_check=False, **sizes)
+    made = type(value).from_local(
+        local.detach(), value.device_mesh, placements, run_check=False, **sizes
+    )
     return made, _begin(name, made)
 
 
@@ -305,22 +415,32 @@ def _begin(name: str, value: Any) -> _Sizes:
     expected = "shards and replicas, as of a DTensor, over a mesh with all ranks"
     with translated(f"{name!r} cannot be saved in shards", expected, to=UsageError):
         (box,) = value.__create_chunk_list__()
-        if tuple(box.sizes) != tuple(value.to_local().shape) or any(p.is_partial() for p in value.placements):
+        if tuple(box.sizes) != tuple(value.to_local().shape) or any(
+            p.is_partial() for p in value.placements
+        ):
             raise ValueError(f"{value.placements} make no single box of it on this rank")
         return tuple(box.offsets)
 
 
 def sharded_rows(
-    name: str, inner: InnerTensor, tensor: torch.Tensor, local: _Sizes, shape: _Sizes, offsets: _Sizes
+    name: str,
+    inner: InnerTensor,
+    tensor: torch.Tensor,
+    local: _Sizes,
+    shape: _Sizes,
+    offsets: _Sizes,
 ) -> tuple[int, int]:
-    """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is ``tensor``. The shard of
-    the quantized tensor, of shape ``local``, begins at ``offsets`` of the whole, of ``shape``; a ShapeError where the
-    shards are not of rows, or cut blocks of rows in two."""
+    """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is
+    ``tensor``. The shard of the quantized tensor, of shape ``local``, begins at ``offsets`` of the
+    whole, of ``shape``; a ShapeError where the shards are not of rows, or cut blocks of rows in
+    two."""
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")
     # Of an empty shard nothing is cut, wherever it begins.
     if local[0]:
-        check_blocks([inner], shape, range(offsets[0], offsets[0] + local[0]), f"the shard of {name!r}")
+        check_blocks(
+            [inner], shape, range(offsets[0], offsets[0] + local[0]), f"the shard of {name!r}"
+        )
     rows, first, own = (row_of(inner, shape, row) for row in (shape[0], offsets[0], local[0]))
     if (found := inner.by_rows(tensor).shape[0]) != own:
         raise ShapeError(f"{inner.argument!r} of {name!r} has {found} rows", expected=str(own))

@@ -1,4 +1,5 @@
-"""Whole models in one file: everything is read and checked before the first byte of a model changes."""
+"""Whole models in one file: everything is read and checked before the first byte of a model
+changes."""
 
 import contextlib
 import copy
@@ -11,7 +12,16 @@ import torch
 from ottava.checkpoint.files import check_memory
 from ottava.checkpoint.flatten import held_tensors, load_file, save_file
 from ottava.checkpoint.published import Codes, find_codes, weight_of
-from ottava.errors import CheckpointError, DTypeError, ShapeError, UsageError, listed, named, of_any_class, translated
+from ottava.errors import (
+    CheckpointError,
+    DTypeError,
+    ShapeError,
+    UsageError,
+    listed,
+    named,
+    of_any_class,
+    translated,
+)
 from ottava.filesystem import AnyPath, as_path, uninterrupted
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.linear import Linear
@@ -32,20 +42,24 @@ def load_model(
 ) -> tuple[list[str], ...]:
     """Load a safetensors file into a model's parameters and buffers, or change nothing.
 
-    The file is checked as a whole and compared with the model: names, shapes and kinds. Only then the model is written,
-    straight from the file; an interrupt waits for the end of that. Where a module could refuse its values after all (it
-    has hooks or loads in a way of its own, or values are quantized), a copy on the CPU undoes what was written.
+    The file is checked as a whole and compared with the model: names, shapes and kinds. Only then
+    the model is written, straight from the file; an interrupt waits for the end of that. Where a
+    module could refuse its values after all (it has hooks or loads in a way of its own, or values
+    are quantized), a copy on the CPU undoes what was written.
 
-    Quantized tensors are copied byte by byte into parameters of the same kind. For those of another kind, and from high
-    precision, the parameter's own quantizer quantizes the values; for high precision they are dequantized.
+    Quantized tensors are copied byte by byte into parameters of the same kind. For those of another
+    kind, and from high precision, the parameter's own quantizer quantizes the values; for high
+    precision they are dequantized.
 
     Args:
         model: the model, with memory of its own: not on meta, not sharded.
         path, verify: as of :func:`load_file`.
-        strict: whether the names of file and model have to be the same. Otherwise what only one of them has is left.
+        strict: whether the names of file and model have to be the same. Otherwise what only one of
+            them has is left.
 
     Returns:
-        The names that the file misses, and those that the model has no place for: empty lists where ``strict``.
+        The names that the file misses, and those that the model has no place for: empty lists where
+        ``strict``.
 
     Raises:
         DTypeError, UsageError: the model cannot be loaded into.
@@ -57,50 +71,85 @@ def load_model(
     for name, tensor in targets.items():
         what = f"{name!r} of the model is"
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
-            raise DTypeError(f"{what} a {type(tensor).__name__}", expected="whole tensors", remedy="use load_sharded")
+            raise DTypeError(
+                f"{what} a {type(tensor).__name__}",
+                expected="whole tensors",
+                remedy="use load_sharded",
+            )
         if tensor.is_meta:
-            raise UsageError(f"{what} on meta", expected="memory to load into", remedy="call model.to_empty first")
+            raise UsageError(
+                f"{what} on meta",
+                expected="memory to load into",
+                remedy="call model.to_empty first",
+            )
     state: dict[str, Any] = load_file(path, verify=verify)
     codes = find_codes(state, as_path(path))
     codes.refuse(path, _misread(codes, targets, state, strict))
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Layers keep the state of a recipe that a region has yet to bring, and make the state that a file has nothing of.
+    # Layers keep the state of a recipe that a region has yet to bring, and make the state that a
+    # file has nothing of.
     bare = {n: m for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None}
-    waiting = tuple(f"{n}.recipe_state.".lstrip(".") for n, m in bare.items() if "recipe_state" not in m._modules)
+    waiting = tuple(
+        f"{n}.recipe_state.".lstrip(".")
+        for n, m in bare.items()
+        if "recipe_state" not in m._modules
+    )
     afresh = layers_with_state(targets) - layers_with_state(state)
     waiting += tuple(f"{layer}recipe_state." for layer in afresh if f"{layer}weight" in state)
     with named(as_path(path)):
         missing = [name for name in targets if name not in state and not name.startswith(waiting)]
-        unexpected = [name for name in state if name not in targets and not name.startswith(waiting)]
+        unexpected = [
+            name for name in state if name not in targets and not name.startswith(waiting)
+        ]
         differing = {"the file misses": missing, "the model has no place for": unexpected}
         if strict and (missing or unexpected):
-            what = "; ".join(f"{whose} {listed(names)}" for whose, names in differing.items() if names)
-            raise CheckpointError(what, expected="the names of the model", remedy="strict=False leaves them")
+            what = "; ".join(
+                f"{whose} {listed(names)}" for whose, names in differing.items() if names
+            )
+            raise CheckpointError(
+                what, expected="the names of the model", remedy="strict=False leaves them"
+            )
         state = {name: value for name, value in state.items() if name not in unexpected}
-        own: dict[str, Any] = {f"{n}.": m for n, m in modules.items() if n and isinstance(m, RecipeState)}
+        own: dict[str, Any] = {
+            f"{n}.": m for n, m in modules.items() if n and isinstance(m, RecipeState)
+        }
         for name in [name for name in state if name in targets and not name.startswith(tuple(own))]:
             with of_any_class(name):
                 state[name] = _fitting(name, targets[name], state[name])
         for prefix, module in own.items():
-            # Into a copy: the states of recipes are small, and may take other shapes than they have.
-            found = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            # Into a copy: the states of recipes are small, and may take other shapes than they
+            # have.
+            found = {
+                name.removeprefix(prefix): value
+                for name, value in state.items()
+                if name.startswith(prefix)
+            }
             if any(isinstance(value, QuantizedTensorStorage) for value in found.values()):
-                raise DTypeError(f"something of {prefix!r} is quantized", expected="plain tensors, as in the model")
+                raise DTypeError(
+                    f"something of {prefix!r} is quantized",
+                    expected="plain tensors, as in the model",
+                )
             with warnings.catch_warnings(action="ignore"):
-                with translated(f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError):
+                with translated(
+                    f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError
+                ):
                     copy.deepcopy(module).load_state_dict(found, strict=False)
         _write(model, targets, state)
     return missing, unexpected
 
 
 def without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What a state dict has besides the state of recipes, as torch loads it strictly into a model in high precision.
+    """What a state dict has besides the state of recipes, as torch loads it strictly into a model
+    in high precision.
 
     Raises:
         DTypeError: it is no dict.
     """
     if not isinstance(state_dict, dict):
-        raise DTypeError(f"the state dict is a {type(state_dict).__name__}", expected="what model.state_dict() gives")
+        raise DTypeError(
+            f"the state dict is a {type(state_dict).__name__}",
+            expected="what model.state_dict() gives",
+        )
     # Copied with its attributes: torch keeps the versions of modules there.
     kept = copy.copy(state_dict)
     for name in [name for name in kept if OF_STATE.search(name)]:
@@ -114,7 +163,9 @@ def _module(model: Any) -> torch.nn.Module:
     return model
 
 
-def _misread(codes: Codes, targets: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:
+def _misread(
+    codes: Codes, targets: Mapping[str, Any], state: Mapping[str, Any], strict: bool
+) -> list[str]:
     """The codes whose weights the model has, or, where ``strict``, that it has no place for."""
 
     def has_place(name: str) -> bool:
@@ -130,14 +181,29 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
     """The value as it is copied into the target, or an error where it cannot be."""
     check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
-        raise ShapeError(f"{name!r} has shape {tuple(value.size())}", expected=f"{tuple(target.shape)}, the model's")
+        raise ShapeError(
+            f"{name!r} has shape {tuple(value.size())}",
+            expected=f"{tuple(target.shape)}, the model's",
+        )
     quantized = isinstance(value, QuantizedTensorStorage)
     if not isinstance(target, QuantizedTensor):
         if quantized:
-            value = value.dequantize(target.dtype if target.dtype in HIGH_PRECISION else torch.float32)
+            value = value.dequantize(
+                target.dtype if target.dtype in HIGH_PRECISION else torch.float32
+            )
         dtypes = [target.dtype, value.dtype]
-        if len({"float" if d.is_floating_point else "complex" if d.is_complex else d for d in dtypes}) > 1:
-            raise DTypeError(f"{name!r} is of {value.dtype}", expected=f"{target.dtype}, as in the model")
+        if (
+            len(
+                {
+                    "float" if d.is_floating_point else "complex" if d.is_complex else d
+                    for d in dtypes
+                }
+            )
+            > 1
+        ):
+            raise DTypeError(
+                f"{name!r} is of {value.dtype}", expected=f"{target.dtype}, as in the model"
+            )
         return value
     if not any(target.get_usages().values()):
         raise UsageError(f"{name!r} of the model holds no data", remedy="it was cleared or saved")
@@ -146,25 +212,45 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
             # What the target's device needs besides can be made of the bytes, or is not to be had.
             value = value.to(target.device)
             with contextlib.suppress(UsageError):
-                value.update_usage(**{f"{usage}_usage": held or None for usage, held in target.get_usages().items()})
+                value.update_usage(
+                    **{
+                        f"{usage}_usage": held or None
+                        for usage, held in target.get_usages().items()
+                    }
+                )
         if target.adopts_bytes_of(value):
             return value
     if target._quantizer is None:
-        what = f"{name!r} of the model has no quantizer, and the file has another kind of data for it"
+        what = (
+            f"{name!r} of the model has no quantizer, and the file has another kind of data for it"
+        )
         raise UsageError(what, expected="a quantizer", remedy="set one with update_quantizer()")
     if not quantized and not value.dtype.is_floating_point:
-        raise DTypeError(f"{name!r} is of {value.dtype}", expected="floating-point values to quantize")
+        raise DTypeError(
+            f"{name!r} is of {value.dtype}", expected="floating-point values to quantize"
+        )
     values = value.dequantize(torch.float32) if quantized else value
     return values if values.dtype in HIGH_PRECISION else values.to(torch.float32)
 
 
 def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Have the modules load values that were compared with them, and undo what they loaded where one refuses."""
-    waiting = [(layer._binding, layer._binding.loaded) for layer in model.modules() if isinstance(layer, Linear)]
+    """Have the modules load values that were compared with them, and undo what they loaded where
+    one refuses."""
+    waiting = [
+        (layer._binding, layer._binding.loaded)
+        for layer in model.modules()
+        if isinstance(layer, Linear)
+    ]
     # The states of recipes were tried, and bytes that a tensor adopts are copied.
-    refusing = any(may_refuse_to_load(module) for module in model.modules() if not isinstance(module, RecipeState))
+    refusing = any(
+        may_refuse_to_load(module)
+        for module in model.modules()
+        if not isinstance(module, RecipeState)
+    )
     for name in state.keys() & targets.keys():
-        adopts = isinstance(targets[name], QuantizedTensor) and isinstance(state[name], QuantizedTensor)
+        adopts = isinstance(targets[name], QuantizedTensor) and isinstance(
+            state[name], QuantizedTensor
+        )
         refusing |= not adopts and type(targets[name]) not in (torch.Tensor, torch.nn.Parameter)
     with torch.no_grad():
         before = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
@@ -175,7 +261,11 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
         except BaseException:
             with torch.no_grad():
                 for tensor, values in before:
-                    (tensor.copy_from_storage if isinstance(tensor, QuantizedTensor) else tensor.copy_)(values)
+                    (
+                        tensor.copy_from_storage
+                        if isinstance(tensor, QuantizedTensor)
+                        else tensor.copy_
+                    )(values)
             for binding, loaded in waiting:
                 binding.loaded = loaded
             raise
@@ -186,27 +276,44 @@ def _on_the_cpu(tensor: Any) -> Any:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of an 8-bit float format as uint8, sharing memory, since few ops know such formats; others as is."""
-    return tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1 else tensor
+    """A tensor of an 8-bit float format as uint8, sharing memory, since few ops know such formats;
+    others as is."""
+    return (
+        tensor.view(torch.uint8)
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+        else tensor
+    )
 
 
 def check_writable(name: str, value: Any) -> None:
-    """Write one element of what a tensor holds, as it is: what torch refuses is known before any value changes."""
+    """Write one element of what a tensor holds, as it is: what torch refuses is known before any
+    value changes."""
     for tensor in held_tensors(value):
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise UsageError(f"{name!r} is an expanded view: several of its elements are one", remedy="clone it")
+        if any(
+            stride == 0 and size > 1
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
+            raise UsageError(
+                f"{name!r} is an expanded view: several of its elements are one", remedy="clone it"
+            )
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise UsageError(f"{name!r} was made in inference mode", remedy="load it in torch.inference_mode()")
+            raise UsageError(
+                f"{name!r} was made in inference mode", remedy="load it in torch.inference_mode()"
+            )
         if tensor.numel():
             check_memory(name, tensor)
-            # Of an alias with a count of writes of its own: what autograd has saved of the tensor is still right.
+            # Of an alias with a count of writes of its own: what autograd has saved of the tensor
+            # is still right.
             first = _as_bytes(tensor.data)[(0,) * tensor.dim()]
             first.copy_(first.clone())
 
 
 def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy into each tensor its new value, by one call into torch: no code of Python's runs in it, and no interrupt."""
+    """Copy into each tensor its new value, by one call into torch: no code of Python's runs in it,
+    and no interrupt."""
     if pairs:
-        targets, values = zip(*[(_as_bytes(target), _as_bytes(value)) for target, value in pairs], strict=True)
+        targets, values = zip(
+            *[(_as_bytes(target), _as_bytes(value)) for target, value in pairs], strict=True
+        )
         with uninterrupted(), torch.no_grad():
             foreach_copy_(targets, values)

@@ -107,7 +107,8 @@ class Codes:
         raise CheckpointError(
             f"{what}, {unread}: {example}{more}",
             expected="values in high precision, or weights that Ottava has quantized",
-            remedy=f"take the checkpoint in high precision that it was made of; or {reader}, save that",
+            remedy=f"take the checkpoint in high precision that it was made of; or {reader}, save "
+            f"that",
         )
 
 
@@ -158,7 +159,8 @@ def _weights_of_scale(name: str) -> list[str]:
         return []
     before = leaf[: word.start()].rstrip("_")
     if not before:
-        # `scale`, `scales`, `scale_inv`, `scale_weight` lie beside a weight, or in what holds codes.
+        # `scale`, `scales`, `scale_inv`, `scale_weight` lie beside a weight, or in what holds
+        # codes.
         return [module, f"{module}{dot}weight"]
     parts = before.rsplit("_", _QUALIFIERS)
     return [module, *(module + dot + "_".join(parts[:count]) for count in range(1, len(parts) + 1))]

@@ -1,7 +1,9 @@
-"""Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each rank, and an index.
+"""Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each
+rank, and an index.
 
-The index, ``ottava.json``, is JSON with a checksum, of which nothing is code. It is the last file that is written: a
-folder without it, with a damaged one, or with files that are not as long as it says, is no checkpoint.
+The index, ``ottava.json``, is JSON with a checksum, of which nothing is code. It is the last file
+that is written: a folder without it, with a damaged one, or with files that are not as long as it
+says, is no checkpoint.
 """
 
 import contextlib
@@ -27,11 +29,28 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ottava.checkpoint.files import CHECKSUM_KEY, DTYPES, INDEX_NAME, RESAVE, dtype_name, read_tensors, write_tensors
+from ottava.checkpoint.files import (
+    CHECKSUM_KEY,
+    DTYPES,
+    INDEX_NAME,
+    RESAVE,
+    dtype_name,
+    read_tensors,
+    write_tensors,
+)
 from ottava.checkpoint.flatten import check_entry, described
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
-from ottava.filesystem import AnyPath, Partial, as_path, mode_of, opened, read_bytes, sync, write_new
+from ottava.filesystem import (
+    AnyPath,
+    Partial,
+    as_path,
+    mode_of,
+    opened,
+    read_bytes,
+    sync,
+    write_new,
+)
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _VERSION = 2
@@ -49,8 +68,9 @@ class StoredShard(dcp.ChunkStorageMetadata):
 
 @dataclass(frozen=True)
 class Index:
-    """What ``ottava.json`` says: the length in bytes and the checksum of each file, the tensors with their shards, and
-    what the state is made of besides (see ``sharded.py``); and its own checksum."""
+    """What ``ottava.json`` says: the length in bytes and the checksum of each file, the tensors
+    with their shards, and what the state is made of besides (see ``sharded.py``); and its own
+    checksum."""
 
     files: dict[str, tuple[int, str]]
     tensors: dict[str, dcp.TensorStorageMetadata]
@@ -59,9 +79,12 @@ class Index:
 
 
 def read_index(folder: Path, tries: int = 10) -> Index:
-    """The index of the checkpoint in ``folder``, checked, whose files are there as long as they were written."""
+    """The index of the checkpoint in ``folder``, checked, whose files are there as long as they
+    were written."""
     path = folder / INDEX_NAME
-    with translated(f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"):
+    with translated(
+        f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"
+    ):
         text = read_bytes(path)
     with translated(f"{path} is damaged", "the index of a sharded checkpoint", "load another one"):
         start = len(_START % 0)
@@ -69,77 +92,114 @@ def read_index(folder: Path, tries: int = 10) -> Index:
             raise ValueError("its checksum is another")
         body = json.loads(text)["checkpoint"]
         if body["version"] != _VERSION:
-            raise CheckpointError(f"{path} has version {body['version']!r}", f"version {_VERSION}", RESAVE)
+            raise CheckpointError(
+                f"{path} has version {body['version']!r}", f"version {_VERSION}", RESAVE
+            )
         index = _decoded(body, crc32)
     for file, size in ((folder / name, size) for name, (size, _) in index.files.items()):
         found: int | str = "no"
-        with translated(f"{file} cannot be read", "a file of the checkpoint", "load another one", of=OSError):
+        with translated(
+            f"{file} cannot be read", "a file of the checkpoint", "load another one", of=OSError
+        ):
             with contextlib.suppress(FileNotFoundError):
                 found = file.stat().st_size if file.is_file() else "no"
         if found != size:
             with contextlib.suppress(OSError):
-                # A writer that replaces the checkpoint removes its old files: then the new index counts.
+                # A writer that replaces the checkpoint removes its old files: then the new index
+                # counts.
                 if tries > 1 and read_bytes(path) != text:
                     return read_index(folder, tries - 1)
-            raise CheckpointError(f"{file} has {found} bytes", expected=f"{size}", remedy="load another checkpoint")
+            raise CheckpointError(
+                f"{file} has {found} bytes", expected=f"{size}", remedy="load another checkpoint"
+            )
     return index
 
 
 def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
     """An index of JSON; raises whatever JSON of another form leads to."""
     about = body["description"]
-    files = {name: (_sizes([size])[0], str(checksum)) for name, (size, checksum) in body["files"].items()}
+    files = {
+        name: (_sizes([size])[0], str(checksum)) for name, (size, checksum) in body["files"].items()
+    }
     index = Index(files, {}, about, crc32)
     for name, of in body["tensors"].items():
         name.encode()  # half a character is a UnicodeError
         properties = dcp.TensorProperties(dtype=DTYPES[of["dtype"]])
-        boxes = [(_sizes(s["offsets"]), _sizes(s["shape"]), s["file"], str(s["key"])) for s in of["shards"]]
-        tensor = dcp.TensorStorageMetadata(properties, _sizes(of["shape"]), [StoredShard(*box) for box in boxes])
+        boxes = [
+            (_sizes(s["offsets"]), _sizes(s["shape"]), s["file"], str(s["key"]))
+            for s in of["shards"]
+        ]
+        tensor = dcp.TensorStorageMetadata(
+            properties, _sizes(of["shape"]), [StoredShard(*box) for box in boxes]
+        )
         index.tensors[name] = tensor
         if any(file not in index.files for *_, file, _ in boxes) or not is_whole(tensor):
             raise ValueError(f"the shards of {name!r} do not make the whole")
     for entry in about["quantized"].values():
         check_entry(entry)
     # A name from a file: nothing outside the folder may be reached by it.
-    right = all(map(_FILE_NAME.fullmatch, index.files)) and set(about["largest"]) <= set(about["per_rank"])
+    right = all(map(_FILE_NAME.fullmatch, index.files)) and set(about["largest"]) <= set(
+        about["per_rank"]
+    )
     for names in about["per_rank"].values():
-        right &= len({(index.tensors[name].properties.dtype, index.tensors[name].size) for name in names}) == 1
+        right &= (
+            len(
+                {(index.tensors[name].properties.dtype, index.tensors[name].size) for name in names}
+            )
+            == 1
+        )
     if not right or not isinstance(about["state"], dict):
         raise ValueError("it does not describe files and the state")
     return index
 
 
 def _sizes(values: Any) -> torch.Size:
-    if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < 1 << 60 for v in values):
+    if not isinstance(values, list) or any(
+        type(v) is not int or not 0 <= v < 1 << 60 for v in values
+    ):
         raise ValueError(f"{values!r:.80} is no list of sizes")
     return torch.Size(values)
 
 
 def is_whole(tensor: dcp.TensorStorageMetadata) -> bool:
-    """Whether shards lie inside a tensor and are as large as it, no two in one place: those that were cut make it."""
+    """Whether shards lie inside a tensor and are as large as it, no two in one place: those that
+    were cut make it."""
     for shard in tensor.chunks:
         ends = [offset + size for offset, size in zip(shard.offsets, shard.sizes, strict=True)]
-        if len(ends) != len(tensor.size) or any(end > size for end, size in zip(ends, tensor.size, strict=True)):
+        if len(ends) != len(tensor.size) or any(
+            end > size for end, size in zip(ends, tensor.size, strict=True)
+        ):
             return False
     held = [shard for shard in tensor.chunks if math.prod(shard.sizes)]
     size = sum(math.prod(shard.sizes) for shard in held)
-    return bool(tensor.chunks) and size == math.prod(tensor.size) and len({s.offsets for s in held}) == len(held)
+    return (
+        bool(tensor.chunks)
+        and size == math.prod(tensor.size)
+        and len({s.offsets for s in held}) == len(held)
+    )
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Raise CheckpointError where something has the name and ``overwrite`` is False, or it is no checkpoint."""
+    """Raise CheckpointError where something has the name and ``overwrite`` is False, or it is no
+    checkpoint."""
     if not os.path.lexists(target):
         return
     if not overwrite:
-        raise CheckpointError(f"{target} exists", expected="a new name", remedy="overwrite=True replaces a checkpoint")
+        raise CheckpointError(
+            f"{target} exists", expected="a new name", remedy="overwrite=True replaces a checkpoint"
+        )
     replaceable = target.is_dir() and ((target / INDEX_NAME).is_file() or not any(target.iterdir()))
     if target.is_symlink() or not replaceable:
-        raise CheckpointError(f"{target} is not a sharded checkpoint and is not replaced", "a checkpoint or a new name")
+        raise CheckpointError(
+            f"{target} is not a sharded checkpoint and is not replaced",
+            "a checkpoint or a new name",
+        )
 
 
 def publish(partial: Partial, overwrite: bool) -> None:
-    """Give a folder that is written to its end its final name, or raise, and what had the name has it still. A
-    checkpoint is replaced by the one rename of its index, once the new files lie beside the old ones."""
+    """Give a folder that is written to its end its final name, or raise, and what had the name has
+    it still. A checkpoint is replaced by the one rename of its index, once the new files lie beside
+    the old ones."""
     source, target = partial.path, partial.target
     sync(source)
     try:
@@ -165,15 +225,21 @@ def publish(partial: Partial, overwrite: bool) -> None:
 
 
 class FolderWriter(StorageWriter):
-    """Writes tensors, and a description of all else, on a file system that all ranks share: whole or not at all."""
+    """Writes tensors, and a description of all else, on a file system that all ranks share: whole
+    or not at all."""
 
     def __init__(self, path: Path, overwrite: bool, description: Mapping[str, Any]) -> None:
         self.path, self.overwrite, self.description = path, overwrite, description
 
     def save(self, tensors: Mapping[str, Any], ranks: Ranks) -> None:
-        """Save the tensors of this rank, as all ranks do theirs; raises what this one failed in alone."""
+        """Save the tensors of this rank, as all ranks do theirs; raises what this one failed in
+        alone."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        to: dict[str, Any] = {"storage_writer": self, "process_group": ranks.group, "no_dist": ranks.alone}
+        to: dict[str, Any] = {
+            "storage_writer": self,
+            "process_group": ranks.group,
+            "no_dist": ranks.alone,
+        }
         with contextlib.ExitStack() as self._stack, warnings.catch_warnings():
             # One process alone is what is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -201,7 +267,8 @@ class FolderWriter(StorageWriter):
             # Who may not read the old files may not read the new ones at any time.
             old = mode_of(self.path / INDEX_NAME)
             self._mode = (mode_of(self.partial.path) or 0) & 0o666 if old is None else old
-        # Names of their own: a checkpoint that is replaced keeps its files until the index says otherwise.
+        # Names of their own: a checkpoint that is replaced keeps its files until the index says
+        # otherwise.
         token, world = secrets.token_hex(4), len(plans)
         names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
         places = [(self.partial.path / name, self._mode) for name in names]
@@ -216,30 +283,44 @@ class FolderWriter(StorageWriter):
             offsets, box = about.chunk.offsets, about.chunk.sizes
             # A rank that has no rows has an empty shard.
             if math.prod(box) or not math.prod(about.size):
-                key = item.index.fqn + ("" if box == about.size else "@" + ",".join(map(str, offsets)))
+                key = item.index.fqn + (
+                    "" if box == about.size else "@" + ",".join(map(str, offsets))
+                )
                 if key in tensors:
-                    raise CheckpointError(f"two tensors would have the name {key!r}", remedy="rename one of them")
+                    raise CheckpointError(
+                        f"two tensors would have the name {key!r}", remedy="rename one of them"
+                    )
                 tensors[key] = planner.resolve_data(item)
-                stored.append((item.index, {"file": path.name, "key": key, "offsets": offsets, "shape": box}))
+                stored.append(
+                    (item.index, {"file": path.name, "key": key, "offsets": offsets, "shape": box})
+                )
         file = None
         if tensors:
             with _written(path):
                 checksum = write_tensors(path, tensors, described({}), mode)
                 file = (path.stat().st_size, checksum)
         written: Future[list[WriteResult]] = Future()
-        written.set_result([WriteResult(i, tensors[shard["key"]].nbytes, (shard, file)) for i, shard in stored])
+        written.set_result(
+            [WriteResult(i, tensors[shard["key"]].nbytes, (shard, file)) for i, shard in stored]
+        )
         return written
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         of: dict[str, Any] = metadata.state_dict_metadata
         tensors: dict[str, Any] = {
-            name: {"dtype": dtype_name(t.properties.dtype), "shape": t.size, "shards": []} for name, t in of.items()
+            name: {"dtype": dtype_name(t.properties.dtype), "shape": t.size, "shards": []}
+            for name, t in of.items()
         }
         files: dict[str, Any] = {}
         for result in (result for rank in results for result in rank):
             shard, files[shard["file"]] = result.storage_data
             tensors[result.index.fqn]["shards"].append(shard)
-        body = {"version": _VERSION, "files": files, "tensors": tensors, "description": self.description}
+        body = {
+            "version": _VERSION,
+            "files": files,
+            "tensors": tensors,
+            "description": self.description,
+        }
         index = self.partial.path / INDEX_NAME
         with _written(self.path):
             rest = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
@@ -250,11 +331,16 @@ class FolderWriter(StorageWriter):
 
 
 def _written(path: Path) -> contextlib.AbstractContextManager[None]:
-    return translated(f"{path} cannot be written", "a folder to write to, and room in it", of=(OSError, ValueError))
+    return translated(
+        f"{path} cannot be written",
+        "a folder to write to, and room in it",
+        of=(OSError, ValueError),
+    )
 
 
 class FolderReader:
-    """Maps what :class:`FolderWriter` wrote; CheckpointError where it is not whole, or was replaced meanwhile."""
+    """Maps what :class:`FolderWriter` wrote; CheckpointError where it is not whole, or was replaced
+    meanwhile."""
 
     def __init__(self, path: AnyPath) -> None:
         self.path = as_path(path)
@@ -262,19 +348,26 @@ class FolderReader:
         self._files: dict[str, dict[str, torch.Tensor]] = {}
 
     def pairs(self, tensors: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What goes where: tensors to write, and their new values, mapped, of the same shapes and dtypes."""
+        """What goes where: tensors to write, and their new values, mapped, of the same shapes and
+        dtypes."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({**tensors}, dcp.Metadata({**self.index.tensors}))
-        # By their places: to look for each among the others takes minutes where a tensor has many. The first one of a
-        # place counts.
+        # By their places: to look for each among the others takes minutes where a tensor has many.
+        # The first one of a place counts.
         shards: dict[str, dict[Any, Any]] = {
-            name: {shard.offsets: shard for shard in reversed(self.index.tensors[name].chunks)} for name in tensors
+            name: {shard.offsets: shard for shard in reversed(self.index.tensors[name].chunks)}
+            for name in tensors
         }
         pairs = []
         for item in planner.create_local_plan().items:
             name, offsets = item.storage_index.fqn, item.storage_index.offset
             stored = self.shard(name, shards[name][offsets])
-            pairs.append((planner.resolve_tensor(item).detach(), stored[_box(item.storage_offsets, item.lengths)]))
+            pairs.append(
+                (
+                    planner.resolve_tensor(item).detach(),
+                    stored[_box(item.storage_offsets, item.lengths)],
+                )
+            )
         return pairs
 
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
@@ -283,20 +376,28 @@ class FolderReader:
             self._files[name], metadata = read_tensors(self.path / name, verify=verify)
             if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
                 what = f"{self.path / name} is another file than was written"
-                raise CheckpointError(what, "that one", "load it again, if it was replaced meanwhile, or another one")
+                raise CheckpointError(
+                    what, "that one", "load it again, if it was replaced meanwhile, or another one"
+                )
         return self._files[name]
 
     def shard(self, name: str, shard: StoredShard) -> torch.Tensor:
         """A shard of the tensor ``name``, mapped."""
-        found, dtype = self.file(shard.file).get(shard.key), self.index.tensors[name].properties.dtype
+        found, dtype = (
+            self.file(shard.file).get(shard.key),
+            self.index.tensors[name].properties.dtype,
+        )
         if found is None or (found.dtype, found.shape) != (dtype, shard.sizes):
-            what, expected = f"{self.path / shard.file} has no such {shard.key!r}", f"{tuple(shard.sizes)} of {dtype}"
+            what, expected = (
+                f"{self.path / shard.file} has no such {shard.key!r}",
+                f"{tuple(shard.sizes)} of {dtype}",
+            )
             raise CheckpointError(what, expected=expected, remedy="load another checkpoint")
         return found
 
     def whole(self, name: str) -> torch.Tensor:
-        """The whole of a tensor, mapped where it is in one file; of what the next step would have reduced, the largest
-        values of all ranks."""
+        """The whole of a tensor, mapped where it is in one file; of what the next step would have
+        reduced, the largest values of all ranks."""
         shards: list[Any] = self.index.tensors[name].chunks
         made, about = self.shard(name, shards[0]), self.index.description
         if len(shards) > 1:

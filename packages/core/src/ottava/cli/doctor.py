@@ -1,4 +1,5 @@
-"""``ottava doctor``: what is installed, what is chosen, and whether the kernels agree with the reference."""
+"""``ottava doctor``: what is installed, what is chosen, and whether the kernels agree with the
+reference."""
 
 import contextlib
 import os
@@ -38,11 +39,15 @@ def _gpus() -> list[str]:
     import torch
 
     numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return ["{} ({}.{})".format(torch.cuda.get_device_name(n), *torch.cuda.get_device_capability(n)) for n in numbers]
+    return [
+        "{} ({}.{})".format(torch.cuda.get_device_name(n), *torch.cuda.get_device_capability(n))
+        for n in numbers
+    ]
 
 
 def _backend(name: str, status: str) -> Check:
-    """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is amiss."""
+    """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is
+    amiss."""
     from ottava.kernels.backends import RUN_ON
 
     ok, detail, gpus = status == "available", status, ", ".join(_gpus())
@@ -76,7 +81,11 @@ def _private_names() -> Check:
     from ottava.torch_private import KNOWS_BACKWARD, MISSING
 
     gpus = bool(_gpus())
-    lacking = [f"no torch.{path}: {without}" for path, without in MISSING.items() if gpus or "_cuda" not in path]
+    lacking = [
+        f"no torch.{path}: {without}"
+        for path, without in MISSING.items()
+        if gpus or "_cuda" not in path
+    ]
     return Check("private names of torch", KNOWS_BACKWARD, "\n".join(lacking) or "all found")
 
 
@@ -85,7 +94,13 @@ def _self_test(device: str) -> Check:
     import torch
 
     kernels = ottava.kernels
-    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(device)
+    x = (
+        torch.arange(65536, dtype=torch.int32)
+        .to(torch.uint16)
+        .view(torch.bfloat16)
+        .view(256, 256)
+        .to(device)
+    )
     scale = torch.tensor(0.37, device=device)
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -100,14 +115,19 @@ def _self_test(device: str) -> Check:
             with kernels.use_backend("reference"):
                 want = results(fmt.torch_dtype)
             if not all(map(torch.equal, got, want)):
-                raise BackendError(f"{fmt.name}: bytes differ from the reference", remedy="reinstall ottava")
+                raise BackendError(
+                    f"{fmt.name}: bytes differ from the reference", remedy="reinstall ottava"
+                )
         return "every bfloat16 value, E4M3 and E5M2: bytes equal the reference"
 
-    return _examined("kernel self-test" if device == "cpu" else f"kernel self-test on {device}", compare)
+    return _examined(
+        "kernel self-test" if device == "cpu" else f"kernel self-test on {device}", compare
+    )
 
 
 def _offer(spec: Spec) -> str:
-    """A recipe is built with its defaults; one that needs options only has to resolve, as a quantizer factory has."""
+    """A recipe is built with its defaults; one that needs options only has to resolve, as a
+    quantizer factory has."""
     if spec.kind == FACTORY:
         return f"imported, a {type(get_quantizer_factory(spec.name)).__name__}"
     try:
@@ -127,7 +147,9 @@ def _plugins() -> list[Check]:
         detail = f"{status.distribution} {status.version}, {status.status}, offers: {offers}"
         problems = [text for text in (status.error, *map(str, status.refused.values())) if text]
         checks.append(Check(f"plugin {status.name}", not problems, "\n".join(problems) or detail))
-        checks += [_examined(f"{spec.kind} {spec.name}", partial(_offer, spec)) for spec in status.offers]
+        checks += [
+            _examined(f"{spec.kind} {spec.name}", partial(_offer, spec)) for spec in status.offers
+        ]
     if not statuses:
         checks.append(Check("plugins", True, "none; try: pip install ottava-recipes-current"))
     return checks
@@ -146,7 +168,10 @@ def examine() -> list[Check]:
         _private_names(),
         Check("ottava", True, ottava.__version__),
         *(_backend(name, status) for name, status in available_backends().items()),
-        *(_examined(f"backend chosen for {device}", partial(backend_for, device)) for device in devices),
+        *(
+            _examined(f"backend chosen for {device}", partial(backend_for, device))
+            for device in devices
+        ),
         _examined("bfloat16 products on cpu", _products),
         *_plugins(),
         *map(_self_test, devices),
@@ -154,7 +179,8 @@ def examine() -> list[Check]:
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check versions, kernel backends, plugins, recipes and the kernels themselves; exit code 1 when one is wrong."""
+    """Check versions, kernel backends, plugins, recipes and the kernels themselves; exit code 1
+    when one is wrong."""
     # What recipes print when they are imported and built is no part of the report.
     with contextlib.redirect_stdout(sys.stderr):
         checks = examine()

@@ -1,7 +1,9 @@
-"""The typer application. What a command needs is imported when it runs: listing recipes never imports torch.
+"""The typer application. What a command needs is imported when it runs: listing recipes never
+imports torch.
 
-Other packages add commands through entry points of the group ``ottava.commands``: a command's name, and a function as
-:mod:`typer` takes it. They are looked for where a name is none of core's, and imported when they run or are listed.
+Other packages add commands through entry points of the group ``ottava.commands``: a command's name,
+and a function as :mod:`typer` takes it. They are looked for where a name is none of core's, and
+imported when they run or are listed.
 """
 
 import contextlib
@@ -23,19 +25,31 @@ from ottava.recipes.registry import PluginStatus, discover
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"
 # Commands of Ottava's own packages, and the package that a user who types one may have to install.
-_ELSEWHERE = {"check-recipe": "ottava-testing", "demo": "ottava-demo", "new-recipe": "ottava-testing"}
+_ELSEWHERE = {
+    "check-recipe": "ottava-testing",
+    "demo": "ottava-demo",
+    "new-recipe": "ottava-testing",
+}
 _ELSEWHERE |= {"analyze": "ottava-debug", "bisect": "ottava-debug", "export": "ottava-integrations"}
 
 
 def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
-    """The function of a command that another package has; an error of Ottava where none, or several have it."""
+    """The function of a command that another package has; an error of Ottava where none, or several
+    have it."""
     if not offers:
         package = _ELSEWHERE[name]
-        raise UsageError(f"the command {name!r} is not installed", expected=package, remedy=f"pip install {package}")
+        raise UsageError(
+            f"the command {name!r} is not installed",
+            expected=package,
+            remedy=f"pip install {package}",
+        )
     owners = " and by ".join(f"{found.distribution} {found.version}" for found in offers)
     if len(offers) > 1:
         raise PluginError(f"the command {name!r} is offered by {owners}", remedy="uninstall one")
-    what, remedy = f"the command {name!r} of {owners} cannot be imported", "reinstall the package, or tell its authors"
+    what, remedy = (
+        f"the command {name!r} of {owners} cannot be imported",
+        "reinstall the package, or tell its authors",
+    )
     with translated(what, "a function", remedy, to=PluginError, of=(Exception, SystemExit)):
         return offers[0].entry.load()  # type: ignore[union-attr, no-any-return]
 
@@ -49,7 +63,8 @@ def _command(name: str, function: Callable[..., Any], text: str, **settings: Any
 
 @contextlib.contextmanager
 def _escaped_errors() -> Iterator[None]:
-    """Errors about arguments, which typer prints with the arguments in them, without control characters."""
+    """Errors about arguments, which typer prints with the arguments in them, without control
+    characters."""
     try:
         yield
     except Exception as error:
@@ -61,7 +76,8 @@ def _escaped_errors() -> Iterator[None]:
 
 
 class _Commands(TyperGroup):
-    """Core's commands and those of other packages. An error that Ottava raises on purpose is told, with exit code 2."""
+    """Core's commands and those of other packages. An error that Ottava raises on purpose is told,
+    with exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         offers = [found for found in discover(COMMANDS) if found.entry is not None]
@@ -75,7 +91,11 @@ class _Commands(TyperGroup):
         if not offers and cmd_name not in _ELSEWHERE:
             return None
         try:
-            with translated(f"the command {cmd_name!r} cannot be run", "a function as typer takes it", to=PluginError):
+            with translated(
+                f"the command {cmd_name!r} cannot be run",
+                "a function as typer takes it",
+                to=PluginError,
+            ):
                 function = _load(cmd_name, offers)
                 return _command(cmd_name, function, inspect.getdoc(function) or "")
         except OttavaError as error:
@@ -101,7 +121,9 @@ class _Commands(TyperGroup):
             raise typer.Exit(2) from None
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch.")
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, help="FP8 training for PyTorch."
+)
 for _function in (recipes, doctor):
     app.command()(_function)
 
@@ -112,7 +134,9 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-_Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+_Version = Annotated[
+    bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+]
 
 
 @app.callback()

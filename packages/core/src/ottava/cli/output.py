@@ -1,4 +1,5 @@
-"""What commands have in common: tables and sentences for people, JSON for programs, and the options of recipes."""
+"""What commands have in common: tables and sentences for people, JSON for programs, and the options
+of recipes."""
 
 import contextlib
 import json
@@ -18,7 +19,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
-    """Options of a recipe from texts ``key=value``, each value as JSON where that makes sense, else a text."""
+    """Options of a recipe from texts ``key=value``, each value as JSON where that makes sense, else
+    a text."""
     options: dict[str, Any] = {}
     for text in given:
         key, equals, value = text.partition("=")
@@ -26,7 +28,9 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
             raise OptionError(f"--option {text!r}", expected="key=value, each key once")
         options[key] = value
         with contextlib.suppress(ValueError, RecursionError):
-            options[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(value, value))
+            options[key] = json.loads(
+                {"True": "true", "False": "false", "None": "null"}.get(value, value)
+            )
     return options
 
 
@@ -62,13 +66,14 @@ class PlainColumn(TextColumn):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints texts of plugins as they are, whatever brackets and colons they have, but for control
-    characters, which it shows."""
+    """A console that prints texts of plugins as they are, whatever brackets and colons they have,
+    but for control characters, which it shows."""
     return _Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def say(text: str, *, stderr: bool = False, lines: bool = False) -> None:
-    """Print a sentence, which no width of a terminal cuts; with ``lines`` a text of several lines."""
+    """Print a sentence, which no width of a terminal cuts; with ``lines`` a text of several
+    lines."""
     console(stderr=stderr).print(escaped(text, lines=lines), soft_wrap=True)
 
 
@@ -86,7 +91,8 @@ def table(
     *,
     lines: bool = False,
 ) -> Table:
-    """A table; the columns named in ``right`` are aligned there, and with ``lines`` cells have several lines."""
+    """A table; the columns named in ``right`` are aligned there, and with ``lines`` cells have
+    several lines."""
     made = Table(title=escaped(title))
     for column in columns:
         made.add_column(column, overflow="fold", justify="right" if column in right else "left")

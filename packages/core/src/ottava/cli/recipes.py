@@ -1,4 +1,5 @@
-"""``ottava recipes``: what is installed, what is broken, and which layer gets what, from a recipe's own word."""
+"""``ottava recipes``: what is installed, what is broken, and which layer gets what, from a recipe's
+own word."""
 
 import itertools
 from pathlib import Path
@@ -12,33 +13,48 @@ from ottava.recipes.base import get_recipe
 from ottava.recipes.registry import FACTORY, RECIPE, PluginStatus, discover, plugin_statuses
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 
-#: The group of entry points by which a package reads checkpoints: a function from a path to a state dict and texts.
+#: The group of entry points by which a package reads checkpoints: a function from a path to a state
+#: dict and texts.
 READERS = "ottava.readers"
 _WEIGHT = ".weight"
 #: The layers that the demo converts in its model, a GPT of four blocks.
-DEMO_LAYERS = tuple(f"blocks.{block}.{layer}" for block in range(4) for layer in ("qkv", "proj", "up", "down"))
+DEMO_LAYERS = tuple(
+    f"blocks.{block}.{layer}" for block in range(4) for layer in ("qkv", "proj", "up", "down")
+)
 
 
 def checkpoint_layers(path: Path) -> list[str]:
-    """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or not."""
+    """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or
+    not."""
     readers = [found.entry for found in discover(READERS) if found.entry is not None]
     if not readers:
         package = "ottava-integrations"
-        raise UsageError("--checkpoint is not installed", expected=package, remedy=f"pip install {package}")
+        raise UsageError(
+            "--checkpoint is not installed", expected=package, remedy=f"pip install {package}"
+        )
     state, _ = readers[0].load()(path)
-    found = [name.removesuffix(_WEIGHT) for name, value in state.items() if name.endswith(_WEIGHT) and value.dim() == 2]
+    found = [
+        name.removesuffix(_WEIGHT)
+        for name, value in state.items()
+        if name.endswith(_WEIGHT) and value.dim() == 2
+    ]
     if not found:
-        raise UsageError(f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers")
+        raise UsageError(
+            f"{path} has no matrix named *{_WEIGHT}", "a checkpoint of a model with linear layers"
+        )
     return found
 
 
 def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_json: bool) -> None:
-    """Print what each role of each layer, by default those of the demo's model, gets under a recipe, and the rules of
-    its file that serve none of them."""
+    """Print what each role of each layer, by default those of the demo's model, gets under a
+    recipe, and the rules of its file that serve none of them."""
     if not all(layers):
         raise OptionError("--layer ''", expected="the qualified name of a layer")
     recipe = get_recipe(name)
-    asked = [*layers, *(checkpoint_layers(checkpoint) if checkpoint is not None else [])] or DEMO_LAYERS
+    asked = [
+        *layers,
+        *(checkpoint_layers(checkpoint) if checkpoint is not None else []),
+    ] or DEMO_LAYERS
     rows: list[dict[str, Any]] = []
     used = set()
     for layer, tensor_type in itertools.product(dict.fromkeys(asked), OF_LINEAR):
@@ -61,41 +77,74 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
 
 
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
-    """One row for each that the plugin offers or is refused; a plugin without any has one among the recipes."""
-    found = [(s.name, s.summary, getattr(s, "capabilities", ()), "ok", "") for s in status.offers if s.kind == kind]
-    found += [(s.name, "", (), "refused", str(error)) for s, error in status.refused.items() if s.kind == kind]
+    """One row for each that the plugin offers or is refused; a plugin without any has one among the
+    recipes."""
+    found = [
+        (s.name, s.summary, getattr(s, "capabilities", ()), "ok", "")
+        for s in status.offers
+        if s.kind == kind
+    ]
+    found += [
+        (s.name, "", (), "refused", str(error))
+        for s, error in status.refused.items()
+        if s.kind == kind
+    ]
     if kind == RECIPE and not (status.offers or status.refused):
         empty = status.status == "ok"
         word, error = ("empty", "it offers nothing") if empty else (status.status, status.error)
         found.append(("", "", (), word, error))
-    package: dict[str, Any] = {"plugin": status.name, "distribution": status.distribution, "version": status.version}
+    package: dict[str, Any] = {
+        "plugin": status.name,
+        "distribution": status.distribution,
+        "version": status.version,
+    }
     rows = []
     for name, summary, capabilities, word, error in found:
         able: dict[str, Any] = {"capabilities": list(capabilities)} if kind == RECIPE else {}
-        rows.append({"name": name, "summary": summary, **able, **package, "status": word, "error": error})
+        rows.append(
+            {"name": name, "summary": summary, **able, **package, "status": word, "error": error}
+        )
     return rows
 
 
 def recipes(
     as_json: Json = False,
-    explain: Annotated[str | None, typer.Option(help="What each layer gets under a recipe, or a recipe file.")] = None,
-    layer: Annotated[list[str] | None, typer.Option(help="With --explain: a layer's name; may be given again.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="With --explain: a file or folder, for its layers.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(help="What each layer gets under a recipe, or a recipe file.")
+    ] = None,
+    layer: Annotated[
+        list[str] | None, typer.Option(help="With --explain: a layer's name; may be given again.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="With --explain: a file or folder, for its layers.")
+    ] = None,
 ) -> None:
     """List the installed recipes and quantizer factories, and the packages that are broken."""
     if explain is not None:
         return show_explanation(explain, layer or [], checkpoint, as_json)
-    if given := [option for option, value in (("--layer", layer), ("--checkpoint", checkpoint)) if value]:
-        raise UsageError(f"{' and '.join(given)} without --explain", remedy="say which recipe: --explain NAME")
+    if given := [
+        option for option, value in (("--layer", layer), ("--checkpoint", checkpoint)) if value
+    ]:
+        raise UsageError(
+            f"{' and '.join(given)} without --explain", remedy="say which recipe: --explain NAME"
+        )
     statuses = plugin_statuses()
-    found, factories = ([row for status in statuses for row in _rows(status, kind)] for kind in (RECIPE, FACTORY))
+    found, factories = (
+        [row for status in statuses for row in _rows(status, kind)] for kind in (RECIPE, FACTORY)
+    )
     if as_json:
         return show_json({"recipes": found, "quantizer_factories": factories})
     if not found:
         say("No recipe is installed. Try: pip install ottava-recipes-current")
-    for title, rows, about in (("Recipes", found, "capabilities"), ("Quantizer factories", factories, "summary")):
+    for title, rows, about in (
+        ("Recipes", found, "capabilities"),
+        ("Quantizer factories", factories, "summary"),
+    ):
         columns = ("name", "version", "distribution", about, "status")
-        cells = [[", ".join(row[c]) if c == "capabilities" else row[c] or "-" for c in columns] for row in rows]
+        cells = [
+            [", ".join(row[c]) if c == "capabilities" else row[c] or "-" for c in columns]
+            for row in rows
+        ]
         if rows:
             console().print(table(title, columns, cells))
     for row in (*found, *factories):

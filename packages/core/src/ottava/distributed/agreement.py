@@ -18,7 +18,8 @@ from ottava.tensors import QuantizedTensor, Quantizer
 _OTHER_WEIGHTS = Disagreement(
     "the ranks of the group gather other weights",
     "the same weights on all ranks, quantized by the same recipe with the same options",
-    "convert the model in the same way on every rank, and call gather_quantized on all of them or none",
+    "convert the model in the same way on every rank, and call gather_quantized on all of them or "
+    "none",
 )
 # How a quantizer is used, which no gather sees.
 _USAGES = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
@@ -29,7 +30,8 @@ _compared: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKe
 
 
 def compare_weights(shard: torch.Tensor, size: torch.Size, group: Any, module: Any) -> None:
-    """Compare once all weights that FSDP gathers over ``group`` with this one, those of the whole model.
+    """Compare once all weights that FSDP gathers over ``group`` with this one, those of the whole
+    model.
 
     Args:
         shard: this rank's shard of the weight that is about to be gathered.
@@ -76,12 +78,18 @@ def _line(weight: fsdp2.GatheredWeight) -> str:
 
 
 def _kept(shard: Any) -> str:
-    """The class and the fields of a shard that is kept quantized, what it sends, and its quantizer."""
+    """The class and the fields of a shard that is kept quantized, what it sends, and its
+    quantizer."""
     fields = {field.argument: getattr(shard, field.attribute) for field in shard.own_fields}
     sent = [
-        inner.argument for inner in shard.inner_tensors if inner.gather and getattr(shard, inner.attribute) is not None
+        inner.argument
+        for inner in shard.inner_tensors
+        if inner.gather and getattr(shard, inner.attribute) is not None
     ]
-    return f"a {_called(type(shard), fields)} that sends {', '.join(sent)}, by {_words(shard._quantizer)}"
+    return (
+        f"a {_called(type(shard), fields)} that sends {', '.join(sent)}, by "
+        f"{_words(shard._quantizer)}"
+    )
 
 
 def _bound_quantizer(module: Any) -> Quantizer | None:
@@ -95,7 +103,9 @@ def _bound_quantizer(module: Any) -> Quantizer | None:
 
 
 def _called(cls: type, values: dict[str, Any]) -> str:
-    return f"{cls.__name__}({', '.join(f'{name}={_words(value)}' for name, value in values.items())})"
+    return (
+        f"{cls.__name__}({', '.join(f'{name}={_words(value)}' for name, value in values.items())})"
+    )
 
 
 def _words(value: Any) -> str:
@@ -103,7 +113,9 @@ def _words(value: Any) -> str:
     if isinstance(value, Quantizer):
         hidden = {*value.process_attributes, *_USAGES}
         options = {name: option for name, option in vars(value).items() if name not in hidden}
-        return _called(type(value), {name: o for name, o in options.items() if not isinstance(o, torch.Tensor)})
+        return _called(
+            type(value), {name: o for name, o in options.items() if not isinstance(o, torch.Tensor)}
+        )
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_words, value))})"
     if isinstance(value, type):

@@ -1,8 +1,9 @@
 """Quantized weights from master weights that are sharded over ranks.
 
-Afterwards every rank's shard has the bytes, and every rank the scales, that quantizing the whole weight at once would
-give. One all-reduce(MAX) serves all weights, whatever recipes they are of; where amaxes do not say what a quantizer
-does, one all-gather brings the shards of all such weights besides. All is checked before anything is written.
+Afterwards every rank's shard has the bytes, and every rank the scales, that quantizing the whole
+weight at once would give. One all-reduce(MAX) serves all weights, whatever recipes they are of;
+where amaxes do not say what a quantizer does, one all-gather brings the shards of all such weights
+besides. All is checked before anything is written.
 """
 
 import math
@@ -16,7 +17,14 @@ import torch
 
 from ottava.collectives import check_group, find_group
 from ottava.distributed.rules import ShardBatches, rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput, check_bytes, check_places, ordered_bytes, shard_output
+from ottava.distributed.shards import (
+    ShardJob,
+    ShardOutput,
+    check_bytes,
+    check_places,
+    ordered_bytes,
+    shard_output,
+)
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
@@ -73,32 +81,34 @@ def cast_master_weights_to_fp8(
 ) -> None:
     """Write this rank's shards of quantized weights from its shards of their master weights.
 
-    A master weight is first rounded to the nominal dtype of its weight. All ranks of the group call this with the same
-    weights in the same order; a rank may hold nothing of some, or of all of them.
+    A master weight is first rounded to the nominal dtype of its weight. All ranks of the group call
+    this with the same weights in the same order; a rank may hold nothing of some, or of all of
+    them.
 
     Args:
-        model_weights: quantized tensors or storages, or DTensors of them that are sharded along their rows (FSDP2):
-            then the shard is the local tensor.
-        master_weights: for each weight the shard that this rank holds, float32 (or bfloat16, float16), flattened as the
-            weight is; None for nothing. A DTensor stands for its local tensor.
-        start_offsets: index of each shard's first element in the flattened weight; None where there is no shard.
-            Without the list, masters are whole, or have the rows of a DTensor.
-        group: the ranks that hold the shards; None is that of the DTensors, or the default group. With no process
-            group initialized, this process holds all there is.
-        fsdp_shard_model_weights: where the shard is not to be written into the weight itself: a quantized tensor that
-            is the shard, or its bytes (uint8), one tensor for each direction that has data of its own. Entries may be
-            None, and so may both of a pair.
+        model_weights: quantized tensors or storages, or DTensors of them that are sharded along
+            their rows (FSDP2): then the shard is the local tensor.
+        master_weights: for each weight the shard that this rank holds, float32 (or bfloat16,
+            float16), flattened as the weight is; None for nothing. A DTensor stands for its local
+            tensor.
+        start_offsets: index of each shard's first element in the flattened weight; None where there
+            is no shard. Without the list, masters are whole, or have the rows of a DTensor.
+        group: the ranks that hold the shards; None is that of the DTensors, or the default group.
+            With no process group initialized, this process holds all there is.
+        fsdp_shard_model_weights: where the shard is not to be written into the weight itself: a
+            quantized tensor that is the shard, or its bytes (uint8), one tensor for each direction
+            that has data of its own. Entries may be None, and so may both of a pair.
         manual_post_all_gather_processing: leave what derives from the bytes, a transpose, to
             :func:`post_all_gather_processing`; otherwise the next forward pass makes it.
         quantizers: for each weight, or one for all; None is the weight's own.
         amax_reduce_group: ``group`` by another name.
 
-    The order of positional arguments was ``quantizers, amax_reduce_group`` once. Quantizers in the third place are
-    taken for these, with a DeprecationWarning.
+    The order of positional arguments was ``quantizers, amax_reduce_group`` once. Quantizers in the
+    third place are taken for these, with a DeprecationWarning.
 
     Raises:
-        ShapeError, OptionError, DTypeError, UsageError, DeviceError: an argument does not fit. Nothing has been
-            written then. All but UsageError are ValueErrors.
+        ShapeError, OptionError, DTypeError, UsageError, DeviceError: an argument does not fit.
+            Nothing has been written then. All but UsageError are ValueErrors.
         TypeError: an argument is unknown, or another one is given twice.
     """
     # Offsets by name beside a third argument: that one can only be quantizers.
@@ -108,7 +118,9 @@ def cast_master_weights_to_fp8(
             what, expected = "quantizers are given twice, by position and by name", "one of them"
             raise OptionError(what, expected=expected, remedy="pass quantizers by name alone")
         what = "cast_master_weights_to_fp8(weights, masters, quantizers, …)"
-        warnings.warn(f"{what} is deprecated: pass quantizers by name", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            f"{what} is deprecated: pass quantizers by name", DeprecationWarning, stacklevel=2
+        )
         _cast_old(model_weights, master_weights, *positional, **named)
         return
     _cast(model_weights, master_weights, *positional, **named)
@@ -158,17 +170,24 @@ def _cast(
     MasterWeights(*given, fsdp_shard_model_weights, manual_post_all_gather_processing).quantize()
 
 
-_LISTS = ("model_weights", "master_weights", "quantizers", "start_offsets", "fsdp_shard_model_weights")
+_LISTS = (
+    "model_weights",
+    "master_weights",
+    "quantizers",
+    "start_offsets",
+    "fsdp_shard_model_weights",
+)
 
 
 @dataclass(eq=False, repr=False)
 class MasterWeights:
     """Sharded master weights and the quantized weights that are made of them, step after step.
 
-    What :func:`cast_master_weights_to_fp8` checks and looks up for each weight, this does once. It keeps the tensors
-    that it is given, and looks again when one of them has moved to other memory.
+    What :func:`cast_master_weights_to_fp8` checks and looks up for each weight, this does once. It
+    keeps the tensors that it is given, and looks again when one of them has moved to other memory.
 
-    Args, raised errors: as of :func:`cast_master_weights_to_fp8`. Nothing is written until :meth:`quantize`.
+    Args, raised errors: as of :func:`cast_master_weights_to_fp8`. Nothing is written until
+    :meth:`quantize`.
     """
 
     model_weights: Sequence[Any]
@@ -192,10 +211,14 @@ class MasterWeights:
         for name, entries in zip(_LISTS, lists, strict=True):
             _check_kind(entries, (list, tuple), name, "a list, an entry for each weight")
             if len(entries) != count:
-                raise ShapeError(f"{len(entries)} {name} for {count} model_weights", expected=f"{count}")
+                raise ShapeError(
+                    f"{len(entries)} {name} for {count} model_weights", expected=f"{count}"
+                )
         with torch.no_grad():
             ranges = self.start_offsets is not None
-            weights = [_Weight(f"weight {n}", ranges, *of) for n, of in enumerate(zip(*lists, strict=True))]
+            weights = [
+                _Weight(f"weight {n}", ranges, *of) for n, of in enumerate(zip(*lists, strict=True))
+            ]
             _check_agreement(weights)
             check_places([data for weight in weights for data in weight.job.output.data])
             self._group = _default_group(weights, self.amax_reduce_group)
@@ -203,9 +226,14 @@ class MasterWeights:
                 # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale.
                 weight.storage._whole = None
             self._batches = ShardBatches.of([weight.job for weight in weights])
-        self._holders = list({id(h): h for w in weights for h in (w.storage, w.job.output.holder)}.values())
+        self._holders = list(
+            {id(h): h for w in weights for h in (w.storage, w.job.output.holder)}.values()
+        )
         self._watched = [
-            (h, inner.attribute) for h in self._holders for inner in h.inner_tensors if not h.is_derived(inner)
+            (h, inner.attribute)
+            for h in self._holders
+            for inner in h.inner_tensors
+            if not h.is_derived(inner)
         ]
         self._masters = [local_tensor(m) for m in self.master_weights if m is not None]
         # A shard of a master that is not contiguous is a copy, which has to be made anew each time.
@@ -214,15 +242,20 @@ class MasterWeights:
 
     def _addresses(self) -> list[Any]:
         """Where everything lies that is read or written, and what quantizes it."""
-        tensors = [*(getattr(holder, attribute) for holder, attribute in self._watched), *self._masters]
+        tensors = [
+            *(getattr(holder, attribute) for holder, attribute in self._watched),
+            *self._masters,
+        ]
         places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         return [*places, *(id(holder._quantizer) for holder in self._holders)]
 
     def quantize(self) -> None:
-        """Write this rank's shards of the weights, and all scales, from the master weights as they are now.
+        """Write this rank's shards of the weights, and all scales, from the master weights as they
+        are now.
 
         Raises:
-            ShapeError, OptionError, DTypeError, UsageError, DeviceError: something that was replaced does not fit.
+            ShapeError, OptionError, DTypeError, UsageError, DeviceError: something that was
+                replaced does not fit.
         """
         if not self._keeps or self._addresses() != self._seen:
             self._look()
@@ -250,37 +283,57 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
                 local.rebuilds_derived = True
 
 
-def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor | Sequence[torch.Tensor]) -> None:
-    """Move the elements of a quantized tensor into a buffer, for example a range of a contiguous one for all weights.
+def replace_raw_data(
+    tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor | Sequence[torch.Tensor]
+) -> None:
+    """Move the elements of a quantized tensor into a buffer, for example a range of a contiguous
+    one for all weights.
 
-    Values and everything else of the tensor stay as they are; what was an alias of it keeps the old bytes.
+    Values and everything else of the tensor stay as they are; what was an alias of it keeps the old
+    bytes.
 
     Args:
-        new_raw_data: contiguous, uint8 (or the 8-bit float dtype of the elements), as many elements as the tensor has.
-            A tensor with data for rows and for columns takes two, or moves the data for rows alone.
+        new_raw_data: contiguous, uint8 (or the 8-bit float dtype of the elements), as many elements
+            as the tensor has. A tensor with data for rows and for columns takes two, or moves the
+            data for rows alone.
 
     Raises:
-        DTypeError, ShapeError, DeviceError: it is not. All are ValueErrors, and nothing has been written.
+        DTypeError, ShapeError, DeviceError: it is not. All are ValueErrors, and nothing has been
+            written.
         UsageError: the tensor holds no elements, or they are not contiguous.
     """
-    _check_kind(tensor, QuantizedTensorStorage, "the tensor", "a quantized tensor, which has raw data")
+    _check_kind(
+        tensor, QuantizedTensorStorage, "the tensor", "a quantized tensor, which has raw data"
+    )
     buffers = list(new_raw_data) if isinstance(new_raw_data, (list, tuple)) else [new_raw_data]
     if tensor._whole is not None:
-        raise UsageError(f"this {type(tensor).__name__} is a view of another", "a whole tensor", "give the whole one")
+        raise UsageError(
+            f"this {type(tensor).__name__} is a view of another",
+            "a whole tensor",
+            "give the whole one",
+        )
     raw = tensor.raw_inner()
     if not 1 <= len(buffers) <= len(raw):
-        raise ShapeError(f"{len(buffers)} buffers", expected=f"one for each of {', '.join(i.argument for i in raw)}")
+        raise ShapeError(
+            f"{len(buffers)} buffers",
+            expected=f"one for each of {', '.join(i.argument for i in raw)}",
+        )
     moved: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
     for inner, buffer in zip(raw, buffers, strict=False):
         held: torch.Tensor = getattr(tensor, inner.attribute)
-        checked = check_bytes(buffer, tensor, inner, held.numel(), f"the buffer for {inner.argument!r}")
+        checked = check_bytes(
+            buffer, tensor, inner, held.numel(), f"the buffer for {inner.argument!r}"
+        )
         if not held.is_contiguous():
-            raise UsageError("the data of the tensor is not contiguous", expected="a tensor that is no view")
+            raise UsageError(
+                "the data of the tensor is not contiguous", expected="a tensor that is no view"
+            )
         moved.append((inner, held, checked.detach().view(held.dtype).view(held.shape)))
     check_places([target for *_, target in moved], [held for _, held, _ in moved])
     with torch.no_grad():
         for inner, held, target in moved:
-            # Not counted as a write to the buffer: other tensors in it have transposes that stay valid.
+            # Not counted as a write to the buffer: other tensors in it have transposes that stay
+            # valid.
             target.data.copy_(held)
             tensor.replace_inner(inner, target)
 
@@ -302,40 +355,67 @@ def _check_kind(value: Any, kinds: Any, what: str, expected: str, remedy: str = 
 
 
 class _Weight:
-    """One weight, checked: what errors call it, the quantized data that this rank has (the whole weight, or its rows),
-    the ranks that share it, if it says so itself, and the job for its quantizer."""
+    """One weight, checked: what errors call it, the quantized data that this rank has (the whole
+    weight, or its rows), the ranks that share it, if it says so itself, and the job for its
+    quantizer."""
 
     def __init__(
-        self, what: str, offsets_given: bool, weight: Any, master: Any, quantizer: Any, offset: Any, out: Any
+        self,
+        what: str,
+        offsets_given: bool,
+        weight: Any,
+        master: Any,
+        quantizer: Any,
+        offset: Any,
+        out: Any,
     ) -> None:
-        self.what, self.storage, (rows, self.group) = what, local_tensor(weight), _rows_of(weight, what)
+        self.what, self.storage, (rows, self.group) = (
+            what,
+            local_tensor(weight),
+            _rows_of(weight, what),
+        )
         storage = self.storage
-        _check_kind(storage, QuantizedTensorStorage, what, "a quantized tensor", "leave it to its optimizer")
+        _check_kind(
+            storage, QuantizedTensorStorage, what, "a quantized tensor", "leave it to its optimizer"
+        )
         quantizer = storage._quantizer if quantizer is None else quantizer
         if quantizer is None:
-            raise UsageError(f"{what} has no quantizer", remedy="pass quantizers, or set one with update_quantizer()")
+            raise UsageError(
+                f"{what} has no quantizer",
+                remedy="pass quantizers, or set one with update_quantizer()",
+            )
         _check_kind(quantizer, Quantizer, f"the quantizer of {what}", "an ottava.Quantizer")
         self.shape, held = tuple(weight.size()), None if master is None else local_tensor(master)
         if isinstance(held, QuantizedTensorStorage):
-            raise DTypeError(f"the master of {what} is quantized", expected="a dense tensor, or None for no shard")
+            raise DTypeError(
+                f"the master of {what} is quantized",
+                expected="a dense tensor, or None for no shard",
+            )
         if held is not None:
             check_high_precision(held, f"the master of {what}")
             check_device(held, storage.device, f"the master of {what}")
         start = self._start(offset, offsets_given, None if held is None else held.numel(), rows)
         _check_holds(storage, what)
         if storage._whole is not None and storage is weight:
-            raise UsageError(f"{what} is a view of another tensor, whose scale it has", remedy="give the whole tensor")
+            raise UsageError(
+                f"{what} is a view of another tensor, whose scale it has",
+                remedy="give the whole tensor",
+            )
         empty = torch.empty(0, dtype=torch.float32, device=storage.device)
         shard = empty if held is None else held.detach().reshape(-1)
         output = self._output(out, start, shard.numel())
         self.job = ShardJob(quantizer, shard, self.shape, storage.dtype, start, output)
 
     def _start(self, offset: Any, offsets_given: bool, held: int | None, rows: range | None) -> int:
-        """Where a shard of so many elements starts; it must lie in the weight, or be the rows of it that are here."""
+        """Where a shard of so many elements starts; it must lie in the weight, or be the rows of it
+        that are here."""
         numel, count, what = math.prod(self.shape), held or 0, f"the master of {self.what}"
         if offset is not None:
             if isinstance(offset, bool) or not hasattr(offset, "__index__"):
-                raise OptionError(f"the start offset of {self.what} is {offset!r}", "an integer, or None for no shard")
+                raise OptionError(
+                    f"the start offset of {self.what} is {offset!r}",
+                    "an integer, or None for no shard",
+                )
             offset = operator.index(offset)
         if rows is not None:
             row: int = math.prod(self.shape[1:])
@@ -343,19 +423,28 @@ class _Weight:
             start = first if offset is None else offset
             if held is not None and (count != own or (count and start != first)):
                 kind = OptionError if count == own else ShapeError
-                raise kind(f"{what} has {count} elements from {start} on", f"{own} from {first} on, its rows here")
+                raise kind(
+                    f"{what} has {count} elements from {start} on",
+                    f"{own} from {first} on, its rows here",
+                )
             return first
         if offset is None and held is not None and (offsets_given or count != numel):
             what = f"{self.what} has a master of {count} elements and no start offset"
             expected = f"the index of its first element among the {numel} of the weight"
-            raise OptionError(what, expected, "pass start_offsets, with None only where the master is None")
+            raise OptionError(
+                what, expected, "pass start_offsets, with None only where the master is None"
+            )
         start = offset or 0
         if not 0 <= start <= numel - count:
-            raise ShapeError(f"{what} has {count} elements from {start} on", f"a range in the {numel} of the weight")
+            raise ShapeError(
+                f"{what} has {count} elements from {start} on",
+                f"a range in the {numel} of the weight",
+            )
         return 0 if held is None else start
 
     def _output(self, out: Any, start: int, count: int) -> ShardOutput:
-        """Where a shard goes: into the weight itself, into another tensor that is the shard, or into bytes."""
+        """Where a shard goes: into the weight itself, into another tensor that is the shard, or
+        into bytes."""
         what, storage = f"the shard of {self.what}", self.storage
         if isinstance(out, (list, tuple)):
             # TransformerEngine's users write a pair with None for what there is no shard of.
@@ -364,16 +453,24 @@ class _Weight:
         if isinstance(out, QuantizedTensorStorage):
             _check_holds(out, what)
             if not same_kind(out, storage):
-                raise DTypeError(f"{what} is of another kind", expected=f"a {type(storage).__name__} like it")
+                raise DTypeError(
+                    f"{what} is of another kind", expected=f"a {type(storage).__name__} like it"
+                )
             if out.device != storage.device:
                 raise DeviceError(f"{what} is on {out.device}, the weight on {storage.device}")
             return shard_output(out, self.shape, start, count, self.what)
-        raw, given = ordered_bytes(storage, self.what), list(out) if isinstance(out, (list, tuple)) else [out]
+        raw, given = (
+            ordered_bytes(storage, self.what),
+            list(out) if isinstance(out, (list, tuple)) else [out],
+        )
         if len(given) != len(raw):
             expected = f"one for each of {', '.join(inner.argument for inner in raw)}"
             raise ShapeError(f"{what} has {len(given)} tensors of bytes", expected)
         what, rows = f"the buffer for {what}", range(self.shape[0] if self.shape else 1)
-        data = [check_bytes(to, storage, inner, count, what).view(-1) for to, inner in zip(given, raw, strict=True)]
+        data = [
+            check_bytes(to, storage, inner, count, what).view(-1)
+            for to, inner in zip(given, raw, strict=True)
+        ]
         return ShardOutput(storage, tuple(to.view(torch.uint8) for to in data), rows)
 
 
@@ -386,54 +483,87 @@ def _rows_of(weight: Any, what: str) -> tuple[range | None, Any]:
     """The rows of a DTensor that are here, and the group that has them all."""
     if not is_distributed(weight):
         return None, None
-    sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    sharded = [
+        dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()
+    ]
     if not sharded:
         return range(weight.shape[0]), None
     if len(sharded) > 1 or not weight.placements[sharded[0]].is_shard(0):
         what = f"{what} is placed as {weight.placements}"
-        raise ShapeError(what, expected="rows sharded along one dimension of the mesh, as fully_shard does")
+        raise ShapeError(
+            what, expected="rows sharded along one dimension of the mesh, as fully_shard does"
+        )
     (box,) = weight.__create_chunk_list__()
-    return range(box.offsets[0], box.offsets[0] + box.sizes[0]), weight.device_mesh.get_group(sharded[0])
+    return range(box.offsets[0], box.offsets[0] + box.sizes[0]), weight.device_mesh.get_group(
+        sharded[0]
+    )
 
 
 def _check_agreement(weights: Sequence[_Weight]) -> None:
-    """What must be the same in a batch: the device, and the options that a class of quantizers names. And what each
-    quantizer makes is of its weight's kind, which an example says for all that are alike."""
+    """What must be the same in a batch: the device, and the options that a class of quantizers
+    names. And what each quantizer makes is of its weight's kind, which an example says for all that
+    are alike."""
     seen: dict[type[Quantizer], _Weight] = {}
     places: dict[int, _Weight] = {}
     fitting: dict[Any, bool] = {}
     for weight in weights:
         what, storage, quantizer = weight.what, weight.storage, weight.job.quantizer
-        twin, first = places.setdefault(id(storage), weight), seen.setdefault(type(quantizer), weight)
+        twin, first = (
+            places.setdefault(id(storage), weight),
+            seen.setdefault(type(quantizer), weight),
+        )
         if twin is not weight:
-            raise OptionError(f"{what} is {twin.what} again", "each weight once", "list weights that layers share once")
+            raise OptionError(
+                f"{what} is {twin.what} again",
+                "each weight once",
+                "list weights that layers share once",
+            )
         static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
         usages, shape, dtype = storage.get_usages(), (1,) * len(weight.shape), storage.dtype
         key = (type(storage), static, tuple(usages.values()), dtype, shape, quantizer)
         if key not in fitting:
-            example = quantizer.with_usage(**usages).make_empty(shape, dtype=dtype, device=storage.device)
+            example = quantizer.with_usage(**usages).make_empty(
+                shape, dtype=dtype, device=storage.device
+            )
             fitting[key] = same_kind(example, storage)
         if not fitting[key]:
-            what = f"the quantizer of {what}, {quantizer!r}, makes other tensors than this {type(storage).__name__}"
+            what = (
+                f"the quantizer of {what}, {quantizer!r}, makes other tensors than this "
+                f"{type(storage).__name__}"
+            )
             remedy = "leave quantizers out, or make the weight with this quantizer"
-            raise DTypeError(what, "a quantizer of its format and options, whatever the shape", remedy)
+            raise DTypeError(
+                what, "a quantizer of its format and options, whatever the shape", remedy
+            )
         if storage.device != weights[0].storage.device:
-            what = f"{what} is on {storage.device}, {weights[0].what} on {weights[0].storage.device}"
+            what = (
+                f"{what} is on {storage.device}, {weights[0].what} on {weights[0].storage.device}"
+            )
             raise DeviceError(what, "one device for a batch")
         for name in rule_of(quantizer).options:
             own, other = getattr(quantizer, name), getattr(first.job.quantizer, name)
             if own != other:
                 what = f"{name} is {own!r} for {what} and {other!r} for {first.what}"
-                raise OptionError(what, "one value for all weights of a batch", "quantize them in two batches")
+                raise OptionError(
+                    what, "one value for all weights of a batch", "quantize them in two batches"
+                )
 
 
 def _default_group(weights: Sequence[_Weight], group: Any) -> Any:
-    """The group to reduce over: the one given, that of the sharded weights, or None for the default group."""
+    """The group to reduce over: the one given, that of the sharded weights, or None for the default
+    group."""
     check_group(group)
     if group is not None:
         return find_group(group)
-    groups = {weight.group.group_name: weight.group for weight in weights if weight.group is not None}
+    groups = {
+        weight.group.group_name: weight.group for weight in weights if weight.group is not None
+    }
     if len(groups) > 1:
-        remedy = "quantize the weights of each group by themselves, or pass a group that contains them all"
-        raise OptionError(f"the weights are sharded over {len(groups)} groups", "one group for a batch", remedy)
+        remedy = (
+            "quantize the weights of each group by themselves, or pass a group that contains "
+            "them all"
+        )
+        raise OptionError(
+            f"the weights are sharded over {len(groups)} groups", "one group for a batch", remedy
+        )
     return next(iter(groups.values()), None)

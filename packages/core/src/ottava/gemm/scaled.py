@@ -1,14 +1,16 @@
-"""Operands of products, and what multiplies those of FP8 elements where the hardware does, by torch's ``scaled_mm``: a
-table of which scales where.
+"""Operands of products, and what multiplies those of FP8 elements where the hardware does, by
+torch's ``scaled_mm``: a table of which scales where.
 
-The library is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give ``a · bᵀ``. What it asks
-for is made here: zeros are added up to the sizes that it wants, at addresses that are multiples of 16, and the result
-is cut; scales of blocks are brought into an order of their own. A bias is added in float32 before the one rounding,
-unless the library adds it as it is. It has no product of two E5M2 operands: there is none here either.
+The library is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give
+``a · bᵀ``. What it asks for is made here: zeros are added up to the sizes that it wants, at
+addresses that are multiples of 16, and the result is cut; scales of blocks are brought into an
+order of their own. A bias is added in float32 before the one rounding, unless the library adds it
+as it is. It has no product of two E5M2 operands: there is none here either.
 
-One scale for the tensor, or for each row, is the private ``_scaled_mm``'s, because the public function takes lists and
-costs a fifth more host time. It takes rows that are contiguous, or (compute capability 10 and 11) a transposed view of
-contiguous ones; scales of rows for a bfloat16 result and ``b`` in E4M3, else the bare product is scaled in float32.
+One scale for the tensor, or for each row, is the private ``_scaled_mm``'s, because the public
+function takes lists and costs a fifth more host time. It takes rows that are contiguous, or
+(compute capability 10 and 11) a transposed view of contiguous ones; scales of rows for a bfloat16
+result and ``b`` in E4M3, else the bare product is scaled in float32.
 """
 
 from __future__ import annotations
@@ -41,12 +43,13 @@ class Operand(NamedTuple):
     """A matrix as a product takes it.
 
     Attributes:
-        values: a matrix in high precision, or the bytes of elements; of columnwise data that a layout transposes, the
-            transpose.
-        scales: of elements, as they are stored; of high precision a scalar that it is still to be multiplied with, or
-            None.
+        values: a matrix in high precision, or the bytes of elements; of columnwise data that a
+            layout transposes, the transpose.
+        scales: of elements, as they are stored; of high precision a scalar that it is still to be
+            multiplied with, or None.
         layout: the text of the layout of elements; empty for high precision.
-        columnwise: whether the product sums over the matrix's rows; of elements, whether these are columnwise data.
+        columnwise: whether the product sums over the matrix's rows; of elements, whether these are
+            columnwise data.
         source: the storage that the elements are of, which keeps what is made of them.
     """
 
@@ -79,8 +82,8 @@ operand_of: Callable[[tuple[Any, ...]], Operand] = partial(tuple.__new__, Operan
 def fitted(rows: Tensor, outer: int, inner: int, views: bool = False) -> Tensor:
     """Bytes ``[outer, reduced]`` as a library takes them, in the same memory if it can be.
 
-    They are contiguous, or with ``views`` perhaps the transposed view of contiguous ones, at an address that is a
-    multiple of 16; zeros are added up to multiples of ``outer`` and ``inner``.
+    They are contiguous, or with ``views`` perhaps the transposed view of contiguous ones, at an
+    address that is a multiple of 16; zeros are added up to multiples of ``outer`` and ``inner``.
     """
     data = rows.view(torch.uint8)
     if not data.is_contiguous() and data.t().is_contiguous():
@@ -101,7 +104,8 @@ def _padded(data: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def kept(weight: Operand, make: Callable[[], Any], option: Any = None) -> Any:
-    """What ``make`` gives of a weight, made again when that has been written to, or ``option`` is another."""
+    """What ``make`` gives of a weight, made again when that has been written to, or ``option`` is
+    another."""
     cache = None if weight.source is None else weight.source.gemm_cache()
     # A graph that is replayed would never see a weight that has changed.
     if cache is None or (weight.values.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -120,13 +124,19 @@ def _sizes(a: Any, b: Any, *fields: Any) -> tuple[Any, Any, Any]:
 
 
 def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``multiply(a, b, bias, out_dtype, option)`` of two operands, in graphs one operator of this name and option."""
+    """``multiply(a, b, bias, out_dtype, option)`` of two operands, in graphs one operator of this
+    name and option."""
 
     def of_fields(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         return multiply(Operand(a, *rest[:3]), Operand(b, *rest[3:6]), *rest[6:])
 
-    sides = ", ".join(f"Tensor? scales_{side}, str layout_{side}, bool columnwise_{side}" for side in "ab")
-    schema = f"{name}(Tensor a, Tensor b, {sides}, Tensor? bias, ScalarType out_dtype, {option}) -> Tensor"
+    sides = ", ".join(
+        f"Tensor? scales_{side}, str layout_{side}, bool columnwise_{side}" for side in "ab"
+    )
+    schema = (
+        f"{name}(Tensor a, Tensor b, {sides}, Tensor? bias, ScalarType out_dtype, {option}) "
+        f"-> Tensor"
+    )
     operator = define_product(schema, of_fields, _sizes)
 
     def product(a: Operand, b: Operand, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -138,10 +148,12 @@ def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """E8M0 scales ``[outer, blocks]`` padded with zeros to multiples of 128 and 4, in the library's order, flat.
+    """E8M0 scales ``[outer, blocks]`` padded with zeros to multiples of 128 and 4, in the library's
+    order, flat.
 
     Tiles of 128 by 4 follow each other row by row of tiles; in a tile, scale ``(r, c)`` is at
-    ``(r % 32) * 16 + (r // 32) * 4 + c``. Source: cuBLAS documentation, layout of block scaling factors.
+    ``(r % 32) * 16 + (r // 32) * 4 + c``. Source: cuBLAS documentation, layout of block scaling
+    factors.
     """
     rows, columns = scales.shape
     padded: Tensor = F.pad(scales, [0, -columns % 4, 0, -rows % 128])
@@ -150,8 +162,8 @@ def swizzle(scales: Tensor) -> Tensor:
 
 
 def _padded_columns(scales: Tensor, multiple: int) -> Tensor:
-    """float32 scales ``[rows, columns]`` transposed, which lie with strides ``[1, L]``, where L is the number of
-    columns rounded up to a multiple."""
+    """float32 scales ``[rows, columns]`` transposed, which lie with strides ``[1, L]``, where L is
+    the number of columns rounded up to a multiple."""
     rows, columns = scales.shape
     # Not as contiguous makes them: the strides of sizes of 1 are looked at, too.
     made = scales.new_zeros((rows, columns + -columns % multiple))
@@ -160,7 +172,8 @@ def _padded_columns(scales: Tensor, multiple: int) -> Tensor:
 
 
 class _Blocks(NamedTuple):
-    """What the library asks for of a kind of blocks: multiples of both sizes, and the order of scales."""
+    """What the library asks for of a kind of blocks: multiples of both sizes, and the order of
+    scales."""
 
     recipe: F.ScalingType
     outer: int
@@ -171,11 +184,19 @@ class _Blocks(NamedTuple):
 
 _Scales = tuple[Block, torch.dtype]
 _TENSOR, _ROW = ((None, None), _FLOAT32), ((1, None), _FLOAT32)
-_LINE, _SQUARE, _MX = ((1, _SIDE), _FLOAT32), ((_SIDE, _SIDE), _FLOAT32), ((1, MX_BLOCK), E8M0.torch_dtype)
+_LINE, _SQUARE, _MX = (
+    ((1, _SIDE), _FLOAT32),
+    ((_SIDE, _SIDE), _FLOAT32),
+    ((1, MX_BLOCK), E8M0.torch_dtype),
+)
 _BLOCKS: dict[_Scales, _Blocks] = {
-    _LINE: _Blocks(F.ScalingType.BlockWise1x128, _MULTIPLE, _SIDE, lambda s: _padded_columns(s.t(), _MULTIPLE)),
+    _LINE: _Blocks(
+        F.ScalingType.BlockWise1x128, _MULTIPLE, _SIDE, lambda s: _padded_columns(s.t(), _MULTIPLE)
+    ),
     _SQUARE: _Blocks(F.ScalingType.BlockWise128x128, _SIDE, _SIDE, lambda s: _padded_columns(s, 4)),
-    _MX: _Blocks(F.ScalingType.BlockWise1x32, _MULTIPLE, MX_BLOCK, swizzle, F.SwizzleType.SWIZZLE_32_4_4),
+    _MX: _Blocks(
+        F.ScalingType.BlockWise1x32, _MULTIPLE, MX_BLOCK, swizzle, F.SwizzleType.SWIZZLE_32_4_4
+    ),
 }
 
 # What was found for two layouts and hardware.
@@ -188,7 +209,8 @@ def multiplies_fp8(operand: Tensor) -> bool:
 
 
 def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
-    """What multiplies two operands, which fit together, as they are; None where they are to be decoded."""
+    """What multiplies two operands, which fit together, as they are; None where they are to be
+    decoded."""
     if not multiplies_fp8(a.values):
         return None
     key = a.layout, b.layout, capability(a.values)
@@ -204,28 +226,41 @@ def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | Non
     if not {a.element, b.element} <= FP8 or a.element is b.element is torch.float8_e5m2:
         return None
     scales = (a.block, a.scale), (b.block, b.scale)
-    return next((row[3] for row in PRODUCTS if row[0] <= hardware <= row[1] and scales in row[2]), None)
+    return next(
+        (row[3] for row in PRODUCTS if row[0] <= hardware <= row[1] and scales in row[2]), None
+    )
 
 
-def product(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """``round(a[M, K] · b[N, K]ᵀ * scales + bias)`` of one scale for the tensor, or for each row; with ``fast``
-    accumulation where the hardware has it."""
+def product(
+    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """``round(a[M, K] · b[N, K]ᵀ * scales + bias)`` of one scale for the tensor, or for each row;
+    with ``fast`` accumulation where the hardware has it."""
     made = None
-    # What is not a tensor of memory (a traced or a fake one) has no address to look at: its operator has.
+    # What is not a tensor of memory (a traced or a fake one) has no address to look at: its
+    # operator has.
     if type(a.values) is Tensor and not torch.compiler.is_compiling():
         made = _direct(a, b, bias, out_dtype, fast)
     return _fitting(a, b, bias, out_dtype, fast) if made is None else made
 
 
 def _rows(operand: Operand) -> tuple[Tensor, Tensor]:
-    """FP8 elements ``[outer, reduced]``, best contiguous, and scales: one for each of these rows, or one."""
+    """FP8 elements ``[outer, reduced]``, best contiguous, and scales: one for each of these rows,
+    or one."""
     values, scales = operand[:2]
-    scales = torch.ones(1, dtype=_FLOAT32, device=values.device) if scales is None else scales.reshape(-1)
+    scales = (
+        torch.ones(1, dtype=_FLOAT32, device=values.device)
+        if scales is None
+        else scales.reshape(-1)
+    )
     return operand.rows().view(Layout.of(operand.layout).element), scales
 
 
-def _direct(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor | None:
-    """The product, if the library takes everything as it is: what every product of a usual training step is."""
+def _direct(
+    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
+) -> Tensor | None:
+    """The product, if the library takes everything as it is: what every product of a usual training
+    step is."""
     (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
     (rows, inner), columns = left.shape, right.shape[0]
     if (
@@ -244,14 +279,22 @@ def _direct(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype,
 
 def _fuses(bias: Tensor, out_dtype: torch.dtype) -> bool:
     """Whether the library adds the bias as it is."""
-    return bias.dtype is out_dtype is not _FLOAT32 and bias.is_contiguous() and not bias.data_ptr() & (_MULTIPLE - 1)
+    return (
+        bias.dtype is out_dtype is not _FLOAT32
+        and bias.is_contiguous()
+        and not bias.data_ptr() & (_MULTIPLE - 1)
+    )
 
 
-def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def _multiply(
+    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
     """Of any sizes, strides, addresses, scales and bias."""
     (rows, inner), columns = a.rows().shape, b.rows().shape[0]
     if not (rows and columns and inner):
-        return finish(a.values.new_zeros((rows, columns), dtype=_FLOAT32), None, None, bias, out_dtype)
+        return finish(
+            a.values.new_zeros((rows, columns), dtype=_FLOAT32), None, None, bias, out_dtype
+        )
     in_blocks = _blocks(a) is not None
     fused = bias is None or (bias.dtype is out_dtype is not _FLOAT32 and not in_blocks)
     if not fused or (in_blocks and out_dtype is torch.float16):
@@ -261,7 +304,9 @@ def _multiply(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtyp
     return made if made.shape == (rows, columns) else made[:rows, :columns].contiguous()
 
 
-def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def _by_rows(
+    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
+) -> Tensor:
     made = _direct(a, b, bias, out_dtype, fast)
     if made is not None:
         return made
@@ -271,20 +316,31 @@ def _by_rows(a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype
     if by_row:
         scale_a, scale_b = scale_a.expand(rows).unsqueeze(1), scale_b.expand(columns)
         # On a GPU of capability 8.9 the library has no product that is scaled by rows.
-        if out_dtype is not torch.bfloat16 or right.dtype is not torch.float8_e4m3fn or 0 < capability(left) < 90:
+        if (
+            out_dtype is not torch.bfloat16
+            or right.dtype is not torch.float8_e4m3fn
+            or 0 < capability(left) < 90
+        ):
             bare = _multiply(a._replace(scales=None), b._replace(scales=None), None, _FLOAT32, fast)
             return finish(bare * (scale_a * scale_b), None, None, bias, out_dtype)
     # The hardware of which the library takes transposed views of rows.
     views = not by_row and 100 <= capability(left) < 120
     left = fitted(left, 1, _MULTIPLE, views)
     make = partial(fitted, right, _MULTIPLE, _MULTIPLE, views)
-    # Only a weight, which is no operand of a product with columnwise data of both, is met again as it was.
+    # Only a weight, which is no operand of a product with columnwise data of both, is met again as
+    # it was.
     right = make() if a.columnwise else kept(b, make, views)
     padding = [0, len(right) - columns]
     if by_row:
         scale_a, scale_b = scale_a.contiguous(), F.pad(scale_b, padding).unsqueeze(0)
     if bias is not None:
-        bias = F.pad(bias, padding) if padding[1] else bias if _fuses(bias, out_dtype) else bias.clone()
+        bias = (
+            F.pad(bias, padding)
+            if padding[1]
+            else bias
+            if _fuses(bias, out_dtype)
+            else bias.clone()
+        )
     return scaled_mm(left, right.t(), scale_a, scale_b, bias, None, out_dtype, fast)
 
 
@@ -296,7 +352,10 @@ def _blocks(operand: Operand) -> _Blocks | None:
 def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Tensor:
     left, scale_a, of_a = _for_library(a)
     right, scale_b, of_b = _for_library(b) if a.columnwise else kept(b, partial(_for_library, b))
-    options: dict[str, Any] = {"output_dtype": out_dtype, "use_fast_accum": fast and of_a.swizzle is not None}
+    options: dict[str, Any] = {
+        "output_dtype": out_dtype,
+        "use_fast_accum": fast and of_a.swizzle is not None,
+    }
     options |= {"swizzle_a": of_a.swizzle, "swizzle_b": of_b.swizzle}
     return F.scaled_mm(left, right.t(), scale_a, of_a.recipe, scale_b, of_b.recipe, **options)
 
@@ -304,12 +363,15 @@ def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Te
 def _for_library(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
     """Elements ``[outer, reduced]``, padded, and their scales, in order."""
     blocks, scales = cast(_Blocks, _blocks(operand)), cast(Tensor, operand.scales)
-    data = fitted(operand.rows().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner)
+    data = fitted(
+        operand.rows().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner
+    )
     return data, blocks.order(scales.t() if operand.is_turned() else scales), blocks
 
 
 _fitting = define("fp8_mm", "bool fast_accumulation", _multiply)
-#: The oldest and the newest hardware, by compute capability, the scales of both operands, and what multiplies them.
+#: The oldest and the newest hardware, by compute capability, the scales of both operands, and what
+#: multiplies them.
 PRODUCTS: tuple[tuple[int, float, list[tuple[_Scales, _Scales]], Callable[..., Tensor]], ...] = (
     (0, inf, [(_TENSOR, _TENSOR), (_TENSOR, _ROW), (_ROW, _TENSOR), (_ROW, _ROW)], product),
     (90, 90, [(_LINE, _LINE), (_LINE, _SQUARE), (_SQUARE, _LINE)], _fitting),

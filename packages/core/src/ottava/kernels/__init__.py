@@ -1,11 +1,11 @@
 """Kernels: amax, scale, cast, transpose and decode, with checks before anything runs.
 
-Every function takes float32, bfloat16 or float16 tensors of any shape and any strides, and works under
-``torch.compile``. Data, the bytes of elements, are uint8 tensors. NaN, infinities and zeros follow the numerics page of
-the docs.
+Every function takes float32, bfloat16 or float16 tensors of any shape and any strides, and works
+under ``torch.compile``. Data, the bytes of elements, are uint8 tensors. NaN, infinities and zeros
+follow the numerics page of the docs.
 
-What a tensor's scales stand for, its :class:`ottava.Layout` says: ``grid_quantize`` and the like serve all of them. A
-tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows.
+What a tensor's scales stand for, its :class:`ottava.Layout` says: ``grid_quantize`` and the like
+serve all of them. A tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from ottava.errors import OptionError, ShapeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels import checks, for_layers, table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
-from ottava.kernels.checks import HIGH_PRECISION, Maybe, Tensor, check_epsilon, check_grid, check_high_precision
+from ottava.kernels.checks import (
+    HIGH_PRECISION,
+    Maybe,
+    Tensor,
+    check_epsilon,
+    check_grid,
+    check_high_precision,
+)
 from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast
 from ottava.layout import Layout
 
@@ -53,7 +60,8 @@ __all__ = [
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude as a float32 scalar on the device of ``x``; NaN is ignored, an empty tensor has 0."""
+    """The largest magnitude as a float32 scalar on the device of ``x``; NaN is ignored, an empty
+    tensor has 0."""
     check_high_precision(x)
     return table.amax(x)  # type: ignore[no-any-return]
 
@@ -63,9 +71,9 @@ def scale_from_amax(
 ) -> tuple[Tensor, Tensor]:
     """``(scale, scale_inv)`` for every amax, float32, same shape.
 
-    An amax below ``epsilon`` counts as ``epsilon``. ``scale = max / amax``, correctly rounded; 1 where that amax is 0,
-    infinite or NaN; at most the largest finite float32; with ``force_pow_2`` floored to a power of two. ``scale_inv``
-    is the correctly rounded ``1/scale``.
+    An amax below ``epsilon`` counts as ``epsilon``. ``scale = max / amax``, correctly rounded; 1
+    where that amax is 0, infinite or NaN; at most the largest finite float32; with ``force_pow_2``
+    floored to a power of two. ``scale_inv`` is the correctly rounded ``1/scale``.
     """
     checks.check_tensor(amax, "amax", torch.float32)
     fp8_format(fp8_dtype)
@@ -74,7 +82,8 @@ def scale_from_amax(
 
 
 def cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Data of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero kept."""
+    """Data of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero
+    kept."""
     checks.check_cast(x, scale, fp8_dtype, False)
     return table.cast_amax(x, scale, None, None, fp8_dtype, True, False)[0]  # type: ignore[no-any-return]
 
@@ -107,14 +116,22 @@ def quantize(
 
 
 def cast_amax(
-    x: Tensor, scale: Tensor, amax: Tensor, fp8_dtype: torch.dtype, *, saturated: Maybe = None, transposed: bool = False
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    saturated: Maybe = None,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`cast` with a known scale that records, all in one pass over ``x``: ``(data, transpose, scale_inv)``.
+    """:func:`cast` with a known scale that records, all in one pass over ``x``:
+    ``(data, transpose, scale_inv)``.
 
     Args:
-        amax: float32 with one element, raised in place to the largest magnitude of ``x`` (``max(amax, max|x|)``).
-        saturated: int64 with one element, raised by the number of elements beyond the format's maximum; they are
-            counted in a second pass, which is made only when there are any.
+        amax: float32 with one element, raised in place to the largest magnitude of ``x``
+            (``max(amax, max|x|)``).
+        saturated: int64 with one element, raised by the number of elements beyond the format's
+            maximum; they are counted in a second pass, which is made only when there are any.
         transposed: whether the transpose is wanted; an empty tensor comes back otherwise.
     """
     checks.check_cast(x, scale, fp8_dtype, transposed)
@@ -125,20 +142,28 @@ def cast_amax(
 
 
 def update_scales(
-    scales: _Tensors, histories: _Tensors, maxima: Sequence[float], *, most_recent: bool = False, last: Maybe = None
+    scales: _Tensors,
+    histories: _Tensors,
+    maxima: Sequence[float],
+    *,
+    most_recent: bool = False,
+    last: Maybe = None,
 ) -> None:
-    """The scales of the next step from the amaxes of past ones, in place, for any number of tensors in one call.
+    """The scales of the next step from the amaxes of past ones, in place, for any number of tensors
+    in one call.
 
-    Where the first row of a history is not 0: the amax is the largest of the column (``most_recent``: its first entry),
-    the column moves up by one with that entry at its end, its first entry becomes 0, and
-    ``scale = maximum / amax``, correctly rounded, at most the largest finite float32, if the amax is finite and > 0. A
-    NaN counts in the step that saw it, and then no more. Inside a backward pass nothing happens: no step begins there.
+    Where the first row of a history is not 0: the amax is the largest of the column
+    (``most_recent``: its first entry), the column moves up by one with that entry at its end, its
+    first entry becomes 0, and ``scale = maximum / amax``, correctly rounded, at most the largest
+    finite float32, if the amax is finite and > 0. A NaN counts in the step that saw it, and then no
+    more. Inside a backward pass nothing happens: no step begins there.
 
     Args:
         scales: float32 ``[slots]`` each.
         histories: float32 ``[length, slots]`` each, one length for all.
         maxima: what an amax is scaled to, one number for each slot of all tensors.
-        last: float32 ``[all slots]``, to be taken for the first rows, one after the other (reduced ones, say).
+        last: float32 ``[all slots]``, to be taken for the first rows, one after the other (reduced
+            ones, say).
 
     Raises:
         ShapeError, DTypeError, DeviceError: the tensors do not fit together.
@@ -148,7 +173,8 @@ def update_scales(
     total = sum(scale.numel() for scale in scales)
     if len(scales) != len(histories) or len(maxima) != total:
         raise ShapeError(
-            f"{len(scales)} scales with {total} slots, {len(histories)} histories, {len(maxima)} maxima",
+            f"{len(scales)} scales with {total} slots, {len(histories)} histories, {len(maxima)} "
+            f"maxima",
             expected="as many histories as scales, and a maximum for each slot",
         )
     if not scales:
@@ -161,7 +187,9 @@ def update_scales(
         checks.check_out(history, (length, scale.numel()), torch.float32, device, "amax history")
     if last is not None:
         checks.check_out(last, (total,), torch.float32, device, "last")
-    table.update_scales(list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last)
+    table.update_scales(
+        list(scales), list(histories), [float(maximum) for maximum in maxima], most_recent, last
+    )
 
 
 def transpose(data: Tensor) -> Tensor:
@@ -172,7 +200,8 @@ def transpose(data: Tensor) -> Tensor:
 
 
 def decode(data: Tensor, scale_inv: Maybe, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """``float32(element) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare element values."""
+    """``float32(element) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare
+    element values."""
     checks.check_data(data)
     if scale_inv is not None:
         checks.check_scalar(scale_inv, data, "scale_inv")
@@ -181,13 +210,15 @@ def decode(data: Tensor, scale_inv: Maybe, fp8_dtype: torch.dtype, dtype: torch.
     return table.grid_decode(data, scale_inv, _WHOLE[fp8_dtype], False, dtype)  # type: ignore[no-any-return]
 
 
-def grid_scales(amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Maybe, Tensor]:
+def grid_scales(
+    amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32
+) -> tuple[Maybe, Tensor]:
     """Of every amax what elements are multiplied by, and what is stored of it, of the same shape.
 
-    float32 scales: ``(scale, scale_inv)`` as of :func:`scale_from_amax`, for values in ``dtype``. E8M0: None, and the
-    byte: of ``amax * float32(1 / max)`` with its exponent rounded up, or, where the layout rounds to the floor, of the
-    exponent of ``amax`` less that of the largest power of two of the format; 0 gives 0, infinity 254, NaN 255, and
-    nothing else more than 254.
+    float32 scales: ``(scale, scale_inv)`` as of :func:`scale_from_amax`, for values in ``dtype``.
+    E8M0: None, and the byte: of ``amax * float32(1 / max)`` with its exponent rounded up, or, where
+    the layout rounds to the floor, of the exponent of ``amax`` less that of the largest power of
+    two of the format; 0 gives 0, infinity 254, NaN 255, and nothing else more than 254.
     """
     checks.check_layout(layout)
     checks.check_dtype(dtype)
@@ -203,20 +234,23 @@ def grid_quantize(
 
     Returns:
         ``(rowwise data, rowwise scales, columnwise data, columnwise scales)``, of the shapes that
-        :meth:`Layout.data_shape` and :meth:`Layout.scale_shape` give; empty tensors for what is not asked for. The amax
-        of a block ignores NaN.
+        :meth:`Layout.data_shape` and :meth:`Layout.scale_shape` give; empty tensors for what is not
+        asked for. The amax of a block ignores NaN.
     """
     checks.check_layout(layout)
     check_high_precision(x)
     if not (rowwise or columnwise):
-        raise OptionError("neither rowwise nor columnwise data are asked for", expected="at least one")
+        raise OptionError(
+            "neither rowwise nor columnwise data are asked for", expected="at least one"
+        )
     return table.grid_quantize(x, layout.text, rowwise, columnwise)  # type: ignore[no-any-return]
 
 
 def grid_decode(
     data: Tensor, scales: Tensor, layout: Layout, dtype: torch.dtype, *, columnwise: bool = False
 ) -> Tensor:
-    """``float32(element) * scale_inv``, rounded once to ``dtype``, of the data's shape; what overflows it is infinite.
+    """``float32(element) * scale_inv``, rounded once to ``dtype``, of the data's shape; what
+    overflows it is infinite.
 
     ``dtype`` may be float64 besides, which holds the values of E8M0 scales exactly.
     """

@@ -1,7 +1,9 @@
-"""Which backend serves a kernel. Choosing one never changes what is quantized or decoded, only speed.
+"""Which backend serves a kernel. Choosing one never changes what is quantized or decoded, only
+speed.
 
-``reference`` is pure PyTorch and always there; ``cpu`` and ``cuda`` are compiled modules. ``OTTAVA_BACKEND`` in the
-environment forces one for the process, :func:`use_backend` for a block of code.
+``reference`` is pure PyTorch and always there; ``cpu`` and ``cuda`` are compiled modules.
+``OTTAVA_BACKEND`` in the environment forces one for the process, :func:`use_backend` for a block of
+code.
 """
 
 import os
@@ -12,18 +14,22 @@ from typing import Any
 
 from ottava.errors import BackendError
 
-# Backend name -> the device types it serves; None serves every device. Earlier entries are preferred.
+# Backend name -> the device types it serves; None serves every device. Earlier entries are
+# preferred.
 _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": None}
-#: Backend name -> the hardware on which this project has run it, where that is not all that it serves (docs/gpu.md).
+#: Backend name -> the hardware on which this project has run it, where that is not all that it
+#: serves (docs/gpu.md).
 RUN_ON = {"cuda": "run by this project on compute capability 9.0 (H100) alone"}
 
 _forced: str | None = None
 _loaded: dict[str, Any] = {}
 _failures: dict[str, str] = {}
 _warned: set[str] = set()
-# Device type -> what serves it, once it was asked for: the environment is read then, and a kernel's call is short.
+# Device type -> what serves it, once it was asked for: the environment is read then, and a kernel's
+# call is short.
 _chosen: dict[str, str] = {}
-#: How often a setting has changed by which kernels and products are chosen: what was decided before may be wrong.
+#: How often a setting has changed by which kernels and products are chosen: what was decided before
+#: may be wrong.
 changes = 0
 
 
@@ -38,7 +44,8 @@ def _try_load(name: str, *, needed: bool = False) -> Any:
     if name not in _loaded and name not in _failures:
         found: Any
         try:
-            # Statements, which the compiler traces: the first kernel of a process may be one in compiled code.
+            # Statements, which the compiler traces: the first kernel of a process may be one in
+            # compiled code.
             if name == "reference":
                 from ottava.kernels import reference as found
             elif name == "cpu":
@@ -58,12 +65,18 @@ def _try_load(name: str, *, needed: bool = False) -> Any:
 def _check(name: str, origin: str, undo: str) -> str:
     if not isinstance(name, str) or name not in _SERVES:
         expected, remedy = f"one of {', '.join(sorted(_SERVES))}", f"correct the name, or {undo}"
-        raise BackendError(f"unknown kernel backend {name!r} ({origin})", expected=expected, remedy=remedy)
+        raise BackendError(
+            f"unknown kernel backend {name!r} ({origin})", expected=expected, remedy=remedy
+        )
     if _try_load(name) is None:
         what = f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}"
         # The others say themselves what helps.
-        remedy = f"{undo}, or reinstall ottava with a C++ compiler at hand" if name == "cpu" else undo
-        raise BackendError(what, expected="a backend that `ottava doctor` lists as available", remedy=remedy)
+        remedy = (
+            f"{undo}, or reinstall ottava with a C++ compiler at hand" if name == "cpu" else undo
+        )
+        raise BackendError(
+            what, expected="a backend that `ottava doctor` lists as available", remedy=remedy
+        )
     return name
 
 
@@ -82,16 +95,20 @@ def backend_for(device_type: str) -> str:
     """Name of the backend that serves tensors on ``device_type`` now.
 
     Raises:
-        BackendError: the forced backend is unknown or cannot be loaded, or the environment asks the compiled
-            backend for an instruction set that this machine lacks.
+        BackendError: the forced backend is unknown or cannot be loaded, or the environment asks the
+            compiled backend for an instruction set that this machine lacks.
     """
     if device_type not in _chosen:
         asked = os.environ.get("OTTAVA_BACKEND")
-        wanted = _forced or (_check(asked, "OTTAVA_BACKEND", "unset OTTAVA_BACKEND") if asked else None)
+        wanted = _forced or (
+            _check(asked, "OTTAVA_BACKEND", "unset OTTAVA_BACKEND") if asked else None
+        )
         # The last one serves all.
         for name in _SERVES if wanted is None else (wanted, *_SERVES):
             serves = _SERVES[name]
-            if (serves is None or device_type in serves) and _try_load(name, needed=True) is not None:
+            if (serves is None or device_type in serves) and _try_load(
+                name, needed=True
+            ) is not None:
                 _chosen[device_type] = name
                 break
     return _chosen[device_type]

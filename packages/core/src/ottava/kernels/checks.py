@@ -26,7 +26,8 @@ Pairs = Sequence[tuple[Tensor, Tensor] | None]
 
 
 class Shards(NamedTuple):
-    """Ranges of matrices: ``xs[i]``, rounded to ``dtypes[i]``, are the elements of a matrix from ``starts[i]`` on."""
+    """Ranges of matrices: ``xs[i]``, rounded to ``dtypes[i]``, are the elements of a matrix from
+    ``starts[i]`` on."""
 
     xs: Tensors
     dtypes: DTypes
@@ -37,7 +38,9 @@ class Shards(NamedTuple):
 def check_high_precision(x: Tensor, what: str = "input") -> None:
     """Refuse what cannot be quantized: all but strided tensors of float32, bfloat16 or float16."""
     if not isinstance(x, Tensor):
-        raise DTypeError(f"{what} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor")
+        raise DTypeError(
+            f"{what} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor"
+        )
     if x.dtype not in HIGH_PRECISION:
         remedy = "convert it first, for example with .to(torch.bfloat16)"
         raise DTypeError(f"{what} has dtype {x.dtype}", expected=_FLOATS, remedy=remedy)
@@ -51,10 +54,15 @@ def check_dtype(dtype: object, what: str = "nominal dtype") -> None:
 
 
 def check_dense(x: Tensor, what: str) -> None:
-    """Refuse nested tensors, which may say that they are strided, and other layouts than torch.strided."""
+    """Refuse nested tensors, which may say that they are strided, and other layouts than
+    torch.strided."""
     if x.is_nested:
-        remedy = "give tensor.values(), in which all rows lie one after the other, or a padded tensor"
-        raise DTypeError(f"{what} is nested ({x.layout})", expected="one tensor with a shape", remedy=remedy)
+        remedy = (
+            "give tensor.values(), in which all rows lie one after the other, or a padded tensor"
+        )
+        raise DTypeError(
+            f"{what} is nested ({x.layout})", expected="one tensor with a shape", remedy=remedy
+        )
     # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
         found = f"{what} has layout {x.layout}"
@@ -70,7 +78,9 @@ def check_tensor(x: object, what: str, dtype: torch.dtype, remedy: str = "") -> 
 
 def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
     """Refuse what is not a tensor of ``dtype`` with one element on the device of ``x``."""
-    check_tensor(scalar, what, dtype, f"torch.tensor(value, dtype={dtype}, device=x.device) makes one")
+    check_tensor(
+        scalar, what, dtype, f"torch.tensor(value, dtype={dtype}, device=x.device) makes one"
+    )
     check_dense(scalar, what)
     if scalar.numel() != 1:
         raise ShapeError(f"{what} has shape {tuple(scalar.shape)}", expected="one element")
@@ -85,7 +95,9 @@ def check_data(data: Tensor) -> None:
 def check_matrix(x: Tensor) -> None:
     """Refuse a tensor without dimensions."""
     if x.dim() == 0:
-        raise ShapeError("a 0-dimensional tensor has no transpose", expected="at least one dimension")
+        raise ShapeError(
+            "a 0-dimensional tensor has no transpose", expected="at least one dimension"
+        )
 
 
 def check_layout(layout: object) -> None:
@@ -94,12 +106,16 @@ def check_layout(layout: object) -> None:
         raise DTypeError(f"the layout is a {type(layout).__name__}", expected="an ottava.Layout")
 
 
-def check_grid(data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, what: str = "the scales") -> None:
+def check_grid(
+    data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, what: str = "the scales"
+) -> None:
     """Refuse scales that are not those of the blocks of stored ``data``."""
     check_layout(layout)
     check_data(data)
     check_tensor(scales, what, layout.stored_scale)
-    expected = grid_of(layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise))
+    expected = grid_of(
+        layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
+    )
     if tuple(scales.shape) != expected:
         found = f"{what} of data {tuple(data.shape)} has shape {tuple(scales.shape)}"
         raise ShapeError(found, expected=f"{expected}, unpadded")
@@ -117,7 +133,9 @@ def check_cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, transposed: boo
 
 def check_epsilon(epsilon: float) -> None:
     """Raises OptionError unless ``epsilon`` is a finite number >= 0."""
-    if isinstance(epsilon, bool) or not (isinstance(epsilon, (int, float)) and 0.0 <= epsilon < float("inf")):
+    if isinstance(epsilon, bool) or not (
+        isinstance(epsilon, (int, float)) and 0.0 <= epsilon < float("inf")
+    ):
         raise OptionError(f"amax epsilon is {epsilon!r}", expected="a finite number >= 0")
 
 
@@ -132,17 +150,27 @@ def check_fits(x: Tensor, shape: tuple[int, ...], device: torch.device, what: st
 def check_device(tensor: Tensor, device: torch.device, what: str) -> None:
     """Refuse a tensor on another device."""
     if tensor.device != device:
-        found, remedy = f"{what} is on {tensor.device}, its operand on {device}", f"move it with .to({str(device)!r})"
+        found, remedy = (
+            f"{what} is on {tensor.device}, its operand on {device}",
+            f"move it with .to({str(device)!r})",
+        )
         raise DeviceError(found, expected="the same device", remedy=remedy)
 
 
 def check_out(
-    out: Tensor, shape: Sequence[int] | None, dtype: torch.dtype, device: torch.device, what: str = "out"
+    out: Tensor,
+    shape: Sequence[int] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    what: str = "out",
 ) -> None:
-    """Refuse a result that is not a contiguous tensor of ``dtype`` on ``device``, of any shape where None is given."""
+    """Refuse a result that is not a contiguous tensor of ``dtype`` on ``device``, of any shape
+    where None is given."""
     check_tensor(out, what, dtype)
     check_dense(out, what)
     if (shape is not None and tuple(out.shape) != tuple(shape)) or not out.is_contiguous():
         expected = "one" if shape is None else tuple(shape)
-        raise ShapeError(f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {expected}")
+        raise ShapeError(
+            f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {expected}"
+        )
     check_device(out, device, what)

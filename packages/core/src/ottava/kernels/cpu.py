@@ -1,7 +1,7 @@
 """The compiled CPU backend.
 
-The instruction set is chosen at run time; ``OTTAVA_ISA`` (``avx512``, ``avx2``, ``neon``, ``portable``) forces one.
-Thread counts follow ``torch.get_num_threads()``.
+The instruction set is chosen at run time; ``OTTAVA_ISA`` (``avx512``, ``avx2``, ``neon``,
+``portable``) forces one. Thread counts follow ``torch.get_num_threads()``.
 """
 
 import functools
@@ -21,10 +21,16 @@ try:
     if _wanted_isa := os.environ.get("OTTAVA_ISA"):
         _cpu.set_isa(_wanted_isa)
 except ValueError:
-    _what, _isas = f"OTTAVA_ISA={_wanted_isa!r} is not an instruction set of this machine", _cpu.available_isas()
-    raise BackendError(_what, expected=f"one of {', '.join(_isas)}", remedy="correct or unset OTTAVA_ISA") from None
+    _what, _isas = (
+        f"OTTAVA_ISA={_wanted_isa!r} is not an instruction set of this machine",
+        _cpu.available_isas(),
+    )
+    raise BackendError(
+        _what, expected=f"one of {', '.join(_isas)}", remedy="correct or unset OTTAVA_ISA"
+    ) from None
 
-# Its functions that take tensors leave all of them to Python where torch has no such table of functions.
+# Its functions that take tensors leave all of them to Python where torch has no such table of
+# functions.
 _cpu.connect(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), QUESTIONS)
 
 

@@ -1,9 +1,10 @@
 """The CUDA backend, or an ImportError that says why there is none to use.
 
-Everything is queued on the current stream of the tensors' device. Nothing waits for the GPU, and nothing but scratch
-memory is allocated, so that calls can be captured in a CUDA graph. What is made contiguous may be freed once the
-kernels are queued, because its memory is used again on the same stream. The addresses of many tensors travel with the
-launch: nothing is copied to the device for them.
+Everything is queued on the current stream of the tensors' device. Nothing waits for the GPU, and
+nothing but scratch memory is allocated, so that calls can be captured in a CUDA graph. What is made
+contiguous may be freed once the kernels are queued, because its memory is used again on the same
+stream. The addresses of many tensors travel with the launch: nothing is copied to the device for
+them.
 """
 
 import re
@@ -21,7 +22,9 @@ from ottava.torch_private import raw_stream
 _TILED = {(1, 128), (128, 128), (1, None)}
 
 if torch.version.hip is not None:
-    raise ImportError("the CUDA kernels are for NVIDIA GPUs, and this torch is built for those of AMD")
+    raise ImportError(
+        "the CUDA kernels are for NVIDIA GPUs, and this torch is built for those of AMD"
+    )
 
 
 try:
@@ -39,15 +42,19 @@ except ImportError as error:
 
 
 def has_code(target: str, capability: tuple[int, int]) -> bool:
-    """Whether what was compiled for ``target``, in CMake's spelling, runs on a GPU of this compute capability."""
+    """Whether what was compiled for ``target``, in CMake's spelling, runs on a GPU of this compute
+    capability."""
     found = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", target)
     if found is None:
         return True
     built, special, kind = (int(found[1]), int(found[2])), found[3], found[4]
     if kind != "real" and not special:
         return capability >= built
-    # Code with a letter a uses what later GPUs need not have; other code runs on those of its own generation.
-    return capability == built if special == "a" else capability[0] == built[0] and capability >= built
+    # Code with a letter a uses what later GPUs need not have; other code runs on those of its own
+    # generation.
+    return (
+        capability == built if special == "a" else capability[0] == built[0] and capability >= built
+    )
 
 
 _count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -55,10 +62,16 @@ _gpus = [torch.cuda.get_device_capability(index) for index in range(_count)]
 _found = ", ".join(f"{major}.{minor}" for major, minor in _gpus)
 if _gpus and min(_gpus) < (8, 0):
     _others = "; hide the older GPUs with CUDA_VISIBLE_DEVICES" if max(_gpus) >= (8, 0) else ""
-    raise ImportError(f"the CUDA kernels are for compute capability 8.0 and later; here it is {_found}{_others}")
+    raise ImportError(
+        f"the CUDA kernels are for compute capability 8.0 and later; here it is {_found}{_others}"
+    )
 if not all(any(has_code(target, gpu) for target in _cuda.targets.split()) for gpu in _gpus):
-    _remedy = "reinstall ottava from source on this machine, or with OTTAVA_CUDA=on for all generations"
-    raise ImportError(f"the CUDA kernels were built for {_cuda.targets}; here it is {_found}: {_remedy}")
+    _remedy = (
+        "reinstall ottava from source on this machine, or with OTTAVA_CUDA=on for all generations"
+    )
+    raise ImportError(
+        f"the CUDA kernels were built for {_cuda.targets}; here it is {_found}: {_remedy}"
+    )
 
 
 class _CUDA(Compiled):
@@ -73,7 +86,11 @@ class _CUDA(Compiled):
         if layout is None:
             return [torch.empty(_cuda.scratch_floats, dtype=torch.float32, device=x.device)]
         # For the amaxes of whole rows and columns.
-        return [x.new_zeros(sum(as_matrix_shape(x.shape)), dtype=torch.float32) if layout.block == (1, None) else None]
+        return [
+            x.new_zeros(sum(as_matrix_shape(x.shape)), dtype=torch.float32)
+            if layout.block == (1, None)
+            else None
+        ]
 
     def serves(self, layout: Layout, shards: bool = False) -> bool:
         if layout.element not in FP8:

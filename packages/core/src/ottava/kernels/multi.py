@@ -1,8 +1,10 @@
-"""Many tensors in one call: the amaxes and the data of shards of weights, whose values are kept in a wider dtype.
+"""Many tensors in one call: the amaxes and the data of shards of weights, whose values are kept in
+a wider dtype.
 
-An element counts as its value rounded to the dtype given for its tensor, to nearest even, and read as float32. So the
-shards of a weight, wherever it was cut, have the amaxes and the data of the weight itself in that dtype: the amax of
-a whole is the largest of its shards' amaxes. Eager only; all the tensors of a call are on one device.
+An element counts as its value rounded to the dtype given for its tensor, to nearest even, and read
+as float32. So the shards of a weight, wherever it was cut, have the amaxes and the data of the
+weight itself in that dtype: the amax of a whole is the largest of its shards' amaxes. Eager only;
+all the tensors of a call are on one device.
 """
 
 from __future__ import annotations
@@ -26,39 +28,50 @@ _TOO_LARGE = 2**62
 def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
     """How many amaxes a matrix ``[rows, cols]`` has in the result of :func:`grid_multi_amax`.
 
-    Those of blocks of rowwise data and those of columnwise data; where both hold the same values, the former and 0.
+    Those of blocks of rowwise data and those of columnwise data; where both hold the same values,
+    the former and 0.
     """
-    by_row, by_column = (math.prod(layout.grid((rows, cols), columnwise, shared=True)) for columnwise in (False, True))
+    by_row, by_column = (
+        math.prod(layout.grid((rows, cols), columnwise, shared=True))
+        for columnwise in (False, True)
+    )
     return by_row, (0 if layout.square else by_column)
 
 
-def grid_multi_amax(xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[int], layouts: Layouts) -> Tensor:
-    """The largest magnitudes of the blocks of matrices, each from the contiguous range of it that is at hand.
+def grid_multi_amax(
+    xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[int], layouts: Layouts
+) -> Tensor:
+    """The largest magnitudes of the blocks of matrices, each from the contiguous range of it that
+    is at hand.
 
     Args:
         xs: float32, bfloat16 or float16, any shapes and strides.
-        dtypes: what the elements of each are rounded to, one of the same three. NaN is ignored, an infinity counts,
-            also one that the rounding makes.
+        dtypes: what the elements of each are rounded to, one of the same three. NaN is ignored, an
+            infinity counts, also one that the rounding makes.
         shapes: rows and columns of each matrix.
-        starts: where its range begins: ``xs[i]`` holds the elements ``starts[i], starts[i] + 1, ...`` of the
-            flattened matrix.
+        starts: where its range begins: ``xs[i]`` holds the elements
+            ``starts[i], starts[i] + 1, ...`` of the flattened matrix.
         layouts: of each matrix.
 
     Returns:
-        float32, in one dimension, for one matrix after the other: the amaxes of what has a scale in common, of rowwise
-        data, then of columnwise data unless both hold the same values; row by row of the grid. Blocks of which nothing
-        is at hand have 0.
+        float32, in one dimension, for one matrix after the other: the amaxes of what has a scale in
+        common, of rowwise data, then of columnwise data unless both hold the same values; row by
+        row of the grid. Blocks of which nothing is at hand have 0.
 
     Raises:
-        ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together, or a range does not lie
-            within its matrix.
+        ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together, or a
+            range does not lie within its matrix.
     """
     _check_shards(xs, dtypes, shapes, starts, layouts)
-    count = sum(sum(grid_amax_sizes(*shape, layout)) for shape, layout in zip(shapes, layouts, strict=True))
+    count = sum(
+        sum(grid_amax_sizes(*shape, layout)) for shape, layout in zip(shapes, layouts, strict=True)
+    )
     out = torch.zeros(count, dtype=torch.float32, device=xs[0].device if len(xs) else None)
     if len(xs):
         texts = [layout.text for layout in layouts]
-        backend_module(out.device.type).grid_multi_amax(Shards(xs, dtypes, shapes, starts), texts, out)
+        backend_module(out.device.type).grid_multi_amax(
+            Shards(xs, dtypes, shapes, starts), texts, out
+        )
     return out
 
 
@@ -71,18 +84,21 @@ def grid_multi_cast(
     rowwise: Pairs,
     columnwise: Pairs,
 ) -> None:
-    """Data of ``cast(float32(round(x)) * scale)`` of ranges of matrices, with the scales of blocks that are known.
+    """Data of ``cast(float32(round(x)) * scale)`` of ranges of matrices, with the scales of blocks
+    that are known.
 
     Args:
         xs, dtypes, shapes, starts, layouts: as in :func:`grid_multi_amax`.
-        rowwise: for each, None or ``(scales, out)``: what elements are multiplied by, float32 (bytes of E8M0 of a
-            layout with such scales), contiguous, on the grid of the whole matrix; and the result, uint8, contiguous, of
-            any shape with as many elements as the range, at any address.
+        rowwise: for each, None or ``(scales, out)``: what elements are multiplied by, float32
+            (bytes of E8M0 of a layout with such scales), contiguous, on the grid of the whole
+            matrix; and the result, uint8, contiguous, of any shape with as many elements as the
+            range, at any address.
         columnwise: the same for columnwise data, which are not transposed.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit together, a range does not
-            lie within its matrix, or one buffer is given twice; nothing is written then.
+        ShapeError, DTypeError, DeviceError, OptionError: the lists or the tensors do not fit
+            together, a range does not lie within its matrix, or one buffer is given twice; nothing
+            is written then.
     """
     _check_lengths(len(xs), rowwise=rowwise, columnwise=columnwise)
     _check_shards(xs, dtypes, shapes, starts, layouts)
@@ -94,12 +110,18 @@ def grid_multi_cast(
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
             (scales, out), grid = pair, layout.grid(shape, name == "columnwise")
-            checks.check_out(scales, grid, layout.stored_scale, x.device, f"the scales of {name}[{i}]")
+            checks.check_out(
+                scales, grid, layout.stored_scale, x.device, f"the scales of {name}[{i}]"
+            )
             checks.check_out(out, None, torch.uint8, x.device, f"{name}[{i}]")
             if out.numel() != x.numel():
-                raise ShapeError(f"{name}[{i}] has {out.numel()} elements", f"{x.numel()}, as its tensor has")
+                raise ShapeError(
+                    f"{name}[{i}] has {out.numel()} elements", f"{x.numel()}, as its tensor has"
+                )
             if x.numel() and out.data_ptr() in taken:
-                raise OptionError(f"{name}[{i}] is a buffer of another result", expected="a buffer of its own")
+                raise OptionError(
+                    f"{name}[{i}] is a buffer of another result", expected="a buffer of its own"
+                )
             taken.add(out.data_ptr())
     if len(xs):
         shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
@@ -109,12 +131,18 @@ def grid_multi_cast(
 def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
     for name, values in lists.items():
         if len(values) != count:
-            raise ShapeError(f"{len(values)} {name} for {count} tensors", expected="one for each tensor")
+            raise ShapeError(
+                f"{len(values)} {name} for {count} tensors", expected="one for each tensor"
+            )
 
 
-def _check_shards(xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[int], layouts: Layouts) -> None:
+def _check_shards(
+    xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[int], layouts: Layouts
+) -> None:
     _check_lengths(len(xs), dtypes=dtypes, shapes=shapes, starts=starts, layouts=layouts)
-    for i, (x, dtype, shape, start, layout) in enumerate(zip(xs, dtypes, shapes, starts, layouts, strict=True)):
+    for i, (x, dtype, shape, start, layout) in enumerate(
+        zip(xs, dtypes, shapes, starts, layouts, strict=True)
+    ):
         checks.check_high_precision(x, f"xs[{i}]")
         checks.check_device(x, xs[0].device, f"xs[{i}]")
         checks.check_dtype(dtype, f"dtypes[{i}] is")
@@ -123,7 +151,9 @@ def _check_shards(xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
         rows, cols = shape
         if not (isinstance(rows, int) and isinstance(cols, int) and isinstance(start, int)):
-            raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
+            raise DTypeError(
+                f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers"
+            )
         if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
             raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
         if not 0 <= start <= rows * cols - x.numel():

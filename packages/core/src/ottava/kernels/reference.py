@@ -1,7 +1,8 @@
-"""The oracle: every kernel in plain PyTorch, on any device. What the functions do, the table of kernels says.
+"""The oracle: every kernel in plain PyTorch, on any device. What the functions do, the table of
+kernels says.
 
-The rounding to small formats is done on the bits of float32 values, so that nothing depends on how a torch build
-converts to float8 (its E5M2 conversion does not saturate, see the numerics page).
+The rounding to small formats is done on the bits of float32 values, so that nothing depends on how
+a torch build converts to float8 (its E5M2 conversion does not saturate, see the numerics page).
 """
 
 import math
@@ -31,17 +32,25 @@ def float_bits(value: float) -> int:
 
 
 def encode(x: Tensor, fmt: FloatFormat | IntegerFormat) -> Tensor:
-    """float32 to data: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero kept by floats."""
+    """float32 to data: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero
+    kept by floats."""
     if isinstance(fmt, IntegerFormat):
-        data = torch.nan_to_num(x, 0.0).round().clamp(-fmt.max, fmt.max).to(torch.int8).view(torch.uint8)
+        data = (
+            torch.nan_to_num(x, 0.0)
+            .round()
+            .clamp(-fmt.max, fmt.max)
+            .to(torch.int8)
+            .view(torch.uint8)
+        )
         return data.masked_fill(x.isnan(), fmt.nan_code)
     bits, least = bits_of(x), float_bits(fmt.min_normal) >> 23
     clamped = (bits & 0x7FFFFFFF).clamp(max=float_bits(fmt.max))
-    # The unit in the last place of the value's binade, or of the subnormals below the smallest normal.
+    # The unit in the last place of the value's binade, or of the subnormals below the smallest
+    # normal.
     exponent = (clamped >> 23).clamp(min=least)
     unit = ((exponent - fmt.mantissa_bits) << 23).view(torch.float32)
-    # Dividing by a power of two is exact here (the quotient is at most 2^(mantissa_bits + 1), and what falls
-    # below float32's subnormals is far below half a unit).
+    # Dividing by a power of two is exact here (the quotient is at most 2^(mantissa_bits + 1), and
+    # what falls below float32's subnormals is far below half a unit).
     steps = torch.round(torch.div(clamped.view(torch.float32), unit)).to(torch.int32)
     data = ((exponent - least) << fmt.mantissa_bits) + steps | (bits >> 24) & 0x80
     return data.masked_fill(x.isnan(), fmt.nan_code).to(torch.uint8)
@@ -54,7 +63,8 @@ def _magnitudes(x: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    # torch.div of two tensors is correctly rounded; a Python scalar numerator would become a reciprocal.
+    # torch.div of two tensors is correctly rounded; a Python scalar numerator would become a
+    # reciprocal.
     return torch.div(torch.ones_like(scale), scale)
 
 
@@ -65,10 +75,14 @@ def _write(outputs: Outputs, *values: Tensor) -> None:
 
 
 def amax(x: Tensor, out: Tensor) -> None:
-    out.copy_(block_amax(_magnitudes(x.reshape(as_matrix_shape(x.shape))), (None, None)).reshape(()))
+    out.copy_(
+        block_amax(_magnitudes(x.reshape(as_matrix_shape(x.shape))), (None, None)).reshape(())
+    )
 
 
-def scale_from_amax(amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors) -> None:
+def scale_from_amax(
+    amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors
+) -> None:
     maximum = torch.full_like(amax, fp8_format(fp8_dtype).max)
     made = _float_scale(amax, maximum, epsilon, force_pow_2, _FLOAT32_MAX)
     _write(out, made, _inverse(made))
@@ -79,8 +93,11 @@ def _as_float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-def _float_scale(amax: Tensor, maximum: Tensor, epsilon: float, floor: bool, largest: float) -> Tensor:
-    """``maximum / amax``, at most ``largest``, on demand floored to a power of two; 1 where there is no quotient."""
+def _float_scale(
+    amax: Tensor, maximum: Tensor, epsilon: float, floor: bool, largest: float
+) -> Tensor:
+    """``maximum / amax``, at most ``largest``, on demand floored to a power of two; 1 where there
+    is no quotient."""
     # Filled on the device: a copy from the host cannot be captured in a CUDA graph.
     least = torch.full_like(amax, _as_float32(epsilon))
     a = torch.where(amax < least, least, amax)
@@ -96,7 +113,9 @@ def transpose(data: Tensor, out: Tensor) -> None:
     out.copy_(data.movedim(-1, 0))
 
 
-def quantize(x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs) -> None:
+def quantize(
+    x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs
+) -> None:
     scale, scale_inv, seen = torch.empty((3,), dtype=torch.float32, device=x.device).unbind()
     amax(x, seen)
     scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2, (scale, scale_inv))
@@ -105,7 +124,12 @@ def quantize(x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: boo
 
 
 def cast_amax(
-    x: Tensor, scale: Tensor, recorded: Maybe, saturated: Maybe, fp8_dtype: torch.dtype, out: Outputs
+    x: Tensor,
+    scale: Tensor,
+    recorded: Maybe,
+    saturated: Maybe,
+    fp8_dtype: torch.dtype,
+    out: Outputs,
 ) -> None:
     # The state of a slot may be one array.
     factor, fmt = scale.reshape(()).clone(), fp8_format(fp8_dtype)
@@ -120,7 +144,9 @@ def cast_amax(
     _write(out, data, data.movedim(-1, 0) if data.dim() else data, _inverse(factor))
 
 
-def update_scales(scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe) -> None:
+def update_scales(
+    scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe
+) -> None:
     """Every slot of every tensor. A slot whose first row is 0 saw nothing, and stays as it is."""
     done = 0
     for scale, history in zip(scales, histories, strict=True):
@@ -179,8 +205,11 @@ def block_amax(magnitude: Tensor, block: Block) -> Tensor:
     """Largest magnitude of each block of a matrix."""
     for dim, side in enumerate(block):
         size = magnitude.shape[dim]
-        # A block that is larger than the matrix costs no more than one of its size; all of nothing is one block.
-        blocks, side = (1, max(size, 1)) if side is None or side > size > 0 else (-(-size // side), side)
+        # A block that is larger than the matrix costs no more than one of its size; all of nothing
+        # is one block.
+        blocks, side = (
+            (1, max(size, 1)) if side is None or side > size > 0 else (-(-size // side), side)
+        )
         missing = blocks * side - size
         padded = torch.nn.functional.pad(magnitude, [0, missing] if dim else [0, 0, 0, missing])
         magnitude = padded.unflatten(dim, (blocks, side)).amax(dim + 1)
@@ -190,7 +219,9 @@ def block_amax(magnitude: Tensor, block: Block) -> Tensor:
 def spread(per_block: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
     """One entry for each element of a matrix of ``shape`` from one for each block."""
     for dim, (side, size) in enumerate(zip(block, shape, strict=True)):
-        per_block = per_block.repeat_interleave(size if side is None else min(side, size), dim).narrow(dim, 0, size)
+        per_block = per_block.repeat_interleave(
+            size if side is None else min(side, size), dim
+        ).narrow(dim, 0, size)
     return per_block
 
 
@@ -227,7 +258,8 @@ def grid_decode(data: Tensor, scales: Maybe, text: str, columnwise: bool, out: T
     if scales is not None:
         shape, block = layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
         if layout.scale != torch.float32:
-            # 2^(scale - 127) from the bits of a float64, whose exponents are biased by 1023: it holds all products.
+            # 2^(scale - 127) from the bits of a float64, whose exponents are biased by 1023: it
+            # holds all products.
             powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
             scales = powers.masked_fill(scales == E8M0.nan_code, math.nan)
         factors = spread(scales.reshape(grid_of(shape, block)), block, shape)
@@ -257,17 +289,25 @@ def grid_multi_amax(shards: Shards, texts: Sequence[str], out: Tensor) -> None:
         matrix = torch.zeros(tuple(shape), dtype=torch.float32, device=x.device)
         matrix.view(-1)[start : start + x.numel()] = _magnitudes(_values(x, dtype))
         sides = (False,) if layout.square else (False, True)
-        found += [block_amax(matrix, layout.block_of(columnwise, shared=True)) for columnwise in sides]
+        found += [
+            block_amax(matrix, layout.block_of(columnwise, shared=True)) for columnwise in sides
+        ]
     out.copy_(torch.cat([amaxes.reshape(-1) for amaxes in found]))
 
 
-def grid_multi_cast(shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs) -> None:
+def grid_multi_cast(
+    shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs
+) -> None:
     """Data of each shard, with the scales of its matrix."""
-    for x, dtype, shape, start, text, *sides in zip(*shards, texts, rowwise, columnwise, strict=True):
+    for x, dtype, shape, start, text, *sides in zip(
+        *shards, texts, rowwise, columnwise, strict=True
+    ):
         values, layout = _values(x, dtype), Layout.of(text)
         for side, pair in enumerate(sides):
             if pair is not None:
                 scale = multiplier(pair[0]) if pair[0].dtype == torch.uint8 else pair[0]
                 every = spread(scale, layout.block_of(bool(side)), shape).reshape(-1)
-                data = encode(values * every[start : start + x.numel()], element_format(layout.element))
+                data = encode(
+                    values * every[start : start + x.numel()], element_format(layout.element)
+                )
                 pair[1].copy_(data.view(pair[1].shape))

@@ -15,23 +15,28 @@ Converter = Callable[[torch.nn.Module, str], Linear | str]
 _CONVERTERS: dict[type | str, Converter] = {}
 #: What can be called, with other arguments than a function of modules.
 NO_FUNCTIONS = (type, torch.nn.Module)
-# Where tensor subclasses are defined that layers are known to work with: tensors that are traced, DTensors, Ottava's.
+# Where tensor subclasses are defined that layers are known to work with: tensors that are traced,
+# DTensors, Ottava's.
 _KNOWN_SUBCLASSES = ("torch._subclasses.", "torch.distributed.", "ottava.")
 
 
 def register_converter(cls: type[torch.nn.Module] | str, function: Converter) -> None:
-    """Have :func:`convert` make layers of the modules of a class. A later registration replaces an earlier one.
+    """Have :func:`convert` make layers of the modules of a class. A later registration replaces an
+    earlier one.
 
     Args:
-        cls: the class, or its qualified name, ``"package.module.Class"``, which imports nothing. It stands for itself
-            alone: subclasses, whose behaviour may differ, are left alone unless they are registered too.
-        function: ``function(module, name)``, given a module and its qualified name, changes nothing and returns an
-            :class:`ottava.nn.Linear` with the module's own parameter objects, as ``ottava.nn.Linear.from_linear`` and
-            ``ottava.nn.TransposedLinear.from_linear`` make it, or a string: why the module is left alone. What it
-            raises comes out of :func:`convert`, before anything is changed.
+        cls: the class, or its qualified name, ``"package.module.Class"``, which imports nothing. It
+            stands for itself alone: subclasses, whose behaviour may differ, are left alone unless
+            they are registered too.
+        function: ``function(module, name)``, given a module and its qualified name, changes nothing
+            and returns an :class:`ottava.nn.Linear` with the module's own parameter objects, as
+            ``ottava.nn.Linear.from_linear`` and ``ottava.nn.TransposedLinear.from_linear`` make it,
+            or a string: why the module is left alone. What it raises comes out of :func:`convert`,
+            before anything is changed.
 
     Raises:
-        DTypeError: ``cls`` is neither a class of modules nor a qualified name, or ``function`` no such function.
+        DTypeError: ``cls`` is neither a class of modules nor a qualified name, or ``function`` no
+            such function.
     """
     qualified = isinstance(cls, str) and "." in cls.strip(".")
     if not qualified and not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
@@ -47,7 +52,8 @@ def _converter_of(cls: type) -> Any:
 
 
 def is_convertible(module: torch.nn.Module) -> bool:
-    """Whether a converter is registered for the class of a module, or for a base of it; Ottava's layers are."""
+    """Whether a converter is registered for the class of a module, or for a base of it; Ottava's
+    layers are."""
     return any(map(_converter_of, type(module).__mro__))
 
 
@@ -63,30 +69,41 @@ def refusal(module: torch.nn.Module) -> str | None:
         cls = type(weight)
         known = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
         if not known and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with operators of its own"
+            return (
+                f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with "
+                f"operators of its own"
+            )
         if weight.dtype not in HIGH_PRECISION or weight.layout != torch.strided:
             return f"its weight has dtype {weight.dtype} and layout {weight.layout}"
     return None
 
 
 def converted(module: torch.nn.Module, name: str) -> Linear | str:
-    """The layer that the converter makes of a module that :func:`refusal` has nothing against, or why there is none."""
+    """The layer that the converter makes of a module that :func:`refusal` has nothing against, or
+    why there is none."""
     made = module if isinstance(module, Linear) else _converter_of(type(module))(module, name)
     if isinstance(made, str) and made.strip():
         return made
-    own = isinstance(made, Linear) and {*map(id, made.parameters())} == {*map(id, module.parameters())}
-    if not own or not all(hasattr(made, key) for key in ("in_features", "out_features", "weight", "bias")):
+    own = isinstance(made, Linear) and {*map(id, made.parameters())} == {
+        *map(id, module.parameters())
+    }
+    if not own or not all(
+        hasattr(made, key) for key in ("in_features", "out_features", "weight", "bias")
+    ):
         found = f"{type(made).__module__}.{type(made).__qualname__}"
         what = f"the converter for {type(module).__name__} returned for {name!r} a {found}"
-        expected = "an ottava.nn.Linear of the module's own parameters, with what a torch.nn.Linear has"
+        expected = (
+            "an ottava.nn.Linear of the module's own parameters, with what a torch.nn.Linear has"
+        )
         raise DTypeError(what, expected=f"{expected}, or a string that says why not")
     return made
 
 
 class TransposedLinear(Linear):
-    """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of Transformers. It computes
-    bit for bit what :class:`ottava.nn.Linear` does with the transposed weight. The parameter, its gradient and its
-    ``main_grad`` keep that shape; it stays in high precision."""
+    """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of
+    Transformers. It computes bit for bit what :class:`ottava.nn.Linear` does with the transposed
+    weight. The parameter, its gradient and its ``main_grad`` keep that shape; it stays in high
+    precision."""
 
     weight_is_transposed = True
 
@@ -97,8 +114,8 @@ class TransposedLinear(Linear):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
-        """This class around a module with a ``bias`` or none: same parameters, hooks, mode. A ShapeError where its
-        ``weight`` is no matrix."""
+        """This class around a module with a ``bias`` or none: same parameters, hooks, mode. A
+        ShapeError where its ``weight`` is no matrix."""
         weight = getattr(linear, "_parameters", {}).get("weight")
         if weight is None or weight.dim() != 2:
             what = f"{type(linear).__name__} {name!r} has no parameter 'weight' of two dimensions"
@@ -109,7 +126,8 @@ class TransposedLinear(Linear):
         return made
 
     def reset_parameters(self) -> None:
-        """As :meth:`ottava.nn.Linear.reset_parameters`, which tells the layer's features by the shape of the weight."""
+        """As :meth:`ottava.nn.Linear.reset_parameters`, which tells the layer's features by the
+        shape of the weight."""
         weight: Any = self._parameters["weight"]
         self._parameters["weight"] = weight.detach().t()
         try:

@@ -1,4 +1,5 @@
-"""The autograd functions of ``Linear``: products on quantized operands and in high precision, ``main_grad``."""
+"""The autograd functions of ``Linear``: products on quantized operands and in high precision,
+``main_grad``."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,18 +22,27 @@ from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import forward_ad, is_exporting, tracing, transforms, unsafe_view
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-# Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of 1024 rows).
+# Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of
+# 1024 rows).
 _FEW_ROWS = 4
-#: ``inspector(layer)`` gives what takes the place of :func:`quantized_linear` in a forward pass, or None to leave the
-#: layer as it is. :func:`ottava.debug.set_inspector` puts it here.
+#: ``inspector(layer)`` gives what takes the place of :func:`quantized_linear` in a forward pass, or
+#: None to leave the layer as it is. :func:`ottava.debug.set_inspector` puts it here.
 inspector: Callable[[Any], Callable[..., torch.Tensor] | None] | None = None
 
 
 def quantized_linear(
-    x: torch.Tensor, weight: Any, bias: Any, call: Call, dtype: torch.dtype, kept: Any, main_grad: Any, observed: bool
+    x: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    call: Call,
+    dtype: torch.dtype,
+    kept: Any,
+    main_grad: Any,
+    observed: bool,
 ) -> torch.Tensor:
-    """``y = x · wᵀ + b`` in ``dtype``. The gradient of the weight is added to ``main_grad``, if there is one; ``kept``
-    is the weight if it is quantized already; ``observed`` says that a compiler, a mode or a profiler looks on."""
+    """``y = x · wᵀ + b`` in ``dtype``. The gradient of the weight is added to ``main_grad``, if
+    there is one; ``kept`` is the weight if it is quantized already; ``observed`` says that a
+    compiler, a mode or a profiler looks on."""
     grad_enabled = torch.is_grad_enabled() and not (observed and is_exporting())
     rest = call, dtype, kept, main_grad, observed, grad_enabled
     if observed and torch.compiler.is_compiling():
@@ -52,14 +62,21 @@ def quantized_linear(
 def _read_numbers(state: Any, x_needs: bool, w_needs: bool) -> None:
     """Read the floats of the quantizers that a layer is about to use.
 
-    Under ``torch.compile(dynamic=True)`` a float is an input of the graph. The compiler keeps a float that is first
-    read inside an autograd function as a part of that function's graph, and fails when the next call reads it.
+    Under ``torch.compile(dynamic=True)`` a float is an input of the graph. The compiler keeps a
+    float that is first read inside an autograd function as a part of that function's graph, and
+    fails when the next call reads it.
     """
-    usages = {"input": (True, w_needs), "weight": (True, x_needs), "grad_output": (x_needs, w_needs)}
+    usages = {
+        "input": (True, w_needs),
+        "weight": (True, x_needs),
+        "grad_output": (x_needs, w_needs),
+    }
     for name, (rowwise, columnwise) in usages.items():
         part = state.serving[name] if isinstance(state, MixedState) else state
         if not part.stateful and (rowwise or columnwise):
-            _read_floats(part.quantizer(name, rowwise=rowwise, columnwise=columnwise, recording=False))
+            _read_floats(
+                part.quantizer(name, rowwise=rowwise, columnwise=columnwise, recording=False)
+            )
 
 
 def _read_floats(quantizer: Quantizer) -> None:
@@ -75,7 +92,8 @@ def _read_floats(quantizer: Quantizer) -> None:
 def _product(
     x: torch.Tensor, weight: Any, bias: Any, rest: Any, x_needs: bool, w_needs: bool
 ) -> tuple[torch.Tensor, Any, Any]:
-    """The output and its quantized operands, with what the backward pass needs for the gradients of both."""
+    """The output and its quantized operands, with what the backward pass needs for the gradients of
+    both."""
     call, dtype, kept, _, observed, _ = rest
     state = call.state
     matrix = x if x.dim() == 2 else as_matrix(x)
@@ -88,8 +106,11 @@ def _product(
     elif given is None:
         quantizer, of_weight = state.forward_quantizers(columnwise, x_needs, call.recording)
     else:
-        quantizer = state.quantizer("input", rowwise=True, columnwise=columnwise, recording=call.recording)
-    # Kernels are given what is stored; a quantizer of somebody else's may become part of what made the matrix.
+        quantizer = state.quantizer(
+            "input", rowwise=True, columnwise=columnwise, recording=call.recording
+        )
+    # Kernels are given what is stored; a quantizer of somebody else's may become part of what made
+    # the matrix.
     qx = quantizer.quantize_impl(rounded(matrix) if quantizer.custom else matrix, dtype)
     qw = of_weight.quantize_impl(weight, dtype) if given is None else given
     # An exported program would give the bias a gradient, and nothing else one.
@@ -102,11 +123,14 @@ def _product(
 
 
 class LinearFunction(torch.autograd.Function):
-    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for backward are these,
-    columnwise, as gradients need them; only a recipe that asks for it has its input saved in high precision."""
+    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for
+    backward are these, columnwise, as gradients need them; only a recipe that asks for it has its
+    input saved in high precision."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rest: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rest: Any
+    ) -> torch.Tensor:
         call, dtype, kept, main_grad, _, grad_enabled = rest
         x_needs, w_needs, b_needs, _ = ctx.needs_input_grad
         x_needs, w_needs = grad_enabled and x_needs, grad_enabled and w_needs
@@ -120,11 +144,13 @@ class LinearFunction(torch.autograd.Function):
             of_x = ([as_matrix(x.detach()).to(dtype)], None) if high else qx.flatten_columnwise()
         if x_needs and not primary:
             of_w = qw.flatten_columnwise() if kept is None else qw.flatten_storage()
-        # An FP8-primary weight is saved as the parameter itself, so that autograd notices a write to it.
+        # An FP8-primary weight is saved as the parameter itself, so that autograd notices a write
+        # to it.
         ctx.save_for_backward(*of_x[0], *of_w[0], weight if x_needs and primary else None)
         ctx.rest = (
             (of_x[1], of_w[1]),
-            # Not the kept weight: the graph outlives the backward pass, and would keep it for as long.
+            # Not the kept weight: the graph outlives the backward pass, and would keep it for as
+            # long.
             (call.state, dtype, main_grad, weight if main_grad is not None else None),
             (x.shape, x.dtype, weight.dtype, bias.dtype if bias is not None and b_needs else None),
         )
@@ -169,18 +195,22 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
                 gemm(dy_columns, qx, "wgrad", out_dtype=dtype, out=main_grad, accumulate=True)
                 note_added(weight)
     if b_dtype is not None:
-        # A GPU sums bfloat16 in float32 and rounds once, up to 2 GiB; elsewhere the float32 sum has to be asked for.
+        # A GPU sums bfloat16 in float32 and rounds once, up to 2 GiB; elsewhere the float32 sum has
+        # to be asked for.
         narrow = dy2.is_cuda and dy2.dtype == b_dtype and dy2.numel() * dy2.element_size() < 2**31
         db = sum_rows(dy2, dy2.dtype if narrow else torch.float32, compiling)
         db = db if db.dtype is b_dtype else db.to(b_dtype)
     return dx, dw, db, None
 
 
-def constant_gradients(backward: Callable[..., Any], ctx: Any, grads: tuple[torch.Tensor, ...]) -> Any:
+def constant_gradients(
+    backward: Callable[..., Any], ctx: Any, grads: tuple[torch.Tensor, ...]
+) -> Any:
     """The gradients that ``backward(ctx, *grads)`` gives, which refuse to be differentiated.
 
-    They depend on the operands even where the incoming gradient is a constant. torch's ``once_differentiable`` takes
-    them for constants then, and the gradient of a penalty on them would be lost.
+    They depend on the operands even where the incoming gradient is a constant. torch's
+    ``once_differentiable`` takes them for constants then, and the gradient of a penalty on them
+    would be lost.
     """
     with torch.no_grad():
         gradients = backward(ctx, *grads)
@@ -191,7 +221,8 @@ def constant_gradients(backward: Callable[..., Any], ctx: Any, grads: tuple[torc
 
 
 class NoSecondDerivative(torch.autograd.Function):
-    """A gradient, unchanged; its own backward pass is a UsageError. ``sources`` make it part of their graph."""
+    """A gradient, unchanged; its own backward pass is a UsageError. ``sources`` make it part of
+    their graph."""
 
     @staticmethod
     def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
@@ -205,7 +236,8 @@ class NoSecondDerivative(torch.autograd.Function):
         raise UsageError(what, expected=expected, remedy=remedy)
 
 
-# Function.apply takes two microseconds to find that no transform is active; this is what it calls then.
+# Function.apply takes two microseconds to find that no transform is active; this is what it calls
+# then.
 _apply: Any = super(torch.autograd.Function, LinearFunction).apply
 
 
@@ -218,12 +250,17 @@ def note_added(weight: Any) -> None:
 
 
 class IntoMainGrad(torch.autograd.Function):
-    """The values of a weight, unchanged; in the backward pass its gradient goes to ``main_grad``."""
+    """The values of a weight, unchanged; in the backward pass its gradient goes to
+    ``main_grad``."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, target: tuple[torch.Tensor]) -> torch.Tensor:
         ctx.weight, ctx.target = weight, target
-        return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight.view_as(weight)
+        return (
+            weight.dequantize()
+            if isinstance(weight, QuantizedTensorStorage)
+            else weight.view_as(weight)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -233,9 +270,13 @@ class IntoMainGrad(torch.autograd.Function):
 
 
 def high_precision_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, autocast_dtype: torch.dtype | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    autocast_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds the result once."""
+    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds
+    the result once."""
     dtype = weight.dtype if autocast_dtype is None else autocast_dtype
     wide = product_dtype(dtype, weight.device)
     if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device or x.is_nested:
@@ -244,32 +285,50 @@ def high_precision_linear(
         x = x.dequantize()
     allowed = (dtype,) if autocast_dtype is None else HIGH_PRECISION
     if not all(tensor.dtype in allowed for tensor in (x, weight, bias) if tensor is not None):
-        # torch.autocast leaves other dtypes as they are, and F.linear raises the error that users of torch know.
+        # torch.autocast leaves other dtypes as they are, and F.linear raises the error that users
+        # of torch know.
         return F.linear(x, weight, bias)
     x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    with nullcontext() if autocast_dtype is None else torch.autocast(weight.device.type, enabled=False):
+    with (
+        nullcontext()
+        if autocast_dtype is None
+        else torch.autocast(weight.device.type, enabled=False)
+    ):
         if not torch.compiler.is_compiling():
             grad_enabled = torch.is_grad_enabled()
             if not grad_enabled and x.dim() and x.numel() <= _FEW_ROWS * x.shape[-1]:
-                # Converting the whole weight costs more than a product of a few rows, which reads it once.
+                # Converting the whole weight costs more than a product of a few rows, which reads
+                # it once.
                 return F.linear(x, weight, bias)
-            # Transforms, tracing and subclasses need operations that they can take apart, not an autograd function.
-            apart = transforms() is not None or tracing() is not None or forward_ad._current_level >= 0
+            # Transforms, tracing and subclasses need operations that they can take apart, not an
+            # autograd function.
+            apart = (
+                transforms() is not None or tracing() is not None or forward_ad._current_level >= 0
+            )
             if not grad_enabled or apart or not {type(x), type(weight)} <= _PLAIN_TYPES:
                 return _wide_product(x, weight, bias, wide)
         return HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _wide_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
+def _wide_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
+) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return _mm(as_matrix(x), weight.t(), x.dtype, wide, bias).view(*x.shape[:-1], weight.shape[0])
-    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(x.dtype)
+        return _mm(as_matrix(x), weight.t(), x.dtype, wide, bias).view(
+            *x.shape[:-1], weight.shape[0]
+        )
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(
+        x.dtype
+    )
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, wide: torch.dtype, bias: Any = None) -> torch.Tensor:
+def _mm(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, wide: torch.dtype, bias: Any = None
+) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         return mm(a.to(wide), b.to(wide)).to(dtype)
-    # One operator widens inside: a compiler would save the results of separate conversions for the backward pass.
+    # One operator widens inside: a compiler would save the results of separate conversions for the
+    # backward pass.
     return torch.ops.ottava.scaled_mm(a, b, None, None, bias, dtype)  # type: ignore[no-any-return]
 
 
@@ -277,7 +336,9 @@ class HighPrecisionFunction(torch.autograd.Function):
     """``y = x · wᵀ + b`` in ``wide``; operands are saved in their own dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: torch.Tensor | None, wide: torch.dtype) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: torch.Tensor | None, wide: torch.dtype
+    ) -> torch.Tensor:
         x_needs, w_needs = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if w_needs else None, weight if x_needs else None)
         ctx.wide = wide
@@ -288,7 +349,11 @@ class HighPrecisionFunction(torch.autograd.Function):
         # Only differentiable operations are used, so that second derivatives exist.
         (dy,), (x, weight), wide = grads, ctx.saved_tensors, ctx.wide
         rows = as_matrix(dy if torch.compiler.is_compiling() else dy.to(wide))
-        dx = None if weight is None else _mm(rows, weight, dy.dtype, wide).view(*dy.shape[:-1], weight.shape[1])
+        dx = (
+            None
+            if weight is None
+            else _mm(rows, weight, dy.dtype, wide).view(*dy.shape[:-1], weight.shape[1])
+        )
         dw = None if x is None else _mm(rows.t(), as_matrix(x), dy.dtype, wide)
         db = rows.sum(0, dtype=wide).to(dy.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None

@@ -32,27 +32,31 @@ from ottava.torch_private import local_tensor
 class Linear(torch.nn.Linear):
     """``y = x · weightᵀ + bias`` with the GEMMs of forward and backward on quantized operands.
 
-    Without a bound recipe, outside any :class:`~ottava.autocast` region, it computes in high precision as
-    ``torch.nn.Linear`` does.
+    Without a bound recipe, outside any :class:`~ottava.autocast` region, it computes in high
+    precision as ``torch.nn.Linear`` does.
 
     Args:
         in_features, out_features, bias, device, dtype: as in ``torch.nn.Linear``.
         name: given to quantizer factories in their role.
         recipe: a recipe to bind, or the name of one.
-        fuse_wgrad_accumulation: the gradient of the weight is added to ``weight.main_grad``, a tensor of the weight's
-            shape (float32, say) that its owner makes and clears; ``weight.grad`` stays as it is. Under a recipe the sum
-            is rounded once; in high precision what torch computes is added. An attribute of the same name can be set
-            later. Where the weight has ``grad_added_to_main_grad``, that becomes True.
+        fuse_wgrad_accumulation: the gradient of the weight is added to ``weight.main_grad``, a
+            tensor of the weight's shape (float32, say) that its owner makes and clears;
+            ``weight.grad`` stays as it is. Under a recipe the sum is rounded once; in high
+            precision what torch computes is added. An attribute of the same name can be set later.
+            Where the weight has ``grad_added_to_main_grad``, that becomes True.
 
-    Shapes: input ``[*, in_features]``, output ``[*, out_features]``; any leading dimensions, empty ones too.
+    Shapes: input ``[*, in_features]``, output ``[*, out_features]``; any leading dimensions, empty
+    ones too.
     """
 
     name: str
     _binding: Binding
-    #: Whether each gather of a sharded weight brings what serves rows and columns, for passes that are recomputed.
+    #: Whether each gather of a sharded weight brings what serves rows and columns, for passes that
+    #: are recomputed.
     recomputes: bool = False
     fuse_wgrad_accumulation: bool = False
-    #: Whether the weight is stored ``[in_features, out_features]``; its gradient and ``main_grad`` are then, too.
+    #: Whether the weight is stored ``[in_features, out_features]``; its gradient and ``main_grad``
+    #: are then, too.
     weight_is_transposed: bool = False
 
     def __init__(
@@ -77,9 +81,12 @@ class Linear(torch.nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> "Linear":
-        """This class around an existing layer: same parameters (not copies), hooks, mode and attributes."""
+        """This class around an existing layer: same parameters (not copies), hooks, mode and
+        attributes."""
         if not isinstance(linear, torch.nn.Module):
-            raise DTypeError(f"the layer is a {type(linear).__name__}", expected="a torch.nn.Module")
+            raise DTypeError(
+                f"the layer is a {type(linear).__name__}", expected="a torch.nn.Module"
+            )
         made = cls.__new__(cls)
         made.__dict__ = linear.__dict__ | {"name": name, "_binding": Binding()}
         return made
@@ -90,25 +97,33 @@ class Linear(torch.nn.Linear):
         return self._binding.recipe
 
     def bind(self, recipe: Recipe | str | os.PathLike[str] | None) -> None:
-        """Bind a recipe (an object, or a name for :func:`~ottava.get_recipe`), or None for high precision."""
+        """Bind a recipe (an object, or a name for :func:`~ottava.get_recipe`), or None for high
+        precision."""
         bound = None if recipe is None else as_recipe(recipe)
-        self._binding.bind(self, bound, None if bound is None else self._binding.prepare(self, bound))
+        self._binding.bind(
+            self, bound, None if bound is None else self._binding.prepare(self, bound)
+        )
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer.
 
         Args:
             input: ``[*, in_features]``, on the device of the weight.
-            is_first_microbatch: True quantizes the weight and keeps it, False uses what was kept, None quantizes
-                it for this call, or as a :class:`~ottava.microbatch` block around it says.
+            is_first_microbatch: True quantizes the weight and keeps it, False uses what was kept,
+                None quantizes it for this call, or as a :class:`~ottava.microbatch` block around it
+                says.
 
         Raises:
             ShapeError, DTypeError, DeviceError: the input does not fit the layer.
-            UsageError: the input or the weight is a DTensor, as of a tensor parallel plan, and is to be quantized.
+            UsageError: the input or the weight is a DTensor, as of a tensor parallel plan, and is
+                to be quantized.
             OptionError: ``is_first_microbatch`` is something else.
         """
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-            raise OptionError(f"is_first_microbatch is {is_first_microbatch!r:.80}", expected="True, False or None")
+            raise OptionError(
+                f"is_first_microbatch is {is_first_microbatch!r:.80}",
+                expected="True, False or None",
+            )
         # Asked once: whether somebody looks at what is called, a compiler perhaps.
         observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
@@ -174,7 +189,9 @@ class Linear(torch.nn.Linear):
         # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
         into: Any = IntoMainGrad.apply
         weight = self._plain_weight() if main_grad is None else into(self._matrix(), (main_grad,))
-        return high_precision_linear(input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling()))
+        return high_precision_linear(
+            input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling())
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._binding.kept = None
@@ -184,8 +201,13 @@ class Linear(torch.nn.Linear):
 
     def _replicate_for_data_parallel(self) -> Any:
         if "recipe_state" in self._modules:
-            what = f"torch.nn.DataParallel copies {label_of(self)} in each pass, and what its copies record is lost"
-            raise UsageError(what, "one process for each device", "use torch.nn.parallel.DistributedDataParallel")
+            what = (
+                f"torch.nn.DataParallel copies {label_of(self)} in each pass, and what its "
+                f"copies record is lost"
+            )
+            raise UsageError(
+                what, "one process for each device", "use torch.nn.parallel.DistributedDataParallel"
+            )
         return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
@@ -198,21 +220,31 @@ class Linear(torch.nn.Linear):
             self._binding.warn_of_mismatch(self, None, self._binding.state, 4)
 
     def reset_parameters(self) -> None:
-        """Initialize the weight and the bias again, and whatever a stateful recipe has learnt of them."""
+        """Initialize the weight and the bias again, and whatever a stateful recipe has learnt of
+        them."""
         super().reset_parameters()
         state: Any = self._modules.get("recipe_state")
         if state is not None:
             state.reset()
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
+        self,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
     ) -> None:
         before = local_tensor(self.weight)
         fill_in_states(self, state_dict, prefix, metadata)
         state: Any = self._modules.get("recipe_state")
         if state is not None and isinstance(before, QuantizedTensorStorage):
             state.expect_weight(state_dict, f"{prefix}recipe_state.")
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(
+            state_dict, prefix, metadata, strict, missing, unexpected, errors
+        )
         gather_as(self, before)
         self._binding.kept = None
         self._binding.load(self, state_dict, f"{prefix}recipe_state.", unexpected)
@@ -223,4 +255,6 @@ class Linear(torch.nn.Linear):
             destination[f"{prefix}recipe_state.{name}"] = value
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.recipe is None else f", recipe={self.recipe._label}")
+        return super().extra_repr() + (
+            "" if self.recipe is None else f", recipe={self.recipe._label}"
+        )

@@ -1,8 +1,10 @@
-"""Parameters that ``convert(primary=True)`` or ``revert`` replaced, looked for in the optimizers that step afterwards.
+"""Parameters that ``convert(primary=True)`` or ``revert`` replaced, looked for in the optimizers
+that step afterwards.
 
-An optimizer that was made before the conversion holds the parameters of before: it steps them, nothing reads them, and
-the weights of the layers stay as they are. A hook of torch's, which all optimizers run before a step, says so once. It
-is taken off as soon as nobody holds such a parameter, which is at once where optimizers are made afterwards.
+An optimizer that was made before the conversion holds the parameters of before: it steps them,
+nothing reads them, and the weights of the layers stay as they are. A hook of torch's, which all
+optimizers run before a step, says so once. It is taken off as soon as nobody holds such a
+parameter, which is at once where optimizers are made afterwards.
 """
 
 import warnings
@@ -14,15 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ottava.errors import listed
 
-#: id of a replaced parameter -> the parameter, the layer and the name of the weight that took its place, and the call.
+#: id of a replaced parameter -> the parameter, the layer and the name of the weight that took its
+#: place, and the call.
 _replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], str, str]] = {}
 #: What takes the hook off, while it is on.
 _hook: list[Any] = []
 
 
 def watch(parameter: Any, layer: Any, name: str, by: str = "ottava.convert(primary=True)") -> None:
-    """Warn at the step of an optimizer that holds ``parameter``, which the weight of ``layer`` replaced in the call
-    ``by``, and took over the gradient of."""
+    """Warn at the step of an optimizer that holds ``parameter``, which the weight of ``layer``
+    replaced in the call ``by``, and took over the gradient of."""
     # One that is left would say that somebody still trains the parameter.
     parameter.grad = None
     key = id(parameter)
@@ -51,10 +54,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _trained(parameter: Any, held: dict[int, Any]) -> tuple[str, str] | None:
-    """The name of the weight that replaced a parameter, has a gradient and is not held besides, and the call that
-    replaced it; None without one.
+    """The name of the weight that replaced a parameter, has a gradient and is not held besides, and
+    the call that replaced it; None without one.
 
-    A parameter that has a gradient itself is one that somebody uses: a master, say, of which the weight is a copy.
+    A parameter that has a gradient itself is one that somebody uses: a master, say, of which the
+    weight is a copy.
     """
     found = _replaced.get(id(parameter))
     layer = None if found is None else found[1]()
@@ -62,7 +66,9 @@ def _trained(parameter: Any, held: dict[int, Any]) -> tuple[str, str] | None:
         return None
     if getattr(parameter, "grad", None) is not None:
         return None
-    has_gradient = layer.weight.grad is not None or getattr(layer.weight, "main_grad", None) is not None
+    has_gradient = (
+        layer.weight.grad is not None or getattr(layer.weight, "main_grad", None) is not None
+    )
     return found[2:] if has_gradient else None
 
 

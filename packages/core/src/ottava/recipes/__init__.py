@@ -2,7 +2,12 @@
 
 from ottava.recipes.base import QuantizerRequest, Recipe, get_recipe
 from ottava.recipes.hookspecs import hookimpl
-from ottava.recipes.registry import get_quantizer_factory, list_quantizer_factories, list_recipes, plugin_statuses
+from ottava.recipes.registry import (
+    get_quantizer_factory,
+    list_quantizer_factories,
+    list_recipes,
+    plugin_statuses,
+)
 from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule
 from ottava.recipes.spec import FactorySpec, RecipeSpec
 from ottava.recipes.state import RecipeState

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 QuantizerFactory = Callable[[QuantizerRole], Any]
 
-#: What factories answered inside :func:`asked_once`, by the factory's id and the role; the factories are kept with it,
-#: so that no other one gets their ids.
+#: What factories answered inside :func:`asked_once`, by the factory's id and the role; the
+#: factories are kept with it, so that no other one gets their ids.
 _answers: ContextVar[dict[tuple[int, QuantizerRole], tuple[QuantizerFactory, Any]] | None]
 _answers = ContextVar("answers", default=None)
 
@@ -61,10 +61,11 @@ class Recipe(ABC):
     name: ClassVar[str] = ""
     #: Whether layers keep state for it: its :meth:`make_state` returns a stateful one.
     stateful: ClassVar[bool] = False
-    #: Whether a layer computes the gradient of its weight from values of the tensors that the recipe serves, the input
-    #: and the gradient of the output, that are not quantized.
+    #: Whether a layer computes the gradient of its weight from values of the tensors that the
+    #: recipe serves, the input and the gradient of the output, that are not quantized.
     wgrad_high_precision: bool = False
-    #: Whether :meth:`update_states` reduces over ranks: these are compared then, before the first step.
+    #: Whether :meth:`update_states` reduces over ranks: these are compared then, before the first
+    #: step.
     reduces_amaxes: bool = False
     _factory: QuantizerFactory | None = None
 
@@ -73,42 +74,58 @@ class Recipe(ABC):
         return self.name or type(self).__name__
 
     @abstractmethod
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> "Quantizer":
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> "Quantizer":
         """A quantizer for ``role``; the group is the one of the enclosing ``autocast``, if any."""
 
     def set_quantizer_factory(self, factory: QuantizerFactory | str | None) -> None:
-        """Put a factory over this recipe: for each role it gives a quantizer, or what stands for one.
+        """Put a factory over this recipe: for each role it gives a quantizer, or what stands for
+        one.
 
         Args:
-            factory: ``factory(role)`` gives a :class:`~ottava.Quantizer`; a :class:`~ottava.QuantizerRequest` for what
-                another recipe would use; or None where this recipe's own serves. A name is that of a published factory.
+            factory: ``factory(role)`` gives a :class:`~ottava.Quantizer`; a
+                :class:`~ottava.QuantizerRequest` for what another recipe would use; or None where
+                this recipe's own serves. A name is that of a published factory.
 
         Raises:
-            DTypeError: it is neither callable nor a name. A name may be refused by :func:`get_quantizer_factory`.
+            DTypeError: it is neither callable nor a name. A name may be refused by
+                :func:`get_quantizer_factory`.
         """
         if isinstance(factory, str):
             factory = get_quantizer_factory(factory)
         if factory is not None:
             check_takes(factory, "the factory", "a callable factory(role), or a name", None)
-        # Recipes may be frozen dataclasses: their fields say what they do, the factory is set over them.
+        # Recipes may be frozen dataclasses: their fields say what they do, the factory is set over
+        # them.
         object.__setattr__(self, "_factory", factory)
 
-    def quantizer(self, role: QuantizerRole | str, *, amax_reduction_group: Any = None) -> "Quantizer":
+    def quantizer(
+        self, role: QuantizerRole | str, *, amax_reduction_group: Any = None
+    ) -> "Quantizer":
         """The quantizer for ``role``: the factory's, if one is set, else the recipe's.
 
-        Where a stateful recipe serves the role, this one has a state of its own; those of a layer share the layer's.
-        What the factory returned is refused as by :meth:`given`.
+        Where a stateful recipe serves the role, this one has a state of its own; those of a layer
+        share the layer's. What the factory returned is refused as by :meth:`given`.
         """
         role = QuantizerRole.of(role)
         given = self.given(role)
         if isinstance(given, QuantizerRequest):
             return given.recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
-        return self.make_quantizer(role, amax_reduction_group=amax_reduction_group) if given is None else given
+        return (
+            self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
+            if given is None
+            else given
+        )
 
-    def given(self, role: QuantizerRole, of: QuantizerFactory | None = None) -> "Quantizer | QuantizerRequest | None":
-        """What a factory, or else the one put over this recipe, gives for ``role``; None where the recipe's own serves.
+    def given(
+        self, role: QuantizerRole, of: QuantizerFactory | None = None
+    ) -> "Quantizer | QuantizerRequest | None":
+        """What a factory, or else the one put over this recipe, gives for ``role``; None where the
+        recipe's own serves.
 
-        Other kinds of answers are a DTypeError, a request for this recipe, which would lead back to it, an OptionError.
+        Other kinds of answers are a DTypeError, a request for this recipe, which would lead back to
+        it, an OptionError.
         """
         from ottava.tensors import Quantizer
 
@@ -116,18 +133,22 @@ class Recipe(ABC):
         answer = None if factory is None else _ask(factory, role)
         if answer is not None and not isinstance(answer, (Quantizer, QuantizerRequest)):
             what = f"the quantizer factory returned a {type(answer).__name__} for {role}"
-            raise DTypeError(what, expected="an ottava.Quantizer, an ottava.QuantizerRequest or None")
+            raise DTypeError(
+                what, expected="an ottava.Quantizer, an ottava.QuantizerRequest or None"
+            )
         if isinstance(answer, QuantizerRequest) and answer.recipe.same_as(self):
             what = f"the quantizer factory of {self._label!r} asks for that recipe, for {role}"
             raise OptionError(what, expected="None, where the recipe's own quantizer is to serve")
         return answer
 
     def fake_quantizer(self, fp8_format: str) -> "Quantizer | None":
-        """The quantizer of a fake-quantization format that the recipe's spec lists: by default that of inputs."""
+        """The quantizer of a fake-quantization format that the recipe's spec lists: by default that
+        of inputs."""
         return self.quantizer("input")
 
     def explain(self, role: QuantizerRole | str) -> Explanation:
-        """What serves ``role``, in words: by default a description of the quantizer that is made for it."""
+        """What serves ``role``, in words: by default a description of the quantizer that is made
+        for it."""
         role = QuantizerRole.of(role)
         given = self.given(role)
         if isinstance(given, QuantizerRequest):
@@ -138,34 +159,43 @@ class Recipe(ABC):
         return Explanation(words(quantizer.for_usage(False), name), columnwise)
 
     def rules(self) -> tuple[RecipeRule, ...]:
-        """The rules that :meth:`explain` may name, in their order: none, unless the recipe has any."""
+        """The rules that :meth:`explain` may name, in their order: none, unless the recipe has
+        any."""
         return ()
 
     def check_layers(self, names: Sequence[str]) -> None:
         """Refuse rules that name layers of which a model has none, before the model is converted.
 
         Args:
-            names: the qualified names of the model's linear layers, of those too that are left alone.
+            names: the qualified names of the model's linear layers, of those too that are left
+                alone.
 
         Raises:
             OptionError: a pattern fits no layer; by default nothing is refused.
         """
 
     def same_as(self, other: "Recipe | None") -> bool:
-        """Whether ``other`` says the same: the same object, or an equal one under an equal factory."""
-        return self is other or (other is not None and self._factory == other._factory and bool(self == other))
+        """Whether ``other`` says the same: the same object, or an equal one under an equal
+        factory."""
+        return self is other or (
+            other is not None and self._factory == other._factory and bool(self == other)
+        )
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
         """Begin a step: called with every stateful state of this recipe that takes part.
 
-        All of them together, so that whatever needs the other ranks of ``amax_reduction_group`` (None: the default
-        group, if there is one) takes one collective. A step begins at the entry of an :class:`~ottava.autocast` block,
-        or of the forward pass of the outermost module that ``convert`` returned, with gradients enabled and outside a
-        backward pass; and at the exit of a calibrating block.
+        All of them together, so that whatever needs the other ranks of ``amax_reduction_group``
+        (None: the default group, if there is one) takes one collective. A step begins at the entry
+        of an :class:`~ottava.autocast` block, or of the forward pass of the outermost module that
+        ``convert`` returned, with gradients enabled and outside a backward pass; and at the exit of
+        a calibrating block.
         """
 
-    def make_state(self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> RecipeState:
-        """What a layer keeps for this recipe: its quantizers. A stateful recipe returns a module with buffers."""
+    def make_state(
+        self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+    ) -> RecipeState:
+        """What a layer keeps for this recipe: its quantizers. A stateful recipe returns a module
+        with buffers."""
         return RecipeState(self, roles, amax_reduction_group=amax_reduction_group)
 
 
@@ -173,11 +203,13 @@ class Recipe(ABC):
 class QuantizerRequest:
     """What a quantizer factory returns to ask for what ``recipe`` would use for the role.
 
-    A recipe that keeps state (delayed scaling, say) cannot be served by a quantizer that a factory makes: its state
-    belongs to the layer. The layer answers the requests that name equal recipes with one state.
+    A recipe that keeps state (delayed scaling, say) cannot be served by a quantizer that a factory
+    makes: its state belongs to the layer. The layer answers the requests that name equal recipes
+    with one state.
 
     Attributes:
-        recipe: a recipe; the name of an installed one is built with its defaults, or refused as by :func:`get_recipe`.
+        recipe: a recipe; the name of an installed one is built with its defaults, or refused as by
+            :func:`get_recipe`.
     """
 
     recipe: Recipe
@@ -189,12 +221,15 @@ class QuantizerRequest:
 def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
     """Build the recipe registered as ``name``, or from the recipe file whose path it is.
 
-    A path has a suffix, which no name has: the recipe whose spec lists the suffix in ``file_suffixes`` reads the file.
-    Where the default of an option is the member of an enumeration or a tuple, a member's name or a list will do.
+    A path has a suffix, which no name has: the recipe whose spec lists the suffix in
+    ``file_suffixes`` reads the file. Where the default of an option is the member of an enumeration
+    or a tuple, a member's name or a list will do.
 
     Raises:
-        RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several claim the name.
-        OptionError: an option that the recipe does not take, one that is missing, or a value that it refuses.
+        RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several
+            claim the name.
+        OptionError: an option that the recipe does not take, one that is missing, or a value that
+            it refuses.
         PluginError: the package that provides it cannot be imported, or does not build a recipe.
     """
     name = os.fspath(name) if isinstance(name, os.PathLike) else name
@@ -202,12 +237,20 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
         path = os.path.expanduser(name)
         name, options = reader_of(path), {"file": path, **options}
     what, factory = provided(RECIPE, name)
-    with translated(f"{what} cannot be built", "", "tell its authors", to=PluginError, of=(Exception, SystemExit)):
+    with translated(
+        f"{what} cannot be built",
+        "",
+        "tell its authors",
+        to=PluginError,
+        of=(Exception, SystemExit),
+    ):
         signature = inspect.signature(factory)
         try:
             signature.bind(**options)
         except TypeError as error:
-            raise OptionError(f"recipe {name!r}: {error}", ", ".join(signature.parameters) or "no options") from None
+            raise OptionError(
+                f"recipe {name!r}: {error}", ", ".join(signature.parameters) or "no options"
+            ) from None
         made = factory(**{key: _taken(signature, key, value) for key, value in options.items()})
         if not isinstance(made, Recipe):
             raise TypeError(f"an object of type {type(made).__name__} is no ottava.Recipe")
@@ -225,10 +268,13 @@ def _taken(signature: inspect.Signature, option: str, value: Any) -> Any:
 
 
 def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
-    """A recipe object, built by :func:`get_recipe` with its defaults when given by name or path; else a DTypeError."""
+    """A recipe object, built by :func:`get_recipe` with its defaults when given by name or path;
+    else a DTypeError."""
     if isinstance(recipe, (str, os.PathLike)):
         return get_recipe(recipe)
     if not isinstance(recipe, Recipe):
         what = f"recipe is a {type(recipe).__name__}: {recipe!r}"
-        raise DTypeError(what, expected="an ottava.Recipe, or the name of one that `ottava recipes` lists")
+        raise DTypeError(
+            what, expected="an ottava.Recipe, or the name of one that `ottava recipes` lists"
+        )
     return recipe

@@ -1,4 +1,5 @@
-"""The hooks by which a package offers recipes, found through entry points of the group ``ottava``."""
+"""The hooks by which a package offers recipes, found through entry points of the group
+``ottava``."""
 
 from __future__ import annotations
 
@@ -23,5 +24,6 @@ def ottava_recipes() -> Iterable[RecipeSpec]:
 
 @hookspec
 def ottava_quantizer_factories() -> Iterable[FactorySpec]:
-    """The named quantizer factories of this package. Must import neither torch nor the factories themselves."""
+    """The named quantizer factories of this package. Must import neither torch nor the factories
+    themselves."""
     return ()

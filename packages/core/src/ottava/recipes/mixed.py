@@ -14,10 +14,16 @@ from ottava.tensors.quantizer import Quantizer
 from ottava.torch_private import is_exporting, refuse_export
 
 
-def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any = None) -> RecipeState:
-    """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of other recipes."""
+def layer_state(
+    recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any = None
+) -> RecipeState:
+    """What a layer keeps for ``recipe``: the recipe's own state, unless a factory asks for that of
+    other recipes."""
     given = [(recipe.given(role), role) for role in roles]
-    servers = [(answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role) for answer, role in given]
+    servers = [
+        (answer.recipe if isinstance(answer, QuantizerRequest) else recipe, role)
+        for answer, role in given
+    ]
     parts: list[tuple[Sequence[QuantizerRole], RecipeState]] = []
     if any(server is not recipe for server, _ in servers):
         for server, together in by_recipe(servers):
@@ -25,18 +31,28 @@ def layer_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_g
             parts.append((together, make(server, together, amax_reduction_group)))
     # Quantizers without state need no parts: they are the recipe's own.
     mixed = any(part.stateful for _, part in parts)
-    made = MixedState(recipe, parts, amax_reduction_group) if mixed else _own_state(recipe, roles, amax_reduction_group)
+    made = (
+        MixedState(recipe, parts, amax_reduction_group)
+        if mixed
+        else _own_state(recipe, roles, amax_reduction_group)
+    )
     unquantized = [role.tensor_type for server, role in servers if server.wgrad_high_precision]
     made.wgrad_unquantized = tuple(name for name in unquantized if name != "weight")
     return made
 
 
-def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any) -> RecipeState:
-    """The recipe's own state, made under the default dtype float32 and on the CPU if it keeps values."""
+def _own_state(
+    recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_group: Any
+) -> RecipeState:
+    """The recipe's own state, made under the default dtype float32 and on the CPU if it keeps
+    values."""
     if not recipe.stateful:
         return recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
     if torch.compiler.is_compiling():
-        what = f"Linear {roles[0].name!r} has no state for {recipe._label!r} yet, and compiled code cannot make one"
+        what = (
+            f"Linear {roles[0].name!r} has no state for {recipe._label!r} yet, and compiled "
+            f"code cannot make one"
+        )
         expected = "a layer that was converted, or bound to the recipe, or has run under it once"
         remedy = "call ottava.convert(model, recipe) before torch.compile or torch.export"
         if is_exporting():
@@ -54,15 +70,19 @@ def _own_state(recipe: Recipe, roles: Sequence[QuantizerRole], amax_reduction_gr
 
 
 class MixedState(torch.nn.Module, RecipeState):
-    """The states of several recipes that serve one layer, each for some of its roles. Those that keep something are
-    submodules, named after their recipes."""
+    """The states of several recipes that serve one layer, each for some of its roles. Those that
+    keep something are submodules, named after their recipes."""
 
     stateful: ClassVar[bool] = True
     __getstate__ = RecipeState.__getstate__  # that of a module would keep the process group
 
     def __init__(self, recipe: Recipe, parts: Any, amax_reduction_group: Any = None) -> None:
         super().__init__()
-        self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group
+        self.recipe, self.factory, self.amax_reduction_group = (
+            recipe,
+            recipe._factory,
+            amax_reduction_group,
+        )
         # By the tensor type. Those without state no checkpoint sees.
         self.serving: dict[str, RecipeState] = {}
         for roles, part in parts:
@@ -77,14 +97,22 @@ class MixedState(torch.nn.Module, RecipeState):
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         """Whether this is the state for that recipe, and its parts are for that group."""
-        of_group = all(part.serves(part.recipe, amax_reduction_group) for part in self.serving.values())
+        of_group = all(
+            part.serves(part.recipe, amax_reduction_group) for part in self.serving.values()
+        )
         return of_group and self.is_of(recipe)
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> Quantizer:
+    def quantizer(
+        self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
+    ) -> Quantizer:
         part = self.serving[tensor_type]
-        return part.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=recording)
+        return part.quantizer(
+            tensor_type, rowwise=rowwise, columnwise=columnwise, recording=recording
+        )
 
-    def evaluation_quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool) -> Quantizer:
+    def evaluation_quantizer(
+        self, tensor_type: str, *, rowwise: bool, columnwise: bool
+    ) -> Quantizer:
         part = self.serving[tensor_type]
         return part.evaluation_quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise)
 

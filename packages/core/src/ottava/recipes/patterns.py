@@ -1,4 +1,5 @@
-"""Patterns (``fnmatch``) of the names of layers: what one fits, and what one that fits nothing may have meant."""
+"""Patterns (``fnmatch``) of the names of layers: what one fits, and what one that fits nothing may
+have meant."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -25,10 +26,11 @@ def fits_some(pattern: str, modules: frozenset[str]) -> bool:
 
 
 def nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """At most three patterns or names that fit some of ``names`` and are written nearly as ``pattern``.
+    """At most three patterns or names that fit some of ``names`` and are written nearly as
+    ``pattern``.
 
-    A part between two dots may be misspelled: ``*.q_prj`` gives ``*.q_proj``. Where no such part is found, names that
-    look like the whole pattern are given.
+    A part between two dots may be misspelled: ``*.q_prj`` gives ``*.q_proj``. Where no such part is
+    found, names that look like the whole pattern are given.
     """
     known = list(dict.fromkeys(names))
     parts = sorted({part for name in known for part in name.split(".")})
@@ -46,6 +48,7 @@ def nearest(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def suggestion(pattern: str, names: Sequence[str], otherwise: str) -> str:
-    """What an error expects in the place of a pattern that fits none of ``names``: ``a name such as …``."""
+    """What an error expects in the place of a pattern that fits none of ``names``:
+    ``a name such as …``."""
     near = nearest(pattern, names)
     return f"a name such as {', '.join(near)}" if near else otherwise

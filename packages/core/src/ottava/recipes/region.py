@@ -1,4 +1,5 @@
-"""Regions: ``autocast`` blocks, which override the recipes bound to layers, and forward passes of converted models."""
+"""Regions: ``autocast`` blocks, which override the recipes bound to layers, and forward passes of
+converted models."""
 
 import contextlib
 import os
@@ -27,9 +28,12 @@ class Region:
     calibrating: bool
     step: Step  # what the states that run in it begin together
     began: bool  # whether the step has begun, at its entry or before
-    graph_task: int  # the backward pass inside which it was entered, by autograd's number; -1 outside any
+    graph_task: (
+        int  # the backward pass inside which it was entered, by autograd's number; -1 outside any
+    )
     owner: Any  # the block; None for a forward pass
-    model: Any = None  # the converted model whose forward pass the region, or one that it continues, is
+    # the converted model whose forward pass the region, or one that it continues, is
+    model: Any = None
     served: bool = False  # whether a layer ran in it
 
 
@@ -53,27 +57,31 @@ class autocast(contextlib.ContextDecorator):
     """A region in which layers run under ``recipe``.
 
     Args:
-        recipe: replaces the recipes bound to layers; a registered name builds it with its defaults; None keeps the
-            enclosing region's, or those bound.
+        recipe: replaces the recipes bound to layers; a registered name builds it with its defaults;
+            None keeps the enclosing region's, or those bound.
         enabled: False computes in high precision.
         amax_reduction_group: process group over which amaxes are reduced, for recipes that do.
         calibrating: compute in high precision and let quantizers observe what they would quantize.
 
-    Entered with gradients enabled, outside a backward pass and not inside another region for the same recipe and group,
-    it begins a step: recipes that remember (delayed scaling) update their scales then, in one collective. Inside a
-    reentrant checkpoint, which turns gradients off, a layer begins it that takes one of the checkpoint's tensors.
+    Entered with gradients enabled, outside a backward pass and not inside another region for the
+    same recipe and group, it begins a step: recipes that remember (delayed scaling) update their
+    scales then, in one collective. Inside a reentrant checkpoint, which turns gradients off, a
+    layer begins it that takes one of the checkpoint's tensors.
 
-    The object can be entered again, also by other threads, and serves as a decorator of functions. Activation
-    checkpointing repeats the forward pass under the recipe that a layer last ran under; where that is not enough (one
-    layer under two recipes in one step) each of the layer's checkpoints takes its region as
+    The object can be entered again, also by other threads, and serves as a decorator of functions.
+    Activation checkpointing repeats the forward pass under the recipe that a layer last ran under;
+    where that is not enough (one layer under two recipes in one step) each of the layer's
+    checkpoints takes its region as
     ``context_fn=lambda: (contextlib.nullcontext(), autocast(recipe))``.
 
     A block in which no layer of Ottava runs has no effect, and a ``UserWarning`` says so.
 
     Raises:
         OptionError: ``enabled`` or ``calibrating`` is not a bool, or the group no process group.
-        DTypeError, RecipeNotFoundError: ``recipe`` is neither a recipe nor the name of an installed one.
-        UsageError: at the entry, on all ranks, if these have other layers or other options of a recipe that reduces.
+        DTypeError, RecipeNotFoundError: ``recipe`` is neither a recipe nor the name of an installed
+            one.
+        UsageError: at the entry, on all ranks, if these have other layers or other options of a
+            recipe that reduces.
     """
 
     def __init__(
@@ -107,11 +115,15 @@ class autocast(contextlib.ContextDecorator):
         # Inside a region that has begun the step nothing is left to begin.
         began = any(region.began and region.step is step for region in regions.stack)
         # Neither in evaluation nor in a recomputation.
-        training = self._enabled and not self._calibrating and torch.is_grad_enabled() and task == -1
+        training = (
+            self._enabled and not self._calibrating and torch.is_grad_enabled() and task == -1
+        )
         if training and not began and not is_taken_apart(torch.compiler.is_compiling()):
             step.begin(group, model)
             began = True
-        region = Region(recipe, self._enabled, group, self._calibrating, step, began, task, self, model)
+        region = Region(
+            recipe, self._enabled, group, self._calibrating, step, began, task, self, model
+        )
         try:
             regions.stack.append(region)
             return self
@@ -141,20 +153,28 @@ class autocast(contextlib.ContextDecorator):
 
 
 def _warn_of_no_layer() -> None:
-    """Warn of an ``autocast`` block in which no layer ran; Python shows that once for each place in the code."""
-    what = "no layer of Ottava ran inside of ottava.autocast, which changes nothing for the layers of torch"
-    remedy = "convert the model first, by ottava.convert(model, recipe), or build it of ottava.nn.Linear"
+    """Warn of an ``autocast`` block in which no layer ran; Python shows that once for each place in
+    the code."""
+    what = (
+        "no layer of Ottava ran inside of ottava.autocast, which changes nothing for the "
+        "layers of torch"
+    )
+    remedy = (
+        "convert the model first, by ottava.convert(model, recipe), or build it of ottava.nn.Linear"
+    )
     warnings.warn(f"{what}: {remedy}", UserWarning, stacklevel=3)
 
 
-# Recipes that were built with their defaults, each with what tells its file, and the packages, from later ones.
+# Recipes that were built with their defaults, each with what tells its file, and the packages, from
+# later ones.
 _DEFAULTS: dict[str, tuple[Recipe, Any]] = {}
 
 
 # A compiled function may name its recipe: the registry is asked once, while the function is traced.
 @constant_to_compiler
 def _remember_default(name: str) -> bool:
-    """See that ``_DEFAULTS`` has the recipe ``name``, of a file as it is now; raises as get_recipe."""
+    """See that ``_DEFAULTS`` has the recipe ``name``, of a file as it is now; raises as
+    get_recipe."""
     stamp: list[Any] = registry.plugin_statuses()
     if registry.is_path(name):
         with contextlib.suppress(OSError):

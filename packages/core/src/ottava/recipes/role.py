@@ -25,11 +25,14 @@ class QuantizerRole:
 
     @classmethod
     def of(cls, role: Self | str) -> Self:
-        """A role as it is; a plain string is taken as ``tensor_type``, and all else is a DTypeError."""
+        """A role as it is; a plain string is taken as ``tensor_type``, and all else is a
+        DTypeError."""
         if isinstance(role, str):
             return cls(tensor_type=role)
         if not isinstance(role, QuantizerRole):
-            raise DTypeError(f"the role is a {type(role).__name__}", expected="a QuantizerRole or a tensor type")
+            raise DTypeError(
+                f"the role is a {type(role).__name__}", expected="a QuantizerRole or a tensor type"
+            )
         return role
 
     @property
@@ -59,7 +62,8 @@ class Explanation:
         rowwise: what is read along rows, in words: ``"current E4M3"``.
         columnwise: the same along columns.
         rule: the rule that it belongs to; None for a default, and for recipes without rules.
-        place: the place in the recipe's file in words: ``"line 4"``, or the path of a key, ``"layers[0].all"``.
+        place: the place in the recipe's file in words: ``"line 4"``, or the path of a key,
+            ``"layers[0].all"``.
     """
 
     rowwise: str
@@ -69,7 +73,8 @@ class Explanation:
 
 
 def words(quantizer: object, name: str = "") -> str:
-    """A quantizer in words: ``name``, or that of its class, and its element format if it has one."""
+    """A quantizer in words: ``name``, or that of its class, and its element format if it has
+    one."""
     from ottava.formats import ELEMENTS
 
     text = name or type(quantizer).__name__

@@ -11,13 +11,23 @@ from ottava.errors import OptionError
 #: The version of the extension points; a spec for another version is reported and not used.
 API_VERSION = 1
 _NAME = "[a-z][a-z0-9_-]*"
-# A field, or the type of fields -> the pattern of its `repr`, and the same in words. Values of any type are checked,
-# since what a spec holds is printed and compared by code that no plugin's failure may reach.
+# A field, or the type of fields -> the pattern of its `repr`, and the same in words. Values of any
+# type are checked, since what a spec holds is printed and compared by code that no plugin's failure
+# may reach.
 _PATTERNS = {
     "name": (f"'{_NAME}'", "lower-case letters, digits, - and _, a letter first"),
-    "factory": (r"'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*'", 'a reference "package.module:Object"'),
-    "api_version": (str(API_VERSION), f"{API_VERSION}: install a release of the package that fits this ottava"),
-    "block_size": (r"None|(?!\(None, N)\((None|[1-9]\d*), (None|[1-9]\d*)\)", "None or two sizes, one may be None"),
+    "factory": (
+        r"'[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*'",
+        'a reference "package.module:Object"',
+    ),
+    "api_version": (
+        str(API_VERSION),
+        f"{API_VERSION}: install a release of the package that fits this ottava",
+    ),
+    "block_size": (
+        r"None|(?!\(None, N)\((None|[1-9]\d*), (None|[1-9]\d*)\)",
+        "None or two sizes, one may be None",
+    ),
     "file_suffixes": (r"\(('\.[a-z0-9]+',? ?)*\)", 'a tuple of suffixes, for example (".yaml",)'),
     "str": (r"""(['"])([^\\]|\\[\\'])*\1""", "one line of printable text"),
     "tuple[str, ...]": (r"\(('[^'\\]+',? ?)*\)", 'a tuple of names, for example ("E4M3",)'),
@@ -46,7 +56,9 @@ class Spec:
             value: object = getattr(self, field.name)
             pattern, expected = _PATTERNS.get(field.name) or _PATTERNS[str(field.type)]
             if not re.fullmatch(pattern, repr(value)):
-                raise OptionError(f"{field.name} {value!r} of {self.kind} {self.name!r}", expected=expected)
+                raise OptionError(
+                    f"{field.name} {value!r} of {self.kind} {self.name!r}", expected=expected
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +70,20 @@ class RecipeSpec(Spec):
         summary: one line for listings.
         factory: lazy reference ``"package.module:Object"`` to what builds the recipe.
         stateful: whether layers keep state for it.
-        block_size: rows and columns that share a scale, None for all of them: ``(1, 32)``, ``(1, None)`` for a scale
-            for each row. None for one scale a tensor.
+        block_size: rows and columns that share a scale, None for all of them: ``(1, 32)``,
+            ``(1, None)`` for a scale for each row. None for one scale a tensor.
         formats: names of the element formats that it uses.
         needs_reduction: whether it reduces amaxes over a process group by itself.
         api_version: version of the extension points it was written for.
         fake_quant_formats: names of the fake-quantization formats that it serves.
-        relative_error: what a linear layer is off at most: ``‖y - reference‖ / ‖reference‖`` (Frobenius norms) of its
-            output and of its gradients, for normally distributed operands.
-        quantized_weights: whether weights can be kept quantized: its quantizers give a ``QuantizedTensor``, unless they
-            are told to be internal.
+        relative_error: what a linear layer is off at most: ``‖y - reference‖ / ‖reference‖``
+            (Frobenius norms) of its output and of its gradients, for normally distributed operands.
+        quantized_weights: whether weights can be kept quantized: its quantizers give a
+            ``QuantizedTensor``, unless they are told to be internal.
         deterministic: whether equal tensors give equal bytes.
         compiles: whether ``torch.compile(fullgraph=True)`` takes a layer that runs under it.
-        file_suffixes: suffixes of the recipe files that it reads, ``(".yaml",)``; its factory takes ``file=path``.
+        file_suffixes: suffixes of the recipe files that it reads, ``(".yaml",)``; its factory takes
+            ``file=path``.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -92,14 +105,17 @@ class RecipeSpec(Spec):
     def capabilities(self) -> tuple[str, ...]:
         """The flags as words, for listings."""
         named: dict[Any, str] = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
-        shared = named.get(self.block_size, "block " + "x".join(str(size or "all") for size in self.block_size or ()))
+        shared = named.get(
+            self.block_size,
+            "block " + "x".join(str(size or "all") for size in self.block_size or ()),
+        )
         kept = "stateful" if self.stateful else "stateless"
         return (*self.formats, shared, kept, *(["reduces amax"] if self.needs_reduction else []))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorySpec(Spec):
-    """A named quantizer factory as its package announces it: its fields are as those of :class:`RecipeSpec`, and
-    ``factory`` is a lazy reference to a ``qfactory(role)``."""
+    """A named quantizer factory as its package announces it: its fields are as those of
+    :class:`RecipeSpec`, and ``factory`` is a lazy reference to a ``qfactory(role)``."""
 
     kind: ClassVar[str] = "quantizer factory"

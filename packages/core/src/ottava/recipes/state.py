@@ -18,7 +18,8 @@ _REDUCED_BY_MAX: set[str] = set()
 
 
 def is_reduced_by_max(name: str) -> bool:
-    """Whether a name in a state dict is that of a buffer with :attr:`RecipeState.reduced_by_max`."""
+    """Whether a name in a state dict is that of a buffer with
+    :attr:`RecipeState.reduced_by_max`."""
     return ".recipe_state." in f".{name}" and name.rpartition(".")[2] in _REDUCED_BY_MAX
 
 
@@ -36,17 +37,21 @@ def by_recipe(pairs: Sequence[tuple[Any, ItemT]]) -> list[tuple[Any, list[ItemT]
 class RecipeState:
     """The quantizers of one layer, one for each role and combination of usages.
 
-    They are made beforehand, so that a forward pass only looks them up and never changes one: a compiled graph then
-    has nothing to mutate. A stateful recipe's state derives from ``torch.nn.Module`` and this, sets :attr:`stateful`,
-    keeps its values in buffers, and defines :meth:`quantizer`; the layer owns it as the submodule ``recipe_state``. It
-    is made under the default dtype float32 and on the CPU, whatever torch's defaults are; ``model.bfloat16()`` and the
-    like move its buffers and leave their dtypes; buffers that leave the meta device are :meth:`reset`.
+    They are made beforehand, so that a forward pass only looks them up and never changes one: a
+    compiled graph then has nothing to mutate. A stateful recipe's state derives from
+    ``torch.nn.Module`` and this, sets :attr:`stateful`, keeps its values in buffers, and defines
+    :meth:`quantizer`; the layer owns it as the submodule ``recipe_state``. It is made under the
+    default dtype float32 and on the CPU, whatever torch's defaults are; ``model.bfloat16()`` and
+    the like move its buffers and leave their dtypes; buffers that leave the meta device are
+    :meth:`reset`.
     """
 
-    #: Whether there are values that outlive a step. Such states are kept, saved and updated at the entry of regions.
+    #: Whether there are values that outlive a step. Such states are kept, saved and updated at the
+    #: entry of regions.
     stateful: ClassVar[bool] = False
-    #: Buffers of which the ranks of a group would make the largest values in the next step. A checkpoint that is loaded
-    #: on another number of ranks has these for all of them; of other buffers it has those of the first rank.
+    #: Buffers of which the ranks of a group would make the largest values in the next step. A
+    #: checkpoint that is loaded on another number of ranks has these for all of them; of other
+    #: buffers it has those of the first rank.
     reduced_by_max: ClassVar[tuple[str, ...]] = ()
     #: Attributes of a stateful one that a copy of it has in common with it.
     shared_by_copies: ClassVar[tuple[str, ...]] = ("factory",)
@@ -69,8 +74,14 @@ class RecipeState:
         super().__init_subclass__(**kwargs)
         _REDUCED_BY_MAX.update(cls.reduced_by_max)
 
-    def __init__(self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None) -> None:
-        self.recipe, self.factory, self.amax_reduction_group = recipe, recipe._factory, amax_reduction_group
+    def __init__(
+        self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+    ) -> None:
+        self.recipe, self.factory, self.amax_reduction_group = (
+            recipe,
+            recipe._factory,
+            amax_reduction_group,
+        )
         self.quantizers: dict[tuple[str, bool, bool], Quantizer] = {}
         for role in roles:
             quantizer = recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
@@ -86,14 +97,17 @@ class RecipeState:
         return self.is_of(recipe) and self.amax_reduction_group is amax_reduction_group
 
     def is_of(self, recipe: Any) -> bool:
-        """Whether it was made by an equal recipe, under a factory that equals the one that the recipe has now."""
+        """Whether it was made by an equal recipe, under a factory that equals the one that the
+        recipe has now."""
         return bool(self.recipe.same_as(recipe) and self.factory == recipe._factory)
 
-    def quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True) -> "Quantizer":
+    def quantizer(
+        self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
+    ) -> "Quantizer":
         """The quantizer of ``tensor_type`` with these usages.
 
-        ``recording`` is False where a value is quantized that the state has seen, or is not to see: in the
-        recomputation of activation checkpointing, and in evaluation.
+        ``recording`` is False where a value is quantized that the state has seen, or is not to see:
+        in the recomputation of activation checkpointing, and in evaluation.
         """
         return self.quantizers[tensor_type, rowwise, columnwise]
 
@@ -101,23 +115,30 @@ class RecipeState:
         self, columnwise_input: bool, columnwise_weight: bool, recording: bool
     ) -> "tuple[Quantizer, Quantizer]":
         """:meth:`quantizer` of the input and of the weight, in one call."""
-        of_input = self.quantizer("input", rowwise=True, columnwise=columnwise_input, recording=recording)
-        return of_input, self.quantizer("weight", rowwise=True, columnwise=columnwise_weight, recording=recording)
+        of_input = self.quantizer(
+            "input", rowwise=True, columnwise=columnwise_input, recording=recording
+        )
+        return of_input, self.quantizer(
+            "weight", rowwise=True, columnwise=columnwise_weight, recording=recording
+        )
 
-    def evaluation_quantizer(self, tensor_type: str, *, rowwise: bool, columnwise: bool) -> "Quantizer":
+    def evaluation_quantizer(
+        self, tensor_type: str, *, rowwise: bool, columnwise: bool
+    ) -> "Quantizer":
         """:meth:`quantizer` of an operand in an evaluation, for states with :attr:`stateful`.
 
-        It may count what it clamps, and changes nothing that another pass computes with. Compiled evaluation does not
-        ask for it.
+        It may count what it clamps, and changes nothing that another pass computes with. Compiled
+        evaluation does not ask for it.
         """
         return self.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False)
 
     def note_evaluation(self, weight: Any) -> None:
-        """Called after a forward pass that asked for :meth:`evaluation_quantizer`, and used ``weight``. Nothing to do
-        for states that count nothing."""
+        """Called after a forward pass that asked for :meth:`evaluation_quantizer`, and used
+        ``weight``. Nothing to do for states that count nothing."""
 
     def parts(self) -> "Sequence[RecipeState]":
-        """The states that begin a step, each with those of its own recipe: this one, or those that it consists of."""
+        """The states that begin a step, each with those of its own recipe: this one, or those that
+        it consists of."""
         return [self]
 
     def note_backward(self) -> None:
@@ -127,8 +148,8 @@ class RecipeState:
         self.begin_next()
 
     def begin_next(self, layer: Any = None) -> None:
-        """Begin the next step, too, with what it holds now, which its step did not begin with: it was recorded in a
-        backward pass, or is loaded into ``layer``."""
+        """Begin the next step, too, with what it holds now, which its step did not begin with: it
+        was recorded in a backward pass, or is loaded into ``layer``."""
         if not self._pending and self.step is not None:
             self.step.take(layer, self)
         self.__dict__["_pending"] = True
@@ -137,26 +158,30 @@ class RecipeState:
         """Forget what was learnt. Nothing to do without state."""
 
     def weight_quantizer(self, weight: "torch.Tensor") -> "Quantizer | None":
-        """The quantizer for in-place updates of an FP8-primary weight, or None to leave it the one that it has."""
+        """The quantizer for in-place updates of an FP8-primary weight, or None to leave it the one
+        that it has."""
         return None
 
     def expect_weight(self, state_dict: Any, prefix: str) -> None:
-        """Called before values of an FP8-primary weight are loaded from ``state_dict``, which may hold this state.
+        """Called before values of an FP8-primary weight are loaded from ``state_dict``, which may
+        hold this state.
 
-        Modules load their parameters before their submodules. So a weight would be quantized by the scale of before,
-        and leave the grid that its values lie on. ``prefix`` is that of this state's names. A state that knows the
-        scale takes it here; there is nothing to do without state.
+        Modules load their parameters before their submodules. So a weight would be quantized by the
+        scale of before, and leave the grid that its values lie on. ``prefix`` is that of this
+        state's names. A state that knows the scale takes it here; there is nothing to do without
+        state.
         """
 
     def gather_quantizer(self) -> "Quantizer":
-        """The quantizer for a weight in high precision whose shards are quantized when they are gathered."""
+        """The quantizer for a weight in high precision whose shards are quantized when they are
+        gathered."""
         made = self.quantizers["weight", True, True].copy()
         made.internal = False
         return made
 
     def use_gathered(self, weight: Any, *, recording: bool) -> None:
-        """Called when a forward pass uses a quantized weight. One that :meth:`gather_quantizer` quantized may have been
-        gathered more often than it is used. Nothing to do without state."""
+        """Called when a forward pass uses a quantized weight. One that :meth:`gather_quantizer`
+        quantized may have been gathered more often than it is used. Nothing to do without state."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A process group belongs to its process, and a step to the states that run together.

@@ -1,8 +1,9 @@
 """The step: what owns the states that begin it together, and says when it begins.
 
-The layers below a converted model begin one step, at its forward pass; layers that run in ``autocast`` blocks of one
-recipe and process group begin another, at the entry of a block; a layer outside of both begins its own. What ran, in
-the order in which it ran, decides all of it: that is the same on all ranks, as the garbage collector is not.
+The layers below a converted model begin one step, at its forward pass; layers that run in
+``autocast`` blocks of one recipe and process group begin another, at the entry of a block; a layer
+outside of both begins its own. What ran, in the order in which it ran, decides all of it: that is
+the same on all ranks, as the garbage collector is not.
 """
 
 import gc
@@ -13,7 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ottava.collectives import Disagreement, check_alike, group_of_this_rank, process_groups_ready, spans_ranks
+from ottava.collectives import (
+    Disagreement,
+    check_alike,
+    group_of_this_rank,
+    process_groups_ready,
+    spans_ranks,
+)
 from ottava.errors import UsageError, stable_repr
 from ottava.kernels.direct import in_dual_level, transform
 from ottava.recipes.base import Recipe
@@ -29,7 +36,8 @@ from ottava.torch_private import (
 
 
 def is_taken_apart(compiling: bool) -> bool:
-    """Whether this runs for an exported program, which has no backward pass, or in what layers refuse to run in."""
+    """Whether this runs for an exported program, which has no backward pass, or in what layers
+    refuse to run in."""
     return transform() is not None or (is_exporting() if compiling else in_dual_level())
 
 
@@ -39,8 +47,9 @@ def backward_task() -> int:
 
 
 def repeats_forward() -> bool:
-    """Whether a checkpoint that is not reentrant runs this again, for a node that asks for what it saved. A reentrant
-    one is itself a node, of a function in Python, and ran this without gradients before."""
+    """Whether a checkpoint that is not reentrant runs this again, for a node that asks for what it
+    saved. A reentrant one is itself a node, of a function in Python, and ran this without gradients
+    before."""
     hooks, node = top_hooks(False), current_node()
     if hooks and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook."):
         return True
@@ -48,9 +57,11 @@ def repeats_forward() -> bool:
     return node is not None and (function is None or function.__module__.startswith("ottava."))
 
 
-def begin(states: Sequence[RecipeState], group: Any, compiling: bool = False, pending: bool = False) -> None:
-    """Update the states, those of equal recipes in one call. They hold nothing of the step before afterwards, and begin
-    the next one, too, if they are ``pending``."""
+def begin(
+    states: Sequence[RecipeState], group: Any, compiling: bool = False, pending: bool = False
+) -> None:
+    """Update the states, those of equal recipes in one call. They hold nothing of the step before
+    afterwards, and begin the next one, too, if they are ``pending``."""
     # A state that consists of several may be found by itself and as a part.
     parts = {id(part): part for state in states for part in state.parts()}.values()
     for recipe, together in by_recipe([(part.recipe, part) for part in parts]):
@@ -62,7 +73,8 @@ def begin(states: Sequence[RecipeState], group: Any, compiling: bool = False, pe
 
 
 def _line(state: RecipeState) -> str:
-    """What a state belongs to, what it serves, and its recipe. (Functions are at another address in each process.)"""
+    """What a state belongs to, what it serves, and its recipe. (Functions are at another address in
+    each process.)"""
     name = state._roles[0].name or "a layer"
     served = ", ".join(role.tensor_type for role in state._roles)
     return f"{name} ({served}): {stable_repr(state.recipe)}"
@@ -71,13 +83,15 @@ def _line(state: RecipeState) -> str:
 _OTHER_LAYERS = Disagreement(
     "the ranks of the group reduce amaxes of other layers",
     "the same layers and the same options of their recipe on all ranks",
-    "give layers that only some ranks have a group of these ranks, by autocast(amax_reduction_group=...)",
+    "give layers that only some ranks have a group of these ranks, by "
+    "autocast(amax_reduction_group=...)",
 )
 
 
 def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
-    """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather. Ranks that differ
-    would take the amaxes of other layers for theirs, or wait for ever: a UsageError on all of them."""
+    """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather.
+    Ranks that differ would take the amaxes of other layers for theirs, or wait for ever: a
+    UsageError on all of them."""
     if not spans_ranks(group):
         return
     parts: list[Any] = [part for state in states for part in state.parts()]
@@ -112,7 +126,10 @@ def group_in_pipeline(states: Sequence[RecipeState], ranks: int) -> Any:
         return None
     if ranks == dist.get_world_size():
         return group_of_this_rank()
-    what = f"the layers are in a pipeline of {ranks} of {dist.get_world_size()} ranks, and reduce amaxes over all"
+    what = (
+        f"the layers are in a pipeline of {ranks} of {dist.get_world_size()} ranks, and reduce "
+        f"amaxes over all"
+    )
     expected = "the group of the ranks that have the same stage"
     remedy = "call schedule.step(...) in a block of ottava.autocast(amax_reduction_group=group)"
     raise UsageError(what, expected, remedy)
@@ -130,13 +147,15 @@ def _note_collection(phase: str, info: dict[str, int]) -> None:
 
 
 def _member(state: Any, layer: Any) -> Callable[[], Any]:
-    """Gives the state as long as its layer lives. One that the garbage collector takes away counts as alive until the
-    next step begins, because it does so at another time on each rank."""
+    """Gives the state as long as its layer lives. One that the garbage collector takes away counts
+    as alive until the next step begins, because it does so at another time on each rank."""
     if _note_collection not in gc.callbacks:
         gc.callbacks.append(_note_collection)
     held = [state]
     alive = weakref.ref(layer, lambda _: None if _collecting[0] else held.clear())
-    return lambda: held[0] if held and alive is not None else None  # which keeps the reference, and so what it calls
+    return lambda: (
+        held[0] if held and alive is not None else None
+    )  # which keeps the reference, and so what it calls
 
 
 def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -163,10 +182,13 @@ class Step:
     _compared: bool = False
 
     def __init__(self) -> None:
-        self._ran: list[tuple[Any, Any]] = []  # a reference to a state, or the state: compiled code cannot ask which
+        self._ran: list[
+            tuple[Any, Any]
+        ] = []  # a reference to a state, or the state: compiled code cannot ask which
 
     def _states(self, model: torch.nn.Module | None, compiling: bool) -> list[RecipeState]:
-        """Those that begin the next step: all of a model, in the order of its modules, others as they ran."""
+        """Those that begin the next step: all of a model, in the order of its modules, others as
+        they ran."""
         found: dict[int, Any] = {}
         modules: Any = () if model is None else model.modules() if compiling else _modules_of(model)
         for module in modules:
@@ -178,8 +200,11 @@ class Step:
                 found.setdefault(id(state), state)
         return list(found.values())
 
-    def begin(self, group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False) -> None:
-        """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin the next one, too."""
+    def begin(
+        self, group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False
+    ) -> None:
+        """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin
+        the next one, too."""
         compiling = torch.compiler.is_compiling()
         states = self._states(model, compiling)
         if group is None and self.pipeline_ranks and not compiling:
@@ -211,7 +236,8 @@ class Step:
         self.take(layer, state, compiling)
 
     def take(self, layer: Any, state: Any, compiling: bool = False) -> None:
-        """Have the state of a layer, or of the one that it was taken of before, begin the next step with the others."""
+        """Have the state of a layer, or of the one that it was taken of before, begin the next step
+        with the others."""
         if compiling:
             # Compiled code makes no weak references.
             self._ran.append((None, state))
@@ -222,7 +248,8 @@ class Step:
         if process_groups_ready():
             of = _layers.get(state) if layer is None else weakref.ref(layer)
             if of is None or of() is None:
-                # One that has run in evaluation mode only begins by itself when it runs in training.
+                # One that has run in evaluation mode only begins by itself when it runs in
+                # training.
                 state.step = None
                 return
             _layers[state], entry = of, _member(state, of())
@@ -235,8 +262,8 @@ class Step:
         return self.__dict__ | {"_ran": [], "model": None, "_compared": False, "pipeline_ranks": 0}
 
 
-# Found again by what a region says: a new block for every step, with an equal recipe, continues the last one. Open
-# regions and the states that ran in them keep a step; nothing else does.
+# Found again by what a region says: a new block for every step, with an equal recipe, continues the
+# last one. Open regions and the states that ran in them keep a step; nothing else does.
 _steps: list[tuple[Recipe | None, Any, Any, Step | None]] = []
 
 
@@ -253,5 +280,7 @@ def step_for(recipe: Recipe | None, amax_reduction_group: Any) -> Step:
     compiling = torch.compiler.is_compiling()
     if not compiling:
         _steps[:] = [entry for entry in _steps if entry[3] is not None or entry[2]() is not None]
-    _steps.append((recipe, key, None, made) if compiling else (recipe, key, weakref.ref(made), None))
+    _steps.append(
+        (recipe, key, None, made) if compiling else (recipe, key, weakref.ref(made), None)
+    )
     return made

@@ -1,7 +1,13 @@
 """Quantizers, storages and quantized tensors."""
 
 from ottava.tensors import tensor_ops as _tensor_ops  # noqa: F401  (fills the aten table)
-from ottava.tensors.declaration import GemmCache, InnerTensor, StaticField, as_data, check_values_dtype
+from ottava.tensors.declaration import (
+    GemmCache,
+    InnerTensor,
+    StaticField,
+    as_data,
+    check_values_dtype,
+)
 from ottava.tensors.dequantized_view import DequantizedView
 from ottava.tensors.float8 import (
     Float8QuantizerBase,

@@ -38,7 +38,8 @@ _VIEWS = frozenset(
         "view",
     ]
 )
-# By the op: whether its results share the memory of an argument, and the places of arguments that it writes.
+# By the op: whether its results share the memory of an argument, and the places of arguments that
+# it writes.
 _KINDS: dict[Any, tuple[bool, tuple[tuple[int, str], ...]]] = {}
 
 
@@ -66,8 +67,9 @@ def _kind_by_name(op: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
 class DequantizedView(torch.Tensor):
     """The dequantized values of a view of a quantized tensor whose data cannot be shared.
 
-    Every op reads it as a plain tensor and gives plain ones; views of it are views of these values. What is written
-    to it would not reach the quantized tensor, so a write is refused before anything changes.
+    Every op reads it as a plain tensor and gives plain ones; views of it are views of these values.
+    What is written to it would not reach the quantized tensor, so a write is refused before
+    anything changes.
 
     Args:
         values: the values.
@@ -82,8 +84,14 @@ class DequantizedView(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, of: str) -> DequantizedView:
-        about = {"strides": values.stride(), "storage_offset": values.storage_offset(), "dtype": values.dtype}
-        made: DequantizedView = make_wrapper_subclass(cls, values.shape, **about, device=values.device, storage_size=0)
+        about = {
+            "strides": values.stride(),
+            "storage_offset": values.storage_offset(),
+            "dtype": values.dtype,
+        }
+        made: DequantizedView = make_wrapper_subclass(
+            cls, values.shape, **about, device=values.device, storage_size=0
+        )
         made._held, made._of = values, of
         return made
 
@@ -98,7 +106,10 @@ class DequantizedView(torch.Tensor):
         if op.name().startswith("c10d::"):
             # Schemas of collectives do not say what they write.
             views: list[DequantizedView] = []
-            tree_map(lambda leaf: views.append(leaf) if isinstance(leaf, DequantizedView) else None, (args, kwargs))
+            tree_map(
+                lambda leaf: views.append(leaf) if isinstance(leaf, DequantizedView) else None,
+                (args, kwargs),
+            )
             raise views[0]._refusal(op.name())
         is_view, written = _kind_of(op)
         for place, name in written:
@@ -130,7 +141,9 @@ class DequantizedView(torch.Tensor):
         return ["_held"], self._of
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], of: Any, size: Any, stride: Any) -> DequantizedView:
+    def __tensor_unflatten__(
+        inner: dict[str, Any], of: Any, size: Any, stride: Any
+    ) -> DequantizedView:
         return DequantizedView(inner["_held"], of)
 
     # -- what torch asks a tensor without dispatching: the values are what it is --
@@ -181,11 +194,14 @@ def dequantized_view(made: Any, of: str) -> Any:
 
 
 def as_dequantized_views(op: Any, result: Any, of: str) -> Any:
-    """What ``op`` gave, where it is an op that gives views: :class:`DequantizedView` for each plain tensor.
+    """What ``op`` gave, where it is an op that gives views: :class:`DequantizedView` for each plain
+    tensor.
 
     Code that is being compiled gets plain tensors, because a graph has views of its own.
     """
-    plain = any(type(each) is torch.Tensor for each in (result if isinstance(result, list) else [result]))
+    plain = any(
+        type(each) is torch.Tensor for each in (result if isinstance(result, list) else [result])
+    )
     if not plain or torch.compiler.is_compiling() or not _kind_of(op)[0]:
         return result
     return tree_map(lambda made: dequantized_view(made, of), result)

@@ -1,4 +1,5 @@
-"""FP8 data with one scale, shared by every per-tensor recipe: a storage, a tensor, what their quantizers share.
+"""FP8 data with one scale, shared by every per-tensor recipe: a storage, a tensor, what their
+quantizers share.
 
 Invariant: ``original ≈ float32(data) * scale_inv``.
 """
@@ -21,9 +22,12 @@ from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer, fp8_option
 from ottava.tensors.storage import QuantizedTensorStorage
 
-# By the format, and whether columnwise data are transposed: a plain dict, which compiled code can look into.
+# By the format, and whether columnwise data are transposed: a plain dict, which compiled code can
+# look into.
 _LAYOUTS = {
-    (dtype, transposed): Layout(dtype, (None, None), columnwise="transposed" if transposed else "same")
+    (dtype, transposed): Layout(
+        dtype, (None, None), columnwise="transposed" if transposed else "same"
+    )
     for dtype in FP8
     for transposed in (False, True)
 }
@@ -31,8 +35,8 @@ _LAYOUTS = {
 DATA = True, False
 #: What :func:`columnwise_layout` asks for.
 forced: str | None = None
-# GPUs whose FP8 GEMM takes only the TN layout (Ada, Hopper, and Blackwell of compute capability 12) need a transposed
-# copy for the columnwise usage; everywhere else one buffer serves both usages.
+# GPUs whose FP8 GEMM takes only the TN layout (Ada, Hopper, and Blackwell of compute capability 12)
+# need a transposed copy for the columnwise usage; everywhere else one buffer serves both usages.
 _TN_ONLY_CAPABILITIES = (89, 90, 120, 121)
 
 
@@ -48,7 +52,8 @@ def columnwise_is_transpose(device: torch.device) -> bool:
 
 @contextmanager
 def columnwise_layout(layout: Literal["transpose", "shared"]) -> Iterator[None]:
-    """Force a layout inside a ``with`` block, or raise OptionError: Hopper's can be tested on a CPU with it."""
+    """Force a layout inside a ``with`` block, or raise OptionError: Hopper's can be tested on a CPU
+    with it."""
     global forced
     if layout not in ("transpose", "shared"):
         raise OptionError(f"columnwise layout {layout!r}", expected="transpose or shared")
@@ -65,7 +70,8 @@ class Float8TensorStorage(GridTensorStorage):
     """FP8 data with one scale, without the tensor interface.
 
     Args:
-        data: uint8 ``[*leading, K]`` (a float8 tensor is viewed as such), or None with only a transpose held.
+        data: uint8 ``[*leading, K]`` (a float8 tensor is viewed as such), or None with only a
+            transpose held.
         fp8_scale_inv: float32 scalar that multiplies when dequantizing.
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         dtype: nominal dtype, float32 by default.
@@ -97,7 +103,8 @@ class Float8TensorStorage(GridTensorStorage):
 
     @property
     def _scale_inv(self) -> torch.Tensor | None:
-        """What multiplies when dequantizing, of shape ``(1,)``: a view, so that writes to it count."""
+        """What multiplies when dequantizing, of shape ``(1,)``: a view, so that writes to it
+        count."""
         return None if self._scalar is None else self._scalar.view(1)
 
     @_scale_inv.setter
@@ -107,8 +114,13 @@ class Float8TensorStorage(GridTensorStorage):
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
         data = declared["data"]
-        # Data without a transpose may be met on a device that wants one: columns are made of it there.
-        transposed = data is None or declared["data_transpose"] is not None or columnwise_is_transpose(data.device)
+        # Data without a transpose may be met on a device that wants one: columns are made of it
+        # there.
+        transposed = (
+            data is None
+            or declared["data_transpose"] is not None
+            or columnwise_is_transpose(data.device)
+        )
         return _LAYOUTS[declared["fp8_dtype"], transposed]
 
     @classmethod
@@ -116,11 +128,16 @@ class Float8TensorStorage(GridTensorStorage):
         fp8_dtype, scale_inv = declared.get("fp8_dtype"), declared["fp8_scale_inv"]
         fp8_format(fp8_dtype)  # type: ignore[arg-type]
         check_dtype(declared["dtype"])
-        data, transposed = (as_data(declared[name], fp8_dtype, name) for name in ("data", "data_transpose"))  # type: ignore[arg-type]
+        data, transposed = (
+            as_data(declared[name], fp8_dtype, name)  # type: ignore[arg-type]
+            for name in ("data", "data_transpose")
+        )
         held = transposed if data is None else data
         expected = None if data is None else (*data.shape[-1:], *data.shape[:-1])
         if expected is not None and transposed is not None and tuple(transposed.shape) != expected:
-            raise ShapeError(f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected))
+            raise ShapeError(
+                f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected)
+            )
         if held is not None or scale_inv is not None:
             check_scalar(scale_inv, scale_inv if held is None else held, "fp8_scale_inv")
             scale_inv = scale_inv.reshape(()) if scale_inv.dim() else scale_inv
@@ -130,12 +147,14 @@ class Float8TensorStorage(GridTensorStorage):
 class Float8Tensor(GridTensor, Float8TensorStorage):
     """FP8 data with one scale as a ``torch.Tensor``.
 
-    Arguments and errors: :class:`Float8TensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
+    Arguments and errors: :class:`Float8TensorStorage`'s, and those of every
+    :class:`~ottava.QuantizedTensor`.
     """
 
 
 class Float8QuantizerBase(GridQuantizer):
-    """What quantizers with one scale a tensor share: the format, empty results and wrapping of kernel outputs."""
+    """What quantizers with one scale a tensor share: the format, empty results and wrapping of
+    kernel outputs."""
 
     shards: ClassVar[Any] = None
     process_attributes: ClassVar[tuple[str, ...]] = ()
@@ -146,7 +165,9 @@ class Float8QuantizerBase(GridQuantizer):
     option_changed = Quantizer.option_changed
     fp8_dtype: torch.dtype = fp8_option()
 
-    def __init__(self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True) -> None:
+    def __init__(
+        self, fp8_dtype: torch.dtype, *, rowwise: bool = True, columnwise: bool = True
+    ) -> None:
         Quantizer.__init__(self, rowwise=rowwise, columnwise=columnwise)
         self.fp8_dtype, self.amax_reduction_group = fp8_dtype, None
 
@@ -159,20 +180,29 @@ class Float8QuantizerBase(GridQuantizer):
         return {"fp8_dtype": self.fp8_dtype}
 
     def needs(self, device: torch.device, dims: int = 1) -> tuple[bool, bool]:
-        """``(data, transpose)``: which buffers the usages set need on ``device``; without ``dims`` data alone."""
+        """``(data, transpose)``: which buffers the usages set need on ``device``; without ``dims``
+        data alone."""
         transposed = self.columnwise_usage and dims > 0 and columnwise_is_transpose(device)
         return self.rowwise_usage or not transposed, transposed
 
     def wrap(
-        self, data: torch.Tensor | None, transpose: torch.Tensor | None, scale_inv: torch.Tensor, dtype: torch.dtype
+        self,
+        data: torch.Tensor | None,
+        transpose: torch.Tensor | None,
+        scale_inv: torch.Tensor,
+        dtype: torch.dtype,
     ) -> QuantizedTensorStorage:
         """Checked data as a storage when ``internal``, else as a :class:`Float8Tensor`."""
         made: Any = Float8TensorStorage if self.internal else Float8Tensor
         about = {"fp8_dtype": self.fp8_dtype, "dtype": dtype, "quantizer": self}
         return made(data=data, data_transpose=transpose, fp8_scale_inv=scale_inv, **about)  # type: ignore[no-any-return]
 
-    def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
+    def empty_impl(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> QuantizedTensorStorage:
         sides = zip((False, True), self.needs(device, len(shape)), strict=True)
         layout = _LAYOUTS[self.fp8_dtype, True]
-        made = [zeros(layout, shape, turned, device)[0] if wanted else None for turned, wanted in sides]
+        made = [
+            zeros(layout, shape, turned, device)[0] if wanted else None for turned, wanted in sides
+        ]
         return self._wrap((*made, torch.ones((), dtype=torch.float32, device=device)), dtype)

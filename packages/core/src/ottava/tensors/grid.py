@@ -1,6 +1,7 @@
 """Quantized data with scales on a grid: one storage and one tensor for every layout.
 
-Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block, in each direction for itself.
+Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block, in each direction for
+itself.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,14 @@ from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels.checks import check_dtype
 from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.declaration import DerivedTensor, InnerTensor, StaticField, as_data, check_flag, check_values_dtype
+from ottava.tensors.declaration import (
+    DerivedTensor,
+    InnerTensor,
+    StaticField,
+    as_data,
+    check_flag,
+    check_values_dtype,
+)
 from ottava.tensors.saving import OfPattern, StorageSpec
 from ottava.tensors.storage import USAGES, QuantizedTensorStorage
 
@@ -23,9 +31,12 @@ ROWS = ("_rowwise_data", "_rowwise_scale_inv")
 Direction = tuple[torch.Tensor, torch.Tensor]
 # What to do where rows or columns are missing that no quantizer was asked for.
 _WITHOUT = (
-    "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and recomputing the "
-    "forward pass from it takes reshard_after_forward=False or {}, or gather_quantized(model, recomputes=True)",
-    "a weight that was made under no_grad has columns of its initial values alone: before it is written "
+    "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and "
+    "recomputing the "
+    "forward pass from it takes reshard_after_forward=False or {}, or gather_quantized(model, "
+    "recomputes=True)",
+    "a weight that was made under no_grad has columns of its initial values alone: before it is "
+    "written "
     "to or gives them up, call weight.update_usage(columnwise_usage=True)",
 )
 # By the text of the layout: a plain dict, which compiled code can look into.
@@ -50,28 +61,43 @@ def _inner(layout: Layout | None, columnwise: bool) -> tuple[InnerTensor, InnerT
         # Transposed squares are made of rows.
         gather = not (turned and layout.square)
         about = {"native": layout.element, "gather": gather, "transposed": turned}
-        of_scales = {"block_rows": rows, "all_rows": rows is None, "gather": gather and rows is not None}
-        of_scales |= {"native": None if layout.scale is torch.float32 else layout.scale, "transposed": turned}
+        of_scales = {
+            "block_rows": rows,
+            "all_rows": rows is None,
+            "gather": gather and rows is not None,
+        }
+        of_scales |= {
+            "native": None if layout.scale is torch.float32 else layout.scale,
+            "transposed": turned,
+        }
     data = InnerTensor(f"_{usage}_data", f"{usage}_data", usage=usage, **about)
     return data, InnerTensor(f"_{usage}_scale_inv", f"{usage}_scale_inv", usage=usage, **of_scales)
 
 
-def in_order(direction: Direction, layout: Layout, columnwise: bool, *, back: bool = False) -> Direction:
-    """Data in the order of the tensor, and scales on the grid over it: views of what is stored, or ``back`` again."""
+def in_order(
+    direction: Direction, layout: Layout, columnwise: bool, *, back: bool = False
+) -> Direction:
+    """Data in the order of the tensor, and scales on the grid over it: views of what is stored, or
+    ``back`` again."""
     if not (columnwise and layout.transposed):
         return direction
     data, scales = direction
     return (data.movedim(*((-1, 0) if back else (0, -1))) if data.dim() else data), scales.t()
 
 
-def zeros(layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device) -> Direction:
+def zeros(
+    layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device
+) -> Direction:
     """Data and scales of zeros, as they are stored."""
     data = torch.zeros(layout.data_shape(shape, columnwise), dtype=torch.uint8, device=device)
-    return data, torch.ones(layout.scale_shape(shape, columnwise), dtype=layout.stored_scale, device=device)
+    return data, torch.ones(
+        layout.scale_shape(shape, columnwise), dtype=layout.stored_scale, device=device
+    )
 
 
 def columns(name: str, rows: str) -> Any:
-    """Columnwise data or scales: if they are made of ``rows``, they are given as long as these stay as they are."""
+    """Columnwise data or scales: if they are made of ``rows``, they are given as long as these stay
+    as they are."""
     kept = f"_kept{name}"
 
     def get(self: Any) -> torch.Tensor | None:
@@ -90,7 +116,8 @@ def columns(name: str, rows: str) -> Any:
 
 
 class _Rows:
-    """Data or scales of rows that are read for the first time: then both get the tensors that they had not needed."""
+    """Data or scales of rows that are read for the first time: then both get the tensors that they
+    had not needed."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -116,17 +143,21 @@ class GridTensorStorage(QuantizedTensorStorage):
     A subclass may have other static fields, and a :meth:`layout_of` that follows from them.
 
     Args:
-        rowwise_data: the bytes of the elements, uint8 ``[*leading, K]`` (a tensor of the element's dtype is viewed so).
-        rowwise_scale_inv: scales of their blocks, float32 or the bytes of E8M0, see :meth:`ottava.Layout.scale_shape`.
+        rowwise_data: the bytes of the elements, uint8 ``[*leading, K]`` (a tensor of the element's
+            dtype is viewed so).
+        rowwise_scale_inv: scales of their blocks, float32 or the bytes of E8M0, see
+            :meth:`ottava.Layout.scale_shape`.
         columnwise_data: ``[*leading, K]``, or ``[K, *leading]`` of a layout that transposes them.
         columnwise_scale_inv: the scales of its blocks.
         layout: a :class:`ottava.Layout`, or its text.
         dtype: nominal dtype.
-        values_from_columns: where both directions are held, dequantize columnwise data: so does a transposed view.
+        values_from_columns: where both directions are held, dequantize columnwise data: so does a
+            transposed view.
         quantizer: used by in-place updates.
 
     Raises:
-        DTypeError, ShapeError, DeviceError, OptionError, UsageError: the arguments do not fit together.
+        DTypeError, ShapeError, DeviceError, OptionError, UsageError: the arguments do not fit
+            together.
     """
 
     inner_tensors = inner_tensors_of(None)
@@ -165,18 +196,27 @@ class GridTensorStorage(QuantizedTensorStorage):
                 what = f"columnwise_data has shape {tuple(data.shape)} in the order of the tensor"
                 raise ShapeError(what, expected=f"{tuple(rows[0].shape)}")
             if rows[0].device != data.device:
-                raise DeviceError(f"data is on {rows[0].device} and {data.device}", expected="one device")
+                raise DeviceError(
+                    f"data is on {rows[0].device} and {data.device}", expected="one device"
+                )
         if layout.one_buffer:
             rows, columns = rows or columns, None
         held = [*(rows or (None, None)), *(columns or (None, None))]
-        checked: dict[str, Any] = dict(zip((inner.argument for inner in cls.inner_tensors), held, strict=True))
+        checked: dict[str, Any] = dict(
+            zip((inner.argument for inner in cls.inner_tensors), held, strict=True)
+        )
         return declared | checked | ({"layout": layout.text} if "layout" in declared else {})
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
         layout = self.layout_of(declared)
-        self.grid_layout, self.layout_text, self.rowwise_serves_columnwise = layout, layout.text, layout.square
+        self.grid_layout, self.layout_text, self.rowwise_serves_columnwise = (
+            layout,
+            layout.text,
+            layout.square,
+        )
         if not type(self).inner_tensors[0].gather:
-            # The declaration of the class has names; that of the instance also what the layout says.
+            # The declaration of the class has names; that of the instance also what the layout
+            # says.
             self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
         super()._hold(declared, quantizer)
 
@@ -188,7 +228,9 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def direction(self, *, columnwise: bool) -> Direction | None:
         """Stored data and scales of one direction, if they are held."""
-        side = int(columnwise and not self.grid_layout.one_buffer)  # torch 2.11's compiler indexes with no bool
+        side = int(
+            columnwise and not self.grid_layout.one_buffer
+        )  # torch 2.11's compiler indexes with no bool
         data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
         return None if data is None or scales is None else (data, scales)
 
@@ -222,7 +264,8 @@ class GridTensorStorage(QuantizedTensorStorage):
         return in_order(held, self.grid_layout, columnwise)[0]
 
     def for_usage(self, columnwise: bool) -> Direction:
-        """Stored data and scales of one direction; made of the other one where both hold the same values.
+        """Stored data and scales of one direction; made of the other one where both hold the same
+        values.
 
         Raises:
             UsageError: they are not held.
@@ -234,19 +277,25 @@ class GridTensorStorage(QuantizedTensorStorage):
         other = self.ordered(columnwise=not columnwise) if layout.square else None
         if other is None:
             self._held()
-            raise self._without(USAGES[columnwise], f"; {_WITHOUT[columnwise].format(self.squares)}")
+            raise self._without(
+                USAGES[columnwise], f"; {_WITHOUT[columnwise].format(self.squares)}"
+            )
         made = other[0], _other_scales(other, layout, columnwise)
         data, scales = in_order(made, layout, columnwise, back=True)
         if not layout.transposed:
             return data, scales
         # What lies the other way in memory is copied by a kernel.
-        return (kernels.transpose(other[0]) if columnwise and data.dim() else data.contiguous()), scales.contiguous()
+        return (
+            kernels.transpose(other[0]) if columnwise and data.dim() else data.contiguous()
+        ), scales.contiguous()
 
     def get_usages(self) -> dict[str, bool]:
         rows, columns = (getattr(self, name) is not None for name in self.data_names)
         return {"rowwise": rows, "columnwise": columns or (rows and self.grid_layout.one_buffer)}
 
-    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
         if self.grid_layout.one_buffer and self._rows() is not None:
             return
@@ -265,7 +314,10 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     def _kept(self) -> dict[str, Any]:
         """Columns as they are kept, fresh or not, by the attributes that hold them."""
-        return {f"_kept{n[1]}": getattr(self, f"_kept{n[1]}", None) for n in (self.data_names, self.scale_names)}
+        return {
+            f"_kept{n[1]}": getattr(self, f"_kept{n[1]}", None)
+            for n in (self.data_names, self.scale_names)
+        }
 
     def rebuild_derived(self, *, force: bool = False) -> None:
         rows, layout, quantizer = self._rows(), self.grid_layout, self._quantizer
@@ -273,12 +325,20 @@ class GridTensorStorage(QuantizedTensorStorage):
             return
         if force:
             self.mark_written()
-        if self.direction(columnwise=True) is None and (quantizer is None or quantizer.columnwise_usage):
+        if self.direction(columnwise=True) is None and (
+            quantizer is None or quantizer.columnwise_usage
+        ):
             self._put(self.direction(columnwise=False), self.for_usage(True))
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
-        if self._rows() is None and self.grid_layout.transposed and self.direction(columnwise=True) is not None:
-            return tuple(inner for inner in self.inner_tensors if inner.attribute == self.data_names[1])
+        if (
+            self._rows() is None
+            and self.grid_layout.transposed
+            and self.direction(columnwise=True) is not None
+        ):
+            return tuple(
+                inner for inner in self.inner_tensors if inner.attribute == self.data_names[1]
+            )
         return super().raw_inner()
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
@@ -323,19 +383,38 @@ class GridTensorStorage(QuantizedTensorStorage):
         mine, its = as_matrix_shape(self.size()), as_matrix_shape(self._whole.size())
         # Of a transposed view rows were columns.
         its = its if self._values_from_columns == self._whole._values_from_columns else its[::-1]
-        blocks = [[*zip(self.grid_layout.block_of(c), mine, its, strict=True)] for c in (False, True)]
+        blocks = [
+            [*zip(self.grid_layout.block_of(c), mine, its, strict=True)] for c in (False, True)
+        ]
         cut = [any(side is None and own < whole for side, own, whole in block) for block in blocks]
-        return [n for n, c in zip(self.scale_names, cut, strict=True) if c and getattr(self, n) is not None]
+        return [
+            n
+            for n, c in zip(self.scale_names, cut, strict=True)
+            if c and getattr(self, n) is not None
+        ]
 
-    def copy_from_storage(self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None) -> None:
+    def copy_from_storage(
+        self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
+    ) -> None:
         shared = self.grid_layout.shared
-        if shared is not None and isinstance(src, GridTensorStorage) and src.grid_layout.shared is None:
+        if (
+            shared is not None
+            and isinstance(src, GridTensorStorage)
+            and src.grid_layout.shared is None
+        ):
             what = "the source has scales for rows and for columns, the destination one for both"
             expected = f"a source whose blocks share scales over {shared}"
-            raise UsageError(what, expected=expected, remedy="quantize it with the quantizer of the destination")
-        # The write reaches transposed data, too, which ``src`` has to have: it is fresh again, for every alias.
+            raise UsageError(
+                what, expected=expected, remedy="quantize it with the quantizer of the destination"
+            )
+        # The write reaches transposed data, too, which ``src`` has to have: it is fresh again, for
+        # every alias.
         state = self._rows(), self._writes
-        kept = [each for each in self._kept().values() if isinstance(each, DerivedTensor) and each.fresh(*state)]
+        kept = [
+            each
+            for each in self._kept().values()
+            if isinstance(each, DerivedTensor) and each.fresh(*state)
+        ]
         super().copy_from_storage(src, noop_flag=noop_flag)
         for derived in kept if self._whole is None else ():
             derived.refresh(*state)
@@ -356,12 +435,15 @@ def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction 
 
 
 def _other_scales(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
-    """Scales of one direction in the order of the tensor, made of those of the other one: one of each square."""
+    """Scales of one direction in the order of the tensor, made of those of the other one: one of
+    each square."""
     data, scales = other
     if layout.block == (None, None):
         return scales
     squares: Any = layout.shared or layout.block
-    sides = [zip(squares, layout.block_of(side), strict=True) for side in (not columnwise, columnwise)]
+    sides = [
+        zip(squares, layout.block_of(side), strict=True) for side in (not columnwise, columnwise)
+    ]
     old, new = ([square // own for square, own in side] for side in sides)
     grid = layout.grid(as_matrix_shape(data.shape), columnwise)
     return spread(scales[:: old[0], :: old[1]], (new[0], new[1]), grid)

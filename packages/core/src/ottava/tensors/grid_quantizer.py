@@ -27,7 +27,8 @@ _READERS = (*ROWS, "data_names", "scale_names", "grid_operand", "gemm_operand", 
 class GridQuantizer(Quantizer):
     """Quantizes by a layout, along rows, columns or both, each from the values themselves.
 
-    A subclass may have options of its own, from which its :attr:`layout` follows, and classes of its own.
+    A subclass may have options of its own, from which its :attr:`layout` follows, and classes of
+    its own.
 
     Args:
         layout: what the elements are, and which of them share a scale.
@@ -47,7 +48,9 @@ class GridQuantizer(Quantizer):
     def __init__(self, layout: Layout, *, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if not isinstance(layout, Layout):
-            raise DTypeError(f"the layout is a {type(layout).__name__}", expected="an ottava.Layout")
+            raise DTypeError(
+                f"the layout is a {type(layout).__name__}", expected="an ottava.Layout"
+            )
         self.layout = layout
         # Known before code is compiled that makes such tensors.
         inner_tensors_of(layout)
@@ -80,7 +83,9 @@ class GridQuantizer(Quantizer):
         copied.amax_reduction_group = group if spanning else None
         return copied
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize_impl(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
         if self.amax_reduction_group is not None and process_groups_ready():
             return self._wrap(self._quantize_reduced(tensor), dtype)
@@ -94,53 +99,84 @@ class GridQuantizer(Quantizer):
 
     def _sides(self) -> tuple[bool, bool]:
         """Whether rows and columns are made: rows alone where one buffer serves both usages."""
-        return (True, False) if self.layout.one_buffer else (self.rowwise_usage, self.columnwise_usage)
+        return (
+            (True, False) if self.layout.one_buffer else (self.rowwise_usage, self.columnwise_usage)
+        )
 
     def _quantize_reduced(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         """With the amaxes of all ranks where a scale spans the rows."""
         layout, matrix = self.layout, as_matrix_shape(tensor.shape)
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
-        amaxes = list(kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout)))
+        amaxes = list(
+            kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout))
+        )
         for at, wanted in enumerate(self._sides()[: len(amaxes)]):
             # Of squares one amax serves both directions.
             if layout.block_of(bool(at))[0] is None and (wanted or layout.square):
                 amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
         made: list[Any] = [None] * 4
         pairs: list[list[Any]] = [[None], [None]]
-        for columnwise in [side for side, wanted in zip((False, True), self._sides(), strict=True) if wanted]:
-            amax = amaxes[columnwise and not layout.square].view(layout.grid(matrix, columnwise, shared=True))
-            scale, scale_inv = kernels.grid_scales(for_blocks(amax, layout, columnwise, matrix), layout, tensor.dtype)
+        for columnwise in [
+            side for side, wanted in zip((False, True), self._sides(), strict=True) if wanted
+        ]:
+            amax = amaxes[columnwise and not layout.square].view(
+                layout.grid(matrix, columnwise, shared=True)
+            )
+            scale, scale_inv = kernels.grid_scales(
+                for_blocks(amax, layout, columnwise, matrix), layout, tensor.dtype
+            )
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
             pairs[columnwise] = [((scale_inv if scale is None else scale).contiguous(), data)]
-            made[2 * columnwise : 2 * columnwise + 2] = in_order((data, scale_inv), layout, columnwise, back=True)
+            made[2 * columnwise : 2 * columnwise + 2] = in_order(
+                (data, scale_inv), layout, columnwise, back=True
+            )
         kernels.grid_multi_cast(*place, *pairs)
         return [None if part is None else part.contiguous() for part in made]
 
-    def _wrap(self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> QuantizedTensorStorage:
-        """Inner tensors in the order of the declaration, which fit together: a bare storage is not checked."""
+    def _wrap(
+        self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype
+    ) -> QuantizedTensorStorage:
+        """Inner tensors in the order of the declaration, which fit together: a bare storage is not
+        checked."""
         fields = self.static_fields()
         if not self.internal:
             names = [inner.argument for inner in self.tensor_class.inner_tensors]
-            return self.tensor_class(**dict(zip(names, tensors, strict=True)), **fields, dtype=dtype, quantizer=self)
+            return self.tensor_class(
+                **dict(zip(names, tensors, strict=True)), **fields, dtype=dtype, quantizer=self
+            )
         compiling, rows = _is_compiling(), tensors[0]
         # Whether it is a CPU's is asked in less time than for a device.
         place = rows is not None and (rows.is_cpu or rows.device)
-        spec = None if compiling else patterns.get((self.storage_class, dtype, place, *fields.values()))
+        spec = (
+            None
+            if compiling
+            else patterns.get((self.storage_class, dtype, place, *fields.values()))
+        )
         unread: Any = rows is not None and rows is tensors[1] and rows
         if spec is None:
             tensors, unread = ((*unread.tensors(), *tensors[2:]) if unread else tensors), False
             known = fields | {"dtype": dtype, "values_from_columns": False}
-            static = tuple([known.get(field.argument, field.default) for field in self.storage_class.static_fields])
+            static = tuple(
+                [
+                    known.get(field.argument, field.default)
+                    for field in self.storage_class.static_fields
+                ]
+            )
             if ... in static:
                 self.storage_class(**fields)  # says what it was not given
             if compiling:
                 return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
-            late = all(getattr(self.storage_class, name) is getattr(GridTensorStorage, name) for name in _READERS)
+            late = all(
+                getattr(self.storage_class, name) is getattr(GridTensorStorage, name)
+                for name in _READERS
+            )
             spec = StorageSpec(self.storage_class, static, None).pattern(tensors, late)
             patterns[self.storage_class, dtype, place, *fields.values()] = spec
         return spec.around(tensors, self, unread)  # type: ignore[no-any-return]
 
-    def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
+    def empty_impl(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> QuantizedTensorStorage:
         made: list[torch.Tensor | None] = []
         for columnwise, wanted in zip((False, True), self._sides(), strict=True):
             made += zeros(self.layout, shape, columnwise, device) if wanted else (None, None)

@@ -11,11 +11,14 @@ from ottava.layout import as_matrix_shape
 from ottava.tensors.grid import Direction, GridTensorStorage, in_order, zeros
 from ottava.tensors.tensor import QuantizedTensor, blocks
 
-# Those of a direction, in the order of the tensor -> those of a result; None where blocks do not allow it.
+# Those of a direction, in the order of the tensor -> those of a result; None where blocks do not
+# allow it.
 _Change = Callable[[Direction, bool], Direction | None]
 
 
-def _viewed(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *shape: tuple[int, ...]) -> Any:
+def _viewed(
+    function: Callable[..., torch.Tensor], tensor: torch.Tensor, *shape: tuple[int, ...]
+) -> Any:
     """The view that ``function`` gives, if there is one."""
     try:
         return function(tensor, *shape)
@@ -26,9 +29,10 @@ def _viewed(function: Callable[..., torch.Tensor], tensor: torch.Tensor, *shape:
 class GridTensor(QuantizedTensor, GridTensorStorage):
     """Quantized data with scales on a grid, as a ``torch.Tensor`` of its nominal dtype.
 
-    Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks, in every direction
-    held, and share the data; elsewhere they give a :class:`DequantizedView`. Arguments and errors:
-    :class:`GridTensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
+    Views, slices, splits and transposes keep the class where they lie on the boundaries of blocks,
+    in every direction held, and share the data; elsewhere they give a :class:`DequantizedView`.
+    Arguments and errors: :class:`GridTensorStorage`'s, and those of every
+    :class:`~ottava.QuantizedTensor`.
     """
 
     @classmethod
@@ -38,18 +42,27 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         if rows is not None or columns is None:
             return rows  # type: ignore[no-any-return]
         # Transposed data alone lie in memory as a transposed tensor does.
-        return in_order((columns, declared[names[cls.scale_names[1]]]), cls.layout_of(declared), True)[0]
+        return in_order(
+            (columns, declared[names[cls.scale_names[1]]]), cls.layout_of(declared), True
+        )[0]
 
-    # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may be cut along them:
-    # the parts go on sharing its scale, and know it --
+    # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may
+    # be cut along them: the parts go on sharing its scale, and know it --
 
     def of_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
         """A tensor of this kind with the directions of this one, which no quantizer has to make."""
         held = [getattr(self, name) is not None for name in self.data_names]
         sides = [
-            zeros(self.grid_layout, shape, bool(side), device) if there else None for side, there in enumerate(held)
+            zeros(self.grid_layout, shape, bool(side), device) if there else None
+            for side, there in enumerate(held)
         ]
-        given = dict(zip((inner.argument for inner in self.inner_tensors), self._arranged(*sides), strict=True))
+        given = dict(
+            zip(
+                (inner.argument for inner in self.inner_tensors),
+                self._arranged(*sides),
+                strict=True,
+            )
+        )
         return type(self)(**(self.get_metadata() | given | {"shape": None, "dtype": dtype}))
 
     def changed(self, change: _Change, *, swap: bool = False, part: bool = False) -> Any:
@@ -67,13 +80,20 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             result = change(held, source)
             stored = None if result is None else in_order(result, layout, columnwise, back=True)
             if layout.transposed and layout.square and rows is not None and source:
-                # Columns that are made of rows are made again when they are asked for, unless they lie as before.
+                # Columns that are made of rows are made again when they are asked for, unless they
+                # lie as before.
                 kept = stored if stored and columnwise and stored[0].is_contiguous() else None
             elif stored is None:
                 return NotImplemented
             else:
                 made_of[columnwise] = stored
-        given = dict(zip((inner.argument for inner in self.inner_tensors), self._arranged(*made_of), strict=True))
+        given = dict(
+            zip(
+                (inner.argument for inner in self.inner_tensors),
+                self._arranged(*made_of),
+                strict=True,
+            )
+        )
         if swap:
             given["values_from_columns"] = not self._values_from_columns
         made: Any = type(self)(**(self.get_metadata() | {"shape": None} | given))
@@ -98,7 +118,9 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 # Rows of whole blocks may be joined and cut.
                 if rows != 1 or side is None or columns % side or old_columns % side:
                     return None
-            viewed = _viewed(torch.Tensor.view, scales, layout.grid(as_matrix_shape(data.shape), columnwise))
+            viewed = _viewed(
+                torch.Tensor.view, scales, layout.grid(as_matrix_shape(data.shape), columnwise)
+            )
             return None if viewed is None else (data, viewed)
 
         return self.changed(change)
@@ -124,12 +146,22 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             if block[0] is None or math.prod(self.shape[:dim]) == 1:
                 return data, scales[span]
             view, grid = torch.Tensor.view, layout.grid(as_matrix_shape(data.shape), columnwise)
-            entries = _viewed(view, scales, (*self.shape[:-1], scales.shape[1])) if block[0] == 1 else None
-            rows = None if entries is None else _viewed(view, entries.narrow(dim, start, stop - start), grid)
+            entries = (
+                _viewed(view, scales, (*self.shape[:-1], scales.shape[1]))
+                if block[0] == 1
+                else None
+            )
+            rows = (
+                None
+                if entries is None
+                else _viewed(view, entries.narrow(dim, start, stop - start), grid)
+            )
             return None if rows is None else (data, rows)
 
         # A write to the part with another scale would change what the rest means.
-        spanned = any(layout.block_of(c)[at] is None and self.direction(columnwise=c) for c in (False, True))
+        spanned = any(
+            layout.block_of(c)[at] is None and self.direction(columnwise=c) for c in (False, True)
+        )
         return self.changed(change, part=spanned)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
@@ -139,11 +171,17 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
                 setattr(self, name, kept)
 
     def for_usage(self, columnwise: bool) -> Direction:
-        missing = columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None
+        missing = (
+            columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None
+        )
         initial, quantizer = self.get_high_precision_init_val(), self._quantizer
-        # A weight that was made under no_grad: its initial values are quantized along columns, too, unless they were
-        # given up, or the rows are not theirs any more, or columns were dropped.
-        known = quantizer is not None and not quantizer.columnwise_usage and not torch.compiler.is_compiling()
+        # A weight that was made under no_grad: its initial values are quantized along columns, too,
+        # unless they were given up, or the rows are not theirs any more, or columns were dropped.
+        known = (
+            quantizer is not None
+            and not quantizer.columnwise_usage
+            and not torch.compiler.is_compiling()
+        )
         if missing and known and initial is not None:
             with torch.no_grad():
                 made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
@@ -155,4 +193,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     def _means_the_same(self, other: QuantizedTensor) -> bool:
         # What shares more scales may serve what shares fewer.
         mine = self.grid_layout
-        return isinstance(other, GridTensor) and mine in (other.grid_layout, replace(other.grid_layout, shared=None))
+        return isinstance(other, GridTensor) and mine in (
+            other.grid_layout,
+            replace(other.grid_layout, shared=None),
+        )

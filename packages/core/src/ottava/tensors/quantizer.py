@@ -21,11 +21,12 @@ from ottava.tensors.tensor import QuantizedTensor, StraightThrough
 class Option:
     """An option of a quantizer's class, which may be set at any time.
 
-    Each value is checked before it is set. Where a value changes later, :meth:`Quantizer.option_changed` makes anew
-    what follows from the options.
+    Each value is checked before it is set. Where a value changes later,
+    :meth:`Quantizer.option_changed` makes anew what follows from the options.
 
     Args:
-        checked: of the name of the option and a value, gives the value to hold, or raises an error of Ottava's.
+        checked: of the name of the option and a value, gives the value to hold, or raises an error
+            of Ottava's.
     """
 
     # Without __get__, reading an option is reading an attribute of the instance.
@@ -84,26 +85,33 @@ class Quantizer(ABC):
     """Base class of quantizers. A subclass defines :meth:`quantize_impl`.
 
     Attributes:
-        rowwise_usage: produce what fprop reads from an input or a weight, and dgrad from ``grad_output``.
-        columnwise_usage: produce what dgrad reads from a weight, and wgrad from both of its operands.
+        rowwise_usage: produce what fprop reads from an input or a weight, and dgrad from
+            ``grad_output``.
+        columnwise_usage: produce what dgrad reads from a weight, and wgrad from both of its
+            operands.
         internal: return a bare storage instead of a tensor: no autograd, less overhead.
         optimize_for_gemm: allow a layout that only a GEMM reads.
     """
 
-    #: Whether the quantizer refers to state that outlives a call; such quantizers compare by identity.
+    #: Whether the quantizer refers to state that outlives a call; such quantizers compare by
+    #: identity.
     stateful: ClassVar[bool] = False
-    #: True for a user-defined quantizer whose :meth:`qgemm` is to be used instead of the shared GEMM.
+    #: True for a user-defined quantizer whose :meth:`qgemm` is to be used instead of the shared
+    #: GEMM.
     custom: bool = False
     #: Attributes that belong to the processes of a training: no file has them.
     process_attributes: ClassVar[tuple[str, ...]] = ()
     #: Whether an internal result may hold the operand itself, and change with it.
     keeps_operands: bool = False
-    #: Whether results hold the values as they are: a layer with nothing else is one in high precision.
+    #: Whether results hold the values as they are: a layer with nothing else is one in high
+    #: precision.
     keeps_values: bool = False
-    #: Whether a weight that ``quantized_model_init`` makes under ``no_grad`` has no columns until these are asked for.
+    #: Whether a weight that ``quantized_model_init`` makes under ``no_grad`` has no columns until
+    #: these are asked for.
     columns_when_asked: ClassVar[bool] = False
-    #: What the class declares of the shards of a weight, an :class:`ottava.distributed.ShardRule`. It holds for the
-    #: :meth:`quantize_impl` of the class that declares it: a subclass with another one declares its own, or none.
+    #: What the class declares of the shards of a weight, an :class:`ottava.distributed.ShardRule`.
+    #: It holds for the :meth:`quantize_impl` of the class that declares it: a subclass with another
+    #: one declares its own, or none.
     shards: ClassVar[Any] = None
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
@@ -122,9 +130,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        """Quantize a checked, plain tensor for the usages set. ``dtype`` is the nominal dtype of the result.
+        """Quantize a checked, plain tensor for the usages set. ``dtype`` is the nominal dtype of
+        the result.
 
-        A subclass may define ``quantize_impl(self, tensor)`` instead: its results get the nominal dtype by themselves.
+        A subclass may define ``quantize_impl(self, tensor)`` instead: its results get the nominal
+        dtype by themselves.
         """
 
     def make_empty(
@@ -135,13 +145,18 @@ class Quantizer(ABC):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensorStorage:
-        """A result for the usages set, to be filled by :meth:`update_quantized`; errors as of :meth:`check_empty`."""
+        """A result for the usages set, to be filled by :meth:`update_quantized`; errors as of
+        :meth:`check_empty`."""
         sizes, place = self.check_empty(shape, dtype, device, requires_grad)
         with torch.no_grad():
             made = self.empty_impl(sizes, dtype, place)
-        return made.requires_grad_(True) if requires_grad and isinstance(made, torch.Tensor) else made
+        return (
+            made.requires_grad_(True) if requires_grad and isinstance(made, torch.Tensor) else made
+        )
 
-    def empty_impl(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> QuantizedTensorStorage:
+    def empty_impl(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> QuantizedTensorStorage:
         """A result of zeros, of checked arguments. By default zeros are quantized."""
         return self.copy().quantize_impl(torch.zeros(shape, dtype=dtype, device=device), dtype)
 
@@ -153,7 +168,10 @@ class Quantizer(ABC):
         Raises:
             ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
         """
-        if not (isinstance(shape, Sequence) and all(isinstance(size, (int, torch.SymInt)) for size in shape)):
+        if not (
+            isinstance(shape, Sequence)
+            and all(isinstance(size, (int, torch.SymInt)) for size in shape)
+        ):
             raise ShapeError(f"shape {shape!r}", expected="a sequence of integers")
         if any(size < 0 for size in shape):
             raise ShapeError(f"shape {tuple(shape)}", expected="sizes >= 0")
@@ -169,9 +187,14 @@ class Quantizer(ABC):
             raise OptionError(what, expected="at least one", remedy="call set_usage(rowwise=True)")
 
     def quantize(
-        self, tensor: torch.Tensor, *, out: QuantizedTensorStorage | None = None, dtype: torch.dtype | None = None
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: QuantizedTensorStorage | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Any:
-        """Quantize ``tensor`` (any shape; float32, bfloat16 or float16); differentiable, straight-through.
+        """Quantize ``tensor`` (any shape; float32, bfloat16 or float16); differentiable,
+        straight-through.
 
         Args:
             out: write into this quantized tensor and return it.
@@ -202,15 +225,22 @@ class Quantizer(ABC):
         return [self.quantize(tensor) for tensor in tensors]
 
     def update_quantized(
-        self, src: torch.Tensor, dst: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: torch.Tensor | None = None,
     ) -> QuantizedTensorStorage:
         """Quantize ``src`` into ``dst`` in place; nothing happens when ``noop_flag`` holds 1.
 
         Raises:
-            ShapeError, DeviceError, DTypeError: ``src`` or ``noop_flag`` does not fit, before anything is written.
+            ShapeError, DeviceError, DTypeError: ``src`` or ``noop_flag`` does not fit, before
+                anything is written.
         """
         if not isinstance(dst, QuantizedTensorStorage):
-            raise DTypeError(f"destination is a {type(dst).__name__}", expected="a quantized tensor or storage")
+            raise DTypeError(
+                f"destination is a {type(dst).__name__}", expected="a quantized tensor or storage"
+            )
         src = _plain(src, "source")
         check_fits(src, tuple(dst.size()), dst.device, "source")
         if noop_flag is not None:
@@ -224,13 +254,16 @@ class Quantizer(ABC):
         return dst
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        """Observe a tensor without quantizing it. Nothing to do unless the quantizer holds state."""
+        """Observe a tensor without quantizing it. Nothing to do unless the quantizer holds
+        state."""
 
     def initialize(self, tensor: torch.Tensor) -> None:
-        """Prepare for the first values of a weight that is to be kept quantized. Nothing to do without state."""
+        """Prepare for the first values of a weight that is to be kept quantized. Nothing to do
+        without state."""
 
     def option_changed(self) -> None:
-        """Called after an :class:`Option` was set to another value: make anew what follows from the options."""
+        """Called after an :class:`Option` was set to another value: make anew what follows from the
+        options."""
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor."""
@@ -245,7 +278,8 @@ class Quantizer(ABC):
         return False
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Set the usages to produce; None leaves one as it is. Raises OptionError for what is no bool either."""
+        """Set the usages to produce; None leaves one as it is. Raises OptionError for what is no
+        bool either."""
         rowwise = self.rowwise_usage if rowwise is None else rowwise
         columnwise = self.columnwise_usage if columnwise is None else columnwise
         check_flag("rowwise", rowwise)
@@ -265,14 +299,16 @@ class Quantizer(ABC):
         return copied
 
     def for_usage(self, columnwise: bool) -> "Quantizer":
-        """The quantizer that makes the data of one usage: this one, unless a subclass has one for each."""
+        """The quantizer that makes the data of one usage: this one, unless a subclass has one for
+        each."""
         return self
 
     def for_shards(self, group: Any) -> "Quantizer":
         """The quantizer of one shard of a tensor whose other shards lie on the ranks of ``group``.
 
-        All shards of one tensor share one scale. A quantizer whose scale depends on all of the tensor returns one that
-        reduces over ``group``; the default is for quantizers whose scales do not, and returns this one.
+        All shards of one tensor share one scale. A quantizer whose scale depends on all of the
+        tensor returns one that reduces over ``group``; the default is for quantizers whose scales
+        do not, and returns this one.
         """
         return self
 
@@ -295,18 +331,24 @@ class Quantizer(ABC):
         return object.__hash__(self) if self._by_identity() else hash(type(self))
 
     def is_alike(self, other: "Quantizer") -> bool:
-        """Whether ``other`` is of this class and has the same options, whatever the state of either.
+        """Whether ``other`` is of this class and has the same options, whatever the state of
+        either.
 
         What belongs to the process, such as a group, may differ: a copy may have lost it.
         """
         mine, its = (
-            {k: v for k, v in vars(q).items() if k not in self.process_attributes and not isinstance(v, torch.Tensor)}
+            {
+                k: v
+                for k, v in vars(q).items()
+                if k not in self.process_attributes and not isinstance(v, torch.Tensor)
+            }
             for q in (self, other)
         )
         return type(self) is type(other) and mine == its
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({fields})"
 
     def qgemm(
         self,
@@ -323,20 +365,27 @@ class Quantizer(ABC):
         qresult_x: Any = None,
         qresult_w: Any = None,
     ) -> torch.Tensor:
-        """The product of two quantized operands; by default both are dequantized and multiplied in float32.
+        """The product of two quantized operands; by default both are dequantized and multiplied in
+        float32.
 
         Args:
-            qx, qw: the operands: ``input`` and ``weight`` for fprop, ``grad_output`` and ``weight`` for dgrad,
-                ``grad_output`` and ``input`` for wgrad.
+            qx, qw: the operands: ``input`` and ``weight`` for fprop, ``grad_output`` and ``weight``
+                for dgrad, ``grad_output`` and ``input`` for wgrad.
             m_params, sx, sw: for quantizers that need them; unused here.
-            qresult_x, qresult_w: the quantized tensors that ``qx`` and ``qw`` came from, when these are bare.
+            qresult_x, qresult_w: the quantized tensors that ``qx`` and ``qw`` came from, when these
+                are bare.
         """
         if gemm_type not in ("fprop", "dgrad", "wgrad"):
             raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
         sources = qx if qresult_x is None else qresult_x, qw if qresult_w is None else qresult_w
-        dense = [q.dequantize(torch.float32) if isinstance(q, QuantizedTensorStorage) else q.float() for q in sources]
+        dense = [
+            q.dequantize(torch.float32) if isinstance(q, QuantizedTensorStorage) else q.float()
+            for q in sources
+        ]
         left, right = (values.reshape(-1, values.shape[-1]) for values in dense)
-        result = (left.t() if gemm_type == "wgrad" else left) @ (right.t() if gemm_type == "fprop" else right)
+        result = (left.t() if gemm_type == "wgrad" else left) @ (
+            right.t() if gemm_type == "fprop" else right
+        )
         if bias is not None:
             result = result + bias.to(torch.float32)
         if out is None:
@@ -355,7 +404,9 @@ def _with_dtype(quantize_impl: Callable[[Any, torch.Tensor], Any]) -> Callable[.
     """A ``quantize_impl(self, tensor)`` that also takes the nominal dtype of its result."""
 
     @functools.wraps(quantize_impl)
-    def quantize(self: Quantizer, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize(
+        self: Quantizer, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         made = quantize_impl(self, tensor)
         if not isinstance(made, QuantizedTensorStorage):
             what = f"{type(self).__name__}.quantize_impl returned a {type(made).__name__}"
@@ -372,15 +423,19 @@ def _with_dtype(quantize_impl: Callable[[Any, torch.Tensor], Any]) -> Callable[.
 
 
 def as_device(device: torch.device | str | int) -> torch.device:
-    """``device`` as a ``torch.device``, or DeviceError; whether this machine has it shows when it is used."""
+    """``device`` as a ``torch.device``, or DeviceError; whether this machine has it shows when it
+    is used."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"device {device!r}", expected="the name of a device, such as 'cpu' or 'cuda:0'") from error
+        raise DeviceError(
+            f"device {device!r}", expected="the name of a device, such as 'cpu' or 'cuda:0'"
+        ) from error
 
 
 def _plain(tensor: Any, what: str) -> torch.Tensor:
-    """What is to be quantized, dequantized if it is; refused if it is not one tensor of high precision."""
+    """What is to be quantized, dequantized if it is; refused if it is not one tensor of high
+    precision."""
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     check_high_precision(tensor, what)

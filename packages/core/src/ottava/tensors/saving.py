@@ -1,4 +1,5 @@
-"""Saving by value: nothing is mutated, so that compiled code can carry the specs to the backward pass."""
+"""Saving by value: nothing is mutated, so that compiled code can carry the specs to the backward
+pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,8 @@ from ottava.errors import DTypeError, ShapeError
 
 @dataclass(frozen=True)
 class StorageSpec:
-    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the backward."""
+    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the
+    backward."""
 
     cls: type[Any]
     static: tuple[Any, ...]
@@ -22,7 +24,8 @@ class StorageSpec:
     held: dict[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def build(self, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """A new storage (or quantized tensor) around ``tensors``, in the order of the declaration."""
+        """A new storage (or quantized tensor) around ``tensors``, in the order of the
+        declaration."""
         built = self.cls(**self.cls._arguments(tensors, self.static), quantizer=self.quantizer)
         built._whole = self.whole
         return built
@@ -38,12 +41,17 @@ class StorageSpec:
         return made
 
     def pattern(self, tensors: Sequence[torch.Tensor | None], late: bool) -> "StorageSpec":
-        """This spec for bare storages on a grid, around tensors on the device of these: they are made without checks
-        and loops, by :meth:`around`. ``late`` says whether rows may stay unread until somebody asks for them."""
+        """This spec for bare storages on a grid, around tensors on the device of these: they are
+        made without checks and loops, by :meth:`around`. ``late`` says whether rows may stay unread
+        until somebody asks for them."""
         made = self.rebuild(tensors)
         layout, known = made.grid_layout, vars(made)
-        # Columns that may be made of rows are held under another name, and know of them if they are.
-        places = [name if name in known else f"_kept{name}" for name in (i.attribute for i in self.cls.inner_tensors)]
+        # Columns that may be made of rows are held under another name, and know of them if they
+        # are.
+        places = [
+            name if name in known else f"_kept{name}"
+            for name in (i.attribute for i in self.cls.inner_tensors)
+        ]
         held = {name: value for name, value in known.items() if name not in (*places, "_writes")}
         spec = replace(self, held=held)
         held |= {"_pattern": spec, "_places": None}
@@ -99,10 +107,15 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
     Raises:
         DTypeError, ShapeError: they are not both lists of one :func:`prepare_for_saving`.
     """
-    if any(isinstance(e, StorageSpec) for e in tensors) or any(isinstance(e, torch.Tensor) for e in objects):
+    if any(isinstance(e, StorageSpec) for e in tensors) or any(
+        isinstance(e, torch.Tensor) for e in objects
+    ):
         tensors, objects = objects, tensors
     if not all(spec is None or isinstance(spec, StorageSpec) for spec in objects):
-        raise DTypeError("the second list holds no saved objects", expected="both lists of one prepare_for_saving")
+        raise DTypeError(
+            "the second list holds no saved objects",
+            expected="both lists of one prepare_for_saving",
+        )
     wanted = sum(1 if spec is None else len(spec.cls.inner_tensors) for spec in objects)
     if wanted != len(tensors):
         remedy = "pass both lists of one prepare_for_saving"
@@ -110,8 +123,11 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
     return rebuild_saved(tensors, objects)
 
 
-def rebuild_saved(tensors: Sequence[Any], objects: Sequence[StorageSpec | OfPattern | None]) -> list[Any]:
-    """:func:`restore_from_saved` for who saved them: nothing is checked, and what follows the last one is left."""
+def rebuild_saved(
+    tensors: Sequence[Any], objects: Sequence[StorageSpec | OfPattern | None]
+) -> list[Any]:
+    """:func:`restore_from_saved` for who saved them: nothing is checked, and what follows the last
+    one is left."""
     restored: list[Any] = []
     position = 0
     for saved in objects:

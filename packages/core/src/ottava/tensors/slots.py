@@ -5,7 +5,8 @@ from typing import Any
 
 
 def above(module: str) -> Any:
-    """A module of :mod:`ottava.distributed`: FSDP2 and optimizers ask tensors in programs that import ``ottava`` alone.
+    """A module of :mod:`ottava.distributed`: FSDP2 and optimizers ask tensors in programs that
+    import ``ottava`` alone.
 
     Here, and nowhere else in core, a module is found upwards, by its name on first use.
     """

@@ -36,8 +36,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """Base class of quantized tensors.
 
     A subclass declares its storage as any :class:`~ottava.QuantizedTensorStorage` does, and defines
-    :meth:`dequantize_impl`; ``class RowTensor(QuantizedTensor, RowStorage)`` takes both from a storage class. Ops that
-    are not in the aten table see the dequantized values.
+    :meth:`dequantize_impl`; ``class RowTensor(QuantizedTensor, RowStorage)`` takes both from a
+    storage class. Ops that are not in the aten table see the dequantized values.
 
     Args:
         shape: shape of the tensor; that of the first inner tensor by default. It is contiguous.
@@ -47,7 +47,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         declared: the inner tensors and static fields by their arguments.
 
     Raises:
-        OptionError: the constructor was given a keyword that is not declared, or no value for a static field.
+        OptionError: the constructor was given a keyword that is not declared, or no value for a
+            static field.
         DTypeError: ``dtype`` is not a high-precision one, or an inner tensor no tensor.
         UsageError: it was given no inner tensor, or no ``shape`` and not the first one.
     """
@@ -76,19 +77,38 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         held: list[Any] = [declared[inner.argument] for inner in cls.inner_tensors]
         given, like = [tensor for tensor in held if tensor is not None], cls.laid_out_like(declared)
         if not given or (shape is None and like is None and held[0] is None):
-            elements = [i.argument for i in cls.inner_tensors if i.usage != "both" and i.block_rows is None]
-            raise UsageError(f"a {cls.__name__} needs data", expected=" or ".join(elements) or "an inner tensor")
+            elements = [
+                i.argument for i in cls.inner_tensors if i.usage != "both" and i.block_rows is None
+            ]
+            raise UsageError(
+                f"a {cls.__name__} needs data", expected=" or ".join(elements) or "an inner tensor"
+            )
         if like is not None and shape is not None and tuple(shape) != tuple(like.shape):
             raise ShapeError(f"the data has shape {tuple(like.shape)}", expected=str(tuple(shape)))
         if like is None:
             shape = tuple(held[0].shape if shape is None else shape)
             # Elements that begin later than their storage does are those of a view.
-            views = (t for t in given if t.storage_offset() and tuple(t.shape) == shape and t.is_contiguous())
+            views = (
+                t
+                for t in given
+                if t.storage_offset() and tuple(t.shape) == shape and t.is_contiguous()
+            )
             like = next(views, None)
-        size, *place = (shape, None, None) if like is None else (like.shape, like.stride(), like.storage_offset())
+        size, *place = (
+            (shape, None, None)
+            if like is None
+            else (like.shape, like.stride(), like.storage_offset())
+        )
         # It owns no memory: data_ptr() and untyped_storage() answer with that of what it holds.
-        about = {"dtype": dtype, "device": given[0].device, "requires_grad": requires_grad, "storage_size": 0}
-        made: Any = make_wrapper_subclass(cls, size, strides=place[0], storage_offset=place[1], **about)
+        about = {
+            "dtype": dtype,
+            "device": given[0].device,
+            "requires_grad": requires_grad,
+            "storage_size": 0,
+        }
+        made: Any = make_wrapper_subclass(
+            cls, size, strides=place[0], storage_offset=place[1], **about
+        )
         made._hold(declared, quantizer)
         return made
 
@@ -97,7 +117,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
-        """What lies as the tensor that ``declared`` gives; None for a contiguous one of the first inner's shape."""
+        """What lies as the tensor that ``declared`` gives; None for a contiguous one of the first
+        inner's shape."""
         return None
 
     # torch.Tensor answers these; the storage's answers are for bare storages.
@@ -129,24 +150,31 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @classmethod
     def __metadata_guard__(cls, original: Any, other: Any) -> bool:
-        """Whether code that was compiled for a tensor serves another one: state of a quantizer is no part of it."""
+        """Whether code that was compiled for a tensor serves another one: state of a quantizer is
+        no part of it."""
         mine, theirs = original[3], other[3]
         alike = mine is theirs if mine is None or theirs is None else mine.is_alike(theirs)
         return bool(original[:3] == other[:3] and alike)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], context: Any, size: Any, stride: Any) -> QuantizedTensor:
+    def __tensor_unflatten__(
+        inner: dict[str, Any], context: Any, size: Any, stride: Any
+    ) -> QuantizedTensor:
         cls, static, dtype, quantizer = context
-        arguments = cls._arguments([inner.get(i.attribute) for i in cls.inner_tensors], (size, dtype, *static))
+        arguments = cls._arguments(
+            [inner.get(i.attribute) for i in cls.inner_tensors], (size, dtype, *static)
+        )
         return cls(**arguments, quantizer=quantizer)  # type: ignore[no-any-return]
 
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
-        """High-precision values: what a subclass defines, or takes from the storage class that it is combined with."""
+        """High-precision values: what a subclass defines, or takes from the storage class that it
+        is combined with."""
         with torch.no_grad():
             return super().dequantize(dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Values in ``dtype`` (DTypeError if not of floats) or the nominal one; differentiable, straight-through."""
+        """Values in ``dtype`` (DTypeError if not of floats) or the nominal one; differentiable,
+        straight-through."""
         check_values_dtype(dtype)
         if torch.is_grad_enabled() and self.requires_grad:
             return StraightThrough.apply(self, type(self).dequantize_impl, dtype or self.dtype)  # type: ignore[no-any-return,no-untyped-call]
@@ -168,10 +196,16 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         requires_grad: bool = False,
         **replaced: Any,
     ) -> Any:
-        """A tensor around the inner tensors of ``tensor`` (shared), with some of its arguments replaced."""
+        """A tensor around the inner tensors of ``tensor`` (shared), with some of its arguments
+        replaced."""
         if not isinstance(tensor, QuantizedTensor):
-            raise DTypeError(f"make_like of a {type(tensor).__name__}", expected="a quantized tensor")
-        given = {"shape": tuple(tensor.shape if shape is None else shape), "dtype": dtype or tensor.dtype}
+            raise DTypeError(
+                f"make_like of a {type(tensor).__name__}", expected="a quantized tensor"
+            )
+        given = {
+            "shape": tuple(tensor.shape if shape is None else shape),
+            "dtype": dtype or tensor.dtype,
+        }
         build: Any = type(tensor)
         made = build(**(tensor.get_metadata() | replaced | given), requires_grad=requires_grad)
         made._share_freshness(tensor)
@@ -180,17 +214,20 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def mark_view(self, of: QuantizedTensor, *, part: bool = False) -> None:
         """Note that this tensor is a view of another one, with which it shares memory.
 
-        Of a ``part``, what a write to it would change, a scale, belongs to more of ``of`` than the view has.
+        Of a ``part``, what a write to it would change, a scale, belongs to more of ``of`` than the
+        view has.
         """
         self.share_writes(of)
         self._whole = of if part and of._whole is None else of._whole
 
     def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """A view in another shape, that ``function`` gives data; NotImplemented where the class has none."""
+        """A view in another shape, that ``function`` gives data; NotImplemented where the class has
+        none."""
         return NotImplemented
 
     def narrowed(self, dim: int, start: int, stop: int) -> Any:
-        """A view of entries [start, stop) of a dimension; NotImplemented where the declaration forbids it."""
+        """A view of entries [start, stop) of a dimension; NotImplemented where the declaration
+        forbids it."""
         if dim:
             return NotImplemented
         if (start, stop) == (0, self.shape[0]):
@@ -205,7 +242,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             else:
                 of_blocks, value = inner.block_rows is not None, inner.by_rows(value)
                 span = blocks(inner.block_rows or 1, start, stop, self.shape[0])
-                if span is None or (self.dim() != 2 if of_blocks else value.shape[:1] != self.shape[:1]):
+                if span is None or (
+                    self.dim() != 2 if of_blocks else value.shape[:1] != self.shape[:1]
+                ):
                     return NotImplemented
                 taken[inner.argument] = inner.as_held(value[span])
         rows = self.make_like(self, shape=(stop - start, *self.shape[1:]), **taken)
@@ -213,10 +252,15 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return rows
 
     def adopts_bytes_of(self, other: QuantizedTensor) -> bool:
-        """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both mean the same."""
+        """Whether copying from ``other`` can copy inner tensors instead of quantizing again: both
+        mean the same."""
         if other.shape != self.shape or not self._means_the_same(other):
             return False
-        pairs = [(a, b) for a, b in zip(self.inner_list(), other.inner_list(), strict=True) if a is not None]
+        pairs = [
+            (a, b)
+            for a, b in zip(self.inner_list(), other.inner_list(), strict=True)
+            if a is not None
+        ]
         alike = all(b is not None and b.shape == a.shape for a, b in pairs)
         return alike and (self._whole is None or self.shares_scales(other))
 
@@ -226,7 +270,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         """Share whatever tracks staleness with ``other``, an alias of the same data."""
-        if all(mine is theirs for mine, theirs in zip(self.inner_list(), other.inner_list(), strict=True)):
+        if all(
+            mine is theirs
+            for mine, theirs in zip(self.inner_list(), other.inner_list(), strict=True)
+        ):
             self._whole = other._whole
             self.share_writes(other)
 
@@ -244,17 +291,23 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             check_high_precision(value, "new data")
             quantizer = self._required_quantizer()
             with torch.no_grad():
-                adopted = quantizer.with_usage(**self.get_usages()).quantize(value.detach().to(self.device))
+                adopted = quantizer.with_usage(**self.get_usages()).quantize(
+                    value.detach().to(self.device)
+                )
             adopted._quantizer = quantizer
         self._adopt(adopted)
 
     def _adopt(self, value: Any) -> None:
         """Take over what ``value`` is, a quantized tensor of this kind."""
-        mine, its = ((t.dtype, t.device, t.shape, t.stride(), t.storage_offset()) for t in (self, value))
+        mine, its = (
+            (t.dtype, t.device, t.shape, t.stride(), t.storage_offset()) for t in (self, value)
+        )
         if mine != its:
             # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-        self._hold(value.get_metadata(), self._quantizer if value._quantizer is None else value._quantizer)
+        self._hold(
+            value.get_metadata(), self._quantizer if value._quantizer is None else value._quantizer
+        )
         self._whole = value._whole
         self._share_freshness(value)
 
@@ -265,7 +318,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: torch.Size, stride: Sequence[int], module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What ``fully_shard`` gathers of this shard, as bytes, and what :meth:`fsdp_post_all_gather` needs.
+        """What ``fully_shard`` gathers of this shard, as bytes, and what
+        :meth:`fsdp_post_all_gather` needs.
 
         Raises:
             UsageError: the shards of the weight have different scales.
@@ -281,7 +335,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         *,
         out: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
-        """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought up to date."""
+        """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought
+        up to date."""
         return above("hooks").post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[no-any-return]
 
     def _holder(self) -> torch.Tensor | None:
@@ -292,9 +347,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return holder_of(self.inner_list())
 
     def data_ptr(self) -> int:
-        """The address of the first inner tensor that is held: codes lie there. 0 where nothing has memory.
+        """The address of the first inner tensor that is held: codes lie there. 0 where nothing has
+        memory.
 
-        Weights have different addresses, and aliases of one weight, tied ones for example, the same.
+        Weights have different addresses, and aliases of one weight, tied ones for example, the
+        same.
         """
         holder = self._holder()
         return 0 if holder is None else holder.data_ptr()
@@ -310,11 +367,15 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises UsageError: the values lie in no memory that another library could read."""
-        what, remedy = f"a {type(self).__name__} cannot be exported by DLPack", "export its .dequantize()"
+        what, remedy = (
+            f"a {type(self).__name__} cannot be exported by DLPack",
+            "export its .dequantize()",
+        )
         raise UsageError(what, expected="a tensor in high precision", remedy=remedy)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """``tensor[index] = value``: all of it is quantized again, unless these have scales of their own."""
+        """``tensor[index] = value``: all of it is quantized again, unless these have scales of
+        their own."""
         view = self.detach()[index]
         if isinstance(view, QuantizedTensor):
             adopts = isinstance(value, QuantizedTensor) and view.adopts_bytes_of(value)
@@ -326,7 +387,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self.copy_(values)
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """The values before quantization, on the CPU, when ``quantized_model_init`` made this weight."""
+        """The values before quantization, on the CPU, when ``quantized_model_init`` made this
+        weight."""
         return getattr(self, "_high_precision_init_val", None)
 
     def clear_high_precision_init_val(self) -> None:
@@ -375,7 +437,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 def implements(cls: type, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register ``function(op, *args, **kwargs)`` for aten overloads on ``cls`` and its subclasses.
 
-    Returning ``NotImplemented`` falls through to the next class of the hierarchy, then to the fallback.
+    Returning ``NotImplemented`` falls through to the next class of the hierarchy, then to the
+    fallback.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -386,13 +449,16 @@ def implements(cls: type, *ops: Any) -> Callable[[Callable[..., Any]], Callable[
 
 
 def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dequantize, compute, and quantize into whatever was written: the schema says what, but not that of a
-    collective."""
+    """Dequantize, compute, and quantize into whatever was written: the schema says what, but not
+    that of a collective."""
     if op.name().startswith("c10d::"):
         what = f"the collective {op.name()} was called with a quantized tensor"
         load = "load whole state dicts into sharded models with broadcast_from_rank0=True, or with "
         expected = "plain tensors: its data and scales, or its values"
-        remedy = f"{load}ottava.checkpoint.load_sharded; shard weights by fully_shard, as no tensor parallel plan can"
+        remedy = (
+            f"{load}ottava.checkpoint.load_sharded; shard weights by fully_shard, as no "
+            f"tensor parallel plan can"
+        )
         raise UsageError(what, expected=expected, remedy=remedy)
     plain: dict[int, torch.Tensor] = {}
     owners: dict[int, Any] = {}
@@ -414,18 +480,24 @@ def _dequantize_and_run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for position, name in places or ():
         value = args[position] if position < len(args) else kwargs.get(name)
         entries = value if isinstance(value, (list, tuple)) else (value,)
-        written |= {id(entry): entry for entry in entries if isinstance(entry, QuantizedTensorStorage)}
+        written |= {
+            id(entry): entry for entry in entries if isinstance(entry, QuantizedTensorStorage)
+        }
     for key, values in before.items():
         if not _same_bits(values, plain[key]):
             written[key] = owners[key]
-    if len(written) > 1 and any(getattr(value, "_shard_group", None) is not None for value in written.values()):
+    if len(written) > 1 and any(
+        getattr(value, "_shard_group", None) is not None for value in written.values()
+    ):
         # Shards: one collective serves all whose scales are shared.
         above("rules").requantize([(value, plain[key]) for key, value in written.items()])
     else:
         for key, value in written.items():
             value.quantize_(plain[key])
     # An in-place op returns its own argument: hand back the quantized one.
-    returned = {id(plain[key]): value for key, value in (owners if places is None else written).items()}
+    returned = {
+        id(plain[key]): value for key, value in (owners if places is None else written).items()
+    }
     return tree_map(lambda r: returned.get(id(r), r), result) if returned else result
 
 
@@ -449,7 +521,9 @@ class StraightThrough(torch.autograd.Function):
     """``function(tensor, dtype)``, whose gradient is taken for the gradient of ``tensor``."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, function: Callable[..., Any], dtype: torch.dtype) -> Any:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, function: Callable[..., Any], dtype: torch.dtype
+    ) -> Any:
         ctx.dtype = tensor.dtype
         return function(tensor, dtype)
 

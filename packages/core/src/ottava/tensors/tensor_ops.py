@@ -1,7 +1,8 @@
 """The aten table of quantized tensors of any class, and what tensors on grids add to it.
 
-Views share inner tensors where :meth:`QuantizedTensor.narrowed` and :meth:`QuantizedTensor.reshaped` of the class know
-how; everything else is derived from the storage declaration. What blocks do not allow falls back to the values.
+Views share inner tensors where :meth:`QuantizedTensor.narrowed` and
+:meth:`QuantizedTensor.reshaped` of the class know how; everything else is derived from the storage
+declaration. What blocks do not allow falls back to the values.
 """
 
 from collections.abc import Sequence
@@ -24,16 +25,25 @@ _VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
 
 
 def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype | None:
-    """Nominal dtype of a new tensor; None when the options ask for something that is not quantized."""
+    """Nominal dtype of a new tensor; None when the options ask for something that is not
+    quantized."""
     dtype: torch.dtype = options.get("dtype") or tensor.dtype
-    return dtype if dtype in HIGH_PRECISION and options.get("layout") in (None, torch.strided) else None
+    return (
+        dtype
+        if dtype in HIGH_PRECISION and options.get("layout") in (None, torch.strided)
+        else None
+    )
 
 
 _of_all(_aten.clone.default)(lambda op, tensor, *, memory_format=None: tensor.clone_storage())
 _of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
-_of_all(*aten_overloads("_pin_memory"))(lambda op, tensor, device=None: tensor.apply_to_inner(torch.Tensor.pin_memory))
+_of_all(*aten_overloads("_pin_memory"))(
+    lambda op, tensor, device=None: tensor.apply_to_inner(torch.Tensor.pin_memory)
+)
 _of_all(_aten.is_pinned.default)(
-    lambda op, tensor, device=None: all(inner.is_pinned() for inner in tensor.inner_list() if inner is not None)
+    lambda op, tensor, device=None: all(
+        inner.is_pinned() for inner in tensor.inner_list() if inner is not None
+    )
 )
 
 
@@ -42,7 +52,11 @@ def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     dtype = _new_dtype(tensor, kwargs)
     if dtype is None:
         return NotImplemented
-    given = {name: value for name, value in kwargs.items() if name in ("device", "non_blocking") and value is not None}
+    given = {
+        name: value
+        for name, value in kwargs.items()
+        if name in ("device", "non_blocking") and value is not None
+    }
     moved: Any = tensor.apply_to_inner(lambda t: t.to(**given, copy=True))
     return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
 
@@ -57,24 +71,33 @@ def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         values = src.dequantize() if isinstance(src, QuantizedTensor) else src
         check_dense(values, "source")
         if values.is_meta and not dst.is_meta:
-            raise DeviceError("the source is on meta and has no values", expected="a tensor with values")
+            raise DeviceError(
+                "the source is on meta and has no values", expected="a tensor with values"
+            )
         try:
             values = values.expand(dst.shape)
         except RuntimeError as error:
-            raise ShapeError(f"source has shape {tuple(values.shape)}", expected=str(tuple(dst.shape))) from error
+            raise ShapeError(
+                f"source has shape {tuple(values.shape)}", expected=str(tuple(dst.shape))
+            ) from error
         dst.quantize_(values.to(dst.device))
     return dst
 
 
 @_of_all(_aten.new_zeros.default, _aten.new_empty.default, _aten.new_empty_strided.default)
-def _new(op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, **kwargs: Any) -> Any:
-    """Zeros of another shape, by the quantizer; with what all rows share, so that rows of this tensor fit into it."""
+def _new(
+    op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, **kwargs: Any
+) -> Any:
+    """Zeros of another shape, by the quantizer; with what all rows share, so that rows of this
+    tensor fit into it."""
     dtype, quantizer = _new_dtype(tensor, kwargs), tensor._copied_quantizer()
     strided = strides and torch.empty(tuple(size), device="meta").stride() != tuple(strides[0])
     device, made = torch.device(kwargs.get("device") or tensor.device), None
     if dtype is not None and not strided and isinstance(quantizer, Quantizer):
         quantizer.internal = False
-        made = quantizer.with_usage(**tensor.get_usages()).make_empty(tuple(size), dtype=dtype, device=device)
+        made = quantizer.with_usage(**tensor.get_usages()).make_empty(
+            tuple(size), dtype=dtype, device=device
+        )
     elif dtype is not None and not strided and quantizer is None and isinstance(tensor, GridTensor):
         made = tensor.of_zeros(tuple(size), dtype, device)
     if type(made) is not type(tensor) or not tensor._means_the_same(made):
@@ -85,7 +108,10 @@ def _new(op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, *
             own.copy_(held)
     # Columns that are made of rows are made of those that are written here.
     made.mark_written()
-    given = {inner.argument: held for inner, held in zip(made.inner_tensors, made.inner_list(), strict=True)}
+    given = {
+        inner.argument: held
+        for inner, held in zip(made.inner_tensors, made.inner_list(), strict=True)
+    }
     about = {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer}
     return type(made)(**(tensor.get_metadata() | given | about))
 
@@ -101,7 +127,9 @@ def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
     values = tensor.dequantize()
     if (values.stride(), values.storage_offset()) == (tensor.stride(), 0):
         return values
-    placed = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    placed = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
     return placed.copy_(values)
 
 
@@ -113,19 +141,24 @@ def _same_elements(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) 
     # Torch says by it what the op gives, and refuses what it refuses.
     if op(torch.empty(tensor.shape, device="meta"), *args, **kwargs).numel() == tensor.numel():
         made = tensor.reshaped(lambda data: op(data, *args, **kwargs))
-    return op(_laid_out(tensor), *args, **kwargs) if made is NotImplemented and op in _VIEWS else made
+    return (
+        op(_laid_out(tensor), *args, **kwargs) if made is NotImplemented and op in _VIEWS else made
+    )
 
 
 @_of_all(_aten.slice.Tensor, _aten.select.int, _aten.unbind.int)
 @_of_all(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
 def _entries(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Entries of one dimension, or a list of such; offsets and strides say which, where each dimension has its own."""
+    """Entries of one dimension, or a list of such; offsets and strides say which, where each
+    dimension has its own."""
     numbers = tuple(range(1, tensor.dim() + 1))
     found = op(torch.empty_strided(tensor.shape, numbers, device="meta"), *args, **kwargs)
     made: list[Any] = []
     for part in found if isinstance(found, (list, tuple)) else [found]:
         sizes = dict(zip(part.stride(), part.shape, strict=True))
-        if not sizes.keys() <= set(numbers) or (part.dim() == tensor.dim() and part.stride() != numbers):
+        if not sizes.keys() <= set(numbers) or (
+            part.dim() == tensor.dim() and part.stride() != numbers
+        ):
             # Of a step that is not 1.
             return NotImplemented
         changed = [n for n in numbers if sizes.get(n) != tensor.shape[n - 1]]
@@ -141,17 +174,26 @@ def _entries(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any
 
 
 @_of_all(_aten.as_strided.default)
-def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+def _as_strided(
+    op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None
+) -> Any:
     """The tensor itself, as FSDP asks for it, or values."""
     own = tensor.storage_offset()
     offset: Any = own if storage_offset is None else storage_offset
     if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), own):
         return tensor.make_like(tensor)
-    memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.uint8, device="meta").untyped_storage()
-    asked = torch.empty_strided(tuple(size), tuple(stride), dtype=torch.uint8, device="meta").untyped_storage()
+    memory = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=torch.uint8, device="meta"
+    ).untyped_storage()
+    asked = torch.empty_strided(
+        tuple(size), tuple(stride), dtype=torch.uint8, device="meta"
+    ).untyped_storage()
     remedy = "call it on the whole tensor, or on view.dequantize()"
     if memory.nbytes() > tensor.numel():
-        what, expected = "as_strided of a view with elements of its tensor in between", "a tensor without gaps"
+        what, expected = (
+            "as_strided of a view with elements of its tensor in between",
+            "a tensor without gaps",
+        )
         raise UsageError(what, expected=expected, remedy=remedy)
     first, last = offset - own, offset - own + asked.nbytes()
     if first < 0 or (asked.nbytes() and last > tensor.numel()):
@@ -161,10 +203,17 @@ def _as_strided(op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storag
     return op(_laid_out(tensor), size, stride, offset - own)
 
 
-# -- tensors on grids: carried out here when the result is made of whole blocks in every direction held --
+# -- tensors on grids: carried out here when the result is made of whole blocks in every direction
+# held --
 
 
-@implements(GridTensor, _aten.slice.Tensor, _aten.expand.default, _aten.diagonal.default, _aten.as_strided.default)
+@implements(
+    GridTensor,
+    _aten.slice.Tensor,
+    _aten.expand.default,
+    _aten.diagonal.default,
+    _aten.as_strided.default,
+)
 def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
     """Where one scale serves all, any view is one of the data."""
     if tensor.grid_layout.block != (None, None):
@@ -177,7 +226,9 @@ def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
     def change(held: Direction, _: bool) -> Direction | None:
         # What was made of the other direction lies in another order.
         fits = held[0].stride() == tensor.stride()
-        return (op(held[0], size, stride, held[0].storage_offset() + start), held[1]) if fits else None
+        return (
+            (op(held[0], size, stride, held[0].storage_offset() + start), held[1]) if fits else None
+        )
 
     return tensor.changed(change, part=True)
 
@@ -191,7 +242,11 @@ def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
         return tensor.changed(lambda held, _: (op(held[0], *args), held[1]))
     # Blocks along the rows of a matrix lie along the columns of its transpose.
     swap = order == (1, 0)
-    return tensor.changed(lambda held, _: (held[0].t(), held[1].t()), swap=True) if swap else NotImplemented
+    return (
+        tensor.changed(lambda held, _: (held[0].t(), held[1].t()), swap=True)
+        if swap
+        else NotImplemented
+    )
 
 
 @implements(GridTensor, _aten.clone.default)
@@ -199,5 +254,7 @@ def _clone_on_grid(op: Any, tensor: GridTensor, *, memory_format: Any = None) ->
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
     # In the order of the tensor, and of memory that is the clone's own.
-    view = tensor.changed(lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone()))
+    view = tensor.changed(
+        lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone())
+    )
     return view.clone_storage()

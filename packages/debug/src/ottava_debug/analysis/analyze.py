@@ -27,30 +27,33 @@ def analyze(
     threshold: float = THRESHOLD,
     progress: Progress | None = None,
 ) -> Analysis:
-    """What each recipe makes of each weight; with ``data`` also of the inputs and the gradients of a model's layers.
+    """What each recipe makes of each weight; with ``data`` also of the inputs and the gradients of
+    a model's layers.
 
-    Weights, inputs and gradients are those in high precision. A recipe that keeps state is looked at in the step after
-    one that saw the same, as in a training that goes on; in later steps its scales come from those before.
+    Weights, inputs and gradients are those in high precision. A recipe that keeps state is looked
+    at in the step after one that saw the same, as in a training that goes on; in later steps its
+    scales come from those before.
 
     Args:
-        source: a safetensors file, a folder of such, a file of ``torch.save``, a sharded checkpoint, or a state dict;
-            None for the weights that ``model`` has. Files are mapped and their tensors looked at one by one.
-        recipes: recipes by name, or paths of recipe files; None: every installed one that needs no options, but for
-            one that reads recipe files and does by itself what another one does.
-        model: the model that the weights belong to. Its layers are those that :func:`ottava.convert` takes, whatever
-            their names; it is copied, and not changed.
-        data: batches: a tensor, or a tuple or a mapping of arguments of the model. With ``loss`` a batch may be a pair
-            of these and the targets.
-        loss: ``"cross_entropy"``, ``"mse"`` or ``loss(output, targets)``, where the targets are those of the batch, or
-            else the batch; None: the output of the model is the loss, or has it as ``loss``. Without a loss there are
-            no gradients.
+        source: a safetensors file, a folder of such, a file of ``torch.save``, a sharded
+            checkpoint, or a state dict; None for the weights that ``model`` has. Files are mapped
+            and their tensors looked at one by one.
+        recipes: recipes by name, or paths of recipe files; None: every installed one that needs no
+            options, but for one that reads recipe files and does by itself what another one does.
+        model: the model that the weights belong to. Its layers are those that
+            :func:`ottava.convert` takes, whatever their names; it is copied, and not changed.
+        data: batches: a tensor, or a tuple or a mapping of arguments of the model. With ``loss`` a
+            batch may be a pair of these and the targets.
+        loss: ``"cross_entropy"``, ``"mse"`` or ``loss(output, targets)``, where the targets are
+            those of the batch, or else the batch; None: the output of the model is the loss, or has
+            it as ``loss``. Without a loss there are no gradients.
         steps: the most batches that are taken.
         threshold: dB; see :data:`ottava_debug.analysis.report.THRESHOLD`.
         progress: called as it goes on.
 
     Raises:
-        CheckpointError: the source is damaged, nothing that can be read, does not fit the model, or has weights for it
-            that another tool has quantized.
+        CheckpointError: the source is damaged, nothing that can be read, does not fit the model, or
+            has weights for it that another tool has quantized.
         OptionError: an option has a value that is not allowed, or two do not go together.
         UsageError: there is no weight, no recipe or no batch, or a step fails.
         DTypeError: an argument is of another kind.
@@ -59,7 +62,9 @@ def analyze(
     _check(source, model, data, loss, steps, threshold)
     tried, unavailable = candidates(recipes)
     if not tried:
-        raise UsageError("there is no recipe to try", expected="one", remedy="pip install ottava-recipes-current")
+        raise UsageError(
+            "there is no recipe to try", expected="one", remedy="pip install ottava-recipes-current"
+        )
     tell: Progress = progress or (lambda what, done, total: None)
     state = None if source is None else sources.read(source)
     if model is None:
@@ -83,28 +88,46 @@ def analyze(
         tell("elements", done, total)
     taken = 0
     if model is not None and data is not None:
-        found, taken, missed = captured.captured(model, data, loss, steps, tried, lambda n: tell("steps", n, steps))
+        found, taken, missed = captured.captured(
+            model, data, loss, steps, tried, lambda n: tell("steps", n, steps)
+        )
         tensors += [series.report() for series in found]
         skipped += missed
         place = {layer: number for number, layer in enumerate(weights)}
         tensors.sort(key=lambda tensor: place.get(tensor.layer, len(place)))
-    named = type(model).__name__ if source is None else "a state dict" if isinstance(source, Mapping) else str(source)
+    named = (
+        type(model).__name__
+        if source is None
+        else "a state dict"
+        if isinstance(source, Mapping)
+        else str(source)
+    )
     repeating = repeated(tried, tensors) if recipes is None else []
     left_out = {skip.name for skip in repeating}
     names = tuple(candidate.name for candidate in tried if candidate.name not in left_out)
     tensors = [tensor.under(names) for tensor in tensors]
     left = tuple(dict.fromkeys(skipped))
-    return Analysis(named, names, tuple(tensors), left, (*unavailable, *repeating), taken, threshold)
+    return Analysis(
+        named, names, tuple(tensors), left, (*unavailable, *repeating), taken, threshold
+    )
 
 
 def _check(source: Any, model: Any, data: Any, loss: Any, steps: int, threshold: float) -> None:
     if source is None and model is None:
-        raise OptionError("neither a source nor a model", expected="a checkpoint, a state dict or a model")
+        raise OptionError(
+            "neither a source nor a model", expected="a checkpoint, a state dict or a model"
+        )
     if data is not None and model is None:
         raise OptionError("data without a model", expected="the model that takes them")
     if isinstance(loss, str) and loss not in LOSSES:
-        raise OptionError(f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function")
+        raise OptionError(
+            f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function"
+        )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps is {steps!r}", expected="a positive integer")
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not math.isfinite(threshold):
+    if (
+        isinstance(threshold, bool)
+        or not isinstance(threshold, (int, float))
+        or not math.isfinite(threshold)
+    ):
         raise OptionError(f"threshold is {threshold!r}", expected="a number of dB")

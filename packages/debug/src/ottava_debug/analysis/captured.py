@@ -1,4 +1,5 @@
-"""The inputs and the gradients of a model's layers, in a few steps of the model in high precision."""
+"""The inputs and the gradients of a model's layers, in a few steps of the model in high
+precision."""
 
 import copy
 import itertools
@@ -23,7 +24,8 @@ from ottava_debug.references import ANYTHING
 
 
 def in_high_precision(model: torch.nn.Module, state: Mapping[str, Any] | None) -> torch.nn.Module:
-    """A copy of a model whose linear layers can be watched and compute in high precision, with the values of ``state``.
+    """A copy of a model whose linear layers can be watched and compute in high precision, with the
+    values of ``state``.
 
     Raises:
         DTypeError: it is no model.
@@ -39,7 +41,9 @@ def in_high_precision(model: torch.nn.Module, state: Mapping[str, Any] | None) -
 
 
 def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    plain = {n: v.dequantize() if isinstance(v, QuantizedTensorStorage) else v for n, v in state.items()}
+    plain = {
+        n: v.dequantize() if isinstance(v, QuantizedTensorStorage) else v for n, v in state.items()
+    }
     try:
         missing = model.load_state_dict(plain, strict=False).missing_keys
     except RuntimeError as error:
@@ -48,11 +52,14 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if lacking := [name for name in missing if name in parameters]:
         what = f"the checkpoint has nothing for {listed(lacking)}"
-        raise CheckpointError(what, expected="every parameter of the model", remedy="--model makes another model")
+        raise CheckpointError(
+            what, expected="every parameter of the model", remedy="--model makes another model"
+        )
 
 
 def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Skipped]]:
-    """The weights ``[out, in]`` of the layers of :func:`in_high_precision`, and weights of other products."""
+    """The weights ``[out, in]`` of the layers of :func:`in_high_precision`, and weights of other
+    products."""
     weights: dict[str, torch.Tensor] = {}
     skipped: list[Skipped] = []
     for name, module in model.named_modules():
@@ -62,13 +69,22 @@ def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Sk
         if isinstance(weight, QuantizedTensorStorage):
             skipped.append(Skipped(name, f"quantized already, as {type(weight).__name__}"))
         elif weight.dtype not in HIGH_PRECISION or not weight.numel():
-            skipped.append(Skipped(name, f"its weight is of {weight.dtype} and has {weight.numel()} elements"))
+            skipped.append(
+                Skipped(name, f"its weight is of {weight.dtype} and has {weight.numel()} elements")
+            )
         else:
             weights[name] = weight.t() if module.weight_is_transposed else weight
-    left = (weight for weight in conversion_report(model).left_out if weight.name.rpartition(".")[0] not in weights)
+    left = (
+        weight
+        for weight in conversion_report(model).left_out
+        if weight.name.rpartition(".")[0] not in weights
+    )
     skipped += [Skipped(weight.name, weight.reason) for weight in left]
     if not weights:
-        raise UsageError("the model has no linear layer with a weight in high precision", expected="nn.Linear, say")
+        raise UsageError(
+            "the model has no linear layer with a weight in high precision",
+            expected="nn.Linear, say",
+        )
     return weights, skipped
 
 
@@ -78,7 +94,9 @@ class _Look(Inspection):
     def __init__(self, take: Callable[[str, torch.Tensor], None]) -> None:
         self._take, self._taken = take, {"weight"}
 
-    def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
+    def observe(
+        self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
+    ) -> None:
         role = ROLES.get(tensor)
         if role is not None and role not in self._taken:
             self._taken.add(role)
@@ -93,7 +111,8 @@ def captured(
     recipes: Sequence[Candidate],
     progress: Callable[[int], None],
 ) -> tuple[list[Series], int, list[Skipped]]:
-    """The inputs and the gradients of the layers in up to ``steps`` steps, how many there were, and what was not seen.
+    """The inputs and the gradients of the layers in up to ``steps`` steps, how many there were, and
+    what was not seen.
 
     Raises:
         UsageError: there is no batch, or the model or the loss fails.
@@ -131,10 +150,17 @@ def captured(
     if not done:
         raise UsageError("the data have no batch", expected="an iterable of at least one")
     order = {name: place for place, name in enumerate(names.values())}
-    found = [series[key] for key in sorted(series, key=lambda key: (order[key[0]], key[1] == "grad_output"))]
-    skipped = [Skipped(name, "not called in the steps") for name in order if (name, "input") not in series]
+    found = [
+        series[key]
+        for key in sorted(series, key=lambda key: (order[key[0]], key[1] == "grad_output"))
+    ]
+    skipped = [
+        Skipped(name, "not called in the steps") for name in order if (name, "input") not in series
+    ]
     if not backward:
-        skipped.append(Skipped("gradients", "the model gives no loss, and no loss function was named"))
+        skipped.append(
+            Skipped("gradients", "the model gives no loss, and no loss function was named")
+        )
     return found, done, skipped
 
 

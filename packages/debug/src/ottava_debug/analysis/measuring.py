@@ -26,8 +26,8 @@ class Candidate:
 
 
 def candidates(asked: Sequence[str] | None) -> tuple[list[Candidate], list[Skipped]]:
-    """The recipes that are asked for, by name or by the path of a recipe file; or else all that are installed and need
-    no options, and those that are left out.
+    """The recipes that are asked for, by name or by the path of a recipe file; or else all that are
+    installed and need no options, and those that are left out.
 
     Raises:
         OttavaError: one that is asked for cannot be had; as of :func:`ottava.get_recipe`.
@@ -44,8 +44,8 @@ def candidates(asked: Sequence[str] | None) -> tuple[list[Candidate], list[Skipp
 
 
 def repeated(tried: Sequence[Candidate], tensors: Sequence[TensorReport]) -> list[Skipped]:
-    """Recipes that only repeat another one, and which: those that read recipe files, and that without one make of every
-    tensor what another recipe without state makes."""
+    """Recipes that only repeat another one, and which: those that read recipe files, and that
+    without one make of every tensor what another recipe without state makes."""
     readers = {spec.name for spec in list_recipes() if spec.file_suffixes}
     stateless = [candidate.name for candidate in tried if not candidate.recipe.stateful]
     found = []
@@ -55,7 +55,9 @@ def repeated(tried: Sequence[Candidate], tensors: Sequence[TensorReport]) -> lis
         others = [other for other in stateless if other not in readers]
         same = [other for other in others if all(t.noise[name] == t.noise[other] for t in tensors)]
         if same:
-            found.append(Skipped(name, f"without a file it makes of all tensors what {same[0]} makes"))
+            found.append(
+                Skipped(name, f"without a file it makes of all tensors what {same[0]} makes")
+            )
     return found
 
 
@@ -70,7 +72,9 @@ class Series:
 
     def __init__(self, layer: str, role: str, recipes: Sequence[Candidate]) -> None:
         self._layer, self._role = layer, role
-        self._trials = {candidate.name: _Trial(layer, role, candidate.recipe) for candidate in recipes}
+        self._trials = {
+            candidate.name: _Trial(layer, role, candidate.recipe) for candidate in recipes
+        }
         self._seen = Comparison()
         self._exponents: Counter[int] = Counter()
         self._values: Any = None
@@ -91,7 +95,9 @@ class Series:
         noise = {name: trial.noise() for name, trial in self._trials.items()}
         counts = dict(sorted(self._exponents.items()))
         own = seen.count, seen.not_finite, seen.amax
-        return TensorReport(self._layer, self._role, tuple(values.shape), dtype, *own, counts, noise)
+        return TensorReport(
+            self._layer, self._role, tuple(values.shape), dtype, *own, counts, noise
+        )
 
 
 class _Trial:
@@ -118,7 +124,8 @@ class _Trial:
             self._state = layer_state(self._recipe, self._roles)
             if isinstance(self._state, torch.nn.Module):
                 self._state.to(values.device)
-                # A step that only records, as those before: nobody asks what scales a training begins with.
+                # A step that only records, as those before: nobody asks what scales a training
+                # begins with.
                 self._quantized(values)
         if self._state.stateful:
             begin([self._state], None)
@@ -129,9 +136,13 @@ class _Trial:
 
     def _quantized(self, values: torch.Tensor) -> Any:
         columnwise = self._role not in self._state.wgrad_unquantized
-        return self._state.quantizer(self._role, rowwise=True, columnwise=columnwise).quantize(values)
+        return self._state.quantizer(self._role, rowwise=True, columnwise=columnwise).quantize(
+            values
+        )
 
     def noise(self) -> Noise:
         if self._error:
             return Noise(error=self._error)
-        return Noise(self._rows.measures(), self._columns.measures() if self._columns.count else None)
+        return Noise(
+            self._rows.measures(), self._columns.measures() if self._columns.count else None
+        )

@@ -28,7 +28,8 @@ def write_json(report: Analysis, path: AnyPath) -> None:
 
 
 def write_html(report: Analysis, path: AnyPath) -> None:
-    """Write the report as one page, which asks for nothing else; a file that is there is replaced at once.
+    """Write the report as one page, which asks for nothing else; a file that is there is replaced
+    at once.
 
     Raises:
         OptionError: the file cannot be written. Then what was there is there still.
@@ -37,8 +38,9 @@ def write_html(report: Analysis, path: AnyPath) -> None:
 
 
 def suggestion(report: Analysis, recipe: str | None = None) -> str:
-    """The text of a recipe file: a recipe of the report, by default the best, for all but the layers that need high
-    precision; errors as of :meth:`Analysis.complaints` and :func:`ottava_debug.recipe_file.recipe_text`."""
+    """The text of a recipe file: a recipe of the report, by default the best, for all but the
+    layers that need high precision; errors as of :meth:`Analysis.complaints` and
+    :func:`ottava_debug.recipe_file.recipe_text`."""
     chosen = recipe or report.best_recipe()
     return recipe_text(report.keeps(chosen), chosen, about=_about(report))
 
@@ -47,7 +49,8 @@ def write_suggestion(report: Analysis, path: AnyPath, recipe: str | None = None)
     """Write :func:`suggestion` to a file, and give the recipe that it describes.
 
     Raises:
-        OptionError: the recipe is none of the report's; the file has another suffix or cannot be written.
+        OptionError: the recipe is none of the report's; the file has another suffix or cannot be
+            written.
     """
     chosen = recipe or report.best_recipe()
     return write_recipe_file(path, report.keeps(chosen), chosen, about=_about(report))
@@ -57,5 +60,6 @@ def _about(report: Analysis) -> str:
     limit = most_underflow(report.threshold)
     return (
         f"Suggested by `ottava analyze` for {os.path.basename(report.source) or report.source}.\n"
-        f"Kept in high precision: layers with an SQNR below {report.threshold:g} dB or underflow above {limit:.1f} %."
+        f"Kept in high precision: layers with an SQNR below {report.threshold:g} dB or underflow "
+        f"above {limit:.1f} %."
     )

@@ -11,8 +11,8 @@ from ottava_debug.analysis.report import Analysis, Noise, TensorReport, most_und
 from ottava_debug.analysis.terminal import decibels, notes, percent
 from ottava_debug.output import rendered
 
-# How much smaller than the amax a value may be that one scale of E4M3 does not make zero, in powers of two: what is not
-# above half of the smallest number becomes zero.
+# How much smaller than the amax a value may be that one scale of E4M3 does not make zero, in powers
+# of two: what is not above half of the smallest number becomes zero.
 _REACH = math.log2(E4M3.max / (E4M3.min_subnormal / 2))
 _BAR, _HEIGHT = 3, 26
 #: Exponents on the axis of the histograms, at most: below, they are counted with the first.
@@ -22,8 +22,8 @@ _WORST = 12
 
 @dataclass(frozen=True)
 class Metric:
-    """One of the measures: how it is called, read and shown; what its colour is of; and the values between which the
-    seven colours change, from bad to good."""
+    """One of the measures: how it is called, read and shown; what its colour is of; and the values
+    between which the seven colours change, from bad to good."""
 
     title: str
     value: Callable[[Noise], float | None]
@@ -37,7 +37,9 @@ class Metric:
         value = self.coloured(noise)
         if value is None:
             return 4
-        reached = [value >= bound if self.more_is_better else value <= bound for bound in self.bounds]
+        reached = [
+            value >= bound if self.more_is_better else value <= bound for bound in self.bounds
+        ]
         return sum(reached)
 
 
@@ -69,7 +71,9 @@ def page(report: Analysis, suggestion: str) -> str:
             "tensor": tensor,
             "amax": f"{tensor.amax:.4g}",
             "histogram": _histogram(tensor, axis),
-            "cells": [_cell(tensor.noise[name], shown, report.threshold) for name in report.recipes],
+            "cells": [
+                _cell(tensor.noise[name], shown, report.threshold) for name in report.recipes
+            ],
         }
         for tensor in report.tensors
     ]
@@ -85,7 +89,12 @@ def page(report: Analysis, suggestion: str) -> str:
     summaries = [
         {
             "recipe": s.recipe,
-            "texts": [decibels(s.sqnr), decibels(s.lowest_sqnr), percent(s.underflow), percent(s.saturation)],
+            "texts": [
+                decibels(s.sqnr),
+                decibels(s.lowest_sqnr),
+                percent(s.underflow),
+                percent(s.saturation),
+            ],
             "kept": len(s.kept),
         }
         for s in report.summaries()
@@ -133,7 +142,8 @@ def _axis(tensors: tuple[TensorReport, ...]) -> tuple[int, int]:
 
 
 def _histogram(tensor: TensorReport, axis: tuple[int, int]) -> dict[str, str]:
-    """Two paths of bars, of values within the reach of one scale and below, and the histogram in words."""
+    """Two paths of bars, of values within the reach of one scale and below, and the histogram in
+    words."""
     first = axis[0]
     if not tensor.exponents:
         return {"reached": "", "lost": "", "words": "no value but zeros"}
@@ -143,7 +153,10 @@ def _histogram(tensor: TensorReport, axis: tuple[int, int]) -> dict[str, str]:
     for exponent, count in _counts(tensor.exponents, first).items():
         tall = _HEIGHT * math.log1p(count) / math.log1p(highest)
         kind = "lost" if exponent + 1 <= lost else "reached"
-        paths[kind] += f"M{(exponent - first) * _BAR} {_HEIGHT}v-{min(tall, _HEIGHT):.3g}h{_BAR - 1}V{_HEIGHT}z"
+        paths[kind] += (
+            f"M{(exponent - first) * _BAR} "
+            f"{_HEIGHT}v-{min(tall, _HEIGHT):.3g}h{_BAR - 1}V{_HEIGHT}z"
+        )
     lowest = min(tensor.exponents)
     return paths | {"words": f"values from 2^{lowest} to 2^{max(tensor.exponents) + 1}"}
 

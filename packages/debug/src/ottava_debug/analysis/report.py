@@ -1,4 +1,5 @@
-"""What ``ottava analyze`` found, as data: what recipes make of tensors, and which layers need high precision."""
+"""What ``ottava analyze`` found, as data: what recipes make of tensors, and which layers need high
+precision."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,17 +12,19 @@ from ottava_debug.measures import Measures
 from ottava_debug.output import plain
 from ottava_debug.recipe_file import Keep
 
-#: Decibels. Rounding alone leaves normally distributed values 31.5 dB in E4M3 and 25.5 dB in E5M2. Below 20 dB, an
-#: error of a tenth, more than two thirds of the noise comes from what does not fit the range of the format.
+#: Decibels. Rounding alone leaves normally distributed values 31.5 dB in E4M3 and 25.5 dB in E5M2.
+#: Below 20 dB, an error of a tenth, more than two thirds of the noise comes from what does not fit
+#: the range of the format.
 THRESHOLD = 20.0
 
 
 def most_underflow(threshold: float) -> float:
     """The percentage of underflow that goes with an SQNR of ``threshold`` dB.
 
-    The SQNR does not see what small values lose beside a few large ones, which make up the sum of squares. So the
-    underflow is held to the same measure: where the step between numbers is ``2t`` near zero, values below ``t`` become
-    zero, and the noise is ``t²/3``. Of a normal distribution with this noise ``erf(t / (√2·σ))`` become zero.
+    The SQNR does not see what small values lose beside a few large ones, which make up the sum of
+    squares. So the underflow is held to the same measure: where the step between numbers is ``2t``
+    near zero, values below ``t`` become zero, and the noise is ``t²/3``. Of a normal distribution
+    with this noise ``erf(t / (√2·σ))`` become zero.
     """
     return 100 * math.erf(math.sqrt(1.5 * 10 ** (-threshold / 10)))
 
@@ -43,8 +46,9 @@ class Noise:
     """What one recipe makes of one tensor.
 
     Attributes:
-        rowwise, columnwise: what the data of each direction lose; columnwise is None where both directions have the
-            same data, or the recipe does not quantize that direction. Both are None where it failed.
+        rowwise, columnwise: what the data of each direction lose; columnwise is None where both
+            directions have the same data, or the recipe does not quantize that direction. Both are
+            None where it failed.
         error: why the recipe does not take the tensor; empty where it does.
     """
 
@@ -64,8 +68,13 @@ class Noise:
 
     @property
     def sqnr(self) -> float:
-        """dB, of the worse direction; ``-inf`` where the recipe failed, or values were not finite before."""
-        return -math.inf if self.not_finite else min((side.sqnr for side in self.sides), default=-math.inf)
+        """dB, of the worse direction; ``-inf`` where the recipe failed, or values were not finite
+        before."""
+        return (
+            -math.inf
+            if self.not_finite
+            else min((side.sqnr for side in self.sides), default=-math.inf)
+        )
 
     @property
     def underflow(self) -> float:
@@ -85,7 +94,8 @@ class Noise:
 
     @property
     def quality(self) -> float:
-        """dB, by which tensors are ranked: the SQNR, or where that is lower the one that goes with the underflow."""
+        """dB, by which tensors are ranked: the SQNR, or where that is lower the one that goes with
+        the underflow."""
         return min(self.sqnr, _of_underflow(self.underflow))
 
     def complaint(self, threshold: float) -> str:
@@ -193,7 +203,10 @@ class Analysis:
             OptionError: the recipe is none of the report's.
         """
         if recipe not in self.recipes:
-            raise OptionError(f"recipe {recipe!r} is not in the report", expected=f"one of {', '.join(self.recipes)}")
+            raise OptionError(
+                f"recipe {recipe!r} is not in the report",
+                expected=f"one of {', '.join(self.recipes)}",
+            )
         found: dict[str, list[str]] = {}
         for tensor in self.tensors:
             if complaint := tensor.noise[recipe].complaint(self.threshold):
@@ -201,9 +214,11 @@ class Analysis:
         return found
 
     def keeps(self, recipe: str) -> list[Keep]:
-        """What a recipe file has to keep in high precision, in the order of the layers; errors as of
-        :meth:`complaints`."""
-        return [Keep(layer, "; ".join(reasons)) for layer, reasons in self.complaints(recipe).items()]
+        """What a recipe file has to keep in high precision, in the order of the layers; errors as
+        of :meth:`complaints`."""
+        return [
+            Keep(layer, "; ".join(reasons)) for layer, reasons in self.complaints(recipe).items()
+        ]
 
     def summaries(self) -> list[Summary]:
         """One for each recipe."""
@@ -220,13 +235,14 @@ class Analysis:
         return found
 
     def best_recipe(self) -> str:
-        """The recipe that leaves the fewest elements of weights in high precision; of equal ones the one whose worst
-        tensor has the highest quality, then the first."""
+        """The recipe that leaves the fewest elements of weights in high precision; of equal ones
+        the one whose worst tensor has the highest quality, then the first."""
         ranks = self._ranks()
         return min(self.recipes, key=lambda recipe: ranks[recipe])
 
     def _ranks(self) -> dict[str, tuple[int, float]]:
-        """For each recipe the elements of weights in high precision, and the quality of its worst tensor, negative."""
+        """For each recipe the elements of weights in high precision, and the quality of its worst
+        tensor, negative."""
         weights = {tensor.layer: tensor.count for tensor in self.tensors if tensor.role == "weight"}
         # Recipes do not differ in what was NaN or infinite before.
         finite = [tensor for tensor in self.tensors if not tensor.not_finite]
@@ -238,10 +254,14 @@ class Analysis:
         return ranks
 
     def why_best(self) -> str:
-        """Why :meth:`best_recipe` is suggested among recipes that leave as little in high precision, in a sentence;
-        empty where there are no such recipes."""
+        """Why :meth:`best_recipe` is suggested among recipes that leave as little in high
+        precision, in a sentence; empty where there are no such recipes."""
         best, ranks = self.best_recipe(), self._ranks()
-        equals = [recipe for recipe in self.recipes if recipe != best and ranks[recipe][0] == ranks[best][0]]
+        equals = [
+            recipe
+            for recipe in self.recipes
+            if recipe != best and ranks[recipe][0] == ranks[best][0]
+        ]
         alike = [recipe for recipe in equals if ranks[recipe] == ranks[best]]
         worse = [f"{recipe} {_decibels(ranks[recipe])}" for recipe in equals if recipe not in alike]
         reasons = []
@@ -252,19 +272,27 @@ class Analysis:
             reasons.append(f"it comes before {', '.join(alike)}, whose worst tensor keeps as much")
         if not reasons:
             return ""
-        return f"{', '.join(equals)} would leave as little: {best} is suggested because {', and '.join(reasons)}."
+        return (
+            f"{', '.join(equals)} would leave as little: {best} is suggested because "
+            f"{', and '.join(reasons)}."
+        )
 
     def worst(self, number: int) -> list[tuple[TensorReport, str]]:
-        """The tensors with the lowest quality, lowest first, each with the recipe under which it has it."""
+        """The tensors with the lowest quality, lowest first, each with the recipe under which it
+        has it."""
 
         def quality(tensor: TensorReport, recipe: str) -> float:
             return tensor.noise[recipe].quality
 
-        ranked = [(tensor, min(self.recipes, key=lambda name: quality(tensor, name))) for tensor in self.tensors]
+        ranked = [
+            (tensor, min(self.recipes, key=lambda name: quality(tensor, name)))
+            for tensor in self.tensors
+        ]
         return sorted(ranked, key=lambda pair: quality(*pair))[:number]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON has it: what is not finite is the text ``"inf"``, ``"-inf"`` or ``"nan"``."""
+        """The report as JSON has it: what is not finite is the text ``"inf"``, ``"-inf"`` or
+        ``"nan"``."""
         best = self.best_recipe()
         kept = [{"layer": keep.layer, "reason": keep.reason} for keep in self.keeps(best)]
         suggestion = {"recipe": best, "kept": kept, "reason": self.why_best()}

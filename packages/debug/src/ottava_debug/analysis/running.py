@@ -1,4 +1,5 @@
-"""Runs ``ottava analyze``: what is named by options is made, and the report is shown and written."""
+"""Runs ``ottava analyze``: what is named by options is made, and the report is shown and
+written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,8 @@ def run(
     loss: str | None,
     **options: Any,
 ) -> None:
-    """Analyze, show and write; raises as of :func:`ottava_debug.analyze`, before anything is written."""
+    """Analyze, show and write; raises as of :func:`ottava_debug.analyze`, before anything is
+    written."""
     recipe_file = files["recipe"]
     outputs = (
         Output("--json", files["json"], output.JSON),
@@ -78,7 +80,8 @@ def run(
 
 
 def _batches(data: str, pairs: bool) -> Any:
-    """What ``--data`` names: the batches that a callable gives, or one of a file, with its targets if there are any."""
+    """What ``--data`` names: the batches that a callable gives, or one of a file, with its targets
+    if there are any."""
     if not Path(data).is_file():
         return made("--data", data)
     batch = dict(read_state(Path(data))[0])

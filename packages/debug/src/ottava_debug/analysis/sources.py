@@ -19,10 +19,13 @@ from ottava_debug.analysis.report import Skipped
 from ottava_integrations import read_state
 
 #: Layers that look their weights up: by any part of their names, or by the last one.
-_LOOKED_UP = re.compile(r"embed|(^|\.)(emb|wte|wpe|tok|tokens?|pos|positions?)\.weight$", re.IGNORECASE)
+_LOOKED_UP = re.compile(
+    r"embed|(^|\.)(emb|wte|wpe|tok|tokens?|pos|positions?)\.weight$", re.IGNORECASE
+)
 _WEIGHT = "weight"
 _WHOLE = ("model.safetensors", "model.safetensors.index.json", INDEX_NAME)
-# In folders of Transformers before safetensors; other files of theirs with this suffix hold no weights.
+# In folders of Transformers before safetensors; other files of theirs with this suffix hold no
+# weights.
 _BY_TORCH = "pytorch_model*.bin"
 # Of a captured step: each has the operands of its first call.
 _OPERAND = "operands/0.activation"
@@ -33,9 +36,9 @@ def read(source: Any) -> Mapping[str, Any]:
     """The tensors of a source by name, mapped where files allow that.
 
     Args:
-        source: a safetensors file; a folder of such, with an index of which tensor is where or without, or of
-            ``pytorch_model*.bin``; a file of ``torch.save`` with a state dict, of which no code is run; a sharded
-            checkpoint of Ottava; or a state dict.
+        source: a safetensors file; a folder of such, with an index of which tensor is where or
+            without, or of ``pytorch_model*.bin``; a file of ``torch.save`` with a state dict, of
+            which no code is run; a sharded checkpoint of Ottava; or a state dict.
 
     Raises:
         CheckpointError: it is damaged, or nothing of all this.
@@ -43,8 +46,13 @@ def read(source: Any) -> Mapping[str, Any]:
     """
     if isinstance(source, Mapping):
         for name, value in source.items():
-            if not isinstance(name, str) or not isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
-                raise DTypeError(f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name")
+            if not isinstance(name, str) or not isinstance(
+                value, (torch.Tensor, QuantizedTensorStorage)
+            ):
+                raise DTypeError(
+                    f"{name!r} is a {type(value).__name__}",
+                    expected="a state dict of tensors by name",
+                )
         return source
     path = as_path(source)
     whole = not path.is_dir() or any((path / name).exists() for name in _WHOLE)
@@ -66,12 +74,17 @@ def _read_folder(folder: Path) -> dict[str, Any]:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_BY_TORCH))
     if not files:
         remedy = "name the folder that holds them, or a file"
-        raise CheckpointError(f"{folder} has no safetensors file", f"such files, or {_BY_TORCH}", remedy)
+        raise CheckpointError(
+            f"{folder} has no safetensors file", f"such files, or {_BY_TORCH}", remedy
+        )
     found: dict[str, Any] = {}
     for file in files:
         state = read_state(file)[0]
         if both := found.keys() & state.keys():
-            what, remedy = f"{folder} has {min(both)!r} in several files", "name the file that is meant"
+            what, remedy = (
+                f"{folder} has {min(both)!r} in several files",
+                "name the file that is meant",
+            )
             raise CheckpointError(what, expected="each tensor once", remedy=remedy)
         found |= state
     return found
@@ -80,13 +93,15 @@ def _read_folder(folder: Path) -> dict[str, Any]:
 def weights(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[Skipped]]:
     """The weights of products, by the names of their layers, and why every other tensor is none.
 
-    A weight is a matrix in high precision that is named ``weight`` or ``*.weight``, and neither named as an embedding
-    nor tied to one.
+    A weight is a matrix in high precision that is named ``weight`` or ``*.weight``, and neither
+    named as an embedding nor tied to one.
 
     Raises:
         UsageError: there is no weight.
     """
-    looked_up = {place_of(v): n for n, v in state.items() if n.endswith(_WEIGHT) and _LOOKED_UP.search(n)}
+    looked_up = {
+        place_of(v): n for n, v in state.items() if n.endswith(_WEIGHT) and _LOOKED_UP.search(n)
+    }
     chosen: dict[str, torch.Tensor] = {}
     skipped: list[Skipped] = []
     for name, value in state.items():

@@ -15,7 +15,9 @@ MARK = "!"
 
 def decibels(value: float) -> str:
     """``"31.5"``; exact where nothing is lost."""
-    return "exact" if value == float("inf") else "broken" if value == -float("inf") else f"{value:.1f}"
+    return (
+        "exact" if value == float("inf") else "broken" if value == -float("inf") else f"{value:.1f}"
+    )
 
 
 def percent(value: float | None) -> str:
@@ -39,12 +41,19 @@ def summary_table(report: Analysis) -> Table:
         )
         for s in report.summaries()
     ]
-    return table("Recipes: the middle tensor's SQNR, and the worst of all tensors", heads, rows, right=heads[1:])
+    return table(
+        "Recipes: the middle tensor's SQNR, and the worst of all tensors",
+        heads,
+        rows,
+        right=heads[1:],
+    )
 
 
 def tensor_table(report: Analysis, rows: int) -> Table:
     """The worst tensors under any recipe, at most ``rows`` of them."""
-    made = Table(title=f"The worst tensors, each under its worst recipe ({MARK}: needs high precision)")
+    made = Table(
+        title=f"The worst tensors, each under its worst recipe ({MARK}: needs high precision)"
+    )
     made.add_column("layer (tensor, recipe)", overflow="fold")
     for head in ("SQNR (dB)", "underflow", "saturated", "cosine"):
         made.add_column(head, no_wrap=True, justify="right")
@@ -58,13 +67,21 @@ def _cells(noise: Noise, threshold: float) -> tuple[str, ...]:
     mark = f" {MARK}" if noise.complaint(threshold) else ""
     if noise.error:
         return "fails" + mark, "", "", ""
-    return decibels(noise.sqnr) + mark, percent(noise.underflow), percent(noise.saturation), f"{noise.cosine:.4f}"
+    return (
+        decibels(noise.sqnr) + mark,
+        percent(noise.underflow),
+        percent(noise.saturation),
+        f"{noise.cosine:.4f}",
+    )
 
 
 def sentences(report: Analysis, rows: int) -> Iterator[str]:
     """What is to be said below the tables."""
     if len(report.tensors) > rows:
-        yield f"{len(report.tensors) - rows} more tensors are not shown: --rows shows more, --html and --json all."
+        yield (
+            f"{len(report.tensors) - rows} more tensors are not shown: --rows shows more, "
+            f"--html and --json all."
+        )
     limit = most_underflow(report.threshold)
     below = f"the SQNR is below {report.threshold:g} dB or underflow above {limit:.1f} %"
     yield f"A layer needs high precision where {below}."
@@ -83,7 +100,10 @@ def notes(report: Analysis) -> Iterator[str]:
     for tensor in report.tensors:
         if tensor.not_finite:
             what = f"{tensor.layer or '(root)'} ({tensor.role})"
-            yield f"{what}: {tensor.not_finite} of {tensor.count} values are NaN or infinite, in high precision too."
+            yield (
+                f"{what}: {tensor.not_finite} of {tensor.count} values are NaN or infinite, in "
+                f"high precision too."
+            )
     for reason, count in Counter(skip.reason for skip in report.skipped).items():
         names = grouped([skip.name for skip in report.skipped if skip.reason == reason])
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

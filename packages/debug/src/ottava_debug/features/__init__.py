@@ -1,4 +1,5 @@
-"""What sections of a configuration switch on: first-party features, and the base class of others."""
+"""What sections of a configuration switch on: first-party features, and the base class of
+others."""
 
 from ottava_debug.features.base import Feature
 from ottava_debug.features.dump import DumpTensors

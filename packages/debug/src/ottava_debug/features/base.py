@@ -1,4 +1,5 @@
-"""What features have in common: which products and tensors of a layer, in which steps, with which options."""
+"""What features have in common: which products and tensors of a layer, in which steps, with which
+options."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from ottava_debug.products import TENSORS
 
 GEMMS = tuple(TENSORS)
 EVERY_TENSOR = tuple(dict.fromkeys(tensor for tensors in TENSORS.values() for tensor in tensors))
-#: What is done where a feature raises: it is switched off for the layer, with a warning, or the error is raised.
+#: What is done where a feature raises: it is switched off for the layer, with a warning, or the
+#: error is raised.
 ON_ERROR = ("warn", "raise")
 
 #: ``check(value)`` gives the value that is meant, or raises an error of Ottava.
@@ -33,8 +35,14 @@ def _ranges(value: Any) -> list[tuple[int, int]]:
     expected = "ascending pairs [start, end], ends included, no overlap, the last end -1 for none"
     pairs = value if isinstance(value, list) else [value]
     for number, pair in enumerate(pairs):
-        ordered = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(step) is int for step in pair)
-        if not ordered or not (0 <= pair[0] <= pair[1] or (pair[1] == -1 and number == len(pairs) - 1)):
+        ordered = (
+            isinstance(pair, (list, tuple))
+            and len(pair) == 2
+            and all(type(step) is int for step in pair)
+        )
+        if not ordered or not (
+            0 <= pair[0] <= pair[1] or (pair[1] == -1 and number == len(pairs) - 1)
+        ):
             raise OptionError(f"has {kind_of(pair)}", expected=expected)
         if number and pairs[number - 1][1] > pair[0]:
             raise OptionError(f"has {kind_of(pair)} after {pairs[number - 1]!r}", expected=expected)
@@ -58,7 +66,8 @@ COMMON: dict[str, Check] = {
 
 
 def checked(given: Located, key: str, check: Check, what: str) -> Any:
-    """What the value at a key means. OptionError: it is not allowed; the message names ``what``, key and line."""
+    """What the value at a key means. OptionError: it is not allowed; the message names ``what``,
+    key and line."""
     try:
         return check(given[key])
     except OttavaError as error:
@@ -88,22 +97,27 @@ class Feature:
     """A feature: what is done to the tensors of some layers, or seen of them.
 
     A class of one's own may derive from it. It has any of the methods below, marked by
-    ``nvdlfw_inspect.registry.api_method``, and is registered by ``nvdlfw_inspect.registry.Registry.register_feature``
-    in a file of a folder that ``initialize(feature_dirs=…)`` is given. Methods are called by keywords, with those of
-    these arguments that they take:
+    ``nvdlfw_inspect.registry.api_method``, and is registered by
+    ``nvdlfw_inspect.registry.Registry.register_feature`` in a file of a folder that
+    ``initialize(feature_dirs=…)`` is given. Methods are called by keywords, with those of these
+    arguments that they take:
 
-    - ``fp8_gemm_enabled(config, layer_name, gemm, iteration)``: False has the product take high precision.
-    - ``modify_tensor_enabled(config, layer_name, gemm, tensor_name, iteration)``: whether to call ``modify_tensor``.
-    - ``modify_tensor(config, layer_name, gemm, tensor_name, tensor, iteration)``: the values that are taken instead, or
-      a quantized tensor.
-    - ``inspect_tensor_enabled(config, layer_name, tensor_name, iteration)``, then ``inspect_tensor(config, layer_name,
-      tensor_name, tensor, iteration, rowwise_quantized_tensor, columnwise_quantized_tensor)``: once for each tensor.
-    - ``inspect_tensor_postquantize_enabled(config, layer_name, gemm, tensor_name, iteration)``, then
-      ``inspect_tensor_postquantize(config, layer_name, gemm, tensor_name, tensor, rowwise, iteration)``: each quantized
-      operand of a product.
+    - ``fp8_gemm_enabled(config, layer_name, gemm, iteration)``: False has the product take high
+      precision.
+    - ``modify_tensor_enabled(config, layer_name, gemm, tensor_name, iteration)``: whether to call
+      ``modify_tensor``.
+    - ``modify_tensor(config, layer_name, gemm, tensor_name, tensor, iteration)``: the values that
+      are taken instead, or a quantized tensor.
+    - ``inspect_tensor_enabled(config, layer_name, tensor_name, iteration)``, then
+      ``inspect_tensor(config, layer_name, tensor_name, tensor, iteration,
+      rowwise_quantized_tensor, columnwise_quantized_tensor)``: once for each tensor.
+    - ``inspect_tensor_postquantize_enabled(config, layer_name, gemm, tensor_name, iteration)``,
+      then ``inspect_tensor_postquantize(config, layer_name, gemm, tensor_name, tensor, rowwise,
+      iteration)``: each quantized operand of a product.
     - ``step()``: after each step.
 
-    A tensor that ``modify_tensor`` is given is a copy. Those that others are given must not be changed in place.
+    A tensor that ``modify_tensor`` is given is a copy. Those that others are given must not be
+    changed in place.
     """
 
     #: Whether a configuration names products, and tensors.
@@ -126,10 +140,14 @@ class Feature:
         if "enabled" in given:
             truth(given, "enabled", what)
         found = []
-        for gemm, at_gemm in self._levels(given, "gemm", GEMMS, what) if self.by_gemm else [(None, given)]:
+        for gemm, at_gemm in (
+            self._levels(given, "gemm", GEMMS, what) if self.by_gemm else [(None, given)]
+        ):
             tensors = TENSORS.get(str(gemm), EVERY_TENSOR)
             for tensor, at in (
-                self._levels(at_gemm, "tensor", EVERY_TENSOR, what) if self.by_tensor else [(None, at_gemm)]
+                self._levels(at_gemm, "tensor", EVERY_TENSOR, what)
+                if self.by_tensor
+                else [(None, at_gemm)]
             ):
                 options = self._checked(at, what)
                 # In lists for several products a tensor is meant for those that have it.
@@ -138,21 +156,31 @@ class Feature:
         nothing_to_do = [] in (given.get("gemms"), given.get("tensors"))
         if not found and not nothing_to_do:
             raise OptionError(
-                f"{given.where()}: {what} names no tensor of the products that it names", expected=_pairs()
+                f"{given.where()}: {what} names no tensor of the products that it names",
+                expected=_pairs(),
             )
         return found
 
-    def _levels(self, given: Located, key: str, known: tuple[str, ...], what: str) -> Iterator[tuple[str, Located]]:
-        """Names of products or tensors, each with what holds for it: of a structure, its own keys over the others."""
+    def _levels(
+        self, given: Located, key: str, known: tuple[str, ...], what: str
+    ) -> Iterator[tuple[str, Located]]:
+        """Names of products or tensors, each with what holds for it: of a structure, its own keys
+        over the others."""
         several, structure = f"{key}s", f"{key}s_struct"
         if structure in given:
             if not isinstance(given[structure], list) or not given[structure]:
                 where = f"{given.where(structure)}: {what}: {structure}"
-                raise OptionError(f"{where} is {kind_of(given[structure])}", expected=f"a list of mappings with {key}")
+                raise OptionError(
+                    f"{where} is {kind_of(given[structure])}",
+                    expected=f"a list of mappings with {key}",
+                )
             for item in given[structure]:
                 if not isinstance(item, Located) or key not in item:
                     where = item.where() if isinstance(item, Located) else given.where(structure)
-                    raise OptionError(f"{where}: {what}: an item of {structure} has no {key}", expected=f"{key}: NAME")
+                    raise OptionError(
+                        f"{where}: {what}: an item of {structure} has no {key}",
+                        expected=f"{key}: NAME",
+                    )
                 for name in names(item, key, what, known):
                     yield name, item.over(given, key, several, structure)
         elif several in given:
@@ -181,7 +209,8 @@ class Feature:
         return found
 
     def put_together(self) -> None:
-        """Called on every rank after a step in which a configuration has the feature act, before :meth:`step`."""
+        """Called on every rank after a step in which a configuration has the feature act, before
+        :meth:`step`."""
 
     def step(self) -> None:
         """Called after each step."""

@@ -39,8 +39,8 @@ def _flag(value: Any) -> bool:
 
 
 def file_name(layer: str, tensor: str, step: int, number: int) -> str:
-    """``LAYER.TENSOR.step-000012.0.safetensors``; a layer's name that is no name of a file, or too long, is changed,
-    and has a digest, by which it is unlike that of another layer."""
+    """``LAYER.TENSOR.step-000012.0.safetensors``; a layer's name that is no name of a file, or too
+    long, is changed, and has a digest, by which it is unlike that of another layer."""
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", layer).lstrip(".")[:_LONGEST]
     if safe != layer or not safe:
         digest = hashlib.blake2b(layer.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
@@ -49,18 +49,20 @@ def file_name(layer: str, tensor: str, step: int, number: int) -> str:
 
 
 class DumpTensors(Feature):
-    """Tensors of products, as safetensors files of one tensor each, ``log_dir/tensor_dumps/rank-00000/NAME``.
+    """Tensors of products, as safetensors files of one tensor each,
+    ``log_dir/tensor_dumps/rank-00000/NAME``.
 
-    The name is ``LAYER.TENSOR.step-STEP.NUMBER.safetensors``; microbatches of a step have numbers from 0, and a weight
-    is written once a step. :func:`ottava.checkpoint.load_file` reads them, and so does every tool for safetensors.
+    The name is ``LAYER.TENSOR.step-STEP.NUMBER.safetensors``; microbatches of a step have numbers
+    from 0, and a weight is written once a step. :func:`ottava.checkpoint.load_file` reads them, and
+    so does every tool for safetensors.
 
     Options: ``tensors`` or ``tensors_struct``, ``freq`` and ranges of steps, and what is written:
 
     - ``high_precision_tensor``: the tensor, as ``high_precision``;
-    - ``quantized_tensor``: what products take of it, as ``quantized``: the values in float32 for which the elements
-      stand;
-    - ``dump_quantized_internals``, with ``quantized_tensor``: the bytes and the scales, as ``internals.NAME``, of which
-      ``load_file`` makes the quantized tensor ``internals``.
+    - ``quantized_tensor``: what products take of it, as ``quantized``: the values in float32 for
+      which the elements stand;
+    - ``dump_quantized_internals``, with ``quantized_tensor``: the bytes and the scales, as
+      ``internals.NAME``, of which ``load_file`` makes the quantized tensor ``internals``.
 
     Args:
         log_dir: the folder in which the folder of the files is made; None: that of nvdlfw-inspect.
@@ -87,7 +89,9 @@ class DumpTensors(Feature):
             wanted = {key for key in self.options if target.options.get(key)}
             if not wanted:
                 expected = f"{_HIGH_PRECISION}: True, {_QUANTIZED}: True, or both"
-                raise OptionError(f"{what}: nothing of {target.tensor} is to be written", expected=expected)
+                raise OptionError(
+                    f"{what}: nothing of {target.tensor} is to be written", expected=expected
+                )
             if _INTERNALS in wanted and _QUANTIZED not in wanted:
                 raise OptionError(
                     f"{what}: {_INTERNALS} without {_QUANTIZED}",
@@ -129,7 +133,9 @@ class DumpTensors(Feature):
         if tensor_name == "weight":
             self._weights.add(layer_name if layer is None else layer)
 
-    def _entries(self, config: Any, tensor: torch.Tensor, quantized: QuantizedTensorStorage | None) -> dict[str, Any]:
+    def _entries(
+        self, config: Any, tensor: torch.Tensor, quantized: QuantizedTensorStorage | None
+    ) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         if config.get(_HIGH_PRECISION):
             entries["high_precision"] = tensor.detach()

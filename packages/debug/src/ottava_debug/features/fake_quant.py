@@ -17,14 +17,17 @@ def _format(value: Any) -> str:
     try:
         fake_quantize(torch.zeros(1), value)
     except OptionError as error:
-        raise OptionError(f"is {value!r}: {error.what}", expected=error.expected, remedy=error.remedy) from error
+        raise OptionError(
+            f"is {value!r}: {error.what}", expected=error.expected, remedy=error.remedy
+        ) from error
     return value
 
 
 class FakeQuant(Feature):
     """Products in high precision of tensors that were quantized and dequantized.
 
-    Options: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, and ``quant_format``, the name of a
+    Options: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, and ``quant_format``,
+    the name of a
     format as of :func:`ottava.debug.fake_quantize`. The products named take nothing quantized.
     """
 
@@ -55,7 +58,8 @@ class FakeQuant(Feature):
         iteration: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The tensor, quantized and dequantized in the format that ``config`` has as ``quant_format``."""
+        """The tensor, quantized and dequantized in the format that ``config`` has as
+        ``quant_format``."""
         return fake_quantize(tensor, config["quant_format"], out)
 
 

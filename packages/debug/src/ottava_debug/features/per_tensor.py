@@ -32,7 +32,9 @@ class _PerTensorQuantizer(Float8QuantizerBase):
         self.margin = margin
         self.internal = True
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize_impl(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
         scale, scale_inv = kernels.scale_from_amax(kernels.amax(tensor), self.fp8_dtype)
         if self.margin:
@@ -47,12 +49,14 @@ class _PerTensorQuantizer(Float8QuantizerBase):
 
 
 class PerTensorScaling(Feature):
-    """Products take operands that are quantized with one scale a tensor, from the amax of the tensor itself.
+    """Products take operands that are quantized with one scale a tensor, from the amax of the
+    tensor itself.
 
-    Options: ``gemms`` or ``gemms_struct``; ``tensors`` or ``tensors_struct``, of ``activation``, ``weight`` and
-    ``gradient``; ``margin``, 0 by default: the amax counts as ``amax · 2^margin``. The format of the elements is that
-    of the recipe, or E4M3, and E5M2 for gradients, where this is no FP8 format. An operand that the product takes in
-    high precision stays so.
+    Options: ``gemms`` or ``gemms_struct``; ``tensors`` or ``tensors_struct``, of ``activation``,
+    ``weight`` and
+    ``gradient``; ``margin``, 0 by default: the amax counts as ``amax · 2^margin``. The format of
+    the elements is that of the recipe, or E4M3, and E5M2 for gradients, where this is no FP8
+    format. An operand that the product takes in high precision stays so.
     """
 
     by_gemm = by_tensor = True
@@ -64,7 +68,9 @@ class PerTensorScaling(Feature):
         for target in found:
             if target.tensor not in ROLES:
                 expected = f"operands: {', '.join(ROLES)}"
-                raise OptionError(f"{what}: {target.tensor} is the result of a product", expected=expected)
+                raise OptionError(
+                    f"{what}: {target.tensor} is the result of a product", expected=expected
+                )
         return found
 
     @api_method  # type: ignore[untyped-decorator]
@@ -86,7 +92,8 @@ class PerTensorScaling(Feature):
         default_quantizer: Quantizer | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensorStorage | None:
-        """The operand, quantized with one scale; None where ``default_quantizer``, that of the recipe, is None."""
+        """The operand, quantized with one scale; None where ``default_quantizer``, that of the
+        recipe, is None."""
         if default_quantizer is None:
             return None
         element = getattr(getattr(default_quantizer, "layout", None), "element", None)

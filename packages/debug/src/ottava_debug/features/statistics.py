@@ -1,4 +1,5 @@
-"""Statistics of tensors, and of what quantization makes of them: collected in a step, and logged after it."""
+"""Statistics of tensors, and of what quantization makes of them: collected in a step, and logged
+after it."""
 
 import math
 import warnings
@@ -60,8 +61,8 @@ class Statistic(NamedTuple):
 def write(found: Statistic, loggers: Iterable[Any]) -> None:
     """Log a statistic as nvdlfw-inspect does, under ``LAYER_TENSOR_STAT``.
 
-    A histogram is one where a logger has a writer of TensorBoard that takes histograms; others get a number for each
-    exponent, under ``LAYER_TENSOR_STAT_EXPONENT``.
+    A histogram is one where a logger has a writer of TensorBoard that takes histograms; others get
+    a number for each exponent, under ``LAYER_TENSOR_STAT_EXPONENT``.
     """
     name = f"{found.layer}_{found.tensor}_{found.stat}"
     for logger in loggers:
@@ -84,7 +85,8 @@ def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) 
 
 
 def reduction_group() -> Any:
-    """The process group that nvdlfw-inspect was given by ``set_tensor_reduction_group``; None if it was not."""
+    """The process group that nvdlfw-inspect was given by ``set_tensor_reduction_group``; None if it
+    was not."""
     # Its import may lead back here.
     import nvdlfw_inspect.api as api  # type: ignore[import-untyped]
 
@@ -92,7 +94,8 @@ def reduction_group() -> Any:
 
 
 class _Stat(NamedTuple):
-    """A statistic as it is asked for: of what a recipe would make of the tensor, or of the product's own operand."""
+    """A statistic as it is asked for: of what a recipe would make of the tensor, or of the
+    product's own operand."""
 
     text: str
     stat: str
@@ -112,7 +115,8 @@ class _Statistics(Feature):
         self._sink = sink or (lambda found: write(found, MetricLogger.enabled_loggers))
         self._group = group
         self._is_together = False
-        # (Step, layer, tensor) -> the statistics, and (recipe, whether along columns) -> their sums.
+        # (Step, layer, tensor) -> the statistics, and (recipe, whether along columns) -> their
+        # sums.
         self._collected: dict[tuple[int, str, str], tuple[Sequence[_Stat], dict[Any, Any]]] = {}
         # Layers, and (recipe, whether along columns), whose weights the step has counted.
         self._weights: set[tuple[Any, Any]] = set()
@@ -127,7 +131,9 @@ class _Statistics(Feature):
         self._weights.add(weight)
         return known
 
-    def _sums(self, key: tuple[int, str, str], stats: Sequence[_Stat], of: Any, make: Callable[[], Any]) -> Any:
+    def _sums(
+        self, key: tuple[int, str, str], stats: Sequence[_Stat], of: Any, make: Callable[[], Any]
+    ) -> Any:
         held = self._collected.setdefault(key, (stats, {}))[1]
         if of not in held:
             held[of] = make()
@@ -137,8 +143,8 @@ class _Statistics(Feature):
         return self._group is not None and spans_ranks(self._group())
 
     def put_together(self) -> None:
-        """Have the sums be those of all ranks of the group. A rank's weight, unlike its share of a batch, is no part
-        of a larger tensor: its sums stay what they are."""
+        """Have the sums be those of all ranks of the group. A rank's weight, unlike its share of a
+        batch, is no part of a larger tensor: its sums stay what they are."""
         if self._group is None or not self._spans_ranks():
             return
         own = {
@@ -185,12 +191,15 @@ def _plain_stats(value: Any) -> tuple[_Stat, ...]:
 
 
 def _of_blocks(given: Any) -> str:
-    """The name of the statistic of blocks: of its name alone, or of a mapping of that to its options."""
+    """The name of the statistic of blocks: of its name alone, or of a mapping of that to its
+    options."""
     expected = f"{{{BLOCKWISE}: {{block_size: {BLOCK_SIZE}, dims: {BLOCK_DIMS}}}}}"
     if isinstance(given, str):
         return blockwise_name(BLOCK_SIZE, BLOCK_DIMS)
     if list(given) != [BLOCKWISE]:
-        raise OptionError(f"has a mapping of {', '.join(map(str, given)) or 'nothing'}", expected=expected)
+        raise OptionError(
+            f"has a mapping of {', '.join(map(str, given)) or 'nothing'}", expected=expected
+        )
     options = {} if given[BLOCKWISE] is None else given[BLOCKWISE]
     if not isinstance(options, Mapping):
         raise OptionError(f"has {BLOCKWISE}: {kind_of(options)}", expected=expected)
@@ -204,7 +213,9 @@ def _of_blocks(given: Any) -> str:
             expected="a number of elements, from 1",
         )
     if type(dims) is not int or dims not in (1, 2):
-        raise OptionError(f"has {BLOCKWISE} with dims {kind_of(dims)}", expected="1 or 2, for squares")
+        raise OptionError(
+            f"has {BLOCKWISE} with dims {kind_of(dims)}", expected="1 or 2, for squares"
+        )
     return blockwise_name(size, dims)
 
 
@@ -215,7 +226,9 @@ def _quantized_stats(value: Any) -> tuple[_Stat, ...]:
 def _parsed(text: str) -> _Stat:
     columnwise = text.endswith(_COLUMNWISE)
     rest = text.removesuffix(_COLUMNWISE)
-    stat = next((name for name in sorted(QUANTIZED, key=len, reverse=True) if rest.endswith(name)), None)
+    stat = next(
+        (name for name in sorted(QUANTIZED, key=len, reverse=True) if rest.endswith(name)), None
+    )
     if stat is None:
         raise _unknown(text, QUANTIZED)
     before = rest.removesuffix(stat)
@@ -242,14 +255,17 @@ def _unknown(text: str, known: Iterable[str]) -> OptionError:
 class LogTensorStats(_Statistics):
     """Statistics of tensors in high precision, as products take and give them.
 
-    Options: ``tensors`` or ``tensors_struct``, ``stats``: of ``min``, ``max``, ``mean``, ``std``, ``l1_norm``,
-    ``l2_norm``, ``cur_amax`` (``amax``), ``dynamic_range``, the distance of the largest and the smallest magnitude in
-    powers of two, ``exponents``, a histogram of those, and ``max_blockwise_dynamic_range``; ``freq`` and ranges of
-    steps. A weight is counted once a step, other tensors in each microbatch.
+    Options: ``tensors`` or ``tensors_struct``, ``stats``: of ``min``, ``max``, ``mean``, ``std``,
+    ``l1_norm``,
+    ``l2_norm``, ``cur_amax`` (``amax``), ``dynamic_range``, the distance of the largest and the
+    smallest magnitude in powers of two, ``exponents``, a histogram of those, and
+    ``max_blockwise_dynamic_range``; ``freq`` and ranges of steps. A weight is counted once a step,
+    other tensors in each microbatch.
 
-    ``{max_blockwise_dynamic_range: {block_size: 32, dims: 1}}`` is the largest of the dynamic ranges of blocks of
-    ``block_size`` elements of a row, or with ``dims: 2`` of squares; of operands also of their transposes, which
-    products take too. It is logged as ``max_blockwise_dynamic_range_block_size_32_dims_1``.
+    ``{max_blockwise_dynamic_range: {block_size: 32, dims: 1}}`` is the largest of the dynamic
+    ranges of blocks of ``block_size`` elements of a row, or with ``dims: 2`` of squares; of
+    operands also of their transposes, which products take too. It is logged as
+    ``max_blockwise_dynamic_range_block_size_32_dims_1``.
     """
 
     options: ClassVar[dict[str, Check]] = {"stats": _plain_stats}
@@ -281,16 +297,17 @@ class LogFp8TensorStats(_Statistics):
 
     - ``underflows%``: values that are not zero and become zero, in percent of all elements;
       ``underflows_of_nonzero%``: in percent of the values that are not zero.
-    - ``overflows%``: values that are clamped, in percent of all elements; ``saturation%``: in percent of the finite
-      values.
+    - ``overflows%``: values that are clamped, in percent of all elements; ``saturation%``: in
+      percent of the finite values.
     - ``sqnr`` in dB, ``cosine``, ``mse``.
-    - ``scale_inv_min`` and ``scale_inv_max``, of the blocks, as they are stored: of E8M0 scales the bytes, 0 to 255;
-      ``scale_inv_value_min`` and ``scale_inv_value_max``: what elements are multiplied by; ``scale``: the largest
-      factor by which values were multiplied.
+    - ``scale_inv_min`` and ``scale_inv_max``, of the blocks, as they are stored: of E8M0 scales the
+      bytes, 0 to 255; ``scale_inv_value_min`` and ``scale_inv_value_max``: what elements are
+      multiplied by; ``scale``: the largest factor by which values were multiplied.
 
-    Before a name may stand that of a recipe, as in ``mxfp8_sqnr``: what it would make of the tensor; of a recipe with
-    state what it made of it, in layers that run under it. After it may stand ``_columnwise``, for the data along
-    columns. A weight is counted once a step, other tensors in each microbatch.
+    Before a name may stand that of a recipe, as in ``mxfp8_sqnr``: what it would make of the
+    tensor; of a recipe with state what it made of it, in layers that run under it. After it may
+    stand ``_columnwise``, for the data along columns. A weight is counted once a step, other
+    tensors in each microbatch.
     """
 
     options: ClassVar[dict[str, Check]] = {"stats": _quantized_stats}
@@ -339,13 +356,16 @@ class LogFp8TensorStats(_Statistics):
         columnwise: bool,
         taken: QuantizedTensorStorage | None,
     ) -> QuantizedTensorStorage | None:
-        """What a recipe makes of a tensor, of results as of inputs; of one with state what it made, and was taken."""
+        """What a recipe makes of a tensor, of results as of inputs; of one with state what it made,
+        and was taken."""
         role = ROLES.get(tensor_name, "input")
         if (recipe, role) not in self._quantizers:
             made_by = get_recipe(recipe)
             if made_by.stateful:
                 return taken
-            self._quantizers[recipe, role] = made_by.make_quantizer(QuantizerRole("linear", role)).copy()
+            self._quantizers[recipe, role] = made_by.make_quantizer(
+                QuantizerRole("linear", role)
+            ).copy()
         quantizer = self._quantizers[recipe, role]
         quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
         made: QuantizedTensorStorage = quantizer.quantize(tensor)
@@ -354,6 +374,11 @@ class LogFp8TensorStats(_Statistics):
     def _tell(self, layer: str, tensor: str, columnwise: bool, recipe: str | None) -> None:
         if (layer, tensor) not in self._told:
             self._told.add((layer, tensor))
-            along = ("along columns" if columnwise else "along rows") + (f" by {recipe!r}" if recipe else "")
-            what = f"{tensor} of layer {layer!r} is not quantized {along}: there are no statistics of that"
+            along = ("along columns" if columnwise else "along rows") + (
+                f" by {recipe!r}" if recipe else ""
+            )
+            what = (
+                f"{tensor} of layer {layer!r} is not quantized {along}: there are no "
+                f"statistics of that"
+            )
             warnings.warn(what, UserWarning, stacklevel=2)

@@ -48,7 +48,9 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
 
 def _smallest(x: torch.Tensor) -> torch.Tensor:
     magnitudes = _magnitudes(x)
-    return torch.where(magnitudes == 0, torch.full((), math.inf, dtype=x.dtype, device=x.device), magnitudes).min()
+    return torch.where(
+        magnitudes == 0, torch.full((), math.inf, dtype=x.dtype, device=x.device), magnitudes
+    ).min()
 
 
 # Name -> the number of a tensor, and how those of two are put together.
@@ -68,7 +70,11 @@ def _range(amax: float, smallest: float) -> float:
 
 
 def _std(count: float, total: float, squares: float) -> float:
-    return math.sqrt(max(squares - total * total / count, 0.0) / (count - 1)) if count > 1 else math.nan
+    return (
+        math.sqrt(max(squares - total * total / count, 0.0) / (count - 1))
+        if count > 1
+        else math.nan
+    )
 
 
 _Value = tuple[tuple[str, ...], Callable[..., float]]
@@ -141,13 +147,15 @@ _SCALES: dict[str, Callable[[Scales], float]] = {
 QUANTIZED = (*_LOSSES, *_SCALES)
 
 
-#: The statistic of blocks, as configurations call it, and what its options are if they are not told.
+#: The statistic of blocks, as configurations call it, and what its options are if they are not
+#: told.
 BLOCKWISE, BLOCK_SIZE, BLOCK_DIMS = "max_blockwise_dynamic_range", 32, 1
 _BLOCKWISE = re.compile(rf"{BLOCKWISE}_block_size_([1-9][0-9]{{0,8}})_dims_([12])")
 
 
 def blockwise_name(size: int, dims: int) -> str:
-    """The statistic of blocks of ``size`` elements (``dims`` 1), or of squares of ``size`` × ``size`` (2)."""
+    """The statistic of blocks of ``size`` elements (``dims`` 1), or of squares of ``size`` ×
+    ``size`` (2)."""
     return f"{BLOCKWISE}_block_size_{size}_dims_{dims}"
 
 
@@ -161,7 +169,8 @@ def block_of(stat: str) -> tuple[int, int] | None:
 
 
 def block_range(matrix: torch.Tensor, block: tuple[int, int]) -> float:
-    """The largest of the blocks' ``log2 max|x| - log2 min|x|``, of values that are finite and not zero.
+    """The largest of the blocks' ``log2 max|x| - log2 min|x|``, of values that are finite and not
+    zero.
 
     Args:
         matrix: ``[rows, columns]`` in high precision. Blocks at ragged edges are smaller.
@@ -191,7 +200,8 @@ class ValueSums:
     Args:
         stats: the statistics that will be asked for.
         with_exponents: whether the histogram will be, too.
-        both_ways: whether products take the tensors along rows and along columns: blocks are then looked at both ways.
+        both_ways: whether products take the tensors along rows and along columns: blocks are then
+            looked at both ways.
     """
 
     def __init__(self, stats: Iterable[str], with_exponents: bool, both_ways: bool = False) -> None:
@@ -246,7 +256,10 @@ class ValueSums:
     def take(self, numbers: Numbers) -> None:
         """Have the numbers be these, of several ranks."""
         self._found = {name: numbers[self._how(name), name] for name in self._found}
-        counts = {exponent: int(numbers.get(("sum", f"exponent {exponent}"), 0)) for exponent in _EXPONENTS}
+        counts = {
+            exponent: int(numbers.get(("sum", f"exponent {exponent}"), 0))
+            for exponent in _EXPONENTS
+        }
         self._exponents = {exponent: count for exponent, count in counts.items() if count}
 
     def value(self, stat: str) -> float | dict[int, int] | None:
@@ -275,14 +288,21 @@ class QuantizedSums:
 
     def numbers(self) -> Numbers:
         """What other ranks have to add theirs to."""
-        lost = {(how, name): float(getattr(self._lost, name)) for name, how in self._lost.together.items()}
+        lost = {
+            (how, name): float(getattr(self._lost, name))
+            for name, how in self._lost.together.items()
+        }
         scales = self._scales or _NO_SCALES
-        return lost | {(how, f"scales {name}"): getattr(scales, name) for name, how in _OF_SCALES.items()}
+        return lost | {
+            (how, f"scales {name}"): getattr(scales, name) for name, how in _OF_SCALES.items()
+        }
 
     def take(self, numbers: Numbers) -> None:
         """Have the numbers be these, of several ranks."""
         self._lost.take({name: numbers[how, name] for name, how in self._lost.together.items()})
-        scales = Scales(**{name: numbers[how, f"scales {name}"] for name, how in _OF_SCALES.items()})
+        scales = Scales(
+            **{name: numbers[how, f"scales {name}"] for name, how in _OF_SCALES.items()}
+        )
         self._scales = None if scales == _NO_SCALES else scales
 
     def value(self, stat: str) -> float | None:

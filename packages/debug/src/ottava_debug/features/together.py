@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 from ottava.collectives import Ranks, all_reduce_max, all_reduce_sum
 
-#: ``(how, name)`` -> a number, which is put together with others of its name by ``sum``, ``min`` or ``max``.
+#: ``(how, name)`` -> a number, which is put together with others of its name by ``sum``, ``min`` or
+#: ``max``.
 Numbers = dict[tuple[str, str], float]
 #: How numbers are put together -> what changes nothing.
 NEUTRAL = {"sum": 0.0, "min": math.inf, "max": -math.inf}
-# Backends whose collectives take tensors on a CPU; "undefined" is one that has a backend for each device.
+# Backends whose collectives take tensors on a CPU; "undefined" is one that has a backend for each
+# device.
 _OF_CPU = ("gloo", "mpi", "undefined")
 
 
@@ -22,14 +24,17 @@ def put_together(numbers: Mapping[Any, Numbers], group: Any) -> dict[Any, Number
     """The numbers of all ranks of a group. Each rank has to call it.
 
     Args:
-        numbers: by keys, tuples of texts and numbers. Ranks may have different keys, as stages of a pipeline do.
+        numbers: by keys, tuples of texts and numbers. Ranks may have different keys, as stages of a
+            pipeline do.
         group: a process group; None is the default group.
 
     Returns:
-        For each key of this rank the numbers of all ranks that have it: sums in float64, and exact minima and maxima.
-        NaN stays NaN.
+        For each key of this rank the numbers of all ranks that have it: sums in float64, and exact
+        minima and maxima. NaN stays NaN.
     """
-    flat = {(key, *name): number for key, found in numbers.items() for name, number in found.items()}
+    flat = {
+        (key, *name): number for key, found in numbers.items() for name, number in found.items()
+    }
     names = _agreed(sorted(flat, key=repr), Ranks(group))
     device = _device(group)
     found = _sums(flat, [name for name in names if name[1] == "sum"], group, device)
@@ -58,18 +63,25 @@ def _device(group: Any) -> torch.device:
     return accelerator
 
 
-def _sums(flat: Mapping[Any, float], names: list[Any], group: Any, device: torch.device) -> dict[Any, float]:
+def _sums(
+    flat: Mapping[Any, float], names: list[Any], group: Any, device: torch.device
+) -> dict[Any, float]:
     if not names:
         return {}
     own = torch.tensor([flat.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
     return dict(zip(names, all_reduce_sum(own, group).tolist(), strict=True))
 
 
-def _extremes(flat: Mapping[Any, float], names: list[Any], group: Any, device: torch.device) -> dict[Any, float]:
-    """Minima as the negatives of maxima. What a maximum of NaN is, backends do not say: NaN is told beside it."""
+def _extremes(
+    flat: Mapping[Any, float], names: list[Any], group: Any, device: torch.device
+) -> dict[Any, float]:
+    """Minima as the negatives of maxima. What a maximum of NaN is, backends do not say: NaN is told
+    beside it."""
     if not names:
         return {}
-    signs = torch.tensor([-1.0 if name[1] == "min" else 1.0 for name in names], dtype=torch.float64, device=device)
+    signs = torch.tensor(
+        [-1.0 if name[1] == "min" else 1.0 for name in names], dtype=torch.float64, device=device
+    )
     own = [flat.get(name, NEUTRAL[name[1]]) for name in names]
     signed = torch.tensor(own, dtype=torch.float64, device=device) * signs
     unknown = signed.isnan()

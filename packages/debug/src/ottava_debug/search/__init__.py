@@ -1,1 +1,2 @@
-"""``ottava bisect``: a captured step is run again, with operands quantized and not, until what breaks it is found."""
+"""``ottava bisect``: a captured step is run again, with operands quantized and not, until what
+breaks it is found."""

@@ -47,20 +47,25 @@ def bisect(
 
     Args:
         bundle: what :func:`ottava_debug.capture` wrote, or has read.
-        model: the captured model, or what makes it; converted, or not: then it is. It is loaded with the captured
-            state. None: each product is looked at by itself, which tells suspects but not their effect.
-        measure: ``"loss"``, ``"grad-norm"`` or ``"grad-distance"``, each compared with the step in high precision.
-        loss: the loss function ``loss(output, targets)``, or the name of a known one; None takes the one that was named
-            when the step was captured, or the loss that the model itself gives. Where there is none, the backward pass
-            starts from the captured gradients of the model's output, and the loss is not measured.
-        recipe: to replay under another recipe; needed where the captured one holds functions, and the model is not
-            converted.
+        model: the captured model, or what makes it; converted, or not: then it is. It is loaded
+            with the captured state. None: each product is looked at by itself, which tells suspects
+            but not their effect.
+        measure: ``"loss"``, ``"grad-norm"`` or ``"grad-distance"``, each compared with the step in
+            high precision.
+        loss: the loss function ``loss(output, targets)``, or the name of a known one; None takes
+            the one that was named when the step was captured, or the loss that the model itself
+            gives. Where there is none, the backward pass starts from the captured gradients of the
+            model's output, and the loss is not measured.
+        recipe: to replay under another recipe; needed where the captured one holds functions, and
+            the model is not converted.
         tolerance: the distance that is right; None takes one that healthy FP8 recipes stay below.
         max_replays: stop after so many, at least 10.
-        progress: called after each replay with how many there were, and how many there are likely to be.
+        progress: called after each replay with how many there were, and how many there are likely
+            to be.
 
     Raises:
-        OptionError: the measure or the name of the loss is not known, the tolerance negative, too few replays.
+        OptionError: the measure or the name of the loss is not known, the tolerance negative, too
+            few replays.
         DTypeError: the model is no module.
         CheckpointError: the bundle cannot be read, or the model is not the captured one.
         UsageError: the recipe, or a loss function, has to be given.
@@ -72,7 +77,9 @@ def bisect(
     if max_replays < FEWEST_REPLAYS:
         raise OptionError(f"max_replays is {max_replays}", expected=f"at least {FEWEST_REPLAYS}")
     if isinstance(loss, str) and loss not in LOSSES:
-        raise OptionError(f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function")
+        raise OptionError(
+            f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function"
+        )
     step = bundle if isinstance(bundle, Bundle) else Bundle.read(bundle)
     given = None if recipe is None else as_recipe(recipe)
     start = time.perf_counter()
@@ -80,30 +87,49 @@ def bisect(
         report = _without_model(step, given, tolerance or PRODUCT_TOLERANCE, progress)
     else:
         function = LOSSES[loss] if isinstance(loss, str) else loss
-        replay = Replay(step, _made(model), loss=function, recipe=given, fed=_is_captured(given, step))
+        replay = Replay(
+            step, _made(model), loss=function, recipe=given, fed=_is_captured(given, step)
+        )
         if measure == "loss" and not replay.knows_loss:
-            what, remedy = "the loss of the step is not known", "give loss=, or --loss for the command"
-            raise UsageError(what, expected="a loss function, or a model that gives the loss", remedy=remedy)
-        search = Search(replay, measure, tolerance or MEASURES[measure].tolerance, max_replays, progress)
+            what, remedy = (
+                "the loss of the step is not known",
+                "give loss=, or --loss for the command",
+            )
+            raise UsageError(
+                what, expected="a loss function, or a model that gives the loss", remedy=remedy
+            )
+        search = Search(
+            replay, measure, tolerance or MEASURES[measure].tolerance, max_replays, progress
+        )
         report = _with_model(step, replay, given, measure, search, function)
     report.seconds = time.perf_counter() - start
     return report
 
 
 def _is_captured(given: Recipe | None, step: Bundle) -> bool:
-    """Whether a recipe is the captured one; of one that is not known from data that is taken to be so."""
-    return given is None or all("words" in said or build(said).same_as(given) for said in step.recipes)
+    """Whether a recipe is the captured one; of one that is not known from data that is taken to be
+    so."""
+    return given is None or all(
+        "words" in said or build(said).same_as(given) for said in step.recipes
+    )
 
 
 def _made(model: Any) -> torch.nn.Module:
     made = model if isinstance(model, torch.nn.Module) else model() if callable(model) else model
     if not isinstance(made, torch.nn.Module):
-        raise DTypeError(f"the model is a {type(made).__name__}", expected="a torch.nn.Module, or what makes one")
+        raise DTypeError(
+            f"the model is a {type(made).__name__}", expected="a torch.nn.Module, or what makes one"
+        )
     return made
 
 
 def _with_model(
-    step: Bundle, replay: Replay, recipe: Recipe | None, measure: str, search: Search, loss: Loss | None
+    step: Bundle,
+    replay: Replay,
+    recipe: Recipe | None,
+    measure: str,
+    search: Search,
+    loss: Loss | None,
 ) -> Report:
     seen, report = replay.comparison, search.run()
     if replay.broken:
@@ -122,14 +148,26 @@ def _with_model(
     report.captured = {"loss": step.loss, "grad-norm": step.grad_norm}.get(measure)
     report.operands = _told(seen)
     if seen.equal < seen.operands:
-        what = f"{seen.operands - seen.equal} of {seen.operands} operands arrived otherwise than captured, by up to"
-        report.notes.append(f"{what} {seen.difference:.1e} of their size; the captured ones took their place")
+        what = (
+            f"{seen.operands - seen.equal} of {seen.operands} operands arrived otherwise than "
+            f"captured, by up to"
+        )
+        report.notes.append(
+            f"{what} {seen.difference:.1e} of their size; the captured ones took their place"
+        )
     if seen.difference > _ROUNDING:
-        report.notes.append("that is more than the order of sums does: dropout on another device, for example, differs")
+        report.notes.append(
+            "that is more than the order of sums does: dropout on another device, for example, "
+            "differs"
+        )
     if seen.other_bytes:
-        report.notes.append(f"quantized bytes are not the captured ones: {listed([*map(str, seen.other_bytes)])}")
+        report.notes.append(
+            f"quantized bytes are not the captured ones: {listed([*map(str, seen.other_bytes)])}"
+        )
     if report.noisy:
-        report.notes.append(f"gradients that are noise in high precision do not count: {listed(report.noisy)}")
+        report.notes.append(
+            f"gradients that are noise in high precision do not count: {listed(report.noisy)}"
+        )
     _put_recipe(report, recipe or _bound(replay), replay.layers)
     if report.recipe_file:
         _verify(report, replay, step, loss, search)
@@ -137,23 +175,35 @@ def _with_model(
     return report
 
 
-def _without_model(step: Bundle, given: Recipe | None, tolerance: float, progress: Progress | None) -> Report:
+def _without_model(
+    step: Bundle, given: Recipe | None, tolerance: float, progress: Progress | None
+) -> Report:
     made = Products(step, given, progress)
-    words = "‖z - z₀‖ / ‖z₀‖ of a product's result z, the operand alone quantized; z₀ in high precision"
+    words = (
+        "‖z - z₀‖ / ‖z₀‖ of a product's result z, the operand alone quantized; z₀ in high precision"
+    )
     report = Report("products", words, tolerance, operands=_told(made.comparison))
     report.before = max(made.errors.values(), default=0.0)
     for operand, error in sorted(made.errors.items(), key=lambda entry: -entry[1]):
         if error > tolerance:
             why = reason([operand], made.comparison)
             statistics = made.comparison.statistics[operand]
-            report.findings.append(Finding((operand.layer,), *operand[1:], why, error, statistics=statistics))
+            report.findings.append(
+                Finding((operand.layer,), *operand[1:], why, error, statistics=statistics)
+            )
         else:
             report.after = max(report.after, error)
-    report.notes = ["products by themselves: how much a finding matters to the step, the model would tell"]
+    report.notes = [
+        "products by themselves: how much a finding matters to the step, the model would tell"
+    ]
     if made.comparison.other_bytes:
-        report.notes.append(f"{len(made.comparison.other_bytes)} operands have other quantized bytes than captured")
+        report.notes.append(
+            f"{len(made.comparison.other_bytes)} operands have other quantized bytes than captured"
+        )
     if given is not None and made.comparison.stateful:
-        report.notes.append("scales of earlier steps, which the step has of its own recipe only, start afresh")
+        report.notes.append(
+            "scales of earlier steps, which the step has of its own recipe only, start afresh"
+        )
     recipes = [given] if given is not None else [build(said) for said in step.recipes]
     _put_recipe(report, recipes[0] if len(recipes) == 1 else None, {})
     return report
@@ -183,18 +233,30 @@ def _put_recipe(report: Report, recipe: Recipe | None, layers: Mapping[str, Any]
     if not report.findings:
         return
     # Recipe files know layers by the names that they were given, as convert gives them.
-    names = {name: getattr(layers.get(name), "name", "") or name for f in report.findings for name in f.layers}
+    names = {
+        name: getattr(layers.get(name), "name", "") or name
+        for f in report.findings
+        for name in f.layers
+    }
     if unnamed := [name for name in names if name in layers and not layers[name].name]:
         report.notes.append(
-            f"no recipe file finds {listed(unnamed)}, made without a name: ottava.nn.Linear(..., name=...)"
+            f"no recipe file finds {listed(unnamed)}, made without a name: ottava.nn.Linear(..., "
+            f"name=...)"
         )
     if recipe is None:
         report.notes.append("no recipe file: layers run under several recipes")
         return
-    keeps = [Keep.of_operand(names[name], f.reason, f.gemm, f.tensor) for f in report.findings for name in f.layers]
+    keeps = [
+        Keep.of_operand(names[name], f.reason, f.gemm, f.tensor)
+        for f in report.findings
+        for name in f.layers
+    ]
     try:
         name, options = _named(recipe)
-        about = f"Keeps in high precision what `ottava bisect` found to break a step, by {report.measure}."
+        about = (
+            f"Keeps in high precision what `ottava bisect` found to break a step, by "
+            f"{report.measure}."
+        )
         report.recipe_file = recipe_text(keeps, name, options, about=about)
     except OttavaError as error:
         report.notes.append(f"no recipe file: {error.what}")
@@ -208,12 +270,19 @@ def _named(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     if "name" not in said:
         raise UsageError("the recipe holds functions, which a file cannot say")
     default = describe(get_recipe(said["name"])).get("options", {})
-    return said["name"], {key: value for key, value in said["options"].items() if value != default.get(key)}
+    return said["name"], {
+        key: value for key, value in said["options"].items() if value != default.get(key)
+    }
 
 
-def _verify(report: Report, replay: Replay, step: Bundle, loss: Loss | None, search: Search) -> None:
+def _verify(
+    report: Report, replay: Replay, step: Bundle, loss: Loss | None, search: Search
+) -> None:
     """Replay the step under the recipe file itself."""
-    fixed, measure = CustomRecipe(FileFactory("fixed.yaml", report.recipe_file)), MEASURES[report.measure]
+    fixed, measure = (
+        CustomRecipe(FileFactory("fixed.yaml", report.recipe_file)),
+        MEASURES[report.measure],
+    )
     model = copy.deepcopy(replay.model)
     for name in replay.layers:
         layer = model.get_submodule(name)

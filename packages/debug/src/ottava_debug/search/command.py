@@ -16,23 +16,33 @@ def bisect(
     model: Annotated[
         str | None,
         typer.Option(
-            help="module:callable, what makes the model, converted or not. Without it products are looked at alone."
+            help="module:callable, what makes the model, converted or not. Without it products "
+            "are looked at alone."
         ),
     ] = None,
-    measure: Annotated[str, typer.Option(help="loss, grad-norm or grad-distance.")] = "grad-distance",
+    measure: Annotated[
+        str, typer.Option(help="loss, grad-norm or grad-distance.")
+    ] = "grad-distance",
     loss: Annotated[
         str | None,
         typer.Option(
-            help="cross_entropy, mse, or module:callable that is called with the model's output and the targets."
+            help="cross_entropy, mse, or module:callable that is called with the model's output "
+            "and the targets."
         ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Replay under this recipe, or recipe file, instead of the captured one.")
+        str | None,
+        typer.Option(help="Replay under this recipe, or recipe file, instead of the captured one."),
     ] = None,
-    tolerance: Annotated[float | None, typer.Option(help="The distance from high precision that is right.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="The distance from high precision that is right.")
+    ] = None,
     max_replays: Annotated[int, typer.Option(help="Stop after so many replays.")] = 200,
     recipe_file: Annotated[
-        Path | None, typer.Option(help="Write the recipe file (.yaml) that keeps what was found in high precision.")
+        Path | None,
+        typer.Option(
+            help="Write the recipe file (.yaml) that keeps what was found in high precision."
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page.")] = None,
     as_json: Json = False,
@@ -62,7 +72,10 @@ def bisect(
             max_replays=max_replays,
             progress=lambda done, expected: progress.update(task, completed=done, total=expected),
         )
-    for path, text in ((recipe_file, report.recipe_file), (html, page(report, BUNDLE.name) if html else "")):
+    for path, text in (
+        (recipe_file, report.recipe_file),
+        (html, page(report, BUNDLE.name) if html else ""),
+    ):
         if path is not None and text:
             write_text(path, text)
     if as_json:

@@ -1,4 +1,5 @@
-"""Which operands are to blame: by replays with some of them quantized and the others in high precision."""
+"""Which operands are to blame: by replays with some of them quantized and the others in high
+precision."""
 
 import math
 import sys
@@ -18,11 +19,15 @@ from ottava_debug.search.report import Finding, Report, is_clamped, reason, wors
 MOST = 8
 #: More others than this, without which a culprit does no harm, are not named.
 _MOST_PARTNERS = 3
-#: A gradient that moves as far as this, relatively, when operands are moved by a rounding, is noise.
+#: A gradient that moves as far as this, relatively, when operands are moved by a rounding, is
+#: noise.
 _NOISE = 0.5
 #: What loses more than this is broken: it is twice what 8-bit formats lose.
 _BROKEN = 0.15
-_SPREAD = "what is left comes from many operands, a little from each: the recipe is too coarse for this step"
+_SPREAD = (
+    "what is left comes from many operands, a little from each: the recipe is too coarse "
+    "for this step"
+)
 
 #: Called after each replay with how many there were, and how many there are likely to be.
 Progress = Callable[[int, int], None]
@@ -45,7 +50,12 @@ class Search:
     """
 
     def __init__(
-        self, replay: Replay, measure: str, tolerance: float, most_replays: int, progress: Progress | None = None
+        self,
+        replay: Replay,
+        measure: str,
+        tolerance: float,
+        most_replays: int,
+        progress: Progress | None = None,
     ) -> None:
         self._replay: Any = replay
         self._name, self._measure = measure, MEASURES[measure]
@@ -69,12 +79,18 @@ class Search:
         self._note(frozenset(self._all), replay.first)
 
     def run(self) -> Report:
-        """Search. What is found is complete unless the notes say that the rest is spread, or that it stopped."""
+        """Search. What is found is complete unless the notes say that the rest is spread, or that
+        it stopped."""
         every, found = frozenset(self._all), set[Operand]()
-        report = Report(self._name, self._measure.words, self._tolerance, before=self._distance(every))
+        report = Report(
+            self._name, self._measure.words, self._tolerance, before=self._distance(every)
+        )
         report.after, report.noisy = report.before, tuple(sorted(self.noisy))
         if not self._finite:
-            report.notes.append("the step is not finite in high precision either: quantization is not what breaks it")
+            report.notes.append(
+                "the step is not finite in high precision either: quantization is not what breaks "
+                "it"
+            )
             return report
         try:
             while report.after > self._tolerance:
@@ -87,7 +103,9 @@ class Search:
                 report.after = self._distance(every - found)
             report.findings = self._explained(report.findings, self._look(every - found))
         except _OutOfReplaysError:
-            report.notes.append(f"stopped after {self._replay.replays} replays: more may be to blame")
+            report.notes.append(
+                f"stopped after {self._replay.replays} replays: more may be to blame"
+            )
             if report.findings:
                 report.notes.append("the reasons are of the step with nothing in high precision")
                 report.findings = self._explained(report.findings, self._replay.comparison)
@@ -97,7 +115,9 @@ class Search:
 
     # -- why --
 
-    def _look(self, quantized: _Operands, shrunk: Mapping[Operand, float] = MappingProxyType({})) -> Comparison:
+    def _look(
+        self, quantized: _Operands, shrunk: Mapping[Operand, float] = MappingProxyType({})
+    ) -> Comparison:
         """What operands would lose that are in high precision while these are quantized."""
         found = Comparison()
         if len(quantized) < len(self._all):
@@ -105,37 +125,62 @@ class Search:
         return found
 
     def _explained(self, findings: list[Finding], seen: Comparison) -> list[Finding]:
-        """The findings with their reasons. What comes out of a product with a weight that has outgrown its scale is
-        likely to outgrow its own; then it is within range in a replay with a weight that is not too large."""
-        clamped = [o for finding in findings for o in finding.operands if o in seen.stateful and is_clamped(o, seen)]
+        """The findings with their reasons. What comes out of a product with a weight that has
+        outgrown its scale is likely to outgrow its own; then it is within range in a replay with a
+        weight that is not too large."""
+        clamped = [
+            o
+            for finding in findings
+            for o in finding.operands
+            if o in seen.stateful and is_clamped(o, seen)
+        ]
         statistics = seen.statistics
         shrunk = {o: seen.largest[o] / statistics[o].amax for o in clamped if o.tensor == "weight"}
         after = Comparison()
         if shrunk and len(clamped) > len(shrunk) and self._replay.replays < self._most:
-            after = self._look(frozenset(self._all) - {o for f in findings for o in f.operands}, shrunk)
+            after = self._look(
+                frozenset(self._all) - {o for f in findings for o in f.operands}, shrunk
+            )
         made = []
         for finding in findings:
             worst = worst_of(finding.operands, seen)
             why, follows = reason(finding.operands, seen, finding.partners), dict[str, None]()
-            if worst in clamped and worst not in shrunk and worst in after.statistics and not is_clamped(worst, after):
+            if (
+                worst in clamped
+                and worst not in shrunk
+                and worst in after.statistics
+                and not is_clamped(worst, after)
+            ):
                 follows = dict.fromkeys(f"{o.layer}: weight" for o in shrunk)
-                why += f"; a consequence of {', '.join(follows)}: within its range, nothing is clamped here"
-            made.append(replace(finding, reason=why, statistics=statistics[worst], follows=tuple(follows)))
+                why += (
+                    f"; a consequence of {', '.join(follows)}: within its range, nothing is "
+                    f"clamped here"
+                )
+            made.append(
+                replace(finding, reason=why, statistics=statistics[worst], follows=tuple(follows))
+            )
         return made
 
     # -- what --
 
     def _round(self, rest: _Operands, wrong: float) -> list[Finding]:
-        """The fewest operands of ``rest`` that bring the distance down from ``wrong``, half of the way to the tolerance
-        as ratios go, or to half; none where that takes many, each of which does little."""
-        halves = {min(max(self._tolerance, math.sqrt(self._tolerance * wrong)), wrong / 2), wrong / 2}
+        """The fewest operands of ``rest`` that bring the distance down from ``wrong``, half of the
+        way to the tolerance as ratios go, or to half; none where that takes many, each of which
+        does little."""
+        halves = {
+            min(max(self._tolerance, math.sqrt(self._tolerance * wrong)), wrong / 2),
+            wrong / 2,
+        }
         for threshold in sorted(halves) if math.isfinite(wrong) else [sys.float_info.max]:
             try:
                 culprits = self._culprits(rest, threshold)
             except TooManyError:
                 continue
-            # What does no harm by itself may only make up for the noise of all others; if not, a later round finds it.
-            alone = [culprit for culprit in culprits if self._distance(frozenset(culprit)) > threshold]
+            # What does no harm by itself may only make up for the noise of all others; if not, a
+            # later round finds it.
+            alone = [
+                culprit for culprit in culprits if self._distance(frozenset(culprit)) > threshold
+            ]
             if alone:
                 return [self._finding(culprit) for culprit in alone]
             for culprit in culprits:
@@ -144,7 +189,8 @@ class Search:
         return []
 
     def _culprits(self, rest: _Operands, threshold: float) -> list[list[Operand]]:
-        """First the kinds of operands that are to blame, then the layers; where these are many, all of a kind."""
+        """First the kinds of operands that are to blame, then the layers; where these are many, all
+        of a kind."""
 
         def fixed(kept: Iterable[Operand]) -> bool:
             return self._distance(rest - {*kept}) <= threshold
@@ -154,7 +200,9 @@ class Search:
             if operand in rest:
                 kinds.setdefault((operand.gemm, operand.tensor), []).append(operand)
         self._expect(_questions(len(kinds)) + _questions(len(rest)))
-        blamed = smallest(list(kinds.values()), lambda some: fixed(o for kind in some for o in kind))
+        blamed = smallest(
+            list(kinds.values()), lambda some: fixed(o for kind in some for o in kind)
+        )
         suspects = [operand for operand in self._all if any(operand in kind for kind in blamed)]
         self._expect(_questions(len(suspects)))
         try:
@@ -162,16 +210,23 @@ class Search:
         except TooManyError:
             # Many that lose little each are no fault of their kind.
             statistics = self._replay.comparison.statistics
-            if not all(median(loss_of_operand(statistics[o]) for o in kind) > _BROKEN for kind in blamed):
+            if not all(
+                median(loss_of_operand(statistics[o]) for o in kind) > _BROKEN for kind in blamed
+            ):
                 raise
-            return [[operand for operand in self._replay.operands if operand in kind] for kind in blamed]
+            return [
+                [operand for operand in self._replay.operands if operand in kind] for kind in blamed
+            ]
 
     def _partners(self, culprit: list[Operand], rest: _Operands, threshold: float) -> list[Operand]:
-        """The few others with which a culprit does harm that does none by itself; none where these are many."""
+        """The few others with which a culprit does harm that does none by itself; none where these
+        are many."""
         own = frozenset(culprit)
         others = [operand for operand in self._all if operand in rest - own]
         try:
-            return smallest(others, lambda some: self._distance(own | {*some}) > threshold, _MOST_PARTNERS)
+            return smallest(
+                others, lambda some: self._distance(own | {*some}) > threshold, _MOST_PARTNERS
+            )
         except TooManyError:
             return []
 

@@ -10,15 +10,19 @@ class TooManyError(Exception):
     """More are needed than were to be looked for."""
 
 
-def smallest(candidates: Sequence[T], enough: Callable[[tuple[T, ...]], bool], most: int | None = None) -> list[T]:
+def smallest(
+    candidates: Sequence[T], enough: Callable[[tuple[T, ...]], bool], most: int | None = None
+) -> list[T]:
     """The fewest of ``candidates`` that are enough, in the sense that none of them can be left out.
 
-    QuickXplain (Junker, "QuickXplain: preferred explanations and relaxations for over-constrained problems", AAAI
-    2004): of ``n`` candidates, ``k`` are found with at most ``2k·log2(n/k) + 2k`` questions. Among several answers it
-    takes the one that holds the earlier candidates, and one that is early costs ``log2(n)``.
+    QuickXplain (Junker, "QuickXplain: preferred explanations and relaxations for over-constrained
+    problems", AAAI 2004): of ``n`` candidates, ``k`` are found with at most ``2k·log2(n/k) + 2k``
+    questions. Among several answers it takes the one that holds the earlier candidates, and one
+    that is early costs ``log2(n)``.
 
     Args:
-        enough: whether these would do; more of them must do where fewer do. All candidates together do.
+        enough: whether these would do; more of them must do where fewer do. All candidates together
+            do.
         most: give up where more than so many are needed.
 
     Raises:
@@ -27,7 +31,8 @@ def smallest(candidates: Sequence[T], enough: Callable[[tuple[T, ...]], bool], m
     found = 0
 
     def search(held: tuple[T, ...], asked: bool, rest: tuple[T, ...]) -> tuple[T, ...]:
-        """What is needed of ``rest`` beside ``held``; ``asked``: whether it is open that ``held`` alone will do."""
+        """What is needed of ``rest`` beside ``held``; ``asked``: whether it is open that ``held``
+        alone will do."""
         nonlocal found
         if asked and enough(held):
             return ()

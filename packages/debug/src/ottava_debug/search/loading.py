@@ -1,4 +1,5 @@
-"""A model and the state of a captured step: what the model is made to run under, and what is loaded into it."""
+"""A model and the state of a captured step: what the model is made to run under, and what is loaded
+into it."""
 
 import warnings
 from functools import partial
@@ -18,7 +19,8 @@ _SAME = {"expected": "the model that was captured", "remedy": "give the same mod
 
 
 def converted(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> torch.nn.Module:
-    """The model, its captured layers under the recipe; with None under the captured ones, unless they have any.
+    """The model, its captured layers under the recipe; with None under the captured ones, unless
+    they have any.
 
     Raises:
         CheckpointError: it lacks a layer that was captured.
@@ -30,7 +32,9 @@ def converted(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> to
     linear = (torch.nn.Linear, ottava.nn.Linear)
     for name in step.layers:
         if not isinstance(modules[name], linear):
-            raise CheckpointError(f"module {name!r} of the model is a {type(modules[name]).__name__}", **_SAME)
+            raise CheckpointError(
+                f"module {name!r} of the model is a {type(modules[name]).__name__}", **_SAME
+            )
     bound = [getattr(modules[name], "recipe", None) for name in step.layers]
     if recipe is None and all(isinstance(found, Recipe) for found in bound):
         return model
@@ -48,8 +52,8 @@ def _is_among(names: set[str], name: str, module: torch.nn.Module) -> bool:
 
 
 def restore(model: torch.nn.Module, step: Bundle, state: dict[str, Any]) -> None:
-    """Put weights, buffers, scaling state and modes of before the step into a model; ``state`` is of
-    :func:`fitting_state`.
+    """Put weights, buffers, scaling state and modes of before the step into a model; ``state`` is
+    of :func:`fitting_state`.
 
     Raises:
         CheckpointError: they do not fit.
@@ -59,7 +63,9 @@ def restore(model: torch.nn.Module, step: Bundle, state: dict[str, Any]) -> None
             warnings.simplefilter("ignore")
             model.load_state_dict(state)
     except RuntimeError as error:
-        raise CheckpointError(f"the model does not fit the step: {text_of(error)}", **_SAME) from error
+        raise CheckpointError(
+            f"the model does not fit the step: {text_of(error)}", **_SAME
+        ) from error
     buffers = dict(model.named_buffers())
     for name, value in step.buffers.items():
         if name in buffers and buffers[name].shape == value.shape:
@@ -73,9 +79,12 @@ def restore(model: torch.nn.Module, step: Bundle, state: dict[str, Any]) -> None
 
 
 def fitting_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The captured state as the model has it: of scaling state that another recipe keeps, the same slots."""
+    """The captured state as the model has it: of scaling state that another recipe keeps, the same
+    slots."""
     own = model.state_dict()
-    made = {name: value for name, value in state.items() if name in own or not OF_STATE.search(name)}
+    made = {
+        name: value for name, value in state.items() if name in own or not OF_STATE.search(name)
+    }
     for name, value in own.items():
         held = made.get(name)
         if OF_STATE.search(name) and (held is None or held.shape != value.shape):
@@ -83,9 +92,11 @@ def fitting_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, An
     return made
 
 
-def _carried(model: torch.nn.Module, name: str, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-    """A buffer of a state that serves some roles of a layer, from that of one that served all: their slots, which are
-    its last dimension. Another state starts afresh."""
+def _carried(
+    model: torch.nn.Module, name: str, value: torch.Tensor, state: dict[str, Any]
+) -> torch.Tensor:
+    """A buffer of a state that serves some roles of a layer, from that of one that served all:
+    their slots, which are its last dimension. Another state starts afresh."""
     layer, _, rest = name.partition(".recipe_state.")
     part, _, buffer = f"recipe_state.{rest}".rpartition(".")
     slots = getattr(model.get_submodule(f"{layer}.{part}"), "slots", None)

@@ -1,4 +1,5 @@
-"""What tells how wrong a step went: its loss, the norm of its gradients, or how far these are from high precision."""
+"""What tells how wrong a step went: its loss, the norm of its gradients, or how far these are from
+high precision."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from ottava_debug.measures import Measures
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one replay gives: the loss, and the gradients by parameter. NaN where there is no loss."""
+    """What one replay gives: the loss, and the gradients by parameter. NaN where there is no
+    loss."""
 
     loss: float
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -23,8 +25,10 @@ class Measure:
     """How far a step is from the same step in high precision.
 
     Attributes:
-        value: ``value(outcome, reference, noisy)``, what is shown: of the reference itself what it ought to be.
-        distance: ``distance(outcome, reference, noisy)``: 0 of the reference, infinite where something is not finite.
+        value: ``value(outcome, reference, noisy)``, what is shown: of the reference itself what it
+            ought to be.
+        distance: ``distance(outcome, reference, noisy)``: 0 of the reference, infinite where
+            something is not finite.
         tolerance: a distance that a healthy FP8 recipe stays below.
         backward: whether it needs gradients.
         words: what the distance is.
@@ -69,10 +73,18 @@ def _gradient_distance(outcome: Outcome, reference: Outcome, noisy: frozenset[st
 
 MEASURES = {
     "loss": Measure(
-        lambda o, r, n: o.loss, _loss_distance, 0.02, False, "|loss - its value in high precision|, relative"
+        lambda o, r, n: o.loss,
+        _loss_distance,
+        0.02,
+        False,
+        "|loss - its value in high precision|, relative",
     ),
     "grad-norm": Measure(
-        lambda o, r, n: norm_of(o.gradients), _norm_distance, 0.1, True, "ratio of the gradient norms, less 1"
+        lambda o, r, n: norm_of(o.gradients),
+        _norm_distance,
+        0.1,
+        True,
+        "ratio of the gradient norms, less 1",
     ),
     "grad-distance": Measure(
         _gradient_distance,
@@ -86,7 +98,12 @@ MEASURES = {
 
 
 def loss_of_operand(made: Measures) -> float:
-    """How much an operand loses by quantization, to order operands by: the largest of the share of values that become
-    zero, the share that is clamped, and the noise-to-signal ratio of amplitudes, in which outliers hide all else."""
-    noise = 10 ** (-max(made.sqnr, -600) / 20) if math.isfinite(made.sqnr) else (0.0 if made.sqnr > 0 else math.inf)
+    """How much an operand loses by quantization, to order operands by: the largest of the share of
+    values that become zero, the share that is clamped, and the noise-to-signal ratio of amplitudes,
+    in which outliers hide all else."""
+    noise = (
+        10 ** (-max(made.sqnr, -600) / 20)
+        if math.isfinite(made.sqnr)
+        else (0.0 if made.sqnr > 0 else math.inf)
+    )
     return max(made.underflow / 100, (made.saturation or 0.0) / 100, noise)

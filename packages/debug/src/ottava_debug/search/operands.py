@@ -36,7 +36,9 @@ class Operand(NamedTuple):
 def quantizer_of(call: Call, gemm: str, tensor: str) -> Any:
     """The quantizer of an operand for one product alone; state is read and not changed."""
     state, by_column = cast(Any, call.state), (gemm, tensor) in BY_COLUMN
-    return state.quantizer(ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False)
+    return state.quantizer(
+        ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False
+    )
 
 
 class Lossy(NamedTuple):
@@ -48,9 +50,9 @@ class Lossy(NamedTuple):
 
 
 def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
-    """Whether an operand loses by a state that no step has set yet: a state that forgot all steps gives the same bytes,
-    and one that saw the same values in the step before loses less than half as much. (No step begins in a backward
-    pass: to be asked outside.)"""
+    """Whether an operand loses by a state that no step has set yet: a state that forgot all steps
+    gives the same bytes, and one that saw the same values in the step before loses less than half
+    as much. (No step begins in a backward pass: to be asked outside.)"""
     state, values = cast(Any, lossy.call.state), lossy.values
     if not (isinstance(state, torch.nn.Module) and getattr(state, "stateful", False)):
         return False
@@ -60,7 +62,9 @@ def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
     of_fresh = lossy.call._replace(state=fresh)
 
     def quantized() -> Any:
-        return quantizer_of(of_fresh, operand.gemm, operand.tensor).quantize_impl(values, values.dtype)
+        return quantizer_of(of_fresh, operand.gemm, operand.tensor).quantize_impl(
+            values, values.dtype
+        )
 
     initial = quantized()
     if digest(taken(initial, *operand[1:])) != lossy.digest:
@@ -68,7 +72,9 @@ def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
     observer = fresh.quantizer(ROLES[operand.tensor], rowwise=not columnwise, columnwise=columnwise)
     observer.quantize_impl(values, values.dtype)
     begin([fresh], None)
-    before, after = (compare(values, made, columnwise=columnwise) for made in (initial, quantized()))
+    before, after = (
+        compare(values, made, columnwise=columnwise) for made in (initial, quantized())
+    )
     return loss_of_operand(after) < loss_of_operand(before) / 2
 
 
@@ -76,14 +82,16 @@ class Comparison:
     """How near the replay of the whole step came to the captured one.
 
     Attributes:
-        operands: how many high-precision operands were compared: activations and incoming gradients.
-        equal: how many of them arrived as they were captured, bit for bit; the others were replaced by these.
+        operands: how many high-precision operands were compared: activations and incoming
+            gradients.
+        equal: how many of them arrived as they were captured, bit for bit; the others were replaced
+            by these.
         difference: the largest ``‖found - captured‖ / ‖captured‖`` of the others.
         products: how many quantized operands were compared.
         other_bytes: those whose quantized bytes are not the captured ones.
         statistics: what each quantized operand loses, of the call in which it loses most.
-        gains: what its values become, divided by them, in that call: the median without zeros, and without the largest,
-            which may be clamped; NaN where nothing is left.
+        gains: what its values become, divided by them, in that call: the median without zeros, and
+            without the largest, which may be clamped; NaN where nothing is left.
         largest: the largest magnitude that they become.
         stateful: operands whose scales are those of earlier steps.
         lossy: operands that lose much, in the call in which they lose most.
@@ -99,10 +107,21 @@ class Comparison:
         self.stateful: set[Operand] = set()
         self.lossy: dict[Operand, Lossy] = {}
 
-    def note(self, call: Call, operand: Operand, values: torch.Tensor, quantized: Any, expected: str | None) -> None:
-        """What a product takes of a quantized operand, and the digest that this had when the step was captured."""
+    def note(
+        self,
+        call: Call,
+        operand: Operand,
+        values: torch.Tensor,
+        quantized: Any,
+        expected: str | None,
+    ) -> None:
+        """What a product takes of a quantized operand, and the digest that this had when the step
+        was captured."""
         columnwise = operand[1:] in BY_COLUMN
-        made, worst = compare(values, quantized, columnwise=columnwise), self.statistics.get(operand)
+        made, worst = (
+            compare(values, quantized, columnwise=columnwise),
+            self.statistics.get(operand),
+        )
         found = taken(quantized, *operand[1:])
         if worst is None or loss_of_operand(made) > loss_of_operand(worst):
             top = found.abs().max() if found.numel() else torch.zeros(())
@@ -119,7 +138,8 @@ class Comparison:
             self.other_bytes += [operand] * (digest(found) != expected)
 
     def is_initial(self, operand: Operand) -> bool:
-        """Whether an operand loses by the scale that its state begins with, because there was no step before."""
+        """Whether an operand loses by the scale that its state begins with, because there was no
+        step before."""
         lossy = self.lossy.get(operand)
         return lossy is not None and loses_by_initial_state(operand, lossy)
 
@@ -143,8 +163,13 @@ class CapturedOperands:
         for number, call in enumerate(step.calls if fed else ()):
             key = call.layer, counts.get(call.layer, 0)
             counts[call.layer] = key[1] + 1
-            held = {tensor: step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")}
-            self._captured[key] = {tensor: values for tensor, values in held.items() if values is not None}
+            held = {
+                tensor: step.operands.get(f"{number}.{tensor}")
+                for tensor in ("activation", "gradient")
+            }
+            self._captured[key] = {
+                tensor: values for tensor, values in held.items() if values is not None
+            }
             self._digests[key] = call.digests
 
     def missing(self, recorder: Recorder) -> tuple[str, int] | None:
@@ -160,7 +185,9 @@ class CapturedOperands:
         if captured.shape != values.shape:
             what = f"{tensor} of layer {key[0]!r} is {list(values.shape)}"
             raise CheckpointError(
-                what, expected=f"{list(captured.shape)}, as was captured", remedy="give the same model"
+                what,
+                expected=f"{list(captured.shape)}, as was captured",
+                remedy="give the same model",
             )
         wanted, found = captured.to(values), self.comparison
         found.operands += 1
@@ -170,12 +197,17 @@ class CapturedOperands:
             return values
         self._arrived[*key, tensor] = values.detach().clone()
         size = float(wanted.double().norm())
-        difference = float((values.double() - wanted.double()).norm()) / size if size else float("inf")
-        found.difference = max(found.difference, difference) if difference == difference else float("inf")
+        difference = (
+            float((values.double() - wanted.double()).norm()) / size if size else float("inf")
+        )
+        found.difference = (
+            max(found.difference, difference) if difference == difference else float("inf")
+        )
         return wanted
 
     def moved(self, key: tuple[str, int], tensor: str, values: torch.Tensor) -> torch.Tensor:
-        """In a later replay: what was captured, moved as far as what arrives has moved since the first one."""
+        """In a later replay: what was captured, moved as far as what arrives has moved since the
+        first one."""
         before = self._arrived.get((*key, tensor))
         if before is None:
             return values
@@ -207,7 +239,13 @@ class First(Recording):
     """Of the first replay: everything is quantized, and compared with what was captured."""
 
     def __init__(
-        self, recorder: Recorder, name: str, layer: Any, *, operands: CapturedOperands, broken: Broken
+        self,
+        recorder: Recorder,
+        name: str,
+        layer: Any,
+        *,
+        operands: CapturedOperands,
+        broken: Broken,
     ) -> None:
         super().__init__(recorder, name, layer)
         self._operands, self._name, self._broken = operands, name, broken
@@ -233,7 +271,9 @@ class First(Recording):
     def modify(self, gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
         return self._operands.meet(self.key, tensor, values)
 
-    def note(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
+    def note(
+        self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
+    ) -> None:
         if quantized is not None:
             operand = Operand(self._name, gemm, tensor)
             expected = self._operands.expected(self.key, operand)
@@ -277,9 +317,15 @@ class Switched(First):
         signs = torch.randint(0, 2, values.shape, generator=self._nudge).to(values.device) * 2 - 1
         return (values * (1 + _NUDGE * signs)).to(values.dtype)
 
-    def note(self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None) -> None:
+    def note(
+        self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
+    ) -> None:
         operand = Operand(self._name, gemm, tensor)
-        if self._look is not None and operand in self._operands.comparison.statistics and quantized is None:
+        if (
+            self._look is not None
+            and operand in self._operands.comparison.statistics
+            and quantized is None
+        ):
             made = quantizer_of(self.call, gemm, tensor).quantize_impl(values, values.dtype)
             self._look.note(self.call, operand, values, made, None)
 

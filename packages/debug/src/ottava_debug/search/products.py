@@ -1,4 +1,5 @@
-"""Without the model: each product of a captured step by itself, and what each of its operands does to its result."""
+"""Without the model: each product of a captured step by itself, and what each of its operands does
+to its result."""
 
 import math
 import warnings
@@ -40,12 +41,13 @@ class Products:
     Args:
         step: the captured step.
         recipe: to quantize by another recipe; None: the captured ones.
-        progress: called after each call of a layer with how many there were, and how many there are.
+        progress: called after each call of a layer with how many there were, and how many there
+            are.
 
     Attributes:
         comparison: as of a replay of the whole step.
-        errors: of each operand ``‖z - z₀‖ / ‖z₀‖``, ``z`` the product's result with this operand alone quantized and
-            ``z₀`` in high precision, of the call where that is largest.
+        errors: of each operand ``‖z - z₀‖ / ‖z₀‖``, ``z`` the product's result with this operand
+            alone quantized and ``z₀`` in high precision, of the call where that is largest.
 
     Raises:
         UsageError: the captured recipe is not known from data, and none is given.
@@ -53,7 +55,10 @@ class Products:
     """
 
     def __init__(
-        self, step: Bundle, recipe: Recipe | None = None, progress: Callable[[int, int], None] | None = None
+        self,
+        step: Bundle,
+        recipe: Recipe | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.comparison, self.errors = Comparison(), dict[Operand, float]()
         self._step, self._recipe = step, recipe
@@ -73,27 +78,39 @@ class Products:
             expected = call.digests.get(f"{gemm}.{tensor}") if self._recipe is None else None
             found.note(looking.call, Operand(call.layer, gemm, tensor), values, quantized, expected)
 
-        held = [self._step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")]
+        held = [
+            self._step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")
+        ]
         found.operands += sum(values is not None for values in held)
         found.equal = found.operands
         looking = _Product(OPERANDS, look)
         what = f"a product of layer {call.layer!r} cannot be computed"
-        with translated(what, "a recipe whose quantizers work", "give the model, or recipe=", to=UsageError):
+        with translated(
+            what, "a recipe whose quantizers work", "give the model, or recipe=", to=UsageError
+        ):
             self._results(number, recipe, looking)
         exact = self._results(number, recipe, _Product(()))
         for gemm, tensor in OPERANDS:
             operand = Operand(call.layer, gemm, tensor)
             if gemm in exact and operand in found.statistics:
                 results = self._results(number, recipe, _Product({(gemm, tensor)}))
-                self.errors[operand] = max(self.errors.get(operand, 0.0), _error(results[gemm], exact[gemm]))
+                self.errors[operand] = max(
+                    self.errors.get(operand, 0.0), _error(results[gemm], exact[gemm])
+                )
 
-    def _results(self, number: int, recipe: Recipe, inspection: _Product) -> dict[str, torch.Tensor]:
+    def _results(
+        self, number: int, recipe: Recipe, inspection: _Product
+    ) -> dict[str, torch.Tensor]:
         """The results of the products of one call, by product."""
         step, name = self._step, self._step.calls[number].layer
-        activation, gradient = (step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient"))
+        activation, gradient = (
+            step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")
+        )
         weight = _weight(step, number)
         assert activation is not None  # what is read is checked
-        layer = ottava.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, name=name)
+        layer = ottava.nn.Linear(
+            weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, name=name
+        )
         prefix = f"{name}.recipe_state." if name else "recipe_state."
         kept = {k.removeprefix(prefix): v for k, v in step.state.items() if k.startswith(prefix)}
         with warnings.catch_warnings():
@@ -113,19 +130,39 @@ class Products:
 def _weight(step: Bundle, number: int) -> torch.Tensor:
     """The weight of a call in high precision, ``[out, in]``."""
     name = step.calls[number].layer
-    found = step.operands.get(f"{number}.weight", step.state.get(f"{name}.weight" if name else "weight"))
+    found = step.operands.get(
+        f"{number}.weight", step.state.get(f"{name}.weight" if name else "weight")
+    )
     if found is None:
-        raise CheckpointError(f"the weight of layer {name!r} is missing", expected="a step that capture has written")
+        raise CheckpointError(
+            f"the weight of layer {name!r} is missing", expected="a step that capture has written"
+        )
     weight: torch.Tensor = found.detach() if type(found) is torch.Tensor else found.dequantize()
-    activation, gradient = (step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient"))
+    activation, gradient = (
+        step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")
+    )
     ends = [held.shape[1] for held in (gradient, activation) if held is not None]
-    if not weight.is_floating_point() or list(weight.shape)[-len(ends) :] != ends or weight.dim() != 2:
+    if (
+        not weight.is_floating_point()
+        or list(weight.shape)[-len(ends) :] != ends
+        or weight.dim() != 2
+    ):
         what = f"the weight of layer {name!r} is {dtype_name(weight.dtype)} {list(weight.shape)}"
-        raise CheckpointError(what, expected=f"high precision, [out, in] as of its operands, {ends}")
+        raise CheckpointError(
+            what, expected=f"high precision, [out, in] as of its operands, {ends}"
+        )
     return weight
 
 
 def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
     size = float(exact.double().norm())
     error = float((found.double() - exact.double()).norm())
-    return math.inf if not math.isfinite(error) else error / size if size else math.inf if error else 0.0
+    return (
+        math.inf
+        if not math.isfinite(error)
+        else error / size
+        if size
+        else math.inf
+        if error
+        else 0.0
+    )

@@ -20,25 +20,35 @@ from ottava_debug.products import Inspection, Watch
 from ottava_debug.recorder import Recorder
 from ottava_debug.search.loading import converted, fitting_state, restore
 from ottava_debug.search.measure import Outcome
-from ottava_debug.search.operands import CapturedOperands, Comparison, First, Inspecting, Operand, Switched
+from ottava_debug.search.operands import (
+    CapturedOperands,
+    Comparison,
+    First,
+    Inspecting,
+    Operand,
+    Switched,
+)
 from ottava_debug.trees import ends, tensors_of, unflatten
 
 
 class Replay:
     """Runs a captured step with a model.
 
-    Each product takes the operands that were captured. Where another machine sums in another order, what arrives at a
-    product differs from them: in the first replay the captured ones take its place, and in later ones the difference
-    between what arrives then and what arrived first is added to them. So the quantized bytes of the whole step are
-    those of the captured one, and what a change in one layer does to others is not lost.
+    Each product takes the operands that were captured. Where another machine sums in another order,
+    what arrives at a product differs from them: in the first replay the captured ones take its
+    place, and in later ones the difference between what arrives then and what arrived first is
+    added to them. So the quantized bytes of the whole step are those of the captured one, and what
+    a change in one layer does to others is not lost.
 
     Args:
         step: the captured step.
         model: the model; it is loaded with the step's state, now and in each replay.
-        loss: the loss function; None takes the one that the step names, then the loss that the model gives, then the
-            gradients of the model's outputs as they were captured.
-        recipe: to replay under this recipe; None: the captured ones, or those of a model that is converted.
-        fed: whether products take what was captured; under another recipe than that of the step they must not.
+        loss: the loss function; None takes the one that the step names, then the loss that the
+            model gives, then the gradients of the model's outputs as they were captured.
+        recipe: to replay under this recipe; None: the captured ones, or those of a model that is
+            converted.
+        fed: whether products take what was captured; under another recipe than that of the step
+            they must not.
         scales: as :attr:`scales` of another replay of the step; None: they are found.
 
     Attributes:
@@ -47,15 +57,16 @@ class Replay:
         comparison: how near the first replay came to the captured step.
         first: what it gave.
         operands: what was quantized in it.
-        broken: operands whose quantizers raise, with the error; in all replays they are in high precision.
+        broken: operands whose quantizers raise, with the error; in all replays they are in high
+            precision.
         scales: what the captured step multiplied the loss of each call of the model with.
         knows_loss: whether there is a loss.
         replays: how many there were.
 
     Raises:
         CheckpointError: the model is not the captured one.
-        UsageError: the captured recipe is not known from data, and none is given; the model or the loss function raises
-            something, which is the cause of this error.
+        UsageError: the captured recipe is not known from data, and none is given; the model or the
+            loss function raises something, which is the cause of this error.
     """
 
     def __init__(
@@ -84,8 +95,13 @@ class Replay:
         self.first, recorder = self._first()
         self.comparison = self._captured.comparison
         if missing := self._captured.missing(recorder):
-            what = f"call {missing[1]} of layer {missing[0]!r} was captured, and the model did not make it"
-            raise CheckpointError(what, expected="the model that was captured", remedy="give the same model")
+            what = (
+                f"call {missing[1]} of layer {missing[0]!r} was captured, and the model did "
+                f"not make it"
+            )
+            raise CheckpointError(
+                what, expected="the model that was captured", remedy="give the same model"
+            )
         self.operands = tuple(self.comparison.statistics)
 
     # -- replays --
@@ -103,7 +119,8 @@ class Replay:
 
         Args:
             backward: whether the backward pass is run, too.
-            nudged: every operand is moved by as much as BF16 rounds, which tells what rounding alone does.
+            nudged: every operand is moved by as much as BF16 rounds, which tells what rounding
+                alone does.
             look: takes notes of what operands in high precision would lose.
             shrunk: operands whose values are multiplied with a number.
 
@@ -116,7 +133,8 @@ class Replay:
         return self._run(inspect, backward)[0]
 
     def _first(self) -> tuple[Outcome, Recorder]:
-        """The first replay that comes to its end: operands whose quantizers raise are in high precision."""
+        """The first replay that comes to its end: operands whose quantizers raise are in high
+        precision."""
         while True:
             known = len(self.broken)
             try:
@@ -132,8 +150,15 @@ class Replay:
         begun = {"operands": self._captured, "broken": self.broken}
         names = {id(layer): name for name, layer in self.layers.items()}
         recorder = Inspecting(names, partial(inspect, **begun))
-        what, remedy = "the step cannot be replayed", "give the model of the step, and its loss function"
-        with Watch(recorder), self._surroundings(), translated(what, "the captured step", remedy, to=UsageError):
+        what, remedy = (
+            "the step cannot be replayed",
+            "give the model of the step, and its loss function",
+        )
+        with (
+            Watch(recorder),
+            self._surroundings(),
+            translated(what, "the captured step", remedy, to=UsageError),
+        ):
             loss = self._events(backward)
         named = self.model.named_parameters()
         gradients = {name: _gradient(p) for name, p in named if p.requires_grad} if backward else {}
@@ -148,15 +173,22 @@ class Replay:
             kind, number = event.split(" ")
             if kind == "forward":
                 said = self.step.arguments[int(number)]
-                args, kwargs = (unflatten(said[key], self.step.tensors, self.device) for key in ("args", "kwargs"))
+                args, kwargs = (
+                    unflatten(said[key], self.step.tensors, self.device)
+                    for key in ("args", "kwargs")
+                )
                 output = ends(self.model(*args, **kwargs))
                 found = self._losses(int(number), output)
                 self.knows_loss &= found is not None
                 total += float("nan") if found is None else float(found.detach())
                 waiting.append((int(number), output, found))
-            elif backward and not (place + 1 < len(events) and events[place + 1].startswith("backward")):
+            elif backward and not (
+                place + 1 < len(events) and events[place + 1].startswith("backward")
+            ):
                 # All outputs that the backward pass began at, together.
-                began = {int(e.split(" ")[1]) for e in events[: place + 1] if e.startswith("backward")}
+                began = {
+                    int(e.split(" ")[1]) for e in events[: place + 1] if e.startswith("backward")
+                }
                 self._backward([entry for entry in waiting if entry[0] in began])
                 waiting = [entry for entry in waiting if entry[0] not in began]
         return total
@@ -168,16 +200,28 @@ class Replay:
         return self._loss(output, targets)
 
     def _backward(self, of: list[tuple[int, Any, torch.Tensor | None]]) -> None:
-        """The backward pass from the losses, scaled as the captured step scaled them, or from captured gradients."""
+        """The backward pass from the losses, scaled as the captured step scaled them, or from
+        captured gradients."""
         roots, seeds = [], []
         for number, output, loss in of:
             outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-            captured = [self.step.tensors.get(f"seed.{number}.{place}") for place in range(len(outputs))]
+            captured = [
+                self.step.tensors.get(f"seed.{number}.{place}") for place in range(len(outputs))
+            ]
             if loss is None:
-                pairs = [(o, c.to(o)) for o, c in zip(outputs, captured, strict=True) if c is not None]
+                pairs = [
+                    (o, c.to(o)) for o, c in zip(outputs, captured, strict=True) if c is not None
+                ]
                 if not all(bool(c.isfinite().all()) for _, c in pairs):
-                    what = "the captured gradients of the model's outputs are not finite, and no loss function is known"
-                    raise UsageError(what, expected="a loss function", remedy="give loss=, or --loss for the command")
+                    what = (
+                        "the captured gradients of the model's outputs are not finite, and no "
+                        "loss function is known"
+                    )
+                    raise UsageError(
+                        what,
+                        expected="a loss function",
+                        remedy="give loss=, or --loss for the command",
+                    )
                 roots += [o for o, _ in pairs]
                 seeds += [c for _, c in pairs]
             else:
@@ -186,7 +230,9 @@ class Replay:
                 roots.append(loss)
                 seeds.append(torch.full_like(loss, self.scales[number]))
         if not any(root.requires_grad for root in roots):
-            raise CheckpointError("no output of the model needs a gradient", expected="parameters that are not frozen")
+            raise CheckpointError(
+                "no output of the model needs a gradient", expected="parameters that are not frozen"
+            )
         torch.autograd.backward(roots, seeds)
 
     # -- the step's surroundings --
@@ -208,28 +254,50 @@ class Replay:
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return torch.zeros(parameter.shape, device=parameter.device) if parameter.grad is None else parameter.grad
+    return (
+        torch.zeros(parameter.shape, device=parameter.device)
+        if parameter.grad is None
+        else parameter.grad
+    )
 
 
-def _scale(loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch.Tensor | None], fed: bool) -> float:
-    """What the captured step multiplied the loss with, one over the number of microbatches for example, as the
-    gradients of the model's outputs tell; 1 where these are not known, or not finite."""
-    known = [(o, c) for o, c in zip(outputs, captured, strict=True) if c is not None and bool(c.isfinite().all())]
+def _scale(
+    loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch.Tensor | None], fed: bool
+) -> float:
+    """What the captured step multiplied the loss with, one over the number of microbatches for
+    example, as the gradients of the model's outputs tell; 1 where these are not known, or not
+    finite."""
+    known = [
+        (o, c)
+        for o, c in zip(outputs, captured, strict=True)
+        if c is not None and bool(c.isfinite().all())
+    ]
     if not known or (len(known) == 1 and known[0][0] is loss):
         return float(known[0][1]) if known else 1.0
     found = torch.autograd.grad(loss, [o for o, _ in known], retain_graph=True, allow_unused=True)
-    pairs = [(f.double(), c.to(f).double()) for f, (_, c) in zip(found, known, strict=True) if f is not None]
-    ours, both = sum(float((f * f).sum()) for f, _ in pairs), sum(float((f * c).sum()) for f, c in pairs)
+    pairs = [
+        (f.double(), c.to(f).double())
+        for f, (_, c) in zip(found, known, strict=True)
+        if f is not None
+    ]
+    ours, both = (
+        sum(float((f * f).sum()) for f, _ in pairs),
+        sum(float((f * c).sum()) for f, c in pairs),
+    )
     theirs = sum(float((c * c).sum()) for _, c in pairs)
     alike = both > 0.9 * (ours * theirs) ** 0.5
     if not ours or not theirs or not (alike or fed):
         return 1.0
     if not alike:
         what = "the loss function gives other gradients of the model's outputs than were captured"
-        raise UsageError(what, expected="the loss of the captured step", remedy="give its loss function and targets")
+        raise UsageError(
+            what,
+            expected="the loss of the captured step",
+            remedy="give its loss function and targets",
+        )
     ratio = both / ours
-    # Numbers that people use, exactly: scales of gradients are powers of two, and microbatches a whole number. Under
-    # another recipe the model's outputs are others, too.
+    # Numbers that people use, exactly: scales of gradients are powers of two, and microbatches a
+    # whole number. Under another recipe the model's outputs are others, too.
     whole, within = max(1, round(max(ratio, 1 / ratio))), 0.01 if fed else 0.1
     for exact in (2.0 ** round(math.log2(ratio)), float(whole) if ratio >= 1 else 1 / whole):
         if abs(ratio / exact - 1) < within:

@@ -23,10 +23,10 @@ class Finding:
         alone: the distance with nothing else quantized.
         without: the distance with everything else quantized; None without the model.
         partners: operands without which it does no harm.
-        statistics: what the operand loses where all findings are in high precision (without the model: by itself); of
-            several layers, in the one that loses most.
-        follows: weights out of whose products its values come, and which are too large for their scale: with weights
-            that are not, these values would be within range.
+        statistics: what the operand loses where all findings are in high precision (without the
+            model: by itself); of several layers, in the one that loses most.
+        follows: weights out of whose products its values come, and which are too large for their
+            scale: with weights that are not, these values would be within range.
     """
 
     layers: tuple[str, ...]
@@ -60,14 +60,17 @@ class Report:
         words: what its distance is.
         tolerance: the distance that is right.
         captured: what the measure shows of the captured step, where that is known.
-        value, reference, kept: of its replay, of that in high precision, and with the findings in high precision.
+        value, reference, kept: of its replay, of that in high precision, and with the findings in
+            high precision.
         before, after: the distance of the replay, and with the findings in high precision.
         verified: the distance under the recipe file; None where there is none.
         findings: the heaviest first.
-        operands: how many operands were captured, of how many the bytes were compared, and what differs.
+        operands: how many operands were captured, of how many the bytes were compared, and what
+            differs.
         replays: how many there were.
         seconds: how long it took.
-        recipe_file: the text of the recipe file that keeps the findings in high precision; empty for none.
+        recipe_file: the text of the recipe file that keeps the findings in high precision; empty
+            for none.
         noisy: parameters whose gradients are noise in high precision already, and do not count.
         notes: what else is to be known, in sentences.
     """
@@ -96,13 +99,20 @@ class Report:
         return self.after <= self.tolerance
 
     def as_json(self) -> dict[str, Any]:
-        """What :func:`json.dumps` takes; numbers that are not finite are the texts ``"nan"``, ``"inf"``, ``"-inf"``."""
+        """What :func:`json.dumps` takes; numbers that are not finite are the texts ``"nan"``,
+        ``"inf"``, ``"-inf"``."""
         return plain(asdict(self) | {"solved": self.solved})  # type: ignore[no-any-return]
 
     def rows(self) -> list[tuple[str, ...]]:
         """The findings as texts, by :data:`COLUMNS`."""
         return [
-            (f.layer, f.tensor, f.gemm, number(f.alone), "" if f.without is None else number(f.without))
+            (
+                f.layer,
+                f.tensor,
+                f.gemm,
+                number(f.alone),
+                "" if f.without is None else number(f.without),
+            )
             for f in self.findings
         ]
 
@@ -120,13 +130,23 @@ class Report:
                 else f"{len(self.findings)} operands move the result of their"
             )
             return f"{many} product by more than {number(self.tolerance)} of it"
-        told = f"The {self.measure} is {number(self.value)}, in high precision {number(self.reference)}: a distance"
+        told = (
+            f"The {self.measure} is {number(self.value)}, in high precision "
+            f"{number(self.reference)}: a distance"
+        )
         if self.measure == "grad-distance":
             told = "The gradients are at a distance"
-        told, right = f"{told} of {number(self.before)}", f"at most {number(self.tolerance)} is right"
+        told, right = (
+            f"{told} of {number(self.before)}",
+            f"at most {number(self.tolerance)} is right",
+        )
         if self.before <= self.tolerance:
             return f"Nothing to find. {told} ({right})"
-        kept = f"with the findings in high precision {number(self.after)}" if self.findings else "nothing was found"
+        kept = (
+            f"with the findings in high precision {number(self.after)}"
+            if self.findings
+            else "nothing was found"
+        )
         return f"{told}; {kept} ({right})"
 
 
@@ -154,7 +174,9 @@ def worst_of(operands: Sequence[Operand], found: Comparison) -> Operand:
 def is_clamped(operand: Operand, found: Comparison) -> bool:
     """Whether an operand loses by values beyond the range, the others being what they should be."""
     saturation, sqnr = found.statistics[operand].saturation or 0.0, found.statistics[operand].sqnr
-    return not abs(found.gains[operand] - 1) > _OFF and (saturation > 1 or (saturation > 0 and sqnr < 15))
+    return not abs(found.gains[operand] - 1) > _OFF and (
+        saturation > 1 or (saturation > 0 and sqnr < 15)
+    )
 
 
 def _cause(operand: Operand, found: Comparison) -> str:
@@ -163,7 +185,10 @@ def _cause(operand: Operand, found: Comparison) -> str:
     old = "of earlier steps, and " if operand in found.stateful else ""
     old = "the initial one, which no step has set yet, and " if initial else old
     if made.not_finite:
-        return f"{made.not_finite} of its {made.count} values are NaN or infinite before they are quantized"
+        return (
+            f"{made.not_finite} of its {made.count} values are NaN or infinite before they are "
+            f"quantized"
+        )
     if is_clamped(operand, found):
         share = f"{made.saturation:.3g} % of the values are clamped"
         return f"{share}, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
@@ -173,7 +198,10 @@ def _cause(operand: Operand, found: Comparison) -> str:
     if made.underflow > 5:
         return f"{zeros}: an outlier, {made.amax:.3g}, takes the range ({lost})"
     if made.sqnr < 15 and abs(gain - 1) > _OFF:
-        return f"{lost} at a cosine of {made.cosine:.4f}: the quantizer gives the values times {gain:.2g}"
+        return (
+            f"{lost} at a cosine of {made.cosine:.4f}: the quantizer gives the values times "
+            f"{gain:.2g}"
+        )
     if not made.sqnr >= 15:
         return f"{lost}, and the values are within range: the quantizer gives others"
     return f"it loses little by itself ({lost}), which is too much here"

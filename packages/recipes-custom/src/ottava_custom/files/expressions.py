@@ -1,4 +1,5 @@
-"""What may stand for a quantizer in a recipe file, and what each gives for a role. Errors name the place."""
+"""What may stand for a quantizer in a recipe file, and what each gives for a role. Errors name the
+place."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Expression(ABC):
         """What serves ``role`` along rows and along columns, for a role that is served."""
 
     def quantizer(self, role: QuantizerRole, side: str) -> Quantizer:
-        """A quantizer by itself, for one side of a hybrid; none, or one that keeps state, is refused."""
+        """A quantizer by itself, for one side of a hybrid; none, or one that keeps state, is
+        refused."""
         served = self.serve(role)
         if isinstance(served, QuantizerRequest):
             with self.source.at(self.place):
@@ -54,7 +56,8 @@ class Expression(ABC):
         return served
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Refuse patterns that fit none of the names of a model's layers; a recipe may have some."""
+        """Refuse patterns that fit none of the names of a model's layers; a recipe may have
+        some."""
 
     def keeps_state(self) -> OptionError:
         """The error about one direction of a hybrid that keeps state."""
@@ -79,7 +82,8 @@ class Identity(Expression):
 
 @dataclass(frozen=True)
 class OfRecipe(Expression):
-    """What a recipe uses for the role. The layer's state makes the quantizer, so that the recipe may be stateful."""
+    """What a recipe uses for the role. The layer's state makes the quantizer, so that the recipe
+    may be stateful."""
 
     recipe: Recipe
     options: tuple[tuple[str, Any], ...]
@@ -94,7 +98,11 @@ class OfRecipe(Expression):
     def words(self, role: QuantizerRole) -> tuple[str, str]:
         """The recipe's own words, and the options of this place; a format shows in the former."""
         explained = self.recipe.explain(role)
-        shown = [(key, value) for key, value in self.options if not isinstance(getattr(self.recipe, key, None), Enum)]
+        shown = [
+            (key, value)
+            for key, value in self.options
+            if not isinstance(getattr(self.recipe, key, None), Enum)
+        ]
         options = [f"{key}={value}" for key, value in shown]
         return ", ".join([explained.rowwise, *options]), ", ".join([explained.columnwise, *options])
 
@@ -132,7 +140,8 @@ class OfFactory(Expression):
 
 @dataclass(frozen=True)
 class Hybrid(Expression):
-    """One quantizer along rows, another along columns; a hybrid, and a recipe that keeps state, can be neither."""
+    """One quantizer along rows, another along columns; a hybrid, and a recipe that keeps state, can
+    be neither."""
 
     rowwise: Expression
     columnwise: Expression
@@ -145,12 +154,17 @@ class Hybrid(Expression):
         for side in (self.rowwise, self.columnwise):
             if isinstance(side, Hybrid):
                 what = "a hybrid inside a hybrid"
-                raise side.source.error(side.place, what, expected="one quantizer for one direction")
+                raise side.source.error(
+                    side.place, what, expected="one quantizer for one direction"
+                )
             if isinstance(side, OfRecipe) and side.recipe.stateful:
                 raise side.keeps_state()
 
     def serve(self, role: QuantizerRole) -> Quantizer:
-        rowwise, columnwise = self.rowwise.quantizer(role, "rowwise"), self.columnwise.quantizer(role, "columnwise")
+        rowwise, columnwise = (
+            self.rowwise.quantizer(role, "rowwise"),
+            self.columnwise.quantizer(role, "columnwise"),
+        )
         with self.source.at(self.place):
             return HybridQuantizer(rowwise, columnwise)
 

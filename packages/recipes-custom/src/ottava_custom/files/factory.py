@@ -28,7 +28,9 @@ _reading: ContextVar[tuple[str, ...]] = ContextVar("_reading", default=())
 def _suffix(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in _LANGUAGES:
-        raise OptionError(f"{path} has the suffix {suffix!r}", expected=f"one of {', '.join(SUFFIXES)}")
+        raise OptionError(
+            f"{path} has the suffix {suffix!r}", expected=f"one of {', '.join(SUFFIXES)}"
+        )
     return suffix
 
 
@@ -36,7 +38,8 @@ def _suffix(path: str) -> str:
 class FileFactory:
     """A quantizer factory from the text of a recipe file.
 
-    Factories are equal when their paths and texts are. A pickle has both, and looks the recipes up again.
+    Factories are equal when their paths and texts are. A pickle has both, and looks the recipes up
+    again.
 
     Args:
         path: for messages; its suffix names the language.
@@ -44,7 +47,8 @@ class FileFactory:
 
     Raises:
         OptionError: something in the text is wrong; the message names the place.
-        RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the same.
+        RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the
+            same.
     """
 
     path: str
@@ -54,14 +58,19 @@ class FileFactory:
     def __post_init__(self) -> None:
         file = os.path.abspath(self.path)
         if file in _reading.get():
-            raise OptionError(f"{self.path} is read from itself", expected="files that do not lead back to themselves")
+            raise OptionError(
+                f"{self.path} is read from itself",
+                expected="files that do not lead back to themselves",
+            )
         token = _reading.set((*_reading.get(), file))
         try:
             check_size(self.path, len(self.text.encode(errors="surrogatepass")))
             source = Source(self.path, self.text)
             root = _LANGUAGES[_suffix(self.path)](source)
             if root is None or root.value is None:
-                raise source.error(Place(""), "the file is empty", expected="the keys default and layers")
+                raise source.error(
+                    Place(""), "the file is empty", expected="the keys default and layers"
+                )
             object.__setattr__(self, "_rules", Schema(source).rules(root))
         finally:
             _reading.reset(token)
@@ -111,11 +120,15 @@ def load_factory(path: str | os.PathLike[str]) -> FileFactory:
 
     Raises:
         DTypeError: ``path`` is no path.
-        OptionError: the file cannot be read, or something in it is wrong; the message names the place.
-        RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the same.
+        OptionError: the file cannot be read, or something in it is wrong; the message names the
+            place.
+        RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the
+            same.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise DTypeError(f"the path is a {type(path).__name__}", expected="the path of a recipe file")
+        raise DTypeError(
+            f"the path is a {type(path).__name__}", expected="the path of a recipe file"
+        )
     name = str(os.fspath(path))
     _suffix(name)
     return FileFactory(name, read_text(name))

@@ -27,9 +27,11 @@ class BeyondLimits(yaml.MarkedYAMLError):
 
 
 class DepthLimit:
-    """In front of a scanner of PyYAML, it raises :class:`BeyondLimits` for more than :data:`MAX_DEPTH` levels.
+    """In front of a scanner of PyYAML, it raises :class:`BeyondLimits` for more than
+    :data:`MAX_DEPTH` levels.
 
-    The scanner takes time that grows with the square of the depth, long before anything is composed.
+    The scanner takes time that grows with the square of the depth, long before anything is
+    composed.
     """
 
     flow_level: int
@@ -63,7 +65,8 @@ def check_node(root: Any) -> None:
 
 
 class _Counter:
-    """Counts the values in nodes. What an alias stands for is counted once, and added wherever it stands."""
+    """Counts the values in nodes. What an alias stands for is counted once, and added wherever it
+    stands."""
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
@@ -74,7 +77,9 @@ class _Counter:
         if id(node) in self._known:
             return self._known[id(node)]
         if id(node) in self._open:
-            raise BeyondLimits("an alias stands for what it is in", "no such circle", node.start_mark)
+            raise BeyondLimits(
+                "an alias stands for what it is in", "no such circle", node.start_mark
+            )
         self._open.add(id(node))
         if len(self._open) > MAX_DEPTH:
             raise too_deep(node.start_mark)

@@ -20,7 +20,8 @@ MAX_NAME = 100
 
 
 class Lookup:
-    """Finds what the names in a file stand for; equal texts give the same recipe object. Errors name the place."""
+    """Finds what the names in a file stand for; equal texts give the same recipe object. Errors
+    name the place."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -39,10 +40,20 @@ class Lookup:
                 return self.factory(place, name)
             known = sorted({IDENTITY, *(spec.name for spec in list_recipes()), *factories})
             near = difflib.get_close_matches(name, known, n=3)
-            # The name may be misspelled: it must not become a command that installs whatever has that name.
-            remedy = f"use {near[0]!r}, or install the package that has {name!r}" if near else missing.remedy
-            what = f"{self._source.where(place)}: no installed recipe or quantizer factory is named {name!r}"
-            raise RecipeNotFoundError(what, expected=f"one of {', '.join(known)}", remedy=remedy) from missing
+            # The name may be misspelled: it must not become a command that installs whatever has
+            # that name.
+            remedy = (
+                f"use {near[0]!r}, or install the package that has {name!r}"
+                if near
+                else missing.remedy
+            )
+            what = (
+                f"{self._source.where(place)}: no installed recipe or quantizer factory is "
+                f"named {name!r}"
+            )
+            raise RecipeNotFoundError(
+                what, expected=f"one of {', '.join(known)}", remedy=remedy
+            ) from missing
 
     def factory(self, place: Place, name: str) -> Expression:
         """A published quantizer factory."""
@@ -50,7 +61,9 @@ class Lookup:
         with self._source.at(place):
             return OfFactory(self._source, place, name, get_quantizer_factory(name))
 
-    def recipe(self, named: Node, options: Mapping[str, Node], keys: Mapping[str, Place]) -> Expression:
+    def recipe(
+        self, named: Node, options: Mapping[str, Node], keys: Mapping[str, Place]
+    ) -> Expression:
         """A recipe with options, whose keys have these places."""
         name, place = named.value, named.place
         self._check(place, name, "the name of a recipe")

@@ -31,7 +31,8 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True)
 class Node:
-    """A scalar, a list of nodes or a mapping of nodes by key; where it begins, and where the keys of a mapping are."""
+    """A scalar, a list of nodes or a mapping of nodes by key; where it begins, and where the keys
+    of a mapping are."""
 
     value: Any
     place: Place
@@ -55,7 +56,8 @@ class Node:
 
 
 def scalar(source: Source, value: Any, place: Place) -> Node:
-    """A node without nodes inside. NaN is refused, which would make a recipe unequal to itself, and huge integers."""
+    """A node without nodes inside. NaN is refused, which would make a recipe unequal to itself, and
+    huge integers."""
     if isinstance(value, float) and math.isnan(value):
         raise source.error(place, "the number is NaN", expected="a number that equals itself")
     if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
@@ -66,4 +68,6 @@ def scalar(source: Source, value: Any, place: Place) -> Node:
 
 def too_deep(source: Source, place: Place) -> OptionError:
     """The error about values that are nested deeper than any rule."""
-    return source.error(place, "values are nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+    return source.error(
+        place, "values are nested too deeply", expected=f"at most {MAX_DEPTH} levels"
+    )

@@ -16,7 +16,8 @@ from ottava_custom.files.source import Place, Source
 
 #: The keys of a rule that say what serves, and in words for which roles.
 SERVING = ("all", "forward", "backward", *TENSOR_TYPES)
-# How many patterns with wildcards are looked at, to tell whether they take all layers of a later one.
+# How many patterns with wildcards are looked at, to tell whether they take all layers of a later
+# one.
 _COMPARED = 64
 
 
@@ -39,7 +40,8 @@ def _literal_start(pattern: str) -> str:
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Whether ``wide`` certainly fits every name that ``narrow`` fits. What cannot be told is not covered."""
+    """Whether ``wide`` certainly fits every name that ``narrow`` fits. What cannot be told is not
+    covered."""
     if wide == narrow or not wide.strip("*"):
         return True
     start = _literal_start(wide)
@@ -47,7 +49,8 @@ def covers(wide: str, narrow: str) -> bool:
         return False
     if start == wide:
         return narrow[len(start)] == "."
-    # Only a * of ``wide`` can take in a * or a ? of ``narrow``, as if these were letters. Brackets are not looked into.
+    # Only a * of ``wide`` can take in a * or a ? of ``narrow``, as if these were letters. Brackets
+    # are not looked into.
     return not set(wide) & set("?[]") and not set(narrow) & set("[]") and fits(narrow, wide)
 
 
@@ -84,11 +87,13 @@ class Rule:
 
 
 class _Taken:
-    """Patterns whose layers are taken, for one role, each with the number of the first rule that has it."""
+    """Patterns whose layers are taken, for one role, each with the number of the first rule that
+    has it."""
 
     def __init__(self) -> None:
         self._all: dict[str, int] = {}
-        # To compare every pattern with all of these would take time that grows with the square of their number.
+        # To compare every pattern with all of these would take time that grows with the square of
+        # their number.
         self._wild: list[str] = []
 
     def add(self, patterns: Sequence[str], number: int) -> None:
@@ -100,7 +105,8 @@ class _Taken:
                     self._wild.append(pattern)
 
     def taker(self, pattern: str) -> int | None:
-        """The number of the first rule that takes all layers of a pattern, as far as that can be told."""
+        """The number of the first rule that takes all layers of a pattern, as far as that can be
+        told."""
         modules = [pattern[:at] for at, character in enumerate(pattern) if character == "."]
         # A module's name takes what is in it; patterns with wildcards are compared.
         found = [name for name in modules if name in self._all and _literal_start(name) == name]
@@ -118,7 +124,8 @@ class Rules:
     default: Entry | None
 
     def chosen(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
-        """The rule and the entry that serve a role, and what the entry gives; an OptionError where nothing does."""
+        """The rule and the entry that serve a role, and what the entry gives; an OptionError where
+        nothing does."""
         last: Entry | None = None
         for rule, entry in self._asked(role):
             served = entry.expression.serve(role)
@@ -128,8 +135,13 @@ class Rules:
         what = f"nothing serves {role.tensor_type!r} of layer {role.name!r}"
         place, remedy = Place(""), "add a default"
         if last is not None:
-            place, remedy = last.place, "use a default that is no factory, or one that gives a quantizer"
-        raise self.source.error(place, what, expected="a default that serves every role", remedy=remedy)
+            place, remedy = (
+                last.place,
+                "use a default that is no factory, or one that gives a quantizer",
+            )
+        raise self.source.error(
+            place, what, expected="a default that serves every role", remedy=remedy
+        )
 
     def _asked(self, role: QuantizerRole) -> Iterator[tuple[Rule | None, Entry]]:
         for rule in self.rules:
@@ -147,18 +159,26 @@ class Rules:
             for name, taken in earlier.items():
                 if rule.server(QuantizerRole("linear", name)) is not None:
                     taken.add(rule.patterns, number)
-        everywhere = [rule for rule in self.rules if any(not pattern.strip("*") for pattern in rule.patterns)]
-        left = [n for n in OF_LINEAR if not any(rule.server(QuantizerRole("linear", n)) for rule in everywhere)]
+        everywhere = [
+            rule for rule in self.rules if any(not pattern.strip("*") for pattern in rule.patterns)
+        ]
+        left = [
+            n
+            for n in OF_LINEAR
+            if not any(rule.server(QuantizerRole("linear", n)) for rule in everywhere)
+        ]
         if left and self.default is None:
             raise self.source.error(
                 Place(""),
-                f"there is no default, and nothing serves {', '.join(left)} of layers that no rule names",
+                f"there is no default, and nothing serves {', '.join(left)} of layers that no "
+                f"rule names",
                 expected="the key default",
                 remedy="add one; identity keeps high precision",
             )
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Refuse a pattern that fits none of the names of a model's layers, in this file or in one that it names."""
+        """Refuse a pattern that fits none of the names of a model's layers, in this file or in one
+        that it names."""
         modules = modules_of(names)
         for rule in self.rules:
             for pattern, place in zip(rule.patterns, rule.pattern_places, strict=True):
@@ -166,7 +186,11 @@ class Rules:
                     raise self.source.error(
                         place,
                         f"pattern {shown(pattern)} matches no layer of the model",
-                        expected=suggestion(pattern, names, "the name of a linear layer, or of a module that it is in"),
+                        expected=suggestion(
+                            pattern,
+                            names,
+                            "the name of a linear layer, or of a module that it is in",
+                        ),
                         remedy="names are those of model.named_modules(); * matches any characters",
                     )
         entries = [entry for rule in self.rules for entry in rule.entries.values()]
@@ -174,7 +198,8 @@ class Rules:
             entry.expression.check_layers(names)
 
     def _check_entry(self, rule: Rule, entry: Entry, earlier: Mapping[str, _Taken]) -> None:
-        """See that something is left for an entry: by other keys of its rule, and by earlier rules."""
+        """See that something is left for an entry: by other keys of its rule, and by earlier
+        rules."""
         own = [role for role in roles_of(entry.key) if not _is_served_before(rule, entry, role)]
         if not own:
             raise self.source.error(
@@ -190,10 +215,13 @@ class Rules:
                 if taker is None:
                     return
                 takers.add(taker)
-        places = " and ".join(dict.fromkeys(self.rules[number].place.short for number in sorted(takers)))
+        places = " and ".join(
+            dict.fromkeys(self.rules[number].place.short for number in sorted(takers))
+        )
         raise self.source.error(
             entry.place,
-            f"{entry.key!r} never serves: what begins in {places} takes these layers and roles before",
+            f"{entry.key!r} never serves: what begins in {places} takes these layers and roles "
+            f"before",
             expected="rules for few layers before those for many",
             remedy="move this rule up, or take it out",
         )

@@ -17,12 +17,16 @@ from ottava.errors import OptionError, OttavaError
 from ottava_custom.files.limits import MAX_BYTES
 
 # The longer ones first: those of UTF-32 begin as those of UTF-16.
-_BOMS = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+_BOMS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where something stands: ``text`` in words, and its line, from 1, where the reader of the language tells it."""
+    """Where something stands: ``text`` in words, and its line, from 1, where the reader of the
+    language tells it."""
 
     text: str
     line: int | None = None
@@ -53,7 +57,9 @@ class Source:
         """The file and the place."""
         return f"{self.path}, {place.text}" if place.text else self.path
 
-    def error(self, place: Place, what: str, *, expected: str = "", remedy: str = "") -> OptionError:
+    def error(
+        self, place: Place, what: str, *, expected: str = "", remedy: str = ""
+    ) -> OptionError:
         """An error that names the place."""
         return OptionError(f"{self.where(place)}: {what}", expected=expected, remedy=remedy)
 
@@ -91,33 +97,45 @@ def read_text(
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise OptionError(
-            f"{path} cannot be read: {reason}", expected=expected, remedy="check the path and the permissions"
+            f"{path} cannot be read: {reason}",
+            expected=expected,
+            remedy="check the path and the permissions",
         ) from error
     if data is None:
-        raise OptionError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}", expected=expected)
+        raise OptionError(
+            f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}",
+            expected=expected,
+        )
     check_size(path, len(data), shorter)
     return _decoded(path, data)
 
 
 def check_size(path: str, size: int, shorter: str = "use fewer patterns") -> None:
-    """Refuse a file of more bytes than are read with an OptionError: before it is parsed, and before it is written."""
+    """Refuse a file of more bytes than are read with an OptionError: before it is parsed, and
+    before it is written."""
     if size > MAX_BYTES:
         expected = f"a file of at most {MAX_BYTES} bytes"
-        raise OptionError(f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy=shorter)
+        raise OptionError(
+            f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy=shorter
+        )
 
 
 def _decoded(path: str, data: bytes) -> str:
     encoding = next((name for name, boms in _BOMS.items() if data.startswith(boms)), None)
     remedy = "save the file as UTF-8"
     if encoding is not None:
-        raise OptionError(f"{path}, line 1: the file is in {encoding}", expected="UTF-8", remedy=remedy)
+        raise OptionError(
+            f"{path}, line 1: the file is in {encoding}", expected="UTF-8", remedy=remedy
+        )
     try:
         return _lines(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         # Of what stands before the byte, the line is known all the same.
         before = Source(path, _lines(data[: error.start].decode("utf-8-sig")))
         what = f"byte 0x{data[error.start]:02x} is not UTF-8"
-        raise before.error(before.place(len(before.text)), what, expected="UTF-8", remedy=remedy) from error
+        raise before.error(
+            before.place(len(before.text)), what, expected="UTF-8", remedy=remedy
+        ) from error
 
 
 def _lines(text: str) -> str:

@@ -1,4 +1,5 @@
-"""TOML as nodes, by the standard library, which tells no lines: the place of a value is the path of its key."""
+"""TOML as nodes, by the standard library, which tells no lines: the place of a value is the path of
+its key."""
 
 from __future__ import annotations
 
@@ -46,5 +47,8 @@ def _node(source: Source, value: Any, path: str, depth: int) -> Node:
         below = {key: _node(source, inner, paths[key], depth + 1) for key, inner in value.items()}
         return Node(below, place, {key: Place(written) for key, written in paths.items()})
     if isinstance(value, list):
-        return Node([_node(source, inner, f"{path}[{at}]", depth + 1) for at, inner in enumerate(value)], place)
+        return Node(
+            [_node(source, inner, f"{path}[{at}]", depth + 1) for at, inner in enumerate(value)],
+            place,
+        )
     return scalar(source, value, place)

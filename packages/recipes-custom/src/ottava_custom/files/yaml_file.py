@@ -1,4 +1,5 @@
-"""YAML as nodes: the core schema of YAML 1.2 (``on``, ``no`` and ``1:30`` are text), and nothing that runs code."""
+"""YAML as nodes: the core schema of YAML 1.2 (``on``, ``no`` and ``1:30`` are text), and nothing
+that runs code."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ _BASES = {"0o": 8, "0x": 16}
 _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "null": (r"~|null|Null|NULL|", "~nN", lambda text: None),
     "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", lambda text: int(text, _BASES.get(text[:2], 10))),
+    "int": (
+        r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+        "-+0123456789",
+        lambda text: int(text, _BASES.get(text[:2], 10)),
+    ),
     "float": (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         "-+.0123456789",
@@ -36,12 +41,15 @@ _SCALARS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
 }
 for _name, (_pattern, _first, _) in _SCALARS.items():
     _Loader.add_implicit_resolver(
-        _PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), [*_first, *([""] if _name == "null" else [])]
+        _PREFIX + _name,
+        re.compile(rf"(?:{_pattern})\Z"),
+        [*_first, *([""] if _name == "null" else [])],
     )
 
 
 def parse_yaml(source: Source) -> Node | None:
-    """The document, None when there is none; an OptionError where it is no YAML, or more than plain values."""
+    """The document, None when there is none; an OptionError where it is no YAML, or more than plain
+    values."""
     try:
         root = yaml.compose(source.text, Loader=_Loader)
         if root is not None:
@@ -61,13 +69,21 @@ def _told(source: Source, error: yaml.MarkedYAMLError) -> OptionError:
         return source.error(place, error.problem or "", expected=error.expected)
     problem = " ".join(str(words) for words in (error.context, error.problem) if words)
     if "single document" in problem:
-        return source.error(place, "a second document begins", expected="one document", remedy="use one file for each")
-    tab = error.problem_mark is not None and source.text[error.problem_mark.index :].startswith("\t")
+        return source.error(
+            place,
+            "a second document begins",
+            expected="one document",
+            remedy="use one file for each",
+        )
+    tab = error.problem_mark is not None and source.text[error.problem_mark.index :].startswith(
+        "\t"
+    )
     return source.error(place, f"not YAML: {problem}", remedy="indent with spaces" if tab else "")
 
 
 class _Reader:
-    """Nodes of PyYAML's nodes, which are within the limits. What an alias stands for is read once."""
+    """Nodes of PyYAML's nodes, which are within the limits. What an alias stands for is read
+    once."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -89,7 +105,9 @@ class _Reader:
         tag, value = given.tag.removeprefix(_PREFIX), given.value
         if not isinstance(given, yaml.ScalarNode) or (tag not in _SCALARS and tag != "str"):
             remedy = "take the tag (what begins with !) out"
-            raise self._source.error(place, f"tag {shown(given.tag)}", expected="plain values", remedy=remedy)
+            raise self._source.error(
+                place, f"tag {shown(given.tag)}", expected="plain values", remedy=remedy
+            )
         if tag != "str":
             pattern, _, convert = _SCALARS[tag]
             # With an explicit tag, or more digits than Python converts.
@@ -112,9 +130,13 @@ class _Reader:
             # An alias as a key stands where it stands, but is known by what it stands for.
             if not isinstance(key.value, str):
                 remedy = "put it in quotes" if not isinstance(key.value, list) else ""
-                raise self._source.error(key.place, f"a key is {key}", expected="text", remedy=remedy)
+                raise self._source.error(
+                    key.place, f"a key is {key}", expected="text", remedy=remedy
+                )
             if key.value in keys:
-                what = f"key {shown(key.value)} stands there twice, first in {keys[key.value].short}"
+                what = (
+                    f"key {shown(key.value)} stands there twice, first in {keys[key.value].short}"
+                )
                 raise self._source.error(key.place, what, expected="each key once")
             values[key.value], keys[key.value] = self.read(value_node), key.place
         return Node(values, place, keys)

@@ -1,6 +1,7 @@
 """The arithmetic of per-tensor current scaling, step by step.
 
-amax, scale and cast are those of NVIDIA's FP8 recipes; the rounding is IEEE 754's to nearest, ties to even.
+amax, scale and cast are those of NVIDIA's FP8 recipes; the rounding is IEEE 754's to nearest, ties
+to even.
 """
 
 from __future__ import annotations
@@ -20,14 +21,22 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return known.max() if known.numel() else known.new_zeros(())
 
 
-def scale_from_amax(amax: torch.Tensor, quant_dtype: torch.dtype, eps: float, pow_2_scales: bool) -> torch.Tensor:
-    """What multiplies when quantizing, float32: ``max / amax`` rounded once; 1 where there is no such quotient."""
+def scale_from_amax(
+    amax: torch.Tensor, quant_dtype: torch.dtype, eps: float, pow_2_scales: bool
+) -> torch.Tensor:
+    """What multiplies when quantizing, float32: ``max / amax`` rounded once; 1 where there is no
+    such quotient."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     usable = amax.isfinite() & (amax != 0)
-    # Both operands are tensors: a number as the dividend would be multiplied by a rounded reciprocal.
+    # Both operands are tensors: a number as the dividend would be multiplied by a rounded
+    # reciprocal.
     largest = torch.full_like(amax, fp8_format(quant_dtype).max)
-    scale = torch.where(usable, torch.div(largest, torch.where(usable, amax, torch.ones_like(amax))), 1.0)
-    scale = torch.where(scale.isinf(), torch.full_like(scale, torch.finfo(torch.float32).max), scale)
+    scale = torch.where(
+        usable, torch.div(largest, torch.where(usable, amax, torch.ones_like(amax))), 1.0
+    )
+    scale = torch.where(
+        scale.isinf(), torch.full_like(scale, torch.finfo(torch.float32).max), scale
+    )
     if pow_2_scales:
         # Without its mantissa bits, a number is the power of two below it.
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -35,7 +44,8 @@ def scale_from_amax(amax: torch.Tensor, quant_dtype: torch.dtype, eps: float, po
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, quant_dtype: torch.dtype) -> torch.Tensor:
-    """``x * scale`` as bytes (uint8): to the nearest, ties to even; beyond the largest value saturated; NaN is 0x7F."""
+    """``x * scale`` as bytes (uint8): to the nearest, ties to even; beyond the largest value
+    saturated; NaN is 0x7F."""
     scaled = x.to(torch.float32) * scale
     largest = fp8_format(quant_dtype).max
     unknown = scaled.isnan()

@@ -25,7 +25,8 @@ _GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
 
 
 class CurrentScalingQuantizerRef(Quantizer):
-    """Quantizes with the scale that the tensor's own amax gives, and multiplies, without any kernel.
+    """Quantizes with the scale that the tensor's own amax gives, and multiplies, without any
+    kernel.
 
     Args:
         dtype: format of the elements, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -64,7 +65,8 @@ class CurrentScalingQuantizerRef(Quantizer):
         self.dtype = dtype
         self.pow_2_scales = pow_2_scales
         self.eps = eps
-        # All shards of a weight have the scale of the whole: the group that their amaxes are reduced over.
+        # All shards of a weight have the scale of the whole: the group that their amaxes are
+        # reduced over.
         self.shard_group: Any = None
 
     process_attributes = ("shard_group",)
@@ -81,7 +83,9 @@ class CurrentScalingQuantizerRef(Quantizer):
     def is_requantization_safe(self) -> bool:
         return True
 
-    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> QuantizedTensorStorage:
+    def quantize_impl(
+        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
         largest = amax(tensor)
         if self.shard_group is not None:
@@ -114,13 +118,15 @@ class CurrentScalingQuantizerRef(Quantizer):
         qresult_x: Any = None,
         qresult_w: Any = None,
     ) -> torch.Tensor:
-        """The product of two quantized operands: elements in float32, ``torch.mm``, the scales, the bias, one rounding.
+        """The product of two quantized operands: elements in float32, ``torch.mm``, the scales, the
+        bias, one rounding.
 
-        The scales are factors of the product, applied to it and not to the elements, as in every other product of
-        quantized tensors: so this one gives the same bits.
+        The scales are factors of the product, applied to it and not to the elements, as in every
+        other product of quantized tensors: so this one gives the same bits.
 
         Args:
-            qx, qw: quantized tensors, or elements ``[rows, columns]``; which of them, see :meth:`Quantizer.qgemm`.
+            qx, qw: quantized tensors, or elements ``[rows, columns]``; which of them, see
+                :meth:`Quantizer.qgemm`.
             m_params: unused.
             out_dtype: dtype of the result.
             sx, sw: scales of bare elements; of quantized tensors, their own count.
@@ -143,7 +149,9 @@ class CurrentScalingQuantizerRef(Quantizer):
         left, right = left.t() if turn_x else left, right.t() if turn_w else right
         _check_product(left, right, bias, out)
         result = mm(left, right)
-        scales = [scale.to(torch.float32) for scale in (left_scale, right_scale) if scale is not None]
+        scales = [
+            scale.to(torch.float32) for scale in (left_scale, right_scale) if scale is not None
+        ]
         if scales:
             result = result * (scales[0] * scales[1] if len(scales) == 2 else scales[0])
         if bias is not None:
@@ -159,10 +167,20 @@ def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.
         return x.gemm_operand(columnwise=columnwise, dtype=torch.float32)
     if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
         found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        what, expected = f"an operand is of {found}", "a quantized tensor, or elements of a floating-point dtype"
-        raise DTypeError(what, expected=expected, remedy="view bytes as their dtype: data.view(torch.float8_e4m3fn)")
+        what, expected = (
+            f"an operand is of {found}",
+            "a quantized tensor, or elements of a floating-point dtype",
+        )
+        raise DTypeError(
+            what,
+            expected=expected,
+            remedy="view bytes as their dtype: data.view(torch.float8_e4m3fn)",
+        )
     if scale is not None and (not isinstance(scale, torch.Tensor) or scale.numel() != 1):
-        raise DTypeError("the scale of an operand is no tensor with one element", expected="a float32 tensor, or None")
+        raise DTypeError(
+            "the scale of an operand is no tensor with one element",
+            expected="a float32 tensor, or None",
+        )
     return as_matrix(x.detach().to(torch.float32)), scale if scale is None else scale.reshape(())
 
 

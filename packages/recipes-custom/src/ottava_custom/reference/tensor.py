@@ -1,6 +1,7 @@
 """``CurrentScalingTensorRef``: FP8 elements and a scale, for rows, for columns, or both.
 
-Invariant: ``original ≈ float32(data) * scale``. Here ``scale`` multiplies when dequantizing, as those who know the name
+Invariant: ``original ≈ float32(data) * scale``. Here ``scale`` multiplies when dequantizing, as
+those who know the name
 expect. Rows and columns have the same elements: these are held once, in the order of rows.
 """
 
@@ -15,7 +16,15 @@ import torch
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.formats import fp8_format
 from ottava.gemm import as_matrix
-from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StaticField, as_data, check_values_dtype, implements
+from ottava.tensors import (
+    InnerTensor,
+    QuantizedTensor,
+    Quantizer,
+    StaticField,
+    as_data,
+    check_values_dtype,
+    implements,
+)
 from ottava.torch_private import make_wrapper_subclass
 from ottava_custom.identity import VIEWS, SharedElements, clone_of_elements, view_of_elements
 
@@ -24,15 +33,19 @@ class CurrentScalingTensorRefStorage(SharedElements):
     """FP8 elements with one scale, without the tensor interface.
 
     Args:
-        data: elements ``[*leading, K]`` of ``quant_dtype``, or their bytes (uint8); None without the rowwise usage.
+        data: elements ``[*leading, K]`` of ``quant_dtype``, or their bytes (uint8); None without
+            the rowwise usage.
         scale: float32 with one element; multiplies when dequantizing.
-        data_t: elements ``[K, *leading]``; None without the columnwise usage. Where ``data`` is given too, it says only
-            that there is a columnwise usage: its values are those of ``data``.
+        data_t: elements ``[K, *leading]``; None without the columnwise usage. Where ``data`` is
+            given too, it says only that there is a columnwise usage: its values are those of
+            ``data``.
         scale_t: the scale of ``data_t``; there is one scale for both.
         dtype: nominal dtype.
         quant_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        original_shape, shape: shape of the tensor that was quantized, where ``data`` is a matrix of its rows.
-        rowwise, columnwise: whether there is such a usage; None: if ``data`` or ``data_t`` is given.
+        original_shape, shape: shape of the tensor that was quantized, where ``data`` is a matrix of
+            its rows.
+        rowwise, columnwise: whether there is such a usage; None: if ``data`` or ``data_t`` is
+            given.
         quantizer: used by in-place updates.
 
     Raises:
@@ -85,14 +98,18 @@ class CurrentScalingTensorRefStorage(SharedElements):
     @property
     def data(self) -> torch.Tensor | None:
         """Elements ``[*leading, K]`` of ``quant_dtype``, or None."""
-        return self._data.view(self.quant_dtype) if self._data is not None and self._rowwise else None
+        return (
+            self._data.view(self.quant_dtype) if self._data is not None and self._rowwise else None
+        )
 
     @property
     def data_t(self) -> torch.Tensor | None:
         """Elements ``[K, *leading]`` of ``quant_dtype``, a view; or None."""
         if self._data is None or not self._columnwise:
             return None
-        return (self._data.movedim(-1, 0) if self._data.dim() else self._data).view(self.quant_dtype)
+        return (self._data.movedim(-1, 0) if self._data.dim() else self._data).view(
+            self.quant_dtype
+        )
 
     @property
     def scale(self) -> torch.Tensor | None:
@@ -106,7 +123,8 @@ class CurrentScalingTensorRefStorage(SharedElements):
 
     @property
     def _scale_inv(self) -> torch.Tensor:
-        """The scale under the name that products ask for. What is held, and no view of it: the compiler guards it."""
+        """The scale under the name that products ask for. What is held, and no view of it: the
+        compiler guards it."""
         return self._scale
 
     @property
@@ -127,7 +145,9 @@ class CurrentScalingTensorRefStorage(SharedElements):
         check_values_dtype(dtype)
         return (self.elements() * self._scale).to(dtype or self.dtype)
 
-    def gemm_operand(self, *, columnwise: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gemm_operand(
+        self, *, columnwise: bool, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The bare elements, exact in bfloat16 and float32, and the scale.
 
         Raises:
@@ -136,21 +156,28 @@ class CurrentScalingTensorRefStorage(SharedElements):
         if not self._rowwise and not columnwise:
             what = f"a {type(self).__name__} without rowwise data in a product that reads it"
             expected = "an operand quantized for the usage"
-            raise UsageError(what, expected=expected, remedy="call quantizer.set_usage(rowwise=True) before quantizing")
+            raise UsageError(
+                what,
+                expected=expected,
+                remedy="call quantizer.set_usage(rowwise=True) before quantizing",
+            )
         return as_matrix(self.elements().to(dtype)), self._scale
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
-        super().replace_inner(inner, tensor.view(torch.uint8) if inner.argument == "data" else tensor)
+        super().replace_inner(
+            inner, tensor.view(torch.uint8) if inner.argument == "data" else tensor
+        )
 
 
 class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     """FP8 elements with one scale as a ``torch.Tensor`` of its nominal dtype.
 
-    ``data`` is what the reference calls so, the elements; of a parameter it is what torch calls so, an alias without
-    gradient.
+    ``data`` is what the reference calls so, the elements; of a parameter it is what torch calls so,
+    an alias without gradient.
 
     Args:
-        requires_grad: as of any tensor; the others are those of :class:`CurrentScalingTensorRefStorage`.
+        requires_grad: as of any tensor; the others are those of
+            :class:`CurrentScalingTensorRefStorage`.
 
     Raises:
         DTypeError, ShapeError: the arguments do not fit together.
@@ -158,7 +185,9 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     """
 
     @staticmethod
-    def __new__(cls, *given: Any, requires_grad: bool = False, **named: Any) -> CurrentScalingTensorRef:
+    def __new__(
+        cls, *given: Any, requires_grad: bool = False, **named: Any
+    ) -> CurrentScalingTensorRef:
         bare = CurrentScalingTensorRefStorage(*given, **named)
         held = bare._data
         if held is None:
@@ -180,7 +209,11 @@ class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
 
     @property
     def data(self) -> Any:
-        return self.detach() if getattr(self, "_is_param", False) else CurrentScalingTensorRefStorage.data.fget(self)  # type: ignore[attr-defined]
+        return (
+            self.detach()
+            if getattr(self, "_is_param", False)
+            else CurrentScalingTensorRefStorage.data.fget(self)  # type: ignore[attr-defined]
+        )
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -192,9 +225,15 @@ implements(CurrentScalingTensorRef, torch.ops.aten.clone.default)(clone_of_eleme
 
 
 def _checked(
-    data: Any, scale: Any, data_t: Any, scale_t: Any, quant_dtype: torch.dtype, shape: Sequence[int] | None
+    data: Any,
+    scale: Any,
+    data_t: Any,
+    scale_t: Any,
+    quant_dtype: torch.dtype,
+    shape: Sequence[int] | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Bytes in the order of rows and a scale without dimensions, or a typed error for what does not fit together."""
+    """Bytes in the order of rows and a scale without dimensions, or a typed error for what does not
+    fit together."""
     fp8_format(quant_dtype)
     held, turned = as_data(data, quant_dtype, "data"), as_data(data_t, quant_dtype, "data_t")
     if held is not None:
@@ -208,7 +247,9 @@ def _checked(
     if held is None and scale is None:
         return None, None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        raise DTypeError("scale is not a float32 tensor", expected="a float32 tensor with one element")
+        raise DTypeError(
+            "scale is not a float32 tensor", expected="a float32 tensor with one element"
+        )
     if scale.numel() != 1:
         raise ShapeError(f"scale has shape {tuple(scale.shape)}", expected="one element")
     return held, scale.reshape(())
@@ -218,5 +259,7 @@ def _shaped(data: torch.Tensor, shape: Sequence[int] | None, name: str) -> torch
     if shape is None or tuple(data.shape) == tuple(shape):
         return data
     if data.numel() != math.prod(shape):
-        raise ShapeError(f"{name} has shape {tuple(data.shape)}", expected=f"the elements of {tuple(shape)}")
+        raise ShapeError(
+            f"{name} has shape {tuple(data.shape)}", expected=f"the elements of {tuple(shape)}"
+        )
     return data.reshape(tuple(shape))

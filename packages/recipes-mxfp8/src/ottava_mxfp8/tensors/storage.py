@@ -12,36 +12,48 @@ from ottava.formats import E4M3, E8M0, FP8, MX_BLOCK, fp8_format
 from ottava.tensors import GridTensorStorage, InnerTensor, StaticField, inner_tensors_of
 
 
-def mx_layout(fp8_dtype: torch.dtype, with_2d_quantization: bool = False, scale_rounding: str = "up") -> Layout:
+def mx_layout(
+    fp8_dtype: torch.dtype, with_2d_quantization: bool = False, scale_rounding: str = "up"
+) -> Layout:
     """Blocks of 32 that share a power of two, or squares of them that do."""
     shared = (MX_BLOCK, MX_BLOCK) if with_2d_quantization else None
     return Layout(fp8_dtype, (1, MX_BLOCK), E8M0.torch_dtype, scale_rounding, shared=shared)
 
 
-# What data are does not depend on how their scales were rounded. A plain dict, which compiled code can look into.
+# What data are does not depend on how their scales were rounded. A plain dict, which compiled code
+# can look into.
 _LAYOUTS = {(dtype, square): mx_layout(dtype, square) for dtype in FP8 for square in (False, True)}
 
 
 def _native(inner: InnerTensor) -> InnerTensor:
-    return inner if inner.native == E8M0.torch_dtype else InnerTensor(**vars(inner) | {"native": "_fp8_dtype"})
+    return (
+        inner
+        if inner.native == E8M0.torch_dtype
+        else InnerTensor(**vars(inner) | {"native": "_fp8_dtype"})
+    )
 
 
 class MXFP8TensorStorage(GridTensorStorage):
     """MXFP8 data without the tensor interface.
 
     Args:
-        rowwise_data: uint8 ``[*leading, K]`` (a float8 tensor is viewed as such), in blocks along the rows.
-        rowwise_scale_inv: E8M0 as uint8, ``[M, ceil(K / 32)]``, M the product of the leading dimensions.
+        rowwise_data: uint8 ``[*leading, K]`` (a float8 tensor is viewed as such), in blocks along
+            the rows.
+        rowwise_scale_inv: E8M0 as uint8, ``[M, ceil(K / 32)]``, M the product of the leading
+            dimensions.
         columnwise_data: uint8 ``[*leading, K]``, not transposed, in blocks along the columns.
         columnwise_scale_inv: ``[ceil(M / 32), K]``.
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         dtype: nominal dtype.
-        with_2d_quantization: one scale for 32 rows and columns: both directions hold the same values.
-        values_from_columns: where both directions are held, dequantize columnwise data: so does a transposed view.
+        with_2d_quantization: one scale for 32 rows and columns: both directions hold the same
+            values.
+        values_from_columns: where both directions are held, dequantize columnwise data: so does a
+            transposed view.
         quantizer: used by in-place updates.
 
     Raises:
-        DTypeError, ShapeError, DeviceError, OptionError, UsageError: the arguments do not fit together.
+        DTypeError, ShapeError, DeviceError, OptionError, UsageError: the arguments do not fit
+            together.
     """
 
     inner_tensors = tuple(map(_native, inner_tensors_of(mx_layout(E4M3.torch_dtype))))

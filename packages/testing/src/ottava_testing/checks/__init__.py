@@ -27,4 +27,6 @@ _ORDER = (
 
 def list_checks() -> tuple[Check, ...]:
     """All checks, in the order in which they run."""
-    return tuple(c for module in _ORDER for c in CHECKS.values() if c.run.__module__ == module.__name__)
+    return tuple(
+        c for module in _ORDER for c in CHECKS.values() if c.run.__module__ == module.__name__
+    )

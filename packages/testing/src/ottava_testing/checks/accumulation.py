@@ -21,7 +21,9 @@ def _data() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return xs, [normal(24, 48, seed=60 + i) for i in range(_BATCHES)]
 
 
-def _expected(layer: Linear, xs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _expected(
+    layer: Linear, xs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor]
+) -> list[dict[str, torch.Tensor]]:
     return [reference(layer, x, dy) for x, dy in zip(xs, dys, strict=True)]
 
 
@@ -34,14 +36,19 @@ def _run(subject: Subject, layer: Linear, *, together: bool) -> list[torch.Tenso
         if "modified by an inplace operation" not in str(error):
             raise
         raise CheckFailed(
-            "gradients are lost under accumulation: what one microbatch saved for its backward pass, another one "
+            "gradients are lost under accumulation: what one microbatch saved for its backward "
+            "pass, another one "
             f"overwrote ({str(error).splitlines()[0][:160]})"
         ) from error
     return [x.grad for x in xs if x.grad is not None]
 
 
 def _step(
-    subject: Subject, layer: Linear, xs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor], together: bool
+    subject: Subject,
+    layer: Linear,
+    xs: Sequence[torch.Tensor],
+    dys: Sequence[torch.Tensor],
+    together: bool,
 ) -> None:
     # Scales of the past are those of such values after a few steps.
     for _ in range(3 if subject.spec.stateful else 1):
@@ -56,8 +63,11 @@ def _step(
             y.backward(dy.detach())
 
 
-def _judge(subject: Subject, what: str, found: torch.Tensor | None, parts: list[torch.Tensor]) -> None:
-    """Compare an accumulated gradient with the sum of its parts, and say which part is left if others are lost."""
+def _judge(
+    subject: Subject, what: str, found: torch.Tensor | None, parts: list[torch.Tensor]
+) -> None:
+    """Compare an accumulated gradient with the sum of its parts, and say which part is left if
+    others are lost."""
     start = "gradients are lost under accumulation:"
     require(found is not None, f"{start} {what} is missing after {_BATCHES} backward passes")
     assert found is not None
@@ -66,8 +76,15 @@ def _judge(subject: Subject, what: str, found: torch.Tensor | None, parts: list[
     if relative(found, total) > bound:
         for part, which in ((parts[-1], "last"), (parts[0], "first")):
             near = relative(found, part) <= max(2 * bound, 0.05)
-            require(not near, f"{start} after {_BATCHES} backward passes {what} is that of the {which}")
-    close(f"after {_BATCHES} backward passes {what}, which should be the sum of all,", found, total, bound)
+            require(
+                not near, f"{start} after {_BATCHES} backward passes {what} is that of the {which}"
+            )
+    close(
+        f"after {_BATCHES} backward passes {what}, which should be the sum of all,",
+        found,
+        total,
+        bound,
+    )
 
 
 def _accumulates(subject: Subject, *, primary: bool, together: bool) -> None:
@@ -75,30 +92,50 @@ def _accumulates(subject: Subject, *, primary: bool, together: bool) -> None:
     xs, dys = _data()
     parts = _expected(layer, xs, dys)
     dxs = _run(subject, layer, together=together)
-    _judge(subject, "the weight's grad", layer.weight.grad, [p["the gradient of the weight"] for p in parts])
-    _judge(subject, "the bias's grad", layer.bias.grad, [p["the gradient of the bias"] for p in parts])
+    _judge(
+        subject,
+        "the weight's grad",
+        layer.weight.grad,
+        [p["the gradient of the weight"] for p in parts],
+    )
+    _judge(
+        subject, "the bias's grad", layer.bias.grad, [p["the gradient of the bias"] for p in parts]
+    )
     for number, (dx, part) in enumerate(zip(dxs, parts, strict=True), start=1):
         what = f"the gradient of microbatch {number}'s input"
         close(what, dx, part["the gradient of the input"], max(subject.bound, 0.01))
 
 
-@check("gradients-accumulate", "accumulation", "Backward passes of several microbatches sum their gradients")
+@check(
+    "gradients-accumulate",
+    "accumulation",
+    "Backward passes of several microbatches sum their gradients",
+)
 def gradients_accumulate(subject: Subject) -> None:
     """Forward, backward, forward, backward."""
     _accumulates(subject, primary=False, together=False)
 
 
-@check("microbatches-before-backward", "accumulation", "Several forward passes may come before the first backward pass")
+@check(
+    "microbatches-before-backward",
+    "accumulation",
+    "Several forward passes may come before the first backward pass",
+)
 def microbatches_before_backward(subject: Subject) -> None:
     """What one saved, another does not overwrite."""
     try:
         _accumulates(subject, primary=False, together=True)
     except CheckFailed as error:
-        raise CheckFailed(f"with all forward passes before the first backward pass, {error}") from error
+        raise CheckFailed(
+            f"with all forward passes before the first backward pass, {error}"
+        ) from error
 
 
 @check(
-    "quantized-weights-accumulate", "accumulation", "The same with a weight that is kept quantized", QUANTIZED_WEIGHTS
+    "quantized-weights-accumulate",
+    "accumulation",
+    "The same with a weight that is kept quantized",
+    QUANTIZED_WEIGHTS,
 )
 def quantized_weights_accumulate(subject: Subject) -> None:
     """Both orders."""

@@ -15,7 +15,10 @@ from ottava_testing.table import QUANTIZED_WEIGHTS, check
 
 
 @check(
-    "quantize-is-straight-through", "autograd", "The gradient of quantizing is that of the identity", QUANTIZED_WEIGHTS
+    "quantize-is-straight-through",
+    "autograd",
+    "The gradient of quantizing is that of the identity",
+    QUANTIZED_WEIGHTS,
 )
 def quantize_is_straight_through(subject: Subject) -> None:
     """And has the dtype of what was quantized."""
@@ -23,13 +26,22 @@ def quantize_is_straight_through(subject: Subject) -> None:
         x = wide(48, 40, dtype=dtype).requires_grad_()
         made = subject.quantizer("weight")(x)
         cls = type(made).__name__
-        require(made.requires_grad, f"a {cls} of a tensor that requires a gradient requires none: the graph is cut")
+        require(
+            made.requires_grad,
+            f"a {cls} of a tensor that requires a gradient requires none: the graph is cut",
+        )
         grad = wide(48, 40, seed=4)
         (made.dequantize(torch.float32) * grad).sum().backward()
         require(x.grad is not None, f"no gradient comes through quantizing to a {cls}")
         assert x.grad is not None
-        require(x.grad.dtype == dtype, f"the gradient through quantizing {dtype} has dtype {x.grad.dtype}")
-        require(same(x.grad, grad.to(dtype)), f"the gradient of quantizing to a {cls} is not that of the identity")
+        require(
+            x.grad.dtype == dtype,
+            f"the gradient through quantizing {dtype} has dtype {x.grad.dtype}",
+        )
+        require(
+            same(x.grad, grad.to(dtype)),
+            f"the gradient of quantizing to a {cls} is not that of the identity",
+        )
 
 
 @check(
@@ -55,7 +67,10 @@ def dequantize_is_straight_through(subject: Subject) -> None:
         made = way(weight)
         made.backward(grad.to(made.dtype))
         require(weight.grad is not None, f"no gradient comes through {name} of a {cls}")
-        require(weight.grad.shape == (48, 40), f"the gradient through {name} of a {cls} is {tuple(weight.grad.shape)}")
+        require(
+            weight.grad.shape == (48, 40),
+            f"the gradient through {name} of a {cls} is {tuple(weight.grad.shape)}",
+        )
         expected = grad.to(made.dtype).float()
         require(
             torch.equal(plain(weight.grad).float(), expected),
@@ -81,7 +96,9 @@ class _Keeps(torch.autograd.Function):
 
 
 @check(
-    "saved-for-backward", "autograd", "Saved for backward, storages and tensors come back as they were, twice if asked"
+    "saved-for-backward",
+    "autograd",
+    "Saved for backward, storages and tensors come back as they were, twice if asked",
 )
 def saved_for_backward(subject: Subject) -> None:
     """Through ctx.save_for_backward, with retain_graph."""
@@ -95,11 +112,18 @@ def saved_for_backward(subject: Subject) -> None:
             x.grad is not None and same(x.grad, expected.float()),
             f"{words}, saved for backward, comes back with other values",
         )
-        require(type(seen[0]) is type(made), f"{words}, saved for backward, comes back as a {type(seen[0]).__name__}")
-        require(seen[2] is None and torch.equal(seen[1], x), f"what was saved with {words} does not come back")
+        require(
+            type(seen[0]) is type(made),
+            f"{words}, saved for backward, comes back as a {type(seen[0]).__name__}",
+        )
+        require(
+            seen[2] is None and torch.equal(seen[1], x),
+            f"what was saved with {words} does not come back",
+        )
         y.sum().backward()
         require(
-            same(plain(seen[3]), expected), f"{words}, saved for backward, has other values in a second backward pass"
+            same(plain(seen[3]), expected),
+            f"{words}, saved for backward, has other values in a second backward pass",
         )
         require(same(plain(made), expected), f"{words} was changed by saving it for backward")
 

@@ -17,7 +17,12 @@ def _compiled(subject: Subject, *, primary: bool) -> None:
     expected = train(subject.model(primary=primary))
     model = subject.model(primary=primary)
     found = _run(model, lambda compiled: train(model, run=compiled), _words(primary))
-    equal(subject, f"a compiled model{_words(primary)} trains otherwise than in eager mode", found, expected)
+    equal(
+        subject,
+        f"a compiled model{_words(primary)} trains otherwise than in eager mode",
+        found,
+        expected,
+    )
 
 
 def _run(
@@ -36,7 +41,8 @@ def _run(
         lines = [line for line in str(error).splitlines() if line.strip()]
         asked = f"fullgraph=True{', dynamic=True' if dynamic else ''}"
         raise CheckFailed(
-            f"torch.compile({asked}) refuses a model{words}: {type(error).__name__}: {' '.join(lines[:3])}"
+            f"torch.compile({asked}) refuses a model{words}: {type(error).__name__}: "
+            f"{' '.join(lines[:3])}"
         ) from error
     finally:
         torch.compiler.reset()

@@ -35,7 +35,10 @@ def reload(value: Any, what: str) -> Any:
             f"the pickle of {what} needs code that cannot be saved: {type(error).__name__}: {text}"
         ) from error
     functions = functions_in(buffer)
-    require(not functions, f"the pickle of {what} needs code ({', '.join(functions)}): loading it calls functions")
+    require(
+        not functions,
+        f"the pickle of {what} needs code ({', '.join(functions)}): loading it calls functions",
+    )
     return load(buffer, what)
 
 
@@ -51,8 +54,14 @@ def load(file: BytesIO, what: str) -> Any:
     except Exception as error:
         file.seek(0)
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        code = f"it needs code ({', '.join(unsafe)})" if unsafe else f"{type(error).__name__}: {str(error)[:300]}"
-        raise CheckFailed(f"torch.load(weights_only=True) refuses the pickle of {what}: {code}") from error
+        code = (
+            f"it needs code ({', '.join(unsafe)})"
+            if unsafe
+            else f"{type(error).__name__}: {str(error)[:300]}"
+        )
+        raise CheckFailed(
+            f"torch.load(weights_only=True) refuses the pickle of {what}: {code}"
+        ) from error
 
 
 def functions_in(file: BytesIO) -> list[str]:
@@ -70,7 +79,10 @@ def functions_in(file: BytesIO) -> list[str]:
             continue
         module, _, name = str(argument).partition(" ")
         value = getattr(sys.modules.get(module), name, None)
-        if isinstance(value, types.FunctionType) and module.partition(".")[0] not in ("torch", "ottava"):
+        if isinstance(value, types.FunctionType) and module.partition(".")[0] not in (
+            "torch",
+            "ottava",
+        ):
             found.append(f"{module}.{name}")
     return sorted(set(found))
 
@@ -80,14 +92,19 @@ def pickle_needs_no_code(subject: Subject) -> None:
     """Storages, tensors, parameters, state dicts."""
     for words, made, _ in subject.quantized():
         loaded = reload(made, words)
-        require(type(loaded) is type(made), f"the pickle of {words} loads as a {type(loaded).__name__}")
+        require(
+            type(loaded) is type(made), f"the pickle of {words} loads as a {type(loaded).__name__}"
+        )
         wrong = difference(loaded, made)
         require(wrong is None, f"the pickle of {words} loads with another {wrong!r}")
         require(same(plain(loaded), plain(made)), f"the pickle of {words} loads with other values")
         quantizer = loaded._quantizer
         require(quantizer is not None, f"the pickle of {words} loses its quantizer")
         if made._quantizer is not None and not subject.keeps_state(made._quantizer):
-            require(quantizer == made._quantizer, f"the quantizer of {words} is another one after pickling")
+            require(
+                quantizer == made._quantizer,
+                f"the quantizer of {words} is another one after pickling",
+            )
         if isinstance(made, QuantizedTensor):
             parameter = torch.nn.Parameter(made)
             again = reload({"weight": parameter}, f"a state dict with {words}")["weight"]
@@ -114,12 +131,20 @@ def safetensors(subject: Subject) -> None:
         path = Path(folder) / "weight.safetensors"
         checkpoint.save_file({"weight": weight}, path)
         loaded = checkpoint.load_file(path)["weight"]
-        require(type(loaded) is type(weight), f"a {cls} is a {type(loaded).__name__} in a safetensors file")
+        require(
+            type(loaded) is type(weight),
+            f"a {cls} is a {type(loaded).__name__} in a safetensors file",
+        )
         wrong = difference(loaded, weight)
         require(wrong is None, f"a {cls} has another {wrong!r} in a safetensors file")
-        require(same(plain(loaded), plain(weight)), f"a {cls} has other values in a safetensors file")
+        require(
+            same(plain(loaded), plain(weight)), f"a {cls} has other values in a safetensors file"
+        )
         model, other = subject.model(primary=True), subject.model(primary=True, seed=7)
         checkpoint.save_model(model, path)
         checkpoint.load_model(other, path)
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
-            require(same(plain(one), plain(two)), f"a model with {cls} weights loads other values from its own file")
+            require(
+                same(plain(one), plain(two)),
+                f"a model with {cls} weights loads other values from its own file",
+            )

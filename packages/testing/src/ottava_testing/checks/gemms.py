@@ -18,12 +18,14 @@ _LAYOUTS: tuple[Literal["shared", "transpose"], ...] = ("shared", "transpose")
 
 
 def _operands(subject: Subject, make: Any = wide) -> dict[str, tuple[torch.Tensor, Any, Any]]:
-    """For each operand of a layer: its values, and quantized with the usage for one direction each."""
+    """For each operand of a layer: its values, and quantized with the usage for one direction
+    each."""
     made = {}
     for role, shape in (("input", (_M, _K)), ("weight", (_N, _K)), ("grad_output", (_M, _N))):
         values = make(*shape, seed=len(role))
         rowwise, columnwise = (
-            subject.quantizer(role, internal=True, rowwise=r, columnwise=not r)(values) for r in (True, False)
+            subject.quantizer(role, internal=True, rowwise=r, columnwise=not r)(values)
+            for r in (True, False)
         )
         made[role] = (values, rowwise, columnwise)
     return made
@@ -43,11 +45,16 @@ def operands(subject: Subject) -> None:
                     values = wide(*shape, seed=11)
                     for columnwise in (False, True):
                         made = quantizer.with_usage(not columnwise, columnwise)(values)
-                        matrix, factor = made.gemm_operand(columnwise=columnwise, dtype=torch.float32)
+                        matrix, factor = made.gemm_operand(
+                            columnwise=columnwise, dtype=torch.float32
+                        )
                         found = matrix.float() if factor is None else matrix.float() * factor
                         expected = values.reshape(-1, shape[-1])
                         direction = "columnwise" if columnwise else "rowwise"
-                        what = f"the {direction} operand (gemm_operand) of a {tuple(shape)} tensor by {words}"
+                        what = (
+                            f"the {direction} operand (gemm_operand) of a {tuple(shape)} "
+                            f"tensor by {words}"
+                        )
                         close(what, found, expected, max(subject.bound, 0.02) * 1.5)
                         close(what, found, plain(made).reshape(expected.shape), 0.01)
 
@@ -67,10 +74,18 @@ def products(subject: Subject) -> None:
             for name, (a, b, expected, product) in cases.items():
                 for dtype in (torch.float32, torch.bfloat16):
                     found = gemm(a, b, name, out_dtype=dtype)  # type: ignore[arg-type]
-                    require(found.dtype == dtype, f"the {name} product with out_dtype={dtype} is of {found.dtype}")
+                    require(
+                        found.dtype == dtype,
+                        f"the {name} product with out_dtype={dtype} is of {found.dtype}",
+                    )
                     what = f"the {name} product of {type(a).__name__} and {type(b).__name__}"
                     close(what, found, expected, subject.bound)
-                    close(f"{what}, against the dequantized operands,", found, product(plain(a), plain(b)), 0.02)
+                    close(
+                        f"{what}, against the dequantized operands,",
+                        found,
+                        product(plain(a), plain(b)),
+                        0.02,
+                    )
 
 
 @check(
@@ -80,7 +95,9 @@ def products(subject: Subject) -> None:
 )
 def accumulating_products(subject: Subject) -> None:
     """As weight gradients are added into main_grad."""
-    (_, qx, qx_columns), (_, qw, qw_columns), (_, qdy, qdy_columns) = _operands(subject, normal).values()
+    (_, qx, qx_columns), (_, qw, qw_columns), (_, qdy, qdy_columns) = _operands(
+        subject, normal
+    ).values()
     cases: dict[str, tuple[Any, Any]] = {
         "fprop": (qx, qw), "dgrad": (qdy, qw_columns), "wgrad": (qdy_columns, qx_columns)
     }  # fmt: skip
@@ -96,11 +113,14 @@ def accumulating_products(subject: Subject) -> None:
         gemm(a, b, kind, out=out, accumulate=True)
         if relative(out, product) <= 1e-3:
             require(
-                False, f"gradients are lost under accumulation: the {name} product with accumulate=True overwrites out"
+                False,
+                f"gradients are lost under accumulation: the {name} product with accumulate=True "
+                f"overwrites out",
             )
         require(
             not torch.equal(out, start),
-            f"gradients are lost under accumulation: the {name} product with accumulate=True adds nothing to out",
+            f"gradients are lost under accumulation: the {name} product with accumulate=True adds "
+            f"nothing to out",
         )
         close(f"the {name} product with accumulate=True, added to out,", out, start + product, 1e-3)
 

@@ -16,7 +16,9 @@ from ottava_testing.table import QUANTIZED_WEIGHTS, check
 _WARM = 3
 
 
-def passes(layer: Linear, x: torch.Tensor, dy: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+def passes(
+    layer: Linear, x: torch.Tensor, dy: torch.Tensor, **options: Any
+) -> dict[str, torch.Tensor]:
     """The output and the gradients of one forward and backward pass."""
     layer.zero_grad()
     x = x.detach().clone().requires_grad_()
@@ -24,7 +26,11 @@ def passes(layer: Linear, x: torch.Tensor, dy: torch.Tensor, **options: Any) -> 
     y.backward(dy)
     assert x.grad is not None
     found = {"the output": y.detach(), "the gradient of the input": x.grad}
-    found |= {f"the gradient of the {name}": p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    found |= {
+        f"the gradient of the {name}": p.grad
+        for name, p in layer.named_parameters()
+        if p.grad is not None
+    }
     return found
 
 
@@ -54,18 +60,28 @@ def _compare(subject: Subject, layer: Linear, x: torch.Tensor, dy: torch.Tensor,
         close(f"{name}, {what},", found[name], wanted, max(subject.bound, 0.01))
 
 
-@check("linear", "layers", "Output and gradients of a linear layer are within relative_error of high precision")
+@check(
+    "linear",
+    "layers",
+    "Output and gradients of a linear layer are within relative_error of high precision",
+)
 def linear(subject: Subject) -> None:
     """float32 and bfloat16, with and without bias, any leading dimensions."""
     for dtype in (torch.float32, torch.bfloat16):
         for bias, leading in ((True, (64,)), (False, (2, 4, 16))):
             layer = subject.layer(96, 80, dtype=dtype, bias=bias)
-            x, dy = normal(*leading, 96, seed=1, dtype=dtype), normal(*leading, 80, seed=2, dtype=dtype)
+            x, dy = (
+                normal(*leading, 96, seed=1, dtype=dtype),
+                normal(*leading, 80, seed=2, dtype=dtype),
+            )
             _compare(subject, layer, x, dy, f"{dtype}, bias={bias}, input {tuple(x.shape)}")
 
 
 @check(
-    "linear-with-quantized-weight", "layers", "The same holds with a weight that is kept quantized", QUANTIZED_WEIGHTS
+    "linear-with-quantized-weight",
+    "layers",
+    "The same holds with a weight that is kept quantized",
+    QUANTIZED_WEIGHTS,
 )
 def linear_with_quantized_weight(subject: Subject) -> None:
     """quantized_model_init."""
@@ -74,10 +90,17 @@ def linear_with_quantized_weight(subject: Subject) -> None:
         x, dy = normal(64, 96, seed=1, dtype=dtype), normal(64, 80, seed=2, dtype=dtype)
         _compare(subject, layer, x, dy, f"{dtype}, with a weight that is kept quantized")
         kept = getattr(layer.weight, "_high_precision_init_val", None)
-        require(kept is not None, "quantized_model_init does not keep the values that the weight was made of")
+        require(
+            kept is not None,
+            "quantized_model_init does not keep the values that the weight was made of",
+        )
 
 
-@check("linear-shapes", "layers", "A linear layer takes any sizes, ragged and empty ones, forward and backward")
+@check(
+    "linear-shapes",
+    "layers",
+    "A linear layer takes any sizes, ragged and empty ones, forward and backward",
+)
 def linear_shapes(subject: Subject) -> None:
     """Nothing needs padding."""
     bound = min(0.6, 4 * subject.bound)
@@ -91,16 +114,26 @@ def linear_shapes(subject: Subject) -> None:
     ):
         layer = subject.layer(columns, rows)
         x, dy = normal(*leading, columns, seed=1) + 1, normal(*leading, rows, seed=2) + 1
-        what = f"of a layer with {columns} columns and {rows} rows for an input of shape {tuple(x.shape)}"
+        what = (
+            f"of a layer with {columns} columns and {rows} rows for an input of shape "
+            f"{tuple(x.shape)}"
+        )
         for _ in range(_WARM if subject.spec.stateful else 0):
             passes(layer, x, dy)
         found, expected = passes(layer, x, dy), reference(layer, x, dy)
         for name, wanted in expected.items():
-            require(found[name].shape == wanted.shape, f"{name} {what} has shape {tuple(found[name].shape)}")
+            require(
+                found[name].shape == wanted.shape,
+                f"{name} {what} has shape {tuple(found[name].shape)}",
+            )
             close(f"{name} {what}", found[name], wanted, bound)
 
 
-@check("frozen-parts", "layers", "What requires no gradient gets none, and the other gradients are as ever")
+@check(
+    "frozen-parts",
+    "layers",
+    "What requires no gradient gets none, and the other gradients are as ever",
+)
 def frozen_parts(subject: Subject) -> None:
     """A frozen weight, an input without gradient, no_grad."""
     x, dy = normal(24, 40, seed=1), normal(24, 48, seed=2)
@@ -132,17 +165,23 @@ def frozen_parts(subject: Subject) -> None:
 
 
 @check(
-    "convert-and-autocast", "layers", "convert() and autocast() give the same layer as one that is bound to the recipe"
+    "convert-and-autocast",
+    "layers",
+    "convert() and autocast() give the same layer as one that is bound to the recipe",
 )
 def convert_and_autocast(subject: Subject) -> None:
     """Three ways to the recipe; enabled=False is high precision."""
     x = normal(24, 40, seed=1)
     bound = subject.layer(40, 48)
-    values = {name: value for name, value in bound.state_dict().items() if "recipe_state" not in name}
+    values = {
+        name: value for name, value in bound.state_dict().items() if "recipe_state" not in name
+    }
     linear, alone = torch.nn.Linear(40, 48), Linear(40, 48, name=bound.name)
     for layer in (linear, alone):
         layer.load_state_dict(values)
-    converted = ottava.convert(torch.nn.Sequential(OrderedDict({bound.name: linear})), subject.recipe())
+    converted = ottava.convert(
+        torch.nn.Sequential(OrderedDict({bound.name: linear})), subject.recipe()
+    )
     expected = bound(x)
     with ottava.autocast(subject.recipe()):
         inside = alone(x)
@@ -156,7 +195,9 @@ def convert_and_autocast(subject: Subject) -> None:
 
 def linear_of(layer: Linear, x: torch.Tensor) -> torch.Tensor:
     """The layer in high precision."""
-    return torch.nn.functional.linear(x, plain(layer.weight), None if layer.bias is None else layer.bias.detach())
+    return torch.nn.functional.linear(
+        x, plain(layer.weight), None if layer.bias is None else layer.bias.detach()
+    )
 
 
 @check("kept-weight", "layers", "A weight quantized for the first microbatch serves those after it")
@@ -166,16 +207,26 @@ def kept_weight(subject: Subject) -> None:
     x, dy = normal(24, 40, seed=1), normal(24, 48, seed=2)
     # One step: what is kept is that of this step.
     with ottava.autocast(subject.recipe()):
-        first, second, expected = layer(x, is_first_microbatch=True), layer(x, is_first_microbatch=False), other(x)
+        first, second, expected = (
+            layer(x, is_first_microbatch=True),
+            layer(x, is_first_microbatch=False),
+            other(x),
+        )
     second.backward(dy)
     expected.backward(dy)
     pairs = {
         "the output of the first microbatch": (first, expected),
         "the output of the second microbatch": (second, expected),
-        "the gradient of the weight in the second microbatch": (layer.weight.grad, other.weight.grad),
+        "the gradient of the weight in the second microbatch": (
+            layer.weight.grad,
+            other.weight.grad,
+        ),
     }
     for name, (found, wanted) in pairs.items():
-        require(found is not None and wanted is not None, f"{name}, with a weight that is kept, is missing")
+        require(
+            found is not None and wanted is not None,
+            f"{name}, with a weight that is kept, is missing",
+        )
         assert found is not None
         assert wanted is not None
         tolerance = 0.0 if subject.spec.deterministic else 2 * subject.bound

@@ -11,7 +11,17 @@ import torch
 from ottava.errors import ShapeError
 from ottava.recipes.role import QuantizerRole
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_testing.compare import CheckFailed, difference, held, overlap, require, same, snapshot, tensors_in, wide
+from ottava_testing.compare import (
+    CheckFailed,
+    difference,
+    held,
+    overlap,
+    require,
+    same,
+    snapshot,
+    tensors_in,
+    wide,
+)
 from ottava_testing.subject import Subject
 from ottava_testing.table import DETERMINISTIC, check
 
@@ -23,9 +33,15 @@ def roles(subject: Subject) -> None:
     """Every tensor type, with and without names."""
     recipe = subject.recipe()
     for tensor_type in ("input", "weight", "output", "grad_output", "grad_input"):
-        for role in (QuantizerRole("linear", tensor_type, "encoder.0"), QuantizerRole(tensor_type=tensor_type)):
+        for role in (
+            QuantizerRole("linear", tensor_type, "encoder.0"),
+            QuantizerRole(tensor_type=tensor_type),
+        ):
             made: object = recipe.quantizer(role)
-            require(isinstance(made, Quantizer), f"{role} gets a {type(made).__name__} in place of a quantizer")
+            require(
+                isinstance(made, Quantizer),
+                f"{role} gets a {type(made).__name__} in place of a quantizer",
+            )
 
 
 @check("flags", "quantizers", "What the spec says of state and of kept weights is so")
@@ -33,10 +49,14 @@ def flags(subject: Subject) -> None:
     """stateful, quantized_weights."""
     recipe, spec = subject.recipe(), subject.spec
     layer = subject.layer(8, 8)
-    require(spec.stateful or not recipe.stateful, "the spec says stateful=False, and the recipe says stateful=True")
+    require(
+        spec.stateful or not recipe.stateful,
+        "the spec says stateful=False, and the recipe says stateful=True",
+    )
     state = _state(layer).stateful
     require(
-        state == spec.stateful, f"the spec says stateful={spec.stateful}, and a layer's state says stateful={state}"
+        state == spec.stateful,
+        f"the spec says stateful={spec.stateful}, and a layer's state says stateful={state}",
     )
     if spec.quantized_weights:
         subject.weight(wide(8, 8))
@@ -46,7 +66,12 @@ def _state(layer: Any) -> Any:
     return layer._binding.state
 
 
-@check("deterministic-cast", "quantizers", "Quantizing the same tensor twice gives the same bytes", DETERMINISTIC)
+@check(
+    "deterministic-cast",
+    "quantizers",
+    "Quantizing the same tensor twice gives the same bytes",
+    DETERMINISTIC,
+)
 def deterministic_cast(subject: Subject) -> None:
     """No random rounding, no memory that was not written, by whichever quantizer."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -54,25 +79,38 @@ def deterministic_cast(subject: Subject) -> None:
 
 
 def _twice(subject: Subject, values: torch.Tensor) -> None:
-    for (words, quantizer), (_, fresh) in zip(subject.quantizers(), subject.quantizers(), strict=True):
+    for (words, quantizer), (_, fresh) in zip(
+        subject.quantizers(), subject.quantizers(), strict=True
+    ):
         first = quantizer(values)
-        for what, other in (("", quantizer), (" by an equal quantizer", fresh), (" by a copy", quantizer.copy())):
+        for what, other in (
+            ("", quantizer),
+            (" by an equal quantizer", fresh),
+            (" by a copy", quantizer.copy()),
+        ):
             for _ in range(2):
                 wrong = difference(first, other(values.clone()))
                 require(
                     wrong is None,
-                    f"quantizing the same tensor twice{what} gives different bytes in {wrong!r}: the cast of "
+                    f"quantizing the same tensor twice{what} gives different bytes in {wrong!r}: "
+                    f"the cast of "
                     f"{words} is not deterministic",
                 )
 
 
-@check("usages", "quantizers", "set_usage decides which usages a result serves, and None leaves one as it is")
+@check(
+    "usages",
+    "quantizers",
+    "set_usage decides which usages a result serves, and None leaves one as it is",
+)
 def usages(subject: Subject) -> None:
     """set_usage is followed."""
     for words, quantizer in subject.quantizers():
         quantizer.set_usage(columnwise=False)
         expected = {"rowwise": True, "columnwise": False}
-        require(quantizer.get_usages() == expected, f"set_usage(columnwise=False) is ignored by {words}")
+        require(
+            quantizer.get_usages() == expected, f"set_usage(columnwise=False) is ignored by {words}"
+        )
         for rowwise, columnwise in _USAGES:
             quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
             made = quantizer(wide(48, 40))
@@ -80,13 +118,28 @@ def usages(subject: Subject) -> None:
             call = f"set_usage(rowwise={rowwise}, columnwise={columnwise})"
             for name, wanted in asked.items():
                 served = made.get_usages()[name]
-                require(served or not wanted, f"{call} is ignored by {words}: the result serves no {name} usage")
-            kept = {inner.usage for inner in made.inner_tensors if getattr(made, inner.attribute) is not None}
-            extra = kept & {"rowwise", "columnwise"} if len(kept & {"rowwise", "columnwise"}) == 2 else set()
+                require(
+                    served or not wanted,
+                    f"{call} is ignored by {words}: the result serves no {name} usage",
+                )
+            kept = {
+                inner.usage
+                for inner in made.inner_tensors
+                if getattr(made, inner.attribute) is not None
+            }
+            extra = (
+                kept & {"rowwise", "columnwise"}
+                if len(kept & {"rowwise", "columnwise"}) == 2
+                else set()
+            )
             if not columnwise:
                 extra = kept & {"columnwise"}
             extra -= {name for name, wanted in asked.items() if wanted}
-            require(not extra, f"{call} is ignored by {words}: the result holds {''.join(extra)} data all the same")
+            require(
+                not extra,
+                f"{call} is ignored by {words}: the result holds {''.join(extra)} data all the "
+                f"same",
+            )
 
 
 @check(
@@ -110,22 +163,36 @@ def usages_agree(subject: Subject) -> None:
                 )
 
 
-@check("out", "quantizers", "quantize(out=) writes what quantize gives into the memory of out, and returns it")
+@check(
+    "out",
+    "quantizers",
+    "quantize(out=) writes what quantize gives into the memory of out, and returns it",
+)
 def out(subject: Subject) -> None:
     """out= is written."""
     for words, quantizer in subject.quantizers():
         first, second = wide(48, 40, seed=1), wide(48, 40, seed=2)
         given = quantizer(first)
-        before, memory = snapshot(given), {name: tensor.data_ptr() for name, tensor in held(given).items()}
+        before, memory = (
+            snapshot(given),
+            {name: tensor.data_ptr() for name, tensor in held(given).items()},
+        )
         returned = quantizer.quantize(second, out=given)
         require(returned is given, f"out= is ignored by {words}: another object is returned")
-        require(difference(given, before) is not None, f"out= is ignored by {words}: it still holds the old values")
+        require(
+            difference(given, before) is not None,
+            f"out= is ignored by {words}: it still holds the old values",
+        )
         if subject.spec.deterministic:
             wrong = difference(given, quantizer(second))
             require(wrong is None, f"{words} with out= writes another {wrong!r} than without")
-        moved = [name for name, tensor in held(given).items() if tensor.data_ptr() != memory.get(name)]
+        moved = [
+            name for name, tensor in held(given).items() if tensor.data_ptr() != memory.get(name)
+        ]
         require(
-            not moved, f"{words} with out= puts {moved} elsewhere, so that aliases of the tensor keep the old values"
+            not moved,
+            f"{words} with out= puts {moved} elsewhere, so that aliases of the tensor keep the "
+            f"old values",
         )
         try:
             quantizer.quantize(wide(40, 48), out=given)
@@ -146,31 +213,49 @@ def noop_flag(subject: Subject) -> None:
         given.quantize_(second, noop_flag=torch.ones(1))
         after = {**snapshot(given), **snapshot(tensors_in(quantizer))}
         wrong = difference(before, after)
-        require(wrong is None, f"noop_flag is ignored by {words}: an update with it set changed {wrong!r}")
+        require(
+            wrong is None,
+            f"noop_flag is ignored by {words}: an update with it set changed {wrong!r}",
+        )
         quantizer.update_quantized(second, given, noop_flag=torch.zeros(1))
-        require(difference(given, before) is not None, f"{words} does not update when noop_flag holds 0")
+        require(
+            difference(given, before) is not None, f"{words} does not update when noop_flag holds 0"
+        )
 
 
-@check("make-empty", "quantizers", "make_empty gives a result of the shape, dtype and usages asked for, to be filled")
+@check(
+    "make-empty",
+    "quantizers",
+    "make_empty gives a result of the shape, dtype and usages asked for, to be filled",
+)
 def make_empty(subject: Subject) -> None:
     """make_empty, filled, is what quantize gives."""
     for words, quantizer in subject.quantizers():
-        for shape, dtype in (((48, 40), torch.bfloat16), ((3, 5, 7), torch.float32), ((0, 40), torch.float16)):
+        for shape, dtype in (
+            ((48, 40), torch.bfloat16),
+            ((3, 5, 7), torch.float32),
+            ((0, 40), torch.float16),
+        ):
             made = quantizer.make_empty(shape, dtype=dtype)
             asked = f"make_empty({shape}, dtype={dtype}) of {words}"
             require(tuple(made.size()) == shape, f"{asked} has shape {tuple(made.size())}")
             require(made.dtype == dtype, f"{asked} has dtype {made.dtype}")
             elsewhere = quantizer.make_empty(shape, dtype=dtype, device="meta")
             left = [name for name, tensor in held(elsewhere).items() if not tensor.is_meta]
-            there = elsewhere.device.type == "meta" and tuple(elsewhere.size()) == shape and not left
+            there = (
+                elsewhere.device.type == "meta" and tuple(elsewhere.size()) == shape and not left
+            )
             require(
-                there, f"{asked} with device='meta' is on {elsewhere.device}{f', with {left} elsewhere' * bool(left)}"
+                there,
+                f"{asked} with device='meta' is on "
+                f"{elsewhere.device}{f', with {left} elsewhere' * bool(left)}",
             )
             values = wide(*shape, dtype=dtype)
             quantizer.update_quantized(values, made)
             fresh = quantizer(values)
             require(
-                type(made) is type(fresh), f"{asked} is a {type(made).__name__}, results are {type(fresh).__name__}"
+                type(made) is type(fresh),
+                f"{asked} is a {type(made).__name__}, results are {type(fresh).__name__}",
             )
             if subject.spec.deterministic:
                 wrong = difference(made, fresh)
@@ -178,7 +263,9 @@ def make_empty(subject: Subject) -> None:
 
 
 @check(
-    "results-are-apart", "quantizers", "A result shares memory neither with what was quantized nor with another result"
+    "results-are-apart",
+    "quantizers",
+    "A result shares memory neither with what was quantized nor with another result",
 )
 def results_are_apart(subject: Subject) -> None:
     """No buffer is used twice; the input is only read."""
@@ -187,20 +274,31 @@ def results_are_apart(subject: Subject) -> None:
         untouched = first.clone()
         made = quantizer(first)
         require(same(first, untouched), f"{words} writes to the tensor that it quantizes")
-        # Bare storages are what layers save for backward: there autograd knows of writes to the input.
+        # Bare storages are what layers save for backward: there autograd knows of writes to the
+        # input.
         for name, tensor in held(made).items() if not quantizer.internal else ():
-            require(not overlap(tensor, first), f"{words} gives {name!r} in the memory of the tensor that it quantizes")
+            require(
+                not overlap(tensor, first),
+                f"{words} gives {name!r} in the memory of the tensor that it quantizes",
+            )
         before = snapshot(made)
         other = quantizer(second)
         wrong = difference(made, before)
-        require(wrong is None, f"{words} overwrites an earlier result: its {wrong!r} changed in the second call")
+        require(
+            wrong is None,
+            f"{words} overwrites an earlier result: its {wrong!r} changed in the second call",
+        )
         for name, tensor in held(made).items():
             # The scale of a stateful quantizer is its own, not the result's.
             shared = overlap(tensor, held(other)[name])
             require(not shared, f"{words} gives two results that share the memory of {name!r}")
 
 
-@check("copy", "quantizers", "copy() gives a quantizer that can be set and used without changing the original")
+@check(
+    "copy",
+    "quantizers",
+    "copy() gives a quantizer that can be set and used without changing the original",
+)
 def copied(subject: Subject) -> None:
     """Nothing that changes is shared by copies, but the state of stateful recipes."""
     for words, quantizer in subject.quantizers():
@@ -220,7 +318,10 @@ def copied(subject: Subject) -> None:
         before = snapshot(result)
         made(wide(48, 40, seed=2))
         wrong = difference(result, before)
-        require(wrong is None, f"using a copy of {words} overwrote {wrong!r} of a result of the original")
+        require(
+            wrong is None,
+            f"using a copy of {words} overwrote {wrong!r} of a result of the original",
+        )
         if not subject.keeps_state(quantizer):
             _shares_nothing_mutable(words, quantizer, made)
 
@@ -228,26 +329,39 @@ def copied(subject: Subject) -> None:
 def _shares_nothing_mutable(words: str, one: Quantizer, other: Quantizer) -> None:
     for name, value in vars(one).items():
         theirs = vars(other).get(name)
-        shared = isinstance(value, torch.Tensor) and isinstance(theirs, torch.Tensor) and overlap(value, theirs)
+        shared = (
+            isinstance(value, torch.Tensor)
+            and isinstance(theirs, torch.Tensor)
+            and overlap(value, theirs)
+        )
         shared = shared or (isinstance(value, (list, dict, set, bytearray)) and value is theirs)
         require(
             not shared,
-            f"copy() of {words} shares the mutable {name!r} with the original: what one writes there, the other reads",
+            f"copy() of {words} shares the mutable {name!r} with the original: what one writes "
+            f"there, the other reads",
         )
 
 
 @check(
-    "equality", "quantizers", "Quantizers with equal options are equal and hash equal, with other usages they differ"
+    "equality",
+    "quantizers",
+    "Quantizers with equal options are equal and hash equal, with other usages they differ",
 )
 def equality(subject: Subject) -> None:
     """Stateful quantizers compare by identity."""
     for (words, one), (_, other) in zip(subject.quantizers(), subject.quantizers(), strict=True):
         require(one == one and hash(one) == hash(one), f"{words} does not equal itself")
         if subject.keeps_state(one):
-            require({one: 1}.get(other) is None, f"{words} holds state, and equals another one with a state of its own")
+            require(
+                {one: 1}.get(other) is None,
+                f"{words} holds state, and equals another one with a state of its own",
+            )
             continue
         for what, equal in (("one made with the same options", other), ("its copy()", one.copy())):
-            require(one == equal, f"{words} does not equal {what}: does it hold state, or compare by identity?")
+            require(
+                one == equal,
+                f"{words} does not equal {what}: does it hold state, or compare by identity?",
+            )
             require(hash(one) == hash(equal), f"{words} equals {what}, but their hashes differ")
         require(one == copy.deepcopy(one), f"{words} does not equal its deep copy")
         changed = one.copy()
@@ -262,14 +376,21 @@ def equality(subject: Subject) -> None:
 
 def _unequal_results(subject: Subject) -> None:
     values = wide(48, 40, seed=1)
-    made = [(words, q, q(values)) for words, q in subject.quantizers() if not subject.keeps_state(q)]
+    made = [
+        (words, q, q(values)) for words, q in subject.quantizers() if not subject.keeps_state(q)
+    ]
     for (words, one, first), (others, two, second) in itertools.combinations(made, 2):
         wrong = difference(first, second)
-        require(wrong is None or one != two, f"{words} equals {others}, which gives another {wrong!r} for a tensor")
+        require(
+            wrong is None or one != two,
+            f"{words} equals {others}, which gives another {wrong!r} for a tensor",
+        )
 
 
 @check(
-    "quantized-input", "quantizers", "What is quantized already is quantized by its values, and nothing else is taken"
+    "quantized-input",
+    "quantizers",
+    "What is quantized already is quantized by its values, and nothing else is taken",
 )
 def quantized_input(subject: Subject) -> None:
     """A quantizer takes quantized tensors, and refuses integers by a typed error."""
@@ -277,12 +398,19 @@ def quantized_input(subject: Subject) -> None:
         made: QuantizedTensorStorage = quantizer(wide(48, 40))
         again: Any = quantizer.quantize(made)  # type: ignore[arg-type]
         require(
-            isinstance(again, QuantizedTensorStorage), f"{words} gives a {type(again).__name__} for a quantized tensor"
+            isinstance(again, QuantizedTensorStorage),
+            f"{words} gives a {type(again).__name__} for a quantized tensor",
         )
-        require(tuple(again.size()) == (48, 40), f"{words} gives shape {tuple(again.size())} for a quantized tensor")
+        require(
+            tuple(again.size()) == (48, 40),
+            f"{words} gives shape {tuple(again.size())} for a quantized tensor",
+        )
         if quantizer.is_requantization_safe() and subject.spec.deterministic:
             wrong = difference(quantizer(wide(48, 40)), made)
-            require(wrong is None, f"{words} says that requantizing is safe, and gives another {wrong!r}")
+            require(
+                wrong is None,
+                f"{words} says that requantizing is safe, and gives another {wrong!r}",
+            )
         try:
             quantizer(torch.ones(4, 4, dtype=torch.int32))
         except TypeError:

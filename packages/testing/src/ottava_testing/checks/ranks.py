@@ -17,7 +17,17 @@ import torch.distributed as dist
 import ottava
 from ottava_testing import launch
 from ottava_testing.checks.files import load
-from ottava_testing.compare import CheckFailed, describe, held, normal, plain, relative, require, same, wide
+from ottava_testing.compare import (
+    CheckFailed,
+    describe,
+    held,
+    normal,
+    plain,
+    relative,
+    require,
+    same,
+    wide,
+)
 from ottava_testing.subject import Subject
 from ottava_testing.table import (
     CHECKS,
@@ -64,13 +74,22 @@ def run(name: str, mesh: Any, folder: Path) -> None:
         raise CheckFailed(f"{name} ({CHECKS[name].promise}), {place}: {describe(error)}") from error
 
 
-@rank_check("pickle-in-another-process", "A pickle loads in another process, which has made a layer", QUANTIZED_WEIGHTS)
+@rank_check(
+    "pickle-in-another-process",
+    "A pickle loads in another process, which has made a layer",
+    QUANTIZED_WEIGHTS,
+)
 def pickle_in_another_process(subject: Subject, mesh: Any, folder: Path) -> None:
     """The launching process saved a weight and its values."""
     subject.layer(8, 8, primary=True)
     expected = torch.load(folder / "values.pt", weights_only=True)
-    loaded = load(BytesIO((folder / "weight.pt").read_bytes()), "a weight in another process, which has made a layer")
-    require(same(plain(loaded), expected), "the pickle of a weight has other values in another process")
+    loaded = load(
+        BytesIO((folder / "weight.pt").read_bytes()),
+        "a weight in another process, which has made a layer",
+    )
+    require(
+        same(plain(loaded), expected), "the pickle of a weight has other values in another process"
+    )
 
 
 @rank_check(
@@ -85,9 +104,16 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
 
     rank = dist.get_rank()
     for dtype in (torch.bfloat16, torch.float32):
-        masters = [wide(48, 40, seed=1), wide(33, 17, seed=2) * 8, wide(64, 96, seed=3), wide(5, 8, seed=4)]
+        masters = [
+            wide(48, 40, seed=1),
+            wide(33, 17, seed=2) * 8,
+            wide(64, 96, seed=3),
+            wide(5, 8, seed=4),
+        ]
         weights = [subject.weight(torch.zeros(m.shape, dtype=dtype)) for m in masters]
-        expected = [_written(copy.deepcopy(w), m.to(dtype)) for w, m in zip(weights, masters, strict=True)]
+        expected = [
+            _written(copy.deepcopy(w), m.to(dtype)) for w, m in zip(weights, masters, strict=True)
+        ]
         shards: list[torch.Tensor | None] = []
         offsets: list[int | None] = []
         ranges: list[tuple[int, int]] = []
@@ -123,16 +149,22 @@ def _same_shard(what: str, weight: Any, whole: Any, elements: tuple[int, int]) -
             mine, theirs = (t.reshape(-1)[first:last] for t in (mine, theirs))
         require(
             same(mine, theirs),
-            f"{what} is quantized otherwise from shards than as a whole: {inner.attribute!r} differs",
+            f"{what} is quantized otherwise from shards than as a whole: {inner.attribute!r} "
+            f"differs",
         )
 
 
 def _sizes(subject: Subject, world: int) -> list[int]:
-    """Rows of weights that FSDP2 may shard, as the storage declares: no block is cut, and uneven shards are padded."""
+    """Rows of weights that FSDP2 may shard, as the storage declares: no block is cut, and uneven
+    shards are padded."""
     weight = subject.weight(wide(64, 32))
-    gathered = [(inner, getattr(weight, inner.attribute)) for inner in weight.inner_tensors if inner.gather]
+    gathered = [
+        (inner, getattr(weight, inner.attribute)) for inner in weight.inner_tensors if inner.gather
+    ]
     blocks = [inner.block_rows for inner, _ in gathered if inner.block_rows]
-    padded = not blocks and all(tensor is None or tensor.shape == weight.shape for _, tensor in gathered)
+    padded = not blocks and all(
+        tensor is None or tensor.shape == weight.shape for _, tensor in gathered
+    )
     return [world * math.lcm(32, *blocks), *([33] if padded else [])]
 
 
@@ -145,11 +177,14 @@ def _shard(net: Any, mesh: Any, *, keep: bool = False) -> Any:
 
 
 def _uneven(net: Any) -> Any:
-    """The model with rows of very different magnitudes: parts of its weights have other scales than the whole."""
+    """The model with rows of very different magnitudes: parts of its weights have other scales than
+    the whole."""
     with torch.no_grad():
         for layer in (net[0], net[2]):
             values = plain(layer.weight)
-            layer.weight.copy_(values * torch.linspace(0.2, 3.0, len(values), dtype=values.dtype)[:, None])
+            layer.weight.copy_(
+                values * torch.linspace(0.2, 3.0, len(values), dtype=values.dtype)[:, None]
+            )
     return net
 
 
@@ -160,7 +195,9 @@ def _train(net: Any, width: int = 32, count: int = 3) -> list[tuple[str, torch.T
     for number in range(count):
         x = normal(24, width, seed=100 + number, dtype=torch.bfloat16).requires_grad_()
         y = net(x)
-        torch.nn.functional.mse_loss(y, normal(24, width, seed=200 + number, dtype=torch.bfloat16)).backward()
+        torch.nn.functional.mse_loss(
+            y, normal(24, width, seed=200 + number, dtype=torch.bfloat16)
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert x.grad is not None
@@ -185,7 +222,10 @@ def fsdp2(subject: Subject, mesh: Any, folder: Path) -> None:
     from ottava.distributed import gather_quantized
 
     expected = _train(_uneven(subject.model(dtype=torch.bfloat16)))
-    ways: dict[str, Callable[[Any], Any]] = {"": lambda m: m, " with gather_quantized": gather_quantized}
+    ways: dict[str, Callable[[Any], Any]] = {
+        "": lambda m: m,
+        " with gather_quantized": gather_quantized,
+    }
     for words, prepare in ways.items():
         found = _train(_shard(prepare(_uneven(subject.model(dtype=torch.bfloat16))), mesh))
         _compare(subject, f"under FSDP2{words} training differs", found, expected)
@@ -197,13 +237,20 @@ def fsdp2(subject: Subject, mesh: Any, folder: Path) -> None:
     QUANTIZED_WEIGHTS,
 )
 def fsdp2_quantized_weights(subject: Subject, mesh: Any, folder: Path) -> None:
-    """Outputs, gradients, bytes and scales; weights that are given up after the forward pass or kept."""
+    """Outputs, gradients, bytes and scales; weights that are given up after the forward pass or
+    kept."""
     for rows in _sizes(subject, dist.get_world_size()):
-        alone, whole = (subject.model(dtype=torch.bfloat16, primary=True, width=rows, rows=rows) for _ in range(2))
+        alone, whole = (
+            subject.model(dtype=torch.bfloat16, primary=True, width=rows, rows=rows)
+            for _ in range(2)
+        )
         expected = _train(_uneven(alone), rows)
         for keep in (False, True):
             net = _shard(_uneven(copy.deepcopy(whole)), mesh, keep=keep)
-            what = f"under FSDP2 with weights that are kept quantized (reshard_after_forward={not keep}, {rows} rows)"
+            what = (
+                f"under FSDP2 with weights that are kept quantized "
+                f"(reshard_after_forward={not keep}, {rows} rows)"
+            )
             _compare(subject, f"{what} training differs", _train(net, rows), expected)
             for mine, theirs in zip((net[0], net[2]), (alone[0], alone[2]), strict=True):
                 mine.unshard()
@@ -212,14 +259,23 @@ def fsdp2_quantized_weights(subject: Subject, mesh: Any, folder: Path) -> None:
 
 
 def _same_weight(subject: Subject, what: str, gathered: Any, whole: Any) -> None:
-    require(type(gathered) is type(whole), f"{what} the gathered weight is a {type(gathered).__name__}")
+    require(
+        type(gathered) is type(whole), f"{what} the gathered weight is a {type(gathered).__name__}"
+    )
     mine, theirs = held(gathered), held(whole)
     for name in set(mine) & set(theirs) if subject.spec.deterministic else ():
         right = same(mine[name], theirs[name])
-        require(right, f"{what} a shard is quantized otherwise than the whole: {name!r} of the weight differs")
+        require(
+            right,
+            f"{what} a shard is quantized otherwise than the whole: {name!r} of the weight differs",
+        )
 
 
-@rank_check("reduces-amaxes", "What several ranks know of their data becomes the same on all of them", REDUCES)
+@rank_check(
+    "reduces-amaxes",
+    "What several ranks know of their data becomes the same on all of them",
+    REDUCES,
+)
 def reduces_amaxes(subject: Subject, mesh: Any, folder: Path) -> None:
     """Ranks see other values, and afterwards quantize alike."""
     model = subject.model()
@@ -236,5 +292,6 @@ def reduces_amaxes(subject: Subject, mesh: Any, folder: Path) -> None:
     off = relative(everything[0], everything[1])
     require(
         torch.equal(everything[0], everything[1]),
-        f"ranks that saw other data quantize the same input otherwise: nothing is reduced (off by {off:.3g})",
+        f"ranks that saw other data quantize the same input otherwise: nothing is reduced (off by "
+        f"{off:.3g})",
     )

@@ -40,23 +40,40 @@ def _round_trip(subject: Subject, *, primary: bool) -> None:
     train(model, 2)
     state: dict[str, Any] = model.state_dict()
     for name, value in state.items():
-        require(isinstance(value, torch.Tensor), f"{name!r} of a state dict is a {type(value).__name__}, not a tensor")
+        require(
+            isinstance(value, torch.Tensor),
+            f"{name!r} of a state dict is a {type(value).__name__}, not a tensor",
+        )
     loaded = reload(dict(state), "a state dict")
-    require(set(loaded) == set(state), f"a state dict loses {sorted(set(state) ^ set(loaded))} in a file")
+    require(
+        set(loaded) == set(state),
+        f"a state dict loses {sorted(set(state) ^ set(loaded))} in a file",
+    )
     other.load_state_dict(loaded)
     for name, value in other.state_dict().items():
         if isinstance(value, QuantizedTensorStorage):
             exact = difference(value, state[name])
             bound = min(0.5, 4 * subject.bound)
-            near = torch.linalg.vector_norm(plain(value) - plain(state[name])) <= bound * plain(value).norm()
-            require(exact is None or bool(near), f"{name!r} has other values after load_state_dict()")
+            near = (
+                torch.linalg.vector_norm(plain(value) - plain(state[name]))
+                <= bound * plain(value).norm()
+            )
+            require(
+                exact is None or bool(near), f"{name!r} has other values after load_state_dict()"
+            )
         else:
-            require_same(f"{name!r} has other values after load_state_dict()", [value], [state[name]])
+            require_same(
+                f"{name!r} has other values after load_state_dict()", [value], [state[name]]
+            )
     x = normal(24, 32, seed=5)
     with torch.no_grad():
         one, two = model(x), other(x)
     if subject.spec.deterministic:
-        require_same("a model that loaded a state dict computes otherwise than the one that gave it", [two], [one])
+        require_same(
+            "a model that loaded a state dict computes otherwise than the one that gave it",
+            [two],
+            [one],
+        )
     equal(
         subject,
         "a model that loaded a state dict trains otherwise than the one that gave it",
@@ -66,14 +83,19 @@ def _round_trip(subject: Subject, *, primary: bool) -> None:
 
 
 @check(
-    "state-moves", "state dicts", "The state of a layer is in its buffers, which move and save with the model", STATEFUL
+    "state-moves",
+    "state dicts",
+    "The state of a layer is in its buffers, which move and save with the model",
+    STATEFUL,
 )
 def state_moves(subject: Subject) -> None:
     """state_dict has it, .to() moves it."""
     layer = subject.model()
     train(layer, 2)
     names = [name for name, _ in layer.named_buffers() if "recipe_state" in name]
-    require(bool(names), "the spec says stateful=True, and no layer has buffers in its recipe_state")
+    require(
+        bool(names), "the spec says stateful=True, and no layer has buffers in its recipe_state"
+    )
     missing = [name for name in names if name not in layer.state_dict()]
     require(not missing, f"the state {missing} is not in the state dict")
     moved = layer.to("meta")

@@ -10,7 +10,12 @@ import torch
 
 from ottava.errors import UsageError
 from ottava.gemm import gemm
-from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, prepare_for_saving, restore_from_saved
+from ottava.tensors import (
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    prepare_for_saving,
+    restore_from_saved,
+)
 from ottava_testing.compare import (
     CheckFailed,
     close,
@@ -34,12 +39,18 @@ from ottava_testing.table import QUANTIZED_WEIGHTS, check
 def description(subject: Subject) -> None:
     """Everything that can be asked of it."""
     for words, made, values in subject.quantized():
-        require(tuple(made.shape) == (48, 40) and made.size(1) == 40, f"{words} has shape {tuple(made.shape)}")
+        require(
+            tuple(made.shape) == (48, 40) and made.size(1) == 40,
+            f"{words} has shape {tuple(made.shape)}",
+        )
         require(made.numel() == 48 * 40, f"{words} has {made.numel()} elements")
         require(made.dtype == values.dtype, f"{words} has dtype {made.dtype}")
         require(made.device == torch.device("cpu"), f"{words} is on {made.device}")
         expected = sum(t.numel() * t.element_size() for t in held(made).values())
-        require(made.nbytes == expected, f"nbytes of {words} is {made.nbytes}, its inner tensors have {expected}")
+        require(
+            made.nbytes == expected,
+            f"nbytes of {words} is {made.nbytes}, its inner tensors have {expected}",
+        )
         repr(made)
         made.clear()
         require(not held(made), f"clear() of {words} leaves {sorted(held(made))}")
@@ -54,24 +65,44 @@ def flatten(subject: Subject) -> None:
         try:
             hash(spec)
         except TypeError as error:
-            raise CheckFailed(f"a static field of {words} cannot be hashed, so it is no constant: {error}") from error
+            raise CheckFailed(
+                f"a static field of {words} cannot be hashed, so it is no constant: {error}"
+            ) from error
         values = plain(made)
-        for how, built in (("flattened", spec.build(tensors)), ("from its metadata", type(made)(**_arguments(made)))):
-            require(type(built) is type(made), f"{words}, built again {how}, is a {type(built).__name__}")
+        for how, built in (
+            ("flattened", spec.build(tensors)),
+            ("from its metadata", type(made)(**_arguments(made))),
+        ):
+            require(
+                type(built) is type(made),
+                f"{words}, built again {how}, is a {type(built).__name__}",
+            )
             wrong = difference(built, made)
             require(wrong is None, f"{words}, built again {how}, has another {wrong!r}")
             other = plain(built)
-            equal = other.shape == values.shape and other.dtype == values.dtype and same(other, values)
+            equal = (
+                other.shape == values.shape and other.dtype == values.dtype and same(other, values)
+            )
             lost = sorted(set(tensors_in(made)) - set(held(made)))
-            require(equal, f"{words}, built again {how}, has other values: what is not declared is lost {lost or ''}")
+            require(
+                equal,
+                f"{words}, built again {how}, has other values: what is not declared is lost "
+                f"{lost or ''}",
+            )
 
 
 def _arguments(made: QuantizedTensorStorage) -> dict[str, Any]:
-    more = {"shape": tuple(made.size()), "dtype": made.dtype} if isinstance(made, QuantizedTensor) else {}
+    more = (
+        {"shape": tuple(made.size()), "dtype": made.dtype}
+        if isinstance(made, QuantizedTensor)
+        else {}
+    )
     return made.get_metadata() | more
 
 
-@check("save-and-restore", "storages", "A storage gives its tensors up for saving and takes them back")
+@check(
+    "save-and-restore", "storages", "A storage gives its tensors up for saving and takes them back"
+)
 def save_and_restore(subject: Subject) -> None:
     """Its own methods, and the functions for many, in any mix."""
     for words, made, _ in subject.quantized():
@@ -79,7 +110,10 @@ def save_and_restore(subject: Subject) -> None:
         tensors, stripped = made.prepare_for_saving()
         require(not held(made), f"prepare_for_saving() of {words} keeps {sorted(held(made))}")
         rest = stripped.restore_from_saved([*tensors, torch.ones(3)])
-        require(len(rest) == 1, f"restore_from_saved() of {words} leaves {len(rest)} tensors in place of 1")
+        require(
+            len(rest) == 1,
+            f"restore_from_saved() of {words} leaves {len(rest)} tensors in place of 1",
+        )
         wrong = difference(made, expected)
         require(wrong is None, f"{words}, saved and restored, has another {wrong!r}")
         extra = torch.arange(4.0)
@@ -101,7 +135,9 @@ _COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @check(
-    "clone-shares-nothing", "storages", "A copy is equal and shares no memory: writing to one does not reach the other"
+    "clone-shares-nothing",
+    "storages",
+    "A copy is equal and shares no memory: writing to one does not reach the other",
 )
 def clone_shares_nothing(subject: Subject) -> None:
     """Every way of copying."""
@@ -131,10 +167,16 @@ def _copied(words: str, way: str, made: Any, copied: Any) -> None:
         )
     for name, tensor in theirs.items():
         flip(tensor)
-        require(same(plain(made), values), f"{way} of a {cls} is no copy: writing to its {name!r} changed the original")
+        require(
+            same(plain(made), values),
+            f"{way} of a {cls} is no copy: writing to its {name!r} changed the original",
+        )
     quantizer, other = made._quantizer, copied._quantizer
     if quantizer is not None:
-        require(quantizer is not other, f"{way} of a {cls} shares its quantizer, whose usages can be set")
+        require(
+            quantizer is not other,
+            f"{way} of a {cls} shares its quantizer, whose usages can be set",
+        )
 
 
 @check("device-moves", "storages", "Moved to another device, all of a storage is there")
@@ -143,7 +185,9 @@ def device_moves(subject: Subject) -> None:
     devices = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
     for words, made, _ in subject.quantized():
         for device in devices:
-            moves: dict[str, Any] = {"apply_to_inner": made.apply_to_inner(lambda t, d=device: t.to(d))}
+            moves: dict[str, Any] = {
+                "apply_to_inner": made.apply_to_inner(lambda t, d=device: t.to(d))
+            }
             if isinstance(made, QuantizedTensor):
                 moves[f"to({device!r})"] = made.to(device)
             for way, moved in moves.items():
@@ -153,7 +197,10 @@ def device_moves(subject: Subject) -> None:
 def _moved(what: str, made: QuantizedTensorStorage, moved: Any, device: str) -> None:
     require(type(moved) is type(made), f"{what} gives a {type(moved).__name__}")
     require(moved.device.type == device, f"{what} is on {moved.device}")
-    require(set(held(moved)) == set(held(made)), f"{what} loses {sorted(set(held(made)) ^ set(held(moved)))}")
+    require(
+        set(held(moved)) == set(held(made)),
+        f"{what} loses {sorted(set(held(made)) ^ set(held(moved)))}",
+    )
     for name, tensor in tensors_in(moved).items():
         require(tensor.device.type == device, f"{what} leaves {name!r} on {tensor.device}")
     require(tuple(moved.size()) == tuple(made.size()), f"{what} has shape {tuple(moved.size())}")
@@ -163,7 +210,11 @@ def _moved(what: str, made: QuantizedTensorStorage, moved: Any, device: str) -> 
         close(what, plain(moved).cpu(), plain(made), 1e-6)
 
 
-@check("dropping-usages", "storages", "update_usage drops the data of a usage and keeps that of the other")
+@check(
+    "dropping-usages",
+    "storages",
+    "update_usage drops the data of a usage and keeps that of the other",
+)
 def dropping_usages(subject: Subject) -> None:
     """What is left serves its usage; what is gone is refused."""
     for words, made, _ in subject.quantized():
@@ -171,20 +222,37 @@ def dropping_usages(subject: Subject) -> None:
             part = made.clone_storage()
             expected, own, size = _product(subject, part, keep), _held_for(part, keep), part.nbytes
             part.update_usage(**{f"{drop}_usage": False})
-            require(part.get_usages()[keep], f"update_usage({drop}_usage=False) of {words} loses the {keep} usage")
+            require(
+                part.get_usages()[keep],
+                f"update_usage({drop}_usage=False) of {words} loses the {keep} usage",
+            )
             what = f"the product of the {keep} data of {words}, once the {drop} data is dropped,"
-            close(what, _product(subject, part, keep), expected, 0.0 if subject.spec.deterministic else subject.bound)
+            close(
+                what,
+                _product(subject, part, keep),
+                expected,
+                0.0 if subject.spec.deterministic else subject.bound,
+            )
             # Where one copy of the data serves both usages there is none to drop.
             left = _held_for(part, drop) if own else []
-            require(not left, f"update_usage({drop}_usage=False) of {words} does nothing: {left} is held all the same")
-            require(part.nbytes <= size, f"update_usage({drop}_usage=False) of {words} makes it larger")
+            require(
+                not left,
+                f"update_usage({drop}_usage=False) of {words} does nothing: {left} is held all "
+                f"the same",
+            )
+            require(
+                part.nbytes <= size, f"update_usage({drop}_usage=False) of {words} makes it larger"
+            )
             if part.get_usages()[drop]:
                 continue
             try:
                 part.update_usage(**{f"{drop}_usage": True})
             except UsageError:
                 continue
-            require(part.get_usages()[drop], f"update_usage({drop}_usage=True) of {words} neither makes it nor refuses")
+            require(
+                part.get_usages()[drop],
+                f"update_usage({drop}_usage=True) of {words} neither makes it nor refuses",
+            )
 
 
 def _held_for(storage: QuantizedTensorStorage, usage: str) -> list[str]:
@@ -195,17 +263,26 @@ def _held_for(storage: QuantizedTensorStorage, usage: str) -> list[str]:
 def _product(subject: Subject, operand: QuantizedTensorStorage, usage: str) -> torch.Tensor:
     """With another operand, by a product that reads the usage."""
     columnwise = usage == "columnwise"
-    other = subject.quantizer("grad_output" if columnwise else "input", internal=True, columnwise=False)
+    other = subject.quantizer(
+        "grad_output" if columnwise else "input", internal=True, columnwise=False
+    )
     rows = other(wide(16, 48 if columnwise else 40, seed=1))
     return gemm(rows, operand, "dgrad" if columnwise else "fprop", out_dtype=torch.float32)
 
 
-@check("copying-in-place", "storages", "copy_from_storage and quantize_ write all of a storage, and aliases see it")
+@check(
+    "copying-in-place",
+    "storages",
+    "copy_from_storage and quantize_ write all of a storage, and aliases see it",
+)
 def copying_in_place(subject: Subject) -> None:
     """Nothing of the old values is left."""
     for words, made, old in subject.quantized():
         quantizer = made._quantizer
-        require(quantizer is not None, f"{words} does not keep its quantizer, so that it cannot be written in place")
+        require(
+            quantizer is not None,
+            f"{words} does not keep its quantizer, so that it cannot be written in place",
+        )
         assert quantizer is not None
         other = quantizer(wide(48, 40, seed=8, dtype=old.dtype) * 2)
         alias = made.detach() if isinstance(made, QuantizedTensor) else made
@@ -219,11 +296,18 @@ def copying_in_place(subject: Subject) -> None:
         bound = min(0.5, 4 * subject.bound)
         close(f"{words}, after quantize_(),", plain(made), values, bound, before=before)
         for usage in ("rowwise", "columnwise"):
-            what = f"the product that reads the {usage} data of {words}, after quantize_(), reads stale values: it"
+            what = (
+                f"the product that reads the {usage} data of {words}, after quantize_(), reads "
+                f"stale values: it"
+            )
             other = wide(16, 40 if usage == "rowwise" else 48, seed=1)
-            wanted = other @ (plain(made).float().t() if usage == "rowwise" else plain(made).float())
+            wanted = other @ (
+                plain(made).float().t() if usage == "rowwise" else plain(made).float()
+            )
             close(what, _product(subject, made, usage), wanted, 4 * bound / 3)
-        close(f"an alias of {words}, after quantize_(),", plain(alias), values, bound, before=before)
+        close(
+            f"an alias of {words}, after quantize_(),", plain(alias), values, bound, before=before
+        )
 
 
 @check(
@@ -248,5 +332,11 @@ def detach_is_an_alias(subject: Subject) -> None:
         before, values = plain(made).clone(), wide(48, 40, seed=2)
         alias.copy_(values)
         error = relative(plain(made), values)
-        require(error <= min(0.5, 4 * subject.bound), f"a write to {way} of a {cls} does not reach the original")
-        require(not torch.equal(before, plain(made)), f"a write to {way} of a {cls} does not reach the original")
+        require(
+            error <= min(0.5, 4 * subject.bound),
+            f"a write to {way} of a {cls} does not reach the original",
+        )
+        require(
+            not torch.equal(before, plain(made)),
+            f"a write to {way} of a {cls} does not reach the original",
+        )

@@ -67,11 +67,18 @@ def _compare_transpose(subject: Subject, name: str, op: Op, values: torch.Tensor
         found = plain(op(weight))
     except (RuntimeError, ValueError, IndexError) as error:
         text = str(error).splitlines()[0]
-        raise CheckFailed(f"wrong transpose: {name} of a {cls} fails by {type(error).__name__}: {text}") from error
+        raise CheckFailed(
+            f"wrong transpose: {name} of a {cls} fails by {type(error).__name__}: {text}"
+        ) from error
     close(f"wrong transpose: {name} of a {cls}", found, expected, subject.bound)
 
 
-@check("transposes", "tensors", "Transposing gives the transpose, of square matrices too", QUANTIZED_WEIGHTS)
+@check(
+    "transposes",
+    "tensors",
+    "Transposing gives the transpose, of square matrices too",
+    QUANTIZED_WEIGHTS,
+)
 def transposes(subject: Subject) -> None:
     """Every spelling."""
     for values in (wide(32, 32), wide(48, 40)):
@@ -79,9 +86,15 @@ def transposes(subject: Subject) -> None:
             _compare_transpose(subject, name, op, values)
 
 
-@check("views", "tensors", "Views, slices and reshapes give the values that they should", QUANTIZED_WEIGHTS)
+@check(
+    "views",
+    "tensors",
+    "Views, slices and reshapes give the values that they should",
+    QUANTIZED_WEIGHTS,
+)
 def views(subject: Subject) -> None:
-    """And where a view is quantized, a write to it reaches the whole, or is refused and changes nothing."""
+    """And where a view is quantized, a write to it reaches the whole, or is refused and changes
+    nothing."""
     _compare(subject, _VIEWS, wide(48, 40))
     for name, op in _VIEWS.items():
         weight = subject.weight(wide(48, 40))
@@ -93,10 +106,16 @@ def views(subject: Subject) -> None:
             with torch.no_grad():
                 view.copy_(torch.full(tuple(view.shape), 0.5))
         except UsageError:
-            require(same(plain(weight), before), f"a write to {name} of a {cls} is refused, and changes the {cls}")
+            require(
+                same(plain(weight), before),
+                f"a write to {name} of a {cls} is refused, and changes the {cls}",
+            )
             continue
         error = relative(plain(op(plain(weight))), torch.full(tuple(view.shape), 0.5))
-        require(error <= min(0.5, 4 * subject.bound), f"a write to {name} of a {cls} does not reach the {cls}")
+        require(
+            error <= min(0.5, 4 * subject.bound),
+            f"a write to {name} of a {cls} does not reach the {cls}",
+        )
 
 
 @check("results-of-ops", "tensors", "Ops see the dequantized values", QUANTIZED_WEIGHTS)
@@ -128,7 +147,12 @@ def nominal_dtype(subject: Subject) -> None:
         close(f"{name} of a {cls}", plain(made), values, 0.01)
 
 
-@check("new-tensors", "tensors", "zeros_like and its like give what they say, and change nothing", QUANTIZED_WEIGHTS)
+@check(
+    "new-tensors",
+    "tensors",
+    "zeros_like and its like give what they say, and change nothing",
+    QUANTIZED_WEIGHTS,
+)
 def new_tensors(subject: Subject) -> None:
     """What optimizers make their state with."""
     weight = subject.weight(wide(48, 40))
@@ -142,10 +166,15 @@ def new_tensors(subject: Subject) -> None:
     for name, (tensor, value) in made.items():
         expected = torch.full((48, 40), value)
         require(
-            relative(plain(tensor), expected) <= subject.bound if value else not bool(plain(tensor).any()),
+            relative(plain(tensor), expected) <= subject.bound
+            if value
+            else not bool(plain(tensor).any()),
             f"{name} of a {cls} does not hold {value}",
         )
-    for name, empty in (("empty_like", torch.empty_like(weight)), ("new_empty", weight.new_empty(48, 40))):
+    for name, empty in (
+        ("empty_like", torch.empty_like(weight)),
+        ("new_empty", weight.new_empty(48, 40)),
+    ):
         require(tuple(empty.shape) == (48, 40), f"{name} of a {cls} has shape {tuple(empty.shape)}")
         with torch.no_grad():
             empty.copy_(values)
@@ -155,7 +184,9 @@ def new_tensors(subject: Subject) -> None:
             for tensor in empty.inner_list():
                 if tensor is not None:
                     flip(tensor)
-        require(torch.equal(plain(weight), values), f"writing to {name} of a {cls} changed the {cls}")
+        require(
+            torch.equal(plain(weight), values), f"writing to {name} of a {cls} changed the {cls}"
+        )
 
 
 @check(
@@ -172,12 +203,31 @@ def requires_grad(subject: Subject) -> None:
     cls = type(weight).__name__
     require(not weight.requires_grad, f"a {cls} made of values without gradient requires one")
     parameter: Any = torch.nn.Parameter(weight)
-    require(parameter.requires_grad and parameter.is_leaf, f"a parameter around a {cls} requires no gradient")
-    require(isinstance(parameter, torch.nn.Parameter), f"a parameter around a {cls} is no Parameter")
-    require(copy.deepcopy(parameter).requires_grad, f"a deep copy of a parameter around a {cls} loses requires_grad")
-    require(copy.copy(parameter).requires_grad, f"copy.copy of a parameter around a {cls} loses requires_grad")
-    require(parameter.clone().requires_grad, f"clone() of a parameter around a {cls} loses its gradient")
-    require(parameter.to(torch.bfloat16).requires_grad, f"to() of a parameter around a {cls} loses its gradient")
-    require(not torch.nn.Parameter(weight, requires_grad=False).requires_grad, f"a frozen {cls} requires a gradient")
+    require(
+        parameter.requires_grad and parameter.is_leaf,
+        f"a parameter around a {cls} requires no gradient",
+    )
+    require(
+        isinstance(parameter, torch.nn.Parameter), f"a parameter around a {cls} is no Parameter"
+    )
+    require(
+        copy.deepcopy(parameter).requires_grad,
+        f"a deep copy of a parameter around a {cls} loses requires_grad",
+    )
+    require(
+        copy.copy(parameter).requires_grad,
+        f"copy.copy of a parameter around a {cls} loses requires_grad",
+    )
+    require(
+        parameter.clone().requires_grad, f"clone() of a parameter around a {cls} loses its gradient"
+    )
+    require(
+        parameter.to(torch.bfloat16).requires_grad,
+        f"to() of a parameter around a {cls} loses its gradient",
+    )
+    require(
+        not torch.nn.Parameter(weight, requires_grad=False).requires_grad,
+        f"a frozen {cls} requires a gradient",
+    )
     made: Any = subject.quantizer("weight").make_empty((4, 8), requires_grad=True)
     require(made.requires_grad, f"make_empty(requires_grad=True) of a {cls} requires no gradient")

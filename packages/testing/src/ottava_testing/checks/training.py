@@ -15,9 +15,15 @@ from ottava_testing.table import DETERMINISTIC, QUANTIZED_WEIGHTS, check
 
 
 def step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, number: int, *, run: Any = None, width: int = 32
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    number: int,
+    *,
+    run: Any = None,
+    width: int = 32,
 ) -> list[torch.Tensor]:
-    """One training step on batch ``number``: the loss, the gradient of the input and those of the parameters."""
+    """One training step on batch ``number``: the loss, the gradient of the input and those of the
+    parameters."""
     parameter = next(model.parameters())
     x = normal(24, width, seed=100 + number, dtype=parameter.dtype).requires_grad_()
     target = normal(24, width, seed=200 + number, dtype=parameter.dtype)
@@ -38,8 +44,11 @@ def train(model: torch.nn.Module, count: int = 3, run: Any = None) -> list[torch
     return [*seen, *(plain(p).clone() for p in model.parameters())]
 
 
-def equal(subject: Subject, defect: str, one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
-    """Compare bits, or values where the recipe is not deterministic; ``defect`` is what a difference means."""
+def equal(
+    subject: Subject, defect: str, one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
+) -> None:
+    """Compare bits, or values where the recipe is not deterministic; ``defect`` is what a
+    difference means."""
     require(len(one) == len(other), f"{defect} (not the same gradients)")
     if subject.spec.deterministic:
         require_same(defect, one, other)
@@ -48,29 +57,50 @@ def equal(subject: Subject, defect: str, one: Sequence[torch.Tensor], other: Seq
         close(f"{defect}: a loss, gradient or parameter", mine, theirs, 4 * subject.bound)
 
 
-@check("activation-checkpointing", "training", "Recomputing activations changes no bit of any gradient")
+@check(
+    "activation-checkpointing", "training", "Recomputing activations changes no bit of any gradient"
+)
 def activation_checkpointing(subject: Subject) -> None:
     """Reentrant and not, weights in high precision and quantized ones."""
     for primary in (False, True) if subject.spec.quantized_weights else (False,):
         expected = train(subject.model(primary=primary))
         for reentrant in (False, True):
             model = subject.model(primary=primary)
-            found = train(model, run=lambda x, m=model, r=reentrant: checkpoint(m, x, use_reentrant=r))
-            words = f"use_reentrant={reentrant}{', weights that are kept quantized' if primary else ''}"
+            found = train(
+                model, run=lambda x, m=model, r=reentrant: checkpoint(m, x, use_reentrant=r)
+            )
+            words = (
+                f"use_reentrant={reentrant}{', weights that are kept quantized' if primary else ''}"
+            )
             equal(
-                subject, f"with activation checkpointing ({words}) training is not what it is without", found, expected
+                subject,
+                f"with activation checkpointing ({words}) training is not what it is without",
+                found,
+                expected,
             )
 
 
-@check("deterministic-training", "training", "Training twice from the same start gives the same bits", DETERMINISTIC)
+@check(
+    "deterministic-training",
+    "training",
+    "Training twice from the same start gives the same bits",
+    DETERMINISTIC,
+)
 def deterministic_training(subject: Subject) -> None:
     """Losses, gradients, weights."""
     for dtype in (torch.float32, torch.bfloat16):
         one, other = train(subject.model(dtype=dtype)), train(subject.model(dtype=dtype))
-        require_same(f"training twice from the same start in {dtype} gives different bits", one, other)
+        require_same(
+            f"training twice from the same start in {dtype} gives different bits", one, other
+        )
 
 
-@check("models-are-apart", "training", "Training one model does not change what another one computes", DETERMINISTIC)
+@check(
+    "models-are-apart",
+    "training",
+    "Training one model does not change what another one computes",
+    DETERMINISTIC,
+)
 def models_are_apart(subject: Subject) -> None:
     """No state in globals, nor in the recipe or its quantizers."""
     alone = train(subject.model())
@@ -85,7 +115,11 @@ def models_are_apart(subject: Subject) -> None:
         step(recipe_of_both, optimizers[0], number + 10)
         seen += step(model, optimizers[1], number)
     seen += [plain(p).clone() for p in model.parameters()]
-    require_same("training another model in between changes the results: state is shared by models", seen, alone)
+    require_same(
+        "training another model in between changes the results: state is shared by models",
+        seen,
+        alone,
+    )
 
 
 @check("model-copies", "training", "A deep copy of a model computes the same and trains by itself")
@@ -97,11 +131,19 @@ def model_copies(subject: Subject) -> None:
         copied = copy.deepcopy(model)
         before = [plain(p).clone() for p in copied.parameters()]
         found = train(model)
-        require_same("training a model changes its deep copy", [plain(p) for p in copied.parameters()], before)
-        equal(subject, "a deep copy of a model trains otherwise than the model", train(copied), found)
+        require_same(
+            "training a model changes its deep copy",
+            [plain(p) for p in copied.parameters()],
+            before,
+        )
+        equal(
+            subject, "a deep copy of a model trains otherwise than the model", train(copied), found
+        )
 
 
-@check("training-follows-high-precision", "training", "The loss goes down as it does in high precision")
+@check(
+    "training-follows-high-precision", "training", "The loss goes down as it does in high precision"
+)
 def training_follows_high_precision(subject: Subject) -> None:
     """A small problem with a known answer."""
     torch.manual_seed(0)
@@ -140,6 +182,7 @@ def _follows(subject: Subject, model: torch.nn.Module, words: str) -> None:
     drop, wanted = found[0] - found[-1], expected[0] - expected[-1]
     require(
         drop > 0.5 * wanted,
-        f"training{words} does not follow high precision: in 25 steps the loss goes from {found[0]:.3g} to "
+        f"training{words} does not follow high precision: in 25 steps the loss goes from "
+        f"{found[0]:.3g} to "
         f"{found[-1]:.3g}, there from {expected[0]:.3g} to {expected[-1]:.3g}",
     )

@@ -59,7 +59,9 @@ _WRITES: dict[str, Write] = {
     "_foreach_sub_": lambda w, other: torch._foreach_sub_([w], [other]),
     "_foreach_lerp_": lambda w, other: torch._foreach_lerp_([w], [other], 0.75),
     "_foreach_addcmul_": lambda w, other: torch._foreach_addcmul_([w], [other], [other], 2.0),
-    "_foreach_addcdiv_": lambda w, other: torch._foreach_addcdiv_([w], [other], [torch.full_like(other, 0.5)], -1.0),
+    "_foreach_addcdiv_": lambda w, other: torch._foreach_addcdiv_(
+        [w], [other], [torch.full_like(other, 0.5)], -1.0
+    ),
     "_foreach_copy_": lambda w, other: torch._foreach_copy_([w], [other]),
     "*=": lambda w, other: w.__imul__(-0.5),
     "+=": lambda w, other: w.__iadd__(other),
@@ -67,7 +69,9 @@ _WRITES: dict[str, Write] = {
 
 
 # Optimizers call these; torch documents none of them, and may drop one.
-for _name in [name for name in _WRITES if name.startswith("_foreach_") and not hasattr(torch, name)]:
+for _name in [
+    name for name in _WRITES if name.startswith("_foreach_") and not hasattr(torch, name)
+]:
     del _WRITES[_name]
 
 
@@ -75,7 +79,12 @@ def _bound(subject: Subject) -> float:
     return min(0.5, 4 * subject.bound)
 
 
-@check("in-place-ops", "updates", "An in-place op changes the values, and returns the tensor itself", QUANTIZED_WEIGHTS)
+@check(
+    "in-place-ops",
+    "updates",
+    "An in-place op changes the values, and returns the tensor itself",
+    QUANTIZED_WEIGHTS,
+)
 def in_place_ops(subject: Subject) -> None:
     """None is dropped; aliases see it."""
     other = wide(48, 40, seed=6)
@@ -92,7 +101,13 @@ def in_place_ops(subject: Subject) -> None:
             not torch.equal(after, before),
             f"an in-place op ({name}) on a {cls} was dropped: the values did not change",
         )
-        close(f"a {cls}, after the in-place op {name},", after, expected, _bound(subject), before=before)
+        close(
+            f"a {cls}, after the in-place op {name},",
+            after,
+            expected,
+            _bound(subject),
+            before=before,
+        )
         what = f"an alias of a {cls}, after the in-place op {name},"
         close(what, plain(alias), expected, _bound(subject), before=before)
         itself = returned is parameter or name.startswith("_foreach")
@@ -110,20 +125,33 @@ def copy_of_quantized(subject: Subject) -> None:
     one, two = subject.weight(wide(48, 40)), subject.weight(wide(48, 40, seed=5))
     cls, before, expected = type(one).__name__, plain(one).clone(), plain(two).clone()
     one.copy_(two)
-    close(f"a {cls}, after copy_ from another,", plain(one), expected, _bound(subject), before=before)
+    close(
+        f"a {cls}, after copy_ from another,", plain(one), expected, _bound(subject), before=before
+    )
     one.copy_(wide(48, 40, seed=9))
-    require(torch.equal(plain(two), expected), f"copy_ from one {cls} to another ties them: a later write reaches both")
+    require(
+        torch.equal(plain(two), expected),
+        f"copy_ from one {cls} to another ties them: a later write reaches both",
+    )
     target = torch.zeros(48, 40)
     target.copy_(two)
     close(f"a plain tensor, after copy_ from a {cls},", target, expected, 1e-6)
 
 
-@check("data-assignment", "updates", "Assigning .data takes over the values, quantized or not", QUANTIZED_WEIGHTS)
+@check(
+    "data-assignment",
+    "updates",
+    "Assigning .data takes over the values, quantized or not",
+    QUANTIZED_WEIGHTS,
+)
 def data_assignment(subject: Subject) -> None:
     """As code that swaps weights does."""
     parameter: Any = torch.nn.Parameter(subject.weight(wide(48, 40)))
     cls = type(parameter).__name__
-    for what, value in (("a plain tensor", wide(48, 40, seed=5)), ("another", subject.weight(wide(48, 40, seed=6)))):
+    for what, value in (
+        ("a plain tensor", wide(48, 40, seed=5)),
+        ("another", subject.weight(wide(48, 40, seed=6))),
+    ):
         before, expected = plain(parameter).clone(), plain(value).clone()
         parameter.data = value
         words = f"a {cls}, after its .data was set to {what},"
@@ -141,7 +169,12 @@ _OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 }
 
 
-@check("optimizer-steps", "updates", "Optimizers step weights that are kept quantized", QUANTIZED_WEIGHTS)
+@check(
+    "optimizer-steps",
+    "updates",
+    "Optimizers step weights that are kept quantized",
+    QUANTIZED_WEIGHTS,
+)
 def optimizer_steps(subject: Subject) -> None:
     """As they step the same values in high precision."""
     for name, make in _OPTIMIZERS.items():
@@ -161,9 +194,15 @@ def optimizer_steps(subject: Subject) -> None:
             mine.step()
             theirs.step()
             require(
-                not torch.equal(plain(parameter), before), f"a step of {name} on a {cls} was dropped: no value changed"
+                not torch.equal(plain(parameter), before),
+                f"a step of {name} on a {cls} was dropped: no value changed",
             )
-        close(f"a {cls}, after two steps of {name},", plain(parameter), plain(reference), _bound(subject))
+        close(
+            f"a {cls}, after two steps of {name},",
+            plain(parameter),
+            plain(reference),
+            _bound(subject),
+        )
 
 
 @check(
@@ -186,8 +225,13 @@ def nothing_stale(subject: Subject) -> None:
                 expected = plain(weight).clone()
                 for direction, product in _products(subject, weight, x, dy).items():
                     wanted = x @ expected.t() if direction == "fprop" else dy @ expected
-                    what = f"the {direction} product with a {cls}, after {name}, reads stale values: it"
-                    close(what, product, wanted, 4 * _bound(subject) / 3, before=products[direction])
+                    what = (
+                        f"the {direction} product with a {cls}, after {name}, reads stale "
+                        f"values: it"
+                    )
+                    close(
+                        what, product, wanted, 4 * _bound(subject) / 3, before=products[direction]
+                    )
 
 
 def _replacing(subject: Subject) -> dict[str, Write]:
@@ -212,7 +256,9 @@ def _replacing(subject: Subject) -> dict[str, Write]:
     }
 
 
-def _products(subject: Subject, weight: Any, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+def _products(
+    subject: Subject, weight: Any, x: torch.Tensor, dy: torch.Tensor
+) -> dict[str, torch.Tensor]:
     qx = subject.quantizer("input", internal=True, columnwise=False)(x)
     qdy = subject.quantizer("grad_output", internal=True, columnwise=False)(dy)
     return {

@@ -22,7 +22,11 @@ def _loose(subject: Subject) -> float:
     return min(0.5, max(4 * subject.bound, 0.2))
 
 
-@check("accuracy", "values", "Quantized and dequantized, normally distributed values are within relative_error")
+@check(
+    "accuracy",
+    "values",
+    "Quantized and dequantized, normally distributed values are within relative_error",
+)
 def accuracy(subject: Subject) -> None:
     """Each role, each usage."""
     for rowwise, columnwise in ((True, False), (False, True), (True, True)):
@@ -30,16 +34,26 @@ def accuracy(subject: Subject) -> None:
             for dtype in (torch.float32, torch.bfloat16):
                 values = normal(64, 96, seed=1, dtype=dtype)
                 made = plain(quantizer(values))
-                what = f"what {words} gives, rowwise={rowwise} and columnwise={columnwise}, dequantized,"
+                what = (
+                    f"what {words} gives, rowwise={rowwise} and columnwise={columnwise}, "
+                    f"dequantized,"
+                )
                 close(what, made, values, subject.bound)
 
 
-@check("shapes", "values", "Tensors of any shape are quantized, ragged ones too, and keep their shape")
+@check(
+    "shapes", "values", "Tensors of any shape are quantized, ragged ones too, and keep their shape"
+)
 def shapes(subject: Subject) -> None:
     """No shape is padded or refused."""
     for words, quantizer in subject.quantizers():
         for shape in _RAGGED:
-            _shape(f"a tensor of shape {shape} quantized by {words}", quantizer, normal(*shape, seed=5) + 2, subject)
+            _shape(
+                f"a tensor of shape {shape} quantized by {words}",
+                quantizer,
+                normal(*shape, seed=5) + 2,
+                subject,
+            )
 
 
 @check("empty-shapes", "values", "Tensors without elements are quantized and dequantized")
@@ -51,7 +65,9 @@ def empty_shapes(subject: Subject) -> None:
             try:
                 _shape(what, quantizer, torch.zeros(shape), subject)
             except (RuntimeError, IndexError, ZeroDivisionError) as error:
-                require(False, f"{what} fails: {type(error).__name__}: {str(error).splitlines()[0]}")
+                require(
+                    False, f"{what} fails: {type(error).__name__}: {str(error).splitlines()[0]}"
+                )
 
 
 def _shape(what: str, quantizer: Quantizer, values: torch.Tensor, subject: Subject) -> None:
@@ -73,14 +89,23 @@ def _layouts() -> dict[str, torch.Tensor]:
     }
 
 
-@check("non-contiguous", "values", "Tensors that are not contiguous give what contiguous ones of their values give")
+@check(
+    "non-contiguous",
+    "values",
+    "Tensors that are not contiguous give what contiguous ones of their values give",
+)
 def non_contiguous(subject: Subject) -> None:
     """Strides are honoured, of out= as well."""
     for words, quantizer in subject.quantizers():
         for layout, values in _layouts().items():
             made, expected = quantizer(values), quantizer(values.contiguous())
             what = f"{layout} (not contiguous) is misread by {words}: it"
-            close(what, plain(made), plain(expected), 0.0 if subject.spec.deterministic else subject.bound)
+            close(
+                what,
+                plain(made),
+                plain(expected),
+                0.0 if subject.spec.deterministic else subject.bound,
+            )
 
 
 @check("dtypes", "values", "float32, bfloat16 and float16 are taken, and kept as the nominal dtype")
@@ -89,18 +114,25 @@ def dtypes(subject: Subject) -> None:
     for words, quantizer in subject.quantizers():
         for dtype in _DTYPES:
             made = quantizer(wide(24, 40, dtype=dtype))
-            require(made.dtype == dtype, f"a {dtype} tensor quantized by {words} has the nominal dtype {made.dtype}")
+            require(
+                made.dtype == dtype,
+                f"a {dtype} tensor quantized by {words} has the nominal dtype {made.dtype}",
+            )
             found = plain(made).dtype
             require(found == dtype, f"a {dtype} tensor quantized by {words} dequantizes to {found}")
             for wanted in _DTYPES:
                 values = made.dequantize(wanted)
                 cls = type(made).__name__
                 require(
-                    values.dtype == wanted, f"dequantize({wanted}) of a {cls} ignores dtype and gives {values.dtype}"
+                    values.dtype == wanted,
+                    f"dequantize({wanted}) of a {cls} ignores dtype and gives {values.dtype}",
                 )
                 close(f"dequantize({wanted}) of a {cls}", values.detach(), plain(made), 0.01)
             named = quantizer.quantize(wide(24, 40, dtype=dtype), dtype=torch.bfloat16)
-            require(named.dtype == torch.bfloat16, f"quantize(dtype=torch.bfloat16) by {words} gives {named.dtype}")
+            require(
+                named.dtype == torch.bfloat16,
+                f"quantize(dtype=torch.bfloat16) by {words} gives {named.dtype}",
+            )
 
 
 @check("zeros", "values", "Zeros stay zeros, whole tensors of them and single ones")
@@ -108,11 +140,17 @@ def zeros(subject: Subject) -> None:
     """No scale is made of nothing."""
     for words, quantizer in subject.quantizers():
         made = plain(quantizer(torch.zeros(40, 48)))
-        require(not bool(made.any()), f"zeros quantized by {words} dequantize to {float(made.abs().max()):.3g}")
+        require(
+            not bool(made.any()),
+            f"zeros quantized by {words} dequantize to {float(made.abs().max()):.3g}",
+        )
         mixed = wide(40, 48)
         mixed[3], mixed[:, 5] = 0.0, -0.0
         made = plain(quantizer(mixed))
-        require(not bool(made[3].any()) and not bool(made[:, 5].any()), f"{words} makes something else of single zeros")
+        require(
+            not bool(made[3].any()) and not bool(made[:, 5].any()),
+            f"{words} makes something else of single zeros",
+        )
 
 
 @check("tiny-values", "values", "Subnormal values stay finite and small")
@@ -126,7 +164,10 @@ def tiny_values(subject: Subject) -> None:
             what = f"values of magnitude {magnitude} quantized by {words} dequantize to"
             require(bool(torch.isfinite(made).all()), f"{what} NaN or inf")
             found = float(made.abs().max())
-            require(found <= max(2 * largest, 1e-37), f"{what} {found:.3g} at most, in place of {largest:.3g}")
+            require(
+                found <= max(2 * largest, 1e-37),
+                f"{what} {found:.3g} at most, in place of {largest:.3g}",
+            )
 
 
 @check("large-values", "values", "The largest values stay near what they are", STATELESS)
@@ -134,15 +175,25 @@ def large_values(subject: Subject) -> None:
     """A scale of very large values is not zero."""
     for words, quantizer in subject.quantizers():
         for magnitude in (1e20, 3e38):
-            values = (normal(40, 48).clamp(-1, 1) + 2).sign() * magnitude * normal(40, 48, seed=1).clamp(-1, 1)
+            values = (
+                (normal(40, 48).clamp(-1, 1) + 2).sign()
+                * magnitude
+                * normal(40, 48, seed=1).clamp(-1, 1)
+            )
             made = plain(quantizer(values * 0.9))
-            close(f"values up to {magnitude} quantized by {words}", made, values * 0.9, _loose(subject))
+            close(
+                f"values up to {magnitude} quantized by {words}",
+                made,
+                values * 0.9,
+                _loose(subject),
+            )
 
 
 @check(
     "special-values",
     "values",
-    "NaN and infinities raise nothing, are not hidden, and leave other rows alone where those have scales of their own",
+    "NaN and infinities raise nothing, are not hidden, and leave other rows alone where those "
+    "have scales of their own",
 )
 def special_values(subject: Subject) -> None:
     """One element that is not finite."""
@@ -153,11 +204,14 @@ def special_values(subject: Subject) -> None:
             made = plain(quantizer(values))
             found = float(made[1, 2])
             what = f"{special} quantized by {words} dequantizes to {found:.3g}"
-            shown = math.isnan(found) or (math.isinf(found) if math.isnan(special) else found * special > 0)
+            shown = math.isnan(found) or (
+                math.isinf(found) if math.isnan(special) else found * special > 0
+            )
             require(shown, f"{what}, which hides it")
             everything = plain(quantizer(torch.full((64, 96), special)))
             require(
-                tuple(everything.shape) == (64, 96), f"a tensor of {special} quantized by {words} has another shape"
+                tuple(everything.shape) == (64, 96),
+                f"a tensor of {special} quantized by {words} has another shape",
             )
     rows = (subject.spec.block_size or (None, None))[0]
     if rows is not None:
@@ -173,8 +227,14 @@ def _other_rows(subject: Subject, rows: int) -> None:
             changed = values.clone()
             changed[0, 2] = special
             others = plain(quantizer(changed))[rows:]
-            what = f"one {special} among what the quantizer of 'input' with internal={internal} quantizes"
-            require(bool(torch.isfinite(others).all()), f"{what} makes NaN or inf of rows in other blocks")
+            what = (
+                f"one {special} among what the quantizer of 'input' with internal={internal} "
+                f"quantizes"
+            )
+            require(
+                bool(torch.isfinite(others).all()),
+                f"{what} makes NaN or inf of rows in other blocks",
+            )
             alone = torch.equal(others, clean) or not subject.spec.deterministic
             require(alone, f"{what} changes rows in other blocks")
 
@@ -190,27 +250,45 @@ def blocks(subject: Subject) -> None:
     for internal in (True, False):
         quantizer = subject.quantizer("input", internal=internal, columnwise=False)
         before, after = (plain(quantizer(v)) for v in (values, changed))
-        what = f"block_size={subject.spec.block_size} in the spec is not so: a value in the first block changed"
+        what = (
+            f"block_size={subject.spec.block_size} in the spec is not so: a value in the first "
+            f"block changed"
+        )
         require(rows is None or torch.equal(before[rows:], after[rows:]), f"{what} rows of others")
         apart = columns is None or torch.equal(before[:, columns:], after[:, columns:])
         require(apart, f"{what} columns of others")
 
 
-@check("fake-quantization", "values", "fake_quantizer serves the formats that the spec lists", FAKE_QUANTIZES)
+@check(
+    "fake-quantization",
+    "values",
+    "fake_quantizer serves the formats that the spec lists",
+    FAKE_QUANTIZES,
+)
 def fake_quantization(subject: Subject) -> None:
     """Values, shape, dtype; None for a format that is not listed."""
     recipe = subject.recipe()
     for name in subject.spec.fake_quant_formats:
         quantizer = recipe.fake_quantizer(name)
-        require(isinstance(quantizer, Quantizer), f"fake_quantizer({name!r}) gives a {type(quantizer).__name__}")
+        require(
+            isinstance(quantizer, Quantizer),
+            f"fake_quantizer({name!r}) gives a {type(quantizer).__name__}",
+        )
         for dtype in _DTYPES:
             values = normal(33, 65, dtype=dtype)
             made: Any = quantizer
             result = plain(made(values)).to(dtype)
-            close(f"{dtype} values fake-quantized by {name}", result, values, max(subject.bound, 0.1))
+            close(
+                f"{dtype} values fake-quantized by {name}", result, values, max(subject.bound, 0.1)
+            )
 
 
-@check("quantizing-on-meta", "values", "A tensor on the meta device gives a result of the same layout there", STATELESS)
+@check(
+    "quantizing-on-meta",
+    "values",
+    "A tensor on the meta device gives a result of the same layout there",
+    STATELESS,
+)
 def quantizing_on_meta(subject: Subject) -> None:
     """Models are made without memory."""
     for role in ROLES:
@@ -221,5 +299,7 @@ def quantizing_on_meta(subject: Subject) -> None:
             other = held(made).get(name)
             require(other is not None and other.is_meta, f"{what} gives no {name!r} there")
             assert other is not None
-            require(other.shape == tensor.shape, f"{what} gives {name!r} of shape {tuple(other.shape)}")
+            require(
+                other.shape == tensor.shape, f"{what} gives {name!r} of shape {tuple(other.shape)}"
+            )
             require(other.dtype == tensor.dtype, f"{what} gives {name!r} of {other.dtype}")

@@ -27,7 +27,11 @@ def _check_target(target: Path) -> None:
         raise UsageError(what, expected="a folder that is new or empty", remedy=_ANOTHER)
     parent = target.absolute().parent
     if not parent.is_dir():
-        raise OptionError(f"there is no folder {parent}", expected="a place for the new folder", remedy="make it first")
+        raise OptionError(
+            f"there is no folder {parent}",
+            expected="a place for the new folder",
+            remedy="make it first",
+        )
 
 
 def write_package(contents: dict[str, str], target: Path) -> None:
@@ -70,18 +74,23 @@ Next:
   ottava recipes                      # {names.recipe} is listed
   ottava demo --recipe {names.recipe}
 
-Your own scheme goes into src/{names.package}/recipe.py, where it says "Your scheme"; what it promises, into
+Your own scheme goes into src/{names.package}/recipe.py, where it says "Your scheme"; \
+what it promises, into
 src/{names.package}/plugin.py. README.md shows classes of one's own, for what a layout cannot say.
 Choose a license before you publish: the package has none yet."""
 
 
 def new_recipe(
-    NAME: Annotated[str, typer.Argument(help="The recipe's name: lower-case letters, digits, - and _.")],
+    NAME: Annotated[
+        str, typer.Argument(help="The recipe's name: lower-case letters, digits, - and _.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="The folder to write, new or empty; by default one named NAME.")
+        Path | None,
+        typer.Option(help="The folder to write, new or empty; by default one named NAME."),
     ] = None,
 ) -> None:
-    """Write a package with a recipe of your own: a working scheme to start from, its tests and its CI file."""
+    """Write a package with a recipe of your own: a working scheme to start from, its tests and its
+    CI file."""
     target = Path(NAME) if out is None else out
     names = checked_names(NAME, target)
     try:

@@ -13,7 +13,8 @@ from pathlib import Path
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.registry import OWNER_PREFIX, RECIPE, plugin_statuses
 
-#: Characters that a name may have at most: it is a part of file names, and of lines that people read.
+#: Characters that a name may have at most: it is a part of file names, and of lines that people
+#: read.
 LONGEST = 40
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
@@ -24,7 +25,8 @@ _REMEDY = "choose one with a prefix of your own, as acme-rows"
 
 @dataclass(frozen=True)
 class Names:
-    """A recipe's name, and what is named after it: its module, its distribution, its format of fake quantization."""
+    """A recipe's name, and what is named after it: its module, its distribution, its format of fake
+    quantization."""
 
     recipe: str
 
@@ -49,11 +51,15 @@ def checked_names(name: str, target: Path) -> Names:
         UsageError: something that is installed has it.
     """
     if len(name) > LONGEST:
-        raise OptionError(f"the name {name[:LONGEST]!r}… has {len(name)} characters", expected=f"at most {LONGEST}")
+        raise OptionError(
+            f"the name {name[:LONGEST]!r}… has {len(name)} characters",
+            expected=f"at most {LONGEST}",
+        )
     if not _NAME.fullmatch(name):
         raise OptionError(
             f"the name {name!r}",
-            expected="lower-case letters, digits, - and _, a letter first, and no - or _ last or after another",
+            expected="lower-case letters, digits, - and _, a letter first, and no - or _ last or "
+            "after another",
             remedy=_REMEDY,
         )
     names = Names(name)
@@ -61,30 +67,46 @@ def checked_names(name: str, target: Path) -> Names:
     for refused, what in (
         (keyword.iskeyword(package), "is a keyword of Python"),
         (package in _OWN, "is what a part of the package is called"),
-        (package == "ottava" or package.startswith("ottava_"), "would be taken for a module of Ottava's own"),
+        (
+            package == "ottava" or package.startswith("ottava_"),
+            "would be taken for a module of Ottava's own",
+        ),
         (package in sys.stdlib_module_names, "is a module of Python's standard library"),
     ):
         if refused:
             raise OptionError(f"{package!r} {what}", expected="another name", remedy=_REMEDY)
     owner = _owner(names, target)
     if owner is not None:
-        raise UsageError(owner, expected="a name of its own", remedy=f"{_REMEDY}, or uninstall the other")
+        raise UsageError(
+            owner, expected="a name of its own", remedy=f"{_REMEDY}, or uninstall the other"
+        )
     return names
 
 
 def _owner(names: Names, target: Path) -> str | None:
     """What is installed under one of the names, in words."""
     if _is_importable(names.package, target):
-        return f"a module {names.package!r} is installed already, and one of the two would hide the other"
+        return (
+            f"a module {names.package!r} is installed already, and one of the two would hide "
+            f"the other"
+        )
     for status in plugin_statuses():
-        offered = {offer.name for offer in (*status.offers, *status.refused) if offer.kind == RECIPE}
+        offered = {
+            offer.name for offer in (*status.offers, *status.refused) if offer.kind == RECIPE
+        }
         if names.recipe in offered:
-            return f"a recipe {names.recipe!r} is installed already, of {status.distribution} {status.version}"
+            return (
+                f"a recipe {names.recipe!r} is installed already, of {status.distribution} "
+                f"{status.version}"
+            )
     try:
         found = distribution(names.distribution)
     except PackageNotFoundError:
         return None
-    return f"{found.metadata['Name']} {found.version} is installed already, and owns the name {names.recipe!r}"
+    return (
+        f"{found.metadata['Name']} {found.version} is installed already, and owns the name "
+        f"{names.recipe!r}"
+    )
 
 
 def _is_importable(package: str, target: Path) -> bool:
@@ -95,6 +117,7 @@ def _is_importable(package: str, target: Path) -> bool:
         return package in sys.modules
     if spec is None:
         return False
-    # An empty folder looks like a package without code where the current folder is searched: the target may be one.
+    # An empty folder looks like a package without code where the current folder is searched: the
+    # target may be one.
     places = [Path(place).resolve() for place in spec.submodule_search_locations or ()]
     return spec.origin is not None or places != [target.resolve()]

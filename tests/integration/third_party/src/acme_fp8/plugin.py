@@ -20,4 +20,8 @@ def ottava_recipes() -> list[RecipeSpec]:
 @hookimpl
 def ottava_quantizer_factories() -> list[FactorySpec]:
     """One factory: a scale for each row of weights."""
-    return [FactorySpec(name="acme-weights", summary="Weights by row", factory="acme_fp8.recipe:weights_by_row")]
+    return [
+        FactorySpec(
+            name="acme-weights", summary="Weights by row", factory="acme_fp8.recipe:weights_by_row"
+        )
+    ]

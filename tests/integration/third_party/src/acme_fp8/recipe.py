@@ -20,8 +20,15 @@ class RowStorage(QuantizedTensorStorage):
     )
     static_fields: ClassVar[tuple[StaticField, ...]] = (StaticField("_dtype", "dtype"),)
 
-    def __init__(self, *, data: Any, scale_inv: Any, dtype: torch.dtype, quantizer: Any = None) -> None:
-        self._data, self._scale_inv, self._dtype, self._quantizer = data, scale_inv, dtype, quantizer
+    def __init__(
+        self, *, data: Any, scale_inv: Any, dtype: torch.dtype, quantizer: Any = None
+    ) -> None:
+        self._data, self._scale_inv, self._dtype, self._quantizer = (
+            data,
+            scale_inv,
+            dtype,
+            quantizer,
+        )
 
     def size(self, dim: int | None = None) -> Any:
         """Shape of the original."""
@@ -47,7 +54,9 @@ class RowQuantizer(Quantizer):
     def make_empty(self, shape: Sequence[int], **options: Any) -> RowStorage:
         """An uninitialized result."""
         options.pop("requires_grad", None)
-        return self.quantize_impl(torch.empty(tuple(shape), **options), options.get("dtype", torch.float32))
+        return self.quantize_impl(
+            torch.empty(tuple(shape), **options), options.get("dtype", torch.float32)
+        )
 
 
 class AcmeRows(Recipe):
@@ -55,7 +64,9 @@ class AcmeRows(Recipe):
 
     name = "acme-rows"
 
-    def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> RowQuantizer:
+    def make_quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+    ) -> RowQuantizer:
         """The same for every role."""
         return RowQuantizer()
 
