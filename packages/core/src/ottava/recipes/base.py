@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from ottava.errors import DTypeError, OptionError, PluginError, check_takes, translated
 from ottava.recipes.registry import RECIPE, get_quantizer_factory, is_path, provided, reader_of
 from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule, words
@@ -31,6 +29,8 @@ _answers = ContextVar("answers", default=None)
 @contextmanager
 def asked_once() -> Iterator[None]:
     """Inside, a factory is asked once for a role, and its answer serves all who want to know it."""
+    import torch
+
     if torch.compiler.is_compiling() or _answers.get() is not None:
         yield
         return
@@ -42,6 +42,9 @@ def asked_once() -> Iterator[None]:
 
 
 def _ask(factory: QuantizerFactory, role: QuantizerRole) -> Any:
+    # Packages import this module to be listed, which is to cost no torch.
+    import torch
+
     answers = None if torch.compiler.is_compiling() else _answers.get()
     if answers is None:
         return factory(role)
