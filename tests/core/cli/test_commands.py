@@ -135,19 +135,6 @@ def test_an_empty_plugin_is_told(tmp_path: Path) -> None:
     )
 
 
-def test_json_is_json_when_plugins_print(tmp_path: Path) -> None:
-    plugin(
-        tmp_path,
-        "aaa-prints",
-        "aaa_prints",
-        "print('on import')\n" + offers("mine", factory="aaa_impl:Thing"),
-    )
-    (tmp_path / "aaa_impl.py").write_text("print('on build')\n" + RECIPE)
-    assert "mine" in [row["name"] for row in listing(tmp_path)["recipes"]]
-    assert checks(tmp_path)["recipe mine"]["ok"]
-    assert "on build" in run(tmp_path, "doctor", "--json").stderr
-
-
 @pytest.mark.parametrize(
     ("factory", "source", "said"),
     [

@@ -170,7 +170,7 @@ def test_the_layers_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         {"a.weight": torch.ones(2, 2), "a.bias": torch.ones(2), "b.weight": torch.ones(2)}, file
     )
     entry = EntryPoint("x", "read_by_tests:read", READERS)
-    monkeypatch.setattr(recipes, "discover", lambda group: [PluginStatus("aaa", "1", "x", entry)])
+    monkeypatch.setattr(recipes, "discover", lambda group: [PluginStatus("aaa", "1", entry)])
     found = told("--explain", "plain", "--checkpoint", file, "--layer", "more")
     assert {row["layer"] for row in found["layers"]} == {"a", "more"}
     monkeypatch.setattr(recipes, "discover", lambda group: [])

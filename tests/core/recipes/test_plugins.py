@@ -112,70 +112,6 @@ def test_an_interrupt_ends_the_question(site: Path, monkeypatch: pytest.MonkeyPa
     assert status("aaa-slow").status == "disabled"  # the next question reads again
 
 
-def test_what_plugins_print_is_no_output(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plugin(
-        site,
-        "aaa-prints",
-        "prints_one",
-        "print('hello from import')\n" + hook("print('and hook')\n    return []"),
-    )
-    ottava.list_recipes()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == "hello from import\nand hook\n"
-    print("seen")
-    assert capsys.readouterr().out == "seen\n"
-
-
-@pytest.mark.parametrize(
-    ("metadata", "entry_points"),
-    [
-        (None, "[ottava]\nmain = odd"),
-        ("Metadata-Version: 2.1\n", "[ottava]\nmain = odd"),
-        ("Metadata-Version: 2.1\nName: odd\n", "[ottava]\nmain = odd"),
-        ("Metadata-Version: 2.1\nName: odd\nVersion: 1\n", "[ottava]\nthis is garbage"),
-    ],
-)
-def test_a_damaged_installation_is_reported(
-    site: Path, metadata: str | None, entry_points: str
-) -> None:
-    healthy(site, "bbb-good", "mine")
-    info = site / "odd-1.dist-info"
-    info.mkdir()
-    (info / "entry_points.txt").write_text(entry_points)
-    if metadata is not None:
-        (info / "METADATA").write_text(metadata)
-    broken = [s for s in registry.plugin_statuses() if s.status == "broken"]
-    assert [s.distribution for s in broken] == ["odd-1.dist-info"]
-    assert "its metadata is damaged" in broken[0].error
-    assert "mine" in names()
-
-
-def test_files_of_strangers_to_ottava_are_not_parsed(site: Path) -> None:
-    info = site / "other-1.dist-info"
-    info.mkdir()
-    (info / "entry_points.txt").write_text("[console_scripts]\nthis is garbage")
-    assert not [s for s in registry.plugin_statuses() if s.status == "broken"]
-
-
-@pytest.mark.parametrize("stranger", ["aaa-stranger", "zzz-stranger"])
-def test_a_name_belongs_to_the_package_that_is_named_so(site: Path, stranger: str) -> None:
-    healthy(site, stranger, "some-name", "own")
-    healthy(site, "Ottava_Recipes.some-name", "some-name")
-    recipe = ottava.get_recipe("some-name")
-    assert type(recipe).__module__.startswith("Ottava_Recipes")
-    assert type(ottava.get_recipe("own")).__module__.startswith(stranger[:3])
-    assert not status("Ottava_Recipes.some-name").refused
-    (problem,) = status(stranger).refused.values()
-    for part in (
-        "'some-name'",
-        f"{stranger} 1.2",
-        "Ottava_Recipes.some-name 1.2",
-        "or ottava-recipes-some-name, to which",
-    ):
-        assert part in str(problem)
-
-
 @pytest.mark.parametrize("third", [[], ["ccc-third"]])
 def test_of_two_strangers_none_gets_the_name(site: Path, third: list[str]) -> None:
     for dist in ["aaa-first", "bbb-second", *third]:
@@ -198,15 +134,6 @@ def test_disabling_one_settles_it(site: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(UserWarning, match="not installed: nonesuch$"):
         assert type(ottava.get_recipe("taken")).__module__ == "aaa_first_impl"
     assert status("bbb.second").status == "disabled"
-
-
-def test_a_broken_package_keeps_its_name(site: Path) -> None:
-    healthy(site, "aaa-stranger", "some-name")
-    plugin(site, "ottava-recipes-some-name", "broken_owner", "raise ValueError")
-    with pytest.raises(
-        DuplicateRecipeError, match=r"or ottava-recipes-some-name, to which it belongs"
-    ):
-        ottava.get_recipe("some-name")
 
 
 def test_two_entry_points_of_one_package_are_told_apart(site: Path) -> None:

@@ -1,10 +1,8 @@
 """``ottava doctor``: what is installed, what is chosen, and whether the kernels agree with the
 reference."""
 
-import contextlib
 import os
 import platform
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -181,9 +179,7 @@ def examine() -> list[Check]:
 def doctor(as_json: Json = False) -> None:
     """Check versions, kernel backends, plugins, recipes and the kernels themselves; exit code 1
     when one is wrong."""
-    # What recipes print when they are imported and built is no part of the report.
-    with contextlib.redirect_stdout(sys.stderr):
-        checks = examine()
+    checks = examine()
     healthy = all(check.ok for check in checks)
     if as_json:
         show_json({"ok": healthy, "checks": [check._asdict() for check in checks]})

@@ -51,7 +51,7 @@ def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
         "reinstall the package, or tell its authors",
     )
     with translated(what, "a function", remedy, to=PluginError, of=(Exception, SystemExit)):
-        return offers[0].entry.load()  # type: ignore[union-attr, no-any-return]
+        return offers[0].entry.load()  # type: ignore[no-any-return]
 
 
 def _command(name: str, function: Callable[..., Any], text: str, **settings: Any) -> Any:
@@ -80,8 +80,7 @@ class _Commands(TyperGroup):
     with exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        offers = [found for found in discover(COMMANDS) if found.entry is not None]
-        others = {escaped(found.entry_point) for found in offers}
+        others = {escaped(status.entry_point) for status in discover(COMMANDS)}
         return list(dict.fromkeys([*super().list_commands(ctx), *sorted(others)]))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

@@ -1,5 +1,4 @@
-"""``ottava recipes``: what is installed, what is broken, and which layer gets what, from a recipe's
-own word."""
+"""``ottava recipes`` lists installed and broken recipes, and explains what each layer gets."""
 
 import itertools
 from pathlib import Path
@@ -26,13 +25,13 @@ DEMO_LAYERS = tuple(
 def checkpoint_layers(path: Path) -> list[str]:
     """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or
     not."""
-    readers = [found.entry for found in discover(READERS) if found.entry is not None]
+    readers = discover(READERS)
     if not readers:
         package = "ottava-integrations"
         raise UsageError(
             "--checkpoint is not installed", expected=package, remedy=f"pip install {package}"
         )
-    state, _ = readers[0].load()(path)
+    state, _ = readers[0].entry.load()(path)
     found = [
         name.removesuffix(_WEIGHT)
         for name, value in state.items()

@@ -1,24 +1,21 @@
-"""What the installed packages offer, by name: found by their entry points, read, listed and
-imported.
+"""The registry: the recipes and quantizer factories that installed packages offer, by name.
 
-What is wrong with one is reported, not raised. Of several that claim a name none gets it, so that
-no stranger takes a name over, with one exception: the distribution ``ottava-recipes-NAME`` owns
-NAME.
+Packages are found through their entry points. A broken package is reported and does not affect the
+others. A name that two packages offer belongs to neither: asking for it is an error that names both
+distributions.
 """
 
-import contextlib
 import difflib
 import importlib
 import itertools
 import os
 import pkgutil
 import re
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, entry_points
 from typing import Any
 
 import pluggy
@@ -34,41 +31,46 @@ from ottava.recipes import hookspecs
 from ottava.recipes.spec import FactorySpec, RecipeSpec, Spec, is_name
 
 RECIPE, FACTORY = RecipeSpec.kind, FactorySpec.kind
-OWNER_PREFIX = "ottava-recipes-"
-# Hook -> what it gives.
+#: How distributions with Ottava's own recipes begin; the recipe's name follows.
+DISTRIBUTION_PREFIX = "ottava-recipes-"
+# Name of a hook -> the class of the specs that it yields.
 _HOOKS: dict[str, type[Spec]] = {
     "ottava_recipes": RecipeSpec,
     "ottava_quantizer_factories": FactorySpec,
 }
+_FALSE = ("", "0", "false", "no", "off")
 
 
 def _canonical(name: str) -> str:
-    """A distribution's name as package indexes compare it."""
+    """The name of a distribution as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 @dataclass(eq=False)
 class PluginStatus:
-    """One entry point of a distribution and what became of it.
+    """The state of one entry point of a distribution.
 
     Attributes:
         name: ``"distribution:entry"``.
-        entry: the entry point itself; None where what is wrong is the distribution.
+        entry: the entry point.
         status: ``"ok"``, ``"broken"`` or ``"disabled"``.
         error: why it is broken.
-        offers: the specs of recipes and of named quantizer factories that it offers.
-        refused: specs whose names are another's, or that two packages claim, each with the error
-            that says so.
+        offers: the specs of the recipes and quantizer factories that it offers.
+        refused: the specs whose names are offered twice, each with the error that names all
+            packages that offer it.
     """
 
     distribution: str
     version: str
-    entry_point: str = "?"
-    entry: EntryPoint | None = field(default=None, repr=False)
+    entry: EntryPoint = field(repr=False)
     status: str = "ok"
     error: str = ""
     offers: list[Spec] = field(default_factory=list)
     refused: dict[Spec, DuplicateRecipeError] = field(default_factory=dict)
+
+    @property
+    def entry_point(self) -> str:
+        return self.entry.name
 
     @property
     def name(self) -> str:
@@ -77,47 +79,34 @@ class PluginStatus:
 
 def discover(group: str = hookspecs.PROJECT) -> list[PluginStatus]:
     """All entry points of the group, by distribution and name; none of them is loaded."""
-    every: dict[tuple[str, str], PluginStatus] = {}
-    # Only files with our group are parsed: a malformed one of a stranger to Ottava is not Ottava's
-    # business.
-    heading = re.compile(rf"^\s*\[{re.escape(group)}\]\s*$", re.M)
-    for dist in distributions():
-        try:
-            if not heading.search(dist.read_text("entry_points.txt") or ""):
-                continue
-            name, version = (dist.metadata[key].strip() for key in ("Name", "Version"))
-            found = [
-                PluginStatus(name, version, e.name, e)
-                for e in dist.entry_points
-                if e.group == group
-            ]
-        except Exception:  # which one it is differs from one Python to the next
-            found = [
-                PluginStatus(os.path.basename(str(getattr(dist, "_path", "a distribution"))), "?")
-            ]
-        for status in found:
-            # The first on sys.path is the one that an import finds.
-            every.setdefault((_canonical(status.distribution), status.entry_point), status)
-    return [every[key] for key in sorted(every)]
+    statuses = [_status_of(entry) for entry in entry_points(group=group)]
+    return sorted(
+        statuses, key=lambda status: (_canonical(status.distribution), status.entry_point)
+    )
 
 
-def _offers(found: PluginStatus) -> Iterator[Spec]:
-    """What the hooks of a plugin give. A manager of its own keeps to itself whatever it does."""
-    if found.entry is None:
-        raise PluginError(
-            "its metadata is damaged, as an interrupted installation leaves it",
-            remedy="reinstall it",
-        )
+def _status_of(entry: EntryPoint) -> PluginStatus:
+    # Entry points that importlib.metadata finds always have their distribution.
+    distribution: Distribution = entry.dist  # type: ignore[assignment]
+    return PluginStatus(distribution.name, distribution.version, entry)
+
+
+def _offers(status: PluginStatus) -> Iterator[Spec]:
+    """The specs that the hooks of a plugin yield.
+
+    Each plugin has a manager of its own, so that a broken one does not affect the others.
+    """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    plugin = found.entry.load()
-    manager.register(plugin, found.name)
+    plugin = status.entry.load()
+    manager.register(plugin, status.name)
     manager.check_pending()
     marked = {caller.name for caller in manager.get_hookcallers(plugin) or ()}
     if not marked or any(hook not in marked and hasattr(plugin, hook) for hook in _HOOKS):
-        what = f"{found.entry.value} has no hook, or one that is not marked"
         raise PluginError(
-            what, expected=" or ".join(_HOOKS), remedy="put @ottava.hookimpl before each"
+            f"{status.entry.value} has no hook, or one that is not marked",
+            expected=" or ".join(_HOOKS),
+            remedy="put @ottava.hookimpl before each",
         )
     for hook, kind in _HOOKS.items():
         for spec in itertools.chain(*getattr(manager.hook, hook)()):
@@ -130,70 +119,67 @@ def _offers(found: PluginStatus) -> Iterator[Spec]:
             yield spec
 
 
-def _settle(statuses: list[PluginStatus]) -> None:
-    """Take each name from all that claim it but its owner."""
+def _refuse_duplicates(statuses: list[PluginStatus]) -> None:
+    """Move each spec whose name is offered twice from ``offers`` to ``refused``."""
     claims: dict[tuple[str, str], list[tuple[PluginStatus, Spec]]] = {}
     for status in statuses:
         for spec in status.offers:
             claims.setdefault((spec.kind, spec.name), []).append((status, spec))
-    for (kind, name), claimed in claims.items():
-        claimants = [status for status, _ in claimed]
-        titled = [
-            s for s in statuses if _canonical(s.distribution) == OWNER_PREFIX + _canonical(name)
-        ]
-        # A package that is broken keeps its name: a stranger must not serve in its place unnoticed.
-        owners = (
-            [s for s in claimants if s in titled]
-            or [s for s in titled if s.status == "broken"]
-            or claimants
+    for (kind, name), claimants in claims.items():
+        if len(claimants) == 1:
+            continue
+        packages = " and by ".join(
+            f"{status.distribution} {status.version} (entry point {status.entry_point})"
+            for status, _ in claimants
         )
-        what = " and by ".join(
-            f"{s.distribution} {s.version} (entry point {s.entry_point})" for s in claimants
+        error = DuplicateRecipeError(
+            f"{kind} {name!r} is offered by {packages}",
+            "one package for each name",
+            "uninstall one, or name it in OTTAVA_DISABLE_PLUGINS",
         )
-        expected = f"one package for each name, or {OWNER_PREFIX}{name}, to which it belongs"
-        remedy = "uninstall one, or name it in OTTAVA_DISABLE_PLUGINS"
-        error = DuplicateRecipeError(f"{kind} {name!r} is offered by {what}", expected, remedy)
-        for status, spec in claimed:
-            if len(owners) > 1 or status is not owners[0]:
-                status.offers.remove(spec)
-                status.refused[spec] = error
+        for status, spec in claimants:
+            status.offers.remove(spec)
+            status.refused[spec] = error
+
+
+def _disabled_distributions(statuses: list[PluginStatus]) -> set[str]:
+    """The canonical names in ``OTTAVA_DISABLE_PLUGINS``; warns of those that are not installed."""
+    names = os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",")
+    disabled = {_canonical(name) for name in names} - {""}
+    unknown = disabled - {_canonical(status.distribution) for status in statuses}
+    if unknown:
+        warnings.warn(
+            "OTTAVA_DISABLE_PLUGINS names distributions that are not installed: "
+            f"{', '.join(sorted(unknown))}",
+            UserWarning,
+            stacklevel=4,
+        )
+    return disabled
 
 
 def _load() -> list[PluginStatus]:
-    strict = os.environ.get("OTTAVA_STRICT_PLUGINS", "").strip().lower() not in (
-        "",
-        "0",
-        "false",
-        "no",
-        "off",
-    )
-    disabled = {
-        _canonical(name) for name in os.environ.get("OTTAVA_DISABLE_PLUGINS", "").split(",")
-    }
+    """Ask every plugin that is not disabled for its specs."""
+    strict = os.environ.get("OTTAVA_STRICT_PLUGINS", "").strip().lower() not in _FALSE
     statuses = discover()
-    if unknown := disabled - {"", *(_canonical(found.distribution) for found in statuses)}:
-        what = f"OTTAVA_DISABLE_PLUGINS names what is not installed: {', '.join(sorted(unknown))}"
-        warnings.warn(what, UserWarning, stacklevel=3)
-    for found in statuses:
-        if _canonical(found.distribution) in disabled:
-            found.status = "disabled"
+    disabled = _disabled_distributions(statuses)
+    for status in statuses:
+        if _canonical(status.distribution) in disabled:
+            status.status = "disabled"
             continue
         try:
-            # What plugins print must not get between the lines of a listing that is read by a
-            # program.
-            with contextlib.redirect_stdout(sys.stderr):
-                found.offers = list(_offers(found))
+            status.offers = list(_offers(status))
         except (Exception, SystemExit) as error:
-            found.status, found.error = (
-                "broken",
-                f"{type(error).__name__}: {' '.join(text_of(error).split())}",
-            )
+            status.status = "broken"
+            status.error = f"{type(error).__name__}: {' '.join(text_of(error).split())}"
             if strict:
-                what = f"plugin {found.name} {found.version} is broken: {found.error}"
-                raise PluginError(what, remedy="unset OTTAVA_STRICT_PLUGINS to go on") from error
-    _settle(statuses)
-    for refused in [error for status in statuses for error in status.refused.values() if strict]:
-        raise refused
+                raise PluginError(
+                    f"plugin {status.name} {status.version} is broken: {status.error}",
+                    remedy="unset OTTAVA_STRICT_PLUGINS to go on",
+                ) from error
+    _refuse_duplicates(statuses)
+    refusals = [error for status in statuses for error in status.refused.values()]
+    if strict and refusals:
+        raise refusals[0]
     return statuses
 
 
@@ -203,15 +189,15 @@ _loading = False
 
 
 def plugin_statuses() -> list[PluginStatus]:
-    """Every plugin found, healthy or not, in a stable order; read at the first question.
+    """All plugins, healthy or not, in a stable order; they are read at the first call.
 
     Raises:
-        PluginError: a plugin is broken and ``OTTAVA_STRICT_PLUGINS`` is set, or a plugin asks while
-            plugins are read.
-        DuplicateRecipeError: a name is claimed twice and ``OTTAVA_STRICT_PLUGINS`` is set.
+        PluginError: a plugin is broken and ``OTTAVA_STRICT_PLUGINS`` is set, or a plugin calls this
+            while plugins are read.
+        DuplicateRecipeError: a name is offered twice and ``OTTAVA_STRICT_PLUGINS`` is set.
     """
     global _loaded, _loading
-    # One thread reads: redirecting the output is a matter of the whole process.
+    # Other threads wait here; the lock is reentrant, so that a plugin that asks gets the error.
     with _lock:
         if _loading:
             remedy = "a plugin's module and its hooks must not ask for recipes"
@@ -226,61 +212,74 @@ def plugin_statuses() -> list[PluginStatus]:
 
 
 def reload() -> None:
-    """Forget what was loaded; the next question looks again."""
+    """Forget the plugins; the next question reads them again."""
     global _loaded
     _loaded = None
 
 
 def specs(kind: str) -> list[Any]:
-    """The specs of one kind that can be used, by name. Nothing that they name is imported."""
+    """The usable specs of one kind, sorted by name. The recipes themselves are not imported."""
     offers = (spec for status in plugin_statuses() for spec in status.offers)
     return sorted((spec for spec in offers if spec.kind == kind), key=lambda spec: spec.name)
 
 
 def list_recipes() -> list[RecipeSpec]:
-    """The recipes that can be used, by name. Neither torch nor a recipe is imported."""
+    """The usable recipes, sorted by name. Neither torch nor a recipe is imported."""
     return specs(RECIPE)
 
 
 def list_quantizer_factories() -> list[FactorySpec]:
-    """The named quantizer factories that can be used, by name. Neither torch nor a factory is
+    """The usable named quantizer factories, sorted by name. Neither torch nor a factory is
     imported."""
     return specs(FACTORY)
 
 
 def import_offered(module: str) -> Any:
-    """A module that a file names, if it is of a package with recipes and can be imported, else
-    None. Nothing else is imported because a file says so."""
-    with contextlib.suppress(Exception, SystemExit):
-        if module.partition(".")[0] in {
-            re.split(r"[.:]", spec.factory)[0] for spec in specs(RECIPE)
-        }:
-            return importlib.import_module(module)
-    return None
+    """Import a module that a file names; None if it cannot be imported or its package offers no
+    recipe.
+
+    Modules of other packages are never imported because a file names them.
+    """
+    packages = {re.split(r"[.:]", spec.factory)[0] for spec in specs(RECIPE)}
+    if module.partition(".")[0] not in packages:
+        return None
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit):
+        return None
 
 
 def is_path(name: object) -> bool:
-    """Whether this is the path of a recipe file and no name: it has a suffix or a folder."""
+    """Whether ``name`` is the path of a recipe file: a name has no suffix and no folder."""
     return isinstance(name, str) and ("." in name or os.sep in name)
 
 
 def reader_of(path: str) -> str:
-    """The recipe that reads files like this one."""
+    """The name of the recipe that reads files with this suffix.
+
+    Raises:
+        RecipeNotFoundError: no installed recipe reads them, or several do.
+    """
     suffix = os.path.splitext(path)[1].lower()
     readers: list[str] = [spec.name for spec in specs(RECIPE) if suffix in spec.file_suffixes]
     if len(readers) != 1:
-        what = f"the file {path!r} is read by {' and by '.join(readers) or 'no installed recipe'}"
-        remedy = (
-            f"install {OWNER_PREFIX}custom for .yaml, .toml; name one of several: "
-            f"get_recipe(NAME, file={path!r})"
+        raise RecipeNotFoundError(
+            f"the file {path!r} is read by {' and by '.join(readers) or 'no installed recipe'}",
+            "one recipe that reads its suffix",
+            f"install {DISTRIBUTION_PREFIX}custom for .yaml, .toml; name one of several: "
+            f"get_recipe(NAME, file={path!r})",
         )
-        raise RecipeNotFoundError(what, "one recipe that reads its suffix", remedy)
     return readers[0]
 
 
 def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
-    """The quantizer factory registered as ``name``: a ``qfactory(role)``, imported now; refused as
-    by :func:`ottava.get_recipe`."""
+    """Import the quantizer factory registered as ``name``, a ``qfactory(role)``.
+
+    Raises:
+        PluginError: it cannot be imported.
+        DuplicateRecipeError: two packages offer the name.
+        RecipeNotFoundError: no installed package offers it.
+    """
     return provided(FACTORY, name)[1]
 
 
@@ -290,10 +289,9 @@ _FP8 = (
 )
 _HIGH_PRECISION = (
     "to compute in high precision, use ottava.autocast(enabled=False), or bind None to a layer; "
-    "to have the layers of"
-    " before in a converted model, ottava.revert(model)"
+    "to undo a conversion, use ottava.revert(model)"
 )
-#: Names that people try, which are those of no recipe -> what they may have meant.
+# Names that people try although no recipe has them -> the remedy.
 _NO_RECIPES = {
     **dict.fromkeys(("fp8", "float8", "e4m3", "e5m2", "hybrid"), _FP8),
     **dict.fromkeys(
@@ -304,39 +302,56 @@ _NO_RECIPES = {
 
 
 def provided(kind: str, name: object) -> tuple[str, Callable[..., Any]]:
-    """What a package provides under a name, imported, after words for errors about it."""
-    statuses, asked = plugin_statuses(), (kind, name)
-    for status, spec in [
-        (of, spec) for of in statuses for spec in of.offers if (spec.kind, spec.name) == asked
-    ]:
-        what = f"{kind} {name!r} of {status.distribution} {status.version}"
-        where = f"{what} cannot be imported from {spec.factory}"
-        with translated(
-            where, "", "reinstall the package", to=PluginError, of=(Exception, SystemExit)
-        ):
-            made: Any = pkgutil.resolve_name(spec.factory)
-            if not callable(made):
-                raise TypeError(f"an object of type {type(made).__name__} cannot be called")
-        return what, made
-    for error in [
-        lost for of in statuses for s, lost in of.refused.items() if (s.kind, s.name) == asked
-    ]:
-        raise error.with_traceback(None)
+    """Import the recipe or factory that a package offers under a name.
+
+    Returns:
+        A description for error messages, and the callable.
+
+    Raises:
+        PluginError: it cannot be imported.
+        DuplicateRecipeError: two packages offer the name.
+        RecipeNotFoundError: no installed package offers it.
+    """
+    for status in plugin_statuses():
+        for spec in status.offers:
+            if (spec.kind, spec.name) == (kind, name):
+                return _imported(status, spec)
+        for spec, error in status.refused.items():
+            if (spec.kind, spec.name) == (kind, name):
+                raise error.with_traceback(None)
+    raise _not_found(kind, name)
+
+
+def _imported(status: PluginStatus, spec: Spec) -> tuple[str, Callable[..., Any]]:
+    what = f"{spec.kind} {spec.name!r} of {status.distribution} {status.version}"
+    with translated(
+        f"{what} cannot be imported from {spec.factory}",
+        "",
+        "reinstall the package",
+        to=PluginError,
+        of=(Exception, SystemExit),
+    ):
+        factory: Any = pkgutil.resolve_name(spec.factory)
+        if not callable(factory):
+            raise TypeError(f"an object of type {type(factory).__name__} cannot be called")
+    return what, factory
+
+
+def _not_found(kind: str, name: object) -> RecipeNotFoundError:
+    """The error for a name that no installed package offers, with the most likely remedy."""
+    message = f"no installed package provides {kind} {name!r}"
     known = [spec.name for spec in specs(kind)]
-    what = f"no installed package provides {kind} {name!r}"
     expected = f"one of {', '.join(known)}" if known else f"an installed {kind}"
-    if kind == RECIPE and str(name).lower() in _NO_RECIPES:
-        raise RecipeNotFoundError(what, expected, _NO_RECIPES[str(name).lower()])
-    # The name may be misspelled: it must not become a command that installs whatever has that name.
-    if near := difflib.get_close_matches(str(name).lower(), known):
+    word = str(name).lower()
+    if kind == RECIPE and word in _NO_RECIPES:
+        return RecipeNotFoundError(message, expected, _NO_RECIPES[word])
+    # A misspelled name must not become a command that installs whatever has that name.
+    if near := difflib.get_close_matches(word, known):
         remedy = f"use {' or '.join(map(repr, near))}, or install the package that has {name!r}"
     else:
-        remedy = (
-            f"install its package; of Ottava's own: pip install "
-            f"{OWNER_PREFIX}{name if is_name(name) else 'NAME'}"
-        )
-    if idle := ", ".join(
-        f"{status.name} ({status.status})" for status in statuses if status.status != "ok"
-    ):
-        remedy += f"; it may be in one that is not used: {idle}"
-    raise RecipeNotFoundError(what, expected, remedy)
+        recipe = name if is_name(name) else "NAME"
+        remedy = f"install its package; of Ottava's own: pip install {DISTRIBUTION_PREFIX}{recipe}"
+    unused = [f"{s.name} ({s.status})" for s in plugin_statuses() if s.status != "ok"]
+    if unused:
+        remedy += f"; it may be in one that is not used: {', '.join(unused)}"
+    return RecipeNotFoundError(message, expected, remedy)

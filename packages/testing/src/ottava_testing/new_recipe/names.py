@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from ottava.errors import OptionError, UsageError
-from ottava.recipes.registry import OWNER_PREFIX, RECIPE, plugin_statuses
+from ottava.recipes.registry import DISTRIBUTION_PREFIX, RECIPE, plugin_statuses
 
 #: Characters that a name may have at most: it is a part of file names, and of lines that people
 #: read.
@@ -36,7 +36,7 @@ class Names:
 
     @property
     def distribution(self) -> str:
-        return OWNER_PREFIX + self.recipe
+        return DISTRIBUTION_PREFIX + self.recipe
 
     @property
     def format(self) -> str:
@@ -103,10 +103,7 @@ def _owner(names: Names, target: Path) -> str | None:
         found = distribution(names.distribution)
     except PackageNotFoundError:
         return None
-    return (
-        f"{found.metadata['Name']} {found.version} is installed already, and owns the name "
-        f"{names.recipe!r}"
-    )
+    return f"{found.metadata['Name']} {found.version} is installed already"
 
 
 def _is_importable(package: str, target: Path) -> bool:
