@@ -12,11 +12,10 @@ import ottava
 from ottava.checkpoint.files import check_memory
 from ottava.checkpoint.flatten import held_tensors
 from ottava.errors import DTypeError, OptionError, UsageError, text_of, translated
-from ottava.filesystem import AnyPath, check_file_target, uninterrupted
+from ottava.filesystem import AnyPath, check_file_target
 from ottava.recipes.region import current_region
 from ottava.torch_private import version_of
 from ottava_debug.bundle import Bundle, LayerCall, norm_of
-from ottava_debug.interrupts import InterruptCleanup
 from ottava_debug.losses import LOSSES, loss_in
 from ottava_debug.products import Watch
 from ottava_debug.recipe_data import describe
@@ -66,9 +65,9 @@ class capture:
             values.
         OptionError: ``loss`` names no known function, or there are no targets for it.
         UsageError: the model is compiled or sharded, or the storage of one of its tensors was
-            resized to less than it needs; the block is in an ``autocast`` block, or was
-            interrupted; parameters were changed in it; no layer ran under a recipe, or no loss was
-            set for ``above`` to look at; the file cannot be written.
+            resized to less than it needs; the block is in an ``autocast`` block; parameters were
+            changed in it; no layer ran under a recipe, or no loss was set for ``above`` to look at;
+            the file cannot be written.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class capture:
         self._step.targets = flatten(targets, "targets", self._step.tensors)
         self._watch: Watch | None = None
         self._hooks: list[Any] = []
-        self._interrupts = InterruptCleanup(self._close)
         self._depth = 0
         self.loss: Any = None
         self.grad_norm: float | None = None
@@ -149,33 +147,17 @@ class capture:
         }
         step.tensors |= random_state()
         self._recorder = Recorder(names)
-        try:
-            self._interrupts.begin()
-            with uninterrupted():
-                self._watch = Watch(self._recorder)
-                self._hooks.append(
-                    model.register_forward_pre_hook(self._enter_model, with_kwargs=True)
-                )
-                self._hooks.append(model.register_forward_hook(self._leave_model, always_call=True))
-            return self
-        except BaseException:  # an interrupt, after which __exit__ is not called
-            self._close()
-            self._interrupts.end()
-            raise
+        self._watch = Watch(self._recorder)
+        self._hooks = [
+            model.register_forward_pre_hook(self._enter_model, with_kwargs=True),
+            model.register_forward_hook(self._leave_model, always_call=True),
+        ]
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._close()
         try:
-            with uninterrupted():
-                self._close()
-            self._interrupts.end()
-        except BaseException:  # an interrupt
-            self._close()
-            self._interrupts.end()
-            raise
-        try:
-            if error is None and self._interrupts.done:
-                what, remedy = "the step was interrupted, and seen in part", "capture it again"
-                raise UsageError(what, expected="a step without an interrupt", remedy=remedy)
+            # After Ctrl-C nothing is written.
             if error is None or isinstance(error, Exception):
                 self._finish()
         except Exception as failure:
@@ -189,8 +171,7 @@ class capture:
             self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else self.loss
 
     def _close(self) -> None:
-        """Take off what looks at the model; what an interrupt has left of that, another call
-        does."""
+        """Remove the hooks from the model."""
         if self._watch is not None:
             self._watch.close()
         for hook in self._hooks:

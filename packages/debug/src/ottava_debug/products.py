@@ -112,7 +112,7 @@ class Watch:
         _changed()
 
     def close(self) -> None:
-        """Stop watching; what an interrupt has left of that, another call does."""
+        """Stop watching; further calls do nothing."""
         _watches[:] = [watch for watch in _watches if watch is not self]
         _changed()
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from ottava.errors import CheckpointError, DTypeError, UsageError, translated
-from ottava.filesystem import AnyPath, as_path, uninterrupted, unreplaced
+from ottava.filesystem import AnyPath, as_path, unreplaced
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 # What stands for the checksum until the bytes are in the file. Inside of a text quotes are escaped.
@@ -240,8 +240,7 @@ def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any],
         with translated(
             f"{place}: {kind or 'it is damaged, or no safetensors file'}", "a whole one", remedy
         ):
-            # Inside of torch an interrupt would become an error about the file.
-            with uninterrupted(), safe_open(place, "pt") as file:
+            with safe_open(place, "pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
             _check(place, tensors, metadata, verify)
