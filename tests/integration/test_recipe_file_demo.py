@@ -178,5 +178,5 @@ def test_a_wrong_file_is_told_by_the_demo(tmp_path: Path) -> None:
     path.write_text("default: current\nlayers: 3\n")
     done = CliRunner().invoke(app, ["demo", "--recipe", str(path), "--out", str(tmp_path / "out")])
     assert done.exit_code == 2
-    assert done.stderr.startswith(f"error: {path}, line 2, column 1: layers is a number, 3.")
+    assert done.stderr.startswith(f"error: {path}, line 2, column 9: layers is a number, 3.")
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from ottava.errors import OptionError, text_of
-from ottava_custom.files.limits import BeyondLimits, DepthLimit, check_node
 from ottava_custom.files.source import read_text
 
 
@@ -37,7 +36,7 @@ class Located(dict[str, Any]):
         return Located(values, self.source or other.source, {**other.lines, **self.lines})
 
 
-class _Loader(DepthLimit, yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
     """What ``yaml.safe_load`` gives, with :class:`Located` for mappings."""
 
     source = ""
@@ -67,8 +66,8 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     """The sections of a file, or of a dict.
 
     Raises:
-        OptionError: the file cannot be read, is not YAML or not a mapping, or is larger or deeper
-            than a recipe file may be; with the line.
+        OptionError: the file cannot be read, is not YAML or not a mapping, is nested too deeply, or
+            is larger than a recipe file may be; with the line where there is one.
     """
     if isinstance(given, Mapping):
         return Located(located(given, "the configuration"), "the configuration")
@@ -77,10 +76,8 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     text = read_text(source, "a YAML file", "use fewer sections, and patterns of layers")
     try:
         root = _constructed(text, source)
-    except BeyondLimits as error:
-        raise OptionError(
-            f"{_line(source, error)}: {error.problem}", expected=error.expected
-        ) from error
+    except RecursionError as error:
+        raise OptionError(f"{source}: values are nested too deeply", expected=expected) from error
     except yaml.YAMLError as error:
         what = f"{_line(source, error)}: not YAML: {getattr(error, 'problem', error)}"
         raise OptionError(what, expected=expected) from error
@@ -97,11 +94,7 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
 def _constructed(text: str, source: str) -> Any:
     loader = _Loader(text)
     loader.source = source
-    node = loader.get_single_node()
-    if node is None:
-        return None
-    check_node(node)
-    return loader.construct_document(node)
+    return loader.get_single_data()
 
 
 def _line(source: str, error: yaml.YAMLError) -> str:

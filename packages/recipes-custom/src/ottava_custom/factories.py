@@ -14,8 +14,7 @@ from ottava.errors import DTypeError, OptionError
 from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
 from ottava.recipes.patterns import fits, fits_some, modules_of, suggestion
 from ottava.tensors import Quantizer
-from ottava_custom.hybrid import HybridQuantizer, side_of
-from ottava_custom.hybrid_tensors import SIDES
+from ottava_custom.hybrid import HybridQuantizer, quantizer_for_side
 from ottava_custom.identity import IdentityQuantizer
 from ottava_custom.reference.quantizer import CurrentScalingQuantizerRef
 
@@ -193,19 +192,10 @@ class ByDirection:
         role = QuantizerRole.of(role)
         if role.is_gradient:
             return self.backward(role)
-        sides = zip((self.forward, self.backward), SIDES, strict=True)
-        return HybridQuantizer(*(_answered(factory, role, side) for factory, side in sides))
-
-
-def _answered(factory: Factory, role: QuantizerRole, side: str) -> Quantizer:
-    given = factory(role)
-    if isinstance(given, QuantizerRequest):
-        given = side_of(given.recipe, role, side)
-    if given is None:
-        raise OptionError(
-            f"the factory gives no quantizer for {role}", expected="an ottava.Quantizer"
+        return HybridQuantizer(
+            quantizer_for_side(self.forward, role, "rowwise"),
+            quantizer_for_side(self.backward, role, "columnwise"),
         )
-    return given
 
 
 def as_factory(factory: Factory | str) -> Factory:

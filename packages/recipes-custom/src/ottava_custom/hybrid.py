@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from ottava.distributed import ShardRule, rule_of
 from ottava.errors import DTypeError, OptionError
-from ottava.recipes import QuantizerRole, Recipe
+from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.hybrid_tensors import SIDES, hybrid_class
 from ottava_custom.identity import IdentityQuantizer
 
 
 def side_of(recipe: Recipe, role: QuantizerRole, side: str) -> Quantizer:
-    """What a recipe gives one side of a hybrid: nothing is quantized where its wgrad is in high
-    precision."""
-    kept = recipe.wgrad_high_precision and side == "columnwise" and role.tensor_type != "weight"
-    return IdentityQuantizer() if kept else recipe.quantizer(role)
+    """The quantizer that a recipe gives one side of a hybrid.
+
+    Where the recipe keeps wgrad in high precision, the operands of wgrad are not quantized.
+    """
+    of_wgrad = side == "columnwise" and role.tensor_type != "weight"
+    if recipe.wgrad_high_precision and of_wgrad:
+        return IdentityQuantizer()
+    return recipe.quantizer(role)
+
+
+def quantizer_for_side(
+    factory: Callable[[QuantizerRole], Quantizer | QuantizerRequest | None],
+    role: QuantizerRole,
+    side: str,
+) -> Quantizer:
+    """The quantizer that a factory gives one side of a hybrid.
+
+    Raises:
+        OptionError: the factory gives none for the role, or one that keeps state.
+    """
+    quantizer = factory(role)
+    if isinstance(quantizer, QuantizerRequest):
+        quantizer = side_of(quantizer.recipe, role, side)
+    if quantizer is None:
+        what = f"there is no quantizer for {role.tensor_type!r} of layer {role.name!r}"
+        raise OptionError(what, expected="a quantizer, for either direction")
+    if quantizer.stateful:
+        raise OptionError(
+            "a recipe that keeps state cannot serve one direction",
+            expected="recipes without state for rowwise and columnwise",
+            remedy="let it serve the whole role",
+        )
+    return quantizer
 
 
 class _BothSides(ShardRule):

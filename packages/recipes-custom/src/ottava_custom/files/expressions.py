@@ -1,172 +1,142 @@
-"""What may stand for a quantizer in a recipe file, and what each gives for a role. Errors name the
-place."""
+"""What may serve a role in a recipe file: high precision, a recipe, a factory, or one of these for
+each direction."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ottava.errors import OptionError
 from ottava.recipes.base import QuantizerRequest, Recipe
 from ottava.recipes.role import QuantizerRole, words
 from ottava.tensors import Quantizer
-from ottava_custom.files.source import Place, Source
-from ottava_custom.hybrid import HybridQuantizer, side_of
+from ottava_custom.files.source import Place
+from ottava_custom.hybrid import HybridQuantizer, quantizer_for_side
 from ottava_custom.identity import IdentityQuantizer
-
-#: What keeps high precision.
-IDENTITY = "identity"
 
 Served = Quantizer | QuantizerRequest
 
 
 @dataclass(frozen=True)
 class Expression(ABC):
-    """What stands for a quantizer, at a place of a file."""
+    """What a recipe file writes for a quantizer, with its place, which errors name."""
 
-    #: Whether it gives something for every role.
+    #: Whether it serves every role. A factory may leave a role to the next rule.
     total: ClassVar[bool] = True
 
-    source: Source
     place: Place
 
     @abstractmethod
     def serve(self, role: QuantizerRole) -> Served | None:
-        """What serves ``role``; None to leave it to the next rule."""
+        """What serves ``role``, or None to leave the role to the next rule."""
 
     @abstractmethod
     def words(self, role: QuantizerRole) -> tuple[str, str]:
-        """What serves ``role`` along rows and along columns, for a role that is served."""
-
-    def quantizer(self, role: QuantizerRole, side: str) -> Quantizer:
-        """A quantizer by itself, for one side of a hybrid; none, or one that keeps state, is
-        refused."""
-        served = self.serve(role)
-        if isinstance(served, QuantizerRequest):
-            with self.source.at(self.place):
-                served = side_of(served.recipe, role, side)
-        if served is None:
-            what = f"nothing is given for {role.tensor_type!r} of layer {role.name!r}"
-            raise self.source.error(self.place, what, expected="a quantizer, for either direction")
-        if served.stateful:
-            raise self.keeps_state()
-        return served
+        """What serves ``role`` along rows and along columns, in words."""
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Refuse patterns that fit none of the names of a model's layers; a recipe may have
-        some."""
+        """Raises OptionError where a recipe inside has a pattern that fits none of the layers."""
 
-    def keeps_state(self) -> OptionError:
-        """The error about one direction of a hybrid that keeps state."""
-        return self.source.error(
-            self.place,
-            "a recipe that keeps state cannot serve one direction",
-            expected="recipes without state for rowwise and columnwise",
-            remedy="let it serve the whole role",
-        )
+    def check_roles(self, roles: Sequence[QuantizerRole]) -> None:
+        """Raises OptionError where it is known before any layer is that a role cannot be served."""
 
 
 @dataclass(frozen=True)
 class Identity(Expression):
-    """High precision."""
+    """High precision: ``identity``."""
 
     def serve(self, role: QuantizerRole) -> Quantizer:
         return IdentityQuantizer()
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
-        return IDENTITY, IDENTITY
+        return "identity", "identity"
 
 
 @dataclass(frozen=True)
 class OfRecipe(Expression):
-    """What a recipe uses for the role. The layer's state makes the quantizer, so that the recipe
-    may be stateful."""
+    """What a recipe uses for the role: ``current`` or ``{recipe: current, fp8_format: E4M3}``.
+
+    The layer's state makes the quantizer, so that the recipe may keep state.
+    """
 
     recipe: Recipe
-    options: tuple[tuple[str, Any], ...]
-
-    def check_layers(self, names: Sequence[str]) -> None:
-        with self.source.at(self.place):
-            self.recipe.check_layers(names)
+    options: Mapping[str, object]
 
     def serve(self, role: QuantizerRole) -> QuantizerRequest:
         return QuantizerRequest(self.recipe)
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
-        """The recipe's own words, and the options of this place; a format shows in the former."""
-        explained = self.recipe.explain(role)
-        shown = [
-            (key, value)
-            for key, value in self.options
-            if not isinstance(getattr(self.recipe, key, None), Enum)
+        explanation = self.recipe.explain(role)
+        # Formats are shown by the recipe's own words.
+        options = [
+            f"{name}={value}"
+            for name, value in self.options.items()
+            if not isinstance(getattr(self.recipe, name, None), Enum)
         ]
-        options = [f"{key}={value}" for key, value in shown]
-        return ", ".join([explained.rowwise, *options]), ", ".join([explained.columnwise, *options])
+        rowwise = ", ".join([explanation.rowwise, *options])
+        columnwise = ", ".join([explanation.columnwise, *options])
+        return rowwise, columnwise
+
+    def check_layers(self, names: Sequence[str]) -> None:
+        with self.place.named_in_errors():
+            self.recipe.check_layers(names)
 
 
 @dataclass(frozen=True)
 class OfFactory(Expression):
-    """What a published quantizer factory gives."""
+    """What a published quantizer factory returns: ``{factory: NAME}``."""
 
     total: ClassVar[bool] = False
 
     name: str
-    factory: Callable[[QuantizerRole], Any]
+    factory: Callable[[QuantizerRole], object]
 
     def serve(self, role: QuantizerRole) -> Served | None:
-        with self.source.at(self.place):
-            given = self.factory(role)
-        if given is None or isinstance(given, Served):
-            return given
-        raise self.source.error(
-            self.place,
-            f"factory {self.name!r} gives a {type(given).__name__} for {role}",
+        with self.place.named_in_errors():
+            served = self.factory(role)
+        if served is None or isinstance(served, Served):
+            return served
+        raise self.place.error(
+            f"factory {self.name!r} returned a {type(served).__name__} for {role}",
             expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
             remedy="report it to the package's authors",
         )
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
-        """Those of the quantizer, with the name of the factory."""
         served = self.serve(role)
         if isinstance(served, QuantizerRequest):
-            explained = served.recipe.explain(role)
-            return f"{self.name}: {explained.rowwise}", f"{self.name}: {explained.columnwise}"
+            explanation = served.recipe.explain(role)
+            return f"{self.name}: {explanation.rowwise}", f"{self.name}: {explanation.columnwise}"
         text = self.name if served is None else f"{self.name}: {words(served)}"
         return text, text
 
 
 @dataclass(frozen=True)
 class Hybrid(Expression):
-    """One quantizer along rows, another along columns; a hybrid, and a recipe that keeps state, can
-    be neither."""
+    """One quantizer along rows and another along columns: ``{rowwise: ..., columnwise: ...}``."""
 
     rowwise: Expression
     columnwise: Expression
+
+    def serve(self, role: QuantizerRole) -> Quantizer:
+        with self.rowwise.place.named_in_errors():
+            rowwise = quantizer_for_side(self.rowwise.serve, role, "rowwise")
+        with self.columnwise.place.named_in_errors():
+            columnwise = quantizer_for_side(self.columnwise.serve, role, "columnwise")
+        with self.place.named_in_errors():
+            return HybridQuantizer(rowwise, columnwise)
+
+    def words(self, role: QuantizerRole) -> tuple[str, str]:
+        return self.rowwise.words(role)[0], self.columnwise.words(role)[1]
 
     def check_layers(self, names: Sequence[str]) -> None:
         self.rowwise.check_layers(names)
         self.columnwise.check_layers(names)
 
-    def __post_init__(self) -> None:
-        for side in (self.rowwise, self.columnwise):
-            if isinstance(side, Hybrid):
-                what = "a hybrid inside a hybrid"
-                raise side.source.error(
-                    side.place, what, expected="one quantizer for one direction"
-                )
-            if isinstance(side, OfRecipe) and side.recipe.stateful:
-                raise side.keeps_state()
-
-    def serve(self, role: QuantizerRole) -> Quantizer:
-        rowwise, columnwise = (
-            self.rowwise.quantizer(role, "rowwise"),
-            self.columnwise.quantizer(role, "columnwise"),
-        )
-        with self.source.at(self.place):
-            return HybridQuantizer(rowwise, columnwise)
-
-    def words(self, role: QuantizerRole) -> tuple[str, str]:
-        return self.rowwise.words(role)[0], self.columnwise.words(role)[1]
+    def check_roles(self, roles: Sequence[QuantizerRole]) -> None:
+        # A factory is not asked before there is a layer.
+        if self.rowwise.total and self.columnwise.total:
+            for role in roles:
+                self.serve(role)

@@ -13,7 +13,7 @@ from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule
 from ottava_custom.files.expressions import Served
 from ottava_custom.files.rules import Rules
 from ottava_custom.files.schema import Schema
-from ottava_custom.files.source import Place, Source, check_size, read_text
+from ottava_custom.files.source import Place, check_size, read_text
 from ottava_custom.files.toml_file import parse_toml
 from ottava_custom.files.yaml_file import parse_yaml
 
@@ -25,30 +25,21 @@ SUFFIXES = tuple(_LANGUAGES)
 _reading: ContextVar[tuple[str, ...]] = ContextVar("_reading", default=())
 
 
-def _suffix(path: str) -> str:
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in _LANGUAGES:
-        raise OptionError(
-            f"{path} has the suffix {suffix!r}", expected=f"one of {', '.join(SUFFIXES)}"
-        )
-    return suffix
-
-
 @dataclass(frozen=True)
 class FileFactory:
-    """A quantizer factory from the text of a recipe file.
+    """The quantizer factory that the text of a recipe file describes.
 
     Factories are equal when their paths and texts are. A pickle has both, and looks the recipes up
     again.
 
     Args:
-        path: for messages; its suffix names the language.
+        path: the path for messages. Its suffix names the language.
         text: what the file holds.
 
     Raises:
         OptionError: something in the text is wrong; the message names the place.
-        RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the
-            same.
+        RecipeNotFoundError, PluginError: a recipe or a factory that the file names is not
+            installed, or fails; the message names the place.
     """
 
     path: str
@@ -58,42 +49,40 @@ class FileFactory:
     def __post_init__(self) -> None:
         file = os.path.abspath(self.path)
         if file in _reading.get():
-            raise OptionError(
-                f"{self.path} is read from itself",
-                expected="files that do not lead back to themselves",
-            )
+            expected = "files that do not lead back to themselves"
+            raise OptionError(f"{self.path} is read from itself", expected=expected)
+        check_size(self.path, len(self.text.encode()))
+        parse = _LANGUAGES[_suffix(self.path)]
         token = _reading.set((*_reading.get(), file))
         try:
-            check_size(self.path, len(self.text.encode(errors="surrogatepass")))
-            source = Source(self.path, self.text)
-            root = _LANGUAGES[_suffix(self.path)](source)
+            root = parse(self.path, self.text)
             if root is None or root.value is None:
-                raise source.error(
-                    Place(""), "the file is empty", expected="the keys default and layers"
-                )
-            object.__setattr__(self, "_rules", Schema(source).rules(root))
+                expected = "the keys default and layers"
+                raise Place(self.path).error("the file is empty", expected)
+            object.__setattr__(self, "_rules", Schema().rules(root))
         finally:
             _reading.reset(token)
 
     def __call__(self, role: QuantizerRole | str) -> Served:
-        """What serves a role: a quantizer, or a request for that of a recipe.
+        """What serves a role: a quantizer, or a request for the quantizer of a recipe.
 
         Raises:
-            OptionError: nothing does.
+            OptionError: nothing serves the role.
         """
-        return self._rules.chosen(QuantizerRole.of(role))[2]
+        _, _, served = self._rules.resolve(QuantizerRole.of(role))
+        return served
 
     def explain(self, role: QuantizerRole | str) -> Explanation:
         """What serves a role, in words, with the place and the rule that say so.
 
         Raises:
-            OptionError: nothing serves it.
+            OptionError: nothing serves the role.
         """
         role = QuantizerRole.of(role)
-        rule, entry, _ = self._rules.chosen(role)
+        rule, entry, _ = self._rules.resolve(role)
         rowwise, columnwise = entry.expression.words(role)
-        described = None if rule is None else rule.described()
-        return Explanation(rowwise, columnwise, described, entry.place.short)
+        listed = None if rule is None else rule.listed()
+        return Explanation(rowwise, columnwise, listed, entry.place.short)
 
     def check_layers(self, names: Sequence[str]) -> None:
         """Refuse a pattern that fits none of the names of a model's layers.
@@ -105,7 +94,7 @@ class FileFactory:
 
     def rules(self) -> tuple[RecipeRule, ...]:
         """The rules, in the order of the file."""
-        return tuple(rule.described() for rule in self._rules.rules)
+        return tuple(rule.listed() for rule in self._rules.rules)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FileFactory, (self.path, self.text)
@@ -122,13 +111,20 @@ def load_factory(path: str | os.PathLike[str]) -> FileFactory:
         DTypeError: ``path`` is no path.
         OptionError: the file cannot be read, or something in it is wrong; the message names the
             place.
-        RecipeNotFoundError, PluginError: a recipe or a factory that it names cannot be had; the
-            same.
+        RecipeNotFoundError, PluginError: a recipe or a factory that the file names is not
+            installed, or fails; the message names the place.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise DTypeError(
-            f"the path is a {type(path).__name__}", expected="the path of a recipe file"
-        )
-    name = str(os.fspath(path))
-    _suffix(name)
-    return FileFactory(name, read_text(name))
+        what = f"the path is a {type(path).__name__}"
+        raise DTypeError(what, expected="the path of a recipe file")
+    file = os.fspath(path)
+    _suffix(file)
+    return FileFactory(file, read_text(file))
+
+
+def _suffix(path: str) -> str:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix not in _LANGUAGES:
+        what, expected = f"{path} has the suffix {suffix!r}", f"one of {', '.join(SUFFIXES)}"
+        raise OptionError(what, expected=expected)
+    return suffix

@@ -1,62 +1,35 @@
-"""Rules: which expression serves which roles of which layers, and in which order they are asked."""
+"""The rules of a recipe file: which expression serves which role of which layer."""
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ottava.recipes.patterns import fits, fits_some, modules_of, suggestion
 from ottava.recipes.role import OF_LINEAR, QuantizerRole, RecipeRule
 from ottava_custom.factories import TENSOR_TYPES
 from ottava_custom.files.expressions import Expression, Served
-from ottava_custom.files.nodes import shown
-from ottava_custom.files.source import Place, Source
+from ottava_custom.files.source import Place
 
 #: The keys of a rule that say what serves, and in words for which roles.
 SERVING = ("all", "forward", "backward", *TENSOR_TYPES)
-# How many patterns with wildcards are looked at, to tell whether they take all layers of a later
-# one.
-_COMPARED = 64
-
-
-def keys_of(role: QuantizerRole) -> tuple[str, ...]:
-    """The keys of a rule that speak of a role, the one that counts most first."""
-    direction = "backward" if role.is_gradient else "forward"
-    return (*([role.tensor_type] if role.tensor_type in TENSOR_TYPES else []), direction, "all")
-
-
-def roles_of(key: str) -> list[QuantizerRole]:
-    """The roles that a key of a rule speaks of, of a layer without a name."""
-    roles = [QuantizerRole("linear", name) for name in TENSOR_TYPES]
-    return [role for role in roles if key in keys_of(role)]
-
-
-@lru_cache(maxsize=4096)
-def _literal_start(pattern: str) -> str:
-    """What every name that the pattern fits begins with; all of it for one without wildcards."""
-    return re.split(r"[*?[]", pattern, maxsplit=1)[0]
+#: The roles that these keys speak of, of a layer without a name.
+ROLES = tuple(QuantizerRole("linear", tensor_type) for tensor_type in TENSOR_TYPES)
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Whether ``wide`` certainly fits every name that ``narrow`` fits. What cannot be told is not
-    covered."""
+    """Whether ``wide`` certainly fits every name that ``narrow`` fits; False where patterns cannot
+    tell."""
     if wide == narrow or not wide.strip("*"):
         return True
-    start = _literal_start(wide)
-    if not narrow.startswith(start):
-        return False
-    if start == wide:
-        return narrow[len(start)] == "."
-    # Only a * of ``wide`` can take in a * or a ? of ``narrow``, as if these were letters. Brackets
-    # are not looked into.
+    # A wildcard of ``narrow`` is compared as if it were a letter, which only a * of ``wide`` takes.
     return not set(wide) & set("?[]") and not set(narrow) & set("[]") and fits(narrow, wide)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key of a rule, or the default: where the key stands, and what serves."""
+    """A key of a rule, or the default: where the key stands, and what serves."""
 
     key: str
     place: Place
@@ -65,170 +38,164 @@ class Entry:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: patterns of layers, and what serves them by key."""
+    """Patterns of layers with their places, and what serves these layers, by key."""
 
-    patterns: tuple[str, ...]
-    entries: Mapping[str, Entry]
+    number: int
     place: Place
-    #: Where each pattern stands.
-    pattern_places: tuple[Place, ...]
+    patterns: Mapping[str, Place]
+    entries: Mapping[str, Entry]
 
     def entries_for(self, role: QuantizerRole) -> Iterator[Entry]:
-        """What it has for a role, the one that counts most first."""
-        return (self.entries[key] for key in keys_of(role) if key in self.entries)
+        """The entries that speak of a role: that of the role first, that of all roles last."""
+        direction = "backward" if role.is_gradient else "forward"
+        for key in (role.tensor_type, direction, "all"):
+            if key in self.entries:
+                yield self.entries[key]
 
-    def server(self, role: QuantizerRole) -> Entry | None:
-        """The first entry that certainly gives something for a role; None where nothing does."""
-        return next((entry for entry in self.entries_for(role) if entry.expression.total), None)
+    def serves(self, role: QuantizerRole) -> bool:
+        """Whether no later rule is asked for the role of a layer that a pattern fits."""
+        return any(entry.expression.total for entry in self.entries_for(role))
 
-    def described(self) -> RecipeRule:
-        """For listings."""
+    def roles_of(self, entry: Entry) -> list[QuantizerRole]:
+        """The roles for which the entry is asked: no entry that comes before it serves them."""
+        return [role for role in ROLES if entry in self._asked(role)]
+
+    def _asked(self, role: QuantizerRole) -> Iterator[Entry]:
+        for entry in self.entries_for(role):
+            yield entry
+            if entry.expression.total:
+                return
+
+    def listed(self) -> RecipeRule:
+        """The rule for listings."""
         return RecipeRule(", ".join(self.patterns), self.place.short)
 
 
-class _Taken:
-    """Patterns whose layers are taken, for one role, each with the number of the first rule that
-    has it."""
+class _Earlier:
+    """The rules before one, by their patterns.
+
+    Names are looked up and only patterns with wildcards are compared, because a file may have a
+    rule for each of a thousand layers.
+    """
 
     def __init__(self) -> None:
-        self._all: dict[str, int] = {}
-        # To compare every pattern with all of these would take time that grows with the square of
-        # their number.
-        self._wild: list[str] = []
+        self._names: defaultdict[str, list[Rule]] = defaultdict(list)
+        self._wildcards: list[tuple[str, Rule]] = []
 
-    def add(self, patterns: Sequence[str], number: int) -> None:
-        """Take the layers of a rule."""
-        for pattern in patterns:
-            if pattern not in self._all:
-                self._all[pattern] = number
-                if _literal_start(pattern) != pattern and len(self._wild) < _COMPARED:
-                    self._wild.append(pattern)
+    def add(self, rule: Rule) -> None:
+        for pattern in rule.patterns:
+            self._names[pattern].append(rule)
+            if set(pattern) & set("*?["):
+                self._wildcards.append((pattern, rule))
 
-    def taker(self, pattern: str) -> int | None:
-        """The number of the first rule that takes all layers of a pattern, as far as that can be
-        told."""
-        modules = [pattern[:at] for at, character in enumerate(pattern) if character == "."]
-        # A module's name takes what is in it; patterns with wildcards are compared.
-        found = [name for name in modules if name in self._all and _literal_start(name) == name]
-        found += [pattern] if pattern in self._all else []
-        found += [wide for wide in self._wild if covers(wide, pattern)]
-        return min((self._all[name] for name in found), default=None)
+    def covering(self, pattern: str) -> list[Rule]:
+        """The rules that have all layers that a pattern fits, in the order of the file."""
+        ends = [at for at, character in enumerate(pattern) if character == "."]
+        modules = [pattern[:end] for end in (*ends, len(pattern))]
+        rules = [rule for name in modules for rule in self._names.get(name, ())]
+        rules += [rule for wide, rule in self._wildcards if covers(wide, pattern)]
+        return sorted(rules, key=lambda rule: rule.number)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """All rules of a file, in their order."""
+    """All rules of a file, in their order, and the default."""
 
-    source: Source
+    file: Place
     rules: Sequence[Rule]
     default: Entry | None
 
-    def chosen(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
-        """The rule and the entry that serve a role, and what the entry gives; an OptionError where
-        nothing does."""
-        last: Entry | None = None
+    def entries(self) -> list[Entry]:
+        """The entries of all rules, and the default."""
+        entries = [entry for rule in self.rules for entry in rule.entries.values()]
+        return entries if self.default is None else [*entries, self.default]
+
+    def resolve(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
+        """The rule (None for the default) and the entry that serve a role, and what the entry
+        gives.
+
+        Raises:
+            OptionError: nothing serves the role.
+        """
+        place, remedy = self.file, "add a default"
         for rule, entry in self._asked(role):
             served = entry.expression.serve(role)
             if served is not None:
                 return rule, entry, served
-            last = entry
+            place, remedy = entry.place, "use a default that is a recipe or identity"
         what = f"nothing serves {role.tensor_type!r} of layer {role.name!r}"
-        place, remedy = Place(""), "add a default"
-        if last is not None:
-            place, remedy = (
-                last.place,
-                "use a default that is no factory, or one that gives a quantizer",
-            )
-        raise self.source.error(
-            place, what, expected="a default that serves every role", remedy=remedy
-        )
+        raise place.error(what, expected="a default that serves every role", remedy=remedy)
 
     def _asked(self, role: QuantizerRole) -> Iterator[tuple[Rule | None, Entry]]:
         for rule in self.rules:
             if any(fits(role.name, pattern) for pattern in rule.patterns):
-                yield from ((rule, entry) for entry in rule.entries_for(role))
+                for entry in rule.entries_for(role):
+                    yield rule, entry
         if self.default is not None:
             yield None, self.default
 
     def check(self) -> None:
-        """Refuse a rule that is never asked, and roles that nothing serves."""
-        earlier = {name: _Taken() for name in TENSOR_TYPES}
-        for number, rule in enumerate(self.rules):
+        """Raises OptionError for an entry that never serves, and for roles that nothing serves."""
+        earlier = _Earlier()
+        for rule in self.rules:
+            covering = [earlier.covering(pattern) for pattern in rule.patterns]
             for entry in rule.entries.values():
-                self._check_entry(rule, entry, earlier)
-            for name, taken in earlier.items():
-                if rule.server(QuantizerRole("linear", name)) is not None:
-                    taken.add(rule.patterns, number)
-        everywhere = [
-            rule for rule in self.rules if any(not pattern.strip("*") for pattern in rule.patterns)
-        ]
-        left = [
-            n
-            for n in OF_LINEAR
-            if not any(rule.server(QuantizerRole("linear", n)) for rule in everywhere)
-        ]
-        if left and self.default is None:
-            raise self.source.error(
-                Place(""),
-                f"there is no default, and nothing serves {', '.join(left)} of layers that no "
-                f"rule names",
+                _check_entry(rule, entry, covering)
+            earlier.add(rule)
+        if self.default is None:
+            self._check_every_role_is_served()
+
+    def _check_every_role_is_served(self) -> None:
+        for_all = [rule for rule in self.rules if any(not p.strip("*") for p in rule.patterns)]
+        roles = [QuantizerRole("linear", tensor_type) for tensor_type in OF_LINEAR]
+        missing = [r.tensor_type for r in roles if not any(rule.serves(r) for rule in for_all)]
+        if missing:
+            raise self.file.error(
+                f"nothing serves {', '.join(missing)} of layers that no rule names",
                 expected="the key default",
-                remedy="add one; identity keeps high precision",
+                remedy="add a default; identity keeps high precision",
             )
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Refuse a pattern that fits none of the names of a model's layers, in this file or in one
-        that it names."""
+        """Raises OptionError for a pattern that fits none of the layers of a model, in this file or
+        in a recipe that it names."""
         modules = modules_of(names)
+        otherwise = "the name of a linear layer, or of a module that it is in"
         for rule in self.rules:
-            for pattern, place in zip(rule.patterns, rule.pattern_places, strict=True):
+            for pattern, place in rule.patterns.items():
                 if not fits_some(pattern, modules):
-                    raise self.source.error(
-                        place,
-                        f"pattern {shown(pattern)} matches no layer of the model",
-                        expected=suggestion(
-                            pattern,
-                            names,
-                            "the name of a linear layer, or of a module that it is in",
-                        ),
+                    raise place.error(
+                        f"pattern {pattern!r} matches no layer of the model",
+                        expected=suggestion(pattern, names, otherwise),
                         remedy="names are those of model.named_modules(); * matches any characters",
                     )
-        entries = [entry for rule in self.rules for entry in rule.entries.values()]
-        for entry in [*entries, *([] if self.default is None else [self.default])]:
+        for entry in self.entries():
             entry.expression.check_layers(names)
 
-    def _check_entry(self, rule: Rule, entry: Entry, earlier: Mapping[str, _Taken]) -> None:
-        """See that something is left for an entry: by other keys of its rule, and by earlier
-        rules."""
-        own = [role for role in roles_of(entry.key) if not _is_served_before(rule, entry, role)]
-        if not own:
-            raise self.source.error(
-                entry.place,
-                f"{entry.key!r} never serves: other keys of the rule take all its roles",
-                expected="a role that is left",
-                remedy="take one of the keys out",
-            )
-        takers: set[int] = set()
-        for role in own:
-            for pattern in rule.patterns:
-                taker = earlier[role.tensor_type].taker(pattern)
-                if taker is None:
-                    return
-                takers.add(taker)
-        places = " and ".join(
-            dict.fromkeys(self.rules[number].place.short for number in sorted(takers))
-        )
-        raise self.source.error(
-            entry.place,
-            f"{entry.key!r} never serves: what begins in {places} takes these layers and roles "
-            f"before",
-            expected="rules for few layers before those for many",
-            remedy="move this rule up, or take it out",
-        )
 
+def _check_entry(rule: Rule, entry: Entry, covering: Sequence[Sequence[Rule]]) -> None:
+    """Raises OptionError for an entry that never serves.
 
-def _is_served_before(rule: Rule, entry: Entry, role: QuantizerRole) -> bool:
-    """Whether another key of the rule serves the role before ``entry`` is asked."""
-    keys = keys_of(role)
-    server = rule.server(role)
-    return server is not None and keys.index(server.key) < keys.index(entry.key)
+    Args:
+        covering: for each pattern of the rule, the earlier rules that have all its layers.
+    """
+    roles = rule.roles_of(entry)
+    if not roles:
+        raise entry.place.error(
+            f"{entry.key!r} never serves, because other keys of the rule take all its roles",
+            expected="a role that is left",
+            remedy="take one of the keys out",
+        )
+    servers: dict[int, str] = {}
+    for role in roles:
+        for rules in covering:
+            server = next((earlier for earlier in rules if earlier.serves(role)), None)
+            if server is None:
+                return
+            servers[server.number] = server.place.short
+    places = " and ".join(servers[number] for number in sorted(servers))
+    raise entry.place.error(
+        f"{entry.key!r} never serves, because {places} takes these layers and roles before",
+        expected="rules for few layers before those for many",
+        remedy="move this rule up, or take it out",
+    )

@@ -1,42 +1,106 @@
-"""From what a file says to rules: every key and value is checked, and what is wrong is told with
-its place."""
+"""The schema of a recipe file: its keys, what may stand there, and the rules that they make.
+
+Every mapping in a file is of one of the kinds in :data:`KEYS`, and is checked against it.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
-from ottava.errors import OptionError
-from ottava_custom.files.expressions import Expression, Hybrid
-from ottava_custom.files.lookup import Lookup
-from ottava_custom.files.nodes import Node, shown
-from ottava_custom.files.rules import SERVING, Entry, Rule, Rules, roles_of
-from ottava_custom.files.source import Source
+from ottava.errors import OptionError, RecipeNotFoundError
+from ottava.recipes.base import Recipe, get_recipe
+from ottava.recipes.registry import get_quantizer_factory, list_quantizer_factories, list_recipes
+from ottava.recipes.spec import is_name
+from ottava_custom.files.expressions import Expression, Hybrid, Identity, OfFactory, OfRecipe
+from ottava_custom.files.rules import ROLES, SERVING, Entry, Rule, Rules
+from ottava_custom.files.source import Node, Place
 
-_ROOT = ("default", "layers")
-_RULE = ("match", *SERVING)
-_EXPRESSION = (
-    "the name of a recipe, identity, or a mapping with recipe, factory, or rowwise and columnwise"
+
+@dataclass(frozen=True)
+class Key:
+    """What may stand at a key.
+
+    Attributes:
+        kinds: the types of the value.
+        expected: the same in words, for errors.
+        required: whether the key has to be there.
+        remedy: what to do where the key or its value is missing.
+    """
+
+    kinds: tuple[type, ...]
+    expected: str
+    required: bool = False
+    remedy: str = ""
+
+
+_SERVER = Key(
+    (str, dict),
+    "the name of a recipe, identity, or a mapping with recipe, factory, or rowwise and columnwise",
 )
-_PATTERN = "a pattern of layer names"
-_PATTERNS = "a pattern, or a list of patterns"
-_USAGES = ("rowwise", "columnwise")
-# Characters of the longest pattern.
-_MAX_PATTERN = 1000
+_SIDE = replace(_SERVER, required=True, remedy="identity keeps high precision")
+_NAME = Key((str,), "a name", required=True)
+_PATTERN = Key((str,), "a pattern of layer names, in quotes")
+_MATCH = Key((str, list), f"{_PATTERN.expected}, or a list", True, 'match: "*" is all layers')
+
+#: Kind of mapping -> the keys that it may have. The other keys of a recipe are its options.
+KEYS = {
+    "file": {
+        "default": _SERVER,
+        "layers": Key((list,), "a list of rules", remedy="take the key out if there are no rules"),
+    },
+    "rule": {"match": _MATCH, **dict.fromkeys(SERVING, _SERVER)},
+    "recipe": {"recipe": _NAME},
+    "factory": {"factory": _NAME},
+    "hybrid": {"rowwise": _SIDE, "columnwise": _SIDE},
+}
+
+
+def _check(node: Node, kind: str) -> dict[str, Node]:
+    """The values of a mapping, whose keys and values are checked against :data:`KEYS`."""
+    keys = KEYS[kind]
+    if not isinstance(node.value, dict):
+        raise node.place.error(f"a {kind} is {node}", expected=f"a mapping with {', '.join(keys)}")
+    for name in node.value:
+        if name not in keys and kind != "recipe":
+            raise _unknown(node.keys[name], f"a {kind}", name, keys)
+    for name, key in keys.items():
+        if name in node.value:
+            _check_value(name, node.value[name], key)
+        elif key.required:
+            raise node.place.error(f"a {kind} has no {name}", key.expected, key.remedy)
+    return node.value
+
+
+def _check_value(name: str, node: Node, key: Key) -> None:
+    if not node.value or not isinstance(node.value, key.kinds):
+        raise node.place.error(f"{name} is {node}", key.expected, key.remedy)
+
+
+def _unknown(
+    place: Place, owner: str, name: str, keys: Iterable[str], remedy: str = ""
+) -> OptionError:
+    near = difflib.get_close_matches(name, keys, n=1)
+    if near and not remedy:
+        remedy = f"use {near[0]!r}"
+    return place.error(f"{owner} has no key {name!r}", f"one of {', '.join(keys)}", remedy)
 
 
 class Schema:
-    """Reads the nodes of a file.
+    """Makes the rules of one file of its values.
 
-    What is not as it should be is an OptionError; a recipe or a factory that cannot be had, a
-    RecipeNotFoundError or a PluginError. All name the place.
+    Raises:
+        OptionError: a key or a value is wrong.
+        RecipeNotFoundError, PluginError: a recipe or a factory is not installed, or fails. All
+            errors name the place.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source, self._error = source, source.error
-        self._lookup = Lookup(source)
-        # What tells the kind of a mapping that is an expression, and what reads it; the first key
-        # that is there.
+    def __init__(self) -> None:
+        # Roles that equal recipes serve share the state of a layer, so that equal options have to
+        # give one object: not every recipe compares by its options.
+        self._recipes: dict[tuple[str, str], Recipe] = {}
         self._mappings: dict[str, Callable[[Node], Expression]] = {
             "recipe": self._recipe,
             "factory": self._factory,
@@ -46,128 +110,128 @@ class Schema:
 
     def rules(self, root: Node) -> Rules:
         """The rules of a file."""
-        self._check_keys(root, "a file", _ROOT)
-        default = self._entry(root, "default") if "default" in root.value else None
-        rules = [self._rule(node) for node in self._layers(root)] if "layers" in root.value else []
-        found = Rules(self._source, rules, default)
+        values = _check(root, "file")
+        nodes = _items(values["layers"]) if "layers" in values else []
+        rules = [self._rule(number, node) for number, node in enumerate(nodes)]
+        default = self._entry("default", root) if "default" in values else None
+        for rule in rules:
+            for entry in rule.entries.values():
+                entry.expression.check_roles(rule.roles_of(entry))
+        if default is not None:
+            default.expression.check_roles(ROLES)
+        found = Rules(Place(root.place.path), rules, default)
         found.check()
-        for entry in [
-            *(entry for rule in rules for entry in rule.entries.values()),
-            *([default] if default else []),
-        ]:
-            made = entry.expression
-            # A hybrid is made now where its sides can be, to be told what will not do.
-            if isinstance(made, Hybrid) and made.rowwise.total and made.columnwise.total:
-                for role in roles_of("all" if entry is default else entry.key):
-                    made.serve(role)
         return found
 
-    def _layers(self, root: Node) -> list[Node]:
-        node: Node = root.value["layers"]
-        if isinstance(node.value, list) and node.value:
-            return node.value
-        empty = node.value is None or node.value == []
-        what, remedy = (
-            ("layers has no rules", "take the key out") if empty else (f"layers is {node}", "")
-        )
-        raise self._error(root.keys["layers"], what, expected="a list of rules", remedy=remedy)
-
-    def _rule(self, node: Node) -> Rule:
-        self._check_keys(node, "a rule", _RULE)
-        if "match" not in node.value:
-            remedy = 'match: "*" is all layers'
-            raise self._error(node.place, "the rule has no match", expected=_PATTERN, remedy=remedy)
-        match: Node = node.value["match"]
-        given = match.value if isinstance(match.value, list) else [match]
-        if not given:
-            raise self._error(match.place, "match is an empty list", expected=_PATTERNS)
-        patterns = tuple(self._pattern(pattern) for pattern in given)
-        entries = {key: self._entry(node, key) for key in node.value if key != "match"}
+    def _rule(self, number: int, node: Node) -> Rule:
+        values = _check(node, "rule")
+        patterns: dict[str, Place] = {}
+        for pattern in _items(values["match"]):
+            _check_value("match", pattern, _PATTERN)
+            patterns[str(pattern.value)] = pattern.place
+        entries = {key: self._entry(key, node) for key in values if key != "match"}
         if not entries:
-            raise self._error(
-                node.place, "the rule serves no role", expected=f"one of {', '.join(SERVING)}"
-            )
-        return Rule(patterns, entries, node.place, tuple(pattern.place for pattern in given))
+            expected = f"one of {', '.join(SERVING)}"
+            raise node.place.error("the rule serves no role", expected=expected)
+        return Rule(number, node.place, patterns, entries)
 
-    def _pattern(self, node: Node) -> str:
-        pattern = node.value
-        if not isinstance(pattern, str):
-            remedy = "" if isinstance(pattern, (dict, list, type(None))) else "put it in quotes"
-            raise self._error(node.place, f"match is {node}", expected=_PATTERNS, remedy=remedy)
-        if not pattern:
-            raise self._error(
-                node.place, "match is empty", expected=_PATTERN, remedy='"*" is all layers'
-            )
-        if len(pattern) > _MAX_PATTERN:
-            what = f"match has {len(pattern)} characters"
-            raise self._error(node.place, what, expected=f"a pattern of at most {_MAX_PATTERN}")
-        return pattern
-
-    def _entry(self, parent: Node, key: str) -> Entry:
-        return Entry(key, parent.keys[key], self._expression(parent.value[key]))
+    def _entry(self, key: str, parent: Node) -> Entry:
+        return Entry(key, parent.keys[key], self._expression(parent.mapping[key]))
 
     def _expression(self, node: Node) -> Expression:
         if isinstance(node.value, str):
-            return self._lookup.named(node.place, node.value)
-        if not isinstance(node.value, dict) or not node.value:
-            what = "this is an empty mapping" if node.value == {} else f"this is {node}"
-            raise self._error(node.place, what, expected=_EXPRESSION)
+            return self._named(node.place, node.value)
         for key, read in self._mappings.items():
-            if key in node.value:
+            if key in node.mapping:
                 return read(node)
-        key = next(iter(node.value))
-        remedy = (
-            'roles are told apart in a rule; one with match "*" is for all layers'
-            if key in SERVING
-            else ""
-        )
-        raise self._unknown(node, key, "what serves a role", self._mappings, remedy)
+        name = next(iter(node.mapping))
+        remedy = ""
+        if name in SERVING:
+            remedy = 'roles are told apart in a rule; one with match "*" is for all layers'
+        raise _unknown(node.keys[name], "what serves a role", name, self._mappings, remedy)
 
-    def _name(self, node: Node, key: str) -> Node:
-        """The value of a key that has a name."""
-        value: Node = node.value[key]
-        if not isinstance(value.value, str):
-            raise self._error(value.place, f"{key} is {value}", expected="a name")
-        return value
+    def _named(self, place: Place, name: str) -> Expression:
+        """What a bare name stands for: identity, a recipe, or else a factory."""
+        if name == "identity":
+            return Identity(place)
+        _check_name(place, name, "identity, a recipe or a factory")
+        try:
+            with place.named_in_errors():
+                return OfRecipe(place, self._get_recipe(name, {}), {})
+        except RecipeNotFoundError as error:
+            factories = [spec.name for spec in list_quantizer_factories()]
+            if name in factories:
+                return self._published(place, name)
+            known = sorted({"identity", *(spec.name for spec in list_recipes()), *factories})
+            near = difflib.get_close_matches(name, known, n=1)
+            remedy = error.remedy
+            if near:
+                # A misspelled name must not become a command that installs whatever has that name.
+                remedy = f"use {near[0]!r}, or install the package that has {name!r}"
+            what = f"{place}: no installed recipe or quantizer factory is named {name!r}"
+            raise RecipeNotFoundError(what, f"one of {', '.join(known)}", remedy) from error
 
     def _recipe(self, node: Node) -> Expression:
-        options = {key: value for key, value in node.value.items() if key != "recipe"}
-        return self._lookup.recipe(self._name(node, "recipe"), options, node.keys)
+        values = _check(node, "recipe")
+        place, name = values["recipe"].place, str(values["recipe"].value)
+        _check_name(place, name, "the name of a recipe")
+        options = {option: value.plain() for option, value in values.items() if option != "recipe"}
+        try:
+            recipe = self._get_recipe(name, options)
+        except OptionError as error:
+            with _place_of_option(error, node.keys, options).named_in_errors():
+                raise
+        except Exception:
+            with place.named_in_errors():
+                raise
+        return OfRecipe(place, recipe, options)
+
+    def _get_recipe(self, name: str, options: dict[str, object]) -> Recipe:
+        if "name" in options:
+            # get_recipe itself has an argument of this name.
+            raise OptionError(f"recipe {name!r} has no option 'name'")
+        key = name, repr(sorted(options.items()))
+        if key not in self._recipes:
+            self._recipes[key] = get_recipe(name, **options)
+        return self._recipes[key]
 
     def _factory(self, node: Node) -> Expression:
-        self._check_keys(node, "a factory", ("factory",))
-        name = self._name(node, "factory")
-        return self._lookup.factory(name.place, name.value)
+        name = _check(node, "factory")["factory"]
+        return self._published(name.place, str(name.value))
+
+    def _published(self, place: Place, name: str) -> Expression:
+        _check_name(place, name, "the name of a factory")
+        with place.named_in_errors():
+            return OfFactory(place, name, get_quantizer_factory(name))
 
     def _hybrid(self, node: Node) -> Expression:
-        self._check_keys(node, "a hybrid", _USAGES)
-        for usage in _USAGES:
-            if usage not in node.value:
-                remedy = f"{usage}: identity keeps high precision"
-                what = f"{usage} is missing"
-                raise self._error(
-                    node.place, what, expected="rowwise and columnwise", remedy=remedy
-                )
-        return Hybrid(
-            self._source, node.place, *(self._expression(node.value[usage]) for usage in _USAGES)
-        )
+        values = _check(node, "hybrid")
+        rowwise = self._expression(values["rowwise"])
+        columnwise = self._expression(values["columnwise"])
+        for side in (rowwise, columnwise):
+            if isinstance(side, Hybrid):
+                expected = "one quantizer for one direction"
+                raise side.place.error("a hybrid inside a hybrid", expected)
+        return Hybrid(node.place, rowwise, columnwise)
 
-    def _check_keys(self, node: Node, owner: str, known: Iterable[str]) -> None:
-        """Refuse what is no mapping, and keys that mean nothing."""
-        if not isinstance(node.value, dict):
-            raise self._error(
-                node.place, f"{owner} is {node}", expected=f"a mapping with {', '.join(known)}"
-            )
-        for key in node.value:
-            if key not in known:
-                raise self._unknown(node, key, owner, known)
 
-    def _unknown(
-        self, node: Node, key: str, owner: str, known: Iterable[str], remedy: str = ""
-    ) -> OptionError:
-        near = difflib.get_close_matches(key[:100], list(known), n=1)
-        remedy = remedy or (f"use {near[0]!r}" if near else "")
-        what = f"{owner} has no key {shown(key)}"
-        return self._error(
-            node.keys[key], what, expected=f"one of {', '.join(known)}", remedy=remedy
-        )
+def _items(node: Node) -> list[Node]:
+    """The items of a list, or a value by itself."""
+    return node.value if isinstance(node.value, list) else [node]
+
+
+def _check_name(place: Place, name: str, expected: str) -> None:
+    if not is_name(name):
+        raise place.error(f"{name!r} is no name", expected)
+
+
+def _place_of_option(
+    error: OptionError, keys: Mapping[str, Place], options: Mapping[str, object]
+) -> Place:
+    """The place of the option that an error of a recipe names, or else of the key ``recipe``."""
+    for option, value in options.items():
+        # The error about a file inside a file names the file, and not the option.
+        names_value = isinstance(value, str) and len(value) > 1 and value in error.what
+        if names_value or re.search(rf"\b{re.escape(option)}\b", error.what):
+            return keys[option]
+    return keys["recipe"]

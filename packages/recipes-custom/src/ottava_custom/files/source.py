@@ -1,79 +1,115 @@
-"""The text of a recipe file, its places, and errors that name them."""
+"""The text of a recipe file, the values in it with their places, and errors that name a place."""
 
 from __future__ import annotations
 
-import bisect
-import codecs
 import contextlib
+import datetime
 import os
-import re
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from ottava.errors import OptionError, OttavaError
-from ottava_custom.files.limits import MAX_BYTES
 
-# The longer ones first: those of UTF-32 begin as those of UTF-16.
-_BOMS = {
-    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
-    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+#: Bytes of the largest file that is read.
+MAX_BYTES = 1 << 18
+#: Levels of values inside values.
+MAX_DEPTH = 32
+
+Scalar: TypeAlias = bool | int | float | str | datetime.date | datetime.time | None
+
+_KINDS: dict[type, str] = {
+    bool: "a boolean",
+    dict: "a mapping",
+    float: "a number",
+    int: "a number",
+    list: "a list",
+    str: "text",
 }
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where something stands: ``text`` in words, and its line, from 1, where the reader of the
-    language tells it."""
+    """A place in a recipe file.
 
-    text: str
+    Attributes:
+        path: the path of the file, as it was given.
+        position: ``"line 4, column 5"`` in YAML, the path of a key in TOML, such as
+            ``"layers[0].all"``; empty for the file as a whole.
+        line: the line, counted from 1. None in TOML, because Python's reader tells no lines.
+    """
+
+    path: str
+    position: str = ""
     line: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}, {self.position}" if self.position else self.path
 
     @property
     def short(self) -> str:
-        """The line, or else the words."""
-        return self.text if self.line is None else f"line {self.line}"
+        """The line, or the path of the key."""
+        return self.position if self.line is None else f"line {self.line}"
 
-
-@dataclass(frozen=True)
-class Source:
-    """A recipe file: its path as it was given, and its text, whose lines end with ``\\n``."""
-
-    path: str
-    text: str
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [0, *(found.end() for found in re.finditer("\n", self.text))]
-
-    def place(self, index: int) -> Place:
-        """The place of a character."""
-        line = bisect.bisect_right(self._starts, index)
-        return Place(f"line {line}, column {index - self._starts[line - 1] + 1}", line)
-
-    def where(self, place: Place) -> str:
-        """The file and the place."""
-        return f"{self.path}, {place.text}" if place.text else self.path
-
-    def error(
-        self, place: Place, what: str, *, expected: str = "", remedy: str = ""
-    ) -> OptionError:
-        """An error that names the place."""
-        return OptionError(f"{self.where(place)}: {what}", expected=expected, remedy=remedy)
+    def error(self, what: str, expected: str = "", remedy: str = "") -> OptionError:
+        """An error that names this place."""
+        return OptionError(f"{self}: {what}", expected=expected, remedy=remedy)
 
     @contextlib.contextmanager
-    def at(self, place: Place) -> Iterator[None]:
-        """What fails inside names the place too."""
+    def named_in_errors(self) -> Iterator[None]:
+        """Errors that are raised inside name this place, too."""
         try:
             yield
         except OttavaError as error:
-            what = f"{self.where(place)}: {error.what}"
+            what = f"{self}: {error.what}"
             raise type(error)(what, expected=error.expected, remedy=error.remedy) from error
         except Exception as error:
-            error.add_note(self.where(place))
+            error.add_note(str(self))
             raise
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value of a recipe file.
+
+    Attributes:
+        value: a scalar, a list of nodes, or a mapping of nodes by key.
+        place: where the value begins.
+        keys: where the keys of a mapping are.
+    """
+
+    value: Scalar | list[Node] | dict[str, Node]
+    place: Place
+    keys: Mapping[str, Place] = field(default_factory=dict)
+
+    @property
+    def mapping(self) -> dict[str, Node]:
+        """The nodes of a mapping by key; none of another value."""
+        return self.value if isinstance(self.value, dict) else {}
+
+    def __str__(self) -> str:
+        """The value in words, for errors: its kind, and a scalar itself."""
+        if self.value is None:
+            return "nothing"
+        kind = _KINDS.get(type(self.value), "a date or a time")
+        if isinstance(self.value, (list, dict)):
+            return kind if self.value else f"{kind} without entries"
+        return f"{kind}, {self.value!r}" if isinstance(self.value, str) else f"{kind}, {self.value}"
+
+    def plain(self) -> object:
+        """The value with plain values inside."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+
+def too_deep(place: Place) -> OptionError:
+    """The error about values that are nested deeper than any recipe."""
+    return place.error("values are nested too deeply", expected=f"at most {MAX_DEPTH} levels")
 
 
 def read_text(
@@ -81,62 +117,34 @@ def read_text(
     expected: str = "a recipe file, in YAML or TOML",
     shorter: str = "use fewer patterns",
 ) -> str:
-    """The text of a file; an OptionError where it is missing, no file, too large, or not UTF-8.
+    """The text of a file.
 
     Args:
         expected: what errors say that the file should be.
-        shorter: the remedy where it is too large.
+        shorter: the remedy of the error about a file that is too large.
+
+    Raises:
+        OptionError: the file cannot be read, is larger than :data:`MAX_BYTES`, or is not UTF-8.
     """
     try:
-        mode = os.stat(path).st_mode
-        # Opening a pipe would wait for its other end.
-        data = None
-        if stat.S_ISREG(mode):
-            with Path(path).open("rb") as file:
-                data = file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise OptionError(
-            f"{path} cannot be read: {reason}",
-            expected=expected,
-            remedy="check the path and the permissions",
-        ) from error
-    if data is None:
-        raise OptionError(
-            f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no regular file'}",
-            expected=expected,
-        )
-    check_size(path, len(data), shorter)
-    return _decoded(path, data)
+        status = os.stat(path)
+        if stat.S_ISREG(status.st_mode):
+            check_size(path, status.st_size, shorter)
+            return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        what = f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8"
+        raise OptionError(what, expected="UTF-8", remedy="save the file as UTF-8") from error
+    except OSError as error:
+        what = f"{path} cannot be read: {error.strerror}"
+        remedy = "check the path and the permissions"
+        raise OptionError(what, expected=expected, remedy=remedy) from error
+    # Opening a pipe would wait for its other end.
+    raise OptionError(f"{path} is no regular file", expected=expected)
 
 
 def check_size(path: str, size: int, shorter: str = "use fewer patterns") -> None:
-    """Refuse a file of more bytes than are read with an OptionError: before it is parsed, and
-    before it is written."""
+    """Raises OptionError for a file of more than :data:`MAX_BYTES`."""
     if size > MAX_BYTES:
-        expected = f"a file of at most {MAX_BYTES} bytes"
-        raise OptionError(
-            f"{path} is larger than {MAX_BYTES} bytes", expected=expected, remedy=shorter
-        )
-
-
-def _decoded(path: str, data: bytes) -> str:
-    encoding = next((name for name, boms in _BOMS.items() if data.startswith(boms)), None)
-    remedy = "save the file as UTF-8"
-    if encoding is not None:
-        raise OptionError(
-            f"{path}, line 1: the file is in {encoding}", expected="UTF-8", remedy=remedy
-        )
-    try:
-        return _lines(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        # Of what stands before the byte, the line is known all the same.
-        before = Source(path, _lines(data[: error.start].decode("utf-8-sig")))
-        what = f"byte 0x{data[error.start]:02x} is not UTF-8"
-        raise before.error(
-            before.place(len(before.text)), what, expected="UTF-8", remedy=remedy
-        ) from error
-
-
-def _lines(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+        what = f"{path} is larger than {MAX_BYTES} bytes"
+        raise OptionError(what, expected=f"at most {MAX_BYTES} bytes", remedy=shorter)

@@ -1,54 +1,45 @@
-"""TOML as nodes, by the standard library, which tells no lines: the place of a value is the path of
-its key."""
+"""TOML as nodes, whose places are the paths of keys, because Python's reader tells no lines."""
 
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from typing import Any
 
-from ottava_custom.files.limits import MAX_DEPTH
-from ottava_custom.files.nodes import Node, scalar, shown, too_deep
-from ottava_custom.files.source import Place, Source
+from ottava_custom.files.source import MAX_DEPTH, Node, Place, too_deep
 
-# A dotted key, for which the standard library takes time that grows with the square of its length.
-_DEEP = re.compile(rf"(?:\.[ \t]*[\w\"'-]+[ \t]*){{{MAX_DEPTH}}}")
-# A key that needs no quotes in a message.
-_BARE = re.compile(r"[\w-]{1,60}", re.A)
+#: A key that needs no quotes.
+_BARE = re.compile(r"[\w-]+", re.A)
 
 
-def parse_toml(source: Source) -> Node | None:
-    """The document, None when it says nothing; an OptionError where it is no TOML."""
-    deep = _DEEP.search(source.text)
-    if deep is not None:
-        raise too_deep(source, source.place(deep.start()))
+def parse_toml(path: str, text: str) -> Node | None:
+    """The values of a document, or None for an empty one.
+
+    Raises:
+        OptionError: the text is not TOML, or is nested too deeply.
+    """
     try:
-        found = tomllib.loads(source.text)
-    except tomllib.TOMLDecodeError as error:
-        raise source.error(Place(""), f"not TOML: {error}") from error
+        document = tomllib.loads(text)
     except RecursionError as error:
-        raise too_deep(source, Place("")) from error
+        raise too_deep(Place(path)) from error
     except ValueError as error:
-        # Python refuses to convert a number of thousands of digits, wherever it stands.
-        digits = re.search(rf"[\d_]{{{sys.get_int_max_str_digits() or 1},}}", source.text)
-        place = source.place(digits.start()) if digits else Place("")
-        raise source.error(place, f"not a value: {error}") from error
-    return _node(source, found, "", 0) if found else None
+        raise Place(path).error(f"not TOML: {error}") from error
+    return _node(document, path, "") if document else None
 
 
-def _node(source: Source, value: Any, path: str, depth: int) -> Node:
-    place = Place(path)
+def _node(value: Any, path: str, position: str, depth: int = 0) -> Node:
+    place = Place(path, position)
     if depth > MAX_DEPTH:
-        raise too_deep(source, place)
-    if isinstance(value, dict):
-        written = {key: key if _BARE.fullmatch(key) else shown(key) for key in value}
-        paths = {key: f"{path}.{text}".lstrip(".") for key, text in written.items()}
-        below = {key: _node(source, inner, paths[key], depth + 1) for key, inner in value.items()}
-        return Node(below, place, {key: Place(written) for key, written in paths.items()})
+        raise too_deep(place)
     if isinstance(value, list):
+        items = enumerate(value)
         return Node(
-            [_node(source, inner, f"{path}[{at}]", depth + 1) for at, inner in enumerate(value)],
-            place,
+            [_node(item, path, f"{position}[{at}]", depth + 1) for at, item in items], place
         )
-    return scalar(source, value, place)
+    if not isinstance(value, dict):
+        return Node(value, place)
+    values: dict[str, Node] = {}
+    for key, inner in value.items():
+        quoted = key if _BARE.fullmatch(key) else repr(key)
+        values[key] = _node(inner, path, f"{position}.{quoted}".lstrip("."), depth + 1)
+    return Node(values, place, {key: node.place for key, node in values.items()})
