@@ -497,9 +497,9 @@ def test_a_model_says_what_is_quantized(
     assert "table.weight" not in quantized_in(tmp_path / "out")
     before = (tmp_path / "out").read_bytes()
     for reference, said in (
-        ("models_of_tests", "cannot be had"),
-        ("models_of_tests:absent", "cannot be had"),
-        ("absent_module:make", "cannot be had"),
+        ("models_of_tests", "cannot be loaded"),
+        ("models_of_tests:absent", "cannot be loaded"),
+        ("absent_module:make", "cannot be loaded"),
         ("models_of_tests:no_model", "makes a int"),
         ("models_of_tests:fails", "ValueError: not today"),
     ):

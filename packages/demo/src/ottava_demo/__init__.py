@@ -1,5 +1,7 @@
-"""``ottava demo``: a small GPT on the standard library's source code, in BF16 and in every
-recipe."""
+"""``ottava demo`` trains a small GPT on the standard library's source code.
+
+It trains one model in BF16 and one under every recipe, and compares them.
+"""
 
 from __future__ import annotations
 

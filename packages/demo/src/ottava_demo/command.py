@@ -22,8 +22,9 @@ from ottava_demo.report import FILES, Skipped, check_libraries, table, write
 from ottava_demo.training import Run, train
 
 _SEEDS = range(-(2**63), 2**63)
-# Runs that take longer than this are announced, after so many steps that were timed.
-_LONG_MINUTES, _FIRST_STEPS = 10, 3
+# Runs that will take longer than _LONG_MINUTES are announced once _FIRST_STEPS steps were timed.
+_LONG_MINUTES = 10
+_FIRST_STEPS = 3
 _SHORTER = " --steps, --recipe and --size tiny make it shorter; Ctrl-C ends it."
 
 
@@ -34,33 +35,39 @@ def _device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError:
-        device = torch.device(
-            "meta"
-        )  # which is refused below, as any other that the demo does not know
+        # The code below refuses meta, like every other device that the demo does not know.
+        device = torch.device("meta")
     if device.type == "cpu":
         return "cpu"
     cuda = device.type == "cuda"
     if cuda and (device.index or 0) < gpus:
         return str(device)
-    available = ", ".join(
-        ["auto", "cpu", *(["cuda"] if gpus else []), *(f"cuda:{n}" for n in range(gpus))]
-    )
+    available = ["auto", "cpu"]
+    if gpus:
+        available += ["cuda", *(f"cuda:{number}" for number in range(gpus))]
+    problem = f"device {name!r}"
+    if cuda:
+        problem += f", and torch sees {gpus or 'no'} GPU(s)"
     raise DeviceError(
-        f"device {name!r}" + (f", and torch sees {gpus or 'no'} GPU(s)" if cuda else ""),
-        expected=f"one of {available}",
+        problem,
+        expected=f"one of {', '.join(available)}",
         remedy="check the driver, and that torch is built for CUDA" if cuda and not gpus else "",
     )
 
 
-def _choose(asked: list[str] | None) -> tuple[list[str], list[Skipped]]:
-    """The recipes to train, and the installed ones that cannot be. One that is asked for must be
-    fit to train."""
-    if asked:
-        names = list(dict.fromkeys(asked))
+def _choose(requested: list[str] | None) -> tuple[list[str], list[Skipped]]:
+    """The names of the recipes to train, and the installed recipes that cannot be built.
+
+    Raises:
+        OttavaError: a requested recipe cannot be built.
+    """
+    if requested:
+        names = list(dict.fromkeys(requested))
         for name in names:
             ottava.get_recipe(name)
         return names, []
-    names, statuses = [], plugin_statuses()
+    names = []
+    statuses = plugin_statuses()
     skipped = [
         Skipped(status.name, status.error) for status in statuses if status.status == "broken"
     ]
@@ -79,7 +86,11 @@ def _choose(asked: list[str] | None) -> tuple[list[str], list[Skipped]]:
 
 
 def _make_folder(out: Path) -> None:
-    """Make the folder and write into it, before minutes are spent on what could not be saved."""
+    """Make the folder and check that its files can be written, before minutes are spent training.
+
+    Raises:
+        OptionError: the folder or one of its files cannot be written.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out) as probe:
@@ -94,10 +105,11 @@ def _make_folder(out: Path) -> None:
 
 
 def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
-    """How long all runs will take, where that is long: recipes differ several times in pace, so the
-    first steps tell.
+    """A sentence about how long all runs will take; None where that is short or not known yet.
 
-    The ``left`` runs after the one of ``task`` are taken to be like it; ``elapsed`` is in seconds.
+    Recipes differ several times in pace, so a forecast is made from the first steps of each run.
+    It assumes that the ``left`` runs after the one of ``task`` keep its pace. ``elapsed`` is in
+    seconds.
     """
     steps = task.total or 0
     if task.speed is None or task.completed != min(1 + _FIRST_STEPS, steps):
@@ -106,20 +118,24 @@ def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
     if minutes <= _LONG_MINUTES:
         return None
     length = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-    return (
-        f"At the pace of these steps {f'{runs} runs' if runs > 1 else 'the run'} will take "
-        f"about {length}.{_SHORTER}"
-    )
+    subject = f"{runs} runs" if runs > 1 else "the run"
+    return f"At the pace of these steps {subject} will take about {length}.{_SHORTER}"
 
 
 def run_demo(
     *, recipes: list[str] | None, steps: int, size: str, device: str, out: Path, seed: int
 ) -> int:
-    """Train BF16 and each recipe, print the table, write picture and page; 1 when a loss is not
-    finite or a run fails.
+    """Train in BF16 and in each recipe, print the table, and write the picture and the page.
 
     With ``recipes`` None every installed recipe is trained, and one that fails is reported and left
-    out. What is wrong with the options is told before anything is trained.
+    out. All options are checked before anything is trained.
+
+    Returns:
+        The exit code: 1 when a validation loss is not finite or a run failed, otherwise 0.
+
+    Raises:
+        OptionError, DeviceError: an option is wrong.
+        UsageError: a library is missing, or the results cannot be written.
     """
     if size not in SIZES:
         raise OptionError(f"size {size!r}", expected=f"one of {', '.join(SIZES)}")
@@ -130,7 +146,7 @@ def run_demo(
     for skip in skipped:
         say(f"skipped {skip.name}: {skip.reason}", stderr=True)
     check_libraries()
-    # An error where a variable names no dtype, before there is a folder.
+    # This raises, before the folder is made, if the environment variable names no dtype.
     product_dtype(torch.bfloat16, torch.device(place))
     corpus = load_corpus()
     _make_folder(out)
@@ -144,8 +160,8 @@ def run_demo(
         TimeRemainingColumn(),
     )
     failures = 0
-    said = False
-    # A run's pace is the mean over all its steps: some take minutes.
+    announced = False
+    # A run's pace is the mean over all its steps, because a single step can take minutes.
     with Progress(
         *columns, console=console(), speed_estimate_period=math.inf, get_time=time.perf_counter
     ) as progress:
@@ -154,15 +170,16 @@ def run_demo(
             task = progress.add_task(recipe or "bf16", total=steps, loss=math.nan)
 
             def advance(loss: float, number: int = number, task: TaskID = task) -> None:
-                nonlocal said
+                nonlocal announced
                 progress.update(task, advance=1, loss=loss)
-                left, elapsed = len(names) - number, time.perf_counter() - start
-                forecast = (
-                    None if said else _forecast(progress.tasks[task], 1 + len(names), left, elapsed)
-                )
+                if announced:
+                    return
+                left = len(names) - number
+                elapsed = time.perf_counter() - start
+                forecast = _forecast(progress.tasks[task], 1 + len(names), left, elapsed)
                 if forecast is not None:
                     progress.console.print(forecast, soft_wrap=True)
-                    said = True
+                    announced = True
 
             try:
                 runs.append(
@@ -177,7 +194,7 @@ def run_demo(
                     )
                 )
             except Exception as error:
-                # A recipe nobody asked for by name must not cost the others their results.
+                # A failing recipe that nobody asked for by name must not lose the other results.
                 if recipe is None or recipes:
                     raise
                 failures += 1

@@ -1,4 +1,4 @@
-"""Real text that lies on every machine: the source code of Python's standard library, as bytes."""
+"""The text to train on: the source code of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ _VALIDATION_EVERY = 10  # every tenth file is for validation
 
 @dataclass(frozen=True)
 class Corpus:
-    """Byte values as uint8, ``[n]`` each; no file is in both."""
+    """Byte values for training and for validation, uint8 ``[n]`` each; they share no file."""
 
     train: torch.Tensor
     validation: torch.Tensor
 
 
 def load_corpus(max_bytes: int = _MAX_BYTES) -> Corpus:
-    """The top-level modules of the standard library in the order of their names, up to
-    ``max_bytes``."""
+    """The top-level modules of the standard library.
+
+    Modules are read in the order of their names, until ``max_bytes`` bytes are reached.
+
+    Raises:
+        OttavaError: this Python has less than 100,000 bytes of such source.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts: tuple[list[bytes], list[bytes]] = ([], [])
     total = 0
@@ -47,7 +52,10 @@ def load_corpus(max_bytes: int = _MAX_BYTES) -> Corpus:
 def batch(
     data: torch.Tensor, size: int, length: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``size`` random windows of ``length`` bytes, int64, and the same windows one byte on."""
+    """``size`` random windows of ``data``, and the same windows shifted by one byte.
+
+    Both are int64 of shape ``[size, length]``.
+    """
     starts = torch.randint(0, data.numel() - length - 1, (size,), generator=generator)
     windows = torch.stack([data[s : s + length + 1] for s in starts.tolist()]).long()
     return windows[:, :-1], windows[:, 1:]

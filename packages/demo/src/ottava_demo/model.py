@@ -17,7 +17,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of the model and of its batches."""
+    """Shape of the model and of its batches; ``length`` is in bytes."""
 
     layers: int
     width: int
@@ -34,7 +34,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, both with a norm before and a residual around."""
+    """Attention and feed-forward, each with a norm before it and a residual around it."""
 
     def __init__(self, size: Size, linear: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Block(nn.Module):
         self.down = linear(4 * size.width, size.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, length, width]`` to the same."""
+        """Maps ``[batch, length, width]`` to the same shape."""
         b, t, c = x.shape
         q, k, v = (
             self.qkv(self.norm1(x))
             .view(b, t, 3, self.heads, c // self.heads)
             .permute(2, 0, 3, 1, 4)
         )
-        # Its products, too, are slow in bfloat16 where those of the layers are.
+        # On CPUs where the layers' bfloat16 products are slow, those of attention are slow too.
         dtype, compute_dtype = q.dtype, product_dtype(q.dtype, q.device)
         q, k, v = (t.to(compute_dtype) for t in (q, k, v))
         with torch.autocast(x.device.type, enabled=False):
@@ -64,12 +64,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits over the next byte out. The embedding is tied to ``head``, which stays in
-    high precision.
+    """Takes bytes and gives logits over the next byte.
+
+    The embedding is tied to ``head``, which stays in high precision.
 
     Args:
-        size: its shape.
-        linear: makes the linear layers of the blocks, ``linear(features_in, features_out)``.
+        size: the shape of the model.
+        linear: makes a linear layer of the blocks, ``linear(features_in, features_out)``.
     """
 
     def __init__(self, size: Size, linear: Callable[[int, int], nn.Module] = nn.Linear) -> None:
@@ -81,17 +82,15 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
-            # A quantized weight keeps the values that it was made with.
-            if parameter.dim() == 2 and not isinstance(parameter, QuantizedTensorStorage):
-                depth = (
-                    (2 * size.layers) ** -0.5
-                    if name.endswith(("proj.weight", "down.weight"))
-                    else 1.0
-                )
-                nn.init.normal_(parameter, std=0.02 * depth)
+            # A weight that is already quantized keeps its values.
+            if parameter.dim() != 2 or isinstance(parameter, QuantizedTensorStorage):
+                continue
+            ends_branch = name.endswith(("proj.weight", "down.weight"))
+            depth_factor = (2 * size.layers) ** -0.5 if ends_branch else 1.0
+            nn.init.normal_(parameter, std=0.02 * depth_factor)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, length]`` bytes to ``[batch, length, 256]`` logits."""
+        """Maps bytes ``[batch, length]`` to logits ``[batch, length, 256]``."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:

@@ -16,25 +16,29 @@ from ottava.cli import output
 from ottava.errors import UsageError
 from ottava_demo.training import Run
 
-# Okabe and Ito's palette: told apart with any colour vision.
+# Okabe and Ito's palette, whose colours can be told apart with any colour vision.
 _COLOURS = ["#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"]
-# Losses of so many steps are averaged, in the table and in the curves.
+# Number of steps over which the table and the curves average losses.
 _AVERAGED = 10
 _PEAK = "peak memory"
-#: What :func:`write` makes.
+#: Names of the files that :func:`write` makes.
 FILES = ("loss.png", "index.html", "results.json")
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A recipe or a plugin that was not trained, and why."""
+    """A recipe or a plugin that was not trained, and the reason."""
 
     name: str
     reason: str
 
 
 def check_libraries() -> None:
-    """Raises UsageError when what draws the picture and the page is not installed."""
+    """Check that the libraries that draw the picture and the page are installed.
+
+    Raises:
+        UsageError: one of them is not.
+    """
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
@@ -45,16 +49,16 @@ def check_libraries() -> None:
 
 
 def deviation(run: Run, base: Run) -> float:
-    """Validation loss against the base run's, in percent."""
+    """How far the validation loss of ``run`` is from that of ``base``, in percent of the latter."""
     return 100.0 * (run.validation - base.validation) / base.validation
 
 
 def _label(run: Run, base: Run) -> str:
-    """A run's name; the base says how its products were computed."""
+    """A run's name, and for the base run also the dtype of its products."""
     return f"{run.name}, products in {run.products}" if run is base else run.name
 
 
-# Heading -> the cell of a run, beside the base run.
+# Heading -> function of a run and the base run that gives the text of the cell.
 _COLUMNS: dict[str, Callable[[Run, Run], str]] = {
     "run": _label,
     "train loss": lambda run, base: f"{fmean(run.losses[-_AVERAGED:]):.4f}",
@@ -67,7 +71,7 @@ _COLUMNS: dict[str, Callable[[Run, Run], str]] = {
 
 
 def headings(runs: list[Run]) -> list[str]:
-    """Of the columns of :func:`rows`; on a CPU there is no peak memory."""
+    """Headings of the columns of :func:`rows`; on a CPU there is none for peak memory."""
     return [heading for heading in _COLUMNS if heading != _PEAK or runs[0].peak_bytes is not None]
 
 
@@ -77,15 +81,17 @@ def rows(runs: list[Run]) -> list[list[str]]:
 
 
 def table(runs: list[Run], skipped: list[Skipped]) -> Table:
-    """The table for the terminal; what was not run is named, its reason was told when it came
-    up."""
+    """The table for the terminal.
+
+    It only names what was not run, because the reason was printed when the run was skipped.
+    """
     names = headings(runs)
     left_out = [[skip.name, "not run", *["-"] * (len(names) - 2)] for skip in skipped]
     return output.table("Same seed, same batches", names, rows(runs) + left_out, right=names[1:])
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Loss curves, and below them the deviation of the smoothed curves from BF16."""
+    """Draw loss curves, and below them the deviation of the smoothed curves from BF16."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -106,15 +112,16 @@ def draw(runs: list[Run], path: Path) -> None:
             2, 1, figsize=(9, 6), sharex=True, height_ratios=[3, 1.2], layout="constrained"
         )
         for index, (run, smooth) in enumerate(zip(runs, smoothed, strict=True)):
-            colour, steps = _COLOURS[index % len(_COLOURS)], range(1, len(smooth) + 1)
+            colour = _COLOURS[index % len(_COLOURS)]
+            steps = range(1, len(smooth) + 1)
             dash = "--" if index else "-"
             top.plot(steps, run.losses, color=colour, alpha=0.2, linewidth=0.8)
             top.plot(
                 steps, smooth, color=colour, linewidth=2, linestyle=dash, label=_label(run, runs[0])
             )
             if index:
-                off = [100 * (a - b) / b for a, b in zip(smooth, smoothed[0], strict=True)]
-                bottom.plot(steps, off, color=colour, linewidth=1.6)
+                percent = [100 * (a - b) / b for a, b in zip(smooth, smoothed[0], strict=True)]
+                bottom.plot(steps, percent, color=colour, linewidth=1.6)
         top.set(
             ylabel="training loss (nats a byte)",
             title="A small GPT on the source code of Python's standard library",
@@ -127,7 +134,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
 
 def write(runs: list[Run], skipped: list[Skipped], out: Path, summary: str) -> None:
-    """``loss.png``, ``index.html`` and ``results.json`` in the folder ``out``."""
+    """Write ``loss.png``, ``index.html`` and ``results.json`` into the folder ``out``."""
     import jinja2
 
     draw(runs, out / "loss.png")

@@ -1,5 +1,7 @@
-"""One training run: float32 parameters, BF16 autocast, and a recipe bound to the blocks' linear
-layers or none."""
+"""One training run: float32 parameters, BF16 autocast, and at most one recipe.
+
+The recipe is bound to the linear layers of the blocks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from ottava.recipes import Recipe
 from ottava_demo.data import Corpus, batch
 from ottava_demo.model import GPT, SIZES, Size
 
-#: Bytes, and the next bytes.
+#: Bytes and the bytes that follow each of them, int64 ``[batch, length]``.
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 _VALIDATION_BATCHES = 8
@@ -26,16 +28,17 @@ _WARMUP = 20
 
 @dataclass(frozen=True)
 class Run:
-    """What one run gives.
+    """The results of one run.
 
     Attributes:
         losses: training loss of each step.
         validation: loss on fixed batches after the last step.
-        tokens_per_second: over all steps, optimizer included, after a step that does not count.
+        tokens_per_second: mean over all steps, optimizer included, after one step that is not
+            counted.
         saved_bytes: bytes of activations that one forward keeps for its backward, parameters not
             counted.
         products: the dtype in which the products of bfloat16 operands were computed.
-        peak_bytes: the most that was allocated on the GPU during the steps; None elsewhere.
+        peak_bytes: the most memory that was allocated on the GPU during the steps; None on a CPU.
     """
 
     name: str
@@ -48,30 +51,29 @@ class Run:
 
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean loss over the next bytes."""
+    """Mean cross-entropy of the next bytes ``y`` after the bytes ``x``, in nats."""
     return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten())
 
 
 def _saved_bytes(trainee: Trainee, data: Batch) -> int:
-    """Distinct memory held for backward, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in trainee.model.parameters()}
-    held: dict[int, int] = {}
+    """Bytes of memory that a forward keeps for backward, each storage once, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in trainee.model.parameters()}
+    bytes_of: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameters:
+            bytes_of[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = trainee.loss(data)
     del loss
-    return sum(held.values())
+    return sum(bytes_of.values())
 
 
 def _multiply_fast(model: torch.nn.Module) -> None:
-    """Put this package's layers, without a recipe, in the place of torch's, which are slow on some
-    CPUs."""
+    """Replace torch's linear layers, which are slow on some CPUs, by Ottava's without a recipe."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is torch.nn.Linear:
@@ -79,10 +81,16 @@ def _multiply_fast(model: torch.nn.Module) -> None:
 
 
 class Trainee:
-    """A model from the seed's weights, with its optimizer and schedule; ``recipe`` is bound to the
-    blocks' layers.
+    """A model with the seed's weights, its optimizer and its schedule.
 
-    ``dtype`` is that of parameters and products; None: float32 parameters, and BF16 autocast.
+    Args:
+        recipe: the recipe that is bound to the linear layers of the blocks, or its name; None
+            binds none.
+        size: the shape of the model.
+        device: the device to train on.
+        seed: the seed of the weights.
+        dtype: the dtype of parameters and products; None means float32 parameters and BF16
+            autocast.
     """
 
     def __init__(
@@ -95,7 +103,8 @@ class Trainee:
         dtype: torch.dtype | None = None,
     ) -> None:
         torch.manual_seed(seed)
-        self.device, self._autocast = device, dtype is None
+        self.device = device
+        self._autocast = dtype is None
         self.model = GPT(size).to(device, dtype)
         if recipe is not None:
             ottava.convert(self.model, recipe, exclude="head")
@@ -108,7 +117,7 @@ class Trainee:
         )
 
     def loss(self, data: Batch) -> torch.Tensor:
-        """The loss on a batch, for a backward pass."""
+        """The loss on a batch, as a scalar tensor that backward can start from."""
         x, y = (t.to(self.device) for t in data)
         with torch.autocast(
             torch.device(self.device).type, dtype=torch.bfloat16, enabled=self._autocast
@@ -116,14 +125,14 @@ class Trainee:
             return loss_of(self.model, x, y)
 
     def backward(self, data: Batch) -> float:
-        """The loss on a batch, its gradients left in the parameters."""
+        """Compute the loss on a batch and leave its gradients in the parameters."""
         loss = self.loss(data)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         return loss.item()
 
     def step(self, data: Batch) -> float:
-        """One optimizer step; the loss before it."""
+        """Do one optimizer step on a batch, and return the loss from before the step."""
         loss = self.backward(data)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
@@ -141,7 +150,17 @@ def train(
     seed: int,
     progress: Callable[[float], None] = lambda loss: None,
 ) -> Run:
-    """Train from the same weights on the same batches as every other run with this seed."""
+    """Train one run, with the same weights and batches as every other run with this seed.
+
+    Args:
+        recipe: name of a recipe, or None for BF16 alone.
+        corpus: the bytes to train on and to validate with.
+        size: a key of :data:`ottava_demo.model.SIZES`.
+        steps: number of optimizer steps.
+        device: the device to train on.
+        seed: seed of weights and batches.
+        progress: called with the loss after each step.
+    """
     shape = SIZES[size]
     generator = torch.Generator().manual_seed(seed)
     held_out = torch.Generator().manual_seed(seed + 1)
@@ -149,8 +168,8 @@ def train(
         batch(corpus.validation, shape.batch, shape.length, held_out)
         for _ in range(_VALIDATION_BATCHES)
     ]
-    # What torch and the kernels do only once is no part of the rate. A model of its own takes the
-    # step for it.
+    # Another model takes a first step, so that the rate leaves out what torch and the kernels do
+    # only once.
     first = Trainee(recipe, size=shape, device=device, seed=seed)
     saved = _saved_bytes(first, checks[0])
     first.step(checks[0])

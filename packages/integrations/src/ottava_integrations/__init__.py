@@ -1,4 +1,4 @@
-"""Checkpoints of other tools and of Ottava, read and converted; the command ``ottava export``.
+"""Reads and converts checkpoints of other tools and of Ottava; adds the command ``ottava export``.
 
 Public names are resolved on first use, so that listing the commands imports no torch.
 """

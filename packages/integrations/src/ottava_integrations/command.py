@@ -1,4 +1,4 @@
-"""``ottava export``: a file of tensors converted to another recipe, or to high precision."""
+"""``ottava export`` converts a file of tensors to another recipe, or to high precision."""
 
 import os
 import pkgutil
@@ -28,38 +28,48 @@ _Texts = list[str] | None
 
 
 def grouped(names: Sequence[str]) -> list[str]:
-    """Names, those that differ in numbers alone as one with ``*`` and how many they are."""
-    found: dict[str, list[str]] = {}
+    """Names, where those that differ only in numbers become one pattern with their count.
+
+    ``["h.0.w", "h.1.w", "x"]`` becomes ``["h.*.w (2)", "x"]``.
+    """
+    groups: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
     return [
-        same[0] if len(same) == 1 else f"{pattern} ({len(same)})" for pattern, same in found.items()
+        group[0] if len(group) == 1 else f"{pattern} ({len(group)})"
+        for pattern, group in groups.items()
     ]
 
 
 def make_model(reference: str) -> Any:
-    """The model that ``module:callable`` makes, on the meta device where it can be made there."""
+    """The model that ``module:callable`` makes, on the meta device where it can be made there.
+
+    Raises:
+        OptionError: the reference names no callable, or its module cannot be imported.
+        UsageError: the callable fails.
+        DTypeError: the callable gives no ``torch.nn.Module``.
+    """
     import torch
 
-    what, expected = (
-        f"--model {reference!r}",
-        "module:callable, what makes the model without arguments",
-    )
-    # As of `python -m`: what is being worked on is found.
+    option = f"--model {reference!r}"
+    expected = "module:callable, a callable that makes the model without arguments"
+    # As `python -m` does, so that modules in the current directory can be imported.
     sys.path.insert(0, os.getcwd())
-    with translated(f"{what} cannot be had", expected, to=OptionError):
+    with translated(f"{option} cannot be loaded", expected, to=OptionError):
         make: Any = pkgutil.resolve_name(reference) if ":" in reference else None
         if not callable(make):
             raise ValueError("it names no callable")
-    with named(what), translated(f"{what} fails", "what makes the model", to=UsageError):
+    expected = "a callable that makes the model"
+    with named(option), translated(f"{option} fails", expected, to=UsageError):
         try:
             with torch.device("meta"):
-                made = make()
-        except RuntimeError:  # what looks at values as it makes them
-            made = make()
-    if not isinstance(made, torch.nn.Module):
-        raise DTypeError(f"{what} makes a {type(made).__name__}", expected="a torch.nn.Module")
-    return made
+                model = make()
+        except RuntimeError:
+            # A constructor that reads the values of its tensors cannot run on the meta device.
+            model = make()
+    if not isinstance(model, torch.nn.Module):
+        raise DTypeError(f"{option} makes a {type(model).__name__}", expected="a torch.nn.Module")
+    return model
 
 
 def export(
@@ -94,31 +104,32 @@ def export(
 
     if OUT.exists() and not force:
         raise UsageError(f"{OUT} exists", expected="a new file", remedy="--force replaces it")
-    check_file_target(OUT)  # before the model is made
+    # The target is checked first, because making the model can take long.
+    check_file_target(OUT)
     known = [*(spec.name for spec in list_recipes()), *HIGH_PRECISION_NAMES]
-    # On standard error, so that the table alone can be kept.
-    bar, columns = console(stderr=True), (*Progress.get_default_columns(), DownloadColumn())
+    # The progress goes to standard error, so that standard output has the table alone.
+    errors = console(stderr=True)
+    columns = (*Progress.get_default_columns(), DownloadColumn())
     try:
         options = parse_options(option or [])
         with Progress(
-            *columns, console=bar, disable=not bar.is_terminal, transient=True
+            *columns, console=errors, disable=not errors.is_terminal, transient=True
         ) as progress:
             task = progress.add_task("Converting", total=None)
-            made = None if model is None else make_model(model)
-            given: dict[str, Any] = {
-                "include": include or None,
-                "exclude": exclude or None,
-                "columnwise": columnwise,
-            }
-            given["progress"] = lambda read, total: progress.update(
-                task, completed=read, total=total
-            )
-            done = convert_file(
-                IN, OUT, recipe, options=options, model=made, prefix=prefix, **given
+            conversion = convert_file(
+                IN,
+                OUT,
+                recipe,
+                options=options,
+                include=include or None,
+                exclude=exclude or None,
+                model=None if model is None else make_model(model),
+                columnwise=columnwise,
+                prefix=prefix,
+                progress=lambda read, total: progress.update(task, completed=read, total=total),
             )
     except RecipeNotFoundError as error:
-        # The name may be misspelled: no command may be proposed that installs whatever has that
-        # name.
+        # The name may be misspelled, so the error must not propose to install a package with it.
         if "no installed package" not in error.what:
             raise
         expected = f"one of {', '.join(known)}"
@@ -127,18 +138,20 @@ def export(
         ) from error
     words = {"copied": "copied as they are", "dropped": "dropped: scaling state of another recipe"}
     counts = [
-        (words.get(kind, kind), str(len(names))) for kind in KINDS if (names := getattr(done, kind))
+        (words.get(kind, kind), str(len(names)))
+        for kind in KINDS
+        if (names := getattr(conversion, kind))
     ]
     counts += [
-        ("bytes before", decimal(done.bytes_before)),
-        ("bytes after", decimal(done.bytes_after)),
+        ("bytes before", decimal(conversion.bytes_before)),
+        ("bytes after", decimal(conversion.bytes_after)),
     ]
     console().print(
-        table(f"Converted to {done.recipe}", ("tensors", "number"), counts, right=("number",))
+        table(f"Converted to {conversion.recipe}", ("tensors", "number"), counts, right=("number",))
     )
     for title, listed in (
-        ("Quantized", done.quantized),
-        ("Left alone, named as embeddings", done.skipped),
+        ("Quantized", conversion.quantized),
+        ("Left alone, named as embeddings", conversion.skipped),
     ):
         if listed:
             say(f"{title}: {', '.join(grouped(listed))}")

@@ -1,4 +1,4 @@
-"""Tensors from files and folders of other tools, and from sharded checkpoints."""
+"""Reads tensors from files and folders of other tools, and from sharded checkpoints."""
 
 import json
 import re
@@ -19,38 +19,39 @@ _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
-    """The state dict in a file or a folder, mapped where the files allow that.
+    """The state dict in a file or a folder, memory-mapped where the files allow that.
 
-    Of weights that another tool has quantized it has the codes and the scales, as in the files. Of
-    what each rank of a sharded checkpoint had of its own it is rank 0's; of what the next step
-    would have reduced, the largest of all.
+    Weights that another tool has quantized appear as data and scales, as in the files. Of tensors
+    that each rank of a sharded checkpoint had for itself, rank 0's are read. Of values that the
+    next step would have reduced, the maximum over all ranks is read.
 
     Args:
-        path: a safetensors file of any tool, a folder of such with ``model.safetensors.index.json``
-            or with ``model.safetensors``, a file of ``torch.save`` with a state dict, of which no
-            code is run, or a sharded checkpoint.
+        path: a safetensors file of any tool, a folder with ``model.safetensors.index.json`` or with
+            ``model.safetensors``, a file of ``torch.save`` with a state dict (no code in it is
+            run), or a sharded checkpoint.
 
     Returns:
-        The tensors by name, quantized ones among them, and the texts of a file's header that are
-        not Ottava's.
+        The tensors by name, some of them quantized, and the texts of a file's header without those
+        of Ottava.
 
     Raises:
-        CheckpointError: it is damaged, or nothing that can be read.
+        CheckpointError: the file or folder is damaged, or cannot be read.
     """
-    place = as_path(path)
-    if (place / INDEX_NAME).is_file():
-        return _read_sharded(place), {}
-    single = place / _SINGLE if (place / _SINGLE).is_file() else place
+    location = as_path(path)
+    if (location / INDEX_NAME).is_file():
+        return _read_sharded(location), {}
+    single = location / _SINGLE if (location / _SINGLE).is_file() else location
     if single.is_file() and looks_like(single)[1] == BY_TORCH:
         return _read_pickled(single), {}
     state: dict[str, Any] = {}
     metadata: dict[str, str] = {}
-    files: Any = _files(place) if single.is_dir() else {single: ()}
+    files: Any = _files(location) if single.is_dir() else {single: ()}
     for file, names in files.items():
         tensors, metadata = read_tensors(file)
         if missing := [name for name in names if name not in tensors]:
             raise CheckpointError(
-                f"{file} has no tensor {missing[0]!r}", expected=f"what {_FOLDER_INDEX} says"
+                f"{file} has no tensor {missing[0]!r}",
+                expected=f"the tensors that {_FOLDER_INDEX} lists",
             )
         with named(file):
             state |= unflatten_state_dict(tensors, metadata)
@@ -59,8 +60,10 @@ def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
-    """safetensors files with an index of which tensor is in which, as large models are
-    published."""
+    """The safetensors files in a folder, with the names of the tensors in each.
+
+    An index in the folder lists them; large models are published so.
+    """
     index = folder / _FOLDER_INDEX
     with translated(
         f"{index} cannot be read", f"{_SINGLE}, files by tensor in {_FOLDER_INDEX}, or {INDEX_NAME}"
@@ -90,10 +93,10 @@ def _read_sharded(path: Path) -> dict[str, Any]:
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:
-    """The state dict in a file of ``torch.save``, of which no code is run."""
+    """The state dict in a file of ``torch.save``; no code in the file is run."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            # Files of old versions of torch are no archives, and cannot be mapped.
+            # Files of old versions of torch are no zip archives and cannot be memory-mapped.
             state: Any = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
             )
@@ -106,23 +109,20 @@ def _read_pickled(path: Path) -> dict[str, Any]:
                 dense = (
                     not tensor.is_nested and not tensor.is_meta and tensor.layout == torch.strided
                 )
-                # Strides are the file's word: a small file could ask for any amount of memory.
+                # The file chooses the strides, so a small file could ask for any amount of memory.
                 if not dense or tensor.nbytes > tensor.untyped_storage().nbytes():
                     raise TypeError(f"{name!r} is on meta, sparse, nested or expanded")
     except Exception as error:
-        # Damaged bytes make the unpickler raise anything; and torch's own words advise to run the
-        # code.
+        # Damaged bytes make the unpickler raise exceptions of any type. torch's own message, which
+        # is not shown here, advises to run the code.
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = (
-            f"it needs code to be run ({code[1]})"
-            if code
-            else (str(error).splitlines() or [repr(error)])[0][:200]
-        )
-        what, remedy = (
-            f"{path} cannot be read as a file of torch.save: {why}",
-            "torch.save(model.state_dict(), path)",
-        )
+        if code:
+            reason = f"it needs code to be run ({code[1]})"
+        else:
+            reason = (str(error).splitlines() or [repr(error)])[0][:200]
         raise CheckpointError(
-            what, expected="a state dict of tensors alone", remedy=remedy
+            f"{path} cannot be read as a file of torch.save: {reason}",
+            expected="a state dict of tensors alone",
+            remedy="torch.save(model.state_dict(), path)",
         ) from error
     return state
