@@ -1,4 +1,4 @@
-"""Typed errors. Each message names what was wrong, what was expected and the remedy."""
+"""Typed errors. Each message names the fault, the expected value and the remedy."""
 
 import contextlib
 import inspect
@@ -11,22 +11,23 @@ class OttavaError(Exception):
     """Base class of every error that Ottava raises on purpose.
 
     Args:
-        what: what was wrong.
-        expected: what would have been right.
-        remedy: what to do about it.
+        what: the fault.
+        expected: the correct value.
+        remedy: the action that corrects it.
     """
 
     def __init__(self, what: str, expected: str = "", remedy: str = "") -> None:
         self.what, self.expected, self.remedy = what, expected, remedy
-        told = {"": what, "Expected: ": expected, "Remedy: ": remedy}
-        super().__init__(
-            ". ".join(f"{word}{text}".rstrip(".") for word, text in told.items() if text) + "."
-        )
+        sentences = [what]
+        if expected:
+            sentences.append(f"Expected: {expected}")
+        if remedy:
+            sentences.append(f"Remedy: {remedy}")
+        super().__init__(". ".join(text.rstrip(".") for text in sentences) + ".")
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception that anyone may have raised: where its ``__str__`` raises, words
-    that say so."""
+    """The text of any exception; a placeholder if its ``__str__`` raises."""
     try:
         return str(error)
     # The text is somebody else's code.
@@ -35,8 +36,8 @@ def text_of(error: BaseException) -> str:
 
 
 def stable_repr(value: object) -> str:
-    """``repr(value)`` as every process has it: without addresses, and with the elements of sets in
-    order."""
+    """``repr(value)`` without addresses and with sets in order, so that all processes get the
+    same."""
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     return re.sub(
         r"\{([^{}:]*)\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text
@@ -48,7 +49,7 @@ class ShapeError(OttavaError, ValueError):
 
 
 class DTypeError(OttavaError, TypeError, ValueError):
-    """A tensor, dtype or object is of the wrong kind."""
+    """A tensor, a dtype or an object has the wrong type."""
 
 
 class DeviceError(OttavaError, ValueError):
@@ -60,11 +61,11 @@ class OptionError(OttavaError, ValueError):
 
 
 class UsageError(OttavaError, RuntimeError):
-    """Data is asked for that an object does not hold."""
+    """An object is used in a way that its state does not allow."""
 
 
 class CheckpointError(UsageError):
-    """A checkpoint is damaged, incomplete or of another kind; nothing was changed by reading it."""
+    """A checkpoint is damaged, incomplete or of another kind. Reading it has changed nothing."""
 
 
 class RecipeNotFoundError(OttavaError, LookupError):
@@ -76,7 +77,7 @@ class PluginError(OttavaError, RuntimeError):
 
 
 class DuplicateRecipeError(PluginError):
-    """Two packages provide a recipe of one name."""
+    """Two packages offer a recipe of the same name."""
 
 
 class BackendError(OttavaError, RuntimeError):
@@ -92,7 +93,10 @@ def translated(
     to: type[OttavaError] = CheckpointError,
     of: Any = Exception,
 ) -> abc.Iterator[None]:
-    """What anybody's code raises, or some kinds of it, as an error of Ottava; those pass."""
+    """Turn exceptions of class ``of`` in the block into errors of class ``to``.
+
+    Errors of Ottava pass unchanged.
+    """
     try:
         yield
     except OttavaError:
@@ -104,7 +108,7 @@ def translated(
 
 @contextlib.contextmanager
 def named(what: object) -> abc.Iterator[None]:
-    """Errors of Ottava name the file, or the tensor."""
+    """Put ``what``, a file or a tensor, in front of errors of Ottava that do not name it."""
     try:
         yield
     except OttavaError as error:
@@ -118,11 +122,14 @@ def named(what: object) -> abc.Iterator[None]:
 def check_takes(
     function: Any, what: str, expected: str, *arguments: Any, refused: Any = ()
 ) -> None:
-    """Refuse with a DTypeError what cannot be called with ``arguments``, or is one of the
-    ``refused`` kinds."""
+    """Check that ``function`` can be called with ``arguments`` and is not of a ``refused`` type.
+
+    Raises:
+        DTypeError: it cannot, or is of a refused type.
+    """
     if not callable(function) or isinstance(function, refused):
         raise DTypeError(f"{what} is a {type(function).__name__}", expected=expected)
-    # Some functions of C have no signature.
+    # Some functions written in C have no signature.
     with (
         translated(f"{what} cannot be called", expected, to=DTypeError, of=TypeError),
         contextlib.suppress(ValueError),
@@ -131,13 +138,15 @@ def check_takes(
 
 
 def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
-    """The class of a quantized tensor may be anybody's, and what a file says to it anything:
-    CheckpointError."""
+    """Turn any exception of the class of a quantized tensor into a CheckpointError.
+
+    The class may belong to another package, and a file may pass anything to it.
+    """
     return translated(f"{name!r} has no values", "a tensor that can be loaded or dequantized")
 
 
 def listed(names: abc.Sequence[str]) -> str:
-    """Names for an error, the first few of many."""
+    """The first five names for an error message, and the number of the others."""
     return ", ".join(map(repr, names[:5])) + (
         f" and {len(names) - 5} more" if len(names) > 5 else ""
     )

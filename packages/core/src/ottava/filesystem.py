@@ -1,11 +1,11 @@
-"""How a file or a folder appears under its name: whole, or not at all; and is read as one.
+"""Files and folders that appear under their names whole or not at all.
 
-What is written goes to a hidden folder beside its place, and one rename gives it its name. The
-folder is locked while its writer lives, so that a later writer of the same name removes what a
-killed one left and nothing else.
+A writer writes to a hidden folder beside the target, and one rename gives the result its name. The
+folder is locked while its writer lives. So a later writer of the same name can remove the folder of
+a killed writer, and no other.
 
-Opening a pipe waits for its other end, and opening a device may do anything: regular files alone
-are opened.
+Only regular files are opened, because opening a pipe waits for its other end, and opening a device
+may have any effect.
 """
 
 import contextlib
@@ -28,15 +28,17 @@ AnyPath = str | os.PathLike[str]
 
 
 def as_path(path: AnyPath) -> Path:
-    """``path`` as a ``Path``; raises DTypeError where it is none."""
+    """``path`` as a ``Path``; raises DTypeError if it is not a path."""
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise DTypeError(f"the path is a {type(path).__name__}", expected="a path")
     return Path(path)
 
 
 def check_file_target(path: AnyPath) -> Path:
-    """Where a file of that name is written, which is what a link leads to; UsageError where that is
-    no regular file."""
+    """The place where a file of that name is written, with links followed.
+
+    Raises UsageError if the place exists and is not a regular file.
+    """
     with translated(f"{path} cannot be written", "a file in an existing folder", to=UsageError):
         place = Path(os.path.realpath(as_path(path)))
         if not stat.S_ISDIR(place.parent.stat().st_mode):
@@ -48,13 +50,15 @@ def check_file_target(path: AnyPath) -> Path:
 
 @contextlib.contextmanager
 def unreplaced(path: Path) -> Iterator[None]:
-    """Read a regular file in the block; CheckpointError where it is none, or is another one at the
-    end."""
+    """Check that a regular file is not replaced while the block reads it.
+
+    Raises CheckpointError if it is not a regular file, or is another file at the end.
+    """
     before, failure = _identity(path), None
     try:
         yield
     except Exception as error:
-        # What looks like damage may be two files; an interrupt stays one.
+        # Damage may come from reading two files; that is checked first. Ctrl-C is not an error.
         failure = error
     if _identity(path) != before:
         raise CheckpointError(
@@ -74,22 +78,25 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 
 def read_bytes(path: AnyPath, most: int = -1) -> bytes:
-    """What a regular file holds, or so many bytes of it; an OSError where it is none."""
+    """The bytes of a regular file, at most ``most`` of them; OSError if it is not a regular
+    file."""
     with open(_descriptor(path, os.O_RDONLY), "rb") as file:
         return file.read(most)
 
 
 def open_text(path: AnyPath) -> TextIO:
-    """A text file to write, in UTF-8, line by line, empty; an OSError where what has the name is no
-    regular file."""
+    """An empty text file to write to, in UTF-8 and line by line.
+
+    Raises OSError if ``path`` exists and is not a regular file.
+    """
     descriptor = _descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     return open(descriptor, "w", encoding="utf-8", newline="\n", buffering=1)
 
 
 def _descriptor(path: AnyPath, flags: int) -> int:
-    """Of a regular file; an OSError where it is none."""
-    # What is no regular file is not even opened. Without waiting, because it may have become a pipe
-    # meanwhile.
+    """Open a regular file; OSError if it is not a regular file."""
+    # Other files are not even opened. O_NONBLOCK is set because the file may have been replaced by
+    # a pipe after the check.
     with contextlib.suppress(FileNotFoundError):
         _check_regular(os.stat(path))
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -107,15 +114,15 @@ def _check_regular(found: os.stat_result) -> None:
 
 
 def mode_of(path: Path) -> int | None:
-    """The permissions of a file or a folder; None where there is none."""
+    """The permissions of a file or a folder; None if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         return stat.S_IMODE(path.stat().st_mode)
     return None
 
 
 def write_new(path: Path, data: bytes, mode: int) -> None:
-    """Write a new file with some permissions, to the disk."""
-    # Those that the process takes off new files are added at the end, when everything is written.
+    """Write a new file with the permissions ``mode`` and sync it to the disk."""
+    # The process's umask removes permissions of new files; fchmod adds them after the write.
     descriptor = os.open(
         path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode | stat.S_IWUSR
     )
@@ -128,7 +135,7 @@ def write_new(path: Path, data: bytes, mode: int) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of a folder, to read; an OSError where it is none."""
+    """A descriptor of a folder for reading; OSError if it is not a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield descriptor
@@ -138,7 +145,7 @@ def opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block; only the main thread of a process is interrupted."""
+    """Delay Ctrl-C until the end of the block; it interrupts only the main thread of a process."""
     before = signal.getsignal(signal.SIGINT)
     if before is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -154,27 +161,29 @@ def uninterrupted() -> Iterator[None]:
 
 
 def sync(folder: Path) -> None:
-    """Have the names in a folder on the disk; some file systems keep names by themselves and
-    refuse."""
+    """Sync the names in a folder to the disk; file systems that do so by themselves may refuse."""
     with opened(folder) as descriptor, contextlib.suppress(OSError):
         os.fsync(descriptor)
 
 
 class Partial(contextlib.ExitStack):
-    """A hidden folder beside ``target``, to write in; at the end of its ``with`` block it is gone,
-    or the target. It has the permissions of a folder that is the target now. What killed writers of
-    the same target left is removed before."""
+    """A hidden folder beside ``target`` to write to.
+
+    At the end of its ``with`` block the folder has become the target or is removed. It has the
+    permissions of the current target, if that is a folder. Folders of killed writers of the same
+    target are removed first.
+    """
 
     def __init__(self, target: Path) -> None:
         super().__init__()
         self.target = Path(os.path.abspath(target))
-        # Of two targets never alike, however long the names.
+        # Unique for each target, however long the names are.
         digest = hashlib.blake2b(os.fsencode(self.target.name), digest_size=8).hexdigest()
         start = f".{self.target.name[:40]}-{digest}."
         remove_leftovers(self.target.parent, start)
         mode = mode_of(self.target) if self.target.is_dir() else None
         self.path = self.target
-        # Until it is locked another writer may take the folder for a leftover and remove it.
+        # Until the folder is locked, another writer may remove it as a leftover; then try again.
         while self.path == self.target or not self.path.exists():
             self.close()
             self.path = self.target.with_name(f"{start}{secrets.token_hex(8)}.partial")
@@ -183,27 +192,27 @@ class Partial(contextlib.ExitStack):
             if mode is not None:
                 with contextlib.suppress(FileNotFoundError):
                     os.chmod(self.path, mode | 0o700)
-            # Where no locks are to be had nobody removes what others left.
+            # Without locks, leftovers cannot be told from folders in use and stay.
             with contextlib.suppress(OSError):
                 fcntl.flock(self.enter_context(opened(self.path)), fcntl.LOCK_EX)
 
-    # An interrupt may come before the block begins, or as it ends.
+    # If Ctrl-C comes before the block begins, or as it ends, __exit__ is not called.
     __del__ = contextlib.ExitStack.close
 
     def put_file(self, name: str) -> None:
-        """Give a file in the folder, which is on the disk, the name of the target."""
+        """Rename a file in the folder, which is synced to the disk, to the target."""
         with contextlib.suppress(FileNotFoundError):
-            # Who may read the old one may read the new one.
+            # The new file keeps the permissions of the old one.
             os.chmod(self.path / name, stat.S_IMODE(os.stat(self.target).st_mode))
         os.replace(self.path / name, self.target)
         sync(self.target.parent)
 
 
 def remove_leftovers(folder: Path, start: str) -> None:
-    """Remove the hidden folders whose names begin so and whose writers were killed, as far as that
-    can be done."""
+    """Remove the hidden folders whose names begin with ``start`` and whose writers were killed, as
+    far as possible."""
     for entry in list(folder.glob(f"{glob.escape(start)}*.partial")):
-        # A writer that lives has locked it; what is no folder no writer has left.
+        # A living writer has locked its folder, so flock fails; a file is not a leftover.
         with contextlib.suppress(OSError), opened(entry) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(entry, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""Number formats as data: every constant of a format stands here once.
+"""Number formats as data: every constant of a format is defined here once.
 
-Sources: E4M3 and E5M2 follow the OCP 8-bit Floating Point Specification 1.0
-(``torch.float8_e4m3fn`` and
-``torch.float8_e5m2``); E8M0 is the shared-scale format of the OCP Microscaling Formats
+E4M3 and E5M2 (``torch.float8_e4m3fn`` and ``torch.float8_e5m2``) follow the OCP 8-bit Floating
+Point Specification 1.0. E8M0 is the format of shared scales in the OCP Microscaling Formats
 Specification 1.0.
 """
 
@@ -20,16 +19,16 @@ class FloatFormat:
     """One 8-bit format.
 
     Attributes:
-        name: the field's name for it, for example ``"E4M3"``.
+        name: the common name, for example ``"E4M3"``.
         torch_dtype: the torch dtype with the same bytes.
         mantissa_bits: width of the explicit mantissa field.
         bias: exponent bias.
         max: largest finite value.
         min_normal: smallest positive normal value.
         min_subnormal: smallest positive value.
-        nan_code: the byte that a cast writes for NaN. Infinities, which E5M2 has, it never writes:
-            it saturates.
-        code: the number by which compiled kernels know the format.
+        nan_code: the byte that a cast writes for NaN. A cast never writes the infinities of E5M2,
+            because it saturates.
+        code: the number of the format in compiled kernels.
     """
 
     name: str
@@ -50,8 +49,10 @@ E8M0 = FloatFormat("E8M0", torch.float8_e8m0fnu, 0, 127, 2.0**127, 2.0**-127, 2.
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """One integer format, symmetric: numbers lie within ``-max`` and ``max``, the one below is NaN;
-    else as :class:`FloatFormat`."""
+    """One symmetric integer format: numbers are from ``-max`` to ``max``, and ``-max - 1`` is NaN.
+
+    Its attributes are those of :class:`FloatFormat`.
+    """
 
     name: str
     torch_dtype: torch.dtype
@@ -66,14 +67,14 @@ INT8 = IntegerFormat("INT8", torch.int8, 127.0, 0x80, 3)
 MX_BLOCK = 32
 
 _FP8 = {f.torch_dtype: f for f in (E4M3, E5M2)}
-#: The formats of elements by their dtypes.
+#: The formats of elements by dtype.
 ELEMENTS: dict[torch.dtype, FloatFormat | IntegerFormat] = {**_FP8, INT8.torch_dtype: INT8}
 #: The dtypes of FP8 elements.
 FP8 = frozenset(_FP8)
 
 
 class Format(Enum):
-    """Which format serves forward tensors (input, weight) and which the gradients."""
+    """The formats of forward tensors (input, weight) and of gradients."""
 
     E4M3 = "E4M3"
     E5M2 = "E5M2"
@@ -96,8 +97,11 @@ HYBRID = Format.HYBRID
 # The numbers of a format are constants of compiled code, not inputs of its graph.
 @constant_to_compiler
 def fp8_format(dtype: torch.dtype) -> FloatFormat:
-    """The element format of ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``; a DTypeError for any
-    other dtype."""
+    """The format of ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Raises:
+        DTypeError: ``dtype`` is another one.
+    """
     if not isinstance(dtype, torch.dtype) or dtype not in _FP8:
         raise DTypeError(
             f"{dtype!r} is not an FP8 element format", "torch.float8_e4m3fn or torch.float8_e5m2"
@@ -107,8 +111,11 @@ def fp8_format(dtype: torch.dtype) -> FloatFormat:
 
 @constant_to_compiler
 def element_format(dtype: torch.dtype) -> FloatFormat | IntegerFormat:
-    """The format of elements of one of the two FP8 dtypes, or ``torch.int8``; a DTypeError for any
-    other dtype."""
+    """The format of elements in one of the two FP8 dtypes or in ``torch.int8``.
+
+    Raises:
+        DTypeError: ``dtype`` is another one.
+    """
     if not isinstance(dtype, torch.dtype) or dtype not in ELEMENTS:
         expected = "torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8"
         raise DTypeError(f"{dtype!r} is not a format of elements", expected=expected)

@@ -1,5 +1,5 @@
-"""State dicts with quantized tensors as plain tensors, for safetensors, DCP, or whatever takes
-tensors by name."""
+"""Checkpoints: state dicts with quantized tensors as plain tensors, in safetensors files and
+DCP."""
 
 from ottava.checkpoint.flatten import flatten_state_dict, load_file, save_file, unflatten_state_dict
 from ottava.checkpoint.model import load_model, save_model, without_state

@@ -1,8 +1,8 @@
-"""safetensors files, by their library.
+"""safetensors files, written and read by the safetensors library.
 
-Two entries of metadata are Ottava's: ``ottava`` describes the quantized tensors, ``ottava.crc32``
-is the checksum of all else. One without the other is damage, so that no single error makes another
-tool's file, which nobody can check.
+Ottava adds two entries to the metadata: ``ottava`` describes the quantized tensors, and
+``ottava.crc32`` is the checksum of everything else. One without the other is damage. So no single
+error turns a file into one of another tool, which has no checksum.
 """
 
 import ctypes
@@ -23,17 +23,19 @@ from ottava.errors import CheckpointError, DTypeError, UsageError, translated
 from ottava.filesystem import AnyPath, as_path, unreplaced
 
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
-# What stands for the checksum until the bytes are in the file. Inside of a text quotes are escaped.
+# A blank value stands for the checksum until the bytes are in the file. The search for the entry is
+# unique, because quotes inside of a text are escaped.
 _ENTRY, _BLANK = f'"{CHECKSUM_KEY}":"'.encode(), "0" * 8
 #: Bytes of a file that one thread holds at a time.
 _CHUNK = 1 << 20
 #: The file that makes a folder a sharded checkpoint.
 INDEX_NAME = "ottava.json"
-#: For checkpoints of formats that are no longer read.
+#: The remedy for checkpoints of formats that are no longer read.
 RESAVE = (
     "load it in the ottava that wrote it, keep that with torch.save, and save it again in this one"
 )
-# By torch's own names. Asking torch for a name that a file gives would import modules of that name.
+# Dtypes by torch's names. A name from a file is looked up here and not in torch, because getattr on
+# torch can import a module of that name.
 DTYPES = {
     str(v).removeprefix("torch."): v
     for v in list(vars(torch).values())
@@ -54,8 +56,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raise DTypeError for a tensor that is no block of memory with values, of a dtype that the
-    format has."""
+    """Raise DTypeError unless a tensor is dense, has values and has a dtype that safetensors
+    knows."""
     if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
         kind = (
             "nested"
@@ -77,8 +79,10 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Raise UsageError for a strided tensor with elements outside of its storage, which was given
-    up or cut: to read it would crash, or read what belongs to others."""
+    """Raise UsageError if a strided tensor has elements outside of its storage.
+
+    That is so if the storage was resized. Reading the tensor would crash or read foreign memory.
+    """
     if not tensor.numel():
         return
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -95,14 +99,16 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def in_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor where it is contiguous and on the CPU, else a copy that is; DTypeError where it
-    has no bytes."""
+    """The tensor itself if it is contiguous and on the CPU, else such a copy.
+
+    Raises DTypeError if the tensor has no bytes.
+    """
     check_dense(name, tensor)
     with translated(
         f"{name!r} is a {type(tensor).__name__}", "a plain tensor", to=DTypeError, of=RuntimeError
     ):
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        plain.data_ptr()  # a wrapper has none, and says so
+        plain.data_ptr()  # raises for a wrapper, which has no address
     return plain
 
 
@@ -116,16 +122,19 @@ def crc32_of(tensor: torch.Tensor) -> int:
 
 
 def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """The checksum of a file: CRC-32, in hexadecimal, of the JSON ``[metadata, tensors]``, sorted
-    by name and without spaces: the texts but for the checksum, and
-    ``[torch's name of the dtype, shape, CRC-32 of the bytes]`` by name."""
+    """The checksum of a file: the CRC-32, in hexadecimal, of the JSON ``[metadata, tensors]``.
+
+    ``metadata`` has all texts except for the checksum, and ``tensors`` has
+    ``[torch's name of the dtype, shape, CRC-32 of the bytes]`` by name. The JSON is sorted by name
+    and has no spaces.
+    """
     return _checksum(tensors, _in_threads(crc32_of, tensors.values()), metadata)
 
 
 def _checksum(
     tensors: Mapping[str, torch.Tensor], sums: Iterable[int], metadata: Mapping[str, str]
 ) -> str:
-    """The checksum of a file with such tensors, whose bytes have such sums."""
+    """The checksum of a file, given the CRC-32 of the bytes of each tensor."""
     about = {
         name: [dtype_name(tensor.dtype), list(tensor.shape), crc]
         for (name, tensor), crc in zip(tensors.items(), sums, strict=True)
@@ -146,20 +155,19 @@ def write_tensors(
     metadata: Mapping[str, str],
     mode: int | None = None,
 ) -> str:
-    """Write one file, to the disk, and give its checksum; all tensors are in memory, on the CPU,
-    meanwhile.
+    """Write one file, sync it to the disk, and return its checksum.
 
-    The checksum is that of the bytes in the file. Where other threads write to the tensors
-    meanwhile, the file holds some of their old and some of their new values, and is whole.
+    All tensors are in memory on the CPU at the same time. The checksum is computed from the bytes
+    in the file. If other threads write to the tensors during the save, the file holds some old and
+    some new values, and its checksum fits.
 
     Args:
-        path: a new file; nobody else may read it until it is written.
-        tensors, metadata: what it holds.
-        mode: the permissions of the file; None: those of its folder, which is as new as the file
-            is.
+        path: a new file, in a folder that nobody else reads.
+        tensors, metadata: the content of the file.
+        mode: the permissions of the file; None takes those of its folder, which is new as well.
     """
     plain = {name: in_memory(name, tensor) for name, tensor in tensors.items()}
-    # Some tools ask every file for its format.
+    # Some tools require the entry "format".
     texts = {"format": "pt", **metadata}
     if "__metadata__" in plain:
         raise UsageError("a tensor has the name '__metadata__'", expected="another name")
@@ -188,10 +196,9 @@ def write_tensors(
 
 
 def _sealed(file: BinaryIO, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> str:
-    """Put the checksum of the bytes that a file holds in the place of the blank one, and give it.
+    """Replace the blank checksum of a file by that of its bytes, and return it.
 
-    An OSError: it does not hold all of the tensors. What did not reach the disk is not there now,
-    whatever was said.
+    Raises OSError if the file does not hold all tensors, although the write reported success.
     """
     length = int.from_bytes(file.read(8), "little")
     header = file.read(length)
@@ -212,8 +219,7 @@ def _sealed(file: BinaryIO, tensors: Mapping[str, torch.Tensor], texts: Mapping[
 
 
 def _crc32_in_file(descriptor: int, place: tuple[int, int]) -> int:
-    """The CRC-32 of the bytes of a file from one place to another; an OSError where it ends
-    before."""
+    """The CRC-32 of a range of bytes of a file; OSError if the file ends before."""
     begin, end = place
     found = 0
     while begin < end:
@@ -226,15 +232,15 @@ def _crc32_in_file(descriptor: int, place: tuple[int, int]) -> int:
 
 
 def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors of a file, mapped into memory, on the CPU and in the order of their bytes, and
-    its metadata.
+    """The tensors of a file, mapped into memory on the CPU, in the order of their bytes; and its
+    metadata.
 
-    Nothing in it is trusted; memory is bounded by its size. With ``verify`` its bytes are compared
-    with the checksum. Raises CheckpointError where it is no whole safetensors file, is damaged, or
-    was replaced while it was read.
+    Nothing in the file is trusted, and memory is bounded by its size. With ``verify`` its bytes are
+    compared with the checksum. Raises CheckpointError if the file is not a whole safetensors file,
+    is damaged, or was replaced while it was read.
     """
     place = as_path(path)
-    # Header and bytes may be of two files where it is replaced in between.
+    # If the file is replaced in between, header and bytes may come from two files.
     with unreplaced(place):
         kind, remedy = looks_like(place)
         with translated(
@@ -270,7 +276,7 @@ def _check(
             f"{path} is damaged: its checksum is {found}", f"{claimed:.80}", "load another one"
         )
     for name, tensor in tensors.items():
-        # Any other byte in memory of this dtype is undefined behaviour.
+        # In memory of this dtype any other byte is undefined behaviour.
         if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
             raise CheckpointError(
                 f"{path}: tensor {name!r} has values besides 0 and 1", expected="booleans"
@@ -278,8 +284,8 @@ def _check(
 
 
 def looks_like(path: Path) -> tuple[str, str]:
-    """What a file that is no safetensors file seems to be, and what to do with it; empty texts
-    where nobody knows."""
+    """A guess at the kind of a file that is not a safetensors file, and the remedy; else empty
+    texts."""
     with translated(f"{path} cannot be read", "a safetensors file"), path.open("rb") as file:
         start = file.read(64)
     found = [

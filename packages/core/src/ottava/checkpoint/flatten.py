@@ -1,10 +1,9 @@
-"""State dicts with quantized tensors as plain tensors by name, for whatever takes such, and in one
-file.
+"""State dicts with quantized tensors as plain tensors by name, and in one file.
 
-A quantized tensor ``layer.weight`` becomes ``layer.weight.<argument>`` for each inner tensor held,
-in the dtype of its bytes, and a description. Of a sharded one, inner tensors that are gathered are
-sharded as it is, in rows or blocks of rows; those that serve every usage are equal on all ranks;
-those that derive from others, like transposes, are left out.
+A quantized tensor ``layer.weight`` becomes one plain tensor ``layer.weight.<argument>`` for each of
+its inner tensors, in the dtype of its bytes, and a description. If it is sharded, its gathered
+inner tensors are sharded in the same way, in rows or blocks of rows. Inner tensors that are not
+gathered are equal on all ranks. Derived ones, such as transposes, are left out.
 """
 
 import contextlib
@@ -40,8 +39,8 @@ from ottava.tensors.quantizer import as_device
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage, storage_classes
 
-#: What JSON says of one quantized tensor: its class ``"module:Class"``, the arguments of the inner
-#: tensors that are held, and the static fields by argument.
+#: The JSON description of one quantized tensor: its class ``"module:Class"``, the arguments of its
+#: inner tensors, and the static fields by argument.
 Entry = dict[str, Any]
 _ENTRY = {"class": str, "tensors": list, "static": dict}
 _VERSION = 1
@@ -49,8 +48,7 @@ _Sizes = Sequence[int]
 
 
 def check_entry(entry: Any) -> Entry:
-    """The entry of a quantized tensor; raises ValueError, KeyError or TypeError where it is of
-    another kind."""
+    """The entry of a quantized tensor; ValueError, KeyError or TypeError if it has another form."""
     texts = all(isinstance(argument, str) for argument in entry["tensors"])
     if not texts or not all(isinstance(entry[key], kind) for key, kind in _ENTRY.items()):
         raise ValueError("it is of another kind")
@@ -60,8 +58,7 @@ def check_entry(entry: Any) -> Entry:
 def described(
     quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """The metadata for the quantized tensors, and for names of tensors that are stored under
-    another name."""
+    """The metadata for quantized tensors, and for aliases: names of tensors stored under others."""
     body = {"quantized": quantized, "version": _VERSION} | ({"aliases": aliases} if aliases else {})
     return {METADATA_KEY: json.dumps(body, sort_keys=True)}
 
@@ -84,8 +81,8 @@ def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
 def flatten_state_dict(
     state_dict: Mapping[str, Any],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Plain tensors by name, and the metadata with which :func:`unflatten_state_dict` restores what
-    they came from.
+    """Plain tensors by name, and the metadata that :func:`unflatten_state_dict` needs to restore
+    the state dict.
 
     A sharded tensor becomes sharded plain tensors with the same mesh and placements.
 
@@ -94,7 +91,8 @@ def flatten_state_dict(
             safetensors does not have.
         UsageError: two tensors would have one name, a quantized tensor holds no data, or the
             storage of a tensor was resized to less than it needs.
-        ShapeError, UsageError: what a sharded quantized tensor holds cannot be sharded as it is.
+        ShapeError, UsageError: the inner tensors of a sharded quantized tensor cannot be sharded
+            like the tensor.
     """
     tensors, quantized = flatten_values(state_dict)
     return tensors, described(quantized)
@@ -103,8 +101,8 @@ def flatten_state_dict(
 def flatten_values(
     state_dict: Mapping[str, Any], *, derived: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
-    """As :func:`flatten_state_dict`, with entries that are no text yet, and on demand without any
-    derived tensors."""
+    """As :func:`flatten_state_dict`, but with entries instead of metadata, and without derived
+    tensors if ``derived`` is False."""
     if not isinstance(state_dict, Mapping):
         raise DTypeError(
             f"the state dict is a {type(state_dict).__name__}",
@@ -133,15 +131,14 @@ def flatten_values(
 def unflatten_state_dict(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
-    """The state dict that :func:`flatten_state_dict` made ``tensors`` and ``metadata`` from.
+    """The state dict from which :func:`flatten_state_dict` made ``tensors`` and ``metadata``.
 
-    Quantized tensors come without quantizers: loading copies their bytes into the tensors of a
-    model.
+    Quantized tensors have no quantizers; loading copies their bytes into the tensors of a model.
 
     Raises:
         CheckpointError: the metadata is damaged, of a later version, or names a tensor or a package
             that is missing.
-        OttavaError: the tensors do not fit together, in the words of the class.
+        OttavaError: the class of a quantized tensor refuses its tensors.
     """
     text = (metadata or {}).get(METADATA_KEY)
     quantized, aliases = ({}, {}) if text is None else _decode_description(text)
@@ -163,14 +160,14 @@ def unflatten_state_dict(
 def save_file(
     state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a state dict, quantized tensors included, as one safetensors file; an existing one is
-    replaced at once.
+    """Write a state dict, which may have quantized tensors, as one safetensors file.
 
-    A tensor under several names, a tied weight for example, is stored under the first one;
-    overlapping views of one memory are written one by one. Contiguous tensors on the CPU are
-    written from where they are, others copied before. Where another thread changes them meanwhile,
-    the file holds old and new values, in the midst of tensors too: a thread that saves while
-    another one trains takes a copy of the state first (docs/checkpoints.md).
+    An existing file is replaced by one rename. A tensor with several names, such as a tied weight,
+    is stored under the first name; overlapping views of one memory are written separately.
+    Contiguous tensors on the CPU are written without a copy, and others are copied first. If
+    another thread changes tensors during the save, the file mixes old and new values, even inside
+    one tensor. A thread that saves while another one trains has to copy the state first
+    (docs/checkpoints.md).
 
     Args:
         state_dict: tensors by name.
@@ -180,7 +177,7 @@ def save_file(
     Raises:
         DTypeError: a value is not a dense tensor with values, of a dtype that the format has.
         UsageError: two tensors would have one name, the storage of a tensor was resized to less
-            than it needs, or the file cannot be written. Then nothing has changed.
+            than it needs, or the file cannot be written. Nothing has changed then.
     """
     for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
         if hasattr(value, "to_local"):
@@ -204,7 +201,7 @@ def save_file(
         f"{path} cannot be written", "a file in a folder, and room", to=UsageError, of=OSError
     )
     with unwritten, Partial(place) as partial:
-        # Who may not read the old file may not read the new one at any time.
+        # The new file has the permissions of the old one from its first byte on.
         about = {**texts, **described(quantized, aliases)}
         write_tensors(partial.path / "tensors", stored, about, mode_of(place))
         partial.put_file("tensors")
@@ -213,23 +210,23 @@ def save_file(
 def load_file(
     path: AnyPath, device: str | int = "cpu", *, verify: bool = True
 ) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
-    """The state dict of a safetensors file; files of other tools give plain tensors.
+    """The state dict of a safetensors file. Files of other tools give plain tensors.
 
-    Of weights that another tool has quantized these are the codes and the scales, as in the file.
-    Quantized tensors come without quantizers. On the CPU tensors are mapped, not read: they take
-    memory as they are used, writes to them stay in memory, and the file must not be shortened in
-    place meanwhile.
+    For weights that another tool has quantized, these are the data and the scales as in the file.
+    Quantized tensors have no quantizers. On the CPU tensors are mapped, not read: they take memory
+    as they are used, writes to them stay in memory, and the file must not be shortened in place
+    while they exist.
 
     Args:
         path: the file. Nothing in it is trusted; memory is bounded by its size.
         device: where the tensors go.
-        verify: whether all bytes are read and compared with the file's checksum, which those of
-            other tools lack.
+        verify: whether all bytes are read and compared with the file's checksum. Files of other
+            tools have none.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged, is no safetensors file, or was
+        CheckpointError: the file cannot be read, is damaged, is not a safetensors file, or was
             replaced while it was read.
-        DeviceError: ``device`` names none that can be used.
+        DeviceError: ``device`` cannot be used.
         OttavaError: as of :func:`unflatten_state_dict`.
     """
     place = as_device(device)
@@ -245,7 +242,7 @@ def load_file(
 
 
 def held_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors that a quantized tensor holds; a plain one by itself."""
+    """The inner tensors of a quantized tensor; for a plain tensor, the tensor itself."""
     return (
         [t for t in value.inner_list() if t is not None]
         if isinstance(value, QuantizedTensorStorage)
@@ -254,7 +251,8 @@ def held_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def place_of(value: Any) -> Any:
-    """What two names of one tensor have in common: where its bytes are, and how they are read."""
+    """A key that is equal for two names of one tensor: where its bytes are, and how they are
+    read."""
     held = [
         (t.device, t.data_ptr() or id(t), t.is_conj(), t.is_neg(), t) for t in held_tensors(value)
     ]
@@ -264,7 +262,7 @@ def place_of(value: Any) -> Any:
 def _unflatten_tensor(
     name: str, entry: Entry, tensors: dict[str, torch.Tensor]
 ) -> QuantizedTensorStorage:
-    """A quantized tensor of inner tensors, which are taken out of tensors by name."""
+    """Make a quantized tensor from its inner tensors, which are removed from ``tensors``."""
     for key in (f"{name}.{argument}" for argument in entry["tensors"]):
         if key not in tensors:
             raise CheckpointError(
@@ -281,7 +279,7 @@ def _unflatten_tensor(
         argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])
     }
     inner: list[torch.Tensor | None] = []
-    # A class of any author meets values that no code of its own has made.
+    # The class may belong to another package, and the values come from a file.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
         fields = {
             field.attribute: _decode_static(entry["static"][field.argument])
@@ -320,10 +318,10 @@ def _decode_static(value: Any) -> Any:
 
 
 def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
-    """The class of a described tensor, which was imported or which an installed recipe brings."""
+    """The class of an entry, which is already imported or belongs to an installed recipe."""
     module, _, attribute = entry["class"].partition(":")
     if entry["class"] not in storage_classes():
-        # A module may make its classes when asked.
+        # Importing the module, or reading the attribute, may make the class.
         with contextlib.suppress(Exception, SystemExit):
             getattr(import_offered(module), attribute, None)
     if entry["class"] not in storage_classes():
@@ -337,12 +335,14 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
 def _flatten_value(
     name: str, value: Any, derived: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
-    """A tensor as plain ones by name, sharded as it is, and its entry if it is quantized; nothing
-    is copied."""
+    """Plain tensors by name for one tensor, sharded in the same way, and an entry if it is
+    quantized.
+
+    Nothing is copied.
+    """
     sharded = hasattr(value, "to_local")
     local: Any = value.to_local() if sharded else value
-    # The plain tensor in which a wrapper keeps a weight in high precision that it gathers
-    # quantized.
+    # ``gather_quantized`` wraps a weight in high precision, which is saved as the plain tensor.
     unwrap = getattr(local, "high_precision", None)
     local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
     if not isinstance(local, QuantizedTensorStorage):
@@ -379,8 +379,7 @@ def _flatten_value(
             rows, first = sharded_rows(
                 name, declared, tensor, local.shape, value.shape, _begin(name, value)
             )
-            # Rows of what is transposed lie in its second dimension, before those of other leading
-            # ones.
+            # Transposed inner tensors have the rows in their second dimension.
             dim = int(declared.transposed)
             made, begin = _sharded(
                 name, value, made, (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]), dim
@@ -400,8 +399,8 @@ def _flatten_value(
 def _sharded(
     name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...], dim: int = 0
 ) -> tuple[torch.Tensor, _Sizes]:
-    """A tensor sharded as another one, which has shards of rows, along ``dim``; and where this
-    rank's shard begins."""
+    """A tensor that is sharded along ``dim`` as ``value`` is by rows; and where this rank's shard
+    begins."""
     sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
     placements = [type(p)(dim) if dim and p.is_shard() else p for p in value.placements]
     made = type(value).from_local(
@@ -411,7 +410,7 @@ def _sharded(
 
 
 def _begin(name: str, value: Any) -> _Sizes:
-    """Where in a sharded tensor this rank's box begins."""
+    """The offsets of this rank's shard in a sharded tensor."""
     expected = "shards and replicas, as of a DTensor, over a mesh with all ranks"
     with translated(f"{name!r} cannot be saved in shards", expected, to=UsageError):
         (box,) = value.__create_chunk_list__()
@@ -430,13 +429,16 @@ def sharded_rows(
     shape: _Sizes,
     offsets: _Sizes,
 ) -> tuple[int, int]:
-    """Rows of the whole inner tensor, and the first one of this rank's shard of it, which is
-    ``tensor``. The shard of the quantized tensor, of shape ``local``, begins at ``offsets`` of the
-    whole, of ``shape``; a ShapeError where the shards are not of rows, or cut blocks of rows in
-    two."""
+    """The number of rows of a whole inner tensor, and the first row of this rank's shard
+    ``tensor``.
+
+    The shard of the quantized tensor has the shape ``local`` and begins at ``offsets`` of the
+    whole, which has the shape ``shape``. Raises ShapeError if the shards are not rows, or cut
+    blocks of rows in two.
+    """
     if any(offset for offset in offsets[1:]) or tuple(local[1:]) != tuple(shape[1:]):
         raise ShapeError(f"{name!r} is sharded in columns", expected="shards of dimension 0")
-    # Of an empty shard nothing is cut, wherever it begins.
+    # An empty shard cuts no block, wherever it begins.
     if local[0]:
         check_blocks(
             [inner], shape, range(offsets[0], offsets[0] + local[0]), f"the shard of {name!r}"

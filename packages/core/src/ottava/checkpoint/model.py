@@ -33,7 +33,7 @@ from ottava.torch_private import foreach_copy_, may_refuse_to_load
 
 
 def save_model(model: torch.nn.Module, path: AnyPath) -> None:
-    """:func:`save_file` of a model's state dict; DTypeError where ``model`` is no module."""
+    """:func:`save_file` of a model's state dict; DTypeError if ``model`` is not a module."""
     save_file(_module(model).state_dict(), path)
 
 
@@ -42,20 +42,19 @@ def load_model(
 ) -> tuple[list[str], ...]:
     """Load a safetensors file into a model's parameters and buffers, or change nothing.
 
-    The file is checked as a whole and compared with the model: names, shapes and kinds. Only then
-    the model is written, straight from the file; an interrupt waits for the end of that. Where a
-    module could refuse its values after all (it has hooks or loads in a way of its own, or values
-    are quantized), a copy on the CPU undoes what was written.
+    The whole file is checked and compared with the model: names, shapes and kinds. Only then the
+    values are copied from the mapped file; Ctrl-C waits until the copy is complete. If a module
+    could still refuse its values (it has hooks or a loading method of its own, or values are
+    quantized), the old values are kept on the CPU and restored if it does.
 
-    Quantized tensors are copied byte by byte into parameters of the same kind. For those of another
-    kind, and from high precision, the parameter's own quantizer quantizes the values; for high
-    precision they are dequantized.
+    Quantized tensors are copied byte by byte into parameters of the same kind. If a parameter is
+    quantized in another way, its own quantizer quantizes the values. If it is in high precision,
+    quantized values are dequantized.
 
     Args:
         model: the model, with memory of its own: not on meta, not sharded.
         path, verify: as of :func:`load_file`.
-        strict: whether the names of file and model have to be the same. Otherwise what only one of
-            them has is left.
+        strict: whether file and model must have the same names. Otherwise other names are ignored.
 
     Returns:
         The names that the file misses, and those that the model has no place for: empty lists where
@@ -86,8 +85,8 @@ def load_model(
     codes = find_codes(state, as_path(path))
     codes.refuse(path, _misread(codes, targets, state, strict))
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Layers keep the state of a recipe that a region has yet to bring, and make the state that a
-    # file has nothing of.
+    # Some state may differ: a layer without a recipe keeps it for a recipe that a region sets
+    # later, and a layer whose state is not in the file starts afresh.
     bare = {n: m for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None}
     waiting = tuple(
         f"{n}.recipe_state.".lstrip(".")
@@ -117,8 +116,8 @@ def load_model(
             with of_any_class(name):
                 state[name] = _fitting(name, targets[name], state[name])
         for prefix, module in own.items():
-            # Into a copy: the states of recipes are small, and may take other shapes than they
-            # have.
+            # Loading is tried in a copy, because the state of a recipe is small and may accept
+            # other shapes.
             found = {
                 name.removeprefix(prefix): value
                 for name, value in state.items()
@@ -139,11 +138,11 @@ def load_model(
 
 
 def without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What a state dict has besides the state of recipes, as torch loads it strictly into a model
-    in high precision.
+    """A state dict without the state of recipes, which loads strictly into a model in high
+    precision.
 
     Raises:
-        DTypeError: it is no dict.
+        DTypeError: ``state_dict`` is not a dict.
     """
     if not isinstance(state_dict, dict):
         raise DTypeError(
@@ -166,7 +165,10 @@ def _module(model: Any) -> torch.nn.Module:
 def _misread(
     codes: Codes, targets: Mapping[str, Any], state: Mapping[str, Any], strict: bool
 ) -> list[str]:
-    """The codes whose weights the model has, or, where ``strict``, that it has no place for."""
+    """The names of data of other tools that the model would take for values.
+
+    With ``strict`` these are all names that the model has no place for.
+    """
 
     def has_place(name: str) -> bool:
         target = targets.get(name)
@@ -178,7 +180,7 @@ def _misread(
 
 
 def _fitting(name: str, target: Any, value: Any) -> Any:
-    """The value as it is copied into the target, or an error where it cannot be."""
+    """The value in the form in which it is copied into the target; an error if it does not fit."""
     check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
         raise ShapeError(
@@ -209,7 +211,8 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
         raise UsageError(f"{name!r} of the model holds no data", remedy="it was cleared or saved")
     if isinstance(value, QuantizedTensor):
         if not target.adopts_bytes_of(value) and value.inner_tensors == target.inner_tensors:
-            # What the target's device needs besides can be made of the bytes, or is not to be had.
+            # The target's device may need further usages; some of them can be derived from the
+            # bytes.
             value = value.to(target.device)
             with contextlib.suppress(UsageError):
                 value.update_usage(
@@ -234,14 +237,13 @@ def _fitting(name: str, target: Any, value: Any) -> Any:
 
 
 def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Have the modules load values that were compared with them, and undo what they loaded where
-    one refuses."""
+    """Load checked values into the modules, and restore the old values if a module refuses."""
     waiting = [
         (layer._binding, layer._binding.loaded)
         for layer in model.modules()
         if isinstance(layer, Linear)
     ]
-    # The states of recipes were tried, and bytes that a tensor adopts are copied.
+    # The states of recipes were tried in copies, and copying bytes cannot fail.
     refusing = any(
         may_refuse_to_load(module)
         for module in model.modules()
@@ -254,7 +256,7 @@ def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[st
         refusing |= not adopts and type(targets[name]) not in (torch.Tensor, torch.nn.Parameter)
     with torch.no_grad():
         before = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
-    # An interrupt waits for the end of all this: whatever was loaded stays, then.
+    # Ctrl-C waits until everything is loaded.
     with uninterrupted(), translated("a module refuses its values", "values that all modules take"):
         try:
             model.load_state_dict(state, strict=False)
@@ -276,8 +278,8 @@ def _on_the_cpu(tensor: Any) -> Any:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of an 8-bit float format as uint8, sharing memory, since few ops know such formats;
-    others as is."""
+    """A tensor in an 8-bit float format as a uint8 view, because few ops support such formats;
+    another tensor itself."""
     return (
         tensor.view(torch.uint8)
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
@@ -286,8 +288,10 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_writable(name: str, value: Any) -> None:
-    """Write one element of what a tensor holds, as it is: what torch refuses is known before any
-    value changes."""
+    """Check that a tensor can be written, by writing one element with its own value.
+
+    So an error of torch is raised before any value changes.
+    """
     for tensor in held_tensors(value):
         if any(
             stride == 0 and size > 1
@@ -302,15 +306,14 @@ def check_writable(name: str, value: Any) -> None:
             )
         if tensor.numel():
             check_memory(name, tensor)
-            # Of an alias with a count of writes of its own: what autograd has saved of the tensor
-            # is still right.
+            # ``.data`` has a count of writes of its own, so tensors saved by autograd stay valid.
             first = _as_bytes(tensor.data)[(0,) * tensor.dim()]
             first.copy_(first.clone())
 
 
 def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy into each tensor its new value, by one call into torch: no code of Python's runs in it,
-    and no interrupt."""
+    """Copy into each tensor its new value, in one call into torch, which Ctrl-C cannot
+    interrupt."""
     if pairs:
         targets, values = zip(
             *[(_as_bytes(target), _as_bytes(value)) for target, value in pairs], strict=True

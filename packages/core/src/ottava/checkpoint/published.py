@@ -1,8 +1,8 @@
 """Weights that other tools have quantized: codes, with scales under names that are not Ottava's.
 
-None of these formats is read yet, and codes are no values without their scales. What would take
-them for values asks here first. They are known by the names and dtypes of the tensors, and by the
-configuration that is beside the file.
+Ottava does not read these formats yet, and codes are not values without their scales. So code that
+would take them for values checks here first. The formats are recognized by the names and dtypes of
+the tensors, and by the configuration beside the file.
 """
 
 import json
@@ -19,11 +19,11 @@ from ottava.checkpoint.files import dtype_name
 from ottava.errors import CheckpointError
 from ottava.tensors.storage import QuantizedTensorStorage
 
-#: Formats of elements. Without scales such elements are values.
+#: Dtypes of FP8 elements. Without scales such elements are values.
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _PACKED = (torch.uint8, torch.int8, torch.int32, torch.float4_e2m1fn_x2)
 _SCALE = re.compile(r"scale|absmax|SCB$")
-# What follows the name of a weight, or is put before it, where its codes have a name of their own.
+# Suffixes and prefixes that turn the name of a weight into that of its codes.
 _CODES = re.compile(r"[._]_?(?:packed|qdata|data|blocks)$")
 _PREFIXED = re.compile(r"(^|\.)qweight$")
 # Words that may stand between the weight's name and "scale": `weight_input_global_scale` has two.
@@ -43,7 +43,7 @@ class Format:
 
     Attributes:
         title: its name.
-        reader: what gives the values of such a checkpoint; empty where nothing is known.
+        reader: how to load the values of such a checkpoint; empty if unknown.
     """
 
     title: str
@@ -93,7 +93,7 @@ class Codes:
     format: Format
 
     def refuse(self, path: object, names: Iterable[str]) -> None:
-        """Raise CheckpointError where there are any ``names``, which are those of codes."""
+        """Raise CheckpointError if there are any ``names``, which are names of codes."""
         refused = list(names)
         if not refused:
             return
@@ -152,7 +152,7 @@ def _is_scale(name: str) -> bool:
 
 
 def _weights_of_scale(name: str) -> list[str]:
-    """What the weights of a tensor of scales may be named; none for a name without such a word."""
+    """Possible names of the weights of a tensor of scales; none if its name has no such word."""
     module, dot, leaf = name.rpartition(".")
     word = _SCALE.search(leaf)
     if word is None:
@@ -167,7 +167,7 @@ def _weights_of_scale(name: str) -> list[str]:
 
 
 def _named(scales: Mapping[str, tuple[str, ...]], dtypes: Mapping[str, torch.dtype]) -> Format:
-    """The format that names and dtypes tell."""
+    """The format, by names and dtypes."""
     name, found = next(iter(scales.items()))
     for codes, pattern, kinds, key, about in _BY_NAMES:
         fitting = [scale for scale in found if re.search(pattern, scale)]
@@ -179,7 +179,8 @@ def _named(scales: Mapping[str, tuple[str, ...]], dtypes: Mapping[str, torch.dty
 
 
 def _configured(folder: Path) -> Format | None:
-    """The format that the configuration in a folder tells; None where there is none, or of none."""
+    """The format that the configuration in a folder names; None without a configuration or a
+    format."""
     config = _read(folder / _CONFIG)
     keys = ("quantization_config", "compression_config")
     about: dict[str, Any] = next((config[key] for key in keys if _is_object(config, key)), {})
@@ -196,7 +197,7 @@ def _configured(folder: Path) -> Format | None:
 
 
 def _other_names(folder: Path, path: Path | None) -> list[str]:
-    """The names of all tensors of a model, by an index of its files; none without an index."""
+    """The names of all tensors of a model, from an index of its files; empty without an index."""
     for index in sorted(folder.glob(_INDEX)):
         told = _read(index)
         files = told["weight_map"] if _is_object(told, "weight_map") else {}
@@ -210,7 +211,8 @@ def _is_object(told: Mapping[str, Any], key: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON beside a checkpoint; empty where it cannot be read, since it is for other tools."""
+    """The JSON beside a checkpoint; empty if it cannot be read, because it belongs to other
+    tools."""
     told: Any = {}
     with suppress(OSError, ValueError, RecursionError):
         if path.is_file() and path.stat().st_size <= _MOST_BYTES:

@@ -1,8 +1,8 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded
 by any other.
 
-What a nested state holds besides tensors is JSON, in which every node is a dict with one key that
-says what it is.
+The values of a nested state that are not tensors are stored as JSON. Each node is a dict with one
+key, the kind of the node.
 """
 
 import contextlib
@@ -31,12 +31,13 @@ from ottava.torch_private import local_tensor
 
 _State = Mapping[str, Any]
 _STEP = re.compile(r"step-(\d+)")
-#: The nodes that have entries, and what these make.
+#: Kinds of nodes with entries -> the function that makes the container.
 _CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
 
 def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """A nested state as JSON; tensors are added to ``tensors`` and leave their names."""
+    """A nested state as JSON, in which names replace tensors; the tensors are added to
+    ``tensors``."""
     name = ".".join(map(str, path))
     if len(path) > 100:
         raise DTypeError(f"{name[:50]!r} is nested too deep", expected="up to 100 levels")
@@ -73,8 +74,8 @@ def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) ->
 
 
 def _opened(tree: Mapping[str, Any]) -> tuple[str, Any, dict[Any, Any]]:
-    """The kind of a node, what it holds, and its entries by key, of which tensors and values have
-    none."""
+    """The kind of a node, its content, and its entries by key; tensors and values have no
+    entries."""
     ((kind, held),) = tree.items()
     return (
         kind,
@@ -84,8 +85,8 @@ def _opened(tree: Mapping[str, Any]) -> tuple[str, Any, dict[Any, Any]]:
 
 
 def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError where
-    it is none."""
+    """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError if the
+    tree is invalid."""
     kind, held, entries = _opened(tree)
     if kind == "value" and isinstance(held, dict):
         ((special, text),) = held.items()
@@ -97,7 +98,7 @@ def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    """Tensors, values and empty containers in a tree, by the names that errors give them."""
+    """Tensors, values and empty containers in a tree, by their names in error messages."""
     entries = _opened(tree)[2].items()
     leaves = {
         name: leaf
@@ -112,8 +113,8 @@ def _has_tensors(tree: Any) -> bool:
 
 
 def _merged(target: Any, saved: Any) -> Any:
-    """A tree to load into with the values, but not the tensors, of a tree that was saved; what only
-    it has it keeps."""
+    """The target tree with the values of a saved tree. Tensors, and entries that only the target
+    has, stay."""
     (kind, _, mine), (other, _, theirs) = _opened(target), _opened(saved)
     tensors = _has_tensors(target) or _has_tensors(saved)
     if (
@@ -132,8 +133,8 @@ def _merged(target: Any, saved: Any) -> Any:
 
 
 class _Flat:
-    """A nested state as JSON with the names of tensors, those tensors, and the plain ones that they
-    are made of, each with the name of its owner; nothing is copied."""
+    """A nested state as JSON, its tensors by name, and their plain tensors with the name of the
+    owner of each. Nothing is copied."""
 
     def __init__(self, state: Any) -> None:
         if not isinstance(state, Mapping):
@@ -154,25 +155,25 @@ class _Flat:
 def save_sharded(
     state: _State, path: AnyPath, *, group: Any = None, overwrite: bool = False
 ) -> None:
-    """Save a state as one checkpoint, each rank its shards; it appears under ``path`` whole or not
-    at all.
+    """Save a state as one checkpoint, which appears under ``path`` whole or not at all.
 
-    Every rank calls it, with the same names and the same values besides tensors. A plain tensor
-    that is not the same on all ranks (a statistic that each keeps) is saved for each of them.
+    Every rank calls this and saves its shards. Names, and values that are not tensors, are the same
+    on all ranks. If a plain tensor differs between ranks, such as a statistic, each rank's tensor
+    is saved.
 
     Args:
         state: nested dicts, lists and tuples of tensors, numbers, text, bools, None and dtypes.
         path: a new folder, on a file system that all ranks share; its parent is made.
-        group: the process group; None is the default one, or this process where there is none.
-        overwrite: whether a checkpoint of that name is replaced. The old one is found until the new
-            one is.
+        group: the process group; None is the default group, or this process alone without one.
+        overwrite: whether a checkpoint of that name is replaced. The old checkpoint can be read
+            until the new one is complete.
 
     Raises:
         CheckpointError: ``path`` exists or cannot be written, or another rank failed.
-        DTypeError, ShapeError: the state holds what is no tensor and no JSON, or shards that cut
-            blocks; it is named.
-        UsageError, OptionError: the ranks differ in what has to be equal; ``group`` is none, or not
-            this process's.
+        DTypeError, ShapeError: the state holds a value that is neither a tensor nor JSON, or shards
+            that cut blocks; the message names it.
+        UsageError, OptionError: names or values that have to be equal differ between ranks;
+            ``group`` is not a group, or this process is not in it.
     """
     from ottava.checkpoint.storage import FolderWriter
 
@@ -191,8 +192,11 @@ def save_sharded(
 
 
 def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
-    """The plain tensors of which the ranks hold different ones, with the names that each rank's has
-    in the files; UsageError where the ranks differ in what has to be equal."""
+    """The plain tensors that differ between ranks, with the name of each rank's tensor in the
+    files.
+
+    Raises UsageError if the ranks differ in names or values that have to be equal.
+    """
     if ranks.world == 1:
         return {}
     about: dict[str, Any] = _leaves(flat.tree) | {
@@ -235,17 +239,18 @@ def load_sharded(
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or
     change nothing.
 
-    Every rank calls it. Once all have found the values of their shards, each writes its tensors,
-    straight from the mapped files. An error on one rank is an error on all; an interrupt leaves the
-    tensors of a rank all old or all new.
+    Every rank calls this. When all ranks have found the values of their shards, each copies them
+    from the mapped files into its tensors. An error on one rank is an error on all ranks. Ctrl-C
+    leaves the tensors of a rank all old or all new.
 
     Args:
         state, path, group: as of :func:`save_sharded`; the tensors may be sharded over another
             number of ranks.
         strict: whether names that only the state or only the checkpoint has are an error. Otherwise
-            the state keeps what is missing, and tensors that it has no place for are left out.
-        verify: whether the files are compared with their checksums, each by one of the ranks, which
-            reads all of it.
+            the state keeps the values that the checkpoint misses, and other tensors of the
+            checkpoint are ignored.
+        verify: whether the files are compared with their checksums; one of the ranks reads each
+            file completely.
 
     Returns:
         The state with its own tensors, now loaded, and all other values as they were saved.
@@ -267,8 +272,7 @@ def load_sharded(
         )
     mine = sorted(reader.index.files)[ranks.rank :: ranks.world] if verify else []
     ranks.each(lambda: [reader.file(name, verify=True) for name in mine])
-    # Scaling state that each of another number of ranks had of its own: for all of these, the
-    # largest values.
+    # Another number of ranks saved scaling state of its own: this one loads the largest values.
     about = reader.index.description
     largest = [
         name
@@ -281,7 +285,7 @@ def load_sharded(
             reader.pairs(shards) + [(flat.tensors[name], reader.whole(name)) for name in largest]
         )
     )
-    # What derives from the bytes of quantized tensors is outdated now.
+    # Data derived from the bytes of quantized tensors is outdated now.
     for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
         storage.mark_written()
         if isinstance(storage, torch.Tensor):
@@ -296,7 +300,7 @@ def _matched(
     """The state to load into, the result, and the name in the checkpoint of each tensor that is
     loaded."""
     flat, path, about = _Flat(state), reader.path, reader.index.description
-    with translated(f"{path} says of no state", "what save_sharded wrote"):
+    with translated(f"{path} describes no state", "what save_sharded wrote"):
         tree = _merged(flat.tree, about["state"])
         ours, theirs = _leaves(tree), _leaves(about["state"])
         held = [name for name, of in ours.items() if "tensor" in of or "value" in of]

@@ -1,9 +1,9 @@
 """Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each
 rank, and an index.
 
-The index, ``ottava.json``, is JSON with a checksum, of which nothing is code. It is the last file
-that is written: a folder without it, with a damaged one, or with files that are not as long as it
-says, is no checkpoint.
+The index, ``ottava.json``, is JSON with a checksum and contains no code. It is written last. A
+folder is not a checkpoint if the index is missing or damaged, or if a file has another length than
+the index says.
 """
 
 import contextlib
@@ -54,13 +54,13 @@ from ottava.filesystem import (
 
 _FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
 _VERSION = 2
-# The checksum is that of all bytes that follow, as they are.
+# The checksum is computed from all bytes that follow this start.
 _START = b'{"crc32":"%08x","checkpoint":'
 
 
 @dataclass
 class StoredShard(dcp.ChunkStorageMetadata):
-    """A box of a tensor, the file with it, and the name that it has there."""
+    """A block of a tensor, the file that holds it, and its name in the file."""
 
     file: str
     key: str
@@ -68,9 +68,9 @@ class StoredShard(dcp.ChunkStorageMetadata):
 
 @dataclass(frozen=True)
 class Index:
-    """What ``ottava.json`` says: the length in bytes and the checksum of each file, the tensors
-    with their shards, and what the state is made of besides (see ``sharded.py``); and its own
-    checksum."""
+    """The content of ``ottava.json``: the length in bytes and the checksum of each file, the
+    tensors with their shards, the description of the state (see ``sharded.py``), and the checksum
+    of the index itself."""
 
     files: dict[str, tuple[int, str]]
     tensors: dict[str, dcp.TensorStorageMetadata]
@@ -79,8 +79,8 @@ class Index:
 
 
 def read_index(folder: Path, tries: int = 10) -> Index:
-    """The index of the checkpoint in ``folder``, checked, whose files are there as long as they
-    were written."""
+    """The checked index of the checkpoint in ``folder``; all of its files exist with their full
+    lengths."""
     path = folder / INDEX_NAME
     with translated(
         f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"
@@ -105,8 +105,8 @@ def read_index(folder: Path, tries: int = 10) -> Index:
                 found = file.stat().st_size if file.is_file() else "no"
         if found != size:
             with contextlib.suppress(OSError):
-                # A writer that replaces the checkpoint removes its old files: then the new index
-                # counts.
+                # A writer that replaces the checkpoint removes the old files; then read the new
+                # index.
                 if tries > 1 and read_bytes(path) != text:
                     return read_index(folder, tries - 1)
             raise CheckpointError(
@@ -116,14 +116,14 @@ def read_index(folder: Path, tries: int = 10) -> Index:
 
 
 def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
-    """An index of JSON; raises whatever JSON of another form leads to."""
+    """The index in a JSON object; any exception if the object has another form."""
     about = body["description"]
     files = {
         name: (_sizes([size])[0], str(checksum)) for name, (size, checksum) in body["files"].items()
     }
     index = Index(files, {}, about, crc32)
     for name, of in body["tensors"].items():
-        name.encode()  # half a character is a UnicodeError
+        name.encode()  # raises UnicodeError for half a character
         properties = dcp.TensorProperties(dtype=DTYPES[of["dtype"]])
         boxes = [
             (_sizes(s["offsets"]), _sizes(s["shape"]), s["file"], str(s["key"]))
@@ -137,7 +137,7 @@ def _decoded(body: Mapping[str, Any], crc32: int) -> Index:
             raise ValueError(f"the shards of {name!r} do not make the whole")
     for entry in about["quantized"].values():
         check_entry(entry)
-    # A name from a file: nothing outside the folder may be reached by it.
+    # The names come from a file and must not lead out of the folder.
     right = all(map(_FILE_NAME.fullmatch, index.files)) and set(about["largest"]) <= set(
         about["per_rank"]
     )
@@ -162,8 +162,8 @@ def _sizes(values: Any) -> torch.Size:
 
 
 def is_whole(tensor: dcp.TensorStorageMetadata) -> bool:
-    """Whether shards lie inside a tensor and are as large as it, no two in one place: those that
-    were cut make it."""
+    """Whether shards lie inside of a tensor, begin at different places and together have its
+    size."""
     for shard in tensor.chunks:
         ends = [offset + size for offset, size in zip(shard.offsets, shard.sizes, strict=True)]
         if len(ends) != len(tensor.size) or any(
@@ -180,8 +180,8 @@ def is_whole(tensor: dcp.TensorStorageMetadata) -> bool:
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Raise CheckpointError where something has the name and ``overwrite`` is False, or it is no
-    checkpoint."""
+    """Raise CheckpointError if ``target`` exists and must not be replaced: ``overwrite`` is False,
+    or it is not a checkpoint."""
     if not os.path.lexists(target):
         return
     if not overwrite:
@@ -197,9 +197,11 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def publish(partial: Partial, overwrite: bool) -> None:
-    """Give a folder that is written to its end its final name, or raise, and what had the name has
-    it still. A checkpoint is replaced by the one rename of its index, once the new files lie beside
-    the old ones."""
+    """Give a completely written folder its final name. If that raises, the old checkpoint stays.
+
+    To replace a checkpoint, the new files are moved beside the old ones, and one rename of the
+    index makes them the checkpoint.
+    """
     source, target = partial.path, partial.target
     sync(source)
     try:
@@ -209,7 +211,7 @@ def publish(partial: Partial, overwrite: bool) -> None:
             raise
         check_target(target, overwrite)
         with opened(target) as descriptor:
-            # Without locks, one writer at a time is up to the user.
+            # Without locks, users have to make sure that only one process writes.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             files = {name for name in os.listdir(source) if name != INDEX_NAME}
@@ -225,15 +227,15 @@ def publish(partial: Partial, overwrite: bool) -> None:
 
 
 class FolderWriter(StorageWriter):
-    """Writes tensors, and a description of all else, on a file system that all ranks share: whole
-    or not at all."""
+    """Writes tensors and a description to a file system that all ranks share, whole or not at
+    all."""
 
     def __init__(self, path: Path, overwrite: bool, description: Mapping[str, Any]) -> None:
         self.path, self.overwrite, self.description = path, overwrite, description
 
     def save(self, tensors: Mapping[str, Any], ranks: Ranks) -> None:
-        """Save the tensors of this rank, as all ranks do theirs; raises what this one failed in
-        alone."""
+        """Save the tensors of this rank, while all ranks save theirs; raises only errors of this
+        rank."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         to: dict[str, Any] = {
             "storage_writer": self,
@@ -241,7 +243,7 @@ class FolderWriter(StorageWriter):
             "no_dist": ranks.alone,
         }
         with contextlib.ExitStack() as self._stack, warnings.catch_warnings():
-            # One process alone is what is meant.
+            # torch warns of a save in one process, which is intended here.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             try:
                 save({**tensors}, planner=planner, **to)
@@ -264,11 +266,11 @@ class FolderWriter(StorageWriter):
             check_target(self.path, self.overwrite)
             Path(os.path.abspath(self.path)).parent.mkdir(parents=True, exist_ok=True)
             self.partial: Partial = self._stack.enter_context(Partial(self.path))
-            # Who may not read the old files may not read the new ones at any time.
+            # The new files have the permissions of the old ones from the first byte on.
             old = mode_of(self.path / INDEX_NAME)
             self._mode = (mode_of(self.partial.path) or 0) & 0o666 if old is None else old
-        # Names of their own: a checkpoint that is replaced keeps its files until the index says
-        # otherwise.
+        # The names are unique, because the files of a replaced checkpoint stay until its index is
+        # replaced.
         token, world = secrets.token_hex(4), len(plans)
         names = [f"rank-{rank:05d}-of-{world:05d}-{token}.safetensors" for rank in range(world)]
         places = [(self.partial.path / name, self._mode) for name in names]
@@ -325,7 +327,7 @@ class FolderWriter(StorageWriter):
         with _written(self.path):
             rest = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
             write_new(index, _START % zlib.crc32(rest) + rest, self._mode)
-            # It is read before it may stand for a checkpoint.
+            # The index is checked before the folder gets its name.
             read_index(self.partial.path)
             publish(self.partial, self.overwrite)
 
@@ -339,8 +341,8 @@ def _written(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 class FolderReader:
-    """Maps what :class:`FolderWriter` wrote; CheckpointError where it is not whole, or was replaced
-    meanwhile."""
+    """Maps the files of :class:`FolderWriter`; CheckpointError if the checkpoint is not whole, or
+    was replaced during the read."""
 
     def __init__(self, path: AnyPath) -> None:
         self.path = as_path(path)
@@ -348,12 +350,11 @@ class FolderReader:
         self._files: dict[str, dict[str, torch.Tensor]] = {}
 
     def pairs(self, tensors: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What goes where: tensors to write, and their new values, mapped, of the same shapes and
-        dtypes."""
+        """Pairs of a tensor to write and its mapped new value, of the same shape and dtype."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({**tensors}, dcp.Metadata({**self.index.tensors}))
-        # By their places: to look for each among the others takes minutes where a tensor has many.
-        # The first one of a place counts.
+        # Shards by offsets, because a linear search takes minutes for a tensor with many shards.
+        # The first shard at a place counts.
         shards: dict[str, dict[Any, Any]] = {
             name: {shard.offsets: shard for shard in reversed(self.index.tensors[name].chunks)}
             for name in tensors
@@ -371,7 +372,7 @@ class FolderReader:
         return pairs
 
     def file(self, name: str, *, verify: bool = False) -> dict[str, torch.Tensor]:
-        """The tensors of one file, mapped, which is the one that the index speaks of."""
+        """The mapped tensors of one file, whose checksum is compared with that in the index."""
         if verify or name not in self._files:
             self._files[name], metadata = read_tensors(self.path / name, verify=verify)
             if metadata.get(CHECKSUM_KEY) != self.index.files[name][1]:
@@ -396,8 +397,10 @@ class FolderReader:
         return found
 
     def whole(self, name: str) -> torch.Tensor:
-        """The whole of a tensor, mapped where it is in one file; of what the next step would have
-        reduced, the largest values of all ranks."""
+        """The whole of a tensor, mapped if it is in one file.
+
+        For scaling state that the next step would have reduced, the largest values of all ranks.
+        """
         shards: list[Any] = self.index.tensors[name].chunks
         made, about = self.shard(name, shards[0]), self.index.description
         if len(shards) > 1:

@@ -1,4 +1,4 @@
-"""``ottava doctor``: what is installed, what is chosen, and whether the kernels agree with the
+"""``ottava doctor`` shows what is installed and chosen, and compares the kernels with the
 reference."""
 
 import os
@@ -26,7 +26,7 @@ class Check(NamedTuple):
 
 
 def _examined(name: str, examine: Callable[[], str]) -> Check:
-    """What an examination says; where it raises one of Ottava's errors, that is wrong."""
+    """The result of an examination; an error of Ottava makes the check fail."""
     try:
         return Check(name, True, examine())
     except OttavaError as error:
@@ -44,12 +44,11 @@ def _gpus() -> list[str]:
 
 
 def _backend(name: str, status: str) -> Check:
-    """Without its kernels a GPU is served by the reference, which is slow; without a GPU nothing is
-    amiss."""
+    """A check of a backend. Missing CUDA kernels are a fault only on a machine with a GPU."""
     from ottava.kernels.backends import RUN_ON
 
     ok, detail, gpus = status == "available", status, ", ".join(_gpus())
-    # One that is not available cannot be imported.
+    # A backend that is not available cannot be imported.
     if ok and name == "cpu":
         from ottava import _cpu
 
@@ -75,7 +74,7 @@ def _products() -> str:
 
 
 def _private_names() -> Check:
-    """What this torch lacks; its builds for CPUs lack names of GPUs, which nobody misses there."""
+    """The private names that this torch lacks; names for GPUs do not matter without a GPU."""
     from ottava.torch_private import KNOWS_BACKWARD, MISSING
 
     gpus = bool(_gpus())
@@ -88,7 +87,8 @@ def _private_names() -> Check:
 
 
 def _self_test(device: str) -> Check:
-    """Every bfloat16 value through the chosen backend and the reference: bytes must be equal."""
+    """Quantize every bfloat16 value by the chosen backend and by the reference, and compare
+    bytes."""
     import torch
 
     kernels = ottava.kernels
@@ -104,7 +104,7 @@ def _self_test(device: str) -> Check:
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
         blocks = ottava.Layout(dtype, (1, 32), ottava.E8M0.torch_dtype, "up")
         made = [*kernels.cast_transpose(x, scale, dtype), *kernels.grid_quantize(x, blocks)]
-        # A NaN has many bit patterns; all of them are right.
+        # A decoded NaN may have any payload.
         return [*made, kernels.decode(made[0], scale, dtype, torch.bfloat16).nan_to_num(nan=-1.0)]
 
     def compare() -> str:
@@ -124,8 +124,8 @@ def _self_test(device: str) -> Check:
 
 
 def _offer(spec: Spec) -> str:
-    """A recipe is built with its defaults; one that needs options only has to resolve, as a
-    quantizer factory has."""
+    """Build a recipe with its defaults, and import a quantizer factory or a recipe that needs
+    options."""
     if spec.kind == FACTORY:
         return f"imported, a {type(get_quantizer_factory(spec.name)).__name__}"
     try:

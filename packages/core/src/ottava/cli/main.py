@@ -1,9 +1,8 @@
-"""The typer application. What a command needs is imported when it runs: listing recipes never
-imports torch.
+"""The typer application. Commands import what they need when they run, so listing recipes imports
+no torch.
 
-Other packages add commands through entry points of the group ``ottava.commands``: a command's name,
-and a function as :mod:`typer` takes it. They are looked for where a name is none of core's, and
-imported when they run or are listed.
+Other packages add commands through entry points of the group ``ottava.commands``: the name of a
+command, and a function for :mod:`typer`. These are imported when they run or are listed.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from ottava.recipes.registry import PluginStatus, discover
 
 #: The group of entry points by which packages add commands.
 COMMANDS = "ottava.commands"
-# Commands of Ottava's own packages, and the package that a user who types one may have to install.
+# Commands of Ottava's own packages -> the package to install for each.
 _ELSEWHERE = {
     "check-recipe": "ottava-testing",
     "demo": "ottava-demo",
@@ -34,8 +33,7 @@ _ELSEWHERE |= {"analyze": "ottava-debug", "bisect": "ottava-debug", "export": "o
 
 
 def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
-    """The function of a command that another package has; an error of Ottava where none, or several
-    have it."""
+    """The function of another package's command; an error if no package, or several, have it."""
     if not offers:
         package = _ELSEWHERE[name]
         raise UsageError(
@@ -56,19 +54,19 @@ def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
 
 def _command(name: str, function: Callable[..., Any], text: str, **settings: Any) -> Any:
     alone = typer.Typer(add_completion=False)
-    # A text of a plugin is no markup.
+    # Brackets in the text of a plugin are not markup.
     alone.command(name, help=escape(escaped(text, lines=True)), **settings)(function)
     return typer.main.get_command(alone)
 
 
 @contextlib.contextmanager
 def _escaped_errors() -> Iterator[None]:
-    """Errors about arguments, which typer prints with the arguments in them, without control
-    characters."""
+    """Escape control characters in errors about arguments, which typer prints with the
+    arguments."""
     try:
         yield
     except Exception as error:
-        # The class of such errors has had several names.
+        # The class of such errors differs between versions of typer.
         message = getattr(error, "message", None)
         if hasattr(error, "format_message") and isinstance(message, str):
             vars(error)["message"] = escaped(message, lines=True)
@@ -76,8 +74,8 @@ def _escaped_errors() -> Iterator[None]:
 
 
 class _Commands(TyperGroup):
-    """Core's commands and those of other packages. An error that Ottava raises on purpose is told,
-    with exit code 2."""
+    """Core's commands and those of other packages. Errors of Ottava are printed, with exit code
+    2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         others = {escaped(status.entry_point) for status in discover(COMMANDS)}
@@ -98,7 +96,7 @@ class _Commands(TyperGroup):
                 function = _load(cmd_name, offers)
                 return _command(cmd_name, function, inspect.getdoc(function) or "")
         except OttavaError as error:
-            # The list of commands has what is wrong, and who runs this one is told.
+            # The error is shown in the list of commands, and raised when the command runs.
             failure = error
 
         def broken() -> None:

@@ -1,5 +1,5 @@
-"""What commands have in common: tables and sentences for people, JSON for programs, and the options
-of recipes."""
+"""Output of commands: tables and sentences for people, JSON for programs. Also options of
+recipes."""
 
 import contextlib
 import json
@@ -19,8 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 
 
 def parse_options(given: Sequence[str]) -> dict[str, Any]:
-    """Options of a recipe from texts ``key=value``, each value as JSON where that makes sense, else
-    a text."""
+    """Options of a recipe from texts ``key=value``; a value that is not JSON is a text."""
     options: dict[str, Any] = {}
     for text in given:
         key, equals, value = text.partition("=")
@@ -35,20 +34,21 @@ def parse_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def escaped(text: str, *, lines: bool = False) -> str:
-    """A text with its control characters, and all else that does not print, as Python writes them.
+    """A text with escapes, as Python writes them, for control and other unprintable characters.
 
-    Names of tensors, files and plugins are anybody's: a terminal would obey what is in them.
+    Names of tensors, files and plugins come from outside, and a terminal would obey control
+    characters in them.
 
     Args:
         text: any text.
-        lines: whether ends of lines and tabs stay.
+        lines: whether to keep ends of lines and tabs.
     """
     kept = "\n\t" if lines else ""
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
 
 
 class _Console(Console):
-    """Prints every text, those in tables and titles too, :func:`escaped`."""
+    """A console that escapes every text, also in tables and titles, by :func:`escaped`."""
 
     def render_str(self, text: str, *arguments: Any, **options: Any) -> Text:
         return super().render_str(escaped(text, lines=True), *arguments, **options)
@@ -66,14 +66,12 @@ class PlainColumn(TextColumn):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints texts of plugins as they are, whatever brackets and colons they have,
-    but for control characters, which it shows."""
+    """A console that prints brackets and colons as they are, and control characters escaped."""
     return _Console(stderr=stderr, markup=False, emoji=False, highlight=False)
 
 
 def say(text: str, *, stderr: bool = False, lines: bool = False) -> None:
-    """Print a sentence, which no width of a terminal cuts; with ``lines`` a text of several
-    lines."""
+    """Print a sentence without wrapping it; with ``lines`` a text of several lines."""
     console(stderr=stderr).print(escaped(text, lines=lines), soft_wrap=True)
 
 

@@ -12,8 +12,8 @@ from ottava.recipes.base import get_recipe
 from ottava.recipes.registry import FACTORY, RECIPE, PluginStatus, discover, plugin_statuses
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 
-#: The group of entry points by which a package reads checkpoints: a function from a path to a state
-#: dict and texts.
+#: The group of entry points for readers of checkpoints: functions from a path to a state dict and
+#: texts.
 READERS = "ottava.readers"
 _WEIGHT = ".weight"
 #: The layers that the demo converts in its model, a GPT of four blocks.
@@ -23,7 +23,7 @@ DEMO_LAYERS = tuple(
 
 
 def checkpoint_layers(path: Path) -> list[str]:
-    """The layers of a file or folder of tensors: what has a matrix named ``weight``, quantized or
+    """The layers in a file or folder of tensors: those with a matrix named ``weight``, quantized or
     not."""
     readers = discover(READERS)
     if not readers:
@@ -45,8 +45,11 @@ def checkpoint_layers(path: Path) -> list[str]:
 
 
 def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_json: bool) -> None:
-    """Print what each role of each layer, by default those of the demo's model, gets under a
-    recipe, and the rules of its file that serve none of them."""
+    """Print the quantizers of each role of each layer under a recipe, and the unused rules of its
+    file.
+
+    By default the layers are those of the demo's model.
+    """
     if not all(layers):
         raise OptionError("--layer ''", expected="the qualified name of a layer")
     recipe = get_recipe(name)
@@ -76,8 +79,10 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
 
 
 def _rows(status: PluginStatus, kind: str) -> list[dict[str, Any]]:
-    """One row for each that the plugin offers or is refused; a plugin without any has one among the
-    recipes."""
+    """One row for each spec that a plugin offers, refused ones included.
+
+    A plugin without specs has one row among the recipes.
+    """
     found = [
         (s.name, s.summary, getattr(s, "capabilities", ()), "ok", "")
         for s in status.offers

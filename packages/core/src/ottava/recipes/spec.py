@@ -1,4 +1,4 @@
-"""What a package says of its recipes. Reading a spec imports neither torch nor the recipe."""
+"""Specs: how a package announces its recipes. Reading one imports neither torch nor the recipe."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from ottava.errors import OptionError
 
-#: The version of the extension points; a spec for another version is reported and not used.
+#: The version of the extension points. A spec for another version is refused.
 API_VERSION = 1
 _NAME = "[a-z][a-z0-9_-]*"
-# A field, or the type of fields -> the pattern of its `repr`, and the same in words. Values of any
-# type are checked, since what a spec holds is printed and compared by code that no plugin's failure
-# may reach.
+# Field, or type of fields -> the pattern that the `repr` of a value has to match, and the pattern
+# in words. Types are checked as well, because the values are printed and compared where an
+# exception of a plugin would be taken for one of Ottava's.
 _PATTERNS = {
     "name": (f"'{_NAME}'", "lower-case letters, digits, - and _, a letter first"),
     "factory": (
@@ -43,7 +43,7 @@ def is_name(name: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What is common to the specs of all kinds."""
+    """The fields that all kinds of specs have."""
 
     kind: ClassVar[str]  # what it is of, in words
     name: str
@@ -70,20 +70,20 @@ class RecipeSpec(Spec):
         summary: one line for listings.
         factory: lazy reference ``"package.module:Object"`` to what builds the recipe.
         stateful: whether layers keep state for it.
-        block_size: rows and columns that share a scale, None for all of them: ``(1, 32)``,
-            ``(1, None)`` for a scale for each row. None for one scale a tensor.
+        block_size: rows and columns that share a scale, None for all of them: ``(1, 32)``;
+            ``(1, None)`` is a scale for each row. None is one scale for the tensor.
         formats: names of the element formats that it uses.
         needs_reduction: whether it reduces amaxes over a process group by itself.
-        api_version: version of the extension points it was written for.
-        fake_quant_formats: names of the fake-quantization formats that it serves.
-        relative_error: what a linear layer is off at most: ``‖y - reference‖ / ‖reference‖``
-            (Frobenius norms) of its output and of its gradients, for normally distributed operands.
-        quantized_weights: whether weights can be kept quantized: its quantizers give a
-            ``QuantizedTensor``, unless they are told to be internal.
+        api_version: version of the extension points that it was written for.
+        fake_quant_formats: names of the formats that it provides for fake quantization.
+        relative_error: the largest ``‖y - reference‖ / ‖reference‖`` (Frobenius norms) of the
+            output and of the gradients of a linear layer with normally distributed operands.
+        quantized_weights: whether weights can be FP8-primary: its quantizers return a
+            ``QuantizedTensor`` unless they are internal.
         deterministic: whether equal tensors give equal bytes.
-        compiles: whether ``torch.compile(fullgraph=True)`` takes a layer that runs under it.
-        file_suffixes: suffixes of the recipe files that it reads, ``(".yaml",)``; its factory takes
-            ``file=path``.
+        compiles: whether ``torch.compile(fullgraph=True)`` compiles a layer that runs under it.
+        file_suffixes: suffixes of the recipe files that it reads, such as ``(".yaml",)``; its
+            factory takes ``file=path``.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -103,19 +103,22 @@ class RecipeSpec(Spec):
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """The flags as words, for listings."""
+        """The fields as words for listings."""
         named: dict[Any, str] = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
-        shared = named.get(
-            self.block_size,
-            "block " + "x".join(str(size or "all") for size in self.block_size or ()),
-        )
-        kept = "stateful" if self.stateful else "stateless"
-        return (*self.formats, shared, kept, *(["reduces amax"] if self.needs_reduction else []))
+        sides = "x".join(str(size or "all") for size in self.block_size or ())
+        shared = named.get(self.block_size, f"block {sides}")
+        words = [*self.formats, shared, "stateful" if self.stateful else "stateless"]
+        if self.needs_reduction:
+            words.append("reduces amax")
+        return tuple(words)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorySpec(Spec):
-    """A named quantizer factory as its package announces it: its fields are as those of
-    :class:`RecipeSpec`, and ``factory`` is a lazy reference to a ``qfactory(role)``."""
+    """One named quantizer factory as its package announces it.
+
+    Its fields are those of :class:`RecipeSpec`; ``factory`` is a lazy reference to a
+    ``qfactory(role)``.
+    """
 
     kind: ClassVar[str] = "quantizer factory"
