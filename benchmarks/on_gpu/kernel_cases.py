@@ -1,5 +1,7 @@
-"""The table of kernels: a case is a choice for each argument, by the name with which a kernel
-declares it."""
+"""The table of cases of kernels.
+
+A case is a choice for each argument, by the name with which a kernel declares it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ SHAPES: list[Shape] = [
     *((2, 0, 3), (3, 40, 32), (1000, 1000), (4097, 129), (2048, 2056)),
 ]
 Make = Callable[[Shape], Tensor]
-#: Name -> the dimensions that it needs, and what makes a tensor of a shape lie so.
+#: Name of a memory layout -> the number of dimensions that it needs, and a function that makes a
+#: tensor of a shape with this layout.
 VIEWS: dict[str, tuple[int, Callable[[Make, Shape], Tensor]]] = {
     "contiguous": (0, lambda make, s: make(s)),
     "unaligned": (0, lambda make, s: make((math.prod(s) + 1,))[1:].view(s)),
@@ -61,10 +64,10 @@ VIEWS: dict[str, tuple[int, Callable[[Make, Shape], Tensor]]] = {
 
 
 def _hardest(dtype: torch.dtype) -> Tensor:
-    """All 65,536 values of a 16-bit dtype; of float32 every leading pattern of bits, and both
-    neighbours of each.
+    """All 65,536 values of a 16-bit dtype.
 
-    Among the latter are all FP8 values, the ties between them, and what lies next to a tie.
+    For float32, every value whose low 17 bits are zero, and both neighbours of each. Among them are
+    all FP8 values, the ties between them, and the neighbours of ties.
     """
     if dtype != torch.float32:
         return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
@@ -75,14 +78,13 @@ def _hardest(dtype: torch.dtype) -> Tensor:
 
 
 E8M0 = torch.float8_e8m0fnu
-#: The layout of the kernels for MX blocks that a case without a choice takes, and all of those
-#: kernels'.
+#: The MX layout of a case that makes no choice.
 MX = Layout(FP8[0], (1, 32), E8M0, "up")
 _MX = tuple(
     Layout(f, (1, 32), E8M0, r, shared=s)
     for f, r, s in product(FP8, ("up", "floor"), (None, (32, 32)))
 )
-#: Every grid of the recipes, and some of nobody's.
+#: The layouts of the recipes, and some that no recipe has.
 LAYOUTS = (
     *_MX,
     Layout(FP8[0], (None, None)),
@@ -91,11 +93,11 @@ LAYOUTS = (
     Layout(FP8[0], (128, 128), columnwise="transposed"),
     Layout(torch.int8, (8, 64), rounding="floor"),
 )
-# Kernels of their own, for MX blocks and for one scale a tensor, serve a call that has no others.
+# Special kernels serve calls whose layouts are all MX, or all have one scale for a tensor.
 _ALIKE = {"mx": _MX, "tensors": tuple(Layout(f, (None, None)) for f in FP8), "any": ()}
-#: Label, number of dimensions, and what draws the input.
+#: Label, number of dimensions, and a function that draws the input.
 Source = tuple[str, int, Callable[[Draw], Any]]
-# Many tensors at once. Their dtypes and formats follow from their numbers.
+# Shapes of many tensors in one call. Their dtypes and formats follow from their positions.
 _LISTS: list[list[Shape]] = [
     [()],
     [(0,)],
@@ -111,8 +113,11 @@ def _viewed(name: str, shape: Shape, dtype: torch.dtype, kind: Callable[..., Ten
 
 
 def _numbers(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
-    """For each dtype and shape contiguous values, and bits in one of the other views; and the
-    special values."""
+    """Inputs of each dtype.
+
+    Each shape has contiguous values, and any bits in one of the other memory layouts. Then come the
+    special values.
+    """
     for dtype in FLOATS:
         views = cycle(name for name in VIEWS if name != "contiguous")
         yield from (_viewed("contiguous", shape, dtype, Draw.values) for shape in shapes)
@@ -120,7 +125,7 @@ def _numbers(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
             yield _viewed(
                 next(v for v in views if VIEWS[v][0] <= len(shape)), shape, dtype, Draw.bits
             )
-        # Divisible by 256, and so both a line and a matrix.
+        # The number of values is divisible by 256, so they can be a vector or a matrix.
         x = _hardest(dtype)
         for made in () if plain else (x, x.view(256, -1), x[: len(x) // 255 * 255].view(-1, 255)):
             yield (
@@ -131,7 +136,7 @@ def _numbers(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
 
 
 def _lists(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
-    """Every other tensor is off a round address."""
+    """Inputs of many tensors; every other tensor is unaligned."""
     for many, kind in product(_LISTS, (Draw.values,) if plain else (Draw.values, Draw.bits)):
         ways = [
             (("contiguous", "unaligned")[i % 2], shape, FLOATS[i % 3])
@@ -142,7 +147,7 @@ def _lists(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
         yield label, 2, partial(lambda makes, d: [make(d) for make in makes], makes)
 
 
-#: The name of a kernel's first argument -> where it comes from.
+#: The name of a kernel's first argument -> a function that gives its inputs.
 SOURCES: dict[str, Callable[[Sequence[Shape], bool], Iterable[Source]]] = {
     "x": _numbers,
     "data": lambda shapes, plain: (
@@ -156,13 +161,13 @@ SOURCES: dict[str, Callable[[Sequence[Shape], bool], Iterable[Source]]] = {
     ),
     "xs": _lists,
 }
-#: An argument's name -> what it may be, or what draws it: from the arguments that are there, and
-#: the case's number.
+#: An argument's name -> its possible values, or a function that draws it from the arguments before
+#: it and the case's number.
 Arguments = dict[str, tuple[Any, ...] | Callable[[Draw, Args, int], Any]]
 
 
 def _one_of(number: int, count: int) -> int:
-    """Which of ``count``; not in step with anything that cycles."""
+    """A number below ``count`` for a case, out of step with everything that cycles."""
     return (number * 2654435761 >> 9) % count
 
 
@@ -171,7 +176,7 @@ def _room(d: Draw, n: int, shape: Sequence[int], dtype: torch.dtype = U8) -> Ten
 
 
 def _pairs(d: Draw, a: Args, n: int, direction: int) -> Any:
-    """For each shard None, or the scales of its whole matrix and room for its data."""
+    """For each shard None, or the scales of its whole matrix and memory for its data."""
     pairs = zip(a["shapes"], a["layouts"], strict=True)
     scales = (d.bits(own.grid(shape, bool(direction)), own.stored_scale) for shape, own in pairs)
     pairs = zip(
@@ -190,14 +195,17 @@ def _scales_of(d: Draw, data: Tensor, layout: Layout, columnwise: bool) -> Tenso
 
 
 def _matrix(i: int, shard: Tensor) -> Shape:
-    """One that the shard is a part of, or all."""
+    """The shape of a matrix that contains the shard, or is as large."""
     columns = (1, 33, 32, 96, 31, 100, 257)[i % 7]
     return -(-shard.numel() // columns) + i % 3, columns
 
 
 def _history(d: Draw, length: int, slots: int) -> Tensor:
-    """Some slots without an amax in the first row, which are left alone; with an oracle in float64
-    none."""
+    """A history of amaxes.
+
+    Some slots have no amax in the first row, and an update must not change them. With an oracle in
+    float64 there are no such slots.
+    """
     history = (
         d.values((length, slots), F32).abs() + 0.1
         if d.plain
@@ -207,7 +215,7 @@ def _history(d: Draw, length: int, slots: int) -> Tensor:
     return history
 
 
-#: Those that are flags are true and false besides.
+#: The choices for arguments of all kernels. Flags, which are not listed, are true and false.
 COMMON: Arguments = {
     "fp8_dtype": FP8,
     "epsilon": (0.0, 1e-2),
@@ -231,7 +239,8 @@ COMMON: Arguments = {
         _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
     ],
 }
-#: Kernel -> its arguments that are not as usual. Those that begin with _ are not given to it.
+#: Kernel -> its own choices for arguments. Names that begin with _ are not arguments of the kernel;
+#: other choices depend on them.
 OWN: dict[str, Arguments] = {
     "for_layers.cast": {
         "slot": (-1, 2),
@@ -261,7 +270,7 @@ OWN: dict[str, Arguments] = {
             d.bits((sum(a["_counts"]),), F32).abs() if a["_last"] and not d.plain else None
         ),
     },
-    # Small integers, whose sums are exact in any order: the bytes are those of one rounding.
+    # Operands are small integers, whose sums are exact in any order, so results are rounded once.
     "products.product": {
         "_size": (
             (0, 4, 3),
@@ -285,8 +294,8 @@ OWN: dict[str, Arguments] = {
 }
 
 
-#: Every kernel that ``ottava.kernels`` offers, the forms that layers and products call, and those
-#: that write into given outputs.
+#: Every kernel of ``ottava.kernels``, the forms that layers and products call, and the forms that
+#: write into given outputs.
 _NAMES = {
     *kernels.__all__,
     "products.product",
@@ -300,7 +309,7 @@ KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
 
 
 def _asks(name: str, option: Args, dimensions: int) -> bool:
-    """Whether a kernel can be asked for this."""
+    """Whether a kernel can be called with these options."""
     matrix = name.split()[0] in ("cast_transpose", "transpose") or option.get("transposed")
     wanted = [option[key] for key in ("rowwise", "columnwise", "transposed") if key in option]
     free = name.split()[0] in ("quantize", "cast_amax", "grid_decode")
@@ -308,7 +317,7 @@ def _asks(name: str, option: Args, dimensions: int) -> bool:
 
 
 def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
-    """By its name; what it declares of its arguments, and what else is drawn."""
+    """A kernel by its name, the declared types of its arguments, and choices of its own."""
     if not name.endswith(" into"):
         module, _, short = name.rpartition(".")
         call = getattr({"": kernels, "for_layers": for_layers, "products": products}[module], short)
@@ -334,9 +343,10 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
 def kernel_cases(
     name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any = "cpu"
 ) -> list[Case]:
-    """A kernel's cases: for each first input ``each`` choices for the other arguments in turn.
+    """The cases of a kernel.
 
-    Random, special, ragged and unaligned inputs; for an ``oracle`` that is a function plain ones.
+    Each first input is combined with ``each`` choices for the other arguments in turn. Inputs are
+    random, special, ragged and unaligned; for an ``oracle`` that is a function they are plain.
 
     Raises:
         KeyError: the table lacks an argument.
@@ -371,13 +381,13 @@ def kernel_cases(
 
 
 def byte_cases(small: bool = False) -> dict[str, list[Case]]:
-    """Of each kernel, whose bytes are to be the CPU backend's."""
+    """The cases of each kernel, whose bytes must be those of the CPU backend."""
     oracles, shapes = {"products.product": "reference"}, SMALL_SHAPES if small else SHAPES
     return {name: kernel_cases(name, shapes, oracle=oracles.get(name, "cpu")) for name in KERNELS}
 
 
 def exact_cases() -> dict[str, list[Case]]:
-    """Kernels over elements against float64, for each dtype, format and option."""
+    """The cases of kernels that are compared with float64, for each dtype, format and option."""
     shapes, oracles = (
         [(64, 96), (257, 131), (33, 40)],
         {name: lambda a, f=f: f(**a) for name, f in EXACT.items()},
@@ -388,13 +398,13 @@ def exact_cases() -> dict[str, list[Case]]:
     }
 
 
-#: More than 2^31 elements: rows and columns that suit wide accesses, and ones that do not.
+#: Shapes with more than 2^31 elements; the sizes of one suit wide accesses, those of the other not.
 LARGE = [(65552, 32768), (65537, 32777)]
-# Name -> along which dimension of each of its first results the rows of the input lie.
+# Name -> the dimension of each of its first results along which the rows of the input lie.
 _LARGE = {"cast": (0,), "cast_transpose": (0, 1), "quantize": (0, 1), "grid_quantize": (0, 0, 0, 0)}
 _LARGE |= {"transpose": (1,), "decode": (0,), "grid_decode": (0,)}
 _OPTIONS = {"fp8_dtype": FP8[0], "layout": MX, "dtype": BF16, "transposed": True}
-# The same on other grids.
+# The same kernels on other grids.
 _LARGE_ON = {"1 x 128": Layout(FP8[0], (1, 128), columnwise="transposed")}
 _LARGE_ON |= {"128 x 128": Layout(FP8[0], (128, 128), columnwise="transposed")}
 _LARGE |= {f"grid_quantize in {blocks}": (0, 0, 1, 1) for blocks in _LARGE_ON}
@@ -439,10 +449,10 @@ def _large(name: str, shape: Shape, step: int) -> Case:
 
 
 def large_cases(shapes: Sequence[Shape] = LARGE, step: int = 1920) -> dict[str, list[Case]]:
-    """The bytes of the same rows many times are many times those of one time, by the CPU backend.
+    """Cases of large tensors that repeat the same rows.
 
-    ``step``: how many rows, a multiple of 128; 2^31 elements are to be no whole number of times so
-    many.
+    Their bytes must repeat those that the CPU backend gives for the rows once. ``step`` is the
+    number of these rows, a multiple of 128. It must not divide the rows of 2^31 elements.
     """
     return {
         f"{name}, {shape[0]} x {shape[1]}": [_large(name, shape, step)]

@@ -1,4 +1,4 @@
-"""The tables of products, against float64, and of layers and their training, against the CPU."""
+"""The tables of products, compared with float64, and of layers and training, with the CPU."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from ottava_demo.training import train
 from ottava_mxfp8 import MXFP8Quantizer
 
 Kind = Literal["fprop", "dgrad", "wgrad"]
-#: Kind -> which of m, n and k are the two operands' dimensions, the result's, and the one that is
-#: summed over.
+#: Kind -> which of m, n and k are the dimensions of the two operands and of the result, and which
+#: is summed over.
 KINDS: dict[Kind, str] = {"fprop": "mk nk mn k", "dgrad": "mn nk mk n", "wgrad": "mn mk nk m"}
-#: Recipe whose passes must not wait for the GPU, and must be fit for graphs -> its quantizer,
-#: clamping nothing.
+#: Recipe -> its quantizer, which clamps nothing. Passes of these recipes must not wait for the GPU,
+#: so that graphs can capture them.
 QUANTIZERS: dict[str, Callable[[torch.dtype, torch.device], Any]] = {
     "current": lambda fp8, _: Float8CurrentScalingQuantizer(fp8),
     "delayed": lambda fp8, at: Float8Quantizer(
@@ -46,7 +46,7 @@ QUANTIZERS: dict[str, Callable[[torch.dtype, torch.device], Any]] = {
     "mxfp8": lambda fp8, _: MXFP8Quantizer(fp8),
 }
 OWN = tuple(QUANTIZERS)
-#: Rows, columns and the dimension that is summed over, of the forward product.
+#: Sizes of the forward product: rows, columns, and the dimension that is summed over.
 SIZES = [
     *(
         (1, 1, 1),
@@ -69,9 +69,10 @@ _BOUND, _STEP, _ROUNDING = 2e-3, 2.0**-13, dict(zip(FLOATS, (0.0, 3e-3, 4e-4), s
 def _product(
     recipe: str, kind: Kind, size: Shape, dtype: torch.dtype, integers: bool = False
 ) -> Case:
-    """Of quantized operands: plain, fast, with a bias in two dtypes, and added to what is there.
+    """A case of products of quantized operands.
 
-    Sums of small integers are exact in any order and in few bits.
+    They are plain, fast, with a bias in two dtypes, and added to a tensor. With ``integers`` the
+    operands are small integers, whose sums are exact in any order and in few bits.
     """
     length = dict(zip("mnk", size, strict=True))
     *shapes, result, (summed,) = ([length[name] for name in names] for names in KINDS[kind].split())
@@ -117,7 +118,7 @@ def _product(
 
 
 def product_cases(small: bool = False) -> dict[str, list[Case]]:
-    """Any values; small integers."""
+    """Cases of products of any values, and of small integers."""
     table: dict[str, Any] = {
         **{
             f"products, {recipe}": product([recipe], KINDS, SIZES[: 4 if small else None], FLOATS)
@@ -130,9 +131,9 @@ def product_cases(small: bool = False) -> dict[str, list[Case]]:
     return {name: [_product(*choice) for choice in choices] for name, choices in table.items()}
 
 
-# Codes are the same on both; what differs is the products' last bits, before and after they are
-# rounded to bfloat16. One of a few elements may be rounded to the next bfloat16 and to the one
-# after it. On one device less differs.
+# Data are the same on CPU and GPU, but products differ in their last bits, before and after they
+# are rounded to bfloat16. In a tensor of few elements the rounding of one can be a large share.
+# On one device results differ less.
 _NEAR, _FEW, _SAME, _LOSS = 1e-2, 2e-2, 1e-3, 0.02
 _EAGER = Rehearsal().capture
 
@@ -140,7 +141,7 @@ _EAGER = Rehearsal().capture
 def layer(
     recipe: str | None, inner: int, outer: int, device: torch.device, bias: bool = True
 ) -> torch.nn.Module:
-    """A bfloat16 layer; without a recipe torch's own."""
+    """A bfloat16 layer, which is torch's own if there is no recipe."""
     torch.manual_seed(inner)
     kind: Any = torch.nn.Linear if recipe is None else partial(ottava.nn.Linear, recipe=recipe)
     made: torch.nn.Module = kind(inner, outer, bias=bias, dtype=torch.bfloat16).to(device)
@@ -148,19 +149,21 @@ def layer(
 
 
 def _pass(module: torch.nn.Module, x: Tensor, dy: Tensor) -> Tensors:
-    """Output and gradients."""
+    """The output and the gradients of a pass."""
     x = x.detach().requires_grad_()
     y = module(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
 
 
 def _passes(recipe: str, outer: int, a: Args, capture: Any = _EAGER, compiler: str = "") -> Tensors:
-    """Of three steps, each on other inputs and another weight, replays of what was captured.
+    """Results of three steps, each with other inputs and another weight.
 
-    Whatever waits for the GPU makes the capture of a graph fail.
+    ``capture`` captures one pass, and the steps replay it. The capture of a graph fails if anything
+    waits for the GPU.
     """
     x, dy = (tensor.clone() for tensor in a["0"])
-    # A few elements have no bias, which could leave little more than what was rounded away.
+    # A layer with one output has no bias, because a sum with it could leave little more than
+    # rounding errors.
     module, made = layer(recipe, x.shape[-1], outer, x.device, bias=outer > 1), Tensors()
     if compiler:
         torch.compiler.reset()
@@ -176,8 +179,7 @@ def _passes(recipe: str, outer: int, a: Args, capture: Any = _EAGER, compiler: s
 
 
 def _kept(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
-    """Bytes that a forward pass leaves for the backward pass when its caller has let go of the
-    input."""
+    """The bytes that a forward pass keeps for the backward pass, if its caller drops the input."""
     model = torch.nn.Sequential(
         *(layer(recipe, size, size, place.device, bias=False) for _ in range(2))
     )
@@ -189,7 +191,7 @@ def _kept(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
 
 
 def _losses(recipe: str, steps: int, a: Args) -> Tensor:
-    """Of the demo's training, where the arguments are."""
+    """The losses of the demo's training, on the device of the arguments."""
     return torch.tensor(
         train(
             recipe, load_corpus(), size="tiny", steps=steps, device=str(a[""].device), seed=0
@@ -198,15 +200,17 @@ def _losses(recipe: str, steps: int, a: Args) -> Tensor:
 
 
 def _falls(got: Tensors, expected: Tensors) -> str | None:
-    """Losses follow those expected; of a long training they fall."""
+    """Check that losses follow the expected ones, and fall in a long training."""
     far = ((got[0].cpu() - expected[0]) / expected[0]).abs().max()
     falls = len(got[0]) < 30 or bool(got[0][-1] < 0.9 * got[0][0])
     return None if far <= _LOSS and falls else f"off by {far:.2e}, from {got[0][0]} to {got[0][-1]}"
 
 
 def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
-    """Passes and losses follow the CPU's; graphs and compiled code agree with eager mode; less
-    memory is kept."""
+    """Cases of layers: passes and losses follow the CPU's.
+
+    Graphs and compiled code agree with eager mode, and less memory is kept than in bfloat16.
+    """
     steps, size, found = 4 if small else 30, 32 if small else 2048, dict[str, list[Case]]()
     nothing: Any = lambda d: {"": torch.empty(0)}  # noqa: E731
     near = within(*[_NEAR] * 12, few=_FEW)

@@ -1,5 +1,7 @@
-"""Where cases run, what a case is, and what runs cases: results on the device against an
-oracle's."""
+"""Defines cases and the places where they run, and runs them.
+
+Results on the device are compared with those of an oracle.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,20 @@ from ottava.kernels import use_backend
 Tensor = torch.Tensor
 Tensors = list[torch.Tensor]
 Shape = tuple[int, ...]
-#: What a case is made of: tensors by name, and whatever goes with them.
+#: The arguments of a case by name: tensors and other values.
 Args = dict[str, Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-#: The first three suit the float64 oracle: as it is, much clamped, much lost below the smallest
-#: number.
+#: Scales of casts. The first three suit the float64 oracle: the second clamps many values, the
+#: third puts many below the smallest number.
 SCALES = [1.0, 701.3, 2.0**-16, -2.0, 0.0, 1e-30, 3e38, 2.0**-127, math.inf, math.nan]
-# A frame around results, which nobody may touch, and what it is filled with.
+# The size of the frame around results, which no kernel may write to, and the byte that fills it.
 _FRAME, _FILL = 67, 0xA5
 
 
 class Draw:
-    """Fresh random inputs on the CPU; ``plain``: what a float64 oracle takes."""
+    """Draws random inputs on the CPU; with ``plain``, inputs that a float64 oracle can take."""
 
     plain = False
 
@@ -48,13 +50,13 @@ class Draw:
         return torch.randn(tuple(shape), generator=self.generator).to(dtype)
 
     def values(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Normal ones, some of them far larger or smaller."""
+        """Normally distributed values, some of them scaled to be far larger or smaller."""
         return (
             self.normal(shape, torch.float32) * torch.exp2(self.integers(-6, 7, shape).float())
         ).to(dtype)
 
     def bits(self, shape: Shape, dtype: torch.dtype) -> Tensor:
-        """Any bits: all exponents, NaN, infinities and subnormal numbers among them."""
+        """Random bits, among them all exponents, NaN, infinities and subnormal numbers."""
         width = 8 * dtype.itemsize
         # Views need a dimension.
         flat = self.integers(0, 1 << width, (math.prod(shape),)).to(getattr(torch, f"uint{width}"))
@@ -68,13 +70,12 @@ class Draw:
     def result(
         self, shape: Sequence[int], dtype: torch.dtype = torch.uint8, shift: int = 0
     ) -> Tensor:
-        """Room for a result in the middle of other memory, ``shift`` elements off a round
-        address."""
+        """Memory for a result inside of other memory, ``shift`` elements off a round address."""
         count = math.prod(shape)
         around = torch.full(
             ((2 * _FRAME + count + shift) * dtype.itemsize,), _FILL, dtype=torch.uint8
         ).view(dtype)
-        # 64 elements, and so a round address where the memory begins at one.
+        # The result begins after 64 elements, which is a round address if the memory begins at one.
         return around[(start := _FRAME - 3 + shift) : start + count].view(tuple(shape))
 
 
@@ -84,7 +85,7 @@ def storage_of(tensor: Tensor) -> Tensor:
 
 
 def placed(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy with the same strides at the same offset into memory of its own."""
+    """A copy on ``device`` with the same strides, at the same offset into memory of its own."""
     return (
         storage_of(tensor)
         .to(device, copy=True)
@@ -103,8 +104,10 @@ def fill(there: Tensors, news: Tensors) -> None:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, memory that torch allocates is filled: with NaN, with 255. What a kernel leaves
-    unwritten is seen."""
+    """Inside a ``with`` block torch fills memory that it allocates with NaN or 255.
+
+    Elements that a kernel fails to write are found in this way.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -113,7 +116,7 @@ def poisoned() -> Iterator[None]:
 
 
 class Gpu:
-    """A GPU and the backend ``cuda``: an error, not the reference, if that is not there."""
+    """A GPU with the backend ``cuda``; without that backend checks fail."""
 
     rehearsal, backend, compiler, rounds = False, "cuda", "inductor", 9
 
@@ -121,25 +124,25 @@ class Gpu:
         self.device = torch.device("cuda", index)
 
     def serving(self) -> AbstractContextManager[None]:
-        """The backend that is checked serves."""
+        """Inside a ``with`` block the backend that is checked serves all kernels."""
         return use_backend(self.backend)
 
     def put(self, arguments: Args) -> Args:
-        """Copies there, with the same strides and offsets."""
+        """Copies of arguments on the device, with the same strides and offsets."""
         made: Args = tree_map_only(Tensor, lambda x: placed(x, self.device), arguments)
         return made
 
     def synchronize(self) -> None:
-        """Waits; an error of a kernel comes up here at the latest."""
+        """Wait for the device; this raises errors of kernels that no earlier call has raised."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """A stream of its own that begins busy, so that whatever is queued elsewhere runs before.
+        """Inside a ``with`` block another stream is current, which begins with a long wait.
 
-        It is waited for after an error as well: what is queued on it would write into memory that
-        is freed by then.
+        Work that is queued on other streams by mistake therefore runs first. The block waits for
+        the stream at its end, after an error too, because its work would write into freed memory.
         """
         self.synchronize()
         try:
@@ -150,8 +153,11 @@ class Gpu:
             self.synchronize()
 
     def capture(self, run: Run) -> tuple[Any, Run]:
-        """A graph of what ``run`` queues: its result, which every replay writes anew, and the
-        replay."""
+        """Capture the work that ``run`` queues in a graph.
+
+        Returns:
+            The result of ``run``, which every replay writes again, and the function that replays.
+        """
         with self.side_stream():
             run()  # once outside: code is loaded at the first call
         graph = torch.cuda.CUDAGraph()
@@ -160,7 +166,7 @@ class Gpu:
         return results, graph.replay
 
     def medians(self, runs: Mapping[str, Run]) -> dict[str, float]:
-        """Median seconds of a call of each, in turns."""
+        """Median seconds of a call of each alternative, run in turns."""
         return interleaved(
             runs,
             rounds=self.rounds,
@@ -170,8 +176,10 @@ class Gpu:
 
 
 class Rehearsal(Gpu):
-    """The CPU in a GPU's place, so that the checks themselves are run where there is none; no
-    figure means anything."""
+    """The CPU in place of a GPU, so that the checks can be tested without one.
+
+    The figures mean nothing.
+    """
 
     rehearsal, compiler, rounds = True, "aot_eager", 1
     side_stream = nullcontext  # type: ignore[assignment]
@@ -188,13 +196,13 @@ Compare = Callable[[Tensors, Tensors], str | None]
 
 
 def _bits(x: Tensor) -> Tensor:
-    """A NaN equals a NaN: its payload is free."""
+    """The bytes of a tensor, where all NaNs are the same, because their payload is free."""
     x = x.detach().cpu().contiguous().view(-1)
     return (torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x).view(torch.uint8)
 
 
 def same_bytes(got: Tensors, expected: Tensors) -> str | None:
-    """All of them equal, in shape and dtype too."""
+    """A message unless all tensors are equal in bytes, shape and dtype."""
     kinds = [[f"{x.dtype} {tuple(x.shape)}" for x in tensors] for tensors in (got, expected)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} instead of {kinds[1]}"
@@ -216,8 +224,10 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 
 def within(*bounds: float, few: float = 0.0) -> Compare:
-    """The first results at most so far from what is expected, relatively; ``few``: that of less
-    than 64 elements."""
+    """A comparison in which the first results may differ relatively by ``bounds``.
+
+    Results of less than 64 elements may differ by ``few``, if that is more.
+    """
 
     def compare(got: Tensors, expected: Tensors) -> str | None:
         for number, (bound, mine, theirs) in enumerate(zip(bounds, got, expected, strict=False)):
@@ -233,16 +243,16 @@ def within(*bounds: float, few: float = 0.0) -> Compare:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that is checked.
+    """A single check.
 
     Attributes:
-        label: what tells it from the others in its table.
-        make: draws the arguments on the CPU; tensors in them have the same shapes and strides each
+        label: a label that is unique in its table.
+        make: draws the arguments on the CPU; their tensors have the same shapes and strides each
             time.
-        run: what is checked, of the arguments wherever they were put.
-        oracle: the backend whose results and writes into the arguments are right; or what gives the
-            right ones itself.
-        compare: what is wrong with results, given the oracle's; None if nothing is.
+        run: the function that is checked; it takes the arguments on any device.
+        oracle: the backend whose results and writes into the arguments are right, or a function
+            that gives right results.
+        compare: compares results with the oracle's, and returns a message or None.
     """
 
     label: str
@@ -252,14 +262,17 @@ class Case:
     compare: Compare = same_bytes
 
 
-#: The cases of each name: a kernel for one.
+#: Cases by name, for example that of a kernel.
 Table = Mapping[str, Sequence[Case]]
 
 
 @dataclass
 class Outcome:
-    """What came of the cases of one name: how many were run, failed and, for want of time, left
-    out; a few failures."""
+    """The outcome of the cases of one name.
+
+    It has the numbers of cases that were run, that failed, and that were left out for want of time,
+    and a few of the failures.
+    """
 
     name: str
     cases: int = 0
@@ -269,21 +282,21 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed, of something that there was to check."""
+        """Whether there were cases, and none failed."""
         return not self.failed and self.cases + self.left_out > 0
 
 
 def _memory(arguments: Args) -> Tensors:
-    """All of it, frames included."""
+    """All memory behind the arguments, frames included."""
     return [storage_of(x) for x in tensors(arguments)]
 
 
 def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
-    """What is wrong with a case.
+    """Run a case; the message about what is wrong, or None.
 
-    ``stream``: on a stream that is busy still when the arguments are queued; on another they would
-    be zeros. ``graph``:
-    captured with other arguments, replayed on these.
+    In the mode ``stream`` it runs on a stream that is still busy when the copies of the arguments
+    are queued, so that a kernel on another stream would read zeros. In the mode ``graph`` it is
+    captured with other arguments and replayed with these.
     """
     arguments = case.make(Draw(seed))
     own, ready = Rehearsal().put(arguments), place.put(arguments)
@@ -294,8 +307,8 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
         expected = [*tensors(oracle(own)), *_memory(own)]
     there = place.put(case.make(Draw(seed + 1000)) if mode == "graph" else arguments)
 
-    # What torch allocates is filled only where bytes are compared: torch's own operations may
-    # refuse to run so.
+    # Memory is poisoned only where bytes are compared, because some of torch's operations refuse to
+    # run in that mode.
     with place.serving(), poisoned() if case.compare is same_bytes else nullcontext():
         if mode == "graph":
             results, replay = place.capture(lambda: case.run(there))
@@ -311,7 +324,7 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
     return case.compare([*tensors(results), *_memory(there)], expected)
 
 
-#: How cases are run -> how many of a name at most.
+#: Mode -> the largest number of cases of a name.
 MODES = {"some bytes": 23, "stream": 11, "graph": 17, "bytes": 10**6}
 
 
@@ -323,10 +336,11 @@ def check(
     seed: int = 0,
     seconds: float = 1e9,
 ) -> Outcome:
-    """The cases of one name in one mode; what raises has failed."""
+    """Run the cases of one name in one mode; a case that raises an exception has failed."""
     stop, most = time.monotonic() + seconds, min(len(cases), MODES.get(mode, 10**6))
     outcome = Outcome(f"{name}, {mode}" if mode else name)
-    # Spread over the table, and (a prime number) not in step with how it cycles.
+    # The chosen cases are spread over the table. Their number is prime, so that they are not in
+    # step with choices that cycle.
     for number, case in enumerate(cases[(i * len(cases)) // most] for i in range(most)):
         if seconds <= 0 or time.monotonic() > stop:
             outcome.left_out += 1
@@ -345,9 +359,10 @@ def check(
 def run(
     table: Table, place: Gpu, modes: Sequence[str] = ("",), seed: int = 0, seconds: float = 1e9
 ) -> Iterator[Outcome]:
-    """Every name in every mode, each with an equal part of the time that is left.
+    """Run every name in every mode, each with an equal share of the time that is left.
 
-    A few cases of every name come before all of any, and the longest tables last: time may run out.
+    A mode with a few cases of every name comes first and the longest tables come last, because time
+    may run out.
     """
     stop = time.monotonic() + seconds
     plan = [

@@ -1,4 +1,4 @@
-"""What is timed on a GPU, in turns with alternatives, and the targets that this is held against."""
+"""Times kernels, layers and training on a GPU against alternatives, and compares with targets."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from ottava_demo.data import load_corpus
 from ottava_demo.training import train
 
 LARGE = 16384
-#: M = K = N -> how many times faster than bfloat16 a layer is to be.
+#: M = K = N -> the target for a layer: how many times faster than bfloat16 it is.
 LINEAR = {4096: 1.25, 8192: 1.45, 16384: 1.6}
-#: How far a validation loss may be from bfloat16's, relatively. The custom recipe's default is
-#: current scaling.
+#: Recipe -> the largest relative difference of a validation loss from bfloat16's. The custom
+#: recipe's default is current scaling.
 LOSSES = {"current": 0.02, "delayed": 0.02, "mxfp8": 0.01, "custom": 0.02}
 
 
 def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
-    """A call of a replayed graph, on memory beyond what caches hold; the launch of a small kernel
-    is not in it."""
+    """Times of calls in replayed graphs, on more memory than caches hold.
+
+    The times do not include the launches of small kernels.
+    """
     stop, (big, medium) = time.monotonic() + seconds, (64, 32) if place.rehearsal else (LARGE, 4096)
     few, kept = (
         ("cast", "cast, transpose", "current scaling", "MX, rows and columns", "decode"),
@@ -74,14 +76,14 @@ def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
 
 
 def linear_rows(place: Gpu, seconds: float) -> Iterator[Row]:
-    """What targets compare comes first among what has to be compiled: time may run out."""
+    """Times of linear layers; compiled layers that targets compare come first, as time may end."""
     sizes, stop = ((32,) if place.rehearsal else tuple(LINEAR)), time.monotonic() + seconds
     pairs = zip_longest(OWN, ("torchao tensorwise", "torchao rowwise"))
     compiled = [*(f"{name} compiled" for pair in pairs for name in pair if name), "bf16 compiled"]
     for number, n in enumerate(sizes):
         deadline = time.monotonic() + (stop - time.monotonic()) / (len(sizes) - number)
-        # Any other recipe may quantize in plain PyTorch, as custom's default does: minutes at large
-        # sizes.
+        # Other recipes may quantize in plain PyTorch, as custom's default does, which takes minutes
+        # at large sizes.
         names = dict.fromkeys(["bf16", *OWN, *(recipes() if n <= 4096 else ()), *compiled])
         timing = linear.timing(n, names, place.device, compiler=place.compiler)
         with place.serving():
@@ -89,7 +91,7 @@ def linear_rows(place: Gpu, seconds: float) -> Iterator[Row]:
 
 
 def host_rows(place: Gpu, seconds: float) -> Iterator[Row]:
-    """What an eager step costs the host."""
+    """The host's time for an eager step."""
     rounds, calls = (1, 2) if place.rehearsal else (15, 25)
     for shape in ((16, 64, 64), (128, 128, 128)):
         with place.serving():
@@ -100,15 +102,14 @@ def host_rows(place: Gpu, seconds: float) -> Iterator[Row]:
 
 
 def demo_rows(place: Gpu, seconds: float) -> Iterator[Row]:
-    """The demo's training in bfloat16 and every recipe: validation loss, peak memory, tokens a
-    second."""
+    """Validation loss, peak memory and speed of the demo's training, with and without recipes."""
     stop, size, steps = (
         time.monotonic() + seconds,
         *(("tiny", 2) if place.rehearsal else ("small", 300)),
     )
     run = partial(train, corpus=load_corpus(), size=size, device=str(place.device), seed=0)
-    # What is allocated once in a process, by the libraries that multiply matrices, is nobody's
-    # peak.
+    # The libraries that multiply matrices allocate some memory once in a process. This run makes
+    # them do so, so that it is not in the peak of any recipe.
     run(None, steps=1)
     for name in (None, *recipes()):
         if time.monotonic() < stop:
@@ -119,7 +120,7 @@ def demo_rows(place: Gpu, seconds: float) -> Iterator[Row]:
 
 
 def _target(name: str, bound: float, a: float | None, b: float | None, sign: str = "<=") -> Row:
-    """Of ``a / b``."""
+    """The target that ``a / b`` is at most, or at least, ``bound``."""
     value = a / b if a is not None and b else None
     holds = None if value is None else value <= bound if sign == "<=" else value >= bound
     return {"target": name, "bound": f"{sign} {bound:g}", "measured": value, "holds": holds}

@@ -190,7 +190,7 @@ def zero(folder: Path, mesh: Any) -> None:
             assert torch.equal(flat.master, whole[flat.begin : flat.end]), (case, name)
         if mesh.size() == 4:
             # Most ranks have nothing of the second weight.
-            assert sum(part is None for part in optimizer.weights.parts()) == (
+            assert sum(shard is None for shard in optimizer.weights.shards()) == (
                 0 if dist.get_rank() == 2 else 1
             ), case
         gc.collect()

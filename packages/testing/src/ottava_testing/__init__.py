@@ -1,5 +1,7 @@
-"""The conformance kit: checks that every recipe passes, for pytest, the command line and
-programs."""
+"""The conformance kit: checks that every recipe passes.
+
+They run under pytest, on the command line, and from programs.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # pytest loads the plugin of this package in every run: torch is imported when something is
-    # used.
+    # pytest loads this package's plugin in every run, so torch is imported only on first use.
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module 'ottava_testing' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``ottava check-recipe``: the checks on the command line."""
+"""``ottava check-recipe`` runs the checks from the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ottava.errors import OptionError, UsageError
 
 
 def _show_checks(as_json: bool) -> None:
-    """Print every check with what it promises."""
+    """Print every check with the promise that it tests."""
     from ottava_testing.checks import list_checks
 
     checks = list_checks()
@@ -34,10 +34,14 @@ def _show_checks(as_json: bool) -> None:
     return console().print(table("Checks", columns, cells))
 
 
-def _expected(given: list[str]) -> dict[str, str]:
-    """Expected failures from texts ``CHECK=REASON``."""
+def _expected(texts: list[str]) -> dict[str, str]:
+    """Reasons by the names of checks, from texts ``CHECK=REASON``.
+
+    Raises:
+        OptionError: a text has another form, or names a check for the second time.
+    """
     expected: dict[str, str] = {}
-    for text in given:
+    for text in texts:
         name, equals, reason = text.partition("=")
         if not equals or not name or name in expected:
             raise OptionError(
@@ -69,7 +73,7 @@ def _show_report(report: Any, as_json: bool) -> None:
     rows = [(result.name, result.outcome, f"{result.seconds:.2f}") for result in report.results]
     columns = ("check", "outcome", "seconds")
     console().print(table(f"Conformance of {report.recipe}", columns, rows, right=("seconds",)))
-    # Whole, below the table: a message is a sentence or more.
+    # Messages are sentences, too long for a cell, so the whole report follows below the table.
     return say(str(report), lines=True)
 
 

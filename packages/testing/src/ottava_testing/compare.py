@@ -1,4 +1,4 @@
-"""What checks compare with, and the words for what is wrong."""
+"""Values for checks, comparisons, and the messages about defects."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ import ottava
 from ottava.errors import text_of
 from ottava.tensors import QuantizedTensorStorage
 
-# Code that is not the recipe's: where a traceback leads through it, the recipe's last line says
-# more.
+# Folders of code that is not the recipe's. Where a traceback leads through them, the last line of
+# the recipe's own code says more.
 _FOREIGN = tuple(
     str(Path(file).parent) for file in (str(torch.__file__), str(ottava.__file__), __file__)
 )
 
 
 class CheckFailed(AssertionError):
-    """A recipe does not keep what a check asks for. The message names the defect."""
+    """A recipe does not pass a check; the message names the defect."""
 
 
 def require(truth: bool, defect: str) -> None:
-    """Go on if it is true.
+    """Check a condition.
 
     Raises:
-        CheckFailed: it is not; ``defect`` is the message.
+        CheckFailed: ``truth`` is false; ``defect`` is the message.
     """
     if not truth:
         raise CheckFailed(defect)
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, with the place in the recipe's own code that it comes from, or the
-    innermost one."""
+    """An exception in one line, with the place that raised it.
+
+    That is the innermost line of the recipe's own code, or of any code if the recipe has none in
+    the traceback.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*_FOREIGN, "<"))]
     frame = (own or list(frames) or [None])[-1]  # type: ignore[list-item]
@@ -51,12 +54,12 @@ def describe(error: BaseException) -> str:
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normally distributed values of this shape, the same in every process."""
+    """Normally distributed values of shape ``shape``, the same in every process."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of many magnitudes, so that the rows of a matrix have different scales."""
+    """Values of many magnitudes and shape ``shape``, so that rows of a matrix differ in scale."""
     random = torch.Generator().manual_seed(seed)
     return (
         torch.randn(shape, generator=random) * torch.exp(torch.randn(shape, generator=random))
@@ -67,7 +70,7 @@ def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def plain(value: Any) -> torch.Tensor:
-    """The values of a quantized or a plain tensor in its dtype, outside the graph."""
+    """The values of a quantized or a plain tensor in its nominal dtype, detached from the graph."""
     with torch.no_grad():
         tensor: torch.Tensor = (
             value.dequantize() if isinstance(value, QuantizedTensorStorage) else value
@@ -76,20 +79,21 @@ def plain(value: Any) -> torch.Tensor:
 
 
 def held(storage: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
-    """The inner tensors that a storage holds, by attribute."""
+    """The inner tensors that a storage holds, by the names of their attributes."""
     pairs = zip(storage.inner_tensors, storage.inner_list(), strict=True)
     return {inner.attribute: tensor for inner, tensor in pairs if tensor is not None}
 
 
 def tensors_in(thing: Any) -> dict[str, torch.Tensor]:
-    """Every plain tensor that an object holds as an attribute, inner tensors included, by
-    attribute."""
-    found = {name: value for name, value in vars(thing).items() if isinstance(value, torch.Tensor)}
+    """Every plain tensor that is an attribute of an object, inner tensors included, by name."""
+    tensors = {
+        name: value for name, value in vars(thing).items() if isinstance(value, torch.Tensor)
+    }
     if isinstance(thing, QuantizedTensorStorage):
-        found |= held(thing)
+        tensors |= held(thing)
     return {
         name: value
-        for name, value in found.items()
+        for name, value in tensors.items()
         if not isinstance(value, QuantizedTensorStorage)
     }
 
@@ -97,13 +101,16 @@ def tensors_in(thing: Any) -> dict[str, torch.Tensor]:
 def snapshot(
     tensors: QuantizedTensorStorage | Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Copies of tensors, or of the inner tensors of a storage."""
-    given = held(tensors) if isinstance(tensors, QuantizedTensorStorage) else tensors
-    return {name: plain(tensor).clone() for name, tensor in given.items()}
+    """Copies of tensors, or of the inner tensors of a storage, by name."""
+    originals = held(tensors) if isinstance(tensors, QuantizedTensorStorage) else tensors
+    return {name: plain(tensor).clone() for name, tensor in originals.items()}
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and bytes (NaN equals NaN, 0 is not -0)."""
+    """Whether two tensors have the same shape, dtype and bytes.
+
+    NaN therefore equals the same NaN, and 0 differs from -0.
+    """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     mine, theirs = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
@@ -111,8 +118,10 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def difference(one: Any, other: Any) -> str | None:
-    """The first inner tensor in which two storages (or snapshots) differ, by attribute; None where
-    they are equal."""
+    """The name of the first inner tensor in which two storages or snapshots differ.
+
+    None where they are equal.
+    """
     mine, theirs = (held(t) if isinstance(t, QuantizedTensorStorage) else t for t in (one, other))
     if set(mine) != set(theirs):
         return str(sorted(set(mine) ^ set(theirs))[0])
@@ -121,14 +130,14 @@ def difference(one: Any, other: Any) -> str | None:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two plain tensors lie in the same memory."""
+    """Whether two plain tensors share their memory."""
     if one.is_meta or other.is_meta or not one.numel() or not other.numel():
         return False
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def flip(tensor: torch.Tensor) -> None:
-    """Overwrite a plain tensor, of any dtype, with values that are not what it held."""
+    """Overwrite a plain tensor of any dtype with values that differ from its own."""
     with torch.no_grad():
         if tensor.is_floating_point() and tensor.element_size() > 1:
             tensor.copy_(tensor.float() * -3 + 1)
@@ -143,12 +152,12 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The Frobenius norm of what a tensor is off, by that of what it should be."""
+    """The relative error ``‖actual - expected‖ / ‖expected‖`` in the Frobenius norm."""
     wanted = expected.detach().double()
-    off = torch.linalg.vector_norm(actual.detach().double() - wanted)
-    return (
-        float(off / torch.linalg.vector_norm(wanted).clamp(min=1e-300)) if wanted.numel() else 0.0
-    )
+    if not wanted.numel():
+        return 0.0
+    error = torch.linalg.vector_norm(actual.detach().double() - wanted)
+    return float(error / torch.linalg.vector_norm(wanted).clamp(min=1e-300))
 
 
 def _transposed(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
@@ -169,7 +178,11 @@ def explain(
     *,
     before: torch.Tensor | None = None,
 ) -> str:
-    """What is wrong with values, in words that follow the name of what holds them."""
+    """A description of what is wrong with ``actual``.
+
+    It continues a sentence whose subject is the name of the tensor. ``bound`` is the relative error
+    that is allowed, and ``before`` are old values that should have changed.
+    """
     near = max(bound, 1e-6)
     if _transposed(actual, expected, near):
         return "holds the values of its transpose: wrong transpose"
@@ -201,12 +214,14 @@ def close(
     """Compare values in the Frobenius norm.
 
     Args:
-        what: the name of what holds ``actual``.
-        bound: allowed ``‖actual - expected‖ / ‖expected‖``.
-        before: what ``actual`` was before something that had to change it.
+        what: the name of ``actual`` in messages.
+        actual: the values to check.
+        expected: the values that they should be near.
+        bound: the largest ``‖actual - expected‖ / ‖expected‖`` that is allowed.
+        before: the values of ``actual`` before an operation that had to change them.
 
     Raises:
-        CheckFailed: they differ in shape, or by more.
+        CheckFailed: the shapes differ, or the values differ by more than ``bound``.
     """
     error = relative(actual, expected) if actual.shape == expected.shape else float("inf")
     if not error <= bound:
@@ -217,14 +232,13 @@ def require_same(defect: str, ones: Iterable[torch.Tensor], others: Iterable[tor
     """Compare lists of tensors byte by byte.
 
     Raises:
-        CheckFailed: a pair differs; the message is ``defect`` and by how much.
+        CheckFailed: a pair differs; the message is ``defect`` with the size of the difference.
     """
     for one, other in zip(ones, others, strict=True):
         mine, theirs = plain(one), plain(other)
-        if not same(mine, theirs):
-            off = (
-                f"off by {relative(mine, theirs):.3g} of its norm"
-                if mine.shape == theirs.shape
-                else "another shape"
-            )
-            raise CheckFailed(f"{defect} ({off})")
+        if same(mine, theirs):
+            continue
+        size = "another shape"
+        if mine.shape == theirs.shape:
+            size = f"off by {relative(mine, theirs):.3g} of its norm"
+        raise CheckFailed(f"{defect} ({size})")

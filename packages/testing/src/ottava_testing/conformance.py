@@ -1,4 +1,4 @@
-"""``RecipeConformance``: the checks as a class of tests."""
+"""``RecipeConformance`` has the checks as a class of tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ottava_testing.runner import checked_failures, run_for_layers, subjects_of,
 from ottava_testing.subject import LAYER, Subject
 from ottava_testing.table import Check
 
-# Where a standard test notes in its instance that its check failed.
+# The attribute of its instance in which a standard test notes that its check failed.
 _FAILED = "_ottava_failed"
 _RULE = (
     'a standard test may be overridden only with @pytest.mark.xfail(reason="why it fails") on the '
@@ -30,11 +30,11 @@ _RULE = (
 
 
 class ConformanceError(OttavaError, TypeError):
-    """A class of conformance tests leaves standard tests out."""
+    """A class of conformance tests leaves out standard tests."""
 
 
 class NotApplicable(Skipped):
-    """A standard test is about something that the recipe's spec does not promise."""
+    """A standard test is skipped, because the recipe's spec does not promise what it tests."""
 
 
 class RecipeConformance:
@@ -45,22 +45,21 @@ class RecipeConformance:
         class TestMine(RecipeConformance):
             recipe = "mine"
 
-    A subclass names the checks that are expected to fail, with the reasons, or overrides a standard
-    test as one that is.
+    A subclass that expects checks to fail names them with the reasons, or overrides their standard
+    tests with an xfail mark.
 
     Attributes:
         recipe: the name of an installed recipe, the path of a recipe file, or a recipe.
-        options: the recipe's options, with a name or a file.
-        spec: what the recipe says of itself; by default that of the installed one, else the
-            defaults of every flag.
-        layers: names of layers. A recipe that goes by them is checked as each of these layers has
-            it.
+        options: the recipe's options, if ``recipe`` is a name or a file.
+        spec: the spec whose promises are checked; by default that of the installed recipe, or else
+            one with the default of every flag.
+        layers: names of layers. A recipe that depends on the layer's name is checked under each.
         expected_failures: name of a check -> reason. Such a check has to fail.
 
     Raises:
-        ConformanceError: when a subclass is made that overrides a standard test in another way.
-        OptionError: when one is made that expects an unknown check to fail, with the nearest ones,
-            or gives no reason.
+        ConformanceError: a subclass overrides a standard test in another way.
+        OptionError: a subclass expects an unknown check to fail (the message has the nearest
+            names), or gives no reason.
         DTypeError: ``expected_failures`` is no mapping.
     """
 
@@ -71,7 +70,11 @@ class RecipeConformance:
     expected_failures: ClassVar[Mapping[str, str]] = {}
 
     def make_recipe(self) -> ottava.Recipe:
-        """The recipe; to be overridden where it has no name."""
+        """The recipe to test; a subclass overrides this if ``recipe`` cannot name it.
+
+        Raises:
+            OptionError: the class names no recipe.
+        """
         if self.recipe is None:
             raise OptionError(
                 f"{type(self).__name__} names no recipe",
@@ -108,7 +111,8 @@ def _standard_test(check: Check) -> Callable[..., None]:
     def test(self: RecipeConformance) -> None:
         __tracebackhide__ = True
         subjects = subjects_of_class(type(self))
-        reason, expected = why_not(check, subjects), self.expected_failures.get(check.name)
+        reason = why_not(check, subjects)
+        expected = self.expected_failures.get(check.name)
         if reason is not None and expected is not None:
             pytest.fail(
                 f"it is expected to fail, and does not apply: {reason}; remove it", pytrace=False
@@ -121,7 +125,7 @@ def _standard_test(check: Check) -> Callable[..., None]:
         except CheckFailed as error:
             vars(self)[_FAILED] = check.method
             if error.__cause__ is not None and expected is None:
-                # The traceback of the recipe's own code says more.
+                # The traceback of the recipe's own code says more than the message.
                 raise
             failure = str(error)
         if failure and expected is not None:
@@ -146,7 +150,7 @@ for _check in list_checks():
 
 
 def is_override(cls: type, name: str) -> bool:
-    """Whether a class has another function in the place of a standard test."""
+    """Whether a class has another function in place of a standard test."""
     return name in _STANDARD and getattr(cls, name, None) is not _STANDARD[name]
 
 
@@ -158,7 +162,7 @@ def _has_own(cls: type, name: str) -> bool:
 
 
 def hidden(cls: Any) -> bool:
-    """Whether pytest is told not to collect a class that has a recipe to test."""
+    """Whether a class has a recipe to test and yet tells pytest not to collect it."""
     base = RecipeConformance
     return not getattr(cls, "__test__", True) and (
         cls.recipe is not None or cls.make_recipe is not base.make_recipe
@@ -166,8 +170,8 @@ def hidden(cls: Any) -> bool:
 
 
 def _marks(thing: Any) -> list[pytest.Mark]:
-    given = vars(thing).get("pytestmark", [])
-    marks: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+    value = vars(thing).get("pytestmark", [])
+    marks: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
     return [getattr(mark, "mark", mark) for mark in marks]
 
 
@@ -185,7 +189,7 @@ def _wrong_xfail(mark: pytest.Mark) -> str | None:
 
 
 def overrides_wrongly(cls: type) -> list[str]:
-    """What is wrong with the standard tests that a class overrides."""
+    """Messages about the standard tests that a class overrides in a way that is not allowed."""
     wrong = [
         f"{name} is defined: pytest does not collect such a class"
         for name in _MAKERS
@@ -194,19 +198,19 @@ def overrides_wrongly(cls: type) -> list[str]:
     if hidden(cls):
         wrong.append("__test__ is false: a base class that is not to be run names no recipe")
     for name in _STANDARD:
-        given = getattr(cls, name, None)
-        if not getattr(given, "__test__", True):
+        test = getattr(cls, name, None)
+        if not getattr(test, "__test__", True):
             wrong.append(f"{name}.__test__ is false, so that pytest does not collect it")
         if not is_override(cls, name):
             continue
-        if not isinstance(given, types.FunctionType):
-            wrong.append(f"{name} is replaced by {given!r}")
+        if not isinstance(test, types.FunctionType):
+            wrong.append(f"{name} is replaced by {test!r}")
             continue
-        xfails = [mark for mark in _marks(given) if mark.name == "xfail"]
+        xfails = [mark for mark in _marks(test) if mark.name == "xfail"]
         if not xfails:
             wrong.append(f"{name} is overridden, and not expected to fail")
         wrong += [f"{name}: {problem}" for mark in xfails if (problem := _wrong_xfail(mark))]
-        wrong += [f"{name}: {problem}" for problem in _skips(_marks(given))]
+        wrong += [f"{name}: {problem}" for problem in _skips(_marks(test))]
     return wrong
 
 
@@ -217,12 +221,13 @@ def _skips(marks: Iterable[pytest.Mark]) -> list[str]:
 
 
 def class_violations(cls: type, around: Iterable[pytest.Mark]) -> list[str]:
-    """What leaves standard tests of a class out: overrides, and marks on it, its bases or its
-    module.
+    """Messages about what leaves out standard tests of a class.
+
+    That is overrides, and marks on the class, its bases or its module.
 
     Args:
         cls: a class of tests.
-        around: the marks of what it stands in.
+        around: the marks of the module and packages that contain it.
     """
     wrong = overrides_wrongly(cls)
     marks = [mark for base in cls.__mro__ for mark in _marks(base)] + list(around)
@@ -235,7 +240,7 @@ def class_violations(cls: type, around: Iterable[pytest.Mark]) -> list[str]:
 
 
 def item_violations(item: Any) -> list[str]:
-    """What leaves one standard test out that was collected: marks that something added to it."""
+    """Messages about marks, added after collection, that leave out a standard test."""
     name = getattr(item, "originalname", item.name)
     if name not in _STANDARD:
         return []
@@ -248,13 +253,14 @@ def item_violations(item: Any) -> list[str]:
 
 
 def wrongly_left_out(item: Any, when: str, excinfo: Any) -> str | None:
-    """What is wrong with a standard test that was skipped or failed as expected; None where nothing
-    is.
+    """A message about a standard test that was skipped, or failed as expected, without permission.
+
+    None where that was allowed.
 
     Args:
         item: the test.
         when: ``"setup"``, ``"call"`` or ``"teardown"``.
-        excinfo: what pytest knows of the exception that ended it.
+        excinfo: pytest's information on the exception that ended the test, or None.
     """
     overridden = is_override(item.cls, item.originalname)
     named = {check.method for check in list_checks() if check.name in item.cls.expected_failures}
@@ -288,5 +294,5 @@ def is_standard(item: Any) -> bool:
 
 
 def violation(cls: type, wrong: Iterable[str]) -> str:
-    """The words for a class that breaks the rule."""
+    """The message about a class that breaks the rule, with the remedy."""
     return f"{cls.__name__}: {'; '.join(wrong)}. Remedy: {_RULE}."

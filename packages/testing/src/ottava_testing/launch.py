@@ -1,5 +1,8 @@
-"""Starts ranks: one launch for all checks of a subject, by a process that stays while this one
-lives."""
+"""Starts the ranks of the checks on several processes.
+
+All such checks of a subject share one launch. A helper process forks the ranks; it has imported
+what they need, and lives as long as this process.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,14 @@ from ottava_testing.table import CHECKS, RANK_BODIES
 WORLD = 2
 #: Seconds after which the processes are killed.
 TIMEOUT = float(os.environ.get("OTTAVA_TESTING_TIMEOUT", "180"))
-# Nothing said means that it ended without a word.
+# The key in Subject.kept under which the outcomes are.
 _KEY = "ranks"
 
 
 def outcome(subject: Subject, name: str) -> str | None:
-    """What is wrong by the check ``name``, or None. The first question runs all such checks that
-    apply.
+    """The failure message of the check ``name``, or None if it passed.
+
+    The first call for a subject runs all such checks that apply to it.
 
     Raises:
         CheckFailed: another process cannot make the recipe.
@@ -59,10 +63,11 @@ def outcome(subject: Subject, name: str) -> str | None:
 
 
 def _save_weight(subject: Subject, folder: Path) -> None:
-    """What a rank is to load."""
+    """Save a quantized weight and its values, which a rank is to load."""
     if subject.spec.quantized_weights:
         weight = subject.weight(wide(48, 40))
-        with contextlib.suppress(Exception):  # a check in this process says so
+        # A weight that cannot be pickled fails a check that runs in this process.
+        with contextlib.suppress(Exception):
             torch.save(weight, folder / "weight.pt")
         torch.save(plain(weight), folder / "values.pt")
 
@@ -75,23 +80,26 @@ def run_on_ranks(
     prepare: Callable[[Path], None] = lambda folder: None,
     seconds: float = TIMEOUT,
 ) -> dict[str, str | None]:
-    """Call ``body``, a ``"module:function"`` of a name, the device mesh and a folder, for each name
-    on every rank.
+    """Call a function for each name on every rank.
 
-    The names share a launch up to the first that fails, which leaves ranks waiting for each other;
-    those after it share the next one.
+    The names share one launch up to the first that fails, because a failure leaves ranks waiting
+    for each other. The names after it share the next launch.
 
     Args:
-        prepare: fills the folder, before each launch.
-        seconds: after which a launch is killed.
+        body: the function as ``"module:function"``; its arguments are the name, the device mesh and
+            a folder.
+        names: the names to call it with.
+        world: number of ranks.
+        prepare: fills the folder before each launch.
+        seconds: the time after which a launch is killed.
 
     Returns:
-        What is wrong, or None, by name.
+        The failure message by name, None where it passed.
     """
     known: dict[str, str | None] = {}
     while names:
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
+        with tempfile.TemporaryDirectory() as path:
+            folder = Path(path)
             environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
             request = {
                 "body": body,
@@ -103,26 +111,31 @@ def run_on_ranks(
             (folder / "request.json").write_text(json.dumps(request))
             prepare(folder)
             ended, printed = _launcher().launch(folder, seconds)
-            told = _told(folder, world)
-        finished = [n for n in names if len(told.get(n, {})) == world and not any(told[n].values())]
-        known.update(dict.fromkeys(finished))
-        names = [n for n in names if n not in finished]
+            reports = _reports(folder, world)
+        passed = [
+            name
+            for name in names
+            if len(reports.get(name, {})) == world and not any(reports[name].values())
+        ]
+        known.update(dict.fromkeys(passed))
+        names = [name for name in names if name not in passed]
         if names:
             failed = names.pop(0)
-            known[failed] = next(
-                (text for text in told.get(failed, {}).values() if text), None
-            ) or (
-                f"{failed}: the processes did not end in {seconds:.0f} s: do the ranks wait for "
-                f"each other?"
-                if not ended
-                else f"{failed}: a process ended without a result\n{printed[-2000:]}"
-            )
+            messages = [text for text in reports.get(failed, {}).values() if text]
+            if messages:
+                known[failed] = messages[0]
+            elif ended:
+                known[failed] = f"{failed}: a process ended without a result\n{printed[-2000:]}"
+            else:
+                known[failed] = (
+                    f"{failed}: the processes did not end in {seconds:.0f} s: do the ranks wait "
+                    f"for each other?"
+                )
     return known
 
 
 class _Launcher:
-    """The process that forks ranks: it has imported what every rank needs, once for all
-    launches."""
+    """The process that forks ranks; it imports once, for all launches, what every rank needs."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(
@@ -135,18 +148,23 @@ class _Launcher:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             env=os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
-            # What interrupts this process does not reach it: it ends with its standard input.
+            # An interrupt of this process does not reach the new one, which ends when its standard
+            # input is closed.
             start_new_session=True,
         )
         self.owner = os.getpid()
 
     @property
     def usable(self) -> bool:
-        """Whether it runs and this process, not one that it was forked from, started it."""
+        """Whether it runs, and was started by this process and not by one this was forked from."""
         return self.owner == os.getpid() and self.process.poll() is None
 
     def launch(self, folder: Path, seconds: float) -> tuple[bool, str]:
-        """Run the request in a folder: whether it ended in time, and what it printed."""
+        """Run the request in a folder.
+
+        Returns:
+            Whether the ranks ended within ``seconds``, and what they printed.
+        """
         answers: list[str | None] = []
         try:
             assert self.process.stdin is not None
@@ -159,7 +177,7 @@ class _Launcher:
             pass
         finally:
             if len(answers) < 2 or not answers[1]:
-                # Its own session: the ranks are in it and nothing else.
+                # The group that is killed is a session of its own, with the ranks alone in it.
                 if answers and answers[0]:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(int(answers[0]), signal.SIGKILL)
@@ -170,13 +188,13 @@ class _Launcher:
         return None not in answers, printed + self.errors.read().decode(errors="replace")
 
     def _answer(self, seconds: float) -> str | None:
-        """A line, nothing where the process is gone, or None where there is no answer in time."""
+        """A line of the process: empty if it has ended, None if none came within ``seconds``."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], seconds)
         return self.process.stdout.readline().decode().strip() if ready else None
 
     def close(self) -> None:
-        """End the process, which has nothing to do."""
+        """End the process; closing its standard input tells it to."""
         if self.owner != os.getpid():
             return
         for pipe in (self.process.stdin, self.process.stdout):
@@ -193,22 +211,22 @@ _launchers: list[_Launcher] = []
 
 
 def _launcher() -> _Launcher:
-    """The process that forks ranks, started where there is none."""
+    """The process that forks ranks; it is started if none runs."""
     if not _launchers or not _launchers[-1].usable:
         _launchers[:] = [_Launcher()]
         atexit.register(_launchers[-1].close)
     return _launchers[-1]
 
 
-def _told(folder: Path, world: int) -> dict[str, dict[int, str]]:
-    """What each rank said of each name, the first to say something first: "" where it passed."""
-    said: list[tuple[float, int, dict[str, Any]]] = []
+def _reports(folder: Path, world: int) -> dict[str, dict[int, str]]:
+    """The failure message of each rank by name, "" where it passed, in the order of their times."""
+    entries: list[tuple[float, int, dict[str, Any]]] = []
     for rank in range(world):
         file = folder / f"rank-{rank}.jsonl"
         for line in file.read_text().splitlines() if file.exists() else []:
             entry: dict[str, Any] = json.loads(line)
-            said.append((entry["at"], rank, entry))
-    told: dict[str, dict[int, str]] = {}
-    for _, rank, entry in sorted(said, key=lambda one: one[:2]):
-        told.setdefault(entry["name"], {})[rank] = entry["failure"]
-    return told
+            entries.append((entry["at"], rank, entry))
+    reports: dict[str, dict[int, str]] = {}
+    for _, rank, entry in sorted(entries, key=lambda timed: timed[:2]):
+        reports.setdefault(entry["name"], {})[rank] = entry["failure"]
+    return reports

@@ -1,8 +1,7 @@
-"""The pytest plugin: marks, readable assertions in the checks, and the rule on overriding standard
-tests.
+"""The pytest plugin: marks, readable assertions in checks, and the rule on standard tests.
 
-pytest loads it in every run, so that it imports nothing but pytest; where no test module imported
-the base class, there is nothing to do.
+pytest loads the plugin in every run, so it imports nothing but pytest, and does nothing where no
+test module has imported the base class.
 """
 
 from __future__ import annotations
@@ -29,8 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Refused(pytest.Class):
-    """A class that leaves standard tests out: collecting it is an error, and none of its tests can
-    pass."""
+    """A class that leaves out standard tests.
+
+    Collecting it is an error, so that none of its tests can pass.
+    """
 
     def collect(self) -> NoReturn:
         raise self.CollectError(_kit().violation(self.obj, self.refusal))
@@ -40,38 +41,41 @@ class _Refused(pytest.Class):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: Any, name: str, obj: object) -> Generator[None, Any, Any]:
-    """Refuse conformance classes that leave standard tests out, or that pytest would not collect
-    for that."""
-    made = yield
+    """Refuse conformance classes that leave out standard tests, or tell pytest not to collect."""
+    collected = yield
     kit = _kit()
     if kit is None or not isinstance(obj, type) or not issubclass(obj, kit.RecipeConformance):
-        return made
-    if not isinstance(made, pytest.Class) and not kit.hidden(obj):
-        return made
+        return collected
+    if not isinstance(collected, pytest.Class) and not kit.hidden(obj):
+        return collected
     wrong = kit.class_violations(obj, collector.iter_markers())
     if not wrong:
-        return made
+        return collected
     refused = _Refused.from_parent(collector, name=name, obj=obj)
     refused.refusal = tuple(wrong)
     return refused
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """An override that is expected to fail has to: its mark is strict, whatever the configuration
-    says."""
+    """Make the xfail mark of an override strict, whatever pytest's configuration says.
+
+    An override that is expected to fail then has to fail.
+    """
     kit = _kit()
     if kit is None or not kit.is_standard(item):
         return
     for mark in list(item.iter_markers("xfail")):
-        # The first mark is the one that counts.
+        # Of several marks pytest obeys the first.
         item.add_marker(pytest.mark.xfail(**{**mark.kwargs, "strict": True}), append=False)
         return
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail standard tests that marks added after collection would leave out: before pytest looks at
-    these marks."""
+    """Fail standard tests that marks added after collection would leave out.
+
+    This runs before pytest itself obeys these marks.
+    """
     kit = _kit()
     if kit is not None and kit.is_standard(item):
         wrong = kit.item_violations(item)
@@ -81,8 +85,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
-    """Fail standard tests that something skips, and expected failures that are none of the standard
-    check."""
+    """Fail standard tests that are skipped, and expected failures that the check did not cause."""
     report = yield
     kit = _kit()
     if kit is None or not kit.is_standard(item) or not report.skipped:
@@ -93,7 +96,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, A
     report.outcome = "failed"
     report.longrepr = kit.violation(item.cls, [f"{item.name}: {why}"])  # type: ignore[attr-defined]
     if hasattr(report, "wasxfail"):
-        # Such a report counts as an expected failure, or as one that passes, whatever its outcome
-        # is.
+        # A report with this attribute counts as an expected failure or as an unexpected pass,
+        # whatever its outcome is.
         del report.wasxfail
     return report

@@ -1,4 +1,4 @@
-"""``check_recipe``: the checks as a function."""
+"""``check_recipe`` runs the checks from a program."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Outcome = Literal["passed", "failed", "expected", "not applicable"]
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one check.
+    """The result of one check.
 
     Attributes:
-        name: of the check.
-        outcome: ``"passed"``, ``"failed"``, ``"expected"`` (it failed, for a reason that was given)
-            or ``"not applicable"``.
-        message: what is wrong, or why it does not apply.
-        seconds: how long it took.
+        name: the name of the check.
+        outcome: ``"passed"``, ``"failed"``, ``"expected"`` (the check failed, as was expected) or
+            ``"not applicable"``.
+        message: the defect, or the reason why the check does not apply.
+        seconds: how long the check took.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of all checks of a recipe.
+    """The results of all checks of a recipe.
 
     Attributes:
-        recipe: its name.
-        results: in the order of the table.
+        recipe: the name of the recipe.
+        results: the results in the order of the table of checks.
         left_out: names of the slow checks that were left out.
     """
 
@@ -59,11 +59,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether none failed."""
+        """Whether no check failed."""
         return not self.failures
 
     def count(self, outcome: Outcome) -> int:
-        """How many checks came out so."""
+        """The number of checks with an outcome."""
         return sum(result.outcome == outcome for result in self.results)
 
     def __str__(self) -> str:
@@ -85,16 +85,19 @@ OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "expected", "not applicable
 
 
 def run_check(check: Check, subject: Subject) -> None:
-    """Run one check that applies. The global random state is the same before and after it.
+    """Run one check that applies.
+
+    The global random state and the number of threads are the same afterwards as before.
 
     Raises:
-        CheckFailed: the recipe does not pass; any other exception of its code becomes one that says
-            where.
+        CheckFailed: the recipe does not pass. Any other exception of its code becomes a
+            CheckFailed whose message has the place that raised it.
     """
-    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    grad = torch.is_grad_enabled()
+    threads = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        # The tensors are small: threads would only wait for each other.
+        # The tensors are so small that threads would only wait for each other.
         torch.set_num_threads(1)
         try:
             with torch.enable_grad():
@@ -111,11 +114,11 @@ def run_check(check: Check, subject: Subject) -> None:
 def subjects_of(
     given: Given, options: Mapping[str, Any], spec: RecipeSpec | None, layers: Any
 ) -> list[Subject]:
-    """A recipe as the layers of these names have it, one subject for each name.
+    """One subject for each name in ``layers``, with the recipe as a layer of that name gets it.
 
     Raises:
         DTypeError: ``layers`` is no sequence of texts.
-        OptionError: it is empty, or a name stands there twice.
+        OptionError: ``layers`` is empty, or has a name twice.
     """
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise DTypeError(
@@ -131,7 +134,7 @@ def subjects_of(
 
 
 def why_not(check: Check, subjects: Sequence[Subject]) -> str | None:
-    """Why a check applies to none of the layers; None where it applies to one."""
+    """Why a check applies to none of the layers; None where it applies to at least one."""
     reasons = [check.why_not(subject.spec) for subject in subjects]
     return reasons[0] if None not in reasons else None
 
@@ -140,8 +143,8 @@ def run_for_layers(check: Check, subjects: Sequence[Subject]) -> None:
     """Run a check for each of the layers that it applies to, up to the first that does not pass.
 
     Raises:
-        CheckFailed: as :func:`run_check`; the message has the name of the layer, unless that is the
-            kit's own.
+        CheckFailed: as :func:`run_check`. The message has the name of the layer, unless that is the
+            kit's own default.
     """
     for subject in subjects:
         if check.why_not(subject.spec) is not None:
@@ -155,10 +158,10 @@ def run_for_layers(check: Check, subjects: Sequence[Subject]) -> None:
 
 
 def find_checks(names: Iterable[str], what: str) -> list[Check]:
-    """Checks by name.
+    """The checks of these names; ``what`` says in messages where the names come from.
 
     Raises:
-        OptionError: there is none of that name; the message has the nearest ones.
+        OptionError: no check has that name; the message has the nearest names.
     """
     known = {check.name: check for check in list_checks()}
     for name in names:
@@ -174,26 +177,28 @@ def find_checks(names: Iterable[str], what: str) -> list[Check]:
 
 
 def checked_failures(expected: Mapping[str, str] | None) -> dict[str, str]:
-    """Expected failures: the name of a check, and why it fails.
+    """Expected failures after checks: the reason of each, by the name of the check.
 
     Raises:
-        DTypeError: they are no mapping.
-        OptionError: there is no check of that name, with the nearest ones; or a failure has no
-            reason.
+        DTypeError: ``expected`` is no mapping.
+        OptionError: no check has that name (the message has the nearest names), or a failure has
+            no reason.
     """
     if expected is not None and not isinstance(expected, Mapping):
-        what = f"expected_failures is a {type(expected).__name__}"
-        raise DTypeError(what, expected="a mapping, {check: why it fails}")
-    found = dict(expected or {})
-    find_checks(found, "the expected failure")
-    for name, reason in found.items():
+        raise DTypeError(
+            f"expected_failures is a {type(expected).__name__}",
+            expected="a mapping, {check: why it fails}",
+        )
+    reasons = dict(expected or {})
+    find_checks(reasons, "the expected failure")
+    for name, reason in reasons.items():
         if not isinstance(reason, str) or not reason.strip():
             raise OptionError(
                 f"the expected failure of {name!r} has no reason",
                 expected="why it fails",
                 remedy=f"{name}=REASON",
             )
-    return found
+    return reasons
 
 
 def check_recipe(
@@ -211,18 +216,17 @@ def check_recipe(
     Args:
         recipe: the name of an installed recipe, the path of a recipe file, a recipe, or a function
             that makes one.
-        options: the recipe's options, with a name or a file.
-        spec: what the recipe says of itself; by default that of the installed one, else the
-            defaults of every flag.
+        options: the recipe's options, if ``recipe`` is a name or a file.
+        spec: the spec whose promises are checked; by default that of the installed recipe, or else
+            one with the default of every flag.
         only: names of the checks to run; by default all.
         skip_slow: leave out the checks that compile or start processes.
-        expected_failures: name -> reason. Such a check has to fail.
-        layers: names of layers. A recipe that goes by them is checked as each of these layers has
-            it.
+        expected_failures: name of a check -> reason. Such a check has to fail.
+        layers: names of layers. A recipe that depends on the layer's name is checked under each.
 
     Raises:
-        OptionError: an unknown check, with the nearest ones, or an expected failure without a
-            reason.
+        OptionError: a check is unknown (the message has the nearest names), or an expected failure
+            has no reason.
         RecipeNotFoundError, PluginError, DTypeError: ``recipe`` gives no recipe.
     """
     expected = checked_failures(expected_failures)

@@ -1,4 +1,4 @@
-"""``Subject``: a recipe under test, and what is made with it."""
+"""``Subject`` is a recipe under test; it makes quantizers, weights, layers and models with it."""
 
 from __future__ import annotations
 
@@ -23,33 +23,37 @@ from ottava_testing.compare import CheckFailed
 
 #: The roles that a linear layer asks quantizers for.
 ROLES = ("input", "weight", "grad_output")
-#: The name of the layers, where no other is asked for.
+#: The default name of the layers that the checks make.
 LAYER = "layer"
 Given = str | Path | ottava.Recipe | Callable[[], ottava.Recipe]
 
 
 def _accept(names: Sequence[str]) -> None:
-    """Stands for :meth:`ottava.Recipe.check_layers`."""
+    """Replaces :meth:`ottava.Recipe.check_layers` and accepts any names."""
 
 
 def _for_any_layers(recipe: ottava.Recipe) -> ottava.Recipe:
-    """The recipe, whose patterns may name layers that the models of the checks do not have."""
+    """The same recipe, made to accept any layers.
+
+    Its patterns may name layers that the models of the checks do not have.
+    """
     object.__setattr__(recipe, "check_layers", _accept)
     return recipe
 
 
 @dataclass(frozen=True)
 class Source:
-    """How another process makes the same recipe.
+    """A description from which another process makes the same recipe.
 
     Attributes:
-        name: of an installed recipe, or the path of a recipe file; None where ``recipe`` is it.
+        name: the name of an installed recipe, or the path of a recipe file; None where ``recipe``
+            has the recipe itself.
         options: the recipe's options, pickled.
-        recipe: a recipe, pickled.
-        modules: the files of modules that the pickles name, for those that cannot be imported by
-            name.
-        spec: the spec to check by.
-        layer_name: the name of the layers to check with.
+        recipe: the recipe, pickled; empty where it has a name.
+        modules: names and files of the modules that the pickles refer to, because some of them
+            cannot be imported by name.
+        spec: the spec whose promises are checked.
+        layer_name: the name of the layers that the checks make.
     """
 
     name: str | None
@@ -65,16 +69,16 @@ class Subject:
     """A recipe under test.
 
     Args:
-        recipe: the name of an installed recipe, the path of a recipe file, a recipe, or a function
+        given: the name of an installed recipe, the path of a recipe file, a recipe, or a function
             that makes one.
-        options: for the name or the file.
-        spec: what the recipe says of itself; by default that of the installed recipe, or one with
-            the defaults of every flag, where there is none of that name.
-        layer_name: of the layers that it is checked with, which a recipe may go by.
+        options: the recipe's options, if ``given`` is a name or a file.
+        spec: the spec whose promises are checked; by default that of the installed recipe, or else
+            one with the default of every flag.
+        layer_name: the name of the layers that the checks make; a recipe may depend on it.
 
     Raises:
-        DTypeError: ``recipe`` is none of these.
-        OptionError: ``options`` for something that takes none.
+        DTypeError: ``given`` is none of these.
+        OptionError: there are options, and ``given`` takes none.
         RecipeNotFoundError, PluginError: as :func:`ottava.get_recipe`.
     """
 
@@ -82,10 +86,10 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     spec: RecipeSpec = None  # type: ignore[assignment]
     layer_name: str = LAYER
-    #: Names of the checks that are going to be run, where that is known: some share an expensive
-    #: preparation.
+    #: Names of the checks that are going to be run, if known, because some of them share an
+    #: expensive preparation.
     wanted: frozenset[str] = frozenset()
-    #: What such checks keep.
+    #: Results that checks keep for others of the same subject.
     kept: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,8 +109,8 @@ class Subject:
             recipe = self.recipe()
             self.spec = _spec_of(self.given, recipe)
             if self.options or self.given != self.spec.name or self.layer_name != LAYER:
-                # The installed spec speaks of the recipe by its name alone; others may be put
-                # together otherwise.
+                # The installed spec describes the recipe without options and for any layer. With
+                # options, or for this layer, it may be stateful where the spec is not.
                 state = Linear(8, 8, recipe=recipe, name=self.layer_name)._binding.state
                 self.spec = replace(self.spec, stateful=state is not None and state.stateful)
         elif not isinstance(self.spec, RecipeSpec):
@@ -116,7 +120,7 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """What it is called in reports."""
+        """The name of the recipe in reports."""
         return self.given if isinstance(self.given, str) else self.spec.name
 
     @property
@@ -125,7 +129,7 @@ class Subject:
         return float(self.spec.relative_error)
 
     def recipe(self) -> ottava.Recipe:
-        """The recipe, made anew where that is possible.
+        """The recipe, as a new object unless the subject was given an object.
 
         Raises:
             DTypeError: the function made something else.
@@ -133,14 +137,14 @@ class Subject:
         if isinstance(self.given, str):
             return _for_any_layers(ottava.get_recipe(self.given, **self.options))
         given: Any = self.given
-        made: object = given if isinstance(given, ottava.Recipe) else given()
-        if not isinstance(made, ottava.Recipe):
+        recipe: object = given if isinstance(given, ottava.Recipe) else given()
+        if not isinstance(recipe, ottava.Recipe):
             raise DTypeError(
-                f"the function made a {type(made).__name__}", expected="an ottava.Recipe"
+                f"the function made a {type(recipe).__name__}", expected="an ottava.Recipe"
             )
-        return _for_any_layers(made)
+        return _for_any_layers(recipe)
 
-    # -- quantizers and what they give --
+    # -- quantizers and their results --
 
     def quantizer(
         self,
@@ -151,14 +155,16 @@ class Subject:
         columnwise: bool = True,
     ) -> Quantizer:
         """A new quantizer for a role."""
-        made = self.recipe().quantizer(QuantizerRole("linear", role, self.layer_name)).copy()
-        made.set_usage(rowwise=rowwise, columnwise=columnwise)
-        made.internal = internal
-        return made
+        quantizer = self.recipe().quantizer(QuantizerRole("linear", role, self.layer_name)).copy()
+        quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+        quantizer.internal = internal
+        return quantizer
 
     def quantizers(self, **usages: bool) -> Iterator[tuple[str, Quantizer]]:
-        """A quantizer for each role, as layers use it (internal) and for tensors, each with words
-        for messages."""
+        """Two quantizers for each role, each after a name for messages.
+
+        One has ``internal=True``, as layers use it; the other gives tensors.
+        """
         for role in ROLES:
             for internal in (True, False):
                 words = f"the quantizer of {role!r} with internal={internal}"
@@ -167,38 +173,41 @@ class Subject:
     def quantized(
         self, **usages: bool
     ) -> Iterator[tuple[str, QuantizedTensorStorage, torch.Tensor]]:
-        """A quantized matrix by each quantizer, with words for messages and the values that it was
-        made of."""
+        """A matrix quantized by each quantizer, between its name for messages and its values.
+
+        The shape is ``[48, 40]``.
+        """
         from ottava_testing.compare import wide
 
         for words, quantizer in self.quantizers(**usages):
             values = wide(
                 48, 40, seed=3, dtype=torch.float32 if quantizer.internal else torch.bfloat16
             )
-            made = quantizer(values)
-            yield f"the {type(made).__name__} that {words} gives", made, values
+            storage = quantizer(values)
+            yield f"the {type(storage).__name__} that {words} gives", storage, values
 
     def weight(self, values: torch.Tensor, **usages: bool) -> QuantizedTensor:
-        """A weight that is kept quantized.
+        """A weight of these values that is kept quantized.
 
         Raises:
-            CheckFailed: the quantizer gives a bare storage, in spite of what the spec promises.
+            CheckFailed: the quantizer gives a bare storage, although the spec promises tensors.
         """
         quantizer = self.quantizer("weight", **usages)
         with torch.no_grad():
             quantizer.initialize(values)
-            made = quantizer.quantize(values.detach())
-        if not isinstance(made, QuantizedTensor):
+            weight = quantizer.quantize(values.detach())
+        if not isinstance(weight, QuantizedTensor):
             raise CheckFailed(
-                f"the quantizer gives a {type(made).__name__} when internal is False, and not a "
-                f"QuantizedTensor, which "
-                "quantized_weights=True in the spec promises"
+                f"the quantizer gives a {type(weight).__name__} when internal is False, and not a "
+                f"QuantizedTensor, which quantized_weights=True in the spec promises"
             )
-        return made
+        return weight
 
     def keeps_state(self, quantizer: Quantizer) -> bool:
-        """Whether a quantizer may hold state that its copies share: one that says so, of a recipe
-        that says so."""
+        """Whether a quantizer may hold state that its copies share.
+
+        It may if both the spec of the recipe and the quantizer say that they are stateful.
+        """
         return self.spec.stateful and quantizer.stateful
 
     # -- layers --
@@ -214,7 +223,7 @@ class Subject:
         seed: int = 0,
         **options: Any,
     ) -> Linear:
-        """A linear layer under the recipe, with ``primary`` one whose weight is kept quantized."""
+        """A linear layer under the recipe; with ``primary`` its weight is kept quantized."""
         recipe = self.recipe()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -248,9 +257,10 @@ class Subject:
         width: int = 32,
         rows: int = 64,
     ) -> torch.nn.Sequential:
-        """Two layers with something between them, ``[*, width]`` to ``[*, width]``, converted.
+        """Two linear layers with a GELU between them, ``[*, width]`` to ``[*, width]``.
 
-        Converting names them ``"0"`` and ``"2"``; where another name is asked for they keep that.
+        The model is converted, which names the layers ``"0"`` and ``"2"``. If the subject has a
+        name for its layers, the model is not converted, and the layers keep that name.
         """
         layers = [self.layer(width, rows, dtype=dtype, primary=primary, seed=seed)]
         layers += [self.layer(rows, width, dtype=dtype, primary=primary, seed=seed + 1)]
@@ -260,7 +270,7 @@ class Subject:
     # -- another process --
 
     def source(self) -> Source:
-        """How another process makes this recipe.
+        """The description from which another process makes this recipe.
 
         Raises:
             CheckFailed: the recipe or its options cannot be pickled, or another process could not
@@ -307,37 +317,44 @@ def _spec_of(given: Given, recipe: ottava.Recipe) -> RecipeSpec:
 
 
 def _pickled(value: Any, what: str) -> bytes:
+    """A value as a pickle; ``what`` names it in messages.
+
+    Raises:
+        CheckFailed: it cannot be pickled.
+    """
     buffer = io.BytesIO()
     try:
         pickle.Pickler(buffer).dump(value)
     except Exception as error:
         raise CheckFailed(
             f"{what} cannot be sent to another process, which the checks on several processes "
-            f"need: {error}. Define "
-            "its classes and functions at the top of a module, or check it by the name that it is "
-            "installed under"
+            f"need: {error}. Define its classes and functions at the top of a module, or check it "
+            f"by the name that it is installed under"
         ) from error
     return buffer.getvalue()
 
 
 def _modules_of(*pickles: bytes) -> tuple[tuple[str, str], ...]:
-    """Modules that pickles name, with their files."""
-    found: dict[str, str] = {}
+    """Names and files of the modules that pickles refer to, except torch's and Ottava's.
+
+    Raises:
+        CheckFailed: a pickle refers to ``__main__``.
+    """
+    files: dict[str, str] = {}
 
     class Names(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             if module == "__main__":
                 raise CheckFailed(
                     f"{name} stands in __main__ (a script, a notebook), where the other processes "
-                    f"of this check do not "
-                    "find it. Define it in a module that can be imported"
+                    f"of this check do not find it. Define it in a module that can be imported"
                 )
             file = getattr(sys.modules.get(module), "__file__", None)
             if file and not module.startswith(("torch.", "ottava.")):
-                found[module] = str(Path(file).resolve())
+                files[module] = str(Path(file).resolve())
             return super().find_class(module, name)
 
     for data in pickles:
         if data:
             Names(io.BytesIO(data)).load()
-    return tuple(found.items())
+    return tuple(files.items())

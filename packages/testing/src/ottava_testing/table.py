@@ -13,18 +13,19 @@ if TYPE_CHECKING:
     from ottava_testing.subject import Subject
 
 Body = Callable[["Subject"], None]
-#: What a rank does: the subject, the device mesh, and the folder that the launching process filled.
+#: A function that each rank runs. Its arguments are the subject, the device mesh, and the folder
+#: that the launching process filled.
 RankBody = Callable[["Subject", Any, Path], None]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a check needs of a recipe, by a field of its :class:`ottava.RecipeSpec`.
+    """A condition on a recipe's :class:`ottava.RecipeSpec` under which a check applies.
 
     Attributes:
-        field: the field that is asked.
-        met: whether a spec meets it.
-        otherwise: why the check does not apply where it is not met.
+        field: the field of the spec that the condition reads.
+        met: whether a spec meets the condition.
+        otherwise: why the check does not apply to a spec that does not.
     """
 
     field: str
@@ -57,11 +58,11 @@ class Check:
     """One check.
 
     Attributes:
-        name: how it is asked for, ``"clone-shares-nothing"``.
-        group: what it is about.
-        promise: what a recipe that passes keeps, in one line.
+        name: the name that users select it by, such as ``"clone-shares-nothing"``.
+        group: the subject that it belongs to, such as ``"storages"``.
+        promise: the promise that a recipe keeps if it passes, in one line.
         run: the check itself; it raises :class:`~ottava_testing.CheckFailed`.
-        needs: what the recipe's spec has to say for it to apply.
+        needs: the conditions on the recipe's spec under which it applies.
         slow: whether it starts processes or compiles.
     """
 
@@ -74,24 +75,28 @@ class Check:
 
     @property
     def method(self) -> str:
-        """Its name as a method of :class:`~ottava_testing.RecipeConformance`."""
+        """The check's name as a method of :class:`~ottava_testing.RecipeConformance`."""
         return "test_" + self.name.replace("-", "_")
 
     def why_not(self, spec: RecipeSpec) -> str | None:
-        """Why it does not apply to a recipe with this spec; None where it does."""
+        """Why the check does not apply to a recipe with this spec; None where it does."""
         return next((needs.otherwise for needs in self.needs if not needs.met(spec)), None)
 
 
-#: By name.
+#: All checks by name.
 CHECKS: dict[str, Check] = {}
-#: What each rank does in a check of several processes, by the check's name.
+#: The functions that each rank runs in the checks on several processes, by the check's name.
 RANK_BODIES: dict[str, RankBody] = {}
 
 
 def check(
     name: str, group: str, promise: str, *needs: Needs, slow: bool = False
 ) -> Callable[[Body], Body]:
-    """Put a function into the table."""
+    """Decorate a function that is a check, to put it into the table.
+
+    Raises:
+        ValueError: another check has that name.
+    """
 
     def register(body: Body) -> Body:
         if name in CHECKS:

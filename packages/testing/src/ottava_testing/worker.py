@@ -1,8 +1,9 @@
 """The ranks of the checks on several processes: ``python -m ottava_testing.worker``.
 
-This process imports what takes long, once, and then reads the folders of requests, a line for each.
-For each it forks a process of its own session, which forks the ranks and waits for them; neither
-has a process group itself. A rank writes one line for each name, and ends at the first that fails.
+This process imports once what takes long, and then reads the folders of requests from standard
+input, one in each line. For each request it forks a process with a session of its own, which forks
+the ranks and waits for them; neither process joins torch's process group. A rank writes one line
+for each name, and ends at the first that fails.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# How long a rank may take to fail as another one did, once that has ended.
+# Seconds that the other ranks have to fail by themselves, once one has failed.
 _GRACE = 3.0
 
 
 def import_from(name: str, file: str) -> None:
-    """Import a module by its name, or else from its file under that name."""
+    """Import a module by its name, or, if that fails, from ``file`` under that name."""
     try:
         importlib.import_module(name)
     except ImportError:
@@ -55,13 +56,13 @@ def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
     )
     mesh = init_device_mesh("cpu", (world,))
     module, _, function = request["body"].partition(":")
-    with (folder / f"rank-{rank}.jsonl").open("w") as told:
+    with (folder / f"rank-{rank}.jsonl").open("w") as reports:
         for name in request["names"]:
             failure = ""
             try:
                 torch.manual_seed(0)
-                # Layers that are garbage would take part in reductions, on each rank until another
-                # time.
+                # Layers that are garbage still take part in reductions, and each rank would collect
+                # them at another time.
                 gc.collect()
                 getattr(importlib.import_module(module), function)(name, mesh, folder)
                 dist.barrier()
@@ -70,17 +71,18 @@ def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
             except Exception as error:
                 traceback.print_exc()
                 failure = f"{name}, on rank {rank} of {world}: {describe(error)}"
-            # One clock for all processes: the rank that failed first says why, the others lost it.
-            told.write(
+            # All processes share this clock. The rank that failed first has the cause, and the
+            # others fail because they lose it.
+            reports.write(
                 json.dumps({"name": name, "failure": failure, "at": time.monotonic()}) + "\n"
             )
-            told.flush()
+            reports.flush()
             if failure:
                 raise SystemExit(1)
 
 
-def _ended(work: Any, *arguments: Any) -> int:
-    """The exit code of a process that does nothing but this."""
+def _exit_code(work: Any, *arguments: Any) -> int:
+    """Do the whole work of a process, and return the code that it should exit with."""
     code = 1
     try:
         code = int(work(*arguments) or 0)
@@ -104,10 +106,11 @@ def _launch(folder: Path) -> int:
     for rank in range(int(request["world"])):
         pid = os.fork()
         if not pid:
-            # Without the interpreter's finalization, which gloo's threads can abort.
-            os._exit(_ended(_rank, rank, folder, request))
+            # This exit skips the interpreter's finalization, during which gloo's threads can abort.
+            os._exit(_exit_code(_rank, rank, folder, request))
         alive.add(pid)
-    failed, deadline = False, float("inf")
+    failed = False
+    deadline = float("inf")
     while alive and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -115,8 +118,9 @@ def _launch(folder: Path) -> int:
             continue
         alive.discard(pid)
         if status:
-            # The others may fail by themselves; if they wait for it, they are ended.
-            failed, deadline = True, time.monotonic() + _GRACE
+            # The other ranks may fail by themselves. Those that wait for this one are killed.
+            failed = True
+            deadline = time.monotonic() + _GRACE
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -132,22 +136,26 @@ def _lead(folder: Path) -> int:
 
 
 def main() -> None:
-    """Answer each request with the process id of its session's leader, and with a line when that
-    has ended."""
+    """Answer requests on standard output, with two lines for each.
+
+    The first line has the process id of the session's leader; the second, ``ended``, follows when
+    that process has ended.
+    """
     answers = os.fdopen(os.dup(1), "w")
-    # What anything prints is no answer.
+    # Whatever is printed goes to standard error, so that it is not taken for an answer.
     os.dup2(2, 1)
-    # What fully_shard imports takes longer than what is checked; threads are started by none of it.
+    # The modules that fully_shard imports take longer to import than the checks to run. None of
+    # them starts threads, so forking afterwards is safe.
     for name in ("torch._dynamo", "torch.distributed.fsdp", "ottava_testing.checks.ranks"):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    # Forks look at nothing of it when they collect garbage, and so do not copy it.
+    # Garbage collection in the forks ignores frozen objects, so their memory is not copied.
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
         pid = os.fork()
         if not pid:
-            os._exit(_ended(_lead, Path(line.rstrip("\n"))))
+            os._exit(_exit_code(_lead, Path(line.rstrip("\n"))))
         print(pid, file=answers, flush=True)
         os.waitpid(pid, 0)
         print("ended", file=answers, flush=True)

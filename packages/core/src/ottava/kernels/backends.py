@@ -1,7 +1,6 @@
-"""Which backend serves a kernel. Choosing one never changes what is quantized or decoded, only
-speed.
+"""Chooses the backend that serves a kernel, which never changes numerics, only speed.
 
-``reference`` is pure PyTorch and always there; ``cpu`` and ``cuda`` are compiled modules.
+``reference`` is pure PyTorch and always available; ``cpu`` and ``cuda`` are compiled modules.
 ``OTTAVA_BACKEND`` in the environment forces one for the process, :func:`use_backend` for a block of
 code.
 """
@@ -14,38 +13,40 @@ from typing import Any
 
 from ottava.errors import BackendError
 
-# Backend name -> the device types it serves; None serves every device. Earlier entries are
-# preferred.
+# Backend name -> the types of devices that it serves, None for all. Earlier entries are preferred.
 _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": None}
-#: Backend name -> the hardware on which this project has run it, where that is not all that it
-#: serves (docs/gpu.md).
+#: Backend name -> the hardware on which this project has run it, if that is not all of the hardware
+#: that it serves (docs/gpu.md).
 RUN_ON = {"cuda": "run by this project on compute capability 9.0 (H100) alone"}
 
 _forced: str | None = None
 _loaded: dict[str, Any] = {}
 _failures: dict[str, str] = {}
 _warned: set[str] = set()
-# Device type -> what serves it, once it was asked for: the environment is read then, and a kernel's
-# call is short.
+# Type of device -> the backend that serves it. An entry is made on first use, which reads the
+# environment, so that later calls of kernels are short.
 _chosen: dict[str, str] = {}
-#: How often a setting has changed by which kernels and products are chosen: what was decided before
-#: may be wrong.
+#: The number of changes of settings by which kernels and products are chosen. Code that keeps a
+#: choice compares this number, because a choice from before the last change may be wrong.
 changes = 0
 
 
 def changed() -> None:
-    """Count a change of a setting."""
+    """Count a change of a setting by which kernels or products are chosen."""
     global changes
     changes += 1
 
 
 def _try_load(name: str, *, needed: bool = False) -> Any:
-    """The backend, or None, with one warning if a tensor is waiting for it."""
+    """The backend, or None if it cannot be loaded.
+
+    With ``needed``, because a tensor is to be processed, the first failure causes a warning.
+    """
     if name not in _loaded and name not in _failures:
         found: Any
         try:
-            # Statements, which the compiler traces: the first kernel of a process may be one in
-            # compiled code.
+            # These are import statements, because the compiler can trace them, and the first kernel
+            # of a process may be in compiled code.
             if name == "reference":
                 from ottava.kernels import reference as found
             elif name == "cpu":
@@ -70,7 +71,7 @@ def _check(name: str, origin: str, undo: str) -> str:
         )
     if _try_load(name) is None:
         what = f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}"
-        # The others say themselves what helps.
+        # The messages of the other backends contain the remedy.
         remedy = (
             f"{undo}, or reinstall ottava with a C++ compiler at hand" if name == "cpu" else undo
         )
@@ -81,7 +82,7 @@ def _check(name: str, origin: str, undo: str) -> str:
 
 
 def available_backends() -> dict[str, str]:
-    """Every known backend with ``"available"`` or the reason why it is not."""
+    """Every known backend with ``"available"``, or with the reason why it is not available."""
     found = {}
     for name in _SERVES:
         try:
@@ -92,7 +93,7 @@ def available_backends() -> dict[str, str]:
 
 
 def backend_for(device_type: str) -> str:
-    """Name of the backend that serves tensors on ``device_type`` now.
+    """The name of the backend that serves tensors on ``device_type`` now.
 
     Raises:
         BackendError: the forced backend is unknown or cannot be loaded, or the environment asks the
@@ -103,7 +104,7 @@ def backend_for(device_type: str) -> str:
         wanted = _forced or (
             _check(asked, "OTTAVA_BACKEND", "unset OTTAVA_BACKEND") if asked else None
         )
-        # The last one serves all.
+        # The last backend serves every device, so the loop always finds one.
         for name in _SERVES if wanted is None else (wanted, *_SERVES):
             serves = _SERVES[name]
             if (serves is None or device_type in serves) and _try_load(
@@ -115,7 +116,7 @@ def backend_for(device_type: str) -> str:
 
 
 def backend_module(device_type: str) -> Any:
-    """What has the kernels for ``device_type``, by the names of the table."""
+    """The object whose methods are the kernels for ``device_type``, by the names of the table."""
     return _loaded[_chosen.get(device_type) or backend_for(device_type)]
 
 

@@ -1,4 +1,4 @@
-"""What the kernels take, and what they refuse before anything is read or written."""
+"""The types of the arguments of kernels, and checks before anything is read or written."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,19 +15,21 @@ _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
 Tensor = torch.Tensor
 Maybe = Tensor | None
 Tensors = Sequence[Tensor]
-#: Results, None for what is not wanted.
+#: Results, with None in place of those that are not wanted.
 Outputs = Sequence[Tensor | None]
 DTypes = Sequence[torch.dtype]
 #: Rows and columns of matrices.
 Shapes = Sequence[tuple[int, int]]
 Layouts = Sequence[Layout]
-#: For each tensor None, or the scales and the data of one direction.
+#: For each tensor, None or the scales and the data of one direction.
 Pairs = Sequence[tuple[Tensor, Tensor] | None]
 
 
 class Shards(NamedTuple):
-    """Ranges of matrices: ``xs[i]``, rounded to ``dtypes[i]``, are the elements of a matrix from
-    ``starts[i]`` on."""
+    """Ranges of matrices of ``shapes``.
+
+    ``xs[i]``, rounded to ``dtypes[i]``, are the elements of matrix ``i`` from ``starts[i]`` on.
+    """
 
     xs: Tensors
     dtypes: DTypes
@@ -36,7 +38,7 @@ class Shards(NamedTuple):
 
 
 def check_high_precision(x: Tensor, what: str = "input") -> None:
-    """Refuse what cannot be quantized: all but strided tensors of float32, bfloat16 or float16."""
+    """Raise DTypeError unless ``x`` is a strided tensor of float32, bfloat16 or float16."""
     if not isinstance(x, Tensor):
         raise DTypeError(
             f"{what} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor"
@@ -48,14 +50,16 @@ def check_high_precision(x: Tensor, what: str = "input") -> None:
 
 
 def check_dtype(dtype: object, what: str = "nominal dtype") -> None:
-    """Refuse a dtype that is none of float32, bfloat16 and float16."""
+    """Raise DTypeError unless ``dtype`` is float32, bfloat16 or float16."""
     if dtype not in HIGH_PRECISION:
         raise DTypeError(f"{what} {dtype}", expected=_FLOATS)
 
 
 def check_dense(x: Tensor, what: str) -> None:
-    """Refuse nested tensors, which may say that they are strided, and other layouts than
-    torch.strided."""
+    """Raise DTypeError for nested tensors and for other layouts than torch.strided.
+
+    Nested tensors need a check of their own, because their layout may be torch.strided.
+    """
     if x.is_nested:
         remedy = (
             "give tensor.values(), in which all rows lie one after the other, or a padded tensor"
@@ -63,21 +67,22 @@ def check_dense(x: Tensor, what: str) -> None:
         raise DTypeError(
             f"{what} is nested ({x.layout})", expected="one tensor with a shape", remedy=remedy
         )
-    # Dynamo refuses to read the layout inside a backward; a graph's operators check it again.
+    # Dynamo cannot trace the layout inside a backward pass, and the operators of a graph check it
+    # again when they run.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
         found = f"{what} has layout {x.layout}"
         raise DTypeError(found, expected="a dense (strided) tensor", remedy="call .to_dense()")
 
 
 def check_tensor(x: object, what: str, dtype: torch.dtype, remedy: str = "") -> None:
-    """Refuse what is not a tensor of ``dtype``."""
+    """Raise DTypeError unless ``x`` is a tensor of ``dtype``."""
     if not isinstance(x, Tensor) or x.dtype != dtype:
         found = getattr(x, "dtype", type(x).__name__)
         raise DTypeError(f"{what} is of {found}", expected=f"a tensor of {dtype}", remedy=remedy)
 
 
 def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
-    """Refuse what is not a tensor of ``dtype`` with one element on the device of ``x``."""
+    """Raise an error unless ``scalar`` has one element, ``dtype``, and the device of ``x``."""
     check_tensor(
         scalar, what, dtype, f"torch.tensor(value, dtype={dtype}, device=x.device) makes one"
     )
@@ -88,12 +93,12 @@ def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torc
 
 
 def check_data(data: Tensor) -> None:
-    """Refuse what is not a uint8 tensor."""
+    """Raise DTypeError unless ``data`` is a uint8 tensor."""
     check_tensor(data, "data", torch.uint8, "view a float8 tensor with .view(torch.uint8)")
 
 
 def check_matrix(x: Tensor) -> None:
-    """Refuse a tensor without dimensions."""
+    """Raise ShapeError for a tensor without dimensions."""
     if x.dim() == 0:
         raise ShapeError(
             "a 0-dimensional tensor has no transpose", expected="at least one dimension"
@@ -101,7 +106,7 @@ def check_matrix(x: Tensor) -> None:
 
 
 def check_layout(layout: object) -> None:
-    """Refuse what is not a layout."""
+    """Raise DTypeError unless ``layout`` is a :class:`~ottava.Layout`."""
     if not isinstance(layout, Layout):
         raise DTypeError(f"the layout is a {type(layout).__name__}", expected="an ottava.Layout")
 
@@ -109,7 +114,11 @@ def check_layout(layout: object) -> None:
 def check_grid(
     data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, what: str = "the scales"
 ) -> None:
-    """Refuse scales that are not those of the blocks of stored ``data``."""
+    """Raise an error unless ``scales`` fit the blocks of stored ``data``.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError: dtype, shape or device is wrong.
+    """
     check_layout(layout)
     check_data(data)
     check_tensor(scales, what, layout.stored_scale)
@@ -123,7 +132,7 @@ def check_grid(
 
 
 def check_cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, transposed: bool) -> None:
-    """Refuse what cannot be cast with a known scale."""
+    """Raise an error unless ``x`` can be cast with a known ``scale``."""
     check_high_precision(x)
     check_scalar(scale, x, "scale")
     fp8_format(fp8_dtype)
@@ -132,7 +141,7 @@ def check_cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, transposed: boo
 
 
 def check_epsilon(epsilon: float) -> None:
-    """Raises OptionError unless ``epsilon`` is a finite number >= 0."""
+    """Raise OptionError unless ``epsilon`` is a finite number >= 0."""
     if isinstance(epsilon, bool) or not (
         isinstance(epsilon, (int, float)) and 0.0 <= epsilon < float("inf")
     ):
@@ -140,7 +149,7 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def check_fits(x: Tensor, shape: tuple[int, ...], device: torch.device, what: str) -> None:
-    """Refuse what is no high-precision tensor of ``shape`` on ``device``."""
+    """Raise an error unless ``x`` is a high-precision tensor of ``shape`` on ``device``."""
     check_high_precision(x, what)
     if tuple(x.shape) != shape:
         raise ShapeError(f"{what} has shape {tuple(x.shape)}", expected=str(shape))
@@ -148,7 +157,7 @@ def check_fits(x: Tensor, shape: tuple[int, ...], device: torch.device, what: st
 
 
 def check_device(tensor: Tensor, device: torch.device, what: str) -> None:
-    """Refuse a tensor on another device."""
+    """Raise DeviceError unless ``tensor`` is on ``device``."""
     if tensor.device != device:
         found, remedy = (
             f"{what} is on {tensor.device}, its operand on {device}",
@@ -164,8 +173,10 @@ def check_out(
     device: torch.device,
     what: str = "out",
 ) -> None:
-    """Refuse a result that is not a contiguous tensor of ``dtype`` on ``device``, of any shape
-    where None is given."""
+    """Raise an error unless ``out`` is contiguous and has this shape, dtype and device.
+
+    With ``shape`` None any shape is accepted.
+    """
     check_tensor(out, what, dtype)
     check_dense(out, what)
     if (shape is not None and tuple(out.shape) != tuple(shape)) or not out.is_contiguous():

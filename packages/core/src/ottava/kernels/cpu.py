@@ -1,7 +1,7 @@
 """The compiled CPU backend.
 
 The instruction set is chosen at run time; ``OTTAVA_ISA`` (``avx512``, ``avx2``, ``neon``,
-``portable``) forces one. Thread counts follow ``torch.get_num_threads()``.
+``portable``) forces one. Kernels use as many threads as ``torch.get_num_threads()`` says.
 """
 
 import functools
@@ -29,8 +29,8 @@ except ValueError:
         _what, expected=f"one of {', '.join(_isas)}", remedy="correct or unset OTTAVA_ISA"
     ) from None
 
-# Its functions that take tensors leave all of them to Python where torch has no such table of
-# functions.
+# The module's functions that take tensors read them through this table of torch's C functions. In
+# a torch without the table they decline every tensor and leave it to Python.
 _cpu.connect(getattr(torch.Tensor, "__dlpack_c_exchange_api__", None), QUESTIONS)
 
 
@@ -43,10 +43,10 @@ class _CPU(Compiled):
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def plan(text: str) -> Any:
-        """What the module is told of a layout, once."""
+        """The description of a layout that the module takes; it is made once for each layout."""
         layout, code, rule, sides = known(text)
         return _cpu.GridPlan(code, *rule, layout.finite_as == "input", *sides)
 
 
-#: The kernels, by the names of the table.
+#: The kernels, as methods with the names of the table.
 BACKEND = _CPU()

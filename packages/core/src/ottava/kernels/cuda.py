@@ -1,10 +1,10 @@
-"""The CUDA backend, or an ImportError that says why there is none to use.
+"""The CUDA backend. Importing it raises an ImportError that says why it cannot be used, if so.
 
-Everything is queued on the current stream of the tensors' device. Nothing waits for the GPU, and
-nothing but scratch memory is allocated, so that calls can be captured in a CUDA graph. What is made
-contiguous may be freed once the kernels are queued, because its memory is used again on the same
-stream. The addresses of many tensors travel with the launch: nothing is copied to the device for
-them.
+Kernels are queued on the current stream of the tensors' device. No call waits for the GPU, and none
+allocates more than scratch memory, so that calls can be captured in a CUDA graph. A contiguous copy
+of an input may be freed once the kernels are queued, because its memory is used again on the same
+stream. The addresses of many tensors are arguments of the launch, so they are not copied to the
+device.
 """
 
 import re
@@ -18,7 +18,7 @@ from ottava.kernels.compiled import Compiled
 from ottava.layout import Layout, as_matrix_shape
 from ottava.torch_private import raw_stream
 
-# The blocks with float32 scales that there are kernels for, those of columnwise data among them.
+# The blocks with float32 scales that have kernels, including the blocks of columnwise data.
 _TILED = {(1, 128), (128, 128), (1, None)}
 
 if torch.version.hip is not None:
@@ -34,7 +34,7 @@ except ImportError as error:
         raise
     _why = "nothing of it is compiled: reinstall ottava with a C++ compiler at hand"
     with suppress(ImportError):
-        # What the build says of itself, if any of it was compiled.
+        # The compiled CPU module, if there is one, knows why there is no CUDA module.
         from ottava import _cpu
 
         _why = _cpu.without_cuda or "ottava._cuda is missing: reinstall ottava from source"
@@ -42,16 +42,18 @@ except ImportError as error:
 
 
 def has_code(target: str, capability: tuple[int, int]) -> bool:
-    """Whether what was compiled for ``target``, in CMake's spelling, runs on a GPU of this compute
-    capability."""
+    """Whether code that was compiled for ``target`` runs on a GPU of this compute capability.
+
+    ``target`` is in CMake's spelling, such as ``"90a-real"``.
+    """
     found = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", target)
     if found is None:
         return True
     built, special, kind = (int(found[1]), int(found[2])), found[3], found[4]
     if kind != "real" and not special:
         return capability >= built
-    # Code with a letter a uses what later GPUs need not have; other code runs on those of its own
-    # generation.
+    # Targets with the letter "a" use features that later GPUs may lack, so their code runs on that
+    # capability alone. Other machine code runs on later GPUs of the same generation.
     return (
         capability == built if special == "a" else capability[0] == built[0] and capability >= built
     )
@@ -85,7 +87,7 @@ class _CUDA(Compiled):
     def scratch_for(self, x: Tensor, layout: Layout | None = None) -> list[Tensor | None]:
         if layout is None:
             return [torch.empty(_cuda.scratch_floats, dtype=torch.float32, device=x.device)]
-        # For the amaxes of whole rows and columns.
+        # The scratch memory is for the amaxes of whole rows and columns.
         return [
             x.new_zeros(sum(as_matrix_shape(x.shape)), dtype=torch.float32)
             if layout.block == (1, None)
@@ -101,5 +103,5 @@ class _CUDA(Compiled):
         return shared and layout.block == (1, MX_BLOCK) and layout.columnwise == "own"
 
 
-#: The kernels, by the names of the table.
+#: The kernels, as methods with the names of the table.
 BACKEND = _CUDA()

@@ -1,10 +1,10 @@
-"""Many tensors in one call: the amaxes and the data of shards of weights, whose values are kept in
-a wider dtype.
+"""Amaxes and data of many shards of weights in one call, from values in a wider dtype.
 
-An element counts as its value rounded to the dtype given for its tensor, to nearest even, and read
-as float32. So the shards of a weight, wherever it was cut, have the amaxes and the data of the
-weight itself in that dtype: the amax of a whole is the largest of its shards' amaxes. Eager only;
-all the tensors of a call are on one device.
+The kernels first round each element to the dtype that is given for its tensor, to nearest even, and
+then read it as float32. So the shards of a weight, wherever it was cut, have the amaxes and the
+data of the weight in that dtype; the amax of a block is the largest of the amaxes of its shards.
+
+The functions work in eager mode only. All tensors of a call must be on one device.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import DTypes, Layouts, Pairs, Shapes, Shards, Tensor, Tensors
 from ottava.layout import Layout
 
-# Sizes and positions beyond this are mistakes, which would overflow in compiled code.
+# Larger sizes and positions are mistakes, and would overflow in compiled code.
 _TOO_LARGE = 2**62
 
 
 def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
-    """How many amaxes a matrix ``[rows, cols]`` has in the result of :func:`grid_multi_amax`.
+    """The numbers of amaxes of a matrix ``[rows, cols]`` in the result of :func:`grid_multi_amax`.
 
-    Those of blocks of rowwise data and those of columnwise data; where both hold the same values,
-    the former and 0.
+    The first is for blocks of rowwise data, the second for those of columnwise data. If both hold
+    the same values, the second is 0.
     """
     by_row, by_column = (
         math.prod(layout.grid((rows, cols), columnwise, shared=True))
@@ -41,22 +41,22 @@ def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
 def grid_multi_amax(
     xs: Tensors, dtypes: DTypes, shapes: Shapes, starts: Sequence[int], layouts: Layouts
 ) -> Tensor:
-    """The largest magnitudes of the blocks of matrices, each from the contiguous range of it that
-    is at hand.
+    """The amaxes of the blocks of matrices, each from a contiguous range of its elements.
+
+    NaN is ignored. Infinities count, including those that rounding makes.
 
     Args:
-        xs: float32, bfloat16 or float16, any shapes and strides.
-        dtypes: what the elements of each are rounded to, one of the same three. NaN is ignored, an
-            infinity counts, also one that the rounding makes.
+        xs: the ranges: float32, bfloat16 or float16, any shapes and strides.
+        dtypes: the dtype that the elements of each range are rounded to, one of the same three.
         shapes: rows and columns of each matrix.
-        starts: where its range begins: ``xs[i]`` holds the elements
+        starts: where each range begins: ``xs[i]`` holds the elements
             ``starts[i], starts[i] + 1, ...`` of the flattened matrix.
-        layouts: of each matrix.
+        layouts: the layout of each matrix.
 
     Returns:
-        float32, in one dimension, for one matrix after the other: the amaxes of what has a scale in
-        common, of rowwise data, then of columnwise data unless both hold the same values; row by
-        row of the grid. Blocks of which nothing is at hand have 0.
+        float32, in one dimension, one matrix after the other. Each has an amax for every area that
+        has one scale: first those of rowwise data, then those of columnwise data unless both hold
+        the same values, each row by row of the grid. Blocks outside of the range have 0.
 
     Raises:
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together, or a
@@ -84,15 +84,14 @@ def grid_multi_cast(
     rowwise: Pairs,
     columnwise: Pairs,
 ) -> None:
-    """Data of ``cast(float32(round(x)) * scale)`` of ranges of matrices, with the scales of blocks
-    that are known.
+    """Quantize ranges of matrices with known scales: ``cast(float32(round(x)) * scale)``.
 
     Args:
         xs, dtypes, shapes, starts, layouts: as in :func:`grid_multi_amax`.
-        rowwise: for each, None or ``(scales, out)``: what elements are multiplied by, float32
-            (bytes of E8M0 of a layout with such scales), contiguous, on the grid of the whole
-            matrix; and the result, uint8, contiguous, of any shape with as many elements as the
-            range, at any address.
+        rowwise: for each range None or ``(scales, out)``. ``scales`` are the factors of elements,
+            float32 (bytes for layouts with E8M0 scales), contiguous, on the grid of the whole
+            matrix. ``out`` receives the data: uint8, contiguous, of any shape with as many elements
+            as the range, at any address.
         columnwise: the same for columnwise data, which are not transposed.
 
     Raises:

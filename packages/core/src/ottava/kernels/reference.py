@@ -1,8 +1,8 @@
-"""The oracle: every kernel in plain PyTorch, on any device. What the functions do, the table of
-kernels says.
+"""The oracle: every kernel in plain PyTorch, on any device.
 
-The rounding to small formats is done on the bits of float32 values, so that nothing depends on how
-a torch build converts to float8 (its E5M2 conversion does not saturate, see the numerics page).
+The table of kernels (:mod:`ottava.kernels.table`) says what the functions compute. Values are
+rounded to small formats on the bits of float32, so that nothing depends on how a build of torch
+converts to float8 (its E5M2 conversion does not saturate, see the numerics page).
 """
 
 import math
@@ -32,8 +32,11 @@ def float_bits(value: float) -> int:
 
 
 def encode(x: Tensor, fmt: FloatFormat | IntegerFormat) -> Tensor:
-    """float32 to data: round to nearest even, saturating, NaN to ``fmt.nan_code``, sign of zero
-    kept by floats."""
+    """float32 values as data, uint8.
+
+    Values are rounded to nearest, ties to even, and saturate. NaN becomes ``fmt.nan_code``. Float
+    formats keep the sign of zero.
+    """
     if isinstance(fmt, IntegerFormat):
         data = (
             torch.nan_to_num(x, 0.0)
@@ -45,12 +48,12 @@ def encode(x: Tensor, fmt: FloatFormat | IntegerFormat) -> Tensor:
         return data.masked_fill(x.isnan(), fmt.nan_code)
     bits, least = bits_of(x), float_bits(fmt.min_normal) >> 23
     clamped = (bits & 0x7FFFFFFF).clamp(max=float_bits(fmt.max))
-    # The unit in the last place of the value's binade, or of the subnormals below the smallest
-    # normal.
+    # A unit in the last place, of the value's binade, or of the subnormals if it is below the
+    # smallest normal number.
     exponent = (clamped >> 23).clamp(min=least)
     unit = ((exponent - fmt.mantissa_bits) << 23).view(torch.float32)
-    # Dividing by a power of two is exact here (the quotient is at most 2^(mantissa_bits + 1), and
-    # what falls below float32's subnormals is far below half a unit).
+    # Division by this power of two loses nothing: the quotient is at most 2^(mantissa_bits + 1),
+    # and a quotient that underflows in float32 is far below half a unit.
     steps = torch.round(torch.div(clamped.view(torch.float32), unit)).to(torch.int32)
     data = ((exponent - least) << fmt.mantissa_bits) + steps | (bits >> 24) & 0x80
     return data.masked_fill(x.isnan(), fmt.nan_code).to(torch.uint8)
@@ -63,8 +66,8 @@ def _magnitudes(x: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    # torch.div of two tensors is correctly rounded; a Python scalar numerator would become a
-    # reciprocal.
+    # torch.div of two tensors is correctly rounded. With a Python number as the numerator it may
+    # multiply by a reciprocal.
     return torch.div(torch.ones_like(scale), scale)
 
 
@@ -96,16 +99,18 @@ def _as_float32(value: float) -> float:
 def _float_scale(
     amax: Tensor, maximum: Tensor, epsilon: float, floor: bool, largest: float
 ) -> Tensor:
-    """``maximum / amax``, at most ``largest``, on demand floored to a power of two; 1 where there
-    is no quotient."""
-    # Filled on the device: a copy from the host cannot be captured in a CUDA graph.
+    """``maximum / amax``, at most ``largest``, with ``floor`` rounded down to a power of two.
+
+    The scale is 1 where the amax is 0 or not finite.
+    """
+    # The tensor is filled on the device, because a CUDA graph cannot capture a copy from the host.
     least = torch.full_like(amax, _as_float32(epsilon))
     a = torch.where(amax < least, least, amax)
     usable = a.isfinite() & (a != 0)
     numerator = maximum.expand_as(a)
     made = torch.div(numerator, torch.where(usable, a, numerator))
     made = made.masked_fill(made.isinf(), largest)
-    # Clearing the mantissa floors to a power of two.
+    # Clearing the mantissa rounds down to a power of two.
     return (bits_of(made) & -0x800000).view(torch.float32).view(made.shape) if floor else made
 
 
@@ -131,7 +136,7 @@ def cast_amax(
     fp8_dtype: torch.dtype,
     out: Outputs,
 ) -> None:
-    # The state of a slot may be one array.
+    # The scale is copied, because the outputs may be in the array that holds a slot's whole state.
     factor, fmt = scale.reshape(()).clone(), fp8_format(fp8_dtype)
     scaled = x.to(torch.float32) * factor
     if recorded is not None:
@@ -147,13 +152,16 @@ def cast_amax(
 def update_scales(
     scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe
 ) -> None:
-    """Every slot of every tensor. A slot whose first row is 0 saw nothing, and stays as it is."""
+    """Update every slot of every tensor.
+
+    A slot whose entry in the first row is 0 saw no values in this step, and stays as it is.
+    """
     done = 0
     for scale, history in zip(scales, histories, strict=True):
         slots = slice(done, done + scale.numel())
         seen = history[0].clone() if last is None else last[slots]
         done += scale.numel()
-        # A NaN counts in the step that saw it, and then no more.
+        # A NaN counts only in the step that saw it.
         older = history[1:].masked_fill(history[1:].isnan(), 0.0)
         amax = seen if most_recent or not len(older) else torch.maximum(seen, older.amax(0))
         rolled = torch.cat([history[1:], seen.unsqueeze(0)])
@@ -165,7 +173,7 @@ def update_scales(
         history.copy_(torch.where(moves, rolled, history))
 
 
-# On grids of scales.
+# -- kernels on grids of scales --
 
 
 def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
@@ -173,7 +181,7 @@ def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> No
 
 
 def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What elements are multiplied by, float32, and what is stored, of values in ``dtype``."""
+    """The float32 factors of elements, and the scales to store, for values in ``dtype``."""
     largest, floor = element_format(layout.element).max, layout.rounding == "floor"
     if layout.scale != E8M0.torch_dtype:
         infinite = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
@@ -183,10 +191,11 @@ def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, T
     if floor:
         scale = (bits_of(magnitude) >> 23) - ((float_bits(largest) >> 23) - 127)
     else:
-        # The factor is rounded to float32 before the product, which is rounded once.
+        # 1 / largest is rounded to float32 before the multiplication, which then rounds once.
         bits = bits_of(magnitude * _as_float32(1.0 / largest))
         exponent = bits >> 23
-        # At most 2^-127 is scale 0: the exponent field of 0 holds everything below 2^-126.
+        # A product of at most 2^-127 has scale 0. Everything below 2^-126 has the exponent field 0,
+        # so bits are compared with those of 2^-127 there.
         reached = torch.full_like(bits, _TWO_TO_MINUS_127).masked_fill(exponent > 0, 0)
         scale = exponent + ((bits & 0x7FFFFF) > reached).to(torch.int32)
     scale = scale.clamp(min=0, max=_LARGEST_SCALE).masked_fill(magnitude.isinf(), _LARGEST_SCALE)
@@ -195,18 +204,18 @@ def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def multiplier(codes: Tensor) -> Tensor:
-    """2^(127 - code) of E8M0 bytes as float32, NaN for 255."""
+    """2^(127 - byte) for the bytes of E8M0 scales, as float32; NaN for 255."""
     scale = codes.to(torch.int32)
     bits = ((_LARGEST_SCALE - scale) << 23).masked_fill(scale == _LARGEST_SCALE, _TWO_TO_MINUS_127)
     return bits.view(torch.float32).masked_fill(scale == E8M0.nan_code, math.nan)
 
 
 def block_amax(magnitude: Tensor, block: Block) -> Tensor:
-    """Largest magnitude of each block of a matrix."""
+    """The largest magnitude in each block of a matrix."""
     for dim, side in enumerate(block):
         size = magnitude.shape[dim]
-        # A block that is larger than the matrix costs no more than one of its size; all of nothing
-        # is one block.
+        # A block that is larger than the matrix is cut to its size, so that padding costs nothing.
+        # With side None an empty matrix has one block.
         blocks, side = (
             (1, max(size, 1)) if side is None or side > size > 0 else (-(-size // side), side)
         )
@@ -217,7 +226,7 @@ def block_amax(magnitude: Tensor, block: Block) -> Tensor:
 
 
 def spread(per_block: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
-    """One entry for each element of a matrix of ``shape`` from one for each block."""
+    """Repeat the entry of each block for each element of a matrix of ``shape``."""
     for dim, (side, size) in enumerate(zip(block, shape, strict=True)):
         per_block = per_block.repeat_interleave(
             size if side is None else min(side, size), dim
@@ -226,7 +235,7 @@ def spread(per_block: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
 
 
 def for_blocks(shared: Tensor, layout: Layout, columnwise: bool, shape: Sequence[int]) -> Tensor:
-    """One entry for each block of a matrix of ``shape`` from one for what has a scale in common."""
+    """Repeat the entry of each shared area for each block of a matrix of ``shape``."""
     if layout.shared is None:
         return shared
     block: Any = layout.block_of(columnwise)
@@ -258,13 +267,13 @@ def grid_decode(data: Tensor, scales: Maybe, text: str, columnwise: bool, out: T
     if scales is not None:
         shape, block = layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
         if layout.scale != torch.float32:
-            # 2^(scale - 127) from the bits of a float64, whose exponents are biased by 1023: it
-            # holds all products.
+            # 2^(scale - 127) is made from the bits of a float64, whose exponents have the bias
+            # 1023. float64 holds all products exactly.
             powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
             scales = powers.masked_fill(scales == E8M0.nan_code, math.nan)
         factors = spread(scales.reshape(grid_of(shape, block)), block, shape)
         values = (values.view(shape).to(factors.dtype) * factors).view(data.shape)
-    # In float32 only what overflows is not exact.
+    # In float32 a product is exact unless it overflows.
     out.copy_(values if out.dtype == torch.float64 else values.to(torch.float32))
 
 
@@ -273,16 +282,16 @@ def epilogue32(sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: T
     out.copy_(sums if bias is None else sums + bias.to(torch.float32))
 
 
-# On many tensors, one after the other.
+# -- kernels on many tensors, one after the other --
 
 
 def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Every element as it counts, in one dimension."""
+    """The elements of ``x`` rounded to ``dtype``, as float32, in one dimension."""
     return x.detach().reshape(-1).to(dtype).to(torch.float32)
 
 
 def grid_multi_amax(shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-    """The amaxes of whole matrices, whose elements that are not in the shard are zero."""
+    """Write the amaxes of whole matrices, as if elements outside of the shard were zero."""
     found: list[Tensor] = []
     for x, dtype, shape, start, text in zip(*shards, texts, strict=True):
         layout = Layout.of(text)
@@ -298,7 +307,7 @@ def grid_multi_amax(shards: Shards, texts: Sequence[str], out: Tensor) -> None:
 def grid_multi_cast(
     shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs
 ) -> None:
-    """Data of each shard, with the scales of its matrix."""
+    """Write the data of each shard, quantized with the scales of its whole matrix."""
     for x, dtype, shape, start, text, *sides in zip(
         *shards, texts, rowwise, columnwise, strict=True
     ):

@@ -1,4 +1,4 @@
-"""The checks, by what they are about. Importing a module puts its checks into the table."""
+"""The checks, one module for each subject. Importing a module puts its checks into the table."""
 
 from ottava_testing.checks import (
     accumulation,
@@ -18,7 +18,7 @@ from ottava_testing.checks import (
 )
 from ottava_testing.table import CHECKS, Check
 
-# What others build on comes first, and so do its failures.
+# Checks that others build on come first, so that their failures are reported first.
 _ORDER = (
     *(quantizers, values, gemms, storages, files, tensors, updates, autograd, layers),
     *(accumulation, training, compiling, states, ranks),

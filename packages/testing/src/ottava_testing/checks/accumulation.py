@@ -1,4 +1,4 @@
-"""Gradients of several microbatches."""
+"""Checks of gradients of several microbatches."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _expected(
 
 
 def _run(subject: Subject, layer: Linear, *, together: bool) -> list[torch.Tensor]:
-    """All microbatches in one step; gradients of the inputs."""
-    xs, dys = ([t.clone().requires_grad_() for t in part] for part in _data())
+    """Run all microbatches in one step, and return the gradients of the inputs."""
+    xs, dys = ([t.clone().requires_grad_() for t in tensors] for tensors in _data())
     try:
         _step(subject, layer, xs, dys, together)
     except RuntimeError as error:
@@ -37,8 +37,7 @@ def _run(subject: Subject, layer: Linear, *, together: bool) -> list[torch.Tenso
             raise
         raise CheckFailed(
             "gradients are lost under accumulation: what one microbatch saved for its backward "
-            "pass, another one "
-            f"overwrote ({str(error).splitlines()[0][:160]})"
+            f"pass, another one overwrote ({str(error).splitlines()[0][:160]})"
         ) from error
     return [x.grad for x in xs if x.grad is not None]
 
@@ -50,7 +49,7 @@ def _step(
     dys: Sequence[torch.Tensor],
     together: bool,
 ) -> None:
-    # Scales of the past are those of such values after a few steps.
+    # After a few steps the scales of a stateful recipe, which come from past values, fit these.
     for _ in range(3 if subject.spec.stateful else 1):
         layer.zero_grad()
         main_grad: torch.Tensor | None = getattr(layer.weight, "main_grad", None)
@@ -64,24 +63,26 @@ def _step(
 
 
 def _judge(
-    subject: Subject, what: str, found: torch.Tensor | None, parts: list[torch.Tensor]
+    subject: Subject, what: str, actual: torch.Tensor | None, gradients: list[torch.Tensor]
 ) -> None:
-    """Compare an accumulated gradient with the sum of its parts, and say which part is left if
-    others are lost."""
+    """Compare an accumulated gradient with the sum of the microbatches' gradients.
+
+    If it is that of a single microbatch, the message says which one.
+    """
     start = "gradients are lost under accumulation:"
-    require(found is not None, f"{start} {what} is missing after {_BATCHES} backward passes")
-    assert found is not None
+    require(actual is not None, f"{start} {what} is missing after {_BATCHES} backward passes")
+    assert actual is not None
     bound = max(subject.bound, 0.01)
-    total = sum(parts[1:], parts[0])
-    if relative(found, total) > bound:
-        for part, which in ((parts[-1], "last"), (parts[0], "first")):
-            near = relative(found, part) <= max(2 * bound, 0.05)
+    total = sum(gradients[1:], gradients[0])
+    if relative(actual, total) > bound:
+        for gradient, which in ((gradients[-1], "last"), (gradients[0], "first")):
+            near = relative(actual, gradient) <= max(2 * bound, 0.05)
             require(
                 not near, f"{start} after {_BATCHES} backward passes {what} is that of the {which}"
             )
     close(
         f"after {_BATCHES} backward passes {what}, which should be the sum of all,",
-        found,
+        actual,
         total,
         bound,
     )
@@ -90,20 +91,23 @@ def _judge(
 def _accumulates(subject: Subject, *, primary: bool, together: bool) -> None:
     layer = subject.layer(40, 48, primary=primary)
     xs, dys = _data()
-    parts = _expected(layer, xs, dys)
+    expected = _expected(layer, xs, dys)
     dxs = _run(subject, layer, together=together)
     _judge(
         subject,
         "the weight's grad",
         layer.weight.grad,
-        [p["the gradient of the weight"] for p in parts],
+        [p["the gradient of the weight"] for p in expected],
     )
     _judge(
-        subject, "the bias's grad", layer.bias.grad, [p["the gradient of the bias"] for p in parts]
+        subject,
+        "the bias's grad",
+        layer.bias.grad,
+        [p["the gradient of the bias"] for p in expected],
     )
-    for number, (dx, part) in enumerate(zip(dxs, parts, strict=True), start=1):
+    for number, (dx, gradients) in enumerate(zip(dxs, expected, strict=True), start=1):
         what = f"the gradient of microbatch {number}'s input"
-        close(what, dx, part["the gradient of the input"], max(subject.bound, 0.01))
+        close(what, dx, gradients["the gradient of the input"], max(subject.bound, 0.01))
 
 
 @check(
@@ -122,7 +126,7 @@ def gradients_accumulate(subject: Subject) -> None:
     "Several forward passes may come before the first backward pass",
 )
 def microbatches_before_backward(subject: Subject) -> None:
-    """What one saved, another does not overwrite."""
+    """A microbatch does not overwrite what another one saved."""
     try:
         _accumulates(subject, primary=False, together=True)
     except CheckFailed as error:
@@ -138,7 +142,7 @@ def microbatches_before_backward(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def quantized_weights_accumulate(subject: Subject) -> None:
-    """Both orders."""
+    """Each backward pass after its forward pass, and all of them after all forward passes."""
     for together in (False, True):
         _accumulates(subject, primary=True, together=together)
 
@@ -149,13 +153,13 @@ def quantized_weights_accumulate(subject: Subject) -> None:
     "With fuse_wgrad_accumulation the weight gradients are added into weight.main_grad",
 )
 def fused_accumulation(subject: Subject) -> None:
-    """Both orders, weights in high precision and quantized ones."""
+    """Both orders of passes, with weights in high precision and with quantized ones."""
     for primary in (False, True) if subject.spec.quantized_weights else (False,):
         for together in (False, True):
             layer = subject.layer(40, 48, primary=primary, fuse_wgrad_accumulation=True)
             weight: Any = layer.weight
             weight.main_grad = torch.zeros(48, 40)
             xs, dys = _data()
-            parts = [p["the gradient of the weight"] for p in _expected(layer, xs, dys)]
+            gradients = [p["the gradient of the weight"] for p in _expected(layer, xs, dys)]
             _run(subject, layer, together=together)
-            _judge(subject, "weight.main_grad", weight.main_grad, parts)
+            _judge(subject, "weight.main_grad", weight.main_grad, gradients)

@@ -1,4 +1,4 @@
-"""Derivatives of quantizing and dequantizing, and saving through autograd."""
+"""Checks of gradients through quantizing and dequantizing, and of saving for backward."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ottava_testing.table import QUANTIZED_WEIGHTS, check
     QUANTIZED_WEIGHTS,
 )
 def quantize_is_straight_through(subject: Subject) -> None:
-    """And has the dtype of what was quantized."""
+    """The gradient also has the dtype of the tensor that was quantized."""
     for dtype in (torch.float32, torch.bfloat16):
         x = wide(48, 40, dtype=dtype).requires_grad_()
-        made = subject.quantizer("weight")(x)
-        cls = type(made).__name__
+        quantized = subject.quantizer("weight")(x)
+        cls = type(quantized).__name__
         require(
-            made.requires_grad,
+            quantized.requires_grad,
             f"a {cls} of a tensor that requires a gradient requires none: the graph is cut",
         )
         grad = wide(48, 40, seed=4)
-        (made.dequantize(torch.float32) * grad).sum().backward()
+        (quantized.dequantize(torch.float32) * grad).sum().backward()
         require(x.grad is not None, f"no gradient comes through quantizing to a {cls}")
         assert x.grad is not None
         require(
@@ -51,7 +51,7 @@ def quantize_is_straight_through(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def dequantize_is_straight_through(subject: Subject) -> None:
-    """By every way to the values."""
+    """Every way from a quantized tensor to its values."""
     grad = wide(48, 40, seed=4)
     ways: dict[str, Any] = {
         "dequantize()": lambda w: w.dequantize(),
@@ -64,14 +64,14 @@ def dequantize_is_straight_through(subject: Subject) -> None:
     for name, way in ways.items():
         weight: Any = torch.nn.Parameter(subject.weight(wide(48, 40)))
         cls = type(weight).__name__
-        made = way(weight)
-        made.backward(grad.to(made.dtype))
+        values = way(weight)
+        values.backward(grad.to(values.dtype))
         require(weight.grad is not None, f"no gradient comes through {name} of a {cls}")
         require(
             weight.grad.shape == (48, 40),
             f"the gradient through {name} of a {cls} is {tuple(weight.grad.shape)}",
         )
-        expected = grad.to(made.dtype).float()
+        expected = grad.to(values.dtype).float()
         require(
             torch.equal(plain(weight.grad).float(), expected),
             f"the gradient of {name} of a {cls} is not that of the identity",
@@ -101,19 +101,19 @@ class _Keeps(torch.autograd.Function):
     "Saved for backward, storages and tensors come back as they were, twice if asked",
 )
 def saved_for_backward(subject: Subject) -> None:
-    """Through ctx.save_for_backward, with retain_graph."""
-    for words, made, _ in subject.quantized():
+    """ctx.save_for_backward, with a second backward pass under retain_graph."""
+    for words, storage, _ in subject.quantized():
         x = wide(48, 40, seed=7).requires_grad_()
         seen: list[Any] = []
-        expected = plain(made).clone()
-        y = _Keeps.apply(x, made, seen)  # type: ignore[no-untyped-call]
+        expected = plain(storage).clone()
+        y = _Keeps.apply(x, storage, seen)  # type: ignore[no-untyped-call]
         y.sum().backward(retain_graph=True)
         require(
             x.grad is not None and same(x.grad, expected.float()),
             f"{words}, saved for backward, comes back with other values",
         )
         require(
-            type(seen[0]) is type(made),
+            type(seen[0]) is type(storage),
             f"{words}, saved for backward, comes back as a {type(seen[0]).__name__}",
         )
         require(
@@ -125,7 +125,7 @@ def saved_for_backward(subject: Subject) -> None:
             same(plain(seen[3]), expected),
             f"{words}, saved for backward, has other values in a second backward pass",
         )
-        require(same(plain(made), expected), f"{words} was changed by saving it for backward")
+        require(same(plain(storage), expected), f"{words} was changed by saving it for backward")
 
 
 @check(

@@ -1,4 +1,4 @@
-"""torch.compile."""
+"""Checks under torch.compile."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ottava_testing.table import COMPILES, QUANTIZED_WEIGHTS, check
 def _compiled(subject: Subject, *, primary: bool) -> None:
     expected = train(subject.model(primary=primary))
     model = subject.model(primary=primary)
-    found = _run(model, lambda compiled: train(model, run=compiled), _words(primary))
+    results = _run(model, lambda compiled: train(model, run=compiled), _words(primary))
     equal(
         subject,
         f"a compiled model{_words(primary)} trains otherwise than in eager mode",
-        found,
+        results,
         expected,
     )
 
@@ -31,7 +31,11 @@ def _run(
     words: str,
     dynamic: bool | None = None,
 ) -> list[torch.Tensor]:
-    """What ``use`` gives of the compiled model, or CheckFailed where the compiler refuses it."""
+    """The result of ``use`` with the compiled model.
+
+    Raises:
+        CheckFailed: the compiler refuses the model.
+    """
     torch.compiler.reset()
     try:
         return use(torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager"))
@@ -39,9 +43,9 @@ def _run(
         raise
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
-        asked = f"fullgraph=True{', dynamic=True' if dynamic else ''}"
+        arguments = f"fullgraph=True{', dynamic=True' if dynamic else ''}"
         raise CheckFailed(
-            f"torch.compile({asked}) refuses a model{words}: {type(error).__name__}: "
+            f"torch.compile({arguments}) refuses a model{words}: {type(error).__name__}: "
             f"{' '.join(lines[:3])}"
         ) from error
     finally:
@@ -49,8 +53,8 @@ def _run(
 
 
 def _batches(model: torch.nn.Module, run: Any) -> list[torch.Tensor]:
-    """Outputs and gradients of batches of several sizes."""
-    seen = []
+    """Outputs and gradients for batches of several sizes."""
+    results = []
     for rows in (16, 24, 5):
         x = normal(rows, 32, seed=rows).requires_grad_()
         model.zero_grad()
@@ -58,8 +62,8 @@ def _batches(model: torch.nn.Module, run: Any) -> list[torch.Tensor]:
         y.square().mean().backward()
         assert x.grad is not None
         grads = [plain(p.grad).clone() for p in model.parameters() if p.grad is not None]
-        seen += [y.detach(), x.grad, *grads]
-    return seen
+        results += [y.detach(), x.grad, *grads]
+    return results
 
 
 def _words(primary: bool) -> str:
@@ -74,7 +78,7 @@ def _words(primary: bool) -> str:
     slow=True,
 )
 def compiles(subject: Subject) -> None:
-    """Forward and backward."""
+    """Forward and backward passes."""
     _compiled(subject, primary=False)
 
 
@@ -99,9 +103,9 @@ def compiles_quantized_weights(subject: Subject) -> None:
     slow=True,
 )
 def compiles_dynamic(subject: Subject) -> None:
-    """Two layers, because the compiler may fail at a number that the second one reads again."""
+    """The model has two layers, because the compiler may fail at a size that both read."""
     eager, model = subject.model(), subject.model()
     expected = _batches(eager, eager)
-    found = _run(model, lambda compiled: _batches(model, compiled), "", dynamic=True)
+    results = _run(model, lambda compiled: _batches(model, compiled), "", dynamic=True)
     defect = "a model compiled with dynamic=True computes otherwise than in eager mode"
-    equal(subject, defect, found, expected)
+    equal(subject, defect, results, expected)

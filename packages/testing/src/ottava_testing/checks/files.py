@@ -1,4 +1,4 @@
-"""Pickles and safetensors files."""
+"""Checks of pickles and safetensors files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ottava_testing.table import QUANTIZED_WEIGHTS, check
 
 
 def reload(value: Any, what: str) -> Any:
-    """A value through ``torch.save`` and ``torch.load(weights_only=True)``.
+    """A value after ``torch.save`` and ``torch.load(weights_only=True)``; ``what`` names it.
 
     Raises:
-        CheckFailed: it cannot be pickled, or only with code.
+        CheckFailed: it cannot be pickled, or its pickle needs code.
     """
     buffer = BytesIO()
     try:
@@ -43,10 +43,10 @@ def reload(value: Any, what: str) -> Any:
 
 
 def load(file: BytesIO, what: str) -> Any:
-    """What a file of ``torch.save`` holds, loaded under ``weights_only=True``.
+    """The value in a file of ``torch.save``, loaded under ``weights_only=True``.
 
     Raises:
-        CheckFailed: it needs code.
+        CheckFailed: loading fails, for example because it needs code.
     """
     file.seek(0)
     try:
@@ -54,26 +54,24 @@ def load(file: BytesIO, what: str) -> Any:
     except Exception as error:
         file.seek(0)
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        code = (
-            f"it needs code ({', '.join(unsafe)})"
-            if unsafe
-            else f"{type(error).__name__}: {str(error)[:300]}"
-        )
+        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        if unsafe:
+            reason = f"it needs code ({', '.join(unsafe)})"
         raise CheckFailed(
-            f"torch.load(weights_only=True) refuses the pickle of {what}: {code}"
+            f"torch.load(weights_only=True) refuses the pickle of {what}: {reason}"
         ) from error
 
 
 def functions_in(file: BytesIO) -> list[str]:
     """The functions that a file of ``torch.save`` names, other than those of torch and Ottava.
 
-    Somebody may have declared them safe: they are code all the same.
+    Functions that somebody has declared safe are included, because they are code all the same.
     """
     file.seek(0)
     with zipfile.ZipFile(file) as archive:
         data = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
-    found = []
-    # torch.save writes protocol 2, whose names are whole.
+    functions = []
+    # torch.save writes protocol 2, in which an opcode has the whole name of a function.
     for opcode, argument, _ in pickletools.genops(data):
         if opcode.name != "GLOBAL":
             continue
@@ -83,33 +81,36 @@ def functions_in(file: BytesIO) -> list[str]:
             "torch",
             "ottava",
         ):
-            found.append(f"{module}.{name}")
-    return sorted(set(found))
+            functions.append(f"{module}.{name}")
+    return sorted(set(functions))
 
 
 @check("pickle-needs-no-code", "files", "Pickles load under weights_only=True, with the same bytes")
 def pickle_needs_no_code(subject: Subject) -> None:
-    """Storages, tensors, parameters, state dicts."""
-    for words, made, _ in subject.quantized():
-        loaded = reload(made, words)
+    """Pickles of storages, tensors, parameters and state dicts."""
+    for words, storage, _ in subject.quantized():
+        loaded = reload(storage, words)
         require(
-            type(loaded) is type(made), f"the pickle of {words} loads as a {type(loaded).__name__}"
+            type(loaded) is type(storage),
+            f"the pickle of {words} loads as a {type(loaded).__name__}",
         )
-        wrong = difference(loaded, made)
+        wrong = difference(loaded, storage)
         require(wrong is None, f"the pickle of {words} loads with another {wrong!r}")
-        require(same(plain(loaded), plain(made)), f"the pickle of {words} loads with other values")
+        require(
+            same(plain(loaded), plain(storage)), f"the pickle of {words} loads with other values"
+        )
         quantizer = loaded._quantizer
         require(quantizer is not None, f"the pickle of {words} loses its quantizer")
-        if made._quantizer is not None and not subject.keeps_state(made._quantizer):
+        if storage._quantizer is not None and not subject.keeps_state(storage._quantizer):
             require(
-                quantizer == made._quantizer,
+                quantizer == storage._quantizer,
                 f"the quantizer of {words} is another one after pickling",
             )
-        if isinstance(made, QuantizedTensor):
-            parameter = torch.nn.Parameter(made)
+        if isinstance(storage, QuantizedTensor):
+            parameter = torch.nn.Parameter(storage)
             again = reload({"weight": parameter}, f"a state dict with {words}")["weight"]
             require(again.requires_grad, f"{words} loses requires_grad in a pickle")
-            wrong = difference(again, made)
+            wrong = difference(again, storage)
             require(wrong is None, f"a state dict with {words} loads with another {wrong!r}")
 
 
@@ -120,7 +121,7 @@ def pickle_needs_no_code(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def safetensors(subject: Subject) -> None:
-    """ottava.checkpoint's save_file, load_file, save_model and load_model."""
+    """save_file, load_file, save_model and load_model of ottava.checkpoint."""
     weight = subject.weight(wide(48, 40))
     cls = type(weight).__name__
     flat, _ = checkpoint.flatten_state_dict({"weight": weight, "bias": torch.ones(3)})

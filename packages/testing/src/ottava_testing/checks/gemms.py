@@ -1,4 +1,4 @@
-"""Products of quantized operands."""
+"""Checks of products of quantized operands."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ _LAYOUTS: tuple[Literal["shared", "transpose"], ...] = ("shared", "transpose")
 
 
 def _operands(subject: Subject, make: Any = wide) -> dict[str, tuple[torch.Tensor, Any, Any]]:
-    """For each operand of a layer: its values, and quantized with the usage for one direction
-    each."""
-    made = {}
+    """By role, the values of an operand, and its storages for rowwise and for columnwise usage."""
+    by_role = {}
     for role, shape in (("input", (_M, _K)), ("weight", (_N, _K)), ("grad_output", (_M, _N))):
         values = make(*shape, seed=len(role))
         rowwise, columnwise = (
             subject.quantizer(role, internal=True, rowwise=r, columnwise=not r)(values)
             for r in (True, False)
         )
-        made[role] = (values, rowwise, columnwise)
-    return made
+        by_role[role] = (values, rowwise, columnwise)
+    return by_role
 
 
 @check(
@@ -37,35 +36,35 @@ def _operands(subject: Subject, make: Any = wide) -> dict[str, tuple[torch.Tenso
     "As an operand of a product a tensor has the values that it dequantizes to, in both directions",
 )
 def operands(subject: Subject) -> None:
-    """gemm_operand, square and not, so that a wrong transpose is found."""
+    """gemm_operand of matrices that are square and not, so that a wrong transpose is found."""
     for layout in _LAYOUTS:
         with columnwise_layout(layout):
             for words, quantizer in subject.quantizers():
                 for shape in ((48, 40), (32, 32), (2, 12, 40)):
                     values = wide(*shape, seed=11)
                     for columnwise in (False, True):
-                        made = quantizer.with_usage(not columnwise, columnwise)(values)
-                        matrix, factor = made.gemm_operand(
+                        quantized = quantizer.with_usage(not columnwise, columnwise)(values)
+                        matrix, factor = quantized.gemm_operand(
                             columnwise=columnwise, dtype=torch.float32
                         )
-                        found = matrix.float() if factor is None else matrix.float() * factor
+                        actual = matrix.float() if factor is None else matrix.float() * factor
                         expected = values.reshape(-1, shape[-1])
                         direction = "columnwise" if columnwise else "rowwise"
                         what = (
                             f"the {direction} operand (gemm_operand) of a {tuple(shape)} "
                             f"tensor by {words}"
                         )
-                        close(what, found, expected, max(subject.bound, 0.02) * 1.5)
-                        close(what, found, plain(made).reshape(expected.shape), 0.01)
+                        close(what, actual, expected, max(subject.bound, 0.02) * 1.5)
+                        close(what, actual, plain(quantized).reshape(expected.shape), 0.01)
 
 
 @check("products", "products", "The three products of a linear layer are those of the values")
 def products(subject: Subject) -> None:
-    """fprop, dgrad and wgrad, against the dequantized operands and the high-precision ones."""
+    """fprop, dgrad and wgrad, compared with products of dequantized and of original operands."""
     for layout in _LAYOUTS:
         with columnwise_layout(layout):
-            made = _operands(subject, normal)
-            (x, qx, qx_columns), (w, qw, qw_columns), (dy, qdy, qdy_columns) = made.values()
+            by_role = _operands(subject, normal)
+            (x, qx, qx_columns), (w, qw, qw_columns), (dy, qdy, qdy_columns) = by_role.values()
             cases: dict[str, tuple[Any, Any, torch.Tensor, Callable[[Any, Any], torch.Tensor]]] = {
                 "fprop": (qx, qw, x @ w.t(), lambda a, b: a @ b.t()),
                 "dgrad": (qdy, qw_columns, dy @ w, lambda a, b: a @ b),
@@ -73,16 +72,16 @@ def products(subject: Subject) -> None:
             }
             for name, (a, b, expected, product) in cases.items():
                 for dtype in (torch.float32, torch.bfloat16):
-                    found = gemm(a, b, name, out_dtype=dtype)  # type: ignore[arg-type]
+                    actual = gemm(a, b, name, out_dtype=dtype)  # type: ignore[arg-type]
                     require(
-                        found.dtype == dtype,
-                        f"the {name} product with out_dtype={dtype} is of {found.dtype}",
+                        actual.dtype == dtype,
+                        f"the {name} product with out_dtype={dtype} is of {actual.dtype}",
                     )
                     what = f"the {name} product of {type(a).__name__} and {type(b).__name__}"
-                    close(what, found, expected, subject.bound)
+                    close(what, actual, expected, subject.bound)
                     close(
                         f"{what}, against the dequantized operands,",
-                        found,
+                        actual,
                         product(plain(a), plain(b)),
                         0.02,
                     )
@@ -94,7 +93,7 @@ def products(subject: Subject) -> None:
     "A product with out= is written there, and with accumulate=True added to what is there",
 )
 def accumulating_products(subject: Subject) -> None:
-    """As weight gradients are added into main_grad."""
+    """Weight gradients are added into main_grad in this way."""
     (_, qx, qx_columns), (_, qw, qw_columns), (_, qdy, qdy_columns) = _operands(
         subject, normal
     ).values()
@@ -111,12 +110,11 @@ def accumulating_products(subject: Subject) -> None:
         close(f"the {name} product with out=", out, product, 1e-3, before=start)
         out = start.clone()
         gemm(a, b, kind, out=out, accumulate=True)
-        if relative(out, product) <= 1e-3:
-            require(
-                False,
-                f"gradients are lost under accumulation: the {name} product with accumulate=True "
-                f"overwrites out",
-            )
+        require(
+            not relative(out, product) <= 1e-3,
+            f"gradients are lost under accumulation: the {name} product with accumulate=True "
+            f"overwrites out",
+        )
         require(
             not torch.equal(out, start),
             f"gradients are lost under accumulation: the {name} product with accumulate=True adds "
@@ -127,9 +125,9 @@ def accumulating_products(subject: Subject) -> None:
 
 @check("product-bias", "products", "A bias is added to the product")
 def product_bias(subject: Subject) -> None:
-    """Once, in full precision."""
+    """The bias is added once, in full precision."""
     (_, qx, _), (_, qw, _), _ = _operands(subject, normal).values()
     bias = normal(_N, seed=3) * 10
     without = gemm(qx, qw, "fprop", out_dtype=torch.float32)
-    found = gemm(qx, qw, "fprop", out_dtype=torch.float32, bias=bias)
-    close("the fprop product with a bias", found, without + bias, 1e-4, before=without)
+    actual = gemm(qx, qw, "fprop", out_dtype=torch.float32, bias=bias)
+    close("the fprop product with a bias", actual, without + bias, 1e-4, before=without)

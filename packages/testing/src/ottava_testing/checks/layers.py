@@ -1,4 +1,4 @@
-"""Linear layers against high precision."""
+"""Checks of linear layers against high precision."""
 
 from __future__ import annotations
 
@@ -19,45 +19,48 @@ _WARM = 3
 def passes(
     layer: Linear, x: torch.Tensor, dy: torch.Tensor, **options: Any
 ) -> dict[str, torch.Tensor]:
-    """The output and the gradients of one forward and backward pass."""
+    """The output and the gradients of one forward and backward pass, by their names in messages.
+
+    ``x`` is ``[*, columns]`` and ``dy`` ``[*, rows]``; ``options`` go to the layer's forward.
+    """
     layer.zero_grad()
     x = x.detach().clone().requires_grad_()
     y = layer(x, **options)
     y.backward(dy)
     assert x.grad is not None
-    found = {"the output": y.detach(), "the gradient of the input": x.grad}
-    found |= {
+    results = {"the output": y.detach(), "the gradient of the input": x.grad}
+    results |= {
         f"the gradient of the {name}": p.grad
         for name, p in layer.named_parameters()
         if p.grad is not None
     }
-    return found
+    return results
 
 
 def reference(layer: Linear, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same in float64, of the values that the weight was made of."""
+    """The same in float64, computed from the values that the weight was made of."""
     initial = getattr(layer.weight, "_high_precision_init_val", None)
     w = plain(layer.weight if initial is None else initial).double()
     x64, dy64 = x.double(), dy.double()
     rows, grads = x64.reshape(-1, x.shape[-1]), dy64.reshape(-1, dy.shape[-1])
-    found = {
+    results = {
         "the output": x64 @ w.t() + (0 if layer.bias is None else layer.bias.detach().double()),
         "the gradient of the input": dy64 @ w,
         "the gradient of the weight": grads.t() @ rows,
     }
     if layer.bias is not None:
-        found["the gradient of the bias"] = grads.sum(0)
-    return found
+        results["the gradient of the bias"] = grads.sum(0)
+    return results
 
 
 def _compare(subject: Subject, layer: Linear, x: torch.Tensor, dy: torch.Tensor, what: str) -> None:
-    # Scales of the past are those of such values after a few steps.
+    # After a few steps the scales of a stateful recipe, which come from past values, fit these.
     for _ in range(_WARM if subject.spec.stateful else 0):
         passes(layer, x, dy)
-    found, expected = passes(layer, x, dy), reference(layer, x, dy)
+    actual, expected = passes(layer, x, dy), reference(layer, x, dy)
     for name, wanted in expected.items():
-        require(name in found, f"{name} is missing, {what}")
-        close(f"{name}, {what},", found[name], wanted, max(subject.bound, 0.01))
+        require(name in actual, f"{name} is missing, {what}")
+        close(f"{name}, {what},", actual[name], wanted, max(subject.bound, 0.01))
 
 
 @check(
@@ -66,14 +69,12 @@ def _compare(subject: Subject, layer: Linear, x: torch.Tensor, dy: torch.Tensor,
     "Output and gradients of a linear layer are within relative_error of high precision",
 )
 def linear(subject: Subject) -> None:
-    """float32 and bfloat16, with and without bias, any leading dimensions."""
+    """float32 and bfloat16, with and without bias, several leading dimensions."""
     for dtype in (torch.float32, torch.bfloat16):
         for bias, leading in ((True, (64,)), (False, (2, 4, 16))):
             layer = subject.layer(96, 80, dtype=dtype, bias=bias)
-            x, dy = (
-                normal(*leading, 96, seed=1, dtype=dtype),
-                normal(*leading, 80, seed=2, dtype=dtype),
-            )
+            x = normal(*leading, 96, seed=1, dtype=dtype)
+            dy = normal(*leading, 80, seed=2, dtype=dtype)
             _compare(subject, layer, x, dy, f"{dtype}, bias={bias}, input {tuple(x.shape)}")
 
 
@@ -84,14 +85,14 @@ def linear(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def linear_with_quantized_weight(subject: Subject) -> None:
-    """quantized_model_init."""
+    """The layer is made under quantized_model_init."""
     for dtype in (torch.float32, torch.bfloat16):
         layer = subject.layer(96, 80, dtype=dtype, primary=True)
         x, dy = normal(64, 96, seed=1, dtype=dtype), normal(64, 80, seed=2, dtype=dtype)
         _compare(subject, layer, x, dy, f"{dtype}, with a weight that is kept quantized")
-        kept = getattr(layer.weight, "_high_precision_init_val", None)
+        initial = getattr(layer.weight, "_high_precision_init_val", None)
         require(
-            kept is not None,
+            initial is not None,
             "quantized_model_init does not keep the values that the weight was made of",
         )
 
@@ -102,7 +103,7 @@ def linear_with_quantized_weight(subject: Subject) -> None:
     "A linear layer takes any sizes, ragged and empty ones, forward and backward",
 )
 def linear_shapes(subject: Subject) -> None:
-    """Nothing needs padding."""
+    """The caller need not pad anything."""
     bound = min(0.6, 4 * subject.bound)
     for columns, rows, leading in (
         (33, 65, (7,)),
@@ -120,13 +121,13 @@ def linear_shapes(subject: Subject) -> None:
         )
         for _ in range(_WARM if subject.spec.stateful else 0):
             passes(layer, x, dy)
-        found, expected = passes(layer, x, dy), reference(layer, x, dy)
+        actual, expected = passes(layer, x, dy), reference(layer, x, dy)
         for name, wanted in expected.items():
             require(
-                found[name].shape == wanted.shape,
-                f"{name} {what} has shape {tuple(found[name].shape)}",
+                actual[name].shape == wanted.shape,
+                f"{name} {what} has shape {tuple(actual[name].shape)}",
             )
-            close(f"{name} {what}", found[name], wanted, bound)
+            close(f"{name} {what}", actual[name], wanted, bound)
 
 
 @check(
@@ -135,7 +136,7 @@ def linear_shapes(subject: Subject) -> None:
     "What requires no gradient gets none, and the other gradients are as ever",
 )
 def frozen_parts(subject: Subject) -> None:
-    """A frozen weight, an input without gradient, no_grad."""
+    """A frozen weight, an input without gradient, and no_grad."""
     x, dy = normal(24, 40, seed=1), normal(24, 48, seed=2)
     full = passes(subject.layer(40, 48), x, dy)
     frozen, first = subject.layer(40, 48), subject.layer(40, 48)
@@ -170,7 +171,7 @@ def frozen_parts(subject: Subject) -> None:
     "convert() and autocast() give the same layer as one that is bound to the recipe",
 )
 def convert_and_autocast(subject: Subject) -> None:
-    """Three ways to the recipe; enabled=False is high precision."""
+    """Three ways of giving a layer its recipe; enabled=False means high precision."""
     x = normal(24, 40, seed=1)
     bound = subject.layer(40, 48)
     values = {
@@ -194,7 +195,7 @@ def convert_and_autocast(subject: Subject) -> None:
 
 
 def linear_of(layer: Linear, x: torch.Tensor) -> torch.Tensor:
-    """The layer in high precision."""
+    """The output of a layer computed in high precision."""
     return torch.nn.functional.linear(
         x, plain(layer.weight), None if layer.bias is None else layer.bias.detach()
     )
@@ -202,16 +203,14 @@ def linear_of(layer: Linear, x: torch.Tensor) -> torch.Tensor:
 
 @check("kept-weight", "layers", "A weight quantized for the first microbatch serves those after it")
 def kept_weight(subject: Subject) -> None:
-    """is_first_microbatch."""
+    """The argument is_first_microbatch of a layer."""
     layer, other = subject.layer(40, 48), subject.layer(40, 48)
     x, dy = normal(24, 40, seed=1), normal(24, 48, seed=2)
-    # One step: what is kept is that of this step.
+    # All calls belong to one step, because a kept weight is used only in its own step.
     with ottava.autocast(subject.recipe()):
-        first, second, expected = (
-            layer(x, is_first_microbatch=True),
-            layer(x, is_first_microbatch=False),
-            other(x),
-        )
+        first = layer(x, is_first_microbatch=True)
+        second = layer(x, is_first_microbatch=False)
+        expected = other(x)
     second.backward(dy)
     expected.backward(dy)
     pairs = {
@@ -222,12 +221,12 @@ def kept_weight(subject: Subject) -> None:
             other.weight.grad,
         ),
     }
-    for name, (found, wanted) in pairs.items():
+    for name, (actual, wanted) in pairs.items():
         require(
-            found is not None and wanted is not None,
+            actual is not None and wanted is not None,
             f"{name}, with a weight that is kept, is missing",
         )
-        assert found is not None
+        assert actual is not None
         assert wanted is not None
         tolerance = 0.0 if subject.spec.deterministic else 2 * subject.bound
-        close(f"{name}, with a weight that is kept,", found.detach(), wanted.detach(), tolerance)
+        close(f"{name}, with a weight that is kept,", actual.detach(), wanted.detach(), tolerance)

@@ -1,4 +1,4 @@
-"""The contract of quantizers: usages, outputs, copies, equality."""
+"""Checks of the contract of quantizers: usages, outputs, copies, equality."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _USAGES = ((True, False), (False, True), (True, True))
 
 @check("roles", "quantizers", "There is a quantizer for every role, whatever the layer is called")
 def roles(subject: Subject) -> None:
-    """Every tensor type, with and without names."""
+    """Roles of every tensor type, with and without the name of a layer."""
     recipe = subject.recipe()
     for tensor_type in ("input", "weight", "output", "grad_output", "grad_input"):
         for role in (
             QuantizerRole("linear", tensor_type, "encoder.0"),
             QuantizerRole(tensor_type=tensor_type),
         ):
-            made: object = recipe.quantizer(role)
+            result: object = recipe.quantizer(role)
             require(
-                isinstance(made, Quantizer),
-                f"{role} gets a {type(made).__name__} in place of a quantizer",
+                isinstance(result, Quantizer),
+                f"{role} gets a {type(result).__name__} in place of a quantizer",
             )
 
 
 @check("flags", "quantizers", "What the spec says of state and of kept weights is so")
 def flags(subject: Subject) -> None:
-    """stateful, quantized_weights."""
+    """The flags stateful and quantized_weights."""
     recipe, spec = subject.recipe(), subject.spec
     layer = subject.layer(8, 8)
     require(
@@ -73,7 +73,7 @@ def _state(layer: Any) -> Any:
     DETERMINISTIC,
 )
 def deterministic_cast(subject: Subject) -> None:
-    """No random rounding, no memory that was not written, by whichever quantizer."""
+    """Quantizers round the same way every time, and read no memory that was not written."""
     for dtype in (torch.float32, torch.bfloat16):
         _twice(subject, wide(65, 130, seed=9, dtype=dtype))
 
@@ -93,8 +93,7 @@ def _twice(subject: Subject, values: torch.Tensor) -> None:
                 require(
                     wrong is None,
                     f"quantizing the same tensor twice{what} gives different bytes in {wrong!r}: "
-                    f"the cast of "
-                    f"{words} is not deterministic",
+                    f"the cast of {words} is not deterministic",
                 )
 
 
@@ -104,7 +103,7 @@ def _twice(subject: Subject, values: torch.Tensor) -> None:
     "set_usage decides which usages a result serves, and None leaves one as it is",
 )
 def usages(subject: Subject) -> None:
-    """set_usage is followed."""
+    """Quantizers obey set_usage."""
     for words, quantizer in subject.quantizers():
         quantizer.set_usage(columnwise=False)
         expected = {"rowwise": True, "columnwise": False}
@@ -113,28 +112,25 @@ def usages(subject: Subject) -> None:
         )
         for rowwise, columnwise in _USAGES:
             quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
-            made = quantizer(wide(48, 40))
-            asked = {"rowwise": rowwise, "columnwise": columnwise}
+            storage = quantizer(wide(48, 40))
+            requested = {"rowwise": rowwise, "columnwise": columnwise}
             call = f"set_usage(rowwise={rowwise}, columnwise={columnwise})"
-            for name, wanted in asked.items():
-                served = made.get_usages()[name]
+            for name, wanted in requested.items():
+                served = storage.get_usages()[name]
                 require(
                     served or not wanted,
                     f"{call} is ignored by {words}: the result serves no {name} usage",
                 )
-            kept = {
+            usages_with_data = {
                 inner.usage
-                for inner in made.inner_tensors
-                if getattr(made, inner.attribute) is not None
+                for inner in storage.inner_tensors
+                if getattr(storage, inner.attribute) is not None
             }
-            extra = (
-                kept & {"rowwise", "columnwise"}
-                if len(kept & {"rowwise", "columnwise"}) == 2
-                else set()
-            )
+            usages_with_data &= {"rowwise", "columnwise"}
+            extra = usages_with_data if len(usages_with_data) == 2 else set()
             if not columnwise:
-                extra = kept & {"columnwise"}
-            extra -= {name for name, wanted in asked.items() if wanted}
+                extra = usages_with_data & {"columnwise"}
+            extra = extra - {name for name, wanted in requested.items() if wanted}
             require(
                 not extra,
                 f"{call} is ignored by {words}: the result holds {''.join(extra)} data all the "
@@ -149,7 +145,7 @@ def usages(subject: Subject) -> None:
     DETERMINISTIC,
 )
 def usages_agree(subject: Subject) -> None:
-    """Rowwise bytes do not depend on columnwise."""
+    """Rowwise bytes do not depend on columnwise usage, nor the reverse."""
     for words, quantizer in subject.quantizers():
         values = wide(48, 40)
         both = held(quantizer.with_usage(True, True)(values))
@@ -169,25 +165,23 @@ def usages_agree(subject: Subject) -> None:
     "quantize(out=) writes what quantize gives into the memory of out, and returns it",
 )
 def out(subject: Subject) -> None:
-    """out= is written."""
+    """The memory of out= is written, and its shape is checked."""
     for words, quantizer in subject.quantizers():
         first, second = wide(48, 40, seed=1), wide(48, 40, seed=2)
-        given = quantizer(first)
-        before, memory = (
-            snapshot(given),
-            {name: tensor.data_ptr() for name, tensor in held(given).items()},
-        )
-        returned = quantizer.quantize(second, out=given)
-        require(returned is given, f"out= is ignored by {words}: another object is returned")
+        target = quantizer(first)
+        before = snapshot(target)
+        memory = {name: tensor.data_ptr() for name, tensor in held(target).items()}
+        returned = quantizer.quantize(second, out=target)
+        require(returned is target, f"out= is ignored by {words}: another object is returned")
         require(
-            difference(given, before) is not None,
+            difference(target, before) is not None,
             f"out= is ignored by {words}: it still holds the old values",
         )
         if subject.spec.deterministic:
-            wrong = difference(given, quantizer(second))
+            wrong = difference(target, quantizer(second))
             require(wrong is None, f"{words} with out= writes another {wrong!r} than without")
         moved = [
-            name for name, tensor in held(given).items() if tensor.data_ptr() != memory.get(name)
+            name for name, tensor in held(target).items() if tensor.data_ptr() != memory.get(name)
         ]
         require(
             not moved,
@@ -195,7 +189,7 @@ def out(subject: Subject) -> None:
             f"old values",
         )
         try:
-            quantizer.quantize(wide(40, 48), out=given)
+            quantizer.quantize(wide(40, 48), out=target)
         except ShapeError:
             continue
         raise CheckFailed(f"{words} takes out= of another shape without a ShapeError")
@@ -203,23 +197,24 @@ def out(subject: Subject) -> None:
 
 @check("noop-flag", "quantizers", "An update with a noop_flag that holds 1 changes nothing")
 def noop_flag(subject: Subject) -> None:
-    """noop_flag is honoured by the quantizer and by the storage."""
+    """The quantizer and the storage obey noop_flag."""
     for words, quantizer in subject.quantizers():
         first, second = wide(48, 40, seed=1), wide(48, 40, seed=2) * 2
-        given = quantizer(first)
-        before = {**snapshot(given), **snapshot(tensors_in(quantizer))}
-        quantizer.update_quantized(second, given, noop_flag=torch.ones(1))
-        given.update_quantizer(quantizer)
-        given.quantize_(second, noop_flag=torch.ones(1))
-        after = {**snapshot(given), **snapshot(tensors_in(quantizer))}
+        target = quantizer(first)
+        before = {**snapshot(target), **snapshot(tensors_in(quantizer))}
+        quantizer.update_quantized(second, target, noop_flag=torch.ones(1))
+        target.update_quantizer(quantizer)
+        target.quantize_(second, noop_flag=torch.ones(1))
+        after = {**snapshot(target), **snapshot(tensors_in(quantizer))}
         wrong = difference(before, after)
         require(
             wrong is None,
             f"noop_flag is ignored by {words}: an update with it set changed {wrong!r}",
         )
-        quantizer.update_quantized(second, given, noop_flag=torch.zeros(1))
+        quantizer.update_quantized(second, target, noop_flag=torch.zeros(1))
         require(
-            difference(given, before) is not None, f"{words} does not update when noop_flag holds 0"
+            difference(target, before) is not None,
+            f"{words} does not update when noop_flag holds 0",
         )
 
 
@@ -229,17 +224,17 @@ def noop_flag(subject: Subject) -> None:
     "make_empty gives a result of the shape, dtype and usages asked for, to be filled",
 )
 def make_empty(subject: Subject) -> None:
-    """make_empty, filled, is what quantize gives."""
+    """A result of make_empty, once it is filled, equals a result of quantize."""
     for words, quantizer in subject.quantizers():
         for shape, dtype in (
             ((48, 40), torch.bfloat16),
             ((3, 5, 7), torch.float32),
             ((0, 40), torch.float16),
         ):
-            made = quantizer.make_empty(shape, dtype=dtype)
-            asked = f"make_empty({shape}, dtype={dtype}) of {words}"
-            require(tuple(made.size()) == shape, f"{asked} has shape {tuple(made.size())}")
-            require(made.dtype == dtype, f"{asked} has dtype {made.dtype}")
+            empty = quantizer.make_empty(shape, dtype=dtype)
+            call = f"make_empty({shape}, dtype={dtype}) of {words}"
+            require(tuple(empty.size()) == shape, f"{call} has shape {tuple(empty.size())}")
+            require(empty.dtype == dtype, f"{call} has dtype {empty.dtype}")
             elsewhere = quantizer.make_empty(shape, dtype=dtype, device="meta")
             left = [name for name, tensor in held(elsewhere).items() if not tensor.is_meta]
             there = (
@@ -247,19 +242,19 @@ def make_empty(subject: Subject) -> None:
             )
             require(
                 there,
-                f"{asked} with device='meta' is on "
+                f"{call} with device='meta' is on "
                 f"{elsewhere.device}{f', with {left} elsewhere' * bool(left)}",
             )
             values = wide(*shape, dtype=dtype)
-            quantizer.update_quantized(values, made)
+            quantizer.update_quantized(values, empty)
             fresh = quantizer(values)
             require(
-                type(made) is type(fresh),
-                f"{asked} is a {type(made).__name__}, results are {type(fresh).__name__}",
+                type(empty) is type(fresh),
+                f"{call} is a {type(empty).__name__}, results are {type(fresh).__name__}",
             )
             if subject.spec.deterministic:
-                wrong = difference(made, fresh)
-                require(wrong is None, f"{asked}, filled, has another {wrong!r} than a result")
+                wrong = difference(empty, fresh)
+                require(wrong is None, f"{call}, filled, has another {wrong!r} than a result")
 
 
 @check(
@@ -268,28 +263,28 @@ def make_empty(subject: Subject) -> None:
     "A result shares memory neither with what was quantized nor with another result",
 )
 def results_are_apart(subject: Subject) -> None:
-    """No buffer is used twice; the input is only read."""
+    """Results share no buffer, and the input is only read."""
     for words, quantizer in subject.quantizers():
         first, second = wide(48, 40, seed=1), wide(48, 40, seed=2)
         untouched = first.clone()
-        made = quantizer(first)
+        result = quantizer(first)
         require(same(first, untouched), f"{words} writes to the tensor that it quantizes")
-        # Bare storages are what layers save for backward: there autograd knows of writes to the
-        # input.
-        for name, tensor in held(made).items() if not quantizer.internal else ():
+        # Layers save bare storages for backward, and there autograd detects writes to the input.
+        # Only tensors must not share its memory.
+        for name, tensor in held(result).items() if not quantizer.internal else ():
             require(
                 not overlap(tensor, first),
                 f"{words} gives {name!r} in the memory of the tensor that it quantizes",
             )
-        before = snapshot(made)
+        before = snapshot(result)
         other = quantizer(second)
-        wrong = difference(made, before)
+        wrong = difference(result, before)
         require(
             wrong is None,
             f"{words} overwrites an earlier result: its {wrong!r} changed in the second call",
         )
-        for name, tensor in held(made).items():
-            # The scale of a stateful quantizer is its own, not the result's.
+        for name, tensor in held(result).items():
+            # The scale of a stateful quantizer belongs to the quantizer and not to the result.
             shared = overlap(tensor, held(other)[name])
             require(not shared, f"{words} gives two results that share the memory of {name!r}")
 
@@ -300,30 +295,30 @@ def results_are_apart(subject: Subject) -> None:
     "copy() gives a quantizer that can be set and used without changing the original",
 )
 def copied(subject: Subject) -> None:
-    """Nothing that changes is shared by copies, but the state of stateful recipes."""
+    """Copies share nothing that changes, except the state of stateful recipes."""
     for words, quantizer in subject.quantizers():
         values = wide(48, 40, seed=1)
-        made = quantizer.copy()
-        require(made is not quantizer, f"copy() of {words} returns the quantizer itself")
-        require(type(made) is type(quantizer), f"copy() of {words} gives a {type(made).__name__}")
+        clone = quantizer.copy()
+        require(clone is not quantizer, f"copy() of {words} returns the quantizer itself")
+        require(type(clone) is type(quantizer), f"copy() of {words} gives a {type(clone).__name__}")
         if subject.spec.deterministic:
-            wrong = difference(made(values), quantizer(values))
+            wrong = difference(clone(values), quantizer(values))
             require(wrong is None, f"copy() of {words} gives another {wrong!r}")
         settings = (quantizer.get_usages(), quantizer.internal, quantizer.optimize_for_gemm)
-        made.set_usage(rowwise=True, columnwise=False)
-        made.internal, made.optimize_for_gemm = not made.internal, True
+        clone.set_usage(rowwise=True, columnwise=False)
+        clone.internal, clone.optimize_for_gemm = not clone.internal, True
         now = (quantizer.get_usages(), quantizer.internal, quantizer.optimize_for_gemm)
         require(now == settings, f"setting a copy of {words} changed the original")
         result = quantizer(values)
         before = snapshot(result)
-        made(wide(48, 40, seed=2))
+        clone(wide(48, 40, seed=2))
         wrong = difference(result, before)
         require(
             wrong is None,
             f"using a copy of {words} overwrote {wrong!r} of a result of the original",
         )
         if not subject.keeps_state(quantizer):
-            _shares_nothing_mutable(words, quantizer, made)
+            _shares_nothing_mutable(words, quantizer, clone)
 
 
 def _shares_nothing_mutable(words: str, one: Quantizer, other: Quantizer) -> None:
@@ -376,10 +371,10 @@ def equality(subject: Subject) -> None:
 
 def _unequal_results(subject: Subject) -> None:
     values = wide(48, 40, seed=1)
-    made = [
+    results = [
         (words, q, q(values)) for words, q in subject.quantizers() if not subject.keeps_state(q)
     ]
-    for (words, one, first), (others, two, second) in itertools.combinations(made, 2):
+    for (words, one, first), (others, two, second) in itertools.combinations(results, 2):
         wrong = difference(first, second)
         require(
             wrong is None or one != two,
@@ -393,10 +388,10 @@ def _unequal_results(subject: Subject) -> None:
     "What is quantized already is quantized by its values, and nothing else is taken",
 )
 def quantized_input(subject: Subject) -> None:
-    """A quantizer takes quantized tensors, and refuses integers by a typed error."""
+    """A quantizer takes quantized tensors, and refuses integers with a typed error."""
     for words, quantizer in subject.quantizers():
-        made: QuantizedTensorStorage = quantizer(wide(48, 40))
-        again: Any = quantizer.quantize(made)  # type: ignore[arg-type]
+        storage: QuantizedTensorStorage = quantizer(wide(48, 40))
+        again: Any = quantizer.quantize(storage)  # type: ignore[arg-type]
         require(
             isinstance(again, QuantizedTensorStorage),
             f"{words} gives a {type(again).__name__} for a quantized tensor",
@@ -406,7 +401,7 @@ def quantized_input(subject: Subject) -> None:
             f"{words} gives shape {tuple(again.size())} for a quantized tensor",
         )
         if quantizer.is_requantization_safe() and subject.spec.deterministic:
-            wrong = difference(quantizer(wide(48, 40)), made)
+            wrong = difference(quantizer(wide(48, 40)), storage)
             require(
                 wrong is None,
                 f"{words} says that requantizing is safe, and gives another {wrong!r}",

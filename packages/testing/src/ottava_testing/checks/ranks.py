@@ -1,4 +1,4 @@
-"""What several processes do with a recipe: each check runs on every rank of a group."""
+"""Checks on several processes: each runs on every rank of a group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ottava_testing.worker import import_from
 
 
 def rank_check(name: str, promise: str, *needs: Needs) -> Callable[[RankBody], RankBody]:
-    """Put a function that runs on each rank into the table."""
+    """Decorate a function that runs on each rank, to put it into the table as a check."""
 
     def register(body: RankBody) -> RankBody:
         RANK_BODIES[name] = body
@@ -60,7 +60,11 @@ def rank_check(name: str, promise: str, *needs: Needs) -> Callable[[RankBody], R
 
 
 def run(name: str, mesh: Any, folder: Path) -> None:
-    """One check on this rank, of the recipe that the launching process described."""
+    """Run one check on this rank, with the recipe that the launching process described.
+
+    Raises:
+        CheckFailed: the recipe does not pass.
+    """
     try:
         source = pickle.loads((folder / "source.pickle").read_bytes())
         for module, file in source.modules:
@@ -80,7 +84,7 @@ def run(name: str, mesh: Any, folder: Path) -> None:
     QUANTIZED_WEIGHTS,
 )
 def pickle_in_another_process(subject: Subject, mesh: Any, folder: Path) -> None:
-    """The launching process saved a weight and its values."""
+    """The launching process has saved a weight and its values in the folder."""
     subject.layer(8, 8, primary=True)
     expected = torch.load(folder / "values.pt", weights_only=True)
     loaded = load(
@@ -99,7 +103,7 @@ def pickle_in_another_process(subject: Subject, mesh: Any, folder: Path) -> None
     DETERMINISTIC,
 )
 def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
-    """quantize_master_weights on uneven ranges, some of them empty, cut inside rows."""
+    """quantize_master_weights on uneven ranges that end inside rows; some are empty."""
     from ottava.distributed import quantize_master_weights
 
     rank = dist.get_rank()
@@ -118,7 +122,8 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
         offsets: list[int | None] = []
         ranges: list[tuple[int, int]] = []
         for number, master in enumerate(masters):
-            # Where the first rank's shard ends: in the midst of a row, at the end, at the start.
+            # The first rank's shard ends inside a row for two weights, and is empty or whole for
+            # the others.
             cut = (master.numel() // 3 + 7, master.numel() // 2 + 1, 0, master.numel())[number]
             first, last = (0, cut) if rank == 0 else (cut, master.numel())
             ranges.append((first, last))
@@ -131,10 +136,9 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
 
 
 def _written(weight: Any, values: torch.Tensor) -> Any:
-    """The weight, written as a whole in this process."""
-    quantizer = weight._quantizer
-    made = quantizer.with_usage(*weight.get_usages().values())
-    weight.copy_from_storage(made.quantize_impl(values, values.dtype))
+    """The weight after all of ``values`` were written to it in this process."""
+    quantizer = weight._quantizer.with_usage(*weight.get_usages().values())
+    weight.copy_from_storage(quantizer.quantize_impl(values, values.dtype))
     return weight
 
 
@@ -155,8 +159,10 @@ def _same_shard(what: str, weight: Any, whole: Any, elements: tuple[int, int]) -
 
 
 def _sizes(subject: Subject, world: int) -> list[int]:
-    """Rows of weights that FSDP2 may shard, as the storage declares: no block is cut, and uneven
-    shards are padded."""
+    """Numbers of rows of weights that FSDP2 can shard, by what the storage declares.
+
+    The first cuts no block. If the storage allows shards to be padded, a second gives uneven ones.
+    """
     weight = subject.weight(wide(64, 32))
     gathered = [
         (inner, getattr(weight, inner.attribute)) for inner in weight.inner_tensors if inner.gather
@@ -177,8 +183,7 @@ def _shard(net: Any, mesh: Any, *, keep: bool = False) -> Any:
 
 
 def _uneven(net: Any) -> Any:
-    """The model with rows of very different magnitudes: parts of its weights have other scales than
-    the whole."""
+    """The model, with weights whose rows differ so much that a shard has other scales."""
     with torch.no_grad():
         for layer in (net[0], net[2]):
             values = plain(layer.weight)
@@ -189,9 +194,9 @@ def _uneven(net: Any) -> Any:
 
 
 def _train(net: Any, width: int = 32, count: int = 3) -> list[tuple[str, torch.Tensor]]:
-    """Outputs and gradients of the inputs in some steps, with words for each."""
+    """Train some steps; return outputs and gradients of the inputs, each after its name."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    seen = []
+    results = []
     for number in range(count):
         x = normal(24, width, seed=100 + number, dtype=torch.bfloat16).requires_grad_()
         y = net(x)
@@ -201,16 +206,16 @@ def _train(net: Any, width: int = 32, count: int = 3) -> list[tuple[str, torch.T
         optimizer.step()
         optimizer.zero_grad()
         assert x.grad is not None
-        seen.append((f"the output of step {number + 1}", y.detach()))
-        seen.append((f"the gradient of the input of step {number + 1}", x.grad))
-    return seen
+        results.append((f"the output of step {number + 1}", y.detach()))
+        results.append((f"the gradient of the input of step {number + 1}", x.grad))
+    return results
 
 
 _Seen = list[tuple[str, torch.Tensor]]
 
 
-def _compare(subject: Subject, what: str, found: _Seen, expected: _Seen) -> None:
-    for (words, mine), (_, theirs) in zip(found, expected, strict=True):
+def _compare(subject: Subject, what: str, actual: _Seen, expected: _Seen) -> None:
+    for (words, mine), (_, theirs) in zip(actual, expected, strict=True):
         off = relative(mine, theirs)
         right = same(mine, theirs) if subject.spec.deterministic else off <= 2 * subject.bound
         require(right, f"{what}: {words} is off by {off:.3g} of its norm from that in one process")
@@ -218,7 +223,7 @@ def _compare(subject: Subject, what: str, found: _Seen, expected: _Seen) -> None
 
 @rank_check("fsdp2", "Layers whose weights FSDP2 shards in high precision train as in one process")
 def fsdp2(subject: Subject, mesh: Any, folder: Path) -> None:
-    """As they are, and gathered quantized."""
+    """Weights gathered in high precision, and gathered quantized."""
     from ottava.distributed import gather_quantized
 
     expected = _train(_uneven(subject.model(dtype=torch.bfloat16)))
@@ -227,8 +232,8 @@ def fsdp2(subject: Subject, mesh: Any, folder: Path) -> None:
         " with gather_quantized": gather_quantized,
     }
     for words, prepare in ways.items():
-        found = _train(_shard(prepare(_uneven(subject.model(dtype=torch.bfloat16))), mesh))
-        _compare(subject, f"under FSDP2{words} training differs", found, expected)
+        actual = _train(_shard(prepare(_uneven(subject.model(dtype=torch.bfloat16))), mesh))
+        _compare(subject, f"under FSDP2{words} training differs", actual, expected)
 
 
 @rank_check(
@@ -237,8 +242,7 @@ def fsdp2(subject: Subject, mesh: Any, folder: Path) -> None:
     QUANTIZED_WEIGHTS,
 )
 def fsdp2_quantized_weights(subject: Subject, mesh: Any, folder: Path) -> None:
-    """Outputs, gradients, bytes and scales; weights that are given up after the forward pass or
-    kept."""
+    """Outputs, gradients, bytes and scales, with reshard_after_forward and without."""
     for rows in _sizes(subject, dist.get_world_size()):
         alone, whole = (
             subject.model(dtype=torch.bfloat16, primary=True, width=rows, rows=rows)
@@ -277,7 +281,7 @@ def _same_weight(subject: Subject, what: str, gathered: Any, whole: Any) -> None
     REDUCES,
 )
 def reduces_amaxes(subject: Subject, mesh: Any, folder: Path) -> None:
-    """Ranks see other values, and afterwards quantize alike."""
+    """Ranks see different values in training, and afterwards quantize the same way."""
     model = subject.model()
     rank = dist.get_rank()
     for number in range(3):

@@ -1,4 +1,4 @@
-"""State dicts."""
+"""Checks of state dicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ottava_testing.table import QUANTIZED_WEIGHTS, STATEFUL, check
     "A state dict has tensors only, and a model that loads it goes on as the one that gave it",
 )
 def state_dict(subject: Subject) -> None:
-    """Through torch.save and weights_only=True, in the midst of training."""
+    """A state dict is saved during training, and loaded with weights_only=True."""
     _round_trip(subject, primary=False)
 
 
@@ -89,7 +89,7 @@ def _round_trip(subject: Subject, *, primary: bool) -> None:
     STATEFUL,
 )
 def state_moves(subject: Subject) -> None:
-    """state_dict has it, .to() moves it."""
+    """state_dict() has the state, and .to() moves it."""
     layer = subject.model()
     train(layer, 2)
     names = [name for name, _ in layer.named_buffers() if "recipe_state" in name]

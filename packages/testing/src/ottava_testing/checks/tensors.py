@@ -1,4 +1,4 @@
-"""Quantized tensors as torch tensors: ops, views, new tensors."""
+"""Checks of quantized tensors as torch tensors: ops, views, new tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _compare(subject: Subject, ops: dict[str, Op], values: torch.Tensor) -> None
     weight = subject.weight(values)
     cls, expected = type(weight).__name__, plain(weight)
     for name, op in ops.items():
-        # What an op gives may be quantized again.
+        # The result of an op may be quantized again, so it is compared with the recipe's bound.
         close(f"{name} of a {cls}", plain(op(weight)), op(expected), subject.bound)
 
 
@@ -64,13 +64,13 @@ def _compare_transpose(subject: Subject, name: str, op: Op, values: torch.Tensor
     weight = subject.weight(values)
     cls, expected = type(weight).__name__, op(plain(weight))
     try:
-        found = plain(op(weight))
+        actual = plain(op(weight))
     except (RuntimeError, ValueError, IndexError) as error:
         text = str(error).splitlines()[0]
         raise CheckFailed(
             f"wrong transpose: {name} of a {cls} fails by {type(error).__name__}: {text}"
         ) from error
-    close(f"wrong transpose: {name} of a {cls}", found, expected, subject.bound)
+    close(f"wrong transpose: {name} of a {cls}", actual, expected, subject.bound)
 
 
 @check(
@@ -80,7 +80,7 @@ def _compare_transpose(subject: Subject, name: str, op: Op, values: torch.Tensor
     QUANTIZED_WEIGHTS,
 )
 def transposes(subject: Subject) -> None:
-    """Every spelling."""
+    """Every spelling of a transpose."""
     for values in (wide(32, 32), wide(48, 40)):
         for name, op in _TRANSPOSES.items():
             _compare_transpose(subject, name, op, values)
@@ -93,8 +93,10 @@ def transposes(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def views(subject: Subject) -> None:
-    """And where a view is quantized, a write to it reaches the whole, or is refused and changes
-    nothing."""
+    """Values of views, and writes to views that are quantized.
+
+    Such a write either reaches the whole tensor, or is refused and changes nothing.
+    """
     _compare(subject, _VIEWS, wide(48, 40))
     for name, op in _VIEWS.items():
         weight = subject.weight(wide(48, 40))
@@ -120,7 +122,7 @@ def views(subject: Subject) -> None:
 
 @check("results-of-ops", "tensors", "Ops see the dequantized values", QUANTIZED_WEIGHTS)
 def results_of_ops(subject: Subject) -> None:
-    """Arithmetic, products, reductions."""
+    """Results of arithmetic, products and reductions."""
     _compare(subject, _RESULTS, wide(48, 40))
 
 
@@ -131,7 +133,7 @@ def results_of_ops(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def nominal_dtype(subject: Subject) -> None:
-    """The values are those of the data."""
+    """A change of the nominal dtype keeps the values."""
     weight = subject.weight(wide(48, 40))
     cls, values = type(weight).__name__, plain(weight)
     ways: dict[str, tuple[Op, torch.dtype]] = {
@@ -142,9 +144,9 @@ def nominal_dtype(subject: Subject) -> None:
         "to_dtype(torch.bfloat16)": (lambda w: w.to_dtype(torch.bfloat16), torch.bfloat16),
     }
     for name, (way, dtype) in ways.items():
-        made = way(weight)
-        require(made.dtype == dtype, f"{name} of a {cls} gives {made.dtype}")
-        close(f"{name} of a {cls}", plain(made), values, 0.01)
+        converted = way(weight)
+        require(converted.dtype == dtype, f"{name} of a {cls} gives {converted.dtype}")
+        close(f"{name} of a {cls}", plain(converted), values, 0.01)
 
 
 @check(
@@ -154,16 +156,16 @@ def nominal_dtype(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def new_tensors(subject: Subject) -> None:
-    """What optimizers make their state with."""
+    """Optimizers make their state with these functions."""
     weight = subject.weight(wide(48, 40))
     cls, values = type(weight).__name__, plain(weight).clone()
-    made: dict[str, tuple[Any, float]] = {
+    cases: dict[str, tuple[Any, float]] = {
         "zeros_like": (torch.zeros_like(weight), 0.0),
         "ones_like": (torch.ones_like(weight), 1.0),
         "new_zeros": (weight.new_zeros(48, 40), 0.0),
         "full_like": (torch.full_like(weight, 2.0), 2.0),
     }
-    for name, (tensor, value) in made.items():
+    for name, (tensor, value) in cases.items():
         expected = torch.full((48, 40), value)
         require(
             relative(plain(tensor), expected) <= subject.bound
@@ -196,7 +198,7 @@ def new_tensors(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def requires_grad(subject: Subject) -> None:
-    """Parameter, clone, to, requires_grad_."""
+    """requires_grad of parameters, of their copies, and of what to() gives."""
     import copy
 
     weight = subject.weight(wide(48, 40))
@@ -229,5 +231,5 @@ def requires_grad(subject: Subject) -> None:
         not torch.nn.Parameter(weight, requires_grad=False).requires_grad,
         f"a frozen {cls} requires a gradient",
     )
-    made: Any = subject.quantizer("weight").make_empty((4, 8), requires_grad=True)
-    require(made.requires_grad, f"make_empty(requires_grad=True) of a {cls} requires no gradient")
+    empty: Any = subject.quantizer("weight").make_empty((4, 8), requires_grad=True)
+    require(empty.requires_grad, f"make_empty(requires_grad=True) of a {cls} requires no gradient")

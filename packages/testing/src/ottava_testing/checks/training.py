@@ -1,4 +1,4 @@
-"""Whole training steps: recomputation, determinism, what is not shared between models."""
+"""Checks of whole training steps: recomputation, determinism, independence of models."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ def step(
     run: Any = None,
     width: int = 32,
 ) -> list[torch.Tensor]:
-    """One training step on batch ``number``: the loss, the gradient of the input and those of the
-    parameters."""
+    """One training step on batch ``number``.
+
+    Returns:
+        The loss, the gradient of the input, and those of the parameters.
+    """
     parameter = next(model.parameters())
     x = normal(24, width, seed=100 + number, dtype=parameter.dtype).requires_grad_()
     target = normal(24, width, seed=200 + number, dtype=parameter.dtype)
@@ -38,17 +41,22 @@ def step(
 
 
 def train(model: torch.nn.Module, count: int = 3, run: Any = None) -> list[torch.Tensor]:
-    """Some steps; everything that :func:`step` gives, and the parameters at the end."""
+    """Train some steps; return all that :func:`step` returns, and the parameters at the end."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    seen = [tensor for number in range(count) for tensor in step(model, optimizer, number, run=run)]
-    return [*seen, *(plain(p).clone() for p in model.parameters())]
+    results = [
+        tensor for number in range(count) for tensor in step(model, optimizer, number, run=run)
+    ]
+    return [*results, *(plain(p).clone() for p in model.parameters())]
 
 
 def equal(
     subject: Subject, defect: str, one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
 ) -> None:
-    """Compare bits, or values where the recipe is not deterministic; ``defect`` is what a
-    difference means."""
+    """Compare bits, or values where the recipe is not deterministic.
+
+    Raises:
+        CheckFailed: they differ; ``defect`` says what that means.
+    """
     require(len(one) == len(other), f"{defect} (not the same gradients)")
     if subject.spec.deterministic:
         require_same(defect, one, other)
@@ -61,12 +69,12 @@ def equal(
     "activation-checkpointing", "training", "Recomputing activations changes no bit of any gradient"
 )
 def activation_checkpointing(subject: Subject) -> None:
-    """Reentrant and not, weights in high precision and quantized ones."""
+    """Reentrant checkpointing and the other, weights in high precision and quantized ones."""
     for primary in (False, True) if subject.spec.quantized_weights else (False,):
         expected = train(subject.model(primary=primary))
         for reentrant in (False, True):
             model = subject.model(primary=primary)
-            found = train(
+            results = train(
                 model, run=lambda x, m=model, r=reentrant: checkpoint(m, x, use_reentrant=r)
             )
             words = (
@@ -75,7 +83,7 @@ def activation_checkpointing(subject: Subject) -> None:
             equal(
                 subject,
                 f"with activation checkpointing ({words}) training is not what it is without",
-                found,
+                results,
                 expected,
             )
 
@@ -87,7 +95,7 @@ def activation_checkpointing(subject: Subject) -> None:
     DETERMINISTIC,
 )
 def deterministic_training(subject: Subject) -> None:
-    """Losses, gradients, weights."""
+    """Losses, gradients and weights."""
     for dtype in (torch.float32, torch.bfloat16):
         one, other = train(subject.model(dtype=dtype)), train(subject.model(dtype=dtype))
         require_same(
@@ -102,7 +110,7 @@ def deterministic_training(subject: Subject) -> None:
     DETERMINISTIC,
 )
 def models_are_apart(subject: Subject) -> None:
-    """No state in globals, nor in the recipe or its quantizers."""
+    """No state is in globals, in the recipe or in its quantizers."""
     alone = train(subject.model())
     recipe_of_both, model = subject.model(), subject.model()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (recipe_of_both, model)]
@@ -124,20 +132,23 @@ def models_are_apart(subject: Subject) -> None:
 
 @check("model-copies", "training", "A deep copy of a model computes the same and trains by itself")
 def model_copies(subject: Subject) -> None:
-    """copy.deepcopy, in the midst of training."""
+    """A copy by copy.deepcopy during training."""
     for primary in (False, True) if subject.spec.quantized_weights else (False,):
         model = subject.model(primary=primary)
         train(model, 2)
         copied = copy.deepcopy(model)
         before = [plain(p).clone() for p in copied.parameters()]
-        found = train(model)
+        results = train(model)
         require_same(
             "training a model changes its deep copy",
             [plain(p) for p in copied.parameters()],
             before,
         )
         equal(
-            subject, "a deep copy of a model trains otherwise than the model", train(copied), found
+            subject,
+            "a deep copy of a model trains otherwise than the model",
+            train(copied),
+            results,
         )
 
 
@@ -145,7 +156,7 @@ def model_copies(subject: Subject) -> None:
     "training-follows-high-precision", "training", "The loss goes down as it does in high precision"
 )
 def training_follows_high_precision(subject: Subject) -> None:
-    """A small problem with a known answer."""
+    """A small problem with a known solution."""
     torch.manual_seed(0)
     _follows(subject, subject.model(), "")
 
@@ -157,7 +168,7 @@ def training_follows_high_precision(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def quantized_weights_train(subject: Subject) -> None:
-    """Large steps, since small ones are lost to the format."""
+    """Steps are large, because the format rounds small ones away."""
     _follows(subject, subject.model(primary=True), " with weights that are kept quantized")
 
 
@@ -178,11 +189,10 @@ def _follows(subject: Subject, model: torch.nn.Module, words: str) -> None:
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-    found, expected = losses[:25], losses[25:]
-    drop, wanted = found[0] - found[-1], expected[0] - expected[-1]
+    actual, expected = losses[:25], losses[25:]
+    drop, wanted = actual[0] - actual[-1], expected[0] - expected[-1]
     require(
         drop > 0.5 * wanted,
         f"training{words} does not follow high precision: in 25 steps the loss goes from "
-        f"{found[0]:.3g} to "
-        f"{found[-1]:.3g}, there from {expected[0]:.3g} to {expected[-1]:.3g}",
+        f"{actual[0]:.3g} to {actual[-1]:.3g}, there from {expected[0]:.3g} to {expected[-1]:.3g}",
     )

@@ -1,4 +1,4 @@
-"""Writing to quantized tensors in place, as optimizers do."""
+"""Checks of in-place writes to quantized tensors, as optimizers do them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _set(w: Any, index: Any, value: Any) -> Any:
     return w
 
 
-# Each with another tensor of that shape.
+# In-place ops by name; each takes the tensor to write and another tensor of its shape.
 _WRITES: dict[str, Write] = {
     "mul_": lambda w, other: w.mul_(-0.5),
     "mul_ (a tensor)": lambda w, other: w.mul_(other),
@@ -46,7 +46,7 @@ _WRITES: dict[str, Write] = {
     "masked_fill_": lambda w, other: w.masked_fill_(other > 0, 1.0),
     "uniform_": lambda w, other: w.uniform_(50.0, 51.0),
     "normal_": lambda w, other: w.normal_(mean=100.0),
-    # Ten times as large, so that a write to other places is far off.
+    # The values are ten times as large, so that a write to the wrong place is far off.
     "w[1] = x": lambda w, other: _set(w, 1, other[0] * 10),
     "w[2:5] = x": lambda w, other: _set(w, slice(2, 5), other[:3] * 10),
     "w[:, 3] = x": lambda w, other: _set(w, (slice(None), 3), other[:, 0] * 10),
@@ -68,7 +68,7 @@ _WRITES: dict[str, Write] = {
 }
 
 
-# Optimizers call these; torch documents none of them, and may drop one.
+# Optimizers call the _foreach_ ops. torch documents none of them, so a version may lack one.
 for _name in [
     name for name in _WRITES if name.startswith("_foreach_") and not hasattr(torch, name)
 ]:
@@ -86,7 +86,7 @@ def _bound(subject: Subject) -> float:
     QUANTIZED_WEIGHTS,
 )
 def in_place_ops(subject: Subject) -> None:
-    """None is dropped; aliases see it."""
+    """No op is dropped, and aliases see its result."""
     other = wide(48, 40, seed=6)
     for name, write in _WRITES.items():
         parameter = torch.nn.Parameter(subject.weight(wide(48, 40)))
@@ -121,7 +121,7 @@ def in_place_ops(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def copy_of_quantized(subject: Subject) -> None:
-    """Both directions."""
+    """Copies from a quantized tensor, to another one and to a plain one."""
     one, two = subject.weight(wide(48, 40)), subject.weight(wide(48, 40, seed=5))
     cls, before, expected = type(one).__name__, plain(one).clone(), plain(two).clone()
     one.copy_(two)
@@ -145,7 +145,7 @@ def copy_of_quantized(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def data_assignment(subject: Subject) -> None:
-    """As code that swaps weights does."""
+    """Code that swaps weights assigns .data."""
     parameter: Any = torch.nn.Parameter(subject.weight(wide(48, 40)))
     cls = type(parameter).__name__
     for what, value in (
@@ -176,14 +176,14 @@ _OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     QUANTIZED_WEIGHTS,
 )
 def optimizer_steps(subject: Subject) -> None:
-    """As they step the same values in high precision."""
+    """Steps on quantized weights are near the steps on the same values in high precision."""
     for name, make in _OPTIMIZERS.items():
         parameter: Any = torch.nn.Parameter(subject.weight(wide(48, 40)))
         reference = torch.nn.Parameter(plain(parameter).clone())
         try:
             theirs = make([reference])
         except RuntimeError:
-            # This torch has no fused optimizer for plain tensors there either.
+            # This torch has no such fused optimizer for plain tensors either.
             continue
         mine = make([parameter])
         cls = type(parameter).__name__
@@ -212,7 +212,7 @@ def optimizer_steps(subject: Subject) -> None:
     QUANTIZED_WEIGHTS,
 )
 def nothing_stale(subject: Subject) -> None:
-    """Transposes and whatever else is kept of old values are made anew."""
+    """Transposes, and all other data derived from old values, are computed again."""
     x, dy = wide(16, 40, seed=1), wide(16, 48, seed=2)
     for layout in ("shared", "transpose"):
         with columnwise_layout(layout), torch.no_grad():
@@ -235,7 +235,7 @@ def nothing_stale(subject: Subject) -> None:
 
 
 def _replacing(subject: Subject) -> dict[str, Write]:
-    """Ways of writing other values, enough of them that products of old ones are far off."""
+    """Writes that change values so much that products of the old ones are far off."""
 
     def loaded(w: Any, other: torch.Tensor) -> None:
         holder = torch.nn.Module()

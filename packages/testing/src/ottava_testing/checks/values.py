@@ -1,4 +1,4 @@
-"""What quantizing keeps of the values: shapes, layouts, dtypes, special values."""
+"""Checks of quantized values: accuracy, shapes, strides, dtypes, special values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EMPTY = ((0,), (0, 16), (16, 0), (2, 0, 8), (0, 0))
 
 
 def _loose(subject: Subject) -> float:
-    """A bound for few values, which a format may hit badly."""
+    """A wider bound, for so few values that a format may fit them badly."""
     return min(0.5, max(4 * subject.bound, 0.2))
 
 
@@ -28,17 +28,17 @@ def _loose(subject: Subject) -> float:
     "Quantized and dequantized, normally distributed values are within relative_error",
 )
 def accuracy(subject: Subject) -> None:
-    """Each role, each usage."""
+    """Every role with every usage."""
     for rowwise, columnwise in ((True, False), (False, True), (True, True)):
         for words, quantizer in subject.quantizers(rowwise=rowwise, columnwise=columnwise):
             for dtype in (torch.float32, torch.bfloat16):
                 values = normal(64, 96, seed=1, dtype=dtype)
-                made = plain(quantizer(values))
+                actual = plain(quantizer(values))
                 what = (
                     f"what {words} gives, rowwise={rowwise} and columnwise={columnwise}, "
                     f"dequantized,"
                 )
-                close(what, made, values, subject.bound)
+                close(what, actual, values, subject.bound)
 
 
 @check(
@@ -58,7 +58,7 @@ def shapes(subject: Subject) -> None:
 
 @check("empty-shapes", "values", "Tensors without elements are quantized and dequantized")
 def empty_shapes(subject: Subject) -> None:
-    """Sizes of 0 anywhere."""
+    """Sizes of 0 in any dimension."""
     for words, quantizer in subject.quantizers():
         for shape in _EMPTY:
             what = f"an empty tensor of shape {shape} quantized by {words}"
@@ -71,10 +71,12 @@ def empty_shapes(subject: Subject) -> None:
 
 
 def _shape(what: str, quantizer: Quantizer, values: torch.Tensor, subject: Subject) -> None:
-    made: QuantizedTensorStorage = quantizer(values)
-    require(tuple(made.size()) == tuple(values.shape), f"{what} has shape {tuple(made.size())}")
-    require(made.numel() == values.numel(), f"{what} has {made.numel()} elements")
-    close(f"{what}, dequantized,", plain(made), values, _loose(subject))
+    storage: QuantizedTensorStorage = quantizer(values)
+    require(
+        tuple(storage.size()) == tuple(values.shape), f"{what} has shape {tuple(storage.size())}"
+    )
+    require(storage.numel() == values.numel(), f"{what} has {storage.numel()} elements")
+    close(f"{what}, dequantized,", plain(storage), values, _loose(subject))
 
 
 def _layouts() -> dict[str, torch.Tensor]:
@@ -95,14 +97,14 @@ def _layouts() -> dict[str, torch.Tensor]:
     "Tensors that are not contiguous give what contiguous ones of their values give",
 )
 def non_contiguous(subject: Subject) -> None:
-    """Strides are honoured, of out= as well."""
+    """Quantizers read inputs by their strides."""
     for words, quantizer in subject.quantizers():
         for layout, values in _layouts().items():
-            made, expected = quantizer(values), quantizer(values.contiguous())
+            actual, expected = quantizer(values), quantizer(values.contiguous())
             what = f"{layout} (not contiguous) is misread by {words}: it"
             close(
                 what,
-                plain(made),
+                plain(actual),
                 plain(expected),
                 0.0 if subject.spec.deterministic else subject.bound,
             )
@@ -110,80 +112,80 @@ def non_contiguous(subject: Subject) -> None:
 
 @check("dtypes", "values", "float32, bfloat16 and float16 are taken, and kept as the nominal dtype")
 def dtypes(subject: Subject) -> None:
-    """Nominal dtype, dtype=, dequantize(dtype)."""
+    """The nominal dtype, the argument dtype=, and dequantize(dtype)."""
     for words, quantizer in subject.quantizers():
         for dtype in _DTYPES:
-            made = quantizer(wide(24, 40, dtype=dtype))
+            storage = quantizer(wide(24, 40, dtype=dtype))
             require(
-                made.dtype == dtype,
-                f"a {dtype} tensor quantized by {words} has the nominal dtype {made.dtype}",
+                storage.dtype == dtype,
+                f"a {dtype} tensor quantized by {words} has the nominal dtype {storage.dtype}",
             )
-            found = plain(made).dtype
-            require(found == dtype, f"a {dtype} tensor quantized by {words} dequantizes to {found}")
+            values_dtype = plain(storage).dtype
+            require(
+                values_dtype == dtype,
+                f"a {dtype} tensor quantized by {words} dequantizes to {values_dtype}",
+            )
             for wanted in _DTYPES:
-                values = made.dequantize(wanted)
-                cls = type(made).__name__
+                values = storage.dequantize(wanted)
+                cls = type(storage).__name__
                 require(
                     values.dtype == wanted,
                     f"dequantize({wanted}) of a {cls} ignores dtype and gives {values.dtype}",
                 )
-                close(f"dequantize({wanted}) of a {cls}", values.detach(), plain(made), 0.01)
-            named = quantizer.quantize(wide(24, 40, dtype=dtype), dtype=torch.bfloat16)
+                close(f"dequantize({wanted}) of a {cls}", values.detach(), plain(storage), 0.01)
+            as_bfloat16 = quantizer.quantize(wide(24, 40, dtype=dtype), dtype=torch.bfloat16)
             require(
-                named.dtype == torch.bfloat16,
-                f"quantize(dtype=torch.bfloat16) by {words} gives {named.dtype}",
+                as_bfloat16.dtype == torch.bfloat16,
+                f"quantize(dtype=torch.bfloat16) by {words} gives {as_bfloat16.dtype}",
             )
 
 
 @check("zeros", "values", "Zeros stay zeros, whole tensors of them and single ones")
 def zeros(subject: Subject) -> None:
-    """No scale is made of nothing."""
+    """A block of zeros gets a scale that keeps it zero."""
     for words, quantizer in subject.quantizers():
-        made = plain(quantizer(torch.zeros(40, 48)))
+        actual = plain(quantizer(torch.zeros(40, 48)))
         require(
-            not bool(made.any()),
-            f"zeros quantized by {words} dequantize to {float(made.abs().max()):.3g}",
+            not bool(actual.any()),
+            f"zeros quantized by {words} dequantize to {float(actual.abs().max()):.3g}",
         )
         mixed = wide(40, 48)
         mixed[3], mixed[:, 5] = 0.0, -0.0
-        made = plain(quantizer(mixed))
+        actual = plain(quantizer(mixed))
         require(
-            not bool(made[3].any()) and not bool(made[:, 5].any()),
+            not bool(actual[3].any()) and not bool(actual[:, 5].any()),
             f"{words} makes something else of single zeros",
         )
 
 
 @check("tiny-values", "values", "Subnormal values stay finite and small")
 def tiny_values(subject: Subject) -> None:
-    """A scale of very small values is not infinite."""
+    """The scale of very small values is finite."""
     for words, quantizer in subject.quantizers():
         for magnitude in (1e-30, 1e-38, 1e-40, 1e-45):
             values = normal(40, 48).clamp(-4, 4) * magnitude
-            made = plain(quantizer(values))
+            actual = plain(quantizer(values))
             largest = float(values.abs().max())
             what = f"values of magnitude {magnitude} quantized by {words} dequantize to"
-            require(bool(torch.isfinite(made).all()), f"{what} NaN or inf")
-            found = float(made.abs().max())
+            require(bool(torch.isfinite(actual).all()), f"{what} NaN or inf")
+            largest_actual = float(actual.abs().max())
             require(
-                found <= max(2 * largest, 1e-37),
-                f"{what} {found:.3g} at most, in place of {largest:.3g}",
+                largest_actual <= max(2 * largest, 1e-37),
+                f"{what} {largest_actual:.3g} at most, in place of {largest:.3g}",
             )
 
 
 @check("large-values", "values", "The largest values stay near what they are", STATELESS)
 def large_values(subject: Subject) -> None:
-    """A scale of very large values is not zero."""
+    """The scale of very large values is not zero."""
     for words, quantizer in subject.quantizers():
         for magnitude in (1e20, 3e38):
-            values = (
-                (normal(40, 48).clamp(-1, 1) + 2).sign()
-                * magnitude
-                * normal(40, 48, seed=1).clamp(-1, 1)
-            )
-            made = plain(quantizer(values * 0.9))
+            signs = (normal(40, 48).clamp(-1, 1) + 2).sign()
+            values = signs * magnitude * normal(40, 48, seed=1).clamp(-1, 1)
+            actual = plain(quantizer(values * 0.9))
             close(
                 f"values up to {magnitude} quantized by {words}",
-                made,
+                actual,
                 values * 0.9,
                 _loose(subject),
             )
@@ -196,16 +198,16 @@ def large_values(subject: Subject) -> None:
     "have scales of their own",
 )
 def special_values(subject: Subject) -> None:
-    """One element that is not finite."""
+    """Tensors with one element that is not finite, and with no finite element."""
     for words, quantizer in subject.quantizers():
         for special in (math.nan, math.inf, -math.inf):
             values = normal(64, 96)
             values[1, 2] = special
-            made = plain(quantizer(values))
-            found = float(made[1, 2])
-            what = f"{special} quantized by {words} dequantizes to {found:.3g}"
-            shown = math.isnan(found) or (
-                math.isinf(found) if math.isnan(special) else found * special > 0
+            actual = plain(quantizer(values))
+            value = float(actual[1, 2])
+            what = f"{special} quantized by {words} dequantizes to {value:.3g}"
+            shown = math.isnan(value) or (
+                math.isinf(value) if math.isnan(special) else value * special > 0
             )
             require(shown, f"{what}, which hides it")
             everything = plain(quantizer(torch.full((64, 96), special)))
@@ -241,8 +243,8 @@ def _other_rows(subject: Subject, rows: int) -> None:
 
 @check("blocks", "values", "A value changes the scale of its own block only", BLOCKS, DETERMINISTIC)
 def blocks(subject: Subject) -> None:
-    """block_size of the spec, for inputs."""
-    # None: all of them share a scale.
+    """The spec's block_size, for inputs."""
+    # None means that all rows, or all columns, share a scale.
     rows, columns = subject.spec.block_size or (None, None)
     values = wide(4 * (rows or 8) + 3, 3 * max(columns or 8, 8) + 5)
     changed = values.clone()
@@ -266,7 +268,7 @@ def blocks(subject: Subject) -> None:
     FAKE_QUANTIZES,
 )
 def fake_quantization(subject: Subject) -> None:
-    """Values, shape, dtype; None for a format that is not listed."""
+    """Values that are fake-quantized to each format, in each dtype."""
     recipe = subject.recipe()
     for name in subject.spec.fake_quant_formats:
         quantizer = recipe.fake_quantizer(name)
@@ -276,8 +278,8 @@ def fake_quantization(subject: Subject) -> None:
         )
         for dtype in _DTYPES:
             values = normal(33, 65, dtype=dtype)
-            made: Any = quantizer
-            result = plain(made(values)).to(dtype)
+            quantize: Any = quantizer
+            result = plain(quantize(values)).to(dtype)
             close(
                 f"{dtype} values fake-quantized by {name}", result, values, max(subject.bound, 0.1)
             )
@@ -290,13 +292,13 @@ def fake_quantization(subject: Subject) -> None:
     STATELESS,
 )
 def quantizing_on_meta(subject: Subject) -> None:
-    """Models are made without memory."""
+    """Models on the meta device are made without memory."""
     for role in ROLES:
         quantizer = subject.quantizer(role)
-        real, made = quantizer(wide(48, 40)), quantizer(wide(48, 40).to("meta"))
+        real, on_meta = quantizer(wide(48, 40)), quantizer(wide(48, 40).to("meta"))
         what = f"the quantizer of {role!r} on the meta device"
         for name, tensor in held(real).items():
-            other = held(made).get(name)
+            other = held(on_meta).get(name)
             require(other is not None and other.is_meta, f"{what} gives no {name!r} there")
             assert other is not None
             require(

@@ -1,1 +1,1 @@
-"""``ottava new-recipe``: a complete recipe package to start from."""
+"""``ottava new-recipe`` writes a complete recipe package to start from."""

@@ -1,4 +1,4 @@
-"""Writes the package, all of it or nothing."""
+"""Writes a recipe package, either all of its files or none."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ _ANOTHER = "choose another with --out"
 
 
 def _check_target(target: Path) -> None:
-    """Refuse to overwrite anything, and to make the folder around the new one."""
-    folder = target.is_dir() and not target.is_symlink()
-    if (os.path.lexists(target) and not folder) or (folder and any(target.iterdir())):
-        what = f"{target} has files in it" if folder else f"{target} exists"
-        raise UsageError(what, expected="a folder that is new or empty", remedy=_ANOTHER)
+    """Check that nothing would be overwritten, and that the folder around the target exists.
+
+    Raises:
+        UsageError: the target is a folder with files, or no folder.
+        OptionError: there is no folder around it.
+    """
+    is_folder = target.is_dir() and not target.is_symlink()
+    problem = ""
+    if is_folder and any(target.iterdir()):
+        problem = f"{target} has files in it"
+    elif not is_folder and os.path.lexists(target):
+        problem = f"{target} exists"
+    if problem:
+        raise UsageError(problem, expected="a folder that is new or empty", remedy=_ANOTHER)
     parent = target.absolute().parent
     if not parent.is_dir():
         raise OptionError(
@@ -37,28 +46,36 @@ def _check_target(target: Path) -> None:
 def write_package(contents: dict[str, str], target: Path) -> None:
     """Write the files to ``target``, a folder that is new or empty, or leave everything as it was.
 
+    Args:
+        contents: text by path in the package.
+        target: the folder.
+
     Raises:
-        OSError: it cannot be written, or something else came to be there meanwhile.
+        OSError: the folder cannot be written, or another program made a file there meanwhile.
     """
     with Partial(target) as aside:
         for path, text in contents.items():
             file = aside.path / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
-        # One that is there may be the folder that the user is in: it is filled.
-        made, moved = not target.exists(), list[Path]()
+        # An existing folder is filled and not replaced, because the user may be in it.
+        is_new = not target.exists()
+        moved: list[Path] = []
         try:
             target.mkdir(exist_ok=True)
             for entry in sorted(aside.path.iterdir()):
-                place = target / entry.name
-                if os.path.lexists(place):
-                    raise FileExistsError(f"{place} exists")
-                os.rename(entry, place)
-                moved.append(place)
+                destination = target / entry.name
+                if os.path.lexists(destination):
+                    raise FileExistsError(f"{destination} exists")
+                os.rename(entry, destination)
+                moved.append(destination)
         except BaseException:
-            for place in moved:
-                shutil.rmtree(place) if place.is_dir() else place.unlink()
-            if made:
+            for destination in moved:
+                if destination.is_dir():
+                    shutil.rmtree(destination)
+                else:
+                    destination.unlink()
+            if is_new:
                 target.rmdir()
             raise
 
@@ -74,10 +91,9 @@ Next:
   ottava recipes                      # {names.recipe} is listed
   ottava demo --recipe {names.recipe}
 
-Your own scheme goes into src/{names.package}/recipe.py, where it says "Your scheme"; \
-what it promises, into
-src/{names.package}/plugin.py. README.md shows classes of one's own, for what a layout cannot say.
-Choose a license before you publish: the package has none yet."""
+Put your own scheme into src/{names.package}/recipe.py, where it says "Your scheme", and its
+promises into src/{names.package}/plugin.py. README.md shows classes for schemes that no layout
+describes. Choose a license before you publish, because the package has none yet."""
 
 
 def new_recipe(

@@ -1,4 +1,4 @@
-"""Which name a new recipe may have, and what follows from it."""
+"""The name of a new recipe: which names are allowed, and what else is named after it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from pathlib import Path
 from ottava.errors import OptionError, UsageError
 from ottava.recipes.registry import DISTRIBUTION_PREFIX, RECIPE, plugin_statuses
 
-#: Characters that a name may have at most: it is a part of file names, and of lines that people
-#: read.
+#: The largest number of characters in a name, because names appear in file names and in lines that
+#: people read.
 LONGEST = 40
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-# Modules and folders of the new package itself.
+# Names of modules and folders in the new package itself.
 _OWN = ("conformance", "conftest", "tests")
 _REMEDY = "choose one with a prefix of your own, as acme-rows"
 
 
 @dataclass(frozen=True)
 class Names:
-    """A recipe's name, and what is named after it: its module, its distribution, its format of fake
-    quantization."""
+    """A recipe's name, and all that is named after it.
+
+    That is its module, its distribution, and its format of fake quantization.
+    """
 
     recipe: str
 
@@ -44,11 +46,11 @@ class Names:
 
 
 def checked_names(name: str, target: Path) -> Names:
-    """What follows from ``name``, if a recipe may have it that is written to ``target``.
+    """The names that follow from ``name``, for a new recipe that is written to ``target``.
 
     Raises:
-        OptionError: it is no name for a recipe, or none for a module.
-        UsageError: something that is installed has it.
+        OptionError: the name is not allowed for a recipe or for a module.
+        UsageError: something that is installed has the name.
     """
     if len(name) > LONGEST:
         raise OptionError(
@@ -64,9 +66,9 @@ def checked_names(name: str, target: Path) -> Names:
         )
     names = Names(name)
     package = names.package
-    for refused, what in (
+    for refused, reason in (
         (keyword.iskeyword(package), "is a keyword of Python"),
-        (package in _OWN, "is what a part of the package is called"),
+        (package in _OWN, "is the name of a module or folder in the package"),
         (
             package == "ottava" or package.startswith("ottava_"),
             "would be taken for a module of Ottava's own",
@@ -74,7 +76,7 @@ def checked_names(name: str, target: Path) -> Names:
         (package in sys.stdlib_module_names, "is a module of Python's standard library"),
     ):
         if refused:
-            raise OptionError(f"{package!r} {what}", expected="another name", remedy=_REMEDY)
+            raise OptionError(f"{package!r} {reason}", expected="another name", remedy=_REMEDY)
     owner = _owner(names, target)
     if owner is not None:
         raise UsageError(
@@ -84,7 +86,7 @@ def checked_names(name: str, target: Path) -> Names:
 
 
 def _owner(names: Names, target: Path) -> str | None:
-    """What is installed under one of the names, in words."""
+    """A sentence about what is installed under one of the names; None where nothing is."""
     if _is_importable(names.package, target):
         return (
             f"a module {names.package!r} is installed already, and one of the two would hide "
@@ -100,21 +102,20 @@ def _owner(names: Names, target: Path) -> str | None:
                 f"{status.version}"
             )
     try:
-        found = distribution(names.distribution)
+        owner = distribution(names.distribution)
     except PackageNotFoundError:
         return None
-    return f"{found.metadata['Name']} {found.version} is installed already"
+    return f"{owner.metadata['Name']} {owner.version} is installed already"
 
 
 def _is_importable(package: str, target: Path) -> bool:
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
-        # A module that is there without a spec is there.
+        # find_spec raises for a module that was imported and has no spec; it counts as importable.
         return package in sys.modules
     if spec is None:
         return False
-    # An empty folder looks like a package without code where the current folder is searched: the
-    # target may be one.
-    places = [Path(place).resolve() for place in spec.submodule_search_locations or ()]
-    return spec.origin is not None or places != [target.resolve()]
+    # If Python searches the current folder, an empty target folder looks like a namespace package.
+    folders = [Path(folder).resolve() for folder in spec.submodule_search_locations or ()]
+    return spec.origin is not None or folders != [target.resolve()]

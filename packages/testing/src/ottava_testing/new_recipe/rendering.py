@@ -1,4 +1,4 @@
-"""The files of a new recipe package."""
+"""Renders the files of a new recipe package from its template."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from string import Template
 import ottava
 from ottava_testing.new_recipe.names import Names
 
-# The package as it is to be, PACKAGE in paths for its module's name, and $names in texts; each file
-# ends in .tmpl.
+# The template has the files of the package, each with .tmpl added to its name. In paths PACKAGE
+# stands for the name of the module; texts have the names of string.Template.
 TEMPLATE = Path(__file__).parent / "template"
 
 
 def compatible_versions(version: str) -> str:
-    """The versions of Ottava that a package written for ``version`` works with: up to the next that
-    may break it.
+    """The versions of Ottava that a package written for ``version`` works with.
 
-    Before 1.0 that is every second number, ``>=0.1,<0.2``; from then on every first, ``>=1.2,<2``.
+    They end before the next version that may break it. Before 1.0 the second number changes then
+    (``>=0.1,<0.2``); from 1.0 on the first does (``>=1.2,<2``).
     """
     major, minor = (int(number) for number in version.split(".")[:2])
-    return f">={major}.{minor},<{f'0.{minor + 1}' if major == 0 else major + 1}"
+    following = f"0.{minor + 1}" if major == 0 else f"{major + 1}"
+    return f">={major}.{minor},<{following}"
 
 
 def render(names: Names) -> dict[str, str]:
-    """Path in the package, with slashes, to the text of the file."""
+    """The text of each file by its path in the package, with slashes."""
     values = {
         "name": names.recipe,
         "package": names.package,
