@@ -71,7 +71,7 @@ def test_buffers_that_are_replaced() -> None:
 def test_copies_have_their_own() -> None:
     layer = used_layer()
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert other.recipe_state._kept == {}
+        assert other.recipe_state._cache == {}
         assert_of(other.recipe_state)
         before = layer.recipe_state.amax_history.clone()
         other(1000 * torch.randn(4, 16))
@@ -149,7 +149,7 @@ def test_a_layer_that_moves() -> None:
 
 def test_inference_mode_leaves_nothing_behind() -> None:
     layer = used_layer()
-    layer.recipe_state._kept.clear()
+    layer.recipe_state._cache.clear()
     x = torch.randn(4, 16)
     with torch.inference_mode():
         inside = layer(x)

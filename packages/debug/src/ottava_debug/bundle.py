@@ -1,7 +1,7 @@
-"""A training step in a file: what :func:`ottava_debug.capture` writes and ``ottava bisect`` reads.
+"""A training step in a file, which :func:`ottava_debug.capture` writes and ``ottava bisect`` reads.
 
-One safetensors file with tensors and JSON, and no code: nothing in it is run, and nothing is
-imported because it says so.
+The safetensors file has tensors and JSON, and no code. Reading it runs nothing, and imports nothing
+that it names.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ class LayerCall:
 
     Attributes:
         layer: the qualified name of the layer.
-        digests: ``"fprop.weight"`` -> :func:`digest` of what the product took of the operand, where
-            that was quantized.
+        digests: a quantized operand, such as ``"fprop.weight"`` -> the :func:`digest` of the values
+            that the product took.
     """
 
     layer: str
@@ -45,29 +45,29 @@ class Bundle:
     """A captured step.
 
     Attributes:
-        state: the model's state dict as of before the step, quantized tensors included.
-        buffers: buffers that are in no state dict, by qualified name.
+        state: the model's state dict before the step, with quantized tensors.
+        buffers: the buffers that are not in the state dict, by qualified name.
         operands: the operands in high precision, as matrices ``[*, K]``:
             ``"<number of the call>.activation"``, ``".gradient"``, and ``".weight"`` where that is
             not the parameter itself.
-        tensors: the tensors of arguments, of targets, of the gradients of the model's outputs and
-            of random generators.
-        recipes: the recipes, as :func:`ottava_debug.recipe_data.describe` says them.
-        layers: the layers that ran under a recipe -> the number of that recipe, in the order in
-            which they ran.
+        tensors: the tensors of the arguments, of the targets, of the gradients of the model's
+            outputs, and of the random generators.
+        recipes: the recipes, described by :func:`ottava_debug.recipe_data.describe`.
+        layers: each layer that ran under a recipe -> the number of that recipe, in the order in
+            which the layers ran.
         calls: the passes of these layers, in the order of the forward passes.
-        arguments: of each call of the model ``{"args", "kwargs"}``, as :mod:`ottava_debug.trees`
-            says them.
-        targets: the same of the targets.
-        events: in their order, ``"forward 0"`` and ``"backward 0"`` for the first call of the
-            model.
-        autocast: the dtype of ``torch.autocast``; empty outside of it.
-        training: modules in training mode, by qualified name.
-        frozen: parameters that need no gradient.
+        arguments: ``{"args", "kwargs"}`` for each call of the model, described by
+            :mod:`ottava_debug.trees`.
+        targets: the targets, described in the same way.
+        events: the passes of the model in order, ``"forward 0"`` and ``"backward 0"`` for its first
+            call.
+        autocast: the dtype of ``torch.autocast``; empty without it.
+        training: the qualified names of modules in training mode.
+        frozen: the names of parameters that require no gradient.
         loss_name: the name of a known loss function, or empty.
-        loss, grad_norm: what came out; None where that is not known.
-        device: the type of the device that it ran on.
-        versions: of what wrote it.
+        loss, grad_norm: the results of the step; None where they are not known.
+        device: the type of the device on which the step ran.
+        versions: the versions of the software that wrote the file.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -90,11 +90,11 @@ class Bundle:
     versions: dict[str, str] = field(default_factory=dict)
 
     def write(self, path: AnyPath) -> None:
-        """Write the file; an existing one is replaced at once.
+        """Write the file; an existing one is replaced atomically.
 
         Raises:
-            UsageError: it cannot be written. Then nothing has changed.
-            DTypeError: a tensor has no place in a safetensors file.
+            UsageError: the file cannot be written. Then nothing has changed.
+            DTypeError: a tensor cannot be stored in a safetensors file.
         """
         values = {
             f"{group}/{name}": t for group in _GROUPS for name, t in getattr(self, group).items()
@@ -106,10 +106,10 @@ class Bundle:
 
     @classmethod
     def read(cls, path: AnyPath) -> "Bundle":
-        """The step in a file. Nothing in it is trusted.
+        """Read the step in a file, and check everything in it.
 
         Raises:
-            CheckpointError: the file cannot be read, is damaged, or is no captured step.
+            CheckpointError: the file cannot be read, is damaged, or is not a captured step.
         """
         tensors, metadata = read_tensors(path)
         with named(as_path(path)):
@@ -130,7 +130,7 @@ class Bundle:
 
 _GROUPS = ("state", "buffers", "operands", "tensors")
 _FLOATS = ("loss", "grad_norm")
-#: What JSON holds, and of which kind it is.
+#: The entries of the JSON description -> their types.
 _JSON: dict[str, Any] = {
     "recipes": list,
     "layers": dict,
@@ -150,7 +150,7 @@ _JSON: dict[str, Any] = {
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """What JSON says, each entry of its kind; what tensors there have to be is not looked at."""
+    """The entries of the JSON description, with checked types; tensors are checked elsewhere."""
     try:
         told = json.loads(text)
         version = told.pop("version")
@@ -188,7 +188,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _check(step: Bundle) -> None:
-    """See that the parts fit together."""
+    """Check that the entries of a step fit together."""
     numbers = range(len(step.recipes))
     bad_layers = [
         name
@@ -222,8 +222,11 @@ def _check(step: Bundle) -> None:
 
 
 def _bad_events(step: Bundle) -> list[str]:
-    """Forward passes that do not come in their order, and backward passes that do not come once,
-    after theirs."""
+    """The events that are out of order.
+
+    Forward passes must be numbered in order. Each backward pass must come at most once, after its
+    forward pass.
+    """
     bad, begun, ended = [], 0, set[str]()
     for event in step.events:
         kind, _, number = event.partition(" ")
@@ -241,8 +244,8 @@ def _bad_events(step: Bundle) -> list[str]:
 
 
 def _check_operands(step: Bundle, number: int, needed: bool) -> None:
-    """See that the operands of a call are matrices in high precision, with as many rows as each
-    other."""
+    """Check that the operands of a call are high-precision matrices with the same number of
+    rows."""
     activation, gradient = (
         step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")
     )
@@ -266,7 +269,7 @@ def _check_operands(step: Bundle, number: int, needed: bool) -> None:
 
 
 def _are_arguments(said: Any) -> bool:
-    """Whether this is a tuple and a dict, as :mod:`ottava_debug.trees` says them."""
+    """Whether ``said`` is a tuple and a dict, described by :mod:`ottava_debug.trees`."""
     kinds = {"args": "tuple", "kwargs": "dict"}
     if not isinstance(said, dict) or set(said) != set(kinds):
         return False
@@ -276,11 +279,10 @@ def _are_arguments(said: Any) -> bool:
 
 
 def digest(values: torch.Tensor) -> str:
-    """A fingerprint of a tensor's shape and values, bit for bit: BLAKE2b of 16 bytes, in
-    hexadecimal.
+    """A fingerprint of a tensor's shape and exact values: 16 bytes of BLAKE2b, in hexadecimal.
 
-    Operands are digested as float32 values after decoding, so that bytes that are kept in another
-    order, as for another GPU, have the same one.
+    The values are converted to float32 first, and operands are decoded before. Therefore data that
+    another GPU stores in another order has the same digest.
     """
     plain = values.detach().to("cpu", torch.float32).contiguous()
     found = hashlib.blake2b(repr(tuple(plain.shape)).encode(), digest_size=16)
@@ -291,7 +293,7 @@ def digest(values: torch.Tensor) -> str:
 
 
 def norm_of(tensors: Mapping[str, torch.Tensor]) -> float:
-    """The norm of all values together, in float64; NaN and infinities stay what they are."""
+    """The norm of all values together, computed in float64; NaN and infinities propagate."""
     return (
         math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values()))
         if tensors

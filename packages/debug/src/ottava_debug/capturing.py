@@ -1,4 +1,4 @@
-"""``capture``: one training step of a model, kept in a file."""
+"""``capture``: writes one training step of a model to a file."""
 
 import platform
 import random
@@ -34,40 +34,42 @@ class capture:
             loss.backward()
         optimizer.step()
 
-    The step may call the model several times. What it has been called with is caught, copied to the
-    CPU, as are the operands of the products of its layers: memory for all of them is needed until
-    the end. The block comes inside of no :class:`ottava.autocast` block (one may be in it), and the
-    optimizer's step comes after it. A step that raises an exception is written, too, as far as it
-    came.
+    The step may call the model several times. Its arguments, and the operands of its layers'
+    products, are copied to the CPU, which needs memory for all of them until the end of the block.
+    The block must not be inside an :class:`ottava.autocast` block, but may contain one. The
+    optimizer's step comes after the block. A step that raises an exception is written, too, up to
+    the exception.
 
     Args:
         model: the model that is called, converted or with layers that run under ``ottava.autocast``
-            in the block; not compiled, and of DistributedDataParallel the module inside.
+            in the block. It must not be compiled; for DistributedDataParallel pass the module
+            inside.
         path: the file; an existing one is replaced.
-        targets: what the loss takes beside the model's output: a tensor, or lists and mappings of
-            tensors. With several calls of the model a list with those of each call.
-        loss: the name of the loss function, ``"cross_entropy"`` (of logits ``[*, classes]`` in
-            float32, as ``torch.nn.functional`` has it) or ``"mse"``; None where the model's output
-            is the loss, or where ``ottava bisect`` will be told the function.
+        targets: the second argument of the loss function, beside the model's output: a tensor, or
+            lists and mappings of tensors. With several calls of the model, a list of the targets of
+            each call.
+        loss: the name of the loss function, ``"cross_entropy"`` (``torch.nn.functional``'s, of
+            logits ``[*, classes]`` in float32) or ``"mse"``; None where the model's output is the
+            loss, or where ``ottava bisect`` gets the function.
         above: write the file only if the loss is not finite, or larger than this.
-        when: write the file only if ``when(step)`` says so, which may look at :attr:`loss` and
+        when: write the file only if ``when(step)`` is true; it may read :attr:`loss` and
             :attr:`grad_norm`.
 
     Attributes:
-        loss: to be set in the block, a scalar tensor or a number; a model that gives a scalar has
-            set it.
-        grad_norm: of the gradients of the parameters, at the end; None where some had gradients
-            before.
+        loss: a scalar tensor or a number, which the block sets; a model that returns a scalar sets
+            it.
+        grad_norm: the norm of the parameters' gradients at the end; None where some parameters had
+            gradients before.
         written: whether the file was written.
 
     Raises:
-        DTypeError: the model is no module; what it is called with is not made of tensors and plain
-            values.
+        DTypeError: the model is not a module; or its arguments contain objects other than tensors
+            and plain values.
         OptionError: ``loss`` names no known function, or there are no targets for it.
         UsageError: the model is compiled or sharded, or the storage of one of its tensors was
-            resized to less than it needs; the block is in an ``autocast`` block; parameters were
-            changed in it; no layer ran under a recipe, or no loss was set for ``above`` to look at;
-            the file cannot be written.
+            resized to less than the tensor needs; the block is in an ``autocast`` block, or changed
+            parameters; no layer ran under a recipe; no loss was set for ``above``; or the file
+            cannot be written.
     """
 
     def __init__(
@@ -123,8 +125,8 @@ class capture:
             for name, module in modules.items()
             if isinstance(module, ottava.nn.Linear)
         }
-        # Parameters are read at the end, which a change of theirs would falsify; buffers change in
-        # the step itself.
+        # Parameters are read at the end of the block, so their versions tell whether they were
+        # changed. Buffers are copied now, because the step itself changes them.
         self._before = {name: version_of(p) for name, p in model.named_parameters()}
         self._had_gradients = any(
             p.grad is not None and bool(p.grad.any()) for p in model.parameters()
@@ -163,15 +165,15 @@ class capture:
         except Exception as failure:
             if error is None:
                 raise
-            # The step's own error is told.
+            # The step's own error is raised, so this failure becomes a warning.
             warnings.warn(f"the step is not written: {text_of(failure)}", UserWarning, stacklevel=2)
         finally:
-            # What was kept takes as much memory as the step did.
+            # The recorded tensors take as much memory as the step did, so they are released.
             self._step, self._recorder = Bundle(), Recorder({})
             self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else self.loss
 
     def _close(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the watch and the hooks from the model."""
         if self._watch is not None:
             self._watch.close()
         for hook in self._hooks:
@@ -212,7 +214,7 @@ class capture:
         return output
 
     def _note_gradient(self, number: int, key: str, gradient: torch.Tensor) -> None:
-        """Of an output of the model: that the backward pass has begun, and from what."""
+        """Record the gradient of an output of the model, and that its backward pass has begun."""
         event = f"backward {number}"
         if event not in self._step.events:
             self._step.events.append(event)
@@ -259,7 +261,7 @@ class capture:
 
     def _put_operands(self) -> None:
         step = self._step
-        # Of a pass whose quantizer raised nothing was seen.
+        # A pass whose quantizer raised has no observed tensors, and is kept.
         passes = [record for record in self._recorder.passes if record.digests or not record.seen]
         if not passes:
             remedy = "convert the model, or run it inside ottava.autocast(recipe) in the block"
@@ -281,8 +283,8 @@ class capture:
 
 
 def _copied(name: str, value: Any, parameter: bool) -> Any:
-    """A value of the model's as it is now; parameters are left where they are until the file is
-    written."""
+    """A copy of a value of the model; a parameter is returned itself, because it is read when the
+    file is written."""
     if not isinstance(value, torch.Tensor):
         what, expected = f"{name!r} in the state dict is a {type(value).__name__}", "tensors"
         raise DTypeError(
@@ -301,7 +303,7 @@ def random_state() -> dict[str, torch.Tensor]:
             f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())
         }
     _, numbers, gauss = random.getstate()
-    # The last entry is a position, and the next normal number may wait.
+    # The last of the numbers is a position. ``gauss`` is the next normal number, if one is stored.
     found["random.python"] = torch.tensor(numbers, dtype=torch.int64)
     found["random.python.next"] = torch.tensor(
         [] if gauss is None else [gauss], dtype=torch.float64
@@ -310,8 +312,13 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(tensors: dict[str, torch.Tensor]) -> None:
-    """Put the generators into the states of :func:`random_state`; those of devices that are not
-    here are left out. CheckpointError: they are no such states."""
+    """Set the random generators to the states of :func:`random_state`.
+
+    States of devices that this machine lacks are ignored.
+
+    Raises:
+        CheckpointError: ``tensors`` are not such states.
+    """
     with translated("the states of random generators are damaged", "what capture writes"):
         torch.set_rng_state(tensors["random.cpu"].clone())
         for name, state in tensors.items():

@@ -1,5 +1,4 @@
-"""Recipe files that keep some layers, tensors or directions of them, in high precision, each with
-its reason."""
+"""Recipe files that keep some layers, tensors or directions in high precision, with the reasons."""
 
 import contextlib
 import os
@@ -22,8 +21,8 @@ from ottava_custom.hybrid import side_of
 from ottava_custom.hybrid_tensors import SIDES
 from ottava_debug.output import check_suffix, write_text
 
-#: GEMM and operand, as nvdlfw-inspect calls them -> what recipes call the operand, and the
-#: direction that is read.
+#: GEMM and operand, by nvdlfw-inspect's names -> the recipes' name of the operand, and the
+#: direction that the GEMM reads.
 OPERANDS = {
     ("fprop", "activation"): ("input", "rowwise"),
     ("fprop", "weight"): ("weight", "rowwise"),
@@ -33,23 +32,23 @@ OPERANDS = {
     ("wgrad", "activation"): ("input", "columnwise"),
 }
 _WIDTH = 110
-# Text that YAML reads as text without quotes, unless it is one of its words.
+# Text that YAML reads as text without quotes. YAML's words for null and booleans are excluded.
 _PLAIN = re.compile(r"(?!(?i:null|true|false)\Z)[A-Za-z_][\w.-]*", re.A)
 
 
 @dataclass(frozen=True)
 class Keep:
-    """What stays in high precision, and why.
+    """A layer, tensor or direction that stays in high precision, and the reason.
 
     Attributes:
-        layer: its qualified name, character by character; as in every recipe file it also stands
-            for the modules in it.
-        reason: for whoever reads the file; any text.
-        role: ``"input"``, ``"weight"`` or ``"grad_output"``; None: all of them.
-        direction: of a role, ``"rowwise"`` or ``"columnwise"``; None: both.
+        layer: the layer's exact qualified name. As in every recipe file, the rule also covers the
+            modules inside that layer.
+        reason: any text, for readers of the file.
+        role: ``"input"``, ``"weight"`` or ``"grad_output"``; None for all of them.
+        direction: the direction of the role, ``"rowwise"`` or ``"columnwise"``; None for both.
 
     Raises:
-        OptionError: another role or direction, or a direction without a role.
+        OptionError: the role or direction is another one, or there is a direction without a role.
     """
 
     layer: str
@@ -71,8 +70,11 @@ class Keep:
 
     @classmethod
     def of_operand(cls, layer: str, reason: str, gemm: str, tensor: str) -> Self:
-        """Keep one operand of one GEMM, as :data:`OPERANDS` lists them; OptionError where it does
-        not."""
+        """Keep one operand of one GEMM.
+
+        Raises:
+            OptionError: :data:`OPERANDS` does not list the GEMM and the operand.
+        """
         if (gemm, tensor) not in OPERANDS:
             known = ", ".join(" ".join(pair) for pair in OPERANDS)
             raise OptionError(f"the operand {tensor!r} of {gemm!r}", expected=f"one of {known}")
@@ -87,12 +89,12 @@ def write_recipe_file(
     *,
     about: str = "",
 ) -> CustomRecipe:
-    """Write :func:`recipe_text` to a file, and give the recipe that the file describes.
+    """Write :func:`recipe_text` to a file, and return the recipe that the file describes.
 
     Raises:
-        OptionError: the path does not end in ``.yaml`` or ``.yml``, or cannot be written to; and as
-            of :func:`recipe_text`.
-        RecipeNotFoundError, PluginError: as of :func:`ottava.get_recipe`.
+        OptionError: the path does not end in ``.yaml`` or ``.yml``, or cannot be written to; or see
+            :func:`recipe_text`.
+        RecipeNotFoundError, PluginError: see :func:`ottava.get_recipe`.
     """
     check_suffix(path)
     write_text(path, recipe_text(keeps, default, options, about=about))
@@ -106,30 +108,33 @@ def recipe_text(
     *,
     about: str = "",
 ) -> str:
-    """A recipe file, in YAML: ``default`` for everything but what is kept, with the reasons as
-    comments.
+    """The YAML of a recipe file that applies ``default`` to everything except ``keeps``.
 
-    A recipe that keeps state, and one that serves directions by different quantizers, cannot serve
-    one direction alone: there the whole role is kept, and a comment says so.
+    The reasons become comments. A recipe with state, and a recipe with different quantizers for the
+    two directions, cannot serve one direction alone. With such a recipe the whole role stays in
+    high precision, and a comment says so.
 
     Args:
-        keeps: one rule is written for each layer, in the order in which they come first.
+        keeps: the exceptions. One rule is written for each layer, in the order of first appearance,
+            but a rule for the modules inside a layer precedes the rule of that layer.
         default: the name of a recipe, or the path of a recipe file.
         options: the options of the recipe: text, numbers, booleans, and members of an ``Enum`` by
             their names.
-        about: a comment at the beginning.
+        about: a comment at the beginning of the file.
 
     Raises:
-        OptionError: an option that the recipe does not take, or more than a recipe file may hold.
-        RecipeNotFoundError, PluginError: as of :func:`ottava.get_recipe`.
+        OptionError: the recipe does not take an option, or the text is larger than a recipe file
+            may be.
+        RecipeNotFoundError, PluginError: see :func:`ottava.get_recipe`.
     """
     recipe, served = get_recipe(default, **options or {}), _served(default, options or {})
     layers: dict[str, list[Keep]] = {}
     for keep in keeps:
         layers.setdefault(keep.layer, []).append(keep)
-    # A module's name stands for what is in it, whose own rule would not be asked any more after it.
+    # A rule for a module also matches the modules inside it, and the first matching rule applies.
+    # Therefore rules are sorted by the number of other rules inside their module.
     inside = Counter(name[: dot.start()] for name in layers for dot in re.finditer(r"\.", name))
-    # That of the model itself is all.
+    # The empty name is the model itself, which contains all others.
     inside[""] = len(layers)
     lines = [*_comment(about), f"default: {served}"]
     for name in sorted(layers, key=lambda name: inside[name]):
@@ -139,13 +144,13 @@ def recipe_text(
             *_rule(name, layers[name], recipe, served),
         ]
     text = "\n".join(lines) + "\n"
-    # What is wrong with it is told before anything is written.
+    # Reading the text raises its errors before anything is written.
     FileFactory("the recipe file.yaml", text)
     return text
 
 
 def _served(default: str, options: Mapping[str, Any]) -> str:
-    """The expression for the recipe."""
+    """The expression for the default recipe in the file."""
     if is_path(default):
         default, options = "custom", {"file": os.fspath(default), **options}
     if not options:
@@ -158,7 +163,7 @@ def _served(default: str, options: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML, which any reader takes for the same."""
+    """A value as YAML that every YAML reader reads as the same value."""
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return value
     style = '"' if isinstance(value, str) else None
@@ -168,7 +173,7 @@ def _text(value: Any) -> str:
 
 
 def _comment(text: str, indent: str = "") -> list[str]:
-    """Any text as comment lines."""
+    """Comment lines for any text."""
     shown = [
         "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
         for line in text.splitlines()

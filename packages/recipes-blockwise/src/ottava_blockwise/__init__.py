@@ -1,4 +1,4 @@
-"""Blockwise FP8 for Ottava: a scale for each 1 × 128 elements, or each 128 × 128."""
+"""Blockwise FP8 for Ottava: one scale for each block of 1 × 128 or 128 × 128 elements."""
 
 from __future__ import annotations
 

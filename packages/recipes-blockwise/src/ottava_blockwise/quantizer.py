@@ -1,5 +1,4 @@
-"""``Float8BlockQuantizer``: a float32 scale for each 1 × 128 or 128 × 128 elements, along rows,
-columns or both."""
+"""``Float8BlockQuantizer``: a float32 scale for each block of 1 × 128 or 128 × 128 elements."""
 
 from __future__ import annotations
 
@@ -24,16 +23,17 @@ def _dim(name: str, value: Any) -> int:
 
 
 class Float8BlockQuantizer(GridQuantizer):
-    """Quantizes along rows, columns or both, each from the values themselves:
-    ``scale = max / amax`` of each block.
+    """Quantizes along rows, columns or both, each from the high-precision values.
+
+    The scale of a block is ``max / amax``.
 
     Args:
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rowwise, columnwise: usages to produce.
-        amax_epsilon: a smaller amax counts as this.
+        amax_epsilon: a smaller amax is replaced by this value.
         force_pow_2_scales: floor scales to powers of two.
-        block_scaling_dim: 1 for blocks of 128 elements along the direction, 2 for 128 × 128: both
-            directions then hold the same values.
+        block_scaling_dim: 1 for blocks of 128 elements along the direction, 2 for 128 × 128; with 2
+            both directions hold the same values.
 
     Raises:
         DTypeError: ``fp8_dtype`` is not an FP8 element format.
@@ -64,8 +64,12 @@ class Float8BlockQuantizer(GridQuantizer):
         super().__init__(self.make_layout(), rowwise=rowwise, columnwise=columnwise)
 
     def make_layout(self) -> Layout:
-        dim, epsilon = self.block_scaling_dim, float(self.amax_epsilon)
-        return block_layout(self.fp8_dtype, dim, self.force_pow_2_scales, epsilon)
+        return block_layout(
+            self.fp8_dtype,
+            self.block_scaling_dim,
+            self.force_pow_2_scales,
+            float(self.amax_epsilon),
+        )
 
     def static_fields(self) -> dict[str, Any]:
         return {

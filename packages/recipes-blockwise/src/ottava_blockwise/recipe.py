@@ -24,9 +24,9 @@ class Float8BlockScaling(Recipe):
         fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for
             gradients).
         force_pow_2_scales: floor scales to powers of two.
-        amax_epsilon: a smaller amax counts as this.
-        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: of inputs, weights and
-            gradients: 1 for blocks of 1 × 128, 2 for 128 × 128.
+        amax_epsilon: a smaller amax is replaced by this value.
+        x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: the blocks of inputs,
+            weights and gradients: 1 for 1 × 128, 2 for 128 × 128.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -54,15 +54,24 @@ class Float8BlockScaling(Recipe):
     def make_quantizer(
         self, role: QuantizerRole, *, amax_reduction_group: Any = None
     ) -> Float8BlockQuantizer:
-        """Format and blocks by the direction and the type of the tensor; nothing is reduced over
-        processes."""
-        element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
-        dim = self.w_block_scaling_dim if role.tensor_type == "weight" else self.x_block_scaling_dim
+        """A quantizer with the element format and the blocks of the role.
+
+        Nothing is reduced over ranks, because each block has its own scale.
+        """
+        if role.is_gradient:
+            element = self.fp8_format.backward
+            dim = self.grad_block_scaling_dim
+        elif role.tensor_type == "weight":
+            element = self.fp8_format.forward
+            dim = self.w_block_scaling_dim
+        else:
+            element = self.fp8_format.forward
+            dim = self.x_block_scaling_dim
         return Float8BlockQuantizer(
             element.torch_dtype,
             amax_epsilon=self.amax_epsilon,
             force_pow_2_scales=self.force_pow_2_scales,
-            block_scaling_dim=self.grad_block_scaling_dim if role.is_gradient else dim,
+            block_scaling_dim=dim,
         )
 
     def fake_quantizer(self, fp8_format: str) -> Float8BlockQuantizer | None:

@@ -1,4 +1,4 @@
-"""Blockwise storages and tensors: data on a grid, by the names that blockwise FP8 has for it."""
+"""Blockwise storages and tensors: data on a grid, with blockwise FP8's names for its arguments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _BLOCK = 128
 def block_layout(
     fp8_dtype: torch.dtype, dim: int, pow_2_scales: bool, epsilon: float = 0.0
 ) -> Layout:
-    """Blocks of 1 × 128 (``dim`` 1) or 128 × 128 (2), each with a float32 scale; columns are held
-    transposed."""
+    """Blocks of 1 × 128 (``dim`` 1) or 128 × 128 (2), each with a float32 scale.
+
+    Columnwise data is held transposed.
+    """
     block = (1 if dim == 1 else _BLOCK, _BLOCK)
     rounding = "floor" if pow_2_scales else "nearest"
     return Layout(
@@ -31,7 +33,8 @@ def block_layout(
     )
 
 
-# What data are does not depend on an epsilon. A plain dict, which compiled code can look into.
+# The epsilon is no key, because stored data does not depend on it. This is a plain dict, because
+# compiled code can look into one.
 _LAYOUTS = {
     (dtype, dim, pow_2): block_layout(dtype, dim, pow_2)
     for dtype in FP8
@@ -41,7 +44,7 @@ _LAYOUTS = {
 
 
 def check_options(*, flag: tuple[str, Any] | None = None, **dims: Any) -> None:
-    """Refuse what is no dimension of blocks, and a flag that is none.
+    """Refuse a ``dim`` other than 1 and 2, and a ``flag`` (name and value) that is not a bool.
 
     Raises:
         OptionError: one of them has a value that is not allowed.
@@ -60,16 +63,17 @@ class Float8BlockwiseQTensorStorage(GridTensorStorage):
         rowwise_data: uint8 ``[*leading, K]`` (a float8 tensor is viewed as such), in blocks along
             the rows.
         rowwise_scale_inv: float32 ``[M, ceil(K / 128)]``, M the product of the leading dimensions;
-            of square blocks ``[ceil(M / 128), ceil(K / 128)]``.
+            for square blocks ``[ceil(M / 128), ceil(K / 128)]``.
         columnwise_data: uint8 ``[K, *leading]``, the transpose, in blocks along its rows.
-        columnwise_scale_inv: float32 ``[K, ceil(M / 128)]``; of square blocks
+        columnwise_scale_inv: float32 ``[K, ceil(M / 128)]``; for square blocks
             ``[ceil(K / 128), ceil(M / 128)]``.
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        block_scaling_dim: 1, or 2 for square blocks, of which both directions hold the same values.
+        block_scaling_dim: 1, or 2 for square blocks; with square blocks both directions hold the
+            same values.
         pow_2_scales: all scales are powers of two, so that values decode exactly.
         dtype: nominal dtype.
-        values_from_columns: where both directions are held, dequantize columnwise data: so does a
-            transposed view.
+        values_from_columns: dequantize columnwise data where both directions are held, as a
+            transposed view does.
         quantizer: used by in-place updates.
 
     Raises:
@@ -92,9 +96,9 @@ class Float8BlockwiseQTensorStorage(GridTensorStorage):
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
-        fp8_dtype, dim, pow_2 = (
-            declared[name] for name in ("fp8_dtype", "block_scaling_dim", "pow_2_scales")
-        )
+        fp8_dtype = declared["fp8_dtype"]
+        dim = declared["block_scaling_dim"]
+        pow_2 = declared["pow_2_scales"]
         fp8_format(fp8_dtype)
         check_options(flag=("pow_2_scales", pow_2), block_scaling_dim=dim)
         return _LAYOUTS[fp8_dtype, dim, pow_2]

@@ -1,5 +1,4 @@
-"""Current scaling for Ottava: each tensor's scale comes from its own amax, at the moment it is
-quantized."""
+"""Current scaling for Ottava: the scale of a tensor comes from its amax when it is quantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Float8CurrentScalingQuantizer``: amax, scale and cast of one tensor, nothing remembered."""
+"""``Float8CurrentScalingQuantizer``: amax, scale and cast of one tensor, without any state."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
 
     Args:
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        device: where results of ``make_empty`` are made by default.
+        device: the default device of ``make_empty``.
         rowwise, columnwise: usages to produce.
         with_amax_reduction: use the largest amax of all ranks of ``amax_reduction_group``.
         amax_reduction_group: process group; None is the default group.
         force_pow_2_scales: floor scales to powers of two.
-        amax_epsilon: a smaller amax counts as this.
+        amax_epsilon: a smaller amax is replaced by this value.
 
     Raises:
         DTypeError: ``fp8_dtype`` is not an FP8 element format.
         DeviceError: ``device`` names no device.
-        OptionError: ``amax_epsilon`` is negative or not finite, a flag no bool, or the group no
-            process group.
+        OptionError: ``amax_epsilon`` is negative or not finite, a flag is not a bool, or the group
+            is not a process group.
     """
 
     process_attributes: ClassVar[tuple[str, ...]] = (
@@ -81,27 +81,27 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         return super().make_empty(shape, device=device or self.device, **kwargs)
 
     def for_shards(self, group: Any) -> Float8CurrentScalingQuantizer:
-        copied = self.copy()
-        copied.with_amax_reduction, copied.amax_reduction_group = True, group
-        return copied
+        copy = self.copy()
+        copy.with_amax_reduction = True
+        copy.amax_reduction_group = group
+        return copy
 
     def quantize_impl(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
-        wanted = (
-            float8.DATA
-            if tensor.is_cpu and not float8.forced
-            else self.needs(tensor.device, tensor.dim())
-        )
+        if tensor.is_cpu and not float8.forced:
+            buffers = float8.DATA
+        else:
+            buffers = self.needs(tensor.device, tensor.dim())
         if self.with_amax_reduction:
-            return self._wrap(self._with_amax_of_all(tensor, *wanted), dtype)
-        made = for_layers.quantize(
-            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted
+            return self._wrap(self._with_reduced_amax(tensor, *buffers), dtype)
+        quantized = for_layers.quantize(
+            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *buffers
         )
-        return self._wrap(made, dtype)
+        return self._wrap(quantized, dtype)
 
-    def _with_amax_of_all(
+    def _with_reduced_amax(
         self, tensor: torch.Tensor, with_data: bool, with_transpose: bool
     ) -> for_layers.Quantized:
         amax = reduce_amax(kernels.amax(tensor), self.amax_reduction_group)

@@ -16,15 +16,15 @@ _FAKE_QUANT_FORMATS = {"FP8E4M3": E4M3, "FP8E5M2": E5M2}
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """Per-tensor FP8 whose scales come from the tensors themselves.
+    """Per-tensor FP8 that takes the scale of each tensor from its current amax.
 
     Attributes:
         fp8_format: ``Format.HYBRID`` (E4M3 forward, E5M2 for gradients), ``Format.E4M3`` or
             ``Format.E5M2``.
         force_pow_2_scales: floor scales to powers of two.
-        amax_epsilon: a smaller amax counts as this.
-        with_amax_reduction: inputs and gradients use the largest amax of the ranks of autocast's
-            ``amax_reduction_group`` (the default group when it gives none).
+        amax_epsilon: a smaller amax is replaced by this value.
+        with_amax_reduction: inputs and gradients use the largest amax of all ranks of autocast's
+            ``amax_reduction_group``, or of the default group where autocast names none.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -43,14 +43,16 @@ class Float8CurrentScaling(Recipe):
                 f"fp8_format is {self.fp8_format!r}",
                 expected=f"one of {', '.join(f'Format.{f.name}' for f in Format)}",
             )
-        # The quantizer refuses other wrong values.
+        # The quantizer checks the remaining fields.
         self.make_quantizer(QuantizerRole())
 
     def make_quantizer(
         self, role: QuantizerRole, *, amax_reduction_group: Any = None
     ) -> Float8CurrentScalingQuantizer:
-        """E4M3 or E5M2 by the direction of the tensor; weights are equal on all ranks and need no
-        reduction."""
+        """A quantizer of ``fp8_format``'s forward or backward element format, by the role.
+
+        Weights are equal on all ranks, so their amaxes are not reduced.
+        """
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return Float8CurrentScalingQuantizer(
             element.torch_dtype,

@@ -1,5 +1,4 @@
-"""Delayed scaling for Ottava: a step quantizes with the scales that the amaxes of past steps
-gave."""
+"""Delayed scaling for Ottava: a step quantizes with scales computed from past steps' amaxes."""
 
 from __future__ import annotations
 

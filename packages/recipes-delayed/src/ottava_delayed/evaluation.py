@@ -1,5 +1,7 @@
-"""What evaluation clamps: it moves no scale, so that this is counted apart from the state, and
-warned of."""
+"""Counts of the elements that evaluation clamps, and warnings about them.
+
+Evaluation moves no scale, so its counts are separate from the state of training.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import torch
 
 from ottava.formats import fp8_format
 
-#: From how many times its range on an input is warned of: among the batches of an evaluation some
-#: have values that are somewhat larger than all that training saw, and clamping these few loses
-#: little.
+#: An input is warned about when its amax exceeds the range of its scale by this factor. Some
+#: batches of an evaluation have values that are slightly larger than all values of training, and
+#: clamping these few values loses little.
 INPUT_EXCESS = 2.0
-#: On a GPU one pass of so many is looked at, by copies that no pass waits for.
+#: On a GPU one pass in this many is checked, through copies that no pass waits for.
 GPU_INTERVAL = 16
 _REMEDY = (
     "If the weight was changed from outside, or the inputs are of another kind than those of "
@@ -25,8 +27,11 @@ _REMEDY = (
 
 
 class Look(NamedTuple):
-    """The largest magnitudes of a pass, its scales and all counts, ``[slots]`` each; on a CPU when
-    ``arrival`` is."""
+    """The amaxes and scales of a pass, and the counts of all passes, ``[slots]`` each.
+
+    The tensors may be read on the CPU once the CUDA event ``arrival`` has completed. It is None for
+    tensors that were computed on the CPU.
+    """
 
     amax: torch.Tensor
     scale: torch.Tensor
@@ -35,23 +40,24 @@ class Look(NamedTuple):
 
 
 class Evaluations:
-    """Counts what the evaluations of one layer clamp, and warns of it once for each operand.
+    """Counts the elements that evaluations of one layer clamp, and warns once for each operand.
 
-    None of this is state: checkpoints do not have it, copies begin afresh, and no scale depends on
-    it. A warning needs a value that clamping changes by more than rounding could: a weight that has
-    grown a little since its scale was taken is no reason for one, and an input has to be larger by
-    a factor of :data:`INPUT_EXCESS`. A CPU is asked after every pass. A GPU is not waited for: the
-    amaxes of the first pass, and of each sixteenth from then on, are copied while it works, and
-    looked at in a later pass.
+    The counts are not state: checkpoints do not contain them, copies start from zero, and no scale
+    depends on them. A warning needs a value that clamping changes by more than rounding could.
+    Therefore a weight that has grown a little since its scale was computed causes no warning, and
+    an input has to exceed the range of its scale by a factor of :data:`INPUT_EXCESS`.
+
+    A CPU is checked after every pass. On a GPU no pass waits: the amaxes of the first pass, and of
+    each sixteenth from then on, are copied asynchronously and checked in a later pass.
 
     Args:
-        slots: which slot is which tensor's.
+        slots: tensor type -> slot.
         formats: the FP8 dtypes of the slots.
 
     Attributes:
-        buffers: what the kernels of an evaluation read and write in the place of the state's
-            buffers: its ``scale``, an ``amax_history`` of one pass, float32 ``[1, slots]``, and
-            counters ``saturated``, int64 ``[slots]``. Empty before the first evaluation.
+        buffers: the tensors that the kernels of an evaluation read and write instead of the state's
+            buffers: the state's ``scale``, an ``amax_history`` of one pass, float32 ``[1, slots]``,
+            and counters ``saturated``, int64 ``[slots]``. Empty before the first evaluation.
     """
 
     def __init__(self, slots: Mapping[str, int], formats: Sequence[torch.dtype]) -> None:
@@ -65,22 +71,28 @@ class Evaluations:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all evaluations, and what was warned of."""
-        # Quantizers read the same dictionary.
+        """Forget all evaluations and all warnings."""
+        # The dictionary is cleared in place, because quantizers hold a reference to it.
         self.buffers.clear()
         self._counts = [0] * len(self.slots)
-        self._told: set[str] = set()
+        # The tensor types that a warning was given for.
+        self._warned: set[str] = set()
         self._passes = 0
         self._look: Look | None = None
 
     def counts(self) -> list[int]:
-        """How many elements were clamped so far, of each slot; waits for a GPU."""
+        """The number of elements clamped so far in each slot; waits for a GPU."""
         saturated = self.buffers.get("saturated")
-        return [0] * len(self._counts) if saturated is None else saturated.tolist()
+        if saturated is None:
+            return [0] * len(self._counts)
+        return saturated.tolist()
 
     def opens(self, scale: torch.Tensor) -> bool:
-        """Whether a pass with the scales ``[slots]`` can be counted; the buffers are then where the
-        scales are."""
+        """Prepare the buffers for a pass with the scales ``[slots]``, on the device of the scales.
+
+        Returns False where the pass cannot be counted: for scales that are a tensor subclass or on
+        the meta device, and for new buffers while a CUDA graph is captured.
+        """
         saturated = self.buffers.get("saturated")
         if saturated is None or saturated.device != scale.device:
             if type(scale) is not torch.Tensor or scale.is_meta or _is_capturing(scale):
@@ -90,8 +102,10 @@ class Evaluations:
         return True
 
     def _place(self, device: torch.device) -> None:
-        counts, self._look, self._passes = self.counts(), None, 0
-        # Tensors of inference mode could not be written outside of it.
+        counts = self.counts()
+        self._look = None
+        self._passes = 0
+        # Tensors that are allocated in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             self.buffers["amax_history"] = torch.zeros(
                 1, len(counts), dtype=torch.float32, device=device
@@ -99,16 +113,17 @@ class Evaluations:
             self.buffers["saturated"] = torch.tensor(counts, dtype=torch.int64, device=device)
 
     def take(self, tensor_type: str, amax: torch.Tensor, saturated: torch.Tensor) -> None:
-        """Add what another counter has seen of a tensor, ``[1]`` each."""
+        """Add the amax and the number of clamped elements, ``[1]`` each, that were recorded
+        elsewhere for a tensor."""
         slot = self.slots[tensor_type]
-        seen = self.buffers["amax_history"][0, slot]
-        seen.copy_(torch.maximum(seen, amax[0]))
+        recorded = self.buffers["amax_history"][0, slot]
+        recorded.copy_(torch.maximum(recorded, amax[0]))
         self.buffers["saturated"][slot].add_(saturated[0])
 
     def close(self, layer: str) -> None:
-        """Look at the pass that ends, or at one before, and warn of what was clamped in
+        """Check the pass that ends, or on a GPU an earlier one, and warn of elements clamped in
         ``layer``."""
-        if len(self._told) == len(self.slots) or not self.buffers:
+        if len(self._warned) == len(self.slots) or not self.buffers:
             return
         amax, saturated = self.buffers["amax_history"], self.buffers["saturated"]
         if not amax.is_cpu:
@@ -124,21 +139,24 @@ class Evaluations:
         amax = self.buffers["amax_history"]
         if not amax.is_cuda or _is_capturing(amax):
             return
-        look, place = self._look, self._passes % GPU_INTERVAL
+        look = self._look
+        place = self._passes % GPU_INTERVAL
         self._passes += 1
         if look is not None and look.arrival.query():
             self._look = None
             self._warn(layer, look)
         elif look is None and place == 0:
-            self._look = self._begin_look()
+            self._look = self._copy_to_cpu()
         if place == GPU_INTERVAL - 1:
-            # The next pass is looked at by itself, whatever the scales were before.
+            # The next pass is checked by itself, because earlier passes may have had other scales.
             amax.zero_()
 
-    def _begin_look(self) -> Look:
-        found = self.buffers["amax_history"][0], self.buffers["scale"], self.buffers["saturated"]
-        with torch.cuda.device(found[0].device):
-            amax, scale, saturated = (tensor.to("cpu", non_blocking=True) for tensor in found)
+    def _copy_to_cpu(self) -> Look:
+        amax = self.buffers["amax_history"][0]
+        with torch.cuda.device(amax.device):
+            amax = amax.to("cpu", non_blocking=True)
+            scale = self.buffers["scale"].to("cpu", non_blocking=True)
+            saturated = self.buffers["saturated"].to("cpu", non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record()
         return Look(amax, scale, saturated, arrival)
@@ -147,21 +165,21 @@ class Evaluations:
         amaxes, scales, counts = (tensor.tolist() for tensor in look[:3])
         for tensor_type, slot in self.slots.items():
             excess = amaxes[slot] * scales[slot] / self.maxima[slot]
-            if not counts[slot] or excess <= self.limits[slot] or tensor_type in self._told:
+            if not counts[slot] or excess <= self.limits[slot] or tensor_type in self._warned:
                 continue
-            self._told.add(tensor_type)
-            what = (
-                f"evaluation clamps the {tensor_type} of {layer}, {counts[slot]} elements so "
-                f"far: its largest value"
+            self._warned.add(tensor_type)
+            warnings.warn(
+                f"evaluation clamps the {tensor_type} of {layer}, {counts[slot]} elements so far: "
+                f"its largest value is {excess:.3g} times what its scale of delayed scaling can "
+                f"represent, and evaluation moves no scale. {_REMEDY}",
+                UserWarning,
+                stacklevel=6,
             )
-            what = (
-                f"{what} is {excess:.3g} times what its scale of delayed scaling can "
-                f"represent, and evaluation"
-            )
-            warnings.warn(f"{what} moves no scale. {_REMEDY}", UserWarning, stacklevel=6)
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured, which must have neither new memory of ours nor a copy to
-    the CPU."""
+    """Whether a CUDA graph is being captured.
+
+    A captured graph must contain neither buffers allocated here nor a copy to the CPU.
+    """
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

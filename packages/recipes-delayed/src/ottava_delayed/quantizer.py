@@ -1,5 +1,4 @@
-"""``Float8Quantizer``: quantizes with a scale that is known, and records the amax for the next
-one."""
+"""``Float8Quantizer``: quantizes with a known scale, and records the amax for the next scale."""
 
 from __future__ import annotations
 
@@ -20,8 +19,11 @@ from ottava.torch_private import foreach_maximum_
 
 
 def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales that are known; the amaxes are recorded, and each rank counts what it clamps of
-    its own shard."""
+    """The quantizers' known scales, and their reciprocals, ``[jobs]`` each.
+
+    The reduced ``amaxes`` are recorded, and each rank counts the elements that it clamps in its own
+    shard. The scale of a quantizer that ``fits`` is at most the one that its amax gives.
+    """
     quantizers: list[Any] = [job.quantizer for job in jobs]
     scale = torch.stack([quantizer.scale.reshape(()) for quantizer in quantizers])
     if any(quantizer.fits for quantizer in quantizers):
@@ -50,8 +52,10 @@ def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _as_scale(value: Any, amax: Any) -> Any:
-    """A number as float32 with one element, on the device of ``amax`` if that is a tensor; anything
-    else as it is."""
+    """A number becomes a float32 tensor ``[1]``; any other value is returned unchanged.
+
+    The tensor is on the device of ``amax``, or on torch's default device if ``amax`` is no tensor.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if not 2.0**-149 <= value <= torch.finfo(torch.float32).max:
@@ -63,12 +67,11 @@ def _as_scale(value: Any, amax: Any) -> Any:
 
 
 class Float8Quantizer(Float8QuantizerBase):
-    """Quantizes with ``scale`` and raises ``amax`` to the largest magnitude that it saw, in one
-    pass over the tensor.
+    """Quantizes with ``scale`` and records the largest magnitude, in one pass over the tensor.
 
     Args:
-        scale: float32 with one element; read at every quantization, so that whoever owns it may
-            update it. A number becomes such a tensor.
+        scale: float32 with one element. It is read at every quantization, so its owner may update
+            it. A number becomes such a tensor.
         amax: float32 with one element, raised in place: ``amax = max(amax, max|x|)``; None records
             nothing.
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -76,14 +79,14 @@ class Float8Quantizer(Float8QuantizerBase):
         saturated: int64 with one element, raised by the number of elements that were clamped; None
             counts nothing.
 
-    Quantizers with such state compare by identity. One that has initialized a weight that is kept
-    quantized clamps nothing from then on: a weight is also loaded and initialized, and where its
-    values do not fit the scale, it takes the smaller scale that its own amax gives, at the price of
-    reading it twice.
+    Quantizers compare by identity, because they have state. A quantizer that has initialized a
+    weight which is kept quantized never clamps from then on, because new values may be loaded or
+    initialized into such a weight. Where values do not fit the scale, the quantizer uses the
+    smaller scale that their own amax gives, at the price of reading the tensor twice.
 
     Raises:
-        DTypeError, ShapeError, DeviceError: the state is not of this kind, or ``fp8_dtype`` no FP8
-            element format.
+        DTypeError, ShapeError, DeviceError: ``scale``, ``amax`` or ``saturated`` is not as above,
+            they are on different devices, or ``fp8_dtype`` is not an FP8 element format.
         OptionError: a scale that is a number is not greater than 0, or float32 cannot hold it.
     """
 
@@ -103,57 +106,63 @@ class Float8Quantizer(Float8QuantizerBase):
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         own_scale: torch.Tensor = _as_scale(scale, amax)
-        for value, dtype, what in (
-            (own_scale, torch.float32, "scale"),
-            (amax, torch.float32, "amax"),
-        ):
-            _check_state(value, dtype, what, optional=what == "amax")
+        _check_state(own_scale, torch.float32, "scale", optional=False)
+        _check_state(amax, torch.float32, "amax", optional=True)
         _check_state(saturated, torch.int64, "saturated", optional=True)
-        for value, what in ((amax, "amax"), (saturated, "saturated")):
+        for value, name in ((amax, "amax"), (saturated, "saturated")):
             if value is not None and value.device != own_scale.device:
                 raise DeviceError(
-                    f"{what} is on {value.device}, scale on {own_scale.device}",
+                    f"{name} is on {value.device}, scale on {own_scale.device}",
                     expected="one device",
                 )
-        self.scale, self.amax, self.saturated = own_scale, amax, saturated
+        self.scale = own_scale
+        self.amax = amax
+        self.saturated = saturated
+        # Whether the scale is lowered where values do not fit it, so that nothing is clamped.
         self.fits = False
-        # Whether the first values that it quantizes set the scale, as for a weight that was made on
-        # the meta device.
+        # Whether the first quantized values set the scale, as for a weight that was created on the
+        # meta device.
         self.unset = False
-        # Whether it quantizes gathered weights, whose amaxes are recorded in a buffer of their own.
+        # Whether this quantizer serves gathered weights, whose amaxes are recorded in a separate
+        # buffer.
         self.gathers = False
         # The name of the group whose ranks have the other shards of the tensor.
         self.shard_group: str | None = None
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        """Set ``amax`` to that of the tensor, whatever it was."""
+        """Set ``amax`` to that of the tensor, whatever its value was before."""
         if self.amax is not None:
             self.amax.copy_(kernels.amax(tensor).reshape(self.amax.shape))
 
     def initialize(self, tensor: torch.Tensor) -> None:
-        """Take the scale that the tensor's own amax gives: a weight that is kept quantized starts
-        with it."""
+        """Set the scale from the tensor's own amax.
+
+        A weight that is kept quantized starts with this scale.
+        """
         self._start_with(kernels.scale_from_amax(kernels.amax(tensor), self.fp8_dtype)[0])
         self.fits = True
 
     def _start_with(self, scale: torch.Tensor) -> None:
-        """Set the scale, where the weight is; one on the meta device has none, and its first values
-        set it."""
+        """Set the scale, on the weight's device.
+
+        A weight on the meta device has no scale; the first values quantized later set it.
+        """
         if self.scale.device != scale.device:
-            # It is in no layer's state yet.
+            # New tensors are allowed here, because no layer's state shares the scale yet.
             self.scale = torch.empty_like(self.scale, device=scale.device)
-            self.amax = (
-                None if self.amax is None else torch.zeros_like(self.amax, device=scale.device)
-            )
+            if self.amax is not None:
+                self.amax = torch.zeros_like(self.amax, device=scale.device)
         self.scale.copy_(scale.reshape(self.scale.shape))
         self.unset = scale.is_meta
 
     def for_shards(self, group: Any) -> Float8Quantizer:
-        """All shards have one scale as it is; what has to fit is the largest magnitude of all of
-        them."""
-        copied = self.copy()
-        copied.shard_group = group
-        return copied
+        """A copy that fits its scale to the largest amax of all shards.
+
+        The scale itself is common to all shards already.
+        """
+        copy = self.copy()
+        copy.shard_group = group
+        return copy
 
     def update_quantized(
         self,
@@ -162,24 +171,24 @@ class Float8Quantizer(Float8QuantizerBase):
         *,
         noop_flag: torch.Tensor | None = None,
     ) -> QuantizedTensorStorage:
-        held = [t for t in (self.amax, self.saturated) if t is not None]
-        before = [t.clone() for t in held] if noop_flag is not None else []
+        if noop_flag is None:
+            return super().update_quantized(src, dst)
+        state = [t for t in (self.amax, self.saturated) if t is not None]
+        before = [t.clone() for t in state]
         super().update_quantized(src, dst, noop_flag=noop_flag)
-        if noop_flag is not None:
-            # A no-op leaves the state as it is, too.
-            for tensor, old in zip(held, before, strict=True):
-                tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
+        # A no-op must leave the state unchanged, too.
+        for tensor, old in zip(state, before, strict=True):
+            tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
         return dst
 
     def quantize_impl(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
-        wanted = (
-            float8.DATA
-            if tensor.is_cpu and not float8.forced
-            else self.needs(tensor.device, tensor.dim())
-        )
+        if tensor.is_cpu and not float8.forced:
+            outputs = float8.DATA
+        else:
+            outputs = self.needs(tensor.device, tensor.dim())
         scale = self.scale
         if self.fits and self.amax is not None:
             amax = kernels.amax(tensor)
@@ -189,13 +198,18 @@ class Float8Quantizer(Float8QuantizerBase):
             if self.unset and not tensor.is_meta:
                 self._start_with(own)
             scale = torch.minimum(self.scale, own.reshape(scale.shape))
-        made = for_layers.cast(tensor, scale, self.amax, self.saturated, self.fp8_dtype, *wanted)
-        return self._wrap(made, dtype)
+        quantized = for_layers.cast(
+            tensor, scale, self.amax, self.saturated, self.fp8_dtype, *outputs
+        )
+        return self._wrap(quantized, dtype)
 
 
 class SlotQuantizer(Float8Quantizer):
-    """The quantizer of one slot of a layer's state, which reads and writes the ``buffers`` that
-    there are by then."""
+    """The quantizer of one slot of a layer's state.
+
+    It looks up the tensors in ``buffers`` at every quantization, because moving a module replaces
+    its buffers.
+    """
 
     process_attributes: ClassVar[tuple[str, ...]] = (*Float8Quantizer.process_attributes, "buffers")
 
@@ -210,8 +224,13 @@ class SlotQuantizer(Float8Quantizer):
         recording: bool,
     ) -> None:
         Float8QuantizerBase.__init__(self, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
-        self.buffers, self.slot, self.recording, self.internal = buffers, slot, recording, True
-        self.fits = self.unset = self.gathers = False
+        self.buffers = buffers
+        self.slot = slot
+        self.recording = recording
+        self.internal = True
+        self.fits = False
+        self.unset = False
+        self.gathers = False
         self.shard_group = None
 
     @property
@@ -236,30 +255,37 @@ class SlotQuantizer(Float8Quantizer):
         dtype = dtype or tensor.dtype
         if self.fits:
             return super().quantize_impl(tensor, dtype)
-        buffers, amax, saturated = self.buffers, None, None
+        buffers = self.buffers
+        amax = None
+        saturated = None
         if self.recording:
-            amax, saturated = buffers["amax_history"], buffers["saturated"]
-        wanted = (
-            float8.DATA
-            if tensor.is_cpu and not float8.forced
-            else self.needs(tensor.device, tensor.dim())
+            amax = buffers["amax_history"]
+            saturated = buffers["saturated"]
+        if tensor.is_cpu and not float8.forced:
+            outputs = float8.DATA
+        else:
+            outputs = self.needs(tensor.device, tensor.dim())
+        quantized = for_layers.cast(
+            tensor, buffers["scale"], amax, saturated, self.fp8_dtype, *outputs, self.slot
         )
-        made = for_layers.cast(
-            tensor, buffers["scale"], amax, saturated, self.fp8_dtype, *wanted, self.slot
-        )
-        return self._wrap(made, dtype)
+        return self._wrap(quantized, dtype)
 
 
-def _check_state(value: Any, dtype: torch.dtype, what: str, *, optional: bool) -> None:
+def _check_state(value: Any, dtype: torch.dtype, name: str, *, optional: bool) -> None:
     if value is None and optional:
         return
-    if not isinstance(value, torch.Tensor) or value.dtype != dtype:
-        found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise DTypeError(f"{what} is of {found}", expected=f"a {dtype} tensor with one element")
+    if not isinstance(value, torch.Tensor):
+        raise DTypeError(
+            f"{name} is of {type(value).__name__}", expected=f"a {dtype} tensor with one element"
+        )
+    if value.dtype != dtype:
+        raise DTypeError(
+            f"{name} is of {value.dtype}", expected=f"a {dtype} tensor with one element"
+        )
     if value.numel() != 1:
-        raise ShapeError(f"{what} has shape {tuple(value.shape)}", expected="one element")
+        raise ShapeError(f"{name} has shape {tuple(value.shape)}", expected="one element")
 
 
 def largest(fp8_dtype: torch.dtype, margin: float) -> float:
-    """What an amax is scaled to: the format's maximum, 2^margin times smaller."""
+    """The value that an amax is scaled to: the format's maximum divided by 2^margin."""
     return fp8_format(fp8_dtype).max * math.pow(2.0, -margin)

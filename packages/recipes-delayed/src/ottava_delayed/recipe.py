@@ -25,22 +25,22 @@ class DelayedScaling(Recipe):
     """Per-tensor FP8 whose scales come from the amaxes of past steps.
 
     Attributes:
-        margin: scales are 2^margin times smaller than what would make the amax the format's
-            maximum.
+        margin: scales are divided by 2^margin, so that values up to 2^margin times the amax are
+            not clamped.
         fp8_format: ``Format.HYBRID`` (E4M3 forward, E5M2 for gradients), ``Format.E4M3`` or
             ``Format.E5M2``.
-        amax_history_len: how many steps an amax is remembered, the current one included.
-        amax_compute_algo: ``"max"`` of the history, its ``"most_recent"`` entry, or a function of
-            the histories ``[amax_history_len, slots]``, the current step in row 0, that gives the
-            amaxes ``[slots]``.
+        amax_history_len: the number of steps that an amax is remembered, the current step included.
+        amax_compute_algo: ``"max"`` of the history, its ``"most_recent"`` entry, or a function that
+            takes the histories ``[amax_history_len, slots]``, with the current step in row 0, and
+            returns the amaxes ``[slots]``.
         scaling_factor_compute_algo: a function ``(amax [slots], scale [slots], fp8_max, recipe)``
-            that gives the new scales ``[slots]`` in place of ``(fp8_max * 2^-margin) / amax``;
-            called for each format's slots.
+            that returns the new scales ``[slots]``, instead of ``(fp8_max * 2^-margin) / amax``. It
+            is called once for the slots of each format.
         reduce_amax: use the largest amaxes of all ranks of autocast's ``amax_reduction_group``, or
-            of the default group where it gives none: one all-reduce for all layers at the entry of
-            a region.
+            of the default group where autocast names none. One all-reduce serves all layers, when
+            a region is entered.
 
-    Slots in which a step saw nothing stay as they are, under any algorithm.
+    A slot that recorded no amax in a step keeps its scale and history, under any algorithm.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -48,7 +48,7 @@ class DelayedScaling(Recipe):
 
     name: ClassVar[str] = "delayed"
     stateful: ClassVar[bool] = True
-    #: Whether a function of the recipe gives amaxes or scales; it follows from the fields.
+    #: Whether a user's function computes amaxes or scales; it follows from the fields.
     by_functions = True
 
     margin: float = 0
@@ -59,7 +59,7 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
-        # Beyond this a maximum times 2^-margin would no longer be exact.
+        # With a margin beyond 64, a format's maximum times 2^-margin would no longer be exact.
         if (
             isinstance(self.margin, bool)
             or not isinstance(self.margin, (int, float))
@@ -94,7 +94,7 @@ class DelayedScaling(Recipe):
         by_functions = (
             callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
         )
-        # Frozen, so that this is the way to set it.
+        # The dataclass is frozen, so an ordinary assignment would raise.
         object.__setattr__(self, "by_functions", by_functions)
 
     @property
@@ -102,14 +102,15 @@ class DelayedScaling(Recipe):
         return self.reduce_amax
 
     def fp8_dtype(self, role: QuantizerRole) -> torch.dtype:
-        """The element format for a role, by the direction of the tensor."""
+        """The element format of a role: the backward format for gradients, otherwise the forward
+        format."""
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return element.torch_dtype
 
     def make_quantizer(
         self, role: QuantizerRole, *, amax_reduction_group: Any = None
     ) -> Float8Quantizer:
-        """A quantizer with a state of its own; those of a layer share the layer's."""
+        """A quantizer with its own state; the quantizers of a layer share the layer's state."""
         scale, amax = torch.ones(1, dtype=torch.float32), torch.zeros(1, dtype=torch.float32)
         return Float8Quantizer(scale, amax, self.fp8_dtype(role))
 
@@ -118,5 +119,5 @@ class DelayedScaling(Recipe):
     ) -> DelayedScalingState:
         return DelayedScalingState(self, roles, amax_reduction_group=amax_reduction_group)
 
-    # The parameters are named as the base class names them.
+    # ``update`` names its parameters as the base class does.
     update_states = update  # type: ignore[assignment]

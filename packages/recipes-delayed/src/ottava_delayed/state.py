@@ -18,8 +18,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Settings(Protocol):
-    """What the state and its update read of their recipe, a
-    :class:`~ottava_delayed.DelayedScaling`."""
+    """The members of :class:`~ottava_delayed.DelayedScaling` that the state and its update read."""
 
     _factory: Any
 
@@ -42,17 +41,18 @@ class Settings(Protocol):
 
 
 class DelayedScalingState(torch.nn.Module, RecipeState):
-    """What delayed scaling keeps for a layer: a slot for each tensor that it quantizes.
+    """The state of delayed scaling for one layer: a slot for each tensor that the layer quantizes.
 
     Attributes:
-        scale: buffer, float32 ``[slots]``: what multiplies in the next quantizations; 1 at first.
-        amax_history: buffer, float32 ``[amax_history_len, slots]``; row 0 collects the amax of the
+        scale: buffer, float32 ``[slots]``: the scales of the next quantizations; 1 at first.
+        amax_history: buffer, float32 ``[amax_history_len, slots]``. Row 0 collects the amax of the
             current step, the last row is that of the step before, row 1 the oldest.
-        saturated: buffer, int64 ``[slots]``: how many elements were clamped since the layer was
-            made or reset.
-        slots: which slot is which tensor's.
-        maxima: what the amax of a slot is scaled to: its format's maximum, 2^margin times smaller.
-        evaluations: what was clamped in evaluation, which is no part of the state.
+        saturated: buffer, int64 ``[slots]``: the number of elements clamped since the layer was
+            created or reset.
+        slots: tensor type -> slot.
+        maxima: the value that the amax of each slot is scaled to: its format's maximum divided by
+            2^margin.
+        evaluations: counts of the elements that evaluation clamps; they are not part of the state.
     """
 
     stateful: ClassVar[bool] = True
@@ -70,104 +70,124 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self, recipe: Settings, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
     ) -> None:
         super().__init__()
-        self.recipe, self.factory = recipe, recipe._factory
+        self.recipe = recipe
+        self.factory = recipe._factory
         self.amax_reduction_group = None
         self.slots = {role.tensor_type: slot for slot, role in enumerate(roles)}
         self.formats = tuple(recipe.fp8_dtype(role) for role in roles)
-        # Quantizers that a factory put in the place of the recipe's.
+        # Quantizers that a factory supplied instead of the recipe's.
         self.given = {
             role.tensor_type: recipe.quantizer(role)
             for role in roles
             if recipe.given(role) is not None
         }
         self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
-        # Neither torch's default dtype nor its default device: a model may be built under any.
+        # A model may be built under another default dtype or device, so both are set explicitly.
         exact: Any = {"dtype": torch.float32, "device": "cpu"}
         self.register_buffer("scale", torch.ones(len(roles), **exact))
         self.register_buffer(
             "amax_history", torch.zeros(recipe.amax_history_len, len(roles), **exact)
         )
         self.register_buffer("saturated", torch.zeros(len(roles), dtype=torch.int64, device="cpu"))
-        # The amax that the last gather of a high-precision weight observed.
+        # The amax and the count that the last gather of a high-precision weight recorded.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
-        # Quantizers by what they are asked for.
-        self._kept: dict[Any, Any] = {}
+        # Quantizers, and pairs of them, by the arguments that they were requested with.
+        self._cache: dict[Any, Any] = {}
         self.evaluations = Evaluations(self.slots, self.formats)
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
-        """The group does not matter here, because only the update reduces."""
+        """Whether this state belongs to ``recipe``; the group is ignored, because only the update
+        reduces."""
         return self.is_of(recipe)
 
     def scale_and_history(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both buffers; a module searches several places for an attribute."""
+        """The buffers ``scale`` and ``amax_history``.
+
+        This reads ``_buffers``, because attribute access on a module searches several places.
+        """
         buffers: dict[str, Any] = self._buffers
         return buffers["scale"], buffers["amax_history"]
 
     def forward_quantizers(
         self, columnwise_input: bool, columnwise_weight: bool, recording: bool
     ) -> tuple[Quantizer, Quantizer]:
-        # In few steps, because each forward pass looks here: a module searches several places for
-        # an attribute.
-        kept, key = self.__dict__["_kept"], (columnwise_input, columnwise_weight, recording)
-        pair: Any = None if _is_compiling() else kept.get(key)
+        if _is_compiling():
+            return super().forward_quantizers(columnwise_input, columnwise_weight, recording)
+        # Each forward pass comes here, so the cache is read from ``__dict__``: attribute access on
+        # a module searches several places.
+        cache: dict[Any, Any] = self.__dict__["_cache"]
+        key = (columnwise_input, columnwise_weight, recording)
+        pair: tuple[Quantizer, Quantizer] | None = cache.get(key)
         if pair is None:
             pair = super().forward_quantizers(columnwise_input, columnwise_weight, recording)
-            if not _is_compiling() and not self.given:
-                kept[key] = pair
-        return pair  # type: ignore[no-any-return]
+            if not self.given:
+                cache[key] = pair
+        return pair
 
     def quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
     ) -> Quantizer:
         given = self.given.get(tensor_type)
         if given is not None:
-            copied = given.with_usage(rowwise, columnwise).copy()
-            copied.internal = True
-            return copied
+            copy = given.with_usage(rowwise, columnwise).copy()
+            copy.internal = True
+            return copy
         if _is_compiling():
-            made = self._own(tensor_type, recording, rowwise, columnwise)
-            made.internal = True
-            return made
-        kept, key = self.__dict__["_kept"], (tensor_type, rowwise, columnwise, recording)
-        if key not in kept:
-            slot, usages = self.slots[tensor_type], {"rowwise": rowwise, "columnwise": columnwise}
-            kept[key] = SlotQuantizer(
-                self._buffers, slot, self.formats[slot], **usages, recording=recording
+            quantizer = self._own(tensor_type, recording, rowwise, columnwise)
+            quantizer.internal = True
+            return quantizer
+        cache: dict[Any, SlotQuantizer] = self.__dict__["_cache"]
+        key = (tensor_type, rowwise, columnwise, recording)
+        if key not in cache:
+            slot = self.slots[tensor_type]
+            cache[key] = SlotQuantizer(
+                self._buffers,
+                slot,
+                self.formats[slot],
+                rowwise=rowwise,
+                columnwise=columnwise,
+                recording=recording,
             )
-        return kept[key]  # type: ignore[no-any-return]
+        return cache[key]
 
     def evaluation_quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool
     ) -> Quantizer:
-        # In few steps, as the quantizers of a forward pass.
-        own: dict[str, Any] = self.__dict__
-        evaluations: Evaluations = own["evaluations"]
-        given = tensor_type in self.given
-        if given or not evaluations.opens(self._buffers["scale"]):  # type: ignore[arg-type]
+        # Each evaluating pass comes here, so this reads ``__dict__`` as a forward pass does.
+        attributes: dict[str, Any] = self.__dict__
+        evaluations: Evaluations = attributes["evaluations"]
+        scale: Any = self._buffers["scale"]
+        if tensor_type in self.given or not evaluations.opens(scale):
             return self.quantizer(
                 tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False
             )
-        kept, key = own["_kept"], ("evaluation", tensor_type, rowwise, columnwise)
-        if key not in kept:
-            slot, usages = self.slots[tensor_type], {"rowwise": rowwise, "columnwise": columnwise}
-            kept[key] = SlotQuantizer(
-                evaluations.buffers, slot, self.formats[slot], **usages, recording=True
+        cache: dict[Any, SlotQuantizer] = attributes["_cache"]
+        key = ("evaluation", tensor_type, rowwise, columnwise)
+        if key not in cache:
+            slot = self.slots[tensor_type]
+            cache[key] = SlotQuantizer(
+                evaluations.buffers,
+                slot,
+                self.formats[slot],
+                rowwise=rowwise,
+                columnwise=columnwise,
+                recording=True,
             )
-        return kept[key]  # type: ignore[no-any-return]
+        return cache[key]
 
     def note_evaluation(self, weight: Any) -> None:
         evaluations: Evaluations = self.__dict__["evaluations"]
-        gathered: Any = getattr(weight, "_quantizer", None)
-        if _gathers(gathered) and "weight" in self.slots and evaluations.opens(self.scale):
-            evaluations.take("weight", gathered.amax, gathered.saturated)
+        quantizer: Any = getattr(weight, "_quantizer", None)
+        if _gathers(quantizer) and "weight" in self.slots and evaluations.opens(self.scale):
+            evaluations.take("weight", quantizer.amax, quantizer.saturated)
         name = self._roles[0].name if self._roles else ""
         evaluations.close(f"layer {name!r}" if name else "a layer")
 
     def _own(
         self, tensor_type: str, recording: bool, rowwise: bool, columnwise: bool
     ) -> Float8Quantizer:
-        # They read and write the buffers that the state has now.
+        # This quantizer reads and writes the buffers that the state has at this moment.
         slot = self.slots[tensor_type]
         return Float8Quantizer(
             self.scale[slot],
@@ -179,46 +199,52 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         )
 
     def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
-        """The slot's quantizer; at the first call the slot takes over the scale that the weight was
-        made with."""
+        """The slot's quantizer, or None where the weight keeps its own quantizer.
+
+        At the first call the slot takes over the scale that the weight was quantized with.
+        """
         present: Any = getattr(weight, "_quantizer", None)
         if "weight" in self.given or not isinstance(present, Float8Quantizer) or present.gathers:
             return None
         slot = self.scale[self.slots["weight"]]
         if present.scale.data_ptr() == slot.data_ptr():
             return None
-        known = present.scale.device == slot.device and not present.unset
-        if known and bool(slot == 1) and not self.amax_history.any():
+        has_scale = present.scale.device == slot.device and not present.unset
+        if has_scale and bool(slot == 1) and not self.amax_history.any():
             slot.copy_(present.scale.reshape(()))
-        made = self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
-        made.fits = present.fits
-        made.unset = present.unset or (present.scale.is_meta and not slot.is_meta)
-        return made
+        quantizer = self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
+        quantizer.fits = present.fits
+        quantizer.unset = present.unset or (present.scale.is_meta and not slot.is_meta)
+        return quantizer
 
     def expect_weight(self, state_dict: Any, prefix: str) -> None:
-        """Take the scale of the weight that is to be loaded; a state without steps has none to
-        give."""
+        """Take the scale of the weight that is about to be loaded.
+
+        A saved state that has seen no step leaves the scale unchanged.
+        """
         if "weight" in self.given:
             return
         slot = self.slots["weight"]
-        scale, history = (state_dict.get(f"{prefix}{name}") for name in ("scale", "amax_history"))
-        if not all(
-            isinstance(buffer, torch.Tensor) and not buffer.is_meta for buffer in (scale, history)
-        ):
-            return
-        # What has other shapes is refused afterwards, where the state itself is loaded.
-        alike = scale.shape == self.scale.shape == history.shape[-1:]
-        if alike and bool(history[..., slot].any()):
+        scale = state_dict.get(f"{prefix}scale")
+        history = state_dict.get(f"{prefix}amax_history")
+        for buffer in (scale, history):
+            if not isinstance(buffer, torch.Tensor) or buffer.is_meta:
+                return
+        # Other shapes are refused later, when the state itself is loaded.
+        same_slots = scale.shape == self.scale.shape == history.shape[-1:]
+        if same_slots and bool(history[..., slot].any()):
             self.scale[slot].copy_(scale[slot])
 
     def gather_quantizer(self) -> Quantizer:
-        """The slot's quantizer, which records apart: a gather may serve a forward pass, or no step
-        at all."""
+        """The slot's quantizer for gathered weights, which records into separate buffers.
+
+        The buffers are separate, because a gather may serve a forward pass, or no step at all.
+        """
         given = self.given.get("weight")
         if given is not None:
-            made = given.with_usage(True, True).copy()
-            made.internal = False
-            return made
+            copy = given.with_usage(True, True).copy()
+            copy.internal = False
+            return copy
         if self.gathered_amax is None:
             self.register_buffer(
                 "gathered_amax", torch.zeros_like(self.scale[:1]), persistent=False
@@ -229,30 +255,31 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.gathered_amax.zero_()
         self.gathered_saturated.zero_()
         slot = self.slots["weight"]
-        made = Float8Quantizer(
+        quantizer = Float8Quantizer(
             self.scale[slot],
             self.gathered_amax,
             self.formats[slot],
             saturated=self.gathered_saturated,
         )
-        made.gathers = True
-        return made
+        quantizer.gathers = True
+        return quantizer
 
     def use_gathered(self, weight: Any, *, recording: bool) -> None:
         amax: torch.Tensor | None = self.gathered_amax
         saturated: torch.Tensor | None = self.gathered_saturated
         if not torch.compiler.is_compiling():
-            # Layers that share a weight share its gather, which recorded into the state of one of
-            # them.
-            present: Any = getattr(weight, "_quantizer", None)
-            amax, saturated = (
-                (present.amax, present.saturated) if _gathers(present) else (None, None)
-            )
+            # Layers that share a weight share its gather, which recorded into the state of only one
+            # of them. The weight's quantizer has the buffers of that state.
+            quantizer: Any = getattr(weight, "_quantizer", None)
+            if not _gathers(quantizer):
+                return
+            amax = quantizer.amax
+            saturated = quantizer.saturated
         if amax is None or saturated is None or not recording:
             return
         slot = self.slots["weight"]
-        seen = self.amax_history[0, slot]
-        seen.copy_(torch.maximum(seen, amax[0]))
+        recorded = self.amax_history[0, slot]
+        recorded.copy_(torch.maximum(recorded, amax[0]))
         self.saturated[slot].add_(saturated[0])
 
     def reset(self) -> None:
@@ -272,13 +299,11 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         ):
             length = self.amax_history.shape[0]
             if loaded.shape[0] != length:
+                shorter = loaded.shape[0] > length
+                outcome = "the newest are kept" if shorter else "older ones are taken as 0"
                 warnings.warn(
                     f"{key} was saved with {loaded.shape[0]} steps and is loaded into {length}: "
-                    + (
-                        "the newest are kept"
-                        if loaded.shape[0] > length
-                        else "older ones are taken as 0"
-                    ),
+                    f"{outcome}",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -286,8 +311,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_kept": {}, "evaluations": Evaluations(self.slots, self.formats)}
-        return RecipeState.__getstate__(self) | own
+        fresh = {"_cache": {}, "evaluations": Evaluations(self.slots, self.formats)}
+        return RecipeState.__getstate__(self) | fresh
 
     def extra_repr(self) -> str:
         return f"slots={list(self.slots)}, amax_history_len={self.amax_history.shape[0]}"
@@ -298,8 +323,10 @@ def _gathers(quantizer: Any) -> bool:
 
 
 def resized(history: torch.Tensor, length: int) -> torch.Tensor:
-    """A history of another length: the current step, then the newest, with zeros for steps that it
-    never saw."""
+    """``history`` ``[steps, slots]`` with ``length`` steps: the current step, then the newest ones.
+
+    A longer history has zeros for the steps that were not saved.
+    """
     current, past = history[:1], history[1:]
     if length - 1 <= len(past):
         return torch.cat([current, past[len(past) - (length - 1) :]])

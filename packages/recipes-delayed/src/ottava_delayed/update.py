@@ -19,26 +19,26 @@ from ottava_delayed.state import DelayedScalingState, Settings
 def update(
     recipe: Settings, states: Sequence[DelayedScalingState], amax_reduction_group: Any
 ) -> None:
-    """Begin a step for the layers of ``states``: one all-reduce if there is a group, then one
-    operation.
+    """Begin a step for the layers of ``states``.
+
+    This takes one all-reduce if the group spans ranks, then one operation for each device.
 
     Raises:
-        ShapeError, DTypeError: a function of the recipe returned something else than one float32
-            for each slot.
+        ShapeError, DTypeError: a function of the recipe did not return one float32 for each slot.
     """
     reduces = recipe.reduce_amax and spans_ranks(amax_reduction_group)
     if len(states) == 1 and not (reduces or recipe.by_functions):
-        # In few steps: a layer that is alone comes here in each forward pass.
+        # A step with one layer begins in each forward pass of the layer, so this path is short.
         (state,) = states
         buffers: dict[str, Any] = state._buffers
-        scale, most_recent = buffers["scale"], recipe.amax_compute_algo == "most_recent"
+        most_recent = recipe.amax_compute_algo == "most_recent"
         if for_layers.update_slots(
-            (scale,), (buffers["amax_history"],), state.maxima, most_recent, True
+            (buffers["scale"],), (buffers["amax_history"],), state.maxima, most_recent, True
         ):
             return
     last = None
     if reduces and states:
-        # Amaxes of all devices go to one, so that one collective serves all layers.
+        # The amaxes of all devices are moved to one, so that one collective serves all layers.
         device = states[0].scale.device
         amaxes = torch.cat([state.amax_history[0].to(device) for state in states])
         last = reduce_amax(amaxes, amax_reduction_group)
@@ -46,12 +46,12 @@ def update(
     for position, state in enumerate(states):
         by_device.setdefault(state.scale_and_history()[0].device, []).append(position)
     for device, positions in by_device.items():
-        there = [states[position] for position in positions]
-        seen = last
+        states_here = [states[position] for position in positions]
+        last_here = last
         if last is not None and len(by_device) > 1:
-            parts = last.split([state.scale.numel() for state in states])
-            seen = torch.cat([parts[position] for position in positions]).to(device)
-        _update_on_device(recipe, there, seen)
+            by_state = last.split([state.scale.numel() for state in states])
+            last_here = torch.cat([by_state[position] for position in positions]).to(device)
+        _update_on_device(recipe, states_here, last_here)
 
 
 def _update_on_device(
@@ -71,7 +71,11 @@ def _update_on_device(
 def _update_by_functions(
     recipe: Settings, states: Sequence[DelayedScalingState], last: torch.Tensor | None
 ) -> None:
-    """The same with the recipe's own functions, each called once for all slots of a format."""
+    """Update the states with the recipe's functions.
+
+    The scale function is called once for all slots of a format, the amax function once for all
+    slots.
+    """
     history = torch.cat([state.amax_history for state in states], 1)
     scale = torch.cat([state.scale for state in states])
     maximum = torch.tensor(
@@ -125,13 +129,16 @@ def _scales(
     return torch.where(usable, quotient, scale)
 
 
-def _checked(result: Any, like: torch.Tensor, what: str) -> torch.Tensor:
-    if not isinstance(result, torch.Tensor) or result.dtype != torch.float32:
-        found = result.dtype if isinstance(result, torch.Tensor) else type(result).__name__
-        raise DTypeError(f"{what} returned {found}", expected="a torch.float32 tensor")
+def _checked(result: Any, like: torch.Tensor, function: str) -> torch.Tensor:
+    if not isinstance(result, torch.Tensor):
+        raise DTypeError(
+            f"{function} returned {type(result).__name__}", expected="a torch.float32 tensor"
+        )
+    if result.dtype != torch.float32:
+        raise DTypeError(f"{function} returned {result.dtype}", expected="a torch.float32 tensor")
     if result.shape != like.shape:
         raise ShapeError(
-            f"{what} returned shape {tuple(result.shape)}",
+            f"{function} returned shape {tuple(result.shape)}",
             expected=f"{tuple(like.shape)}, one a slot",
         )
     return result

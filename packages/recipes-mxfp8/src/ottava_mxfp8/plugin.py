@@ -1,4 +1,4 @@
-"""The entry point: names the recipe without importing it."""
+"""The entry point, which names the recipe without importing it."""
 
 from __future__ import annotations
 

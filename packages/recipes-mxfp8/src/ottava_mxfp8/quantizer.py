@@ -1,5 +1,4 @@
-"""``MXFP8Quantizer``: blocks of 32 elements with a power of two each, along rows, columns or
-both."""
+"""``MXFP8Quantizer``: a power-of-two scale for each 32 elements, along rows, columns or both."""
 
 from __future__ import annotations
 
@@ -22,16 +21,14 @@ def _rounding(name: str, value: Any) -> str:
 
 
 class MXFP8Quantizer(GridQuantizer):
-    """Quantizes along rows, columns or both, each from the values themselves, in one pass over
-    them.
+    """Quantizes along rows, columns or both in one pass, each from the high-precision values.
 
     Args:
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rowwise, columnwise: usages to produce.
-        with_2d_quantization: one scale for 32 rows and columns: both directions then hold the same
-            values.
-        scale_rounding: ``"up"``, by which no element is clamped, or ``"floor"``, the standard's
-            rule.
+        with_2d_quantization: one scale for each block of 32 × 32; both directions then hold the
+            same values.
+        scale_rounding: ``"up"``, which clamps no element, or ``"floor"``, the standard's rule.
 
     Raises:
         DTypeError: ``fp8_dtype`` is not an FP8 element format.

@@ -21,10 +21,9 @@ class MXFP8BlockScaling(Recipe):
     Attributes:
         fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for
             gradients).
-        with_2d_quantization: weights have one scale for 32 rows and columns, so that forward and
-            backward use the same values of them.
-        scale_rounding: ``"up"``, by which no element is clamped, or ``"floor"``, the standard's
-            rule.
+        with_2d_quantization: weights have one scale for each block of 32 × 32, so that forward and
+            backward use the same values.
+        scale_rounding: ``"up"``, which clamps no element, or ``"floor"``, the standard's rule.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -46,13 +45,16 @@ class MXFP8BlockScaling(Recipe):
             raise OptionError(
                 f"with_2d_quantization is {self.with_2d_quantization!r}", expected="True or False"
             )
-        # The quantizer refuses what no scale is rounded by.
+        # The quantizer checks scale_rounding.
         self.make_quantizer(QuantizerRole())
 
     def make_quantizer(
         self, role: QuantizerRole, *, amax_reduction_group: Any = None
     ) -> MXFP8Quantizer:
-        """The format by the direction of the tensor; blocks need no reduction over processes."""
+        """A quantizer of ``fp8_format``'s forward or backward element format, by the role.
+
+        Nothing is reduced over ranks, because each block has its own scale.
+        """
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
         return MXFP8Quantizer(
             element.torch_dtype,

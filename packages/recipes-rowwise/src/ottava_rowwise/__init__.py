@@ -1,4 +1,4 @@
-"""Rowwise FP8 for Ottava: a scale for each row of what a GEMM sums over."""
+"""Rowwise FP8 for Ottava: one scale for each row that a GEMM sums over."""
 
 from __future__ import annotations
 

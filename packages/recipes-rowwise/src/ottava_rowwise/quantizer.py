@@ -12,10 +12,11 @@ from ottava.tensors.quantizer import epsilon_option, flag_option, fp8_option
 
 
 class Float8RowwiseTensor(GridTensor):
-    """Rowwise FP8 data as a ``torch.Tensor`` of its nominal dtype: ``_rowwise_data``,
-    ``_columnwise_data`` uint8 ``[*leading, K]``, ``_rowwise_scale_inv`` float32 ``[M, 1]`` (M the
-    product of the leading dimensions), ``_columnwise_scale_inv`` ``[1, K]``. Arguments and errors
-    are those of :class:`ottava.tensors.GridTensor`.
+    """Rowwise FP8 data as a ``torch.Tensor`` of its nominal dtype.
+
+    ``_rowwise_data`` and ``_columnwise_data`` are uint8 ``[*leading, K]``, ``_rowwise_scale_inv``
+    is float32 ``[M, 1]`` (M the product of the leading dimensions), and ``_columnwise_scale_inv``
+    is float32 ``[1, K]``. Arguments and errors are those of :class:`ottava.tensors.GridTensor`.
     """
 
     @property
@@ -24,13 +25,14 @@ class Float8RowwiseTensor(GridTensor):
 
 
 class Float8RowwiseQuantizer(GridQuantizer):
-    """Quantizes along rows, columns or both, each from the values themselves:
-    ``scale = max / amax`` of each.
+    """Quantizes along rows, columns or both, each from the high-precision values.
+
+    The scale of a row or column is ``max / amax``.
 
     Args:
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rowwise, columnwise: usages to produce.
-        amax_epsilon: a smaller amax counts as this.
+        amax_epsilon: a smaller amax is replaced by this value.
         force_pow_2_scales: floor scales to powers of two.
 
     Raises:

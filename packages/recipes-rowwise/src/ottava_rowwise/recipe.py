@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from ottava.errors import OptionError
 from ottava.formats import E4M3, E5M2, Format
 from ottava.recipes.base import Recipe
@@ -16,14 +18,14 @@ _FAKE_QUANT_FORMATS = {"ROWWISEE4M3": E4M3, "ROWWISEE5M2": E5M2}
 
 @dataclass(frozen=True)
 class Float8RowwiseScaling(Recipe):
-    """FP8 with a float32 scale for each row of what a GEMM sums over.
+    """FP8 with a float32 scale for each row that a GEMM sums over.
 
     Attributes:
         fp8_format: ``Format.E4M3`` for all tensors, ``Format.E5M2``, or ``Format.HYBRID`` (E5M2 for
             gradients).
         force_pow_2_scales: floor scales to powers of two.
-        amax_epsilon: a smaller amax counts as this.
-        wgrad_high_precision: the gradient of the weight is the product of unquantized operands.
+        amax_epsilon: a smaller amax is replaced by this value.
+        wgrad_high_precision: wgrad multiplies unquantized operands.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -46,22 +48,26 @@ class Float8RowwiseScaling(Recipe):
             raise OptionError(
                 f"wgrad_high_precision is {self.wgrad_high_precision!r}", expected="True or False"
             )
-        # The quantizer refuses other wrong values.
+        # The quantizer checks the remaining fields.
         self.make_quantizer(QuantizerRole())
 
     def make_quantizer(
         self, role: QuantizerRole, *, amax_reduction_group: Any = None
     ) -> Float8RowwiseQuantizer:
-        """The format by the direction of the tensor; a row is quantized by itself, on whatever
-        process it is."""
+        """A quantizer of ``fp8_format``'s forward or backward element format, by the role.
+
+        Nothing is reduced over ranks, because each row has its own scale.
+        """
         element = self.fp8_format.backward if role.is_gradient else self.fp8_format.forward
-        return self._of(element.torch_dtype)
+        return self._quantizer(element.torch_dtype)
 
     def fake_quantizer(self, fp8_format: str) -> Float8RowwiseQuantizer | None:
         element = _FAKE_QUANT_FORMATS.get(fp8_format)
-        return None if element is None else self._of(element.torch_dtype, columnwise=False)
+        if element is None:
+            return None
+        return self._quantizer(element.torch_dtype, columnwise=False)
 
-    def _of(self, fp8_dtype: Any, columnwise: bool = True) -> Float8RowwiseQuantizer:
+    def _quantizer(self, fp8_dtype: torch.dtype, columnwise: bool = True) -> Float8RowwiseQuantizer:
         return Float8RowwiseQuantizer(
             fp8_dtype,
             columnwise=columnwise,

@@ -1,10 +1,9 @@
-"""What a class of quantizers declares of the shards of a weight, and how the shards of many weights
-are quantized.
+"""The rule by which a class of quantizers quantizes shards, and batches of shards that follow it.
 
 Quantizing all shards gives the data and scales of the whole weight. Where scales follow from
-amaxes, each rank gives those of its shard, one all-reduce(MAX) makes them those of the whole, and
-each rank casts its shard. For every other quantizer the shards are gathered, in one all-gather, and
-each rank quantizes the whole weight.
+amaxes, each rank computes the amaxes of its shard, one all-reduce(MAX) turns them into those of the
+whole weight, and each rank casts its shard. For every other quantizer one all-gather brings the
+shards to every rank, and each rank quantizes the whole weight.
 """
 
 import math
@@ -27,8 +26,10 @@ from ottava.torch_private import foreach_copy_
 
 
 class ShardBatch(ABC):
-    """Shards whose quantizers are of one class, to be quantized together from amaxes, once or many
-    times."""
+    """Shards whose quantizers are of one class, quantized together from their amaxes.
+
+    A batch may be quantized many times.
+    """
 
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         self.jobs = list(jobs)
@@ -36,34 +37,34 @@ class ShardBatch(ABC):
 
     @abstractmethod
     def amaxes(self) -> torch.Tensor:
-        """What this rank contributes, of all shards one after the other: flat, float32, as many on
-        every rank."""
+        """The amaxes of this rank's shards, one shard after the other: flat, float32, the same
+        number on every rank."""
 
     @abstractmethod
     def cast(self, amaxes: torch.Tensor) -> None:
-        """Write data and scales from the :meth:`amaxes` of this or an equal batch, reduced over all
-        ranks."""
+        """Write data and scales from :meth:`amaxes` that were reduced over all ranks, of this batch
+        or an equal one."""
 
     def written(self) -> None:
-        """Tell all holders that their values changed."""
+        """Raise the versions of the written tensors, and mark their holders as written."""
         torch.autograd.graph.increment_version(self._written)
         for job in self.jobs:
             job.output.holder.mark_written()
 
 
 class ShardRule:
-    """What a class of quantizers declares of the shards of a weight, as its attribute ``shards``.
+    """How the shards of a weight are quantized: the attribute ``shards`` of a class of quantizers.
 
-    This one declares nothing, and serves every quantizer whose result depends on the values alone:
-    shards of master weights are gathered, and FSDP2 gathers high precision.
+    This base class serves every quantizer whose result depends on the values alone: the shards of
+    master weights are gathered, and FSDP2 gathers high precision.
 
     Args:
         options: names of options that all quantizers of a batch must have in common.
-        rows: that many rows of a matrix, or a multiple of them, are quantized the same alone and in
-            the whole: FSDP2 then gathers bytes, and nothing is reduced. None: no number.
+        rows: this many rows of a matrix, or a multiple, are quantized the same alone as in the
+            whole matrix. FSDP2 then gathers bytes, and nothing is reduced. None: no such number.
     """
 
-    #: What quantizes many shards from their amaxes; None: their values are gathered.
+    #: The class that quantizes many shards from their amaxes; None where values are gathered.
     batch: ClassVar[type[ShardBatch] | None] = None
 
     def __init__(self, *, options: Sequence[str] = (), rows: int | None = None) -> None:
@@ -75,45 +76,48 @@ class ShardRule:
         return self.batch
 
     def one_amax(self, quantizer: Any) -> bool:
-        """Whether the reduced amax of all shards is all that is needed to quantize one, as if it
-        were the weight."""
+        """Whether one amax, reduced over all shards, suffices to quantize a shard like a whole
+        weight."""
         return False
 
     def independent_rows(self, quantizer: Any) -> int | None:
-        """Rows that are quantized the same alone and in the whole by this quantizer of the
-        class."""
+        """The number of rows that ``quantizer`` quantizes the same alone as in the whole matrix;
+        None if there is no such number."""
         return self._rows
 
     def rows_of_blocks(self, quantizer: Any) -> int:
-        """Shards of which whole quantized ones are made have a multiple of this number of rows."""
+        """The number of rows that the rows of a quantized shard must be a multiple of."""
         return self.independent_rows(quantizer) or 1
 
 
-_SILENT = ShardRule()
+_UNDECLARED = ShardRule()
 
 
 def rule_of(quantizer: Quantizer) -> ShardRule:
-    """What the class of ``quantizer`` declares, if the declaration is of its ``quantize_impl`` and
-    not of an older one.
+    """The rule that the class of ``quantizer`` declares.
+
+    A declaration of a base class counts only if no later class overrides ``quantize_impl``, because
+    it describes the base class's ``quantize_impl``. Without a declaration the rule is a plain
+    :class:`ShardRule`.
 
     Raises:
-        DTypeError: what it declares is no rule.
+        DTypeError: the class declares something else than a rule.
     """
     for cls in type(quantizer).__mro__:
-        found = vars(cls).get("shards")
-        if isinstance(found, str):
-            # Classes that stand below this package name a rule of this module.
-            found = cls.shards = globals()[found]()  # type: ignore[attr-defined]
-        if isinstance(found, ShardRule):
-            return found
-        if found is not None:
+        rule = vars(cls).get("shards")
+        if isinstance(rule, str):
+            # Classes of lower packages cannot import this module, so they name a rule of it.
+            rule = cls.shards = globals()[rule]()  # type: ignore[attr-defined]
+        if isinstance(rule, ShardRule):
+            return rule
+        if rule is not None:
             raise DTypeError(
-                f"{cls.__name__}.shards is a {type(found).__name__}",
+                f"{cls.__name__}.shards is a {type(rule).__name__}",
                 "an ottava.distributed.ShardRule",
             )
         if "quantize_impl" in vars(cls):
             break
-    return _SILENT
+    return _UNDECLARED
 
 
 Scales = Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -122,16 +126,21 @@ Scales = Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.
 def scales_of_layout(
     jobs: Sequence[ShardJob], amaxes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What elements are multiplied by, and the scales that are stored, as the layout of the jobs
-    says."""
+    """(factors, stored): the factors that multiply elements, and the scales that are stored.
+
+    Both follow from the layout of the jobs, and have the shape of ``amaxes``.
+    """
     quantizer: Any = jobs[0].quantizer
     scale, stored = kernels.grid_scales(amaxes, quantizer.layout, jobs[0].dtype)
     return stored if scale is None else scale, stored
 
 
 class GridBatch(ShardBatch):
-    """Shards of one layout. The amaxes of each weight are those of the blocks of rowwise data, then
-    of columnwise data that are others."""
+    """Shards of one layout.
+
+    The amaxes of each weight are those of the blocks of rowwise data, then of columnwise data where
+    its blocks differ.
+    """
 
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         super().__init__(jobs)
@@ -139,32 +148,38 @@ class GridBatch(ShardBatch):
         rule: Any = rule_of(quantizer)
         self._scales: Scales = rule.scales
         self._layout: Layout = quantizer.layout
-        layout, matrices = self._layout, [as_matrix_shape(job.shape) for job in jobs]
-        sources, starts = [job.shard for job in jobs], [job.start_offset for job in jobs]
+        layout = self._layout
+        matrices = [as_matrix_shape(job.shape) for job in jobs]
         self._shards = (
-            Shards(sources, [job.dtype for job in jobs], matrices, starts),
+            Shards(
+                [job.shard for job in jobs],
+                [job.dtype for job in jobs],
+                matrices,
+                [job.start_offset for job in jobs],
+            ),
             [layout.text] * len(jobs),
         )
         sides = (False,) if layout.square else (False, True)
         grids = [layout.grid(matrix, side, shared=True) for matrix in matrices for side in sides]
         lengths = [math.prod(grid) for grid in grids]
-        # What elements are multiplied by, and what is stored: of E8M0 one for both. Each cast
-        # writes into them, because a view of them for each weight takes longer to make than a small
-        # weight to cast.
+        # The buffers of the factors that multiply elements and of the stored scales; one buffer
+        # serves both for E8M0. Each cast writes into them, because creating a view of them for each
+        # weight takes longer than casting a small weight.
         count = 2 if layout.scale is torch.float32 else 1
-        self._made = [
+        self._scale_buffers = [
             jobs[0].shard.new_empty(sum(lengths), dtype=layout.stored_scale) for _ in range(count)
         ]
-        made = [
-            [part.view(grid) for part, grid in zip(m.split(lengths), grids, strict=True)]
-            for m in self._made
+        views = [
+            [flat.view(grid) for flat, grid in zip(buffer.split(lengths), grids, strict=True)]
+            for buffer in self._scale_buffers
         ]
-        # Of a layout whose blocks have scales in common: those of blocks, those in common, and
-        # which they are.
+        # For a layout whose blocks share scales: the scales of blocks, the shared scales, whether
+        # they are columnwise, and the matrix.
         self._spread: list[tuple[torch.Tensor, torch.Tensor, bool, Size]] = []
+        # For each usage and job, the factors and the data that the cast writes.
         self._pairs: tuple[list[Any], list[Any]] = [None] * len(jobs), [None] * len(jobs)
-        # Where scales go, and those that go there.
-        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # The holders' tensors of scales, and the values for each.
+        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
         for at, job in enumerate(jobs):
             holder = job.output.holder
             data = {
@@ -179,54 +194,49 @@ class GridBatch(ShardBatch):
             for columnwise, usage in enumerate(("rowwise", "columnwise")):
                 if usage not in data:
                     continue
-                own = [each[len(sides) * at + columnwise * (len(sides) - 1)] for each in made]
+                own = [view[len(sides) * at + columnwise * (len(sides) - 1)] for view in views]
                 if layout.shared is not None:
-                    common, own = (
-                        own,
-                        [
-                            each.new_empty(layout.grid(matrices[at], bool(columnwise)))
-                            for each in own
-                        ],
-                    )
+                    common = own
+                    grid = layout.grid(matrices[at], bool(columnwise))
+                    own = [each.new_empty(grid) for each in common]
                     self._spread += [
                         (o, c, bool(columnwise), matrices[at])
                         for o, c in zip(own, common, strict=True)
                     ]
                 self._pairs[columnwise][at] = own[0], data[usage]
-                self._held += job.output.places(
-                    scales[usage] if usage in scales else scales["both"], own[-1]
-                )
+                inner = scales[usage] if usage in scales else scales["both"]
+                self._stored += job.output.places(inner, own[-1])
 
     def amaxes(self) -> torch.Tensor:
-        amaxes = torch.zeros_like(self._made[0], dtype=torch.float32)
+        amaxes = torch.zeros_like(self._scale_buffers[0], dtype=torch.float32)
         backend_module(amaxes.device.type).grid_multi_amax(*self._shards, amaxes)
         return amaxes
 
     def cast(self, amaxes: torch.Tensor) -> None:
         factors, stored = self._scales(self.jobs, amaxes)
-        self._made[0].copy_(factors)
-        self._made[-1].copy_(stored)
+        self._scale_buffers[0].copy_(factors)
+        self._scale_buffers[-1].copy_(stored)
         for spread, common, columnwise, matrix in self._spread:
             spread.copy_(for_blocks(common, self._layout, columnwise, matrix))
-        if self._held:
-            foreach_copy_(*map(list, zip(*self._held, strict=True)))
+        if self._stored:
+            foreach_copy_(*map(list, zip(*self._stored, strict=True)))
         backend_module(amaxes.device.type).grid_multi_cast(*self._shards, *self._pairs)
         self.written()
 
 
 class GridShards(ShardRule):
-    """Declared by quantizers with a layout: amaxes of blocks say all, and whole blocks of rows are
-    quantized alone.
+    """The rule of quantizers with a layout.
 
-    The quantizers have it as their attribute ``layout``, as those that derive from
+    Scales follow from the amaxes of blocks, and rows that make whole blocks are quantized alone.
+    The quantizers have the attribute ``layout``, as those that derive from
     :class:`ottava.tensors.GridQuantizer` or :class:`ottava.tensors.Float8QuantizerBase` do.
 
     Args:
-        scales: ``scales(jobs, amaxes)`` gives what elements are multiplied by, and the scales that
-            are stored, for the reduced amaxes of many weights of one layout, one after the other.
-            By default the layout says; a quantizer whose scales are known gives others, and records
-            the amaxes.
-        options: as of :class:`ShardRule`.
+        scales: ``scales(jobs, amaxes)`` returns the factors that multiply elements and the scales
+            that are stored, for the reduced amaxes of many weights of one layout, one after the
+            other. By default both follow from the layout. A quantizer with known scales returns
+            these, and records the amaxes.
+        options: see :class:`ShardRule`.
     """
 
     batch: ClassVar[type[ShardBatch]] = GridBatch
@@ -236,7 +246,8 @@ class GridShards(ShardRule):
         self.scales = scales
 
     def batch_for(self, quantizer: Any) -> type[ShardBatch] | None:
-        # A range of the weight is no range of transposed columns that have scales of their own.
+        # Transposed columns with their own scales cannot be written shard by shard, because a range
+        # of the weight is scattered over them.
         scattered = (
             quantizer.columnwise_usage
             and quantizer.layout.transposed
@@ -248,7 +259,7 @@ class GridShards(ShardRule):
         return bool(quantizer.layout.block == (None, None))
 
     def _heights(self, quantizer: Any) -> list[int | None]:
-        """Rows that have a scale in common, in each direction."""
+        """The number of rows that share a scale, in each direction; None for all rows."""
         sides = (False, True) if quantizer.columnwise_usage else (False,)
         return [quantizer.layout.block_of(columnwise, shared=True)[0] for columnwise in sides]
 
@@ -259,49 +270,49 @@ class GridShards(ShardRule):
         return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
 
 
-#: The rule of quantizers with one scale a tensor that a function of their own gives.
+#: The rule of quantizers with one scale for a tensor, which their own function computes.
 PerTensorShards = GridShards
 
 
 class GatheredBatch:
-    """Shards whose values every rank needs, because their quantizers declare nothing that says less
-    would do."""
+    """Shards whose values every rank needs, because amaxes do not suffice for their quantizers."""
 
-    #: What is sent is padded to multiples of this many bytes, which are counted exactly in a
-    #: float32.
+    #: Ranks pad what they send to a multiple of this many bytes. The number of such units is
+    #: reduced as a float32, which counts them exactly.
     UNIT: ClassVar[int] = 4096
 
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         self.jobs = list(jobs)
 
     def values(self) -> torch.Tensor:
-        """This rank's shards as bytes: where each begins and how many elements it has, then all of
-        them."""
+        """This rank's shards as uint8.
+
+        Two int64 for each job say where its shard begins and how many elements it has; the values
+        of all shards follow.
+        """
         places = [number for job in self.jobs for number in (job.start_offset, job.shard.numel())]
-        sent = [
-            torch.tensor(places, device=self.jobs[0].shard.device),
-            *(job.rounded() for job in self.jobs),
-        ]
-        # Cloned, because contiguous() leaves a tensor of one element with strides that a view as
-        # bytes refuses.
+        header = torch.tensor(places, device=self.jobs[0].shard.device)
+        tensors = [header, *(job.rounded() for job in self.jobs)]
+        # The tensors are cloned, because contiguous() leaves a tensor of one element with strides
+        # that a view as bytes refuses.
         return torch.cat(
-            [v.clone(memory_format=torch.contiguous_format).view(torch.uint8) for v in sent]
+            [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in tensors]
         )
 
     def cast(self, ranks: Sequence[torch.Tensor]) -> None:
-        """Quantize the weights from what all ranks sent; an element that no rank holds counts as
-        0."""
+        """Quantize the weights from the :meth:`values` of all ranks; an element that no rank has
+        counts as 0."""
         wholes = [
             torch.zeros(math.prod(j.shape), dtype=j.dtype, device=j.shard.device) for j in self.jobs
         ]
-        for sent in ranks:
+        for values in ranks:
             at = 16 * len(wholes)
-            places = sent[:at].view(torch.int64).tolist()
+            places = values[:at].view(torch.int64).tolist()
             for whole, start, count in zip(wholes, places[::2], places[1::2], strict=True):
                 end = at + count * whole.element_size()
-                # Copied, because the bytes may begin at an address that is not aligned for a wider
-                # dtype.
-                whole[start : start + count] = sent[at:end].clone().view(whole.dtype)
+                # The bytes are copied, because they may begin at an address that is not aligned for
+                # a wider dtype.
+                whole[start : start + count] = values[at:end].clone().view(whole.dtype)
                 at = end
         for job, whole in zip(self.jobs, wholes, strict=True):
             quantizer = job.quantizer.with_usage(**job.output.holder.get_usages())
@@ -311,52 +322,52 @@ class GatheredBatch:
 
 
 class ShardBatches(NamedTuple):
-    """Shards of any mix of quantizers: those of a class together where amaxes suffice, all others
-    together."""
+    """Shards of any mix of quantizers, in batches.
+
+    Where amaxes suffice, the shards of one class of quantizers are a batch; all others are one
+    gathered batch.
+    """
 
     reduced: tuple[ShardBatch, ...]
     gathered: GatheredBatch | None
 
     @classmethod
     def of(cls, jobs: Sequence[ShardJob]) -> Self:
-        """The jobs by what their quantizers declare, those with other values of its options
-        apart."""
+        """The batches of ``jobs``; the jobs of a batch agree in the options that their rule
+        names."""
         together: dict[Any, list[ShardJob]] = {}
         for job in jobs:
             quantizer: Any = job.quantizer
             rule = rule_of(quantizer)
             batch = rule.batch_for(quantizer)
             options = (getattr(quantizer, name) for name in rule.options)
-            key = batch and (
-                batch,
-                type(quantizer),
-                job.dtype,
-                getattr(quantizer, "layout", None),
-                *options,
-            )
+            layout = getattr(quantizer, "layout", None)
+            key = batch and (batch, type(quantizer), job.dtype, layout, *options)
             together.setdefault(key, []).append(job)
         others = together.pop(None, None)
         reduced = tuple(batch(own) for (batch, *_), own in together.items())
         return cls(reduced, None if others is None else GatheredBatch(others))
 
     def quantize(self, group: Any) -> None:
-        """Quantize all shards: one all-reduce over ``group`` for all amaxes, one all-gather for all
-        values needed."""
+        """Quantize all shards.
+
+        One all-reduce over ``group`` serves all amaxes, and one all-gather all values that are
+        needed.
+        """
         if self.gathered is None:
             self.cast(self.amaxes(group))
             return
-        # Ranks send different amounts, so that the largest is found first, in the all-reduce of the
-        # amaxes.
-        sent, unit = self.gathered.values(), self.gathered.UNIT
-        *amaxes, units = self.amaxes(
-            group, torch.tensor([math.ceil(sent.numel() / unit)], device=sent.device).float()
-        )
+        # Ranks send different amounts, so the all-reduce of the amaxes also finds the largest one.
+        values = self.gathered.values()
+        unit = self.gathered.UNIT
+        own_units = torch.tensor([math.ceil(values.numel() / unit)], device=values.device).float()
+        *amaxes, units = self.amaxes(group, own_units)
         self.cast(amaxes)
-        padded = torch.nn.functional.pad(sent, [0, int(units.item()) * unit - sent.numel()])
+        padded = torch.nn.functional.pad(values, [0, int(units.item()) * unit - values.numel()])
         self.gathered.cast(list(all_gather(padded, group)) if process_groups_ready() else [padded])
 
     def amaxes(self, group: Any, *more: torch.Tensor) -> list[torch.Tensor]:
-        """What the ranks of ``group`` contribute to each batch, and ``more``, in one
+        """The amaxes of each batch, and ``more``, reduced over ``group`` in one
         all-reduce(MAX)."""
         own = [*(batch.amaxes() for batch in self.reduced), *more]
         if not own or not process_groups_ready():
@@ -365,14 +376,16 @@ class ShardBatches(NamedTuple):
         return list(packed.split([amaxes.numel() for amaxes in own]))
 
     def cast(self, amaxes: Sequence[torch.Tensor]) -> None:
-        """Write the shards whose amaxes these are."""
+        """Write the shards of the reduced batches from ``amaxes``, one tensor for each batch."""
         for batch, own in zip(self.reduced, amaxes, strict=True):
             batch.cast(own)
 
 
 def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Quantize new values into tensors; shards whose scales are shared are reduced together, once
-    for each group."""
+    """Quantize new values into tensors, given as (tensor, values).
+
+    Shards that share a scale are reduced together, once for each group.
+    """
     together: dict[Any, list[ShardJob]] = {}
     for target, values in written:
         group, quantizer = target._shard_group, target._quantizer
@@ -380,7 +393,7 @@ def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
             target.quantize_(values)
             continue
         quantizer = quantizer.with_usage(**target.get_usages())
-        # One amax gives the scale, so that the shard can be treated as a whole weight.
+        # One amax gives the scale, so the shard can be treated as a whole weight.
         shape, flat = tuple(target.shape), values.detach().reshape(-1)
         output = shard_output(target, shape, 0, flat.numel(), "a shard")
         together.setdefault(group, []).append(

@@ -1,4 +1,4 @@
-"""One shard of a weight to be quantized: its values, and where its data and scales go.
+"""One shard of a weight that is to be quantized: its values, and where its data and scales go.
 
 A shard is a range of the flattened weight.
 """
@@ -23,9 +23,9 @@ class ShardOutput:
     """Where the quantized shard of a weight goes.
 
     Attributes:
-        holder: takes what is not elements, the scales: the whole weight, or a tensor that is this
-            rank's shard of it.
-        data: the bytes of the shard's elements, flat, one tensor for each of
+        holder: receives the scales. It is the whole weight, or a tensor that is this rank's shard
+            of the weight.
+        data: the memory of the shard's elements, flat uint8, one tensor for each of
             ``holder.raw_inner()``.
         rows: the rows of the weight, along its first dimension, that ``holder`` has.
     """
@@ -35,8 +35,10 @@ class ShardOutput:
     rows: range
 
     def write(self, whole: QuantizedTensorStorage, start_offset: int) -> None:
-        """Copy this rank's shard of ``whole``, the quantized weight: its own range of the elements,
-        and the scales."""
+        """Copy this rank's elements and scales from the quantized weight ``whole``.
+
+        The elements are those from ``start_offset`` on.
+        """
         raw = self.holder.raw_inner()
         for inner, data in zip(raw, self.data, strict=True):
             elements: torch.Tensor = getattr(whole, inner.attribute)
@@ -50,32 +52,33 @@ class ShardOutput:
     def places(
         self, inner: InnerTensor, whole: torch.Tensor | None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Where an inner tensor of the whole weight that is not its elements goes, if it is held,
-        and its rows here."""
-        held: torch.Tensor | None = getattr(self.holder, inner.attribute)
-        if held is None or whole is None:
+        """(target, values) for an inner tensor other than the elements, such as scales.
+
+        The target is the holder's own tensor, and the values are its rows of ``whole``, the inner
+        tensor of the whole weight. The list is empty where either of the two is None.
+        """
+        target: torch.Tensor | None = getattr(self.holder, inner.attribute)
+        if target is None or whole is None:
             return []
-        if held.numel() != whole.numel():
+        if target.numel() != whole.numel():
             first = row_of(inner, self.holder.size(), self.rows.start)
-            whole = inner.as_held(
-                inner.by_rows(whole)[first : first + inner.by_rows(held).shape[0]]
-            )
-        return [(held, whole.view(held.shape))]
+            count = inner.by_rows(target).shape[0]
+            whole = inner.as_held(inner.by_rows(whole)[first : first + count])
+        return [(target, whole.view(target.shape))]
 
     def write_inner(self, inner: InnerTensor, whole: torch.Tensor | None) -> None:
-        """Copy an inner tensor of the whole weight that is not its elements, or the rows of it that
-        are held."""
-        for held, values in self.places(inner, whole):
-            held.copy_(values)
+        """Copy the holder's rows of ``whole``, an inner tensor of the weight other than its
+        elements."""
+        for target, values in self.places(inner, whole):
+            target.copy_(values)
 
     def written_tensors(self) -> list[torch.Tensor]:
-        """Whose versions change when the elements are written, so that autograd sees it."""
-        tensors = [
-            self.holder,
-            *(getattr(self.holder, inner.attribute) for inner in self.holder.raw_inner()),
-        ]
+        """The tensors whose version counters rise when the elements are written, for autograd."""
+        data = [getattr(self.holder, inner.attribute) for inner in self.holder.raw_inner()]
         return [
-            each for each in tensors if isinstance(each, torch.Tensor) and not each.is_inference()
+            tensor
+            for tensor in (self.holder, *data)
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
         ]
 
 
@@ -84,12 +87,12 @@ class ShardJob:
     """One shard to quantize.
 
     Attributes:
-        quantizer: the weight's.
-        shard: flat, contiguous, of a high-precision dtype; empty where this rank holds nothing of
-            the weight.
-        shape: of the whole weight.
-        dtype: nominal dtype of the weight: what the shard is rounded to before anything else.
-        start_offset: index of the shard's first element in the flattened weight.
+        quantizer: the quantizer of the weight.
+        shard: the values, flat, contiguous, of a high-precision dtype; empty where this rank has no
+            shard of the weight.
+        shape: the shape of the whole weight.
+        dtype: the nominal dtype of the weight; the shard is first rounded to it.
+        start_offset: the index of the shard's first element in the flattened weight.
         output: where the result goes.
     """
 
@@ -105,106 +108,127 @@ class ShardJob:
         return self.shard.to(self.dtype)
 
 
-def ordered_bytes(holder: QuantizedTensorStorage, what: str) -> tuple[InnerTensor, ...]:
-    """The inner tensors that hold the elements of ``holder``; those made of others are in another
-    order."""
+def ordered_bytes(holder: QuantizedTensorStorage, name: str) -> tuple[InnerTensor, ...]:
+    """The inner tensors that hold the elements of ``holder``, in the order of the flattened tensor.
+
+    Raises:
+        UsageError: the data is transposed or not contiguous, so its order is another one. The
+            message calls the holder ``name``.
+    """
     raw = holder.raw_inner()
-    found = [
-        getattr(holder, inner.attribute)
-        for inner in raw
-        if not (inner.transposed or holder.is_derived(inner))
-    ]
-    if len(found) < len(raw) or not all(
-        t.is_contiguous() and t.shape == holder.size() for t in found
-    ):
-        what = f"the bytes of {what} are not in the order of its elements"
-        raise UsageError(
-            what, "contiguous data that is not transposed", "keep the rowwise usage of such weights"
-        )
+    for inner in raw:
+        ordered = not (inner.transposed or holder.is_derived(inner))
+        if ordered:
+            data: torch.Tensor = getattr(holder, inner.attribute)
+            ordered = data.is_contiguous() and data.shape == holder.size()
+        if not ordered:
+            raise UsageError(
+                f"the bytes of {name} are not in the order of its elements",
+                "contiguous data that is not transposed",
+                "keep the rowwise usage of such weights",
+            )
     return raw
 
 
 def shard_output(
-    holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, what: str
+    holder: QuantizedTensorStorage, shape: Sequence[int], start_offset: int, count: int, name: str
 ) -> ShardOutput:
-    """Where ``count`` elements of a weight of ``shape`` go, from ``start_offset`` on: in the whole
-    weight, or in the tensor that is this rank's shard of it; refused where that does not fit."""
-    tensors = [getattr(holder, inner.attribute).view(-1) for inner in ordered_bytes(holder, what)]
-    own, row = tuple(holder.size()), math.prod(shape[1:])
+    """Where ``count`` elements of a weight of ``shape`` go, from ``start_offset`` on.
+
+    ``holder`` is the whole weight, or a tensor that is this rank's shard of it.
+
+    Raises:
+        ShapeError: ``holder`` is neither, or its rows cut blocks.
+        UsageError: see :func:`ordered_bytes`.
+    """
+    tensors = [getattr(holder, inner.attribute).view(-1) for inner in ordered_bytes(holder, name)]
+    own = tuple(holder.size())
+    row = math.prod(shape[1:])
     if own == tuple(shape):
         elements = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
         return ShardOutput(holder, elements, range(shape[0] if shape else 1))
     if own[1:] != tuple(shape[1:]) or count != math.prod(own) or (count and start_offset % row):
-        what = (
-            f"{what} has shape {own}, its share of the weight {count} elements from "
-            f"{start_offset} on"
-        )
         raise ShapeError(
-            what, expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has"
+            f"{name} has shape {own}, its shard of the weight {count} elements from "
+            f"{start_offset} on",
+            expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
         )
     first = start_offset // row if row else 0
     rows = range(first, first + own[0])
     if count:
-        check_blocks(holder.inner_tensors, shape, rows, what)
+        check_blocks(holder.inner_tensors, shape, rows, name)
     return ShardOutput(holder, tuple(tensors), rows)
 
 
 def row_of(inner: InnerTensor, size: Sequence[int], row: int) -> int:
-    """The row of an inner tensor with which a row of a weight of ``size`` begins, or after which
-    rows end."""
-    # Without blocks a row is an index of the first dimension.
-    return row if inner.block_rows is None else -(-row * math.prod(size[1:-1]) // inner.block_rows)
+    """The first row of an inner tensor whose block begins at ``row`` of a weight of ``size``, or
+    later."""
+    if inner.block_rows is None:
+        # Without blocks the inner tensor has the first dimension of the weight.
+        return row
+    return -(-row * math.prod(size[1:-1]) // inner.block_rows)
 
 
 def check_blocks(
-    inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows: range, what: str
+    inner_tensors: Iterable[InnerTensor], size: Sequence[int], rows: range, name: str
 ) -> None:
-    """Refuse rows of a weight of ``size`` that cut blocks of those inner tensors that are gathered,
-    and vectors, which are one row of blocks."""
+    """Refuse rows of a weight of ``size`` that cut blocks of the inner tensors that are gathered.
+
+    A vector is refused as well, because it is one row of blocks.
+
+    Raises:
+        ShapeError: the rows cut blocks. The message calls the shard ``name``.
+    """
     leading = math.prod(size[1:-1])
-    for inner, step in (
-        (inner, inner.block_rows) for inner in inner_tensors if inner.gather and inner.block_rows
-    ):
-        if len(size) < 2:
-            how, expected = (
-                "is one row of blocks, as a shard of a vector",
-                "a weight with rows and columns",
-            )
-        elif rows.start * leading % step or (rows.stop < size[0] and rows.stop * leading % step):
-            how = (
-                f"has rows {rows.start} to {rows.stop} of {size[0]}, which cut the blocks of "
-                f"{inner.argument!r}"
-            )
-            expected = f"multiples of {step}"
-        else:
+    remedy = "shard over fewer ranks, or keep it whole or in high precision"
+    for inner in inner_tensors:
+        step = inner.block_rows
+        if not inner.gather or not step:
             continue
-        raise ShapeError(
-            f"{what} {how}",
-            expected,
-            "shard over fewer ranks, or keep it whole or in high precision",
-        )
+        if len(size) < 2:
+            raise ShapeError(
+                f"{name} is one row of blocks, as a shard of a vector",
+                "a weight with rows and columns",
+                remedy,
+            )
+        if rows.start * leading % step or (rows.stop < size[0] and rows.stop * leading % step):
+            raise ShapeError(
+                f"{name} has rows {rows.start} to {rows.stop} of {size[0]}, which cut the blocks "
+                f"of {inner.argument!r}",
+                f"multiples of {step}",
+                remedy,
+            )
 
 
 def check_bytes(
-    buffer: Any, storage: QuantizedTensorStorage, inner: InnerTensor, count: int, what: str
+    buffer: Any, storage: QuantizedTensorStorage, inner: InnerTensor, count: int, name: str
 ) -> torch.Tensor:
-    """``buffer`` itself, unless it cannot take ``count`` elements of an inner tensor."""
+    """``buffer`` itself, if it can take ``count`` elements of an inner tensor of ``storage``.
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, UsageError: it cannot. The message calls it ``name``.
+    """
     dtypes = torch.uint8, getattr(storage, inner.attribute).dtype, native_dtype(storage, inner)
     if not isinstance(buffer, torch.Tensor) or buffer.dtype not in dtypes:
         raise DTypeError(
-            f"{what} is of {getattr(buffer, 'dtype', type(buffer).__name__)}", "torch.uint8"
+            f"{name} is of {getattr(buffer, 'dtype', type(buffer).__name__)}", "torch.uint8"
         )
     if buffer.numel() != count:
-        raise ShapeError(f"{what} has {buffer.numel()} elements", expected=f"{count}")
-    check_device(buffer, storage.device, what)
+        raise ShapeError(f"{name} has {buffer.numel()} elements", expected=f"{count}")
+    check_device(buffer, storage.device, name)
     if not buffer.is_contiguous():
-        raise UsageError(f"{what} is not contiguous", expected="contiguous memory")
+        raise UsageError(f"{name} is not contiguous", expected="contiguous memory")
     return buffer
 
 
 def check_places(written: Iterable[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> None:
-    """Refuse contiguous tensors that are written and overlap each other, or others that are read
-    meanwhile."""
+    """Refuse tensors that are written and overlap each other, or overlap tensors that are read.
+
+    All are contiguous. A tensor that is read may lie exactly where one is written.
+
+    Raises:
+        ShapeError: two of them overlap.
+    """
     places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in written if t.numel()]
     places += {(t.data_ptr(), t.data_ptr() + t.nbytes) for t in read if t.numel()} - set(places)
     if any(end > start for (_, end), (start, _) in pairwise(sorted(places))):

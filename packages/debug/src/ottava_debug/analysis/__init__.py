@@ -1,1 +1,1 @@
-"""``ottava analyze``: what each recipe would make of a checkpoint or a model, tensor by tensor."""
+"""``ottava analyze``: how well each recipe would represent a checkpoint or a model, by tensor."""

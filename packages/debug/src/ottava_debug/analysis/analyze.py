@@ -1,4 +1,4 @@
-"""``analyze``: what each recipe would make of the tensors of a checkpoint or a model."""
+"""``analyze``: how well each recipe would represent the tensors of a checkpoint or a model."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ from ottava_debug.analysis.measuring import Series, candidates, repeated
 from ottava_debug.analysis.report import THRESHOLD, Analysis
 from ottava_debug.losses import LOSSES, Loss
 
-#: ``progress(what, done, total)``: what is counted, ``"elements"`` of weights or ``"steps"``.
+#: ``progress(unit, done, total)``; the unit is ``"elements"`` of weights, or ``"steps"``.
 Progress = Callable[[str, int, int], None]
 
 
@@ -27,37 +27,38 @@ def analyze(
     threshold: float = THRESHOLD,
     progress: Progress | None = None,
 ) -> Analysis:
-    """What each recipe makes of each weight; with ``data`` also of the inputs and the gradients of
-    a model's layers.
+    """Measure the loss of each weight under each recipe; with ``data`` also the losses of the
+    inputs and gradients of a model's layers.
 
-    Weights, inputs and gradients are those in high precision. A recipe that keeps state is looked
-    at in the step after one that saw the same, as in a training that goes on; in later steps its
-    scales come from those before.
+    Weights, inputs and gradients are those of high precision. A recipe with state is first given
+    the values of the first step, as in a training that is under way; in later steps its scales come
+    from the steps before.
 
     Args:
-        source: a safetensors file, a folder of such, a file of ``torch.save``, a sharded
-            checkpoint, or a state dict; None for the weights that ``model`` has. Files are mapped
-            and their tensors looked at one by one.
-        recipes: recipes by name, or paths of recipe files; None: every installed one that needs no
-            options, but for one that reads recipe files and does by itself what another one does.
+        source: a safetensors file, a folder of such files, a file of ``torch.save``, a sharded
+            checkpoint, or a state dict; None for the weights of ``model``. Files are mapped, and
+            their tensors are read one by one.
+        recipes: names of recipes, or paths of recipe files. None tries every installed recipe that
+            needs no options, except one that reads recipe files and without a file only repeats
+            another recipe.
         model: the model that the weights belong to. Its layers are those that
-            :func:`ottava.convert` takes, whatever their names; it is copied, and not changed.
-        data: batches: a tensor, or a tuple or a mapping of arguments of the model. With ``loss`` a
-            batch may be a pair of these and the targets.
-        loss: ``"cross_entropy"``, ``"mse"`` or ``loss(output, targets)``, where the targets are
-            those of the batch, or else the batch; None: the output of the model is the loss, or has
-            it as ``loss``. Without a loss there are no gradients.
-        steps: the most batches that are taken.
+            :func:`ottava.convert` converts, whatever their names. It is copied, and not changed.
+        data: batches; each is a tensor, or a tuple or a mapping of arguments of the model. With
+            ``loss`` a batch may be a pair of these and the targets.
+        loss: ``"cross_entropy"``, ``"mse"`` or ``loss(output, targets)``; the targets are those of
+            the batch, otherwise the batch itself. With None the output of the model is the loss, or
+            has an entry ``loss``. Without a loss there are no gradients.
+        steps: the largest number of batches that are used.
         threshold: dB; see :data:`ottava_debug.analysis.report.THRESHOLD`.
-        progress: called as it goes on.
+        progress: called repeatedly; see :data:`Progress`.
 
     Raises:
-        CheckpointError: the source is damaged, nothing that can be read, does not fit the model, or
-            has weights for it that another tool has quantized.
-        OptionError: an option has a value that is not allowed, or two do not go together.
+        CheckpointError: the source is damaged or cannot be read, does not fit the model, or has
+            weights for it that another tool has quantized.
+        OptionError: an option has a value that is not allowed, or two options exclude each other.
         UsageError: there is no weight, no recipe or no batch, or a step fails.
-        DTypeError: an argument is of another kind.
-        RecipeNotFoundError, PluginError: a recipe that is named cannot be had.
+        DTypeError: an argument has another type.
+        RecipeNotFoundError, PluginError: a named recipe cannot be loaded.
     """
     _check(source, model, data, loss, steps, threshold)
     tried, unavailable = candidates(recipes)
@@ -70,7 +71,7 @@ def analyze(
     if model is None:
         weights, skipped = sources.weights(state or {})
     else:
-        # What watches layers takes seconds to import.
+        # This import is local, because it takes seconds.
         from ottava_debug.analysis import captured
 
         if state is not None:

@@ -1,5 +1,4 @@
-"""The inputs and the gradients of a model's layers, in a few steps of the model in high
-precision."""
+"""Captures the inputs and gradients of a model's layers in a few steps in high precision."""
 
 import copy
 import itertools
@@ -24,11 +23,12 @@ from ottava_debug.references import ANYTHING
 
 
 def in_high_precision(model: torch.nn.Module, state: Mapping[str, Any] | None) -> torch.nn.Module:
-    """A copy of a model whose linear layers can be watched and compute in high precision, with the
-    values of ``state``.
+    """A copy of a model, whose linear layers can be watched and compute in high precision.
+
+    The values of ``state`` are loaded into the copy, if it is not None.
 
     Raises:
-        DTypeError: it is no model.
+        DTypeError: ``model`` is not a module.
         CheckpointError: a parameter is missing from ``state``, or has another shape.
     """
     if not isinstance(model, torch.nn.Module):
@@ -58,8 +58,12 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Skipped]]:
-    """The weights ``[out, in]`` of the layers of :func:`in_high_precision`, and weights of other
-    products."""
+    """The weights ``[out, in]`` of the layers of :func:`in_high_precision`, and the weights that
+    are left out.
+
+    Raises:
+        UsageError: there is no weight in high precision.
+    """
     weights: dict[str, torch.Tensor] = {}
     skipped: list[Skipped] = []
     for name, module in model.named_modules():
@@ -89,7 +93,7 @@ def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Sk
 
 
 class _Look(Inspection):
-    """Takes the input and the gradient of one pass of a layer, each once."""
+    """Passes on the input and the gradient of one pass of a layer, each once."""
 
     def __init__(self, take: Callable[[str, torch.Tensor], None]) -> None:
         self._take, self._taken = take, {"weight"}
@@ -111,8 +115,11 @@ def captured(
     recipes: Sequence[Candidate],
     progress: Callable[[int], None],
 ) -> tuple[list[Series], int, list[Skipped]]:
-    """The inputs and the gradients of the layers in up to ``steps`` steps, how many there were, and
-    what was not seen.
+    """Run up to ``steps`` steps of the model.
+
+    Returns:
+        The series of inputs and gradients of the layers, the number of steps, and the layers or
+        gradients that were not captured.
 
     Raises:
         UsageError: there is no batch, or the model or the loss fails.
@@ -130,7 +137,8 @@ def captured(
 
     def take(name: str, role: str, values: torch.Tensor) -> None:
         if role == "grad_output":
-            # A recipe that keeps state begins no step inside of a backward pass.
+            # The values are added after the backward pass, because a recipe with state cannot begin
+            # a step inside it.
             gradients.append((name, role, values))
         else:
             add(name, role, values)
@@ -170,7 +178,7 @@ def _taken(batches: Iterable[Any], steps: int) -> Iterator[Any]:
 
 
 def _step(model: torch.nn.Module, batch: Any, loss: Loss | str | None) -> bool:
-    """One forward pass, and a backward pass if there is a loss; whether there was one."""
+    """Run a forward pass, and a backward pass if there is a loss; returns whether there was one."""
     function = LOSSES[loss] if isinstance(loss, str) else loss
     inputs, targets = batch if function is not None and _is_pair(batch) else (batch, batch)
     try:

@@ -1,5 +1,4 @@
-"""``ottava analyze``: what each recipe would make of a checkpoint's weights, or of all tensors of a
-model's layers."""
+"""The command ``ottava analyze``."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""What the recipes make of a tensor, or of one that a layer has in each of several steps."""
+"""Measures the loss of a layer's tensor under each recipe, over one or several steps."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,18 +19,20 @@ from ottava_debug.measures import Comparison, exponents
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe to try, and what it is called."""
+    """A recipe to try, and its name."""
 
     name: str
     recipe: Recipe
 
 
 def candidates(asked: Sequence[str] | None) -> tuple[list[Candidate], list[Skipped]]:
-    """The recipes that are asked for, by name or by the path of a recipe file; or else all that are
-    installed and need no options, and those that are left out.
+    """The recipes to try, and those that are left out.
+
+    ``asked`` are names of recipes or paths of recipe files. None stands for all installed recipes
+    that need no options.
 
     Raises:
-        OttavaError: one that is asked for cannot be had; as of :func:`ottava.get_recipe`.
+        OttavaError: a recipe in ``asked`` cannot be loaded; see :func:`ottava.get_recipe`.
     """
     if asked is not None:
         return [Candidate(name, ottava.get_recipe(name)) for name in dict.fromkeys(asked)], []
@@ -44,8 +46,11 @@ def candidates(asked: Sequence[str] | None) -> tuple[list[Candidate], list[Skipp
 
 
 def repeated(tried: Sequence[Candidate], tensors: Sequence[TensorReport]) -> list[Skipped]:
-    """Recipes that only repeat another one, and which: those that read recipe files, and that
-    without one make of every tensor what another recipe without state makes."""
+    """The recipes that only repeat another one.
+
+    These are recipes that read recipe files, and without a file quantize every tensor as another
+    recipe without state does.
+    """
     readers = {spec.name for spec in list_recipes() if spec.file_suffixes}
     stateless = [candidate.name for candidate in tried if not candidate.recipe.stateful]
     found = []
@@ -67,7 +72,7 @@ class Series:
     Args:
         layer: the qualified name of the layer.
         role: ``"weight"``, ``"input"`` or ``"grad_output"``.
-        recipes: those to try.
+        recipes: the recipes to try.
     """
 
     def __init__(self, layer: str, role: str, recipes: Sequence[Candidate]) -> None:
@@ -81,7 +86,7 @@ class Series:
 
     @torch.no_grad()
     def add(self, values: torch.Tensor) -> None:
-        """The values of a step, a matrix in high precision."""
+        """Add the values of a step, a matrix in high precision."""
         self._values = values.to("meta")
         self._seen.add(values, values)
         self._exponents.update(exponents(values))
@@ -89,7 +94,7 @@ class Series:
             trial.add(values)
 
     def report(self) -> TensorReport:
-        """What was found in all steps."""
+        """The report over all steps."""
         seen, values = self._seen, self._values
         dtype = str(values.dtype).removeprefix("torch.")
         noise = {name: trial.noise() for name, trial in self._trials.items()}
@@ -101,7 +106,7 @@ class Series:
 
 
 class _Trial:
-    """One recipe at one tensor of one layer."""
+    """One recipe, tried on one tensor of one layer."""
 
     def __init__(self, layer: str, role: str, recipe: Recipe) -> None:
         self._role, self._error = role, ""
@@ -110,7 +115,7 @@ class _Trial:
         self._recipe, self._roles = recipe, [QuantizerRole("linear", role, layer)]
 
     def add(self, values: torch.Tensor) -> None:
-        """What a recipe's code raises is told in the report."""
+        """Add the values of a step; an error of the recipe goes into the report."""
         if self._error:
             return
         try:
@@ -124,8 +129,8 @@ class _Trial:
             self._state = layer_state(self._recipe, self._roles)
             if isinstance(self._state, torch.nn.Module):
                 self._state.to(values.device)
-                # A step that only records, as those before: nobody asks what scales a training
-                # begins with.
+                # A first step only records, because the initial scales of a training are of no
+                # interest.
                 self._quantized(values)
         if self._state.stateful:
             begin([self._state], None)

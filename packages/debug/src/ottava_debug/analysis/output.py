@@ -1,4 +1,4 @@
-"""Files that are made of a report."""
+"""Writes a report to files."""
 
 import json
 import os
@@ -19,37 +19,40 @@ PAGE = FileKind("page of `ottava analyze`", re.compile(_PAGE_HEAD))
 
 
 def write_json(report: Analysis, path: AnyPath) -> None:
-    """Write what :meth:`Analysis.to_json` gives; a file that is there is replaced at once.
+    """Write :meth:`Analysis.to_json` to a file; an existing file is replaced atomically.
 
     Raises:
-        OptionError: the file cannot be written. Then what was there is there still.
+        OptionError: the file cannot be written. Then an existing file is unchanged.
     """
     write_text(path, json.dumps(report.to_json(), indent=1))
 
 
 def write_html(report: Analysis, path: AnyPath) -> None:
-    """Write the report as one page, which asks for nothing else; a file that is there is replaced
-    at once.
+    """Write the report as one page that requests nothing else; an existing file is replaced
+    atomically.
 
     Raises:
-        OptionError: the file cannot be written. Then what was there is there still.
+        OptionError: the file cannot be written. Then an existing file is unchanged.
     """
     write_text(path, page(report, suggestion(report)))
 
 
 def suggestion(report: Analysis, recipe: str | None = None) -> str:
-    """The text of a recipe file: a recipe of the report, by default the best, for all but the
-    layers that need high precision; errors as of :meth:`Analysis.complaints` and
-    :func:`ottava_debug.recipe_file.recipe_text`."""
+    """The text of a recipe file that applies a recipe of the report, by default the best one, to
+    all layers except those that need high precision.
+
+    Errors are those of :meth:`Analysis.complaints` and
+    :func:`ottava_debug.recipe_file.recipe_text`.
+    """
     chosen = recipe or report.best_recipe()
     return recipe_text(report.keeps(chosen), chosen, about=_about(report))
 
 
 def write_suggestion(report: Analysis, path: AnyPath, recipe: str | None = None) -> CustomRecipe:
-    """Write :func:`suggestion` to a file, and give the recipe that it describes.
+    """Write :func:`suggestion` to a file, and return the recipe that it describes.
 
     Raises:
-        OptionError: the recipe is none of the report's; the file has another suffix or cannot be
+        OptionError: the recipe is not in the report, or the file has another suffix or cannot be
             written.
     """
     chosen = recipe or report.best_recipe()

@@ -1,4 +1,4 @@
-"""The report as one page of HTML, which asks for nothing else."""
+"""The report as one HTML page that requests nothing else."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,19 +11,28 @@ from ottava_debug.analysis.report import Analysis, Noise, TensorReport, most_und
 from ottava_debug.analysis.terminal import decibels, notes, percent
 from ottava_debug.output import rendered
 
-# How much smaller than the amax a value may be that one scale of E4M3 does not make zero, in powers
-# of two: what is not above half of the smallest number becomes zero.
+# The range of magnitudes below the amax that one scale of E4M3 does not round to zero, in powers of
+# two. A value becomes zero unless it exceeds half of the smallest number.
 _REACH = math.log2(E4M3.max / (E4M3.min_subnormal / 2))
 _BAR, _HEIGHT = 3, 26
-#: Exponents on the axis of the histograms, at most: below, they are counted with the first.
+#: The largest number of exponents on the axis of the histograms; smaller exponents are counted with
+#: the first one.
 _MOST_BARS = 64
 _WORST = 12
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One of the measures: how it is called, read and shown; what its colour is of; and the values
-    between which the seven colours change, from bad to good."""
+    """One of the measures on the page.
+
+    Attributes:
+        title: the name.
+        value: reads the measure.
+        text: formats it.
+        coloured: reads the value that decides the colour.
+        bounds: the six bounds between the seven colours, from bad to good.
+        more_is_better: whether larger values are better.
+    """
 
     title: str
     value: Callable[[Noise], float | None]
@@ -33,7 +42,7 @@ class Metric:
     more_is_better: bool
 
     def colour(self, noise: Noise) -> int:
-        """0, bad, to 6, good; of what is not known in between."""
+        """The colour, from 0 (bad) to 6 (good); 4 for an unknown value."""
         value = self.coloured(noise)
         if value is None:
             return 4
@@ -44,7 +53,10 @@ class Metric:
 
 
 def metrics(threshold: float) -> tuple[Metric, ...]:
-    """Those of the page. The third colour is the last that asks for high precision."""
+    """The measures of the page.
+
+    The first three colours mark tensors that need high precision.
+    """
     ratios = tuple(threshold + step for step in (-12, -6, 0, 3, 6, 9))
     limit = most_underflow(threshold)
     # The noise that goes with a cosine c is 2·(1 - c) of the signal.
@@ -54,7 +66,7 @@ def metrics(threshold: float) -> tuple[Metric, ...]:
         attrgetter, ("sqnr", "quality", "underflow", "saturation", "cosine")
     )
     return (
-        # Whose number does not see what small values lose.
+        # SQNR hides underflow, so its cells are coloured by ``quality``.
         Metric("SQNR (dB)", sqnr, decibels, quality, ratios, True),
         Metric("underflow", underflow, percent, underflow, (*shares, 3, 0.3, 0.03), False),
         Metric("saturation", saturation, percent, saturation, (10, 3, 1, 0.1, 0.01, 0), False),
@@ -121,7 +133,7 @@ def page(report: Analysis, suggestion: str) -> str:
 
 
 def _cell(noise: Noise, shown: tuple[Metric, ...], threshold: float) -> dict[str, str]:
-    """A cell of the heat map: for each metric its text, its colour, and its value to sort by."""
+    """A cell of the heat map: the text, the colour and the sorting value of each metric."""
     values = [metric.value(noise) for metric in shown]
     pairs = list(zip(shown, values, strict=True))
     texts = ["fails" if noise.error else metric.text(value) for metric, value in pairs]
@@ -142,8 +154,8 @@ def _axis(tensors: tuple[TensorReport, ...]) -> tuple[int, int]:
 
 
 def _histogram(tensor: TensorReport, axis: tuple[int, int]) -> dict[str, str]:
-    """Two paths of bars, of values within the reach of one scale and below, and the histogram in
-    words."""
+    """Two paths of bars, for values within the range of one scale and for smaller values, and the
+    histogram in words."""
     first = axis[0]
     if not tensor.exponents:
         return {"reached": "", "lost": "", "words": "no value but zeros"}

@@ -1,5 +1,5 @@
-"""What ``ottava analyze`` found, as data: what recipes make of tensors, and which layers need high
-precision."""
+"""The report of ``ottava analyze`` as data: losses of tensors under recipes, and the layers that
+need high precision."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -83,23 +83,23 @@ class Noise:
 
     @property
     def saturation(self) -> float | None:
-        """Percent, of the worse direction; None where it is not known."""
+        """Percent, in the worse direction; None where it is not known."""
         known = [side.saturation for side in self.sides if side.saturation is not None]
         return max(known) if known and len(known) == len(self.sides) else None
 
     @property
     def cosine(self) -> float:
-        """Of the worse direction; 0 where the SQNR is ``-inf``."""
+        """The cosine in the worse direction; 0 where the SQNR is ``-inf``."""
         return 0.0 if self.not_finite else min((side.cosine for side in self.sides), default=0.0)
 
     @property
     def quality(self) -> float:
-        """dB, by which tensors are ranked: the SQNR, or where that is lower the one that goes with
-        the underflow."""
+        """The dB that rank tensors: the lower one of the SQNR and the SQNR that corresponds to the
+        underflow."""
         return min(self.sqnr, _of_underflow(self.underflow))
 
     def complaint(self, threshold: float) -> str:
-        """Why it is not good enough, in words; empty where it is."""
+        """The reason why the tensor is not good enough, in words; empty where it is."""
         if self.error:
             return f"fails: {self.error}"
         limit, said = most_underflow(threshold), []
@@ -119,13 +119,14 @@ class TensorReport:
     Attributes:
         layer: the qualified name of the layer.
         role: ``"weight"``, ``"input"`` or ``"grad_output"``.
-        shape: of the weight; of a captured tensor the matrix ``(rows, columns)`` of the last step.
-        dtype: for example ``"bfloat16"``.
-        count: elements; of a captured tensor in all steps together.
-        not_finite: how many of them are NaN or infinite.
+        shape: the shape of the weight; for a captured tensor the matrix ``(rows, columns)`` of the
+            last step.
+        dtype: the dtype, such as ``"bfloat16"``.
+        count: the number of elements; for a captured tensor in all steps together.
+        not_finite: the number of elements that are NaN or infinite.
         amax: the largest magnitude.
-        exponents: as of :func:`ottava_debug.measures.exponents`.
-        noise: by the name of the recipe.
+        exponents: the result of :func:`ottava_debug.measures.exponents`.
+        noise: name of a recipe -> the noise under it.
     """
 
     layer: str
@@ -139,13 +140,13 @@ class TensorReport:
     noise: Mapping[str, Noise]
 
     def under(self, recipes: Sequence[str]) -> "TensorReport":
-        """The report with the noise of these recipes alone."""
+        """The report with the noise of only these recipes."""
         return replace(self, noise={recipe: self.noise[recipe] for recipe in recipes})
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A tensor, a layer or a recipe that was left out, and why."""
+    """A tensor, a layer or a recipe that was left out, and the reason."""
 
     name: str
     reason: str
@@ -153,12 +154,13 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one recipe makes of all tensors.
+    """The losses of all tensors under one recipe.
 
     Attributes:
-        sqnr, lowest_sqnr: dB, of the middle one and of the worst tensor.
+        recipe: the name of the recipe.
+        sqnr, lowest_sqnr: dB, the median over tensors and the worst one.
         underflow, saturation: percent, of the worst tensor.
-        kept: the layers that need high precision under it.
+        kept: the layers that need high precision under the recipe.
     """
 
     recipe: str
@@ -171,15 +173,15 @@ class Summary:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What :func:`ottava_debug.analyze` found.
+    """The result of :func:`ottava_debug.analyze`.
 
     Attributes:
-        source: what was looked at.
-        recipes: the recipes by name, in the order of the columns.
-        tensors: layer by layer in the order of the source, the weight first.
+        source: the name of the analyzed checkpoint or model.
+        recipes: the names of the recipes, in the order of the columns.
+        tensors: the tensors, layer by layer in the order of the source, the weight first.
         skipped: tensors of the source, or layers of the model, that were left out.
         unavailable: installed recipes that could not be used, or only repeat another one.
-        steps: how many steps were captured.
+        steps: the number of captured steps.
         threshold: dB below which a layer needs high precision.
     """
 
@@ -197,10 +199,10 @@ class Analysis:
         return tuple(dict.fromkeys(tensor.layer for tensor in self.tensors))
 
     def complaints(self, recipe: str) -> dict[str, list[str]]:
-        """The layers that need high precision under a recipe, and why.
+        """The layers that need high precision under a recipe -> the reasons.
 
         Raises:
-            OptionError: the recipe is none of the report's.
+            OptionError: the recipe is not in the report.
         """
         if recipe not in self.recipes:
             raise OptionError(
@@ -214,14 +216,14 @@ class Analysis:
         return found
 
     def keeps(self, recipe: str) -> list[Keep]:
-        """What a recipe file has to keep in high precision, in the order of the layers; errors as
+        """The layers that a recipe file has to keep in high precision, in order; errors are those
         of :meth:`complaints`."""
         return [
             Keep(layer, "; ".join(reasons)) for layer, reasons in self.complaints(recipe).items()
         ]
 
     def summaries(self) -> list[Summary]:
-        """One for each recipe."""
+        """A summary for each recipe."""
         found = []
         for recipe in self.recipes:
             noises = [tensor.noise[recipe] for tensor in self.tensors]
@@ -235,16 +237,19 @@ class Analysis:
         return found
 
     def best_recipe(self) -> str:
-        """The recipe that leaves the fewest elements of weights in high precision; of equal ones
-        the one whose worst tensor has the highest quality, then the first."""
+        """The recipe that leaves the fewest elements of weights in high precision.
+
+        Among equal recipes it is the one whose worst tensor has the highest quality, then the
+        first.
+        """
         ranks = self._ranks()
         return min(self.recipes, key=lambda recipe: ranks[recipe])
 
     def _ranks(self) -> dict[str, tuple[int, float]]:
-        """For each recipe the elements of weights in high precision, and the quality of its worst
-        tensor, negative."""
+        """Recipe -> the number of weight elements in high precision, and the negative quality of
+        its worst tensor."""
         weights = {tensor.layer: tensor.count for tensor in self.tensors if tensor.role == "weight"}
-        # Recipes do not differ in what was NaN or infinite before.
+        # Tensors with NaN or infinite values are excluded, because no recipe can mend them.
         finite = [tensor for tensor in self.tensors if not tensor.not_finite]
         ranks = {}
         for recipe in self.recipes:
@@ -254,8 +259,8 @@ class Analysis:
         return ranks
 
     def why_best(self) -> str:
-        """Why :meth:`best_recipe` is suggested among recipes that leave as little in high
-        precision, in a sentence; empty where there are no such recipes."""
+        """The reason, as a sentence, why :meth:`best_recipe` is suggested among recipes that leave
+        as little in high precision; empty where there are no such recipes."""
         best, ranks = self.best_recipe(), self._ranks()
         equals = [
             recipe
@@ -278,8 +283,7 @@ class Analysis:
         )
 
     def worst(self, number: int) -> list[tuple[TensorReport, str]]:
-        """The tensors with the lowest quality, lowest first, each with the recipe under which it
-        has it."""
+        """The tensors with the lowest quality, lowest first, each with its worst recipe."""
 
         def quality(tensor: TensorReport, recipe: str) -> float:
             return tensor.noise[recipe].quality
@@ -291,7 +295,7 @@ class Analysis:
         return sorted(ranked, key=lambda pair: quality(*pair))[:number]
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON has it: what is not finite is the text ``"inf"``, ``"-inf"`` or
+        """The report as JSON data; numbers that are not finite become ``"inf"``, ``"-inf"`` or
         ``"nan"``."""
         best = self.best_recipe()
         kept = [{"layer": keep.layer, "reason": keep.reason} for keep in self.keeps(best)]

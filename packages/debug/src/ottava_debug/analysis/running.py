@@ -1,5 +1,5 @@
-"""Runs ``ottava analyze``: what is named by options is made, and the report is shown and
-written."""
+"""Runs ``ottava analyze``: builds the objects that the options name, then shows and writes the
+report."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,8 +33,10 @@ def run(
     loss: str | None,
     **options: Any,
 ) -> None:
-    """Analyze, show and write; raises as of :func:`ottava_debug.analyze`, before anything is
-    written."""
+    """Analyze, then show and write the report.
+
+    Errors are those of :func:`ottava_debug.analyze`; they are raised before anything is written.
+    """
     recipe_file = files["recipe"]
     outputs = (
         Output("--json", files["json"], output.JSON),
@@ -61,7 +63,7 @@ def run(
             progress=tell,
             **options,
         )
-    # Which may be none of the report's: told before anything is shown.
+    # This raises, before anything is shown, if ``base`` is not in the report.
     keeps = report.keeps(base or report.best_recipe())
     console().print(summary_table(report))
     console().print(tensor_table(report, rows))
@@ -80,8 +82,10 @@ def run(
 
 
 def _batches(data: str, pairs: bool) -> Any:
-    """What ``--data`` names: the batches that a callable gives, or one of a file, with its targets
-    if there are any."""
+    """The batches that ``--data`` names: those that a callable returns, or one from a file.
+
+    With ``pairs`` a batch from a file is a pair with its targets, if the file has any.
+    """
     if not Path(data).is_file():
         return made("--data", data)
     batch = dict(read_state(Path(data))[0])

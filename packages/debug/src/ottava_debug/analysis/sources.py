@@ -1,4 +1,4 @@
-"""The weights of a checkpoint: files are mapped, and a tensor is read when it is looked at."""
+"""The weights of a checkpoint; files are mapped, and a tensor is read when it is used."""
 
 import re
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.analysis.report import Skipped
 from ottava_integrations import read_state
 
-#: Layers that look their weights up: by any part of their names, or by the last one.
+#: Names of weights that are looked up, such as embeddings: a part of the name, or its last word.
 _LOOKED_UP = re.compile(
     r"embed|(^|\.)(emb|wte|wpe|tok|tokens?|pos|positions?)\.weight$", re.IGNORECASE
 )
 _WEIGHT = "weight"
 _WHOLE = ("model.safetensors", "model.safetensors.index.json", INDEX_NAME)
-# In folders of Transformers before safetensors; other files of theirs with this suffix hold no
-# weights.
+# The weights in folders of older Transformers versions, before safetensors. Other files with this
+# suffix hold no weights.
 _BY_TORCH = "pytorch_model*.bin"
-# Of a captured step: each has the operands of its first call.
+# A tensor that every captured step has: an operand of its first call.
 _OPERAND = "operands/0.activation"
 _MANY = 5
 
@@ -36,13 +36,13 @@ def read(source: Any) -> Mapping[str, Any]:
     """The tensors of a source by name, mapped where files allow that.
 
     Args:
-        source: a safetensors file; a folder of such, with an index of which tensor is where or
-            without, or of ``pytorch_model*.bin``; a file of ``torch.save`` with a state dict, of
-            which no code is run; a sharded checkpoint of Ottava; or a state dict.
+        source: a safetensors file; a folder of safetensors files, with or without an index, or of
+            ``pytorch_model*.bin`` files; a file of ``torch.save`` with a state dict, which is read
+            without running code; a sharded checkpoint of Ottava; or a state dict.
 
     Raises:
-        CheckpointError: it is damaged, or nothing of all this.
-        DTypeError: it is neither a path nor a state dict.
+        CheckpointError: the source is damaged, or none of these.
+        DTypeError: the source is neither a path nor a state dict.
     """
     if isinstance(source, Mapping):
         for name, value in source.items():
@@ -64,7 +64,11 @@ def read(source: Any) -> Mapping[str, Any]:
 
 
 def check_values(source: Any, state: Mapping[str, Any]) -> None:
-    """CheckpointError where a source, which a model is to load, has codes of another tool."""
+    """Refuse a source for a model that has data which another tool has quantized.
+
+    Raises:
+        CheckpointError: it has such data.
+    """
     path = None if isinstance(source, Mapping) else as_path(source)
     codes = find_codes(state, path)
     codes.refuse(path or "the state dict", codes.scales)
@@ -91,7 +95,7 @@ def _read_folder(folder: Path) -> dict[str, Any]:
 
 
 def weights(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[Skipped]]:
-    """The weights of products, by the names of their layers, and why every other tensor is none.
+    """The weights of products by the names of their layers, and the other tensors with the reasons.
 
     A weight is a matrix in high precision that is named ``weight`` or ``*.weight``, and neither
     named as an embedding nor tied to one.
@@ -121,7 +125,7 @@ def weights(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[Ski
 
 
 def _reason(name: str, value: Any, looked_up: Mapping[Any, str]) -> str:
-    """Why a tensor is no weight of a product; empty for one that is."""
+    """The reason why a tensor is not the weight of a product; empty for one that is."""
     if OF_STATE.search(name):
         return "state of a recipe"
     if isinstance(value, QuantizedTensorStorage):

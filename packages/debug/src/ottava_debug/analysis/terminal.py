@@ -9,19 +9,19 @@ from ottava.cli.output import escaped, table
 from ottava_debug.analysis.report import Analysis, Noise, most_underflow
 from ottava_integrations.command import grouped
 
-#: In a cell: what needs high precision.
+#: Marks the cells of tensors that need high precision.
 MARK = "!"
 
 
 def decibels(value: float) -> str:
-    """``"31.5"``; exact where nothing is lost."""
+    """dB as text, such as ``"31.5"``; ``"exact"`` for inf and ``"broken"`` for -inf."""
     return (
         "exact" if value == float("inf") else "broken" if value == -float("inf") else f"{value:.1f}"
     )
 
 
 def percent(value: float | None) -> str:
-    """``"0.03 %"``; nothing that is not zero is shown as 0."""
+    """A percentage as text, such as ``"0.03 %"``; only zero is shown as ``"0"``."""
     if value is None:
         return "not known"
     return "0" if value == 0 else "< 0.01 %" if value < 0.01 else f"{value:.2f} %"
@@ -76,7 +76,7 @@ def _cells(noise: Noise, threshold: float) -> tuple[str, ...]:
 
 
 def sentences(report: Analysis, rows: int) -> Iterator[str]:
-    """What is to be said below the tables."""
+    """The sentences below the tables."""
     if len(report.tensors) > rows:
         yield (
             f"{len(report.tensors) - rows} more tensors are not shown: --rows shows more, "
@@ -96,7 +96,8 @@ def sentences(report: Analysis, rows: int) -> Iterator[str]:
 
 
 def notes(report: Analysis) -> Iterator[str]:
-    """What no recipe mends, what was left out, in groups, and recipes that failed."""
+    """Notes on values that no recipe can mend, on tensors that were left out, in groups, and on
+    recipes that failed."""
     for tensor in report.tensors:
         if tensor.not_finite:
             what = f"{tensor.layer or '(root)'} ({tensor.role})"

@@ -1,2 +1,2 @@
-"""``ottava bisect``: a captured step is run again, with operands quantized and not, until what
-breaks it is found."""
+"""``ottava bisect``: replays a captured step with some operands quantized, to find those that break
+it."""

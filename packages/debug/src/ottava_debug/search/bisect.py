@@ -1,4 +1,4 @@
-"""``bisect``: from a captured step to what breaks it, and the recipe file that fixes it."""
+"""``bisect``: finds the operands that break a captured step, and the recipe file that fixes it."""
 
 import copy
 import time
@@ -25,10 +25,10 @@ from ottava_debug.search.products import Products
 from ottava_debug.search.replay import Replay
 from ottava_debug.search.report import Finding, Report, reason
 
-#: Without the model: how far an operand may move the result of its product.
+#: The relative distance by which an operand may move the result of its product, without the model.
 PRODUCT_TOLERANCE = 0.3
 FEWEST_REPLAYS = 10
-# What sums in another order move an operand by, relatively, is far below this.
+# Sums in another order move an operand by a relative distance far below this.
 _ROUNDING = 0.1
 
 
@@ -46,29 +46,30 @@ def bisect(
     """Find the operands whose quantization makes a captured step go wrong.
 
     Args:
-        bundle: what :func:`ottava_debug.capture` wrote, or has read.
-        model: the captured model, or what makes it; converted, or not: then it is. It is loaded
-            with the captured state. None: each product is looked at by itself, which tells suspects
-            but not their effect.
+        bundle: the file that :func:`ottava_debug.capture` wrote, or its :class:`Bundle`.
+        model: the captured model, or a function that returns it. It is converted if it is not yet,
+            and loaded with the captured state. With None each product is measured separately, which
+            finds suspects but not their effect on the step.
         measure: ``"loss"``, ``"grad-norm"`` or ``"grad-distance"``, each compared with the step in
             high precision.
-        loss: the loss function ``loss(output, targets)``, or the name of a known one; None takes
-            the one that was named when the step was captured, or the loss that the model itself
-            gives. Where there is none, the backward pass starts from the captured gradients of the
-            model's output, and the loss is not measured.
-        recipe: to replay under another recipe; needed where the captured one holds functions, and
-            the model is not converted.
-        tolerance: the distance that is right; None takes one that healthy FP8 recipes stay below.
-        max_replays: stop after so many, at least 10.
-        progress: called after each replay with how many there were, and how many there are likely
-            to be.
+        loss: the loss function ``loss(output, targets)``, or the name of a known one. None uses the
+            function that was named when the step was captured, or the loss that the model itself
+            returns. Without any of these, the backward pass starts from the captured gradients of
+            the model's output, and the loss is not measured.
+        recipe: another recipe for the replays; required where the captured recipe holds functions
+            and the model is not converted.
+        tolerance: the largest distance that counts as right; None uses one that healthy FP8 recipes
+            stay below.
+        max_replays: the largest number of replays, at least 10.
+        progress: called after each replay with the number of replays so far, and the number that is
+            expected in total.
 
     Raises:
-        OptionError: the measure or the name of the loss is not known, the tolerance negative, too
-            few replays.
-        DTypeError: the model is no module.
+        OptionError: the measure or the name of the loss is not known, the tolerance is not above 0,
+            or ``max_replays`` is below 10.
+        DTypeError: the model is not a module.
         CheckpointError: the bundle cannot be read, or the model is not the captured one.
-        UsageError: the recipe, or a loss function, has to be given.
+        UsageError: the recipe or a loss function has to be passed.
     """
     if measure not in MEASURES:
         raise OptionError(f"measure is {measure!r}", expected=f"one of {', '.join(MEASURES)}")
@@ -107,8 +108,8 @@ def bisect(
 
 
 def _is_captured(given: Recipe | None, step: Bundle) -> bool:
-    """Whether a recipe is the captured one; of one that is not known from data that is taken to be
-    so."""
+    """Whether a recipe is the captured one; a captured recipe that data cannot describe counts as
+    the same."""
     return given is None or all(
         "words" in said or build(said).same_as(given) for said in step.recipes
     )
@@ -223,16 +224,17 @@ def _told(seen: Comparison) -> dict[str, Any]:
 
 
 def _bound(replay: Replay) -> Recipe | None:
-    """The recipe of the layers, if it is one."""
+    """The recipe of the layers; None if they have several."""
     recipes: list[Any] = [layer.recipe for layer in replay.layers.values()]
     return recipes[0] if all(recipe.same_as(recipes[0]) for recipe in recipes) else None
 
 
 def _put_recipe(report: Report, recipe: Recipe | None, layers: Mapping[str, Any]) -> None:
-    """The recipe file that keeps the findings in high precision, if a file can say it."""
+    """Add the recipe file that keeps the findings in high precision to the report, or a note why
+    there is none."""
     if not report.findings:
         return
-    # Recipe files know layers by the names that they were given, as convert gives them.
+    # Recipe files match the layers' own names, which convert sets.
     names = {
         name: getattr(layers.get(name), "name", "") or name
         for f in report.findings
@@ -263,7 +265,8 @@ def _put_recipe(report: Report, recipe: Recipe | None, layers: Mapping[str, Any]
 
 
 def _named(recipe: Recipe) -> tuple[str, dict[str, Any]]:
-    """The name of a recipe, or the path of its file, and the options that are not its defaults."""
+    """The name of a recipe, or the path of its file, and the options that differ from the
+    defaults."""
     said = describe(recipe)
     if "file" in said:
         return said["file"], {}

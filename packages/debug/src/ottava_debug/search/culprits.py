@@ -1,5 +1,5 @@
-"""Which operands are to blame: by replays with some of them quantized and the others in high
-precision."""
+"""Searches for the operands that are to blame, by replays with some operands quantized and the
+others in high precision."""
 
 import math
 import sys
@@ -15,37 +15,37 @@ from ottava_debug.search.operands import Comparison, Operand
 from ottava_debug.search.replay import Replay
 from ottava_debug.search.report import Finding, Report, is_clamped, reason, worst_of
 
-#: More single culprits than this are no longer told apart.
+#: The largest number of single culprits that are named.
 MOST = 8
-#: More others than this, without which a culprit does no harm, are not named.
+#: The largest number of partners, without which a culprit does no harm, that are named.
 _MOST_PARTNERS = 3
-#: A gradient that moves as far as this, relatively, when operands are moved by a rounding, is
+#: A gradient that moves relatively by more than this, when operands are moved by a rounding, is
 #: noise.
 _NOISE = 0.5
-#: What loses more than this is broken: it is twice what 8-bit formats lose.
+#: An operand that loses more than this is broken; 8-bit formats lose half as much.
 _BROKEN = 0.15
 _SPREAD = (
     "what is left comes from many operands, a little from each: the recipe is too coarse "
     "for this step"
 )
 
-#: Called after each replay with how many there were, and how many there are likely to be.
+#: Called after each replay with the number of replays so far, and the number expected in total.
 Progress = Callable[[int, int], None]
 _Operands = frozenset[Operand]
 
 
 class _OutOfReplaysError(Exception):
-    """The replays that were allowed are used up."""
+    """The allowed number of replays is used up."""
 
 
 class Search:
-    """Searches a replay for what moves a measure away from high precision.
+    """Searches for the operands that move a measure of a step away from high precision.
 
     Args:
-        replay: the step.
-        measure: the name of what tells how wrong it is.
-        tolerance: the distance that is right.
-        most_replays: stop after so many.
+        replay: the replay of the step.
+        measure: the name of the measure, which tells how wrong the step is.
+        tolerance: the largest distance that counts as right.
+        most_replays: the largest number of replays.
         progress: called after each replay.
     """
 
@@ -63,24 +63,28 @@ class Search:
         self._tolerance = tolerance
         self._distances: dict[_Operands, float] = {}
         self._values: dict[_Operands, float] = {}
-        # Nothing of the backward pass moves the loss.
+        # The operands of the backward pass cannot move the loss.
         every = [o for o in replay.operands if self._measure.backward or o.gemm == "fprop"]
         statistics = replay.comparison.statistics
-        # What loses most is asked about first.
+        # The operands that lose most are tested first.
         self._all = tuple(sorted(every, key=lambda operand: -loss_of_operand(statistics[operand])))
         self._expect(2 + _questions(len(self._all)))
         self.noisy: frozenset[str] = frozenset()
         self.reference = self._run(frozenset())
         self._finite = self._measure.distance(self.reference, self.reference, frozenset()) == 0
         if self._measure.noise and self._finite:
-            # Such are those of the biases of keys in attention, which cancel to rounding errors.
+            # The gradients of the biases of keys in attention are noise, for example, because they
+            # cancel to rounding errors.
             moved = relative_distances(self._run(frozenset(), nudged=True), self.reference)
             self.noisy = frozenset(name for name, distance in moved.items() if distance > _NOISE)
         self._note(frozenset(self._all), replay.first)
 
     def run(self) -> Report:
-        """Search. What is found is complete unless the notes say that the rest is spread, or that
-        it stopped."""
+        """Search, and return the report.
+
+        The findings are complete unless the notes say that the rest is spread over many operands,
+        or that the search stopped.
+        """
         every, found = frozenset(self._all), set[Operand]()
         report = Report(
             self._name, self._measure.words, self._tolerance, before=self._distance(every)
@@ -118,16 +122,20 @@ class Search:
     def _look(
         self, quantized: _Operands, shrunk: Mapping[Operand, float] = MappingProxyType({})
     ) -> Comparison:
-        """What operands would lose that are in high precision while these are quantized."""
+        """The loss that operands in high precision would have by quantization, while ``quantized``
+        are quantized."""
         found = Comparison()
         if len(quantized) < len(self._all):
             self._run(quantized, look=found, shrunk=shrunk)
         return found
 
     def _explained(self, findings: list[Finding], seen: Comparison) -> list[Finding]:
-        """The findings with their reasons. What comes out of a product with a weight that has
-        outgrown its scale is likely to outgrow its own; then it is within range in a replay with a
-        weight that is not too large."""
+        """The findings with their reasons.
+
+        The result of a product with a weight that has outgrown its scale is likely to outgrow its
+        own scale. Such a consequence is recognized by a replay in which the weight is made small
+        enough: the other operand is then within its range.
+        """
         clamped = [
             o
             for finding in findings
@@ -164,9 +172,11 @@ class Search:
     # -- what --
 
     def _round(self, rest: _Operands, wrong: float) -> list[Finding]:
-        """The fewest operands of ``rest`` that bring the distance down from ``wrong``, half of the
-        way to the tolerance as ratios go, or to half; none where that takes many, each of which
-        does little."""
+        """The fewest operands of ``rest`` that bring the distance down from ``wrong``.
+
+        The goal is the geometric mean of the tolerance and ``wrong``, or half of ``wrong``. The
+        list is empty where that takes many operands that do little each.
+        """
         halves = {
             min(max(self._tolerance, math.sqrt(self._tolerance * wrong)), wrong / 2),
             wrong / 2,
@@ -176,8 +186,8 @@ class Search:
                 culprits = self._culprits(rest, threshold)
             except TooManyError:
                 continue
-            # What does no harm by itself may only make up for the noise of all others; if not, a
-            # later round finds it.
+            # A culprit that does no harm alone may only compensate the noise of all others. If it
+            # is a real culprit, a later round finds it.
             alone = [
                 culprit for culprit in culprits if self._distance(frozenset(culprit)) > threshold
             ]
@@ -189,8 +199,10 @@ class Search:
         return []
 
     def _culprits(self, rest: _Operands, threshold: float) -> list[list[Operand]]:
-        """First the kinds of operands that are to blame, then the layers; where these are many, all
-        of a kind."""
+        """The culprits: first the kinds of operands that are to blame, then their layers.
+
+        Where the layers are many, a culprit is all operands of a kind.
+        """
 
         def fixed(kept: Iterable[Operand]) -> bool:
             return self._distance(rest - {*kept}) <= threshold
@@ -208,7 +220,7 @@ class Search:
         try:
             return [[operand] for operand in smallest(suspects, fixed, MOST)]
         except TooManyError:
-            # Many that lose little each are no fault of their kind.
+            # A kind is not to blame if most of its operands lose little.
             statistics = self._replay.comparison.statistics
             if not all(
                 median(loss_of_operand(statistics[o]) for o in kind) > _BROKEN for kind in blamed
@@ -219,8 +231,8 @@ class Search:
             ]
 
     def _partners(self, culprit: list[Operand], rest: _Operands, threshold: float) -> list[Operand]:
-        """The few others with which a culprit does harm that does none by itself; none where these
-        are many."""
+        """The few other operands together with which a culprit does harm, although it does none
+        alone; empty where these are many."""
         own = frozenset(culprit)
         others = [operand for operand in self._all if operand in rest - own]
         try:

@@ -1,4 +1,4 @@
-"""Group testing: the few among many that matter, by questions about many at once."""
+"""Group testing: finds the few candidates that matter by questions about many at once."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -7,23 +7,23 @@ T = TypeVar("T")
 
 
 class TooManyError(Exception):
-    """More are needed than were to be looked for."""
+    """More candidates are needed than the search may return."""
 
 
 def smallest(
     candidates: Sequence[T], enough: Callable[[tuple[T, ...]], bool], most: int | None = None
 ) -> list[T]:
-    """The fewest of ``candidates`` that are enough, in the sense that none of them can be left out.
+    """A set of ``candidates`` that is enough, and of which none can be left out.
 
-    QuickXplain (Junker, "QuickXplain: preferred explanations and relaxations for over-constrained
-    problems", AAAI 2004): of ``n`` candidates, ``k`` are found with at most ``2k·log2(n/k) + 2k``
-    questions. Among several answers it takes the one that holds the earlier candidates, and one
-    that is early costs ``log2(n)``.
+    This is QuickXplain (Junker, "QuickXplain: preferred explanations and relaxations for
+    over-constrained problems", AAAI 2004). It finds ``k`` of ``n`` candidates with at most
+    ``2k·log2(n/k) + 2k`` questions. Among several answers it prefers earlier candidates, and a
+    single early candidate costs ``log2(n)`` questions.
 
     Args:
-        enough: whether these would do; more of them must do where fewer do. All candidates together
-            do.
-        most: give up where more than so many are needed.
+        candidates: the candidates, which are enough all together.
+        enough: whether some candidates are enough; it must stay true when candidates are added.
+        most: give up if more candidates than this are needed.
 
     Raises:
         TooManyError: more than ``most`` are needed.
@@ -31,8 +31,10 @@ def smallest(
     found = 0
 
     def search(held: tuple[T, ...], asked: bool, rest: tuple[T, ...]) -> tuple[T, ...]:
-        """What is needed of ``rest`` beside ``held``; ``asked``: whether it is open that ``held``
-        alone will do."""
+        """The candidates of ``rest`` that are needed in addition to ``held``.
+
+        ``asked`` is whether ``held`` alone has to be tested.
+        """
         nonlocal found
         if asked and enough(held):
             return ()

@@ -1,5 +1,5 @@
-"""A model and the state of a captured step: what the model is made to run under, and what is loaded
-into it."""
+"""Prepares a model for replays: converts it to the captured recipes, and loads the captured
+state."""
 
 import warnings
 from functools import partial
@@ -19,12 +19,14 @@ _SAME = {"expected": "the model that was captured", "remedy": "give the same mod
 
 
 def converted(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> torch.nn.Module:
-    """The model, its captured layers under the recipe; with None under the captured ones, unless
-    they have any.
+    """The model with its captured layers converted to the recipe.
+
+    With None the layers keep their own recipes if all have one, and otherwise get the captured
+    ones.
 
     Raises:
-        CheckpointError: it lacks a layer that was captured.
-        UsageError: the captured recipe is not known from data.
+        CheckpointError: the model lacks a captured layer.
+        UsageError: a captured recipe cannot be built from data.
     """
     modules = dict(model.named_modules())
     if missing := [name for name in step.layers if name not in modules]:
@@ -41,7 +43,7 @@ def converted(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> to
     for number, said in enumerate(step.recipes):
         names = {name for name, of in step.layers.items() if of == number}
         with warnings.catch_warnings():
-            # How much of the model is left alone was told when it was captured.
+            # The user saw the warnings about layers that are not converted before the capture.
             warnings.simplefilter("ignore")
             model = ottava.convert(model, recipe or build(said), include=partial(_is_among, names))
     return model
@@ -52,11 +54,12 @@ def _is_among(names: set[str], name: str, module: torch.nn.Module) -> bool:
 
 
 def restore(model: torch.nn.Module, step: Bundle, state: dict[str, Any]) -> None:
-    """Put weights, buffers, scaling state and modes of before the step into a model; ``state`` is
-    of :func:`fitting_state`.
+    """Load the captured weights, buffers, scaling state and modes into a model.
+
+    ``state`` is the result of :func:`fitting_state`.
 
     Raises:
-        CheckpointError: they do not fit.
+        CheckpointError: the state does not fit the model.
     """
     try:
         with warnings.catch_warnings():
@@ -79,8 +82,10 @@ def restore(model: torch.nn.Module, step: Bundle, state: dict[str, Any]) -> None
 
 
 def fitting_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """The captured state as the model has it: of scaling state that another recipe keeps, the same
-    slots."""
+    """The captured state with the keys and shapes of the model's own state.
+
+    Scaling state of another recipe is carried over slot by slot.
+    """
     own = model.state_dict()
     made = {
         name: value for name, value in state.items() if name in own or not OF_STATE.search(name)
@@ -95,8 +100,11 @@ def fitting_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, An
 def _carried(
     model: torch.nn.Module, name: str, value: torch.Tensor, state: dict[str, Any]
 ) -> torch.Tensor:
-    """A buffer of a state that serves some roles of a layer, from that of one that served all:
-    their slots, which are its last dimension. Another state starts afresh."""
+    """A buffer for a state that serves some roles of a layer, from a captured state of all roles.
+
+    The slots of the roles, along the last dimension, are taken from the captured buffer. Where that
+    is not possible, the buffer keeps the model's own values.
+    """
     layer, _, rest = name.partition(".recipe_state.")
     part, _, buffer = f"recipe_state.{rest}".rpartition(".")
     slots = getattr(model.get_submodule(f"{layer}.{part}"), "slots", None)

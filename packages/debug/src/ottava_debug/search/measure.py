@@ -1,5 +1,5 @@
-"""What tells how wrong a step went: its loss, the norm of its gradients, or how far these are from
-high precision."""
+"""Measures of how wrong a step is: its loss, the norm of its gradients, or their distance from high
+precision."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from ottava_debug.measures import Measures
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one replay gives: the loss, and the gradients by parameter. NaN where there is no
-    loss."""
+    """The result of one replay: the loss, NaN where there is none, and the gradients by
+    parameter."""
 
     loss: float
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -22,17 +22,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Measure:
-    """How far a step is from the same step in high precision.
+    """A measure of the distance between a step and the same step in high precision.
 
     Attributes:
-        value: ``value(outcome, reference, noisy)``, what is shown: of the reference itself what it
-            ought to be.
-        distance: ``distance(outcome, reference, noisy)``: 0 of the reference, infinite where
-            something is not finite.
-        tolerance: a distance that a healthy FP8 recipe stays below.
-        backward: whether it needs gradients.
-        words: what the distance is.
-        noise: whether gradients that are noise must not count.
+        value: ``value(outcome, reference, noisy)``, the value that is shown; the value of the
+            reference itself is the right one.
+        distance: ``distance(outcome, reference, noisy)``: 0 for the reference, infinite where the
+            outcome is not finite.
+        tolerance: a distance that healthy FP8 recipes stay below.
+        backward: whether the measure needs gradients.
+        words: a description of the distance.
+        noise: whether gradients that are noise must be excluded.
     """
 
     value: Callable[[Outcome, Outcome, frozenset[str]], float]
@@ -56,7 +56,7 @@ def _norm_distance(outcome: Outcome, reference: Outcome, noisy: frozenset[str]) 
 
 
 def relative_distances(outcome: Outcome, reference: Outcome) -> dict[str, float]:
-    """``‖g - g₀‖ / ‖g₀‖`` of each parameter whose reference ``g₀`` is not zero."""
+    """Parameter -> ``‖g - g₀‖ / ‖g₀‖``, for each whose reference gradient ``g₀`` is not zero."""
     found: dict[str, float] = {}
     for name, right in reference.gradients.items():
         size = float(right.double().norm())
@@ -98,9 +98,12 @@ MEASURES = {
 
 
 def loss_of_operand(made: Measures) -> float:
-    """How much an operand loses by quantization, to order operands by: the largest of the share of
-    values that become zero, the share that is clamped, and the noise-to-signal ratio of amplitudes,
-    in which outliers hide all else."""
+    """The loss of an operand by quantization, as one number that orders operands.
+
+    It is the largest of three: the share of values that become zero, the share of clamped values,
+    and the noise-to-signal ratio of amplitudes. The ratio alone would not suffice, because outliers
+    hide all other losses in it.
+    """
     noise = (
         10 ** (-max(made.sqnr, -600) / 20)
         if math.isfinite(made.sqnr)

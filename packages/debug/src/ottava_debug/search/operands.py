@@ -1,4 +1,4 @@
-"""Operands of products as they were captured, and as they arrive in replays."""
+"""The operands of products: the captured ones, and those that arrive in replays."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +18,7 @@ from ottava_debug.recorder import Recorder, Recording, taken
 from ottava_debug.search.measure import loss_of_operand
 
 _NUDGE = 2.0**-9
-# What an operand has to lose for its scale to be asked where it comes from.
+# The loss of an operand from which the origin of its scale is examined.
 _MUCH = 0.05
 
 
@@ -34,7 +34,7 @@ class Operand(NamedTuple):
 
 
 def quantizer_of(call: Call, gemm: str, tensor: str) -> Any:
-    """The quantizer of an operand for one product alone; state is read and not changed."""
+    """The quantizer of an operand for one product alone; it reads state and does not change it."""
     state, by_column = cast(Any, call.state), (gemm, tensor) in BY_COLUMN
     return state.quantizer(
         ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False
@@ -42,7 +42,7 @@ def quantizer_of(call: Call, gemm: str, tensor: str) -> Any:
 
 
 class Lossy(NamedTuple):
-    """An operand that loses much: its call, its values, and the digest of what a product took."""
+    """An operand that loses much: its call, its values, and the digest of its quantized values."""
 
     call: Call
     values: torch.Tensor
@@ -50,9 +50,12 @@ class Lossy(NamedTuple):
 
 
 def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
-    """Whether an operand loses by a state that no step has set yet: a state that forgot all steps
-    gives the same bytes, and one that saw the same values in the step before loses less than half
-    as much. (No step begins in a backward pass: to be asked outside.)"""
+    """Whether an operand loses because its state has seen no step yet.
+
+    This is so if a state that was reset gives the same bytes, and a state that saw the same values
+    in the step before loses less than half as much. Call this outside of a backward pass, because
+    it begins a step.
+    """
     state, values = cast(Any, lossy.call.state), lossy.values
     if not (isinstance(state, torch.nn.Module) and getattr(state, "stateful", False)):
         return False
@@ -79,22 +82,23 @@ def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
 
 
 class Comparison:
-    """How near the replay of the whole step came to the captured one.
+    """The comparison of a replay of the whole step with the captured one.
 
     Attributes:
-        operands: how many high-precision operands were compared: activations and incoming
+        operands: the number of high-precision operands that were compared: activations and incoming
             gradients.
-        equal: how many of them arrived as they were captured, bit for bit; the others were replaced
-            by these.
-        difference: the largest ``‖found - captured‖ / ‖captured‖`` of the others.
-        products: how many quantized operands were compared.
-        other_bytes: those whose quantized bytes are not the captured ones.
-        statistics: what each quantized operand loses, of the call in which it loses most.
-        gains: what its values become, divided by them, in that call: the median without zeros, and
-            without the largest, which may be clamped; NaN where nothing is left.
-        largest: the largest magnitude that they become.
-        stateful: operands whose scales are those of earlier steps.
-        lossy: operands that lose much, in the call in which they lose most.
+        equal: the number of these that arrived as captured, bit for bit; captured operands replaced
+            the others.
+        difference: the largest ``‖arrived - captured‖ / ‖captured‖`` of the others.
+        products: the number of quantized operands that were compared.
+        other_bytes: the operands whose quantized bytes differ from the captured ones.
+        statistics: operand -> its loss by quantization, in the call in which it loses most.
+        gains: operand -> the ratio of its quantized values to its values in that call. This is the
+            median over all values except zeros and the largest, which may be clamped; NaN if none
+            remain.
+        largest: operand -> the largest magnitude of its quantized values in that call.
+        stateful: the operands whose scales come from earlier steps.
+        lossy: the operands that lose much, in the call in which they lose most.
     """
 
     def __init__(self) -> None:
@@ -115,8 +119,7 @@ class Comparison:
         quantized: Any,
         expected: str | None,
     ) -> None:
-        """What a product takes of a quantized operand, and the digest that this had when the step
-        was captured."""
+        """Record a quantized operand of a product; ``expected`` is its captured digest, or None."""
         columnwise = operand[1:] in BY_COLUMN
         made, worst = (
             compare(values, quantized, columnwise=columnwise),
@@ -138,26 +141,26 @@ class Comparison:
             self.other_bytes += [operand] * (digest(found) != expected)
 
     def is_initial(self, operand: Operand) -> bool:
-        """Whether an operand loses by the scale that its state begins with, because there was no
-        step before."""
+        """Whether an operand loses by the initial scale of its state, because no step came
+        before."""
         lossy = self.lossy.get(operand)
         return lossy is not None and loses_by_initial_state(operand, lossy)
 
 
 class CapturedOperands:
-    """The operands that were captured, and what arrives in their places.
+    """The captured operands, and the operands that arrive in replays.
 
     Args:
         step: the captured step.
-        fed: whether the captured ones take the place of what arrives.
+        fed: whether the captured operands replace those that arrive.
     """
 
     def __init__(self, step: Bundle, fed: bool) -> None:
         self.comparison = Comparison()
         self._digests: dict[tuple[str, int], dict[str, str]] = {}
-        # What arrived at products in the first replay, where that was not what had been captured.
+        # The operands that arrived in the first replay, where they differ from the captured ones.
         self._arrived: dict[tuple[str, int, str], torch.Tensor] = {}
-        # Layer and number of its call -> the operands that were captured of it, by tensor.
+        # Layer and number of its call -> the captured operands, by tensor.
         self._captured: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         counts: dict[str, int] = {}
         for number, call in enumerate(step.calls if fed else ()):
@@ -173,12 +176,12 @@ class CapturedOperands:
             self._digests[key] = call.digests
 
     def missing(self, recorder: Recorder) -> tuple[str, int] | None:
-        """Layer and number of a call that was captured and not made, if there is one."""
+        """The layer and number of a captured call that the replay did not make, if there is one."""
         made = {(p.name, p.number) for p in recorder.passes}
         return min((key for key in self._captured if key not in made), default=None)
 
     def meet(self, key: tuple[str, int], tensor: str, values: torch.Tensor) -> torch.Tensor:
-        """In the first replay: what was captured, in the place of what arrives at a product."""
+        """The captured operand, which replaces ``values`` in the first replay."""
         captured = self._captured.get(key, {}).get(tensor)
         if captured is None or (*key, tensor) in self._arrived:
             return values if captured is None else captured.to(values)
@@ -206,8 +209,8 @@ class CapturedOperands:
         return wanted
 
     def moved(self, key: tuple[str, int], tensor: str, values: torch.Tensor) -> torch.Tensor:
-        """In a later replay: what was captured, moved as far as what arrives has moved since the
-        first one."""
+        """The captured operand in a later replay, moved by the difference between ``values`` and
+        the operand that arrived in the first replay."""
         before = self._arrived.get((*key, tensor))
         if before is None:
             return values
@@ -216,12 +219,12 @@ class CapturedOperands:
         return torch.where(_same(captured, before), values, moved)
 
     def expected(self, key: tuple[str, int], operand: Operand) -> str | None:
-        """The digest of what a product took of a quantized operand."""
+        """The captured digest of a quantized operand; None where none was captured."""
         return self._digests.get(key, {}).get(f"{operand.gemm}.{operand.tensor}")
 
 
 class Inspecting(Recorder):
-    """Gives inspections of a kind."""
+    """A recorder whose inspections come from a function."""
 
     def __init__(self, names: dict[int, str], inspect: Callable[..., Any]) -> None:
         super().__init__(names)
@@ -231,12 +234,13 @@ class Inspecting(Recorder):
         return self._inspect(self, name, layer)
 
 
-#: Operands whose quantizers raise, with the error.
+#: Operand whose quantizer raises -> the error.
 Broken = dict[Operand, Exception]
 
 
 class First(Recording):
-    """Of the first replay: everything is quantized, and compared with what was captured."""
+    """The inspection of the first replay, which quantizes everything and compares it with the
+    captured step."""
 
     def __init__(
         self,
@@ -252,7 +256,7 @@ class First(Recording):
 
     @property
     def key(self) -> tuple[str, int]:
-        """Layer, and number of its call."""
+        """The layer, and the number of its call."""
         return self._name, self.record.number
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
@@ -262,7 +266,8 @@ class First(Recording):
         try:
             quantizer_of(self.call, gemm, tensor).quantize_impl(values, values.dtype)
         except Exception as failure:
-            # It may have been asked for both directions at once.
+            # The quantizer is called again for this product alone, because the call that raised may
+            # have been for both directions.
             self._broken[Operand(self._name, gemm, tensor)] = failure
 
     def modifies(self, gemm: str, tensor: str) -> bool:
@@ -281,12 +286,14 @@ class First(Recording):
 
 
 class Switched(First):
-    """Of a later replay: the chosen operands are quantized.
+    """The inspection of a later replay, which quantizes the chosen operands.
 
     Args:
-        nudge: a generator of random numbers: every operand is moved by as much as BF16 rounds.
-        look: what notes what chosen ones would lose that are in high precision.
-        shrunk: of operands, what their values are multiplied with.
+        chosen: the operands that are quantized.
+        nudge: a generator of random signs, which moves every operand by the size of BF16's
+            rounding.
+        look: records the loss that operands in high precision would have by quantization.
+        shrunk: operand -> a factor for its values.
     """
 
     def __init__(

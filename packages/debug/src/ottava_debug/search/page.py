@@ -10,5 +10,5 @@ PAGE = FileKind("page of `ottava bisect`", re.compile(_HEAD))
 
 
 def page(report: Report, name: str) -> str:
-    """HTML with no outside request; every text in it is escaped."""
+    """The report as HTML that requests nothing else; every text in it is escaped."""
     return rendered(__package__, report=report, name=name, columns=COLUMNS, number=number)

@@ -1,5 +1,4 @@
-"""Without the model: each product of a captured step by itself, and what each of its operands does
-to its result."""
+"""A search without the model: the effect of each operand on the result of its own product."""
 
 import math
 import warnings
@@ -19,7 +18,8 @@ from ottava_debug.search.operands import Comparison, Operand
 
 
 class _Product(Inspection):
-    """Keeps the results of the three products; the chosen operands are quantized, and looked at."""
+    """Records the results of the three products, with the chosen operands quantized and
+    observed."""
 
     def __init__(self, chosen: Any, look: Callable[..., None] | None = None) -> None:
         self._chosen, self._look = chosen, look
@@ -36,22 +36,22 @@ class _Product(Inspection):
 
 
 class Products:
-    """The products of a captured step, from the operands that were captured.
+    """The products of a captured step, computed from the captured operands.
 
     Args:
         step: the captured step.
-        recipe: to quantize by another recipe; None: the captured ones.
-        progress: called after each call of a layer with how many there were, and how many there
-            are.
+        recipe: another recipe that quantizes; None uses the captured ones.
+        progress: called after each call of a layer, with the number of calls so far and in total.
 
     Attributes:
-        comparison: as of a replay of the whole step.
-        errors: of each operand ``‖z - z₀‖ / ‖z₀‖``, ``z`` the product's result with this operand
-            alone quantized and ``z₀`` in high precision, of the call where that is largest.
+        comparison: the comparison with the captured step, as in a replay of the whole step.
+        errors: operand -> ``‖z - z₀‖ / ‖z₀‖`` in the call where that is largest. ``z`` is the
+            product's result with only this operand quantized, and ``z₀`` its result in high
+            precision.
 
     Raises:
-        UsageError: the captured recipe is not known from data, and none is given.
-        CheckpointError: the state of a layer is missing in the step, or of another shape.
+        UsageError: the captured recipe cannot be built from data, and ``recipe`` is None.
+        CheckpointError: the state of a layer is missing in the step, or has another shape.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A captured step, run again: as it was, or with some operands of products in high precision."""
+"""Runs a captured step again, as captured or with some operands of products in high precision."""
 
 import math
 import random
@@ -34,39 +34,40 @@ from ottava_debug.trees import ends, tensors_of, unflatten
 class Replay:
     """Runs a captured step with a model.
 
-    Each product takes the operands that were captured. Where another machine sums in another order,
-    what arrives at a product differs from them: in the first replay the captured ones take its
-    place, and in later ones the difference between what arrives then and what arrived first is
-    added to them. So the quantized bytes of the whole step are those of the captured one, and what
-    a change in one layer does to others is not lost.
+    Each product takes the captured operands. If another machine sums in another order, the operands
+    that arrive at a product differ from the captured ones. In the first replay the captured
+    operands replace them. In later replays the captured operands are used, plus the difference
+    between the operand that arrives now and the one that arrived in the first replay. Therefore the
+    whole step has the captured quantized bytes, and a change in one layer still affects the others.
 
     Args:
         step: the captured step.
-        model: the model; it is loaded with the step's state, now and in each replay.
-        loss: the loss function; None takes the one that the step names, then the loss that the
-            model gives, then the gradients of the model's outputs as they were captured.
-        recipe: to replay under this recipe; None: the captured ones, or those of a model that is
+        model: the model; the step's state is loaded into it, now and in each replay.
+        loss: the loss function. None uses the one that the step names, otherwise the loss that the
+            model returns, otherwise the captured gradients of the model's outputs.
+        recipe: the recipe of the replays; None uses the captured ones, or those of a model that is
             converted.
-        fed: whether products take what was captured; under another recipe than that of the step
-            they must not.
-        scales: as :attr:`scales` of another replay of the step; None: they are found.
+        fed: whether products take the captured operands, which they must not under another recipe
+            than that of the step.
+        scales: :attr:`scales` of another replay of the step; None computes them.
 
     Attributes:
-        model: the model, converted.
+        model: the converted model.
         layers: its captured layers, by name.
-        comparison: how near the first replay came to the captured step.
-        first: what it gave.
-        operands: what was quantized in it.
-        broken: operands whose quantizers raise, with the error; in all replays they are in high
-            precision.
-        scales: what the captured step multiplied the loss of each call of the model with.
+        comparison: the comparison of the first replay with the captured step.
+        first: the outcome of the first replay.
+        operands: the operands that were quantized in the first replay.
+        broken: the operands whose quantizers raise -> the error; they are in high precision in all
+            replays.
+        scales: number of a call of the model -> the factor by which the captured step multiplied
+            the loss of that call.
         knows_loss: whether there is a loss.
-        replays: how many there were.
+        replays: the number of replays so far.
 
     Raises:
         CheckpointError: the model is not the captured one.
-        UsageError: the captured recipe is not known from data, and none is given; the model or the
-            loss function raises something, which is the cause of this error.
+        UsageError: the captured recipe cannot be built from data and ``recipe`` is None; or the
+            model or the loss function raises an error, which is the cause of this one.
     """
 
     def __init__(
@@ -118,14 +119,15 @@ class Replay:
         """Run the step with these operands quantized and all others in high precision.
 
         Args:
+            quantized: the operands that are quantized.
             backward: whether the backward pass is run, too.
-            nudged: every operand is moved by as much as BF16 rounds, which tells what rounding
-                alone does.
-            look: takes notes of what operands in high precision would lose.
-            shrunk: operands whose values are multiplied with a number.
+            nudged: whether every operand is moved by the size of BF16's rounding, which shows the
+                effect of rounding alone.
+            look: records the loss that operands in high precision would have by quantization.
+            shrunk: operand -> a factor for its values.
 
         Raises:
-            UsageError: the model, the loss function or a quantizer raises something.
+            UsageError: the model, the loss function or a quantizer raises an error.
         """
         chosen = quantized if isinstance(quantized, (set, frozenset)) else frozenset(quantized)
         generator = torch.Generator().manual_seed(0) if nudged else None
@@ -133,8 +135,8 @@ class Replay:
         return self._run(inspect, backward)[0]
 
     def _first(self) -> tuple[Outcome, Recorder]:
-        """The first replay that comes to its end: operands whose quantizers raise are in high
-        precision."""
+        """Run the first replay, again and again until no further quantizer raises; operands whose
+        quantizers raise stay in high precision."""
         while True:
             known = len(self.broken)
             try:
@@ -167,7 +169,7 @@ class Replay:
         return Outcome(loss, gradients), recorder
 
     def _events(self, backward: bool) -> float:
-        """Forward and backward passes in the order in which they were."""
+        """Run the forward and backward passes in the captured order, and return the total loss."""
         total, waiting, events = 0.0, [], self.step.events
         for place, event in enumerate(events):
             kind, number = event.split(" ")
@@ -185,7 +187,7 @@ class Replay:
             elif backward and not (
                 place + 1 < len(events) and events[place + 1].startswith("backward")
             ):
-                # All outputs that the backward pass began at, together.
+                # One backward pass starts from all outputs at which the captured one began.
                 began = {
                     int(e.split(" ")[1]) for e in events[: place + 1] if e.startswith("backward")
                 }
@@ -200,7 +202,7 @@ class Replay:
         return self._loss(output, targets)
 
     def _backward(self, of: list[tuple[int, Any, torch.Tensor | None]]) -> None:
-        """The backward pass from the losses, scaled as the captured step scaled them, or from
+        """Run the backward pass from the losses, scaled as in the captured step, or from the
         captured gradients."""
         roots, seeds = [], []
         for number, output, loss in of:
@@ -239,7 +241,7 @@ class Replay:
 
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Random generators and autocast as they were; afterwards the generators as before."""
+        """Set the random generators and autocast as captured, and restore both afterwards."""
         before = random.getstate()
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng())
@@ -264,9 +266,12 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
 def _scale(
     loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch.Tensor | None], fed: bool
 ) -> float:
-    """What the captured step multiplied the loss with, one over the number of microbatches for
-    example, as the gradients of the model's outputs tell; 1 where these are not known, or not
-    finite."""
+    """The factor by which the captured step multiplied the loss, such as one over the number of
+    microbatches.
+
+    It follows from the gradients of the model's outputs, and is 1 where these are not known or not
+    finite.
+    """
     known = [
         (o, c)
         for o, c in zip(outputs, captured, strict=True)
@@ -296,8 +301,9 @@ def _scale(
             remedy="give its loss function and targets",
         )
     ratio = both / ours
-    # Numbers that people use, exactly: scales of gradients are powers of two, and microbatches a
-    # whole number. Under another recipe the model's outputs are others, too.
+    # A ratio close to a usual factor becomes that exact factor: gradient scales are powers of two,
+    # and the number of microbatches is a whole number. Under another recipe the ratio is less
+    # precise, because the model's outputs differ.
     whole, within = max(1, round(max(ratio, 1 / ratio))), 0.01 if fed else 0.1
     for exact in (2.0 ** round(math.log2(ratio)), float(whole) if ratio >= 1 else 1 / whole):
         if abs(ratio / exact - 1) < within:

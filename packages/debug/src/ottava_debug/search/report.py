@@ -1,4 +1,4 @@
-"""What a search has found, for people and for programs."""
+"""The findings of a search, for people and for programs."""
 
 import math
 from collections.abc import Sequence
@@ -13,20 +13,20 @@ from ottava_debug.search.operands import Comparison, Operand
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is to blame.
+    """An operand that is to blame, in one layer or in many.
 
     Attributes:
-        layers: one layer; or many, in which the same operand is.
-        gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``: the direction.
+        layers: the layers that have the operand.
+        gemm: the product that takes it: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
         tensor: ``"activation"``, ``"weight"`` or ``"gradient"``.
-        reason: why, in a sentence.
+        reason: the reason, as a sentence.
         alone: the distance with nothing else quantized.
         without: the distance with everything else quantized; None without the model.
-        partners: operands without which it does no harm.
-        statistics: what the operand loses where all findings are in high precision (without the
-            model: by itself); of several layers, in the one that loses most.
-        follows: weights out of whose products its values come, and which are too large for their
-            scale: with weights that are not, these values would be within range.
+        partners: operands without which this one does no harm.
+        statistics: the loss of the operand while all findings are in high precision (without the
+            model: of the operand alone), in the layer that loses most.
+        follows: weights that are too large for their scale, and whose products give the values of
+            this operand. With smaller weights these values would be within range.
     """
 
     layers: tuple[str, ...]
@@ -41,38 +41,37 @@ class Finding:
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """Its operands, by layer."""
+        """The operand of each layer."""
         return tuple(Operand(layer, self.gemm, self.tensor) for layer in self.layers)
 
     @property
     def layer(self) -> str:
-        """The layer; of several their number, and the first."""
+        """The layer; for several layers their number, and the first one."""
         first = self.layers[0] or "the model"
         return first if len(self.layers) == 1 else f"{len(self.layers)} layers, {first} ..."
 
 
 @dataclass
 class Report:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         measure: ``"loss"``, ``"grad-norm"``, ``"grad-distance"``; ``"products"`` without the model.
-        words: what its distance is.
-        tolerance: the distance that is right.
-        captured: what the measure shows of the captured step, where that is known.
-        value, reference, kept: of its replay, of that in high precision, and with the findings in
-            high precision.
+        words: a description of the measure's distance.
+        tolerance: the largest distance that counts as right.
+        captured: the value of the measure in the captured step; None where it is not known.
+        value, reference, kept: the value of the measure in the replay, in the replay in high
+            precision, and in the replay with the findings in high precision.
         before, after: the distance of the replay, and with the findings in high precision.
-        verified: the distance under the recipe file; None where there is none.
-        findings: the heaviest first.
-        operands: how many operands were captured, of how many the bytes were compared, and what
-            differs.
-        replays: how many there were.
-        seconds: how long it took.
+        verified: the distance under the recipe file; None without a recipe file.
+        findings: the findings, the heaviest first.
+        operands: the numbers of operands that were captured and compared, and their differences.
+        replays: the number of replays.
+        seconds: the duration in seconds.
         recipe_file: the text of the recipe file that keeps the findings in high precision; empty
             for none.
-        noisy: parameters whose gradients are noise in high precision already, and do not count.
-        notes: what else is to be known, in sentences.
+        noisy: the parameters whose gradients are noise even in high precision, and do not count.
+        notes: further information, as sentences.
     """
 
     measure: str
@@ -95,12 +94,12 @@ class Report:
 
     @property
     def solved(self) -> bool:
-        """Whether nothing was wrong, or what was found explains it."""
+        """Whether nothing was wrong, or the findings explain it."""
         return self.after <= self.tolerance
 
     def as_json(self) -> dict[str, Any]:
-        """What :func:`json.dumps` takes; numbers that are not finite are the texts ``"nan"``,
-        ``"inf"``, ``"-inf"``."""
+        """The report as data for :func:`json.dumps`; numbers that are not finite become ``"nan"``,
+        ``"inf"`` or ``"-inf"``."""
         return plain(asdict(self) | {"solved": self.solved})  # type: ignore[no-any-return]
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -121,7 +120,7 @@ class Report:
         return [f"{f.layer}, {f.tensor} in {f.gemm}: {f.reason}." for f in self.findings]
 
     def sentence(self) -> str:
-        """The result in a sentence."""
+        """The result as a sentence."""
         if self.measure == "products":
             one = len(self.findings) == 1
             many = (
@@ -150,29 +149,29 @@ class Report:
         return f"{told}; {kept} ({right})"
 
 
-# What formats of 8 bits change values by is less.
+# 8-bit formats change values by a smaller share than this.
 _OFF = 0.1
 COLUMNS = ("layer", "tensor", "direction", "distance alone", "without it")
 
 
 def number(value: float) -> str:
-    """A number of a few digits."""
+    """A number with four significant digits."""
     return f"{value:.4g}"
 
 
 def reason(operands: Sequence[Operand], found: Comparison, partners: Sequence[str] = ()) -> str:
-    """Why these operands do harm, as far as what they lose tells."""
+    """The reason why these operands do harm, as far as their losses tell."""
     told = _cause(worst_of(operands, found), found)
     return f"{told}; only together with {', '.join(partners)}" if partners else told
 
 
 def worst_of(operands: Sequence[Operand], found: Comparison) -> Operand:
-    """The one that loses most."""
+    """The operand that loses most."""
     return max(operands, key=lambda operand: loss_of_operand(found.statistics[operand]))
 
 
 def is_clamped(operand: Operand, found: Comparison) -> bool:
-    """Whether an operand loses by values beyond the range, the others being what they should be."""
+    """Whether an operand loses by values beyond the range, while its other values are right."""
     saturation, sqnr = found.statistics[operand].saturation or 0.0, found.statistics[operand].sqnr
     return not abs(found.gains[operand] - 1) > _OFF and (
         saturation > 1 or (saturation > 0 and sqnr < 15)

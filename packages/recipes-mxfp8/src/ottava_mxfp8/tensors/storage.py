@@ -1,4 +1,4 @@
-"""``MXFP8TensorStorage``: data on a grid, by the names that MXFP8 has for it."""
+"""``MXFP8TensorStorage``: data on a grid, with MXFP8's names for its arguments."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ottava.tensors import GridTensorStorage, InnerTensor, StaticField, inner_te
 def mx_layout(
     fp8_dtype: torch.dtype, with_2d_quantization: bool = False, scale_rounding: str = "up"
 ) -> Layout:
-    """Blocks of 32 that share a power of two, or squares of them that do."""
+    """Blocks of 1 × 32, or of 32 × 32 with 2D quantization, that share a power of two."""
     shared = (MX_BLOCK, MX_BLOCK) if with_2d_quantization else None
     return Layout(fp8_dtype, (1, MX_BLOCK), E8M0.torch_dtype, scale_rounding, shared=shared)
 
 
-# What data are does not depend on how their scales were rounded. A plain dict, which compiled code
-# can look into.
+# The rounding of scales is no key, because stored data does not depend on it. This is a plain dict,
+# because compiled code can look into one.
 _LAYOUTS = {(dtype, square): mx_layout(dtype, square) for dtype in FP8 for square in (False, True)}
 
 
 def _native(inner: InnerTensor) -> InnerTensor:
-    return (
-        inner
-        if inner.native == E8M0.torch_dtype
-        else InnerTensor(**vars(inner) | {"native": "_fp8_dtype"})
-    )
+    """``inner``, whose native dtype is E8M0 for scales, and the storage's ``_fp8_dtype`` for
+    data."""
+    if inner.native == E8M0.torch_dtype:
+        return inner
+    return InnerTensor(**vars(inner) | {"native": "_fp8_dtype"})
 
 
 class MXFP8TensorStorage(GridTensorStorage):
@@ -45,10 +45,10 @@ class MXFP8TensorStorage(GridTensorStorage):
         columnwise_scale_inv: ``[ceil(M / 32), K]``.
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         dtype: nominal dtype.
-        with_2d_quantization: one scale for 32 rows and columns: both directions hold the same
-            values.
-        values_from_columns: where both directions are held, dequantize columnwise data: so does a
-            transposed view.
+        with_2d_quantization: one scale for each block of 32 × 32, so that both directions hold the
+            same values.
+        values_from_columns: dequantize columnwise data where both directions are held, as a
+            transposed view does.
         quantizer: used by in-place updates.
 
     Raises:
@@ -68,7 +68,7 @@ class MXFP8TensorStorage(GridTensorStorage):
     _fp8_dtype: torch.dtype
     _with_2d_quantization: bool
 
-    # Blocks along columns are never made of rows alone: plain attributes.
+    # Columnwise blocks are never derived from rowwise data, so these are plain attributes.
     _columnwise_data: torch.Tensor | None = None
     _columnwise_scale_inv: torch.Tensor | None = None
 
