@@ -309,6 +309,27 @@ def test_what_cannot_be_a_side_is_refused(rows: Any, columns: Any, error: Any) -
         HybridQuantizer(rows, columns)
 
 
+@pytest.mark.parametrize(("sides", "named"), [((0, 1), "rowwise"), ((1, 0), "columnwise")])
+def test_an_option_of_a_side_is_not_one_of_the_hybrid(sides: Any, named: str) -> None:
+    """It would be set without any effect."""
+    quantizers = [reference(E4M3), IdentityQuantizer()]
+    quantizer: Any = HybridQuantizer(*(quantizers[side] for side in sides))
+    for name in ("fp8_dtype", "eps"):
+        with pytest.raises(OptionError, match=rf"{name} is set on a Hybrid.*on {named}_quantizer"):
+            setattr(quantizer, name, E5M2)
+    getattr(quantizer, f"{named}_quantizer").fp8_dtype = E5M2
+    assert quantizer(torch.ones(2, 2)).dequantize().equal(torch.ones(2, 2))
+    quantizer.internal = True
+    quantizer.note = "an attribute that no side has"
+
+
+def test_errors_show_short_names() -> None:
+    rows = HybridQuantizer(reference(E4M3), IdentityQuantizer(), columnwise=False)(torch.ones(2, 2))
+    name = r"HybridTensor\[CurrentScalingTensorRefStorage, IdentityTensorStorage\]"
+    with pytest.raises(UsageError, match=f"^{name} has no columnwise data"):
+        rows.gemm_operand(columnwise=True, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("primary", [False, True])
 def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
     recipe = CustomRecipe(by_direction("custom", lambda role: reference(E5M2)))

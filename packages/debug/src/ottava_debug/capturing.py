@@ -157,7 +157,11 @@ class capture:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._close()
+        try:
+            self._close()
+        finally:
+            # A Ctrl-C in the first call leaves no hooks behind.
+            self._close()
         try:
             # After Ctrl-C nothing is written.
             if error is None or isinstance(error, Exception):

@@ -1,4 +1,4 @@
-"""Quantizer factories: functions of a role, and what puts them together."""
+"""Quantizer factories, functions of a role, and functions that combine them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ottava_custom.hybrid import HybridQuantizer, quantizer_for_side
 from ottava_custom.identity import IdentityQuantizer
 from ottava_custom.reference.quantizer import CurrentScalingQuantizerRef
 
-Given = Quantizer | QuantizerRequest | None
-Factory = Callable[[QuantizerRole], Given]
+#: What a factory returns: None leaves the role to others.
+Answer = Quantizer | QuantizerRequest | None
+Factory = Callable[[QuantizerRole], Answer]
 
-#: What a role may be of.
+#: The tensors that a role may name.
 TENSOR_TYPES = ("input", "weight", "output", "grad_output", "grad_input")
 
 
@@ -30,13 +31,13 @@ def current_scaling_ref_quantizer_factory(role: QuantizerRole | str) -> CurrentS
     tensor.
 
     Raises:
-        OptionError: the role has a tensor type that there is not.
+        OptionError: the role has an unknown tensor type.
     """
     tensor_type = QuantizerRole.of(role).tensor_type
     _check_tensor_type(tensor_type)
-    # Results and gradients are in E5M2.
-    forward = tensor_type in ("input", "weight")
-    return CurrentScalingQuantizerRef(torch.float8_e4m3fn if forward else torch.float8_e5m2)
+    if tensor_type in ("input", "weight"):
+        return CurrentScalingQuantizerRef(torch.float8_e4m3fn)
+    return CurrentScalingQuantizerRef(torch.float8_e5m2)
 
 
 def _check_tensor_type(tensor_type: str) -> None:
@@ -44,7 +45,7 @@ def _check_tensor_type(tensor_type: str) -> None:
         raise OptionError(f"tensor type {tensor_type!r}", expected=", ".join(TENSOR_TYPES))
 
 
-#: The same under another name that is known for it.
+#: The same function, under the other name by which people know it.
 current_scaling_ref_factory = current_scaling_ref_quantizer_factory
 
 
@@ -54,16 +55,16 @@ def identity_factory(role: QuantizerRole | str) -> IdentityQuantizer:
 
 
 def mirror(recipe: Recipe | str | os.PathLike[str], **options: Any) -> Factory:
-    """A factory that gives what a recipe would use: ``mirror("mxfp8", with_2d_quantization=True)``.
+    """A factory that returns what a recipe uses: ``mirror("mxfp8", with_2d_quantization=True)``.
 
     Args:
-        recipe: a recipe, the name of an installed one, or the path of a recipe file.
-        options: of the recipe that is named.
+        recipe: a recipe, the name of an installed recipe, or the path of a recipe file.
+        options: options of the recipe that is named.
 
     Raises:
         DTypeError: ``recipe`` is neither a recipe nor a name, or options come with a recipe that is
             built already.
-        RecipeNotFoundError, OptionError, PluginError: as of :func:`ottava.get_recipe`.
+        RecipeNotFoundError, OptionError, PluginError: :func:`ottava.get_recipe` raised it.
     """
     if isinstance(recipe, (str, os.PathLike)):
         recipe = get_recipe(recipe, **options)
@@ -78,25 +79,25 @@ def mirror(recipe: Recipe | str | os.PathLike[str], **options: Any) -> Factory:
 
 @dataclass(frozen=True)
 class Mirror:
-    """What :func:`mirror` returns: one request for every role."""
+    """The factory of :func:`mirror`: one request for every role."""
 
     request: QuantizerRequest
 
     def __call__(self, role: QuantizerRole | str) -> QuantizerRequest:
-        """The request."""
+        """The request, whatever the role."""
         return self.request
 
 
 def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> Factory:
-    """A factory for each pattern, the first that matches; ``default`` for the other layers.
+    """The factory of the first pattern that fits a layer; ``default`` for other layers.
 
-    Patterns (``fnmatch``) fit the qualified name of a layer, or of a module that it is in, as those
-    of :func:`ottava.convert` do. A factory may be given by the name of a published one or of an
-    installed recipe.
+    Patterns (``fnmatch``) fit the qualified name of a layer, or of a module that the layer is in,
+    as the patterns of :func:`ottava.convert` do. The name of a published factory or of an installed
+    recipe stands for a factory.
 
     Raises:
-        DTypeError: one of them is no factory, or a pattern no string.
-        RecipeNotFoundError: nothing installed has the name.
+        DTypeError: a factory is not callable, or a pattern is no string.
+        RecipeNotFoundError: no installed recipe or factory has the name.
     """
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -111,12 +112,12 @@ def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> F
 
 
 def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
-    """A factory for each tensor type, ``by_tensor("current", weight="identity")``; ``default`` for
-    the others.
+    """The factory of a tensor type: ``by_tensor("current", weight="identity")``; ``default`` for
+    other tensors.
 
     Raises:
-        OptionError: there is no such tensor type.
-        DTypeError, RecipeNotFoundError: as of :func:`by_layer`.
+        OptionError: a tensor type is unknown.
+        DTypeError, RecipeNotFoundError: as :func:`by_layer` raises them.
     """
     for tensor_type in tensors:
         _check_tensor_type(tensor_type)
@@ -129,66 +130,75 @@ def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
 
 @dataclass(frozen=True)
 class Choice:
-    """What :func:`by_layer` and :func:`by_tensor` return: the first pattern that fits the role
-    serves."""
+    """The factory of :func:`by_layer` and :func:`by_tensor`.
+
+    Attributes:
+        asked: the attribute of a role that patterns are compared with.
+        choices: patterns and their factories, in the order in which they are compared.
+        default: the factory of roles that no pattern fits.
+    """
 
     asked: str
     choices: tuple[tuple[str, Factory], ...]
     default: Factory
 
-    def __call__(self, role: QuantizerRole | str) -> Given:
-        """What the factory for the role gives."""
+    def __call__(self, role: QuantizerRole | str) -> Answer:
+        """What the factory of the first pattern that fits returns."""
         role = QuantizerRole.of(role)
         text = getattr(role, self.asked)
-        return next(
-            (factory for pattern, factory in self.choices if fits(text, pattern)), self.default
-        )(role)
+        for pattern, factory in self.choices:
+            if fits(text, pattern):
+                return factory(role)
+        return self.default(role)
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Refuse a pattern that fits none of the names of a model's layers, here or in one of the
-        factories.
+        """Check that each pattern fits a layer of a model, here and in the factories.
 
         Raises:
-            OptionError: the message has the nearest pattern that would fit.
+            OptionError: a pattern fits none of ``names``; the message has the nearest that would.
         """
-        modules = modules_of(names)
-        for pattern, _ in self.choices if self.asked == "name" else ():
-            if not fits_some(pattern, modules):
-                expected = suggestion(
-                    pattern, names, "the name of a linear layer, or of a module that it is in"
-                )
-                raise OptionError(
-                    f"pattern {pattern!r} of by_layer matches no layer of the model",
-                    expected=expected,
-                )
+        if self.asked == "name":
+            self._check_patterns(names)
         for factory in (*(factory for _, factory in self.choices), self.default):
             check = getattr(factory, "check_layers", None)
             if callable(check):
                 check(names)
 
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        modules = modules_of(names)
+        otherwise = "the name of a linear layer, or of a module that it is in"
+        for pattern, _ in self.choices:
+            if not fits_some(pattern, modules):
+                what = f"pattern {pattern!r} of by_layer matches no layer of the model"
+                raise OptionError(what, expected=suggestion(pattern, names, otherwise))
+
 
 def by_direction(forward: Factory | str, backward: Factory | str) -> Factory:
-    """What ``forward`` gives for what fprop reads, what ``backward`` gives for what dgrad and wgrad
-    read.
+    """The quantizers of ``forward`` for what fprop reads, those of ``backward`` for what dgrad and
+    wgrad read.
 
-    Inputs and weights are quantized twice where the two differ: along rows for the forward pass,
-    along columns for the backward pass. Gradients are the backward factory's.
+    Inputs and weights are quantized by a :class:`HybridQuantizer`, along rows for the forward pass
+    and along columns for the backward pass. Gradients are quantized by the backward factory.
 
     Raises:
-        DTypeError, RecipeNotFoundError: as of :func:`by_layer`.
+        DTypeError, RecipeNotFoundError: as :func:`by_layer` raises them.
     """
     return ByDirection(as_factory(forward), as_factory(backward))
 
 
 @dataclass(frozen=True)
 class ByDirection:
-    """What :func:`by_direction` returns."""
+    """The factory of :func:`by_direction`."""
 
     forward: Factory
     backward: Factory
 
-    def __call__(self, role: QuantizerRole | str) -> Given:
-        """A hybrid for inputs and weights."""
+    def __call__(self, role: QuantizerRole | str) -> Answer:
+        """A hybrid for inputs and weights, and what ``backward`` returns for gradients.
+
+        Raises:
+            OptionError: a factory gives no quantizer, or one that keeps state, for a side.
+        """
         role = QuantizerRole.of(role)
         if role.is_gradient:
             return self.backward(role)
@@ -199,7 +209,8 @@ class ByDirection:
 
 
 def as_factory(factory: Factory | str) -> Factory:
-    """A factory as it is; a name is that of an installed recipe, or of a published factory."""
+    """The factory of a name, which is that of a published factory or else of an installed recipe;
+    a callable as it is."""
     if isinstance(factory, str):
         published = {spec.name for spec in list_quantizer_factories()}
         return get_quantizer_factory(factory) if factory in published else mirror(factory)

@@ -53,33 +53,35 @@ def quantizer_for_side(
 
 
 class _BothSides(ShardRule):
-    """Rows are independent where those of both sides are."""
+    """Rows are independent of each other where those of both sides are."""
 
     def independent_rows(self, quantizer: Any) -> int | None:
-        sides = (quantizer.rowwise_quantizer, quantizer.columnwise_quantizer)
-        rows = [rule_of(side).independent_rows(side) for side in sides]
+        rows = [rule_of(side).independent_rows(side) for side in quantizer.sides]
         return None if None in rows else math.lcm(*filter(None, rows))
 
 
 class HybridQuantizer(Quantizer):
-    """Quantizes along rows as one quantizer does and along columns as another: one for each
-    direction of a layer.
+    """Quantizes along rows as one quantizer does, and along columns as another.
 
     fprop reads rows of the input and of the weight; dgrad reads rows of ``grad_output`` and columns
-    of the weight; wgrad reads columns of both.
+    of the weight; wgrad reads columns of ``grad_output`` and of the input.
+
+    Options belong to the sides: set them on ``rowwise_quantizer`` and ``columnwise_quantizer``.
 
     Args:
-        rowwise_quantizer: for the rowwise usage.
-        columnwise_quantizer: for the columnwise usage.
+        rowwise_quantizer: the quantizer of the rowwise usage.
+        columnwise_quantizer: the quantizer of the columnwise usage.
         rowwise, columnwise: usages to produce.
 
     Raises:
-        DTypeError: one of them is no quantizer, or is a hybrid itself.
-        OptionError: one of them holds state: what a layer's state belongs to has to serve a whole
-            tensor.
+        DTypeError: a side is no quantizer, or is a hybrid itself.
+        OptionError: a side keeps state, which has to serve a whole tensor; or an option of a side
+            is set on the hybrid.
     """
 
     shards: ClassVar[ShardRule] = _BothSides()
+    rowwise_quantizer: Quantizer
+    columnwise_quantizer: Quantizer
 
     def __init__(
         self,
@@ -90,33 +92,34 @@ class HybridQuantizer(Quantizer):
         columnwise: bool = True,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
-        sides = []
-        for side, quantizer in zip(SIDES, (rowwise_quantizer, columnwise_quantizer), strict=True):
-            if not isinstance(quantizer, Quantizer) or isinstance(quantizer, HybridQuantizer):
-                what = f"{side}_quantizer is a {type(quantizer).__name__}"
-                raise DTypeError(what, expected="an ottava.Quantizer that is no hybrid itself")
-            if quantizer.stateful:
-                what = f"{side}_quantizer is a {type(quantizer).__name__}, which holds state"
-                remedy = (
-                    "use it for a whole role: return an ottava.QuantizerRequest from the factory"
-                )
-                raise OptionError(what, expected="a quantizer without state", remedy=remedy)
-            copied = quantizer.copy()
-            copied.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
-            copied.internal = True
-            sides.append(copied)
-        self.rowwise_quantizer, self.columnwise_quantizer = sides
-        self.keeps_operands = any(quantizer.keeps_operands for quantizer in sides)
-        self.keeps_values = all(quantizer.keeps_values for quantizer in sides)
-        # The storage class of each side, also where only the other is asked.
-        self.kinds = tuple(type(quantizer.make_empty((1, 1), device="cpu")) for quantizer in sides)
+        self.rowwise_quantizer = _as_side("rowwise", rowwise_quantizer)
+        self.columnwise_quantizer = _as_side("columnwise", columnwise_quantizer)
+        self.keeps_operands = any(side.keeps_operands for side in self.sides)
+        self.keeps_values = all(side.keeps_values for side in self.sides)
+        # The storage class of each side, also for hybrids that hold the other side alone.
+        self.kinds = tuple(type(side.make_empty((1, 1), device="cpu")) for side in self.sides)
+        # Files that hold a hybrid can be read from now on.
         for tensor in (False, True):
-            # From now on a file may hold one.
             hybrid_class(*self.kinds, tensor=tensor)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(self, name):
+            for side in SIDES:
+                if hasattr(self.__dict__.get(f"{side}_quantizer"), name):
+                    raise OptionError(
+                        f"{name} is set on a HybridQuantizer, and is an option of its sides",
+                        expected=f"{name} of a side",
+                        remedy=f"set it on {side}_quantizer, before anything is quantized",
+                    )
+        super().__setattr__(name, value)
+
+    @property
+    def sides(self) -> tuple[Quantizer, Quantizer]:
+        """The quantizers of rows and columns."""
+        return self.rowwise_quantizer, self.columnwise_quantizer
+
     def is_requantization_safe(self) -> bool:
-        sides = (self.rowwise_quantizer, self.columnwise_quantizer)
-        return all(quantizer.is_requantization_safe() for quantizer in sides)
+        return all(side.is_requantization_safe() for side in self.sides)
 
     def for_usage(self, columnwise: bool) -> Quantizer:
         return self.columnwise_quantizer if columnwise else self.rowwise_quantizer
@@ -128,35 +131,54 @@ class HybridQuantizer(Quantizer):
         return copied
 
     def is_alike(self, other: Quantizer) -> bool:
-        if not isinstance(other, HybridQuantizer) or not self.rowwise_quantizer.is_alike(
-            other.rowwise_quantizer
-        ):
+        if not isinstance(other, HybridQuantizer):
             return False
-        return self.columnwise_quantizer.is_alike(other.columnwise_quantizer)
+        pairs = zip(self.sides, other.sides, strict=True)
+        return all(mine.is_alike(its) for mine, its in pairs)
 
     def quantize_impl(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
-        cls = hybrid_class(*self.kinds, tensor=not self.internal)
         if self.keeps_operands and not self.internal:
             tensor = tensor.clone()
-        rows = self.rowwise_quantizer.quantize_impl(tensor, dtype) if self.rowwise_usage else None
-        columns = (
-            self.columnwise_quantizer.quantize_impl(tensor, dtype)
-            if self.columnwise_usage
-            else None
+        rows = columns = None
+        if self.rowwise_usage:
+            rows = self.rowwise_quantizer.quantize_impl(tensor, dtype)
+        if self.columnwise_usage:
+            columns = self._quantize_columns(tensor, dtype)
+        cls = hybrid_class(*self.kinds, tensor=not self.internal)
+        return cls.of_sides(rows, columns, shape=tuple(tensor.shape), dtype=dtype, quantizer=self)
+
+    def _quantize_columns(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        """The columns; of a tensor with the elements that are written and gathered by rows."""
+        quantizer = self.columnwise_quantizer
+        columns = quantizer.quantize_impl(tensor, dtype)
+        if self.internal or _holds_elements(columns):
+            return columns
+        # A transpose alone is made of such elements.
+        return quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
+
+
+def _as_side(side: str, quantizer: Quantizer) -> Quantizer:
+    """A copy of a quantizer that serves one side of a hybrid."""
+    what = f"{side}_quantizer is a {type(quantizer).__name__}"
+    if not isinstance(quantizer, Quantizer) or isinstance(quantizer, HybridQuantizer):
+        raise DTypeError(what, expected="an ottava.Quantizer that is no hybrid itself")
+    if quantizer.stateful:
+        raise OptionError(
+            f"{what}, which keeps state",
+            expected="a quantizer without state",
+            remedy="use it for a whole role: return an ottava.QuantizerRequest from the factory",
         )
-        if columns is not None and not self.internal:
-            held = [
-                inner
-                for inner in columns.inner_tensors
-                if getattr(columns, inner.attribute) is not None
-            ]
-            if not any(inner.gather for inner in held):
-                # A weight whose bytes are written or gathered by rows; a transpose alone is made of
-                # such.
-                columns = self.columnwise_quantizer.with_usage(True, True).quantize_impl(
-                    tensor, dtype
-                )
-        return cls.around([rows, columns], tuple(tensor.shape), dtype, self)
+    copied = quantizer.copy()
+    copied.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
+    copied.internal = True
+    return copied
+
+
+def _holds_elements(storage: QuantizedTensorStorage) -> bool:
+    return any(
+        inner.gather and getattr(storage, inner.attribute) is not None
+        for inner in storage.inner_tensors
+    )

@@ -1,9 +1,10 @@
 """Tensors whose rows and columns were quantized by different quantizers.
 
-A hybrid holds the inner tensors of both storages under their own names with a prefix, so that
-everything that is derived from a declaration (saving, moving, checkpoints, gathers) is derived from
-theirs. There is a class for each pair of storage classes, made when the pair is first met, and an
-attribute of this module under the name that files have.
+There is a class for each pair of storage classes, because core derives everything from what a class
+declares: the names of tensors in files, how many tensors a backward pass takes back, and what
+``__tensor_unflatten__`` builds, to which torch passes no instance. :func:`hybrid_class` joins the
+two declarations: each inner tensor and each static field of a side keeps its name, with
+``rowwise_`` or ``columnwise_`` before it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from ottava.errors import UsageError
 from ottava.recipes.registry import import_offered
 from ottava.tensors import (
     GridTensorStorage,
@@ -29,118 +29,102 @@ from ottava.tensors import (
 )
 from ottava.tensors.storage import storage_classes
 
-SIDES = ("rowwise", "columnwise")
+Side = Literal["rowwise", "columnwise"]
+SIDES: tuple[Side, Side] = ("rowwise", "columnwise")
 _Kind = type[QuantizedTensorStorage]
 
 
 class HybridTensorStorage(QuantizedTensorStorage):
-    """What is common to the storages of all pairs. Each has a class of its own, with the
-    declaration of the pair."""
+    """A storage with the inner tensors of two others: rows are read from the first, columns from
+    the second.
 
-    #: The storage class of each side.
-    kinds: ClassVar[tuple[_Kind, ...]] = ()
+    The classes of pairs, which :func:`hybrid_class` makes, derive from this one.
+    """
+
+    #: The storage classes of rows and columns.
+    kinds: ClassVar[tuple[_Kind, _Kind]]
     _dtype: torch.dtype
+    _shape: tuple[int, ...]
 
     @classmethod
-    def around(
+    def of_sides(
         cls,
-        sides: Sequence[QuantizedTensorStorage | None],
+        rows: QuantizedTensorStorage | None,
+        columns: QuantizedTensorStorage | None,
+        *,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        quantizer: Quantizer | None,
+        quantizer: Quantizer,
     ) -> HybridTensorStorage:
-        """A hybrid around a storage for each side; None where the usage is not wanted."""
-        arguments: dict[str, Any] = {}
-        for side, kind, storage in zip(SIDES, cls.kinds, sides, strict=True):
-            # Of the storage, because the declaration of a class on a grid has names alone.
-            inner_tensors = (kind if storage is None else storage).inner_tensors
-            held = {
-                i: None if storage is None else getattr(storage, i.attribute) for i in inner_tensors
-            }
-            elements = any(inner.gather and tensor is not None for inner, tensor in held.items())
-            for inner, tensor in held.items():
-                # A transpose beside its elements would have to be made again whenever these are
-                # written.
-                derived = elements and storage is not None and storage.is_derived(inner)
-                arguments[f"{side}_{inner.argument}"] = None if derived else tensor
-            for field in _own_fields(kind):
-                arguments[f"{side}_{field.argument}"] = (
-                    None if storage is None else getattr(storage, field.attribute)
-                )
-        made: Any = cls
-        return made(shape=shape, dtype=dtype, quantizer=quantizer, **arguments)  # type: ignore[no-any-return]
+        """A hybrid around a storage for each usage; None for a usage that is not wanted."""
+        arguments: dict[str, Any] = {"shape": shape, "dtype": dtype, "quantizer": quantizer}
+        if rows is not None:
+            arguments |= _arguments_of_side("rowwise", rows)
+        if columns is not None:
+            arguments |= _arguments_of_side("columnwise", columns)
+        return cls(**arguments)
 
     @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
-        # Files have elements in dtypes of their own, which a declaration that follows from a layout
-        # names too late.
-        narrow = {
-            k: v
-            for k, v in declared.items()
-            if isinstance(v, torch.Tensor) and v.element_size() == 1
-        }
-        return declared | {name: data.view(torch.uint8) for name, data in narrow.items()}
+        # Files have elements in dtypes of their own, and storages hold them as bytes.
+        checked = dict(declared)
+        for name, value in declared.items():
+            if isinstance(value, torch.Tensor) and value.element_size() == 1:
+                checked[name] = value.view(torch.uint8)
+        return checked
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
-        if any(map(_follows_layout, self.kinds)):
+        if any(_declares_names_alone(kind) for kind in self.kinds):
             inner_tensors: list[InnerTensor] = []
             for side, kind in zip(SIDES, self.kinds, strict=True):
-                fields = {f.argument: declared[f"{side}_{f.argument}"] for f in _own_fields(kind)}
-                known = _follows_layout(kind) and None not in fields.values()
-                own = inner_tensors_of(kind.layout_of(fields)) if known else kind.inner_tensors  # type: ignore[attr-defined]
-                inner_tensors += [_declared(side, inner) for inner in own]
+                inner_tensors += _inner_tensors_of_side(side, kind, declared)
             self.inner_tensors = tuple(inner_tensors)  # type: ignore[misc]
         super()._hold(declared, quantizer)
 
     def side(self, columnwise: bool) -> QuantizedTensorStorage:
-        """The storage of one side, around the inner tensors that this holds.
+        """The storage of one side, around inner tensors of this one.
 
         Raises:
-            UsageError: it holds no data for that side.
+            UsageError: this storage holds no data of the side.
         """
-        # The compiler of torch 2.11 takes no bool for an index.
+        # The compiler of torch 2.11 indexes with no bool.
         number = int(columnwise)
         side, kind = SIDES[number], self.kinds[number]
-        tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
         if not self.get_usages()[side]:
-            what, expected = (
-                f"{type(self).__name__} has no {side} data",
-                f"a tensor quantized with {side}=True",
+            raise self._without(side)
+        tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
+        static: list[Any] = []
+        for field in kind.static_fields:
+            name = (
+                field.attribute
+                if field.attribute == "_dtype"
+                else _attribute(side, field.attribute)
             )
-            raise UsageError(
-                what,
-                expected=expected,
-                remedy=f"call quantizer.set_usage({side}=True) before quantizing",
-            )
-        static = tuple(
-            self.dtype
-            if field.attribute == "_dtype"
-            else getattr(self, _attribute(side, field.attribute))
-            for field in kind.static_fields
-        )
-        quantizer: Any = getattr(self._quantizer, f"{side}_quantizer", None)
-        return StorageSpec(kind, static, quantizer).build(tensors)  # type: ignore[no-any-return]
+            static.append(getattr(self, name))
+        quantizer: Quantizer | None = getattr(self._quantizer, f"{side}_quantizer", None)
+        storage: QuantizedTensorStorage = StorageSpec(kind, tuple(static), quantizer).build(tensors)
+        return storage
 
     def size(self, dim: int | None = None) -> Any:
-        shape = torch.Size(self._shape)  # type: ignore[attr-defined]
+        shape = torch.Size(self._shape)
         return shape if dim is None else shape[dim]
 
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
         super().update_usage(rowwise_usage, columnwise_usage)
-        held = self.get_usages()
+        usages = self.get_usages()
         for side, kind in zip(SIDES, self.kinds, strict=True):
-            # Without its data a side needs no scale either.
-            for inner in () if held[side] else kind.inner_tensors:
-                setattr(self, _attribute(side, inner.attribute), None)
+            if not usages[side]:
+                # Without its data a side needs no scale either.
+                for inner in kind.inner_tensors:
+                    setattr(self, _attribute(side, inner.attribute), None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values of the rows; of the columns where only these are held. In ``dtype`` or the
+        """The values of the rows, or of the columns where no rows are held, in ``dtype`` or the
         nominal dtype."""
-        return self.side(columnwise=not self.get_usages()["rowwise"]).dequantize(
-            dtype or self.dtype
-        )
+        columnwise = not self.get_usages()["rowwise"]
+        return self.side(columnwise).dequantize(dtype or self.dtype)
 
     def gemm_operand(
         self, *, columnwise: bool, dtype: torch.dtype
@@ -160,82 +144,120 @@ class HybridTensorStorage(QuantizedTensorStorage):
         return side.column_layout_text or side.layout_text
 
 
-def _follows_layout(kind: _Kind) -> bool:
-    """Whether the declaration of the class has names alone, and the layout of a tensor the rest."""
-    return issubclass(kind, GridTensorStorage) and not any(
-        inner.gather for inner in kind.inner_tensors
-    )
-
-
-def _attribute(side: str, attribute: str) -> str:
+def _attribute(side: Side, attribute: str) -> str:
     return f"_{side}_{attribute.lstrip('_')}"
 
 
-def _own_fields(kind: _Kind) -> tuple[StaticField, ...]:
-    return tuple(field for field in kind.static_fields if field.attribute != "_dtype")
+def _fields_of(kind: _Kind) -> list[StaticField]:
+    """The static fields of a side without the nominal dtype, which is that of the hybrid."""
+    return [field for field in kind.static_fields if field.attribute != "_dtype"]
 
 
-def _declared(side: str, inner: InnerTensor) -> InnerTensor:
-    """The declaration of a side's inner tensor in a hybrid: it serves that side, whatever it serves
-    by itself."""
+def _arguments_of_side(side: Side, storage: QuantizedTensorStorage) -> dict[str, Any]:
+    """What the constructor of a hybrid is given for a side: inner tensors and static values."""
+    tensors = {inner: getattr(storage, inner.attribute) for inner in storage.inner_tensors}
+    has_elements = any(inner.gather and tensor is not None for inner, tensor in tensors.items())
+    arguments: dict[str, Any] = {}
+    for inner, tensor in tensors.items():
+        # A transpose beside its elements would have to be made again whenever these are written.
+        if not (has_elements and storage.is_derived(inner)):
+            arguments[f"{side}_{inner.argument}"] = tensor
+    for field in _fields_of(type(storage)):
+        arguments[f"{side}_{field.argument}"] = getattr(storage, field.attribute)
+    return arguments
+
+
+def _declares_names_alone(kind: _Kind) -> bool:
+    """Whether the class declares names of inner tensors, and the layout of its data all else."""
+    gathers = any(inner.gather for inner in kind.inner_tensors)
+    return issubclass(kind, GridTensorStorage) and not gathers
+
+
+def _inner_tensors_of_side(
+    side: Side, kind: _Kind, declared: dict[str, Any]
+) -> Sequence[InnerTensor]:
+    """The declaration of a side in a hybrid that holds ``declared``, by its layout if it has
+    one."""
+    inner_tensors = kind.inner_tensors
+    if _declares_names_alone(kind) and issubclass(kind, GridTensorStorage):
+        fields = {f.argument: declared[f"{side}_{f.argument}"] for f in _fields_of(kind)}
+        if None not in fields.values():
+            inner_tensors = inner_tensors_of(kind.layout_of(fields))
+    return [_declared(side, inner) for inner in inner_tensors]
+
+
+def _declared(side: Side, inner: InnerTensor) -> InnerTensor:
+    """The declaration of a side's inner tensor in a hybrid, where it serves the usage of the
+    side."""
+    native = inner.native
+    if isinstance(native, str):
+        native = _attribute(side, native)
     return replace(
         inner,
         attribute=_attribute(side, inner.attribute),
         argument=f"{side}_{inner.argument}",
-        usage="both" if inner.shared else side,  # type: ignore[arg-type]
-        native=_attribute(side, inner.native) if isinstance(inner.native, str) else inner.native,
+        usage="both" if inner.shared else side,
+        native=native,
     )
 
 
-def _reference(kind: _Kind) -> str:
-    # A dot would be taken for an attribute of an attribute.
-    return f"{kind.__module__}:{kind.__qualname__}".replace(".", "/")
-
-
-_made: dict[tuple[_Kind, _Kind, bool], type[HybridTensorStorage]] = {}
+_classes: dict[tuple[_Kind, _Kind, bool], type[HybridTensorStorage]] = {}
 
 
 def hybrid_class(rowwise: _Kind, columnwise: _Kind, *, tensor: bool) -> type[HybridTensorStorage]:
     """The class for a pair of storage classes: a tensor, or a bare storage."""
-    if (rowwise, columnwise, tensor) in _made:
-        return _made[rowwise, columnwise, tensor]
-    kinds = (rowwise, columnwise)
-    pairs = list(zip(SIDES, kinds, strict=True))
-    own = tuple(
-        StaticField(_attribute(side, field.attribute), f"{side}_{field.argument}", usage=side)  # type: ignore[arg-type]
-        for side, kind in pairs
-        for field in _own_fields(kind)
-    )
-    common = () if tensor else (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
+    key = (rowwise, columnwise, tensor)
+    if key not in _classes:
+        _classes[key] = _make_class(rowwise, columnwise, tensor)
+    return _classes[key]
+
+
+def _make_class(rowwise: _Kind, columnwise: _Kind, tensor: bool) -> type[HybridTensorStorage]:
+    inner_tensors: list[InnerTensor] = []
+    static_fields: list[StaticField] = []
+    if not tensor:
+        # Tensors know their shape and dtype.
+        static_fields += [StaticField("_shape", "shape"), StaticField("_dtype", "dtype")]
+    for side, kind in zip(SIDES, (rowwise, columnwise), strict=True):
+        inner_tensors += [_declared(side, inner) for inner in kind.inner_tensors]
+        for field in _fields_of(kind):
+            name, argument = _attribute(side, field.attribute), f"{side}_{field.argument}"
+            # A side that is not held has no static values.
+            static_fields.append(StaticField(name, argument, usage=side, default=None))
+    own_name = "HybridTensor" if tensor else "HybridTensorStorage"
+    # Pickles and files find the class by this name, errors show the short one.
+    full_name = f"{own_name}[{_reference(rowwise)},{_reference(columnwise)}]"
+    short_name = f"{own_name}[{rowwise.__name__}, {columnwise.__name__}]"
     namespace = {
         "__module__": __name__,
+        "__qualname__": full_name,
         "__doc__": f"Rows of a {rowwise.__name__}, columns of a {columnwise.__name__}.",
-        "kinds": kinds,
-        "inner_tensors": tuple(
-            _declared(side, inner) for side, kind in pairs for inner in kind.inner_tensors
-        ),
-        "static_fields": (*common, *own),
+        "kinds": (rowwise, columnwise),
+        "inner_tensors": tuple(inner_tensors),
+        "static_fields": tuple(static_fields),
     }
     bases = (QuantizedTensor, HybridTensorStorage) if tensor else (HybridTensorStorage,)
-    own_name = "HybridTensor" if tensor else "HybridTensorStorage"
-    name = f"{own_name}[{_reference(rowwise)},{_reference(columnwise)}]"
-    made = type(name, bases, namespace)
-    setattr(sys.modules[__name__], name, made)
-    _made[rowwise, columnwise, tensor] = made
-    return made
+    cls: type[HybridTensorStorage] = type(short_name, bases, namespace)
+    setattr(sys.modules[__name__], full_name, cls)
+    return cls
+
+
+def _reference(kind: _Kind) -> str:
+    # Pickle would take a dot for an attribute of an attribute.
+    return f"{kind.__module__}:{kind.__qualname__}".replace(".", "/")
 
 
 def __getattr__(name: str) -> Any:
-    """The class that a file names. Of its sides, only what installed recipes bring is imported."""
-    kind, _, rest = name.partition("[")
+    """The class of a pair that a file names; its sides are of modules that installed recipes
+    offer."""
+    own_name, _, rest = name.partition("[")
     references = rest.removesuffix("]").replace("/", ".").split(",")
-    if kind in ("HybridTensor", "HybridTensorStorage") and len(references) == 2:
+    if own_name in ("HybridTensor", "HybridTensorStorage") and len(references) == 2:
         for reference in references:
             if reference not in storage_classes():
                 import_offered(reference.partition(":")[0])
         known = storage_classes()
         if set(references) <= set(known):
-            return hybrid_class(
-                known[references[0]], known[references[1]], tensor=kind == "HybridTensor"
-            )
+            rowwise, columnwise = (known[reference] for reference in references)
+            return hybrid_class(rowwise, columnwise, tensor=own_name == "HybridTensor")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,4 @@
-"""``IdentityQuantizer``: keeps values as they are, in high precision, where a quantizer is asked
-for."""
+"""``IdentityQuantizer``: high precision for a role for which a recipe needs a quantizer."""
 
 from __future__ import annotations
 
@@ -22,8 +21,10 @@ from ottava.torch_private import aten_overloads
 
 
 class SharedElements(QuantizedTensorStorage):
-    """A storage whose first inner tensor, in the order of rows, serves rows and columns; it says
-    which it is for."""
+    """A storage whose first inner tensor, the elements in the order of rows, serves both usages.
+
+    The storage notes which usages it was quantized for.
+    """
 
     static_fields: ClassVar[tuple[StaticField, ...]] = (
         StaticField("_dtype", "dtype"),
@@ -36,37 +37,38 @@ class SharedElements(QuantizedTensorStorage):
     _columnwise: bool
 
     def get_usages(self) -> dict[str, bool]:
-        held = getattr(self, self.inner_tensors[0].attribute) is not None
-        return {"rowwise": held and self._rowwise, "columnwise": held and self._columnwise}
+        if getattr(self, self.inner_tensors[0].attribute) is None:
+            return {"rowwise": False, "columnwise": False}
+        return {"rowwise": self._rowwise, "columnwise": self._columnwise}
 
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Drop a usage (False), ask for one (True), or leave it (None). The elements serve both,
-        and stay.
+        """Drop a usage (False), ask for it (True), or leave it (None). The elements stay, because
+        they serve both usages.
 
         Raises:
-            UsageError: it holds no data.
+            UsageError: the storage holds no data.
             OptionError: neither usage would be left.
         """
-        self._held()
+        self._elements()
         self._rowwise, self._columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
 
-    def _held(self) -> torch.Tensor:
-        held = getattr(self, self.inner_tensors[0].attribute)
-        if held is None:
+    def _elements(self) -> torch.Tensor:
+        elements: torch.Tensor | None = getattr(self, self.inner_tensors[0].attribute)
+        if elements is None:
             raise self._empty()
-        return held  # type: ignore[no-any-return]
+        return elements
 
 
 class IdentityTensorStorage(SharedElements):
-    """Values in high precision as if they were quantized.
+    """Values in high precision, with the interface of quantized data.
 
     Args:
         values: the values, of the nominal dtype.
         dtype: nominal dtype.
-        columnwise, rowwise: the usages that they are said to serve.
-        quantizer: used by in-place updates.
+        columnwise, rowwise: the usages that the values serve.
+        quantizer: the quantizer of in-place updates.
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
@@ -80,17 +82,17 @@ class IdentityTensorStorage(SharedElements):
             DTypeError: ``dtype`` is not a floating-point dtype.
         """
         check_values_dtype(dtype)
-        return self._held().to(dtype or self.dtype, copy=True)
+        return self._elements().to(dtype or self.dtype, copy=True)
 
     def gemm_operand(
         self, *, columnwise: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The values themselves."""
-        return as_matrix(self._held().to(dtype)), None
+        return as_matrix(self._elements().to(dtype)), None
 
 
 class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
-    """Values in high precision as a quantized tensor. All views share them."""
+    """Values in high precision as a quantized tensor. All views share the values."""
 
     @classmethod
     def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
@@ -98,7 +100,7 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
 
 
 _aten = torch.ops.aten
-#: Ops that give views, which elements in the order of the tensor share one by one.
+#: Ops whose view of the elements holds the elements of their view of the tensor.
 VIEWS = (
     _aten.as_strided.default,
     _aten.diagonal.default,
@@ -123,31 +125,33 @@ VIEWS = (
 
 @implements(IdentityTensor, *VIEWS)
 def view_of_elements(op: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """The view that ``op`` gives of the elements, or a list of such."""
-    elements = tensor.inner_tensors[0]
-    found = op(getattr(tensor, elements.attribute), *args, **kwargs)
-    views = []
-    for part in found if isinstance(found, (list, tuple)) else [found]:
-        view = tensor.make_like(tensor, shape=part.shape, **{elements.argument: part})
-        # A scale of all elements is that of the rest, too.
-        view.mark_view(tensor, part=part.numel() != tensor.numel())
-        views.append(view)
-    return views if isinstance(found, (list, tuple)) else views[0]
+    """The view of a tensor, or the list of views, whose elements ``op`` gives."""
+    inner = tensor.inner_tensors[0]
+    elements = op(getattr(tensor, inner.attribute), *args, **kwargs)
+    if isinstance(elements, (list, tuple)):
+        return [_view(tensor, inner, each) for each in elements]
+    return _view(tensor, inner, elements)
+
+
+def _view(tensor: Any, inner: InnerTensor, elements: torch.Tensor) -> Any:
+    view = tensor.make_like(tensor, shape=elements.shape, **{inner.argument: elements})
+    # The scale of a view with fewer elements also belongs to the other elements.
+    view.mark_view(tensor, part=elements.numel() != tensor.numel())
+    return view
 
 
 @implements(IdentityTensor, _aten.clone.default)
 def clone_of_elements(op: Any, tensor: Any, *, memory_format: Any = None) -> Any:
-    """A copy whose elements lie in memory as ``memory_format`` says."""
+    """A copy whose elements have the strides of ``memory_format``."""
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
-    elements = tensor.inner_tensors[0]
-    cloned = getattr(tensor, elements.attribute).clone(memory_format=memory_format)
-    return tensor.make_like(tensor, **{elements.argument: cloned}).clone_storage()
+    inner = tensor.inner_tensors[0]
+    elements = getattr(tensor, inner.attribute).clone(memory_format=memory_format)
+    return tensor.make_like(tensor, **{inner.argument: elements}).clone_storage()
 
 
 class IdentityQuantizer(Quantizer):
-    """Quantizes nothing: a layer or a tensor of it stays in high precision, in the dtype that the
-    layer computes in."""
+    """Keeps values in high precision, in the dtype in which the layer computes."""
 
     shards = ShardRule(rows=1)
     keeps_operands = keeps_values = True
@@ -156,17 +160,16 @@ class IdentityQuantizer(Quantizer):
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
-        make: Any = IdentityTensorStorage if self.internal else IdentityTensor
-        made: QuantizedTensorStorage = make(
-            # What a layer saves may be its operand itself: autograd sees to it that nobody writes
-            # to that.
+        cls = IdentityTensorStorage if self.internal else IdentityTensor
+        return cls(
+            # A layer may save its operand itself, because autograd refuses a backward pass whose
+            # saved tensors were written to.
             values=tensor.detach().to(dtype, copy=not self.internal).contiguous(),
             dtype=dtype,
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
             quantizer=self,
         )
-        return made
 
     def is_requantization_safe(self) -> bool:
         return True

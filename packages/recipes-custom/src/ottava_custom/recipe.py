@@ -24,17 +24,16 @@ class CustomRecipe(Recipe):
     """The quantizers that a factory gives, for each role of each layer.
 
     Attributes:
-        qfactory: ``qfactory(role)`` gives an :class:`ottava.Quantizer`, or an
-            :class:`ottava.QuantizerRequest` for what another recipe would use, one that keeps state
-            included. The name of a published factory will do.
+        qfactory: ``qfactory(role)`` returns an :class:`ottava.Quantizer`, or an
+            :class:`ottava.QuantizerRequest` for the quantizer of another recipe, which may keep
+            state. The name of a published factory stands for the factory.
 
     Raises:
         DTypeError: ``qfactory`` is neither a function of a role nor a name.
-        OptionError: it is the path of a file.
-        RecipeNotFoundError, PluginError: as of :func:`ottava.get_quantizer_factory`.
+        OptionError: ``qfactory`` is the path of a file.
+        RecipeNotFoundError, PluginError: :func:`ottava.get_quantizer_factory` raised it.
 
-    When a layer is bound, the factory is called once for each of its roles or more; it must give
-    equal quantizers then.
+    A factory may be called more than once for a role, and must return equal quantizers each time.
     """
 
     name: ClassVar[str] = "custom"
@@ -62,7 +61,8 @@ class CustomRecipe(Recipe):
         """The recipe of a YAML or TOML file.
 
         Raises:
-            OptionError, RecipeNotFoundError: the file says something wrong; the error has the line.
+            OptionError, RecipeNotFoundError, PluginError: something in the file is wrong; the error
+                names the place.
         """
         from ottava_custom.files import load_factory
 
@@ -71,22 +71,22 @@ class CustomRecipe(Recipe):
     def given(
         self, role: QuantizerRole, of: Callable[[QuantizerRole], Any] | None = None
     ) -> Quantizer | QuantizerRequest:
-        """What the factory gives; a factory put over this recipe comes first.
+        """What the factory returns; a factory that was set over this recipe comes first.
 
         Raises:
-            DTypeError: a factory gave something else.
+            DTypeError: a factory returned something else.
         """
-        over = super().given(role, of)
-        made = super().given(role, self.qfactory) if over is None else over
-        if made is None:
+        answer = super().given(role, of)
+        if answer is None:
+            answer = super().given(role, self.qfactory)
+        if answer is None:
             raise DTypeError(
                 f"the quantizer factory returned None for {role}",
                 expected="an ottava.Quantizer or an ottava.QuantizerRequest",
-                remedy="return ottava_custom.IdentityQuantizer() where nothing is to be "
-                "quantized; a factory for some "
-                "roles only goes over a recipe: set_quantizer_factory()",
+                remedy="return ottava_custom.IdentityQuantizer() for high precision, or set a "
+                "factory for some roles over a recipe: set_quantizer_factory()",
             )
-        return made
+        return answer
 
     def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Quantizer:
         """The factory's quantizer."""
@@ -94,11 +94,11 @@ class CustomRecipe(Recipe):
 
     def explain(self, role: QuantizerRole | str) -> Explanation:
         explain = getattr(self.qfactory, "explain", None)
-        asked = QuantizerRole.of(role)
-        if not callable(explain) or super().given(asked) is not None:
-            return super().explain(asked)
-        found: Explanation = explain(asked)
-        return found
+        role = QuantizerRole.of(role)
+        if not callable(explain) or super().given(role) is not None:
+            return super().explain(role)
+        explanation: Explanation = explain(role)
+        return explanation
 
     def check_layers(self, names: Sequence[str]) -> None:
         check = getattr(self.qfactory, "check_layers", None)
@@ -114,15 +114,15 @@ def build(
     qfactory: Callable[[QuantizerRole], Any] | str | None = None,
     file: str | os.PathLike[str] | None = None,
 ) -> CustomRecipe:
-    """The recipe by name: of a factory, of a file, or by itself that of the reference of current
+    """The recipe ``custom`` of a factory or of a file; without either, the reference of current
     scaling.
 
     Raises:
-        OptionError: a factory and a file at once.
+        OptionError: both a factory and a file are given.
     """
     if file is not None:
         if qfactory is not None:
-            raise OptionError("qfactory and file at once", expected="one of them")
+            raise OptionError("both qfactory and file are given", expected="one of them")
         return CustomRecipe.from_file(file)
     if qfactory is None:
         from ottava_custom.factories import current_scaling_ref_quantizer_factory

@@ -25,8 +25,7 @@ _GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
 
 
 class CurrentScalingQuantizerRef(Quantizer):
-    """Quantizes with the scale that the tensor's own amax gives, and multiplies, without any
-    kernel.
+    """Quantizes by the amax of the tensor itself, and multiplies, without any kernel.
 
     Args:
         dtype: format of the elements, ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -36,7 +35,7 @@ class CurrentScalingQuantizerRef(Quantizer):
 
     Raises:
         DTypeError: ``dtype`` is not an FP8 element format.
-        OptionError: ``eps`` is negative or not finite, or a flag no bool.
+        OptionError: ``eps`` is negative or not finite, or ``pow_2_scales`` is no bool.
     """
 
     custom = True
@@ -46,7 +45,7 @@ class CurrentScalingQuantizerRef(Quantizer):
 
     @property
     def fp8_dtype(self) -> torch.dtype:
-        """``dtype``, under the name that other quantizers have for it."""
+        """``dtype``, by its name in other quantizers."""
         return self.dtype
 
     @fp8_dtype.setter
@@ -65,14 +64,14 @@ class CurrentScalingQuantizerRef(Quantizer):
         self.dtype = dtype
         self.pow_2_scales = pow_2_scales
         self.eps = eps
-        # All shards of a weight have the scale of the whole: the group that their amaxes are
-        # reduced over.
+        # The group over which the amaxes of a weight's shards are reduced, because all shards have
+        # the scale of the whole weight.
         self.shard_group: Any = None
 
     process_attributes = ("shard_group",)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group belongs to its process.
+        # Process groups cannot be pickled.
         return self.__dict__ | {"shard_group": None}
 
     def for_shards(self, group: Any) -> CurrentScalingQuantizerRef:
@@ -91,10 +90,10 @@ class CurrentScalingQuantizerRef(Quantizer):
         if self.shard_group is not None:
             largest = reduce_amax(largest, self.shard_group)
         scale = scale_from_amax(largest, self.dtype, self.eps, self.pow_2_scales)
-        make = CurrentScalingTensorRefStorage if self.internal else CurrentScalingTensorRef
-        return make(
+        cls = CurrentScalingTensorRefStorage if self.internal else CurrentScalingTensorRef
+        return cls(
             data=cast(tensor, scale, self.dtype).contiguous(),
-            # Both operands are tensors, as of any quotient here.
+            # A quotient of two tensors is rounded once; see scale_from_amax.
             scale=torch.div(torch.ones_like(scale), scale),
             dtype=dtype,
             quant_dtype=self.dtype,
@@ -121,22 +120,22 @@ class CurrentScalingQuantizerRef(Quantizer):
         """The product of two quantized operands: elements in float32, ``torch.mm``, the scales, the
         bias, one rounding.
 
-        The scales are factors of the product, applied to it and not to the elements, as in every
-        other product of quantized tensors: so this one gives the same bits.
+        The scales multiply the product and not the elements, as in every other product of quantized
+        tensors, so that all of them give the same bits.
 
         Args:
-            qx, qw: quantized tensors, or elements ``[rows, columns]``; which of them, see
+            qx, qw: quantized tensors, or elements ``[rows, columns]``, in the order of
                 :meth:`Quantizer.qgemm`.
             m_params: unused.
-            out_dtype: dtype of the result.
-            sx, sw: scales of bare elements; of quantized tensors, their own count.
+            out_dtype: the dtype of the result.
+            sx, sw: the scales of bare elements; quantized tensors have their own.
             bias: ``[N]``, added in float32.
-            out: write the result here; with ``accumulate`` add to what it holds.
-            qresult_x, qresult_w: the quantized tensors that ``qx`` and ``qw`` are the elements of.
+            out: the result is written here, or added with ``accumulate``.
+            qresult_x, qresult_w: the quantized tensors whose elements ``qx`` and ``qw`` are.
 
         Raises:
-            OptionError: unknown ``gemm_type``, or ``accumulate`` without ``out``.
-            UsageError: an operand does not hold the rows that the product reads.
+            OptionError: ``gemm_type`` is unknown, or ``accumulate`` is set without ``out``.
+            UsageError: the product reads rows of an operand that has none.
             DTypeError, ShapeError, DeviceError: operands, scales, bias or out do not fit together.
         """
         if gemm_type not in _GEMMS:
@@ -162,18 +161,14 @@ class CurrentScalingQuantizerRef(Quantizer):
 
 
 def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Elements in float32 ``[rows, columns]`` and the scale that is still to be applied."""
+    """Elements in float32 ``[rows, columns]``, and the scale by which they are to be multiplied."""
     if isinstance(x, QuantizedTensorStorage):
         return x.gemm_operand(columnwise=columnwise, dtype=torch.float32)
     if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
-        found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-        what, expected = (
-            f"an operand is of {found}",
-            "a quantized tensor, or elements of a floating-point dtype",
-        )
+        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise DTypeError(
-            what,
-            expected=expected,
+            f"an operand is of {kind}",
+            expected="a quantized tensor, or elements of a floating-point dtype",
             remedy="view bytes as their dtype: data.view(torch.float8_e4m3fn)",
         )
     if scale is not None and (not isinstance(scale, torch.Tensor) or scale.numel() != 1):
@@ -185,7 +180,7 @@ def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.
 
 
 def _check_product(left: torch.Tensor, right: torch.Tensor, bias: Any, out: Any) -> None:
-    """Refuse operands, a bias and a result that do not fit together."""
+    """Raises a typed error where operands, bias and result do not fit together."""
     if left.shape[1] != right.shape[0]:
         what = f"a product of {tuple(left.shape)} and {tuple(right.shape)}"
         raise ShapeError(what, expected="equal reduced dimensions")

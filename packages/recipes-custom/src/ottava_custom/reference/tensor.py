@@ -1,8 +1,8 @@
 """``CurrentScalingTensorRef``: FP8 elements and a scale, for rows, for columns, or both.
 
-Invariant: ``original ≈ float32(data) * scale``. Here ``scale`` multiplies when dequantizing, as
-those who know the name
-expect. Rows and columns have the same elements: these are held once, in the order of rows.
+Invariant: ``original ≈ float32(data) * scale``. Unlike elsewhere, ``scale`` multiplies when
+dequantizing, as users of this class's name expect. Rows and columns have the same elements, which
+are held once, in the order of rows.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ class CurrentScalingTensorRefStorage(SharedElements):
         data: elements ``[*leading, K]`` of ``quant_dtype``, or their bytes (uint8); None without
             the rowwise usage.
         scale: float32 with one element; multiplies when dequantizing.
-        data_t: elements ``[K, *leading]``; None without the columnwise usage. Where ``data`` is
-            given too, it says only that there is a columnwise usage: its values are those of
-            ``data``.
-        scale_t: the scale of ``data_t``; there is one scale for both.
+        data_t: elements ``[K, *leading]``; None without the columnwise usage. Beside ``data``, it
+            only asks for the columnwise usage, because its values are those of ``data``.
+        scale_t: the scale of ``data_t``, which is that of ``data``.
         dtype: nominal dtype.
         quant_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        original_shape, shape: shape of the tensor that was quantized, where ``data`` is a matrix of
-            its rows.
-        rowwise, columnwise: whether there is such a usage; None: if ``data`` or ``data_t`` is
-            given.
-        quantizer: used by in-place updates.
+        original_shape, shape: the shape of the tensor that was quantized, where ``data`` is the
+            matrix of its rows.
+        rowwise, columnwise: the usages; None: where ``data``, or ``data_t``, is given.
+        quantizer: the quantizer of in-place updates.
 
     Raises:
         DTypeError, ShapeError: the arguments do not fit together.
@@ -60,7 +58,7 @@ class CurrentScalingTensorRefStorage(SharedElements):
         *SharedElements.static_fields,
         StaticField("quant_dtype", "quant_dtype"),
     )
-    # Its products are its quantizer's.
+    # Products are computed by the quantizer's qgemm.
     custom = True
 
     _data: torch.Tensor | None
@@ -87,9 +85,9 @@ class CurrentScalingTensorRefStorage(SharedElements):
             self._dtype = dtype
         self._rowwise = data is not None if rowwise is None else rowwise
         self._columnwise = data_t is not None if columnwise is None else columnwise
-        wanted = original_shape if shape is None else shape
-        self._data, found = _checked(data, scale, data_t, scale_t, quant_dtype, wanted)
-        self._scale = found  # type: ignore[assignment]
+        shape = original_shape if shape is None else shape
+        self._data = _checked_data(data, data_t, quant_dtype, shape)
+        self._scale = _checked_scale(scale, scale_t, self._data)  # type: ignore[assignment]
         self.quant_dtype = quant_dtype
         self._quantizer = quantizer
 
@@ -98,43 +96,42 @@ class CurrentScalingTensorRefStorage(SharedElements):
     @property
     def data(self) -> torch.Tensor | None:
         """Elements ``[*leading, K]`` of ``quant_dtype``, or None."""
-        return (
-            self._data.view(self.quant_dtype) if self._data is not None and self._rowwise else None
-        )
+        if self._data is None or not self._rowwise:
+            return None
+        return self._data.view(self.quant_dtype)
 
     @property
     def data_t(self) -> torch.Tensor | None:
         """Elements ``[K, *leading]`` of ``quant_dtype``, a view; or None."""
         if self._data is None or not self._columnwise:
             return None
-        return (self._data.movedim(-1, 0) if self._data.dim() else self._data).view(
-            self.quant_dtype
-        )
+        data = self._data.movedim(-1, 0) if self._data.dim() else self._data
+        return data.view(self.quant_dtype)
 
     @property
     def scale(self) -> torch.Tensor | None:
-        """What multiplies ``data`` when dequantizing, or None without a rowwise usage."""
+        """The factor of ``data`` when dequantizing; None without a rowwise usage."""
         return self._scale if self.get_usages()["rowwise"] else None
 
     @property
     def scale_t(self) -> torch.Tensor | None:
-        """What multiplies ``data_t`` when dequantizing, or None without a columnwise usage."""
+        """The factor of ``data_t`` when dequantizing; None without a columnwise usage."""
         return self._scale if self.get_usages()["columnwise"] else None
 
     @property
     def _scale_inv(self) -> torch.Tensor:
-        """The scale under the name that products ask for. What is held, and no view of it: the
-        compiler guards it."""
+        """The scale under the name that products read: the same tensor, because torch's compiler
+        guards it."""
         return self._scale
 
     @property
     def original_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that was quantized."""
+        """The shape of the tensor that was quantized."""
         return tuple(self.size())
 
     def elements(self) -> torch.Tensor:
         """The elements as float32 ``[*leading, K]``, exactly, without the scale."""
-        return self._held().contiguous().view(self.quant_dtype).to(torch.float32)
+        return self._elements().contiguous().view(self.quant_dtype).to(torch.float32)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``float32(element) * scale``, rounded once to ``dtype`` or the nominal dtype.
@@ -151,7 +148,7 @@ class CurrentScalingTensorRefStorage(SharedElements):
         """The bare elements, exact in bfloat16 and float32, and the scale.
 
         Raises:
-            UsageError: rows are asked for, and only columns are held.
+            UsageError: the product reads rows, and the storage was quantized for columns alone.
         """
         if not self._rowwise and not columnwise:
             what = f"a {type(self).__name__} without rowwise data in a product that reads it"
@@ -172,48 +169,46 @@ class CurrentScalingTensorRefStorage(SharedElements):
 class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
     """FP8 elements with one scale as a ``torch.Tensor`` of its nominal dtype.
 
-    ``data`` is what the reference calls so, the elements; of a parameter it is what torch calls so,
-    an alias without gradient.
+    ``data`` is the elements. Of a parameter it is what torch calls ``data``: an alias without
+    gradient.
 
     Args:
-        requires_grad: as of any tensor; the others are those of
+        requires_grad: as of any tensor. The other arguments are those of
             :class:`CurrentScalingTensorRefStorage`.
 
     Raises:
         DTypeError, ShapeError: the arguments do not fit together.
-        UsageError: there is neither ``data`` nor ``data_t``.
+        UsageError: neither ``data`` nor ``data_t`` is given.
     """
 
     @staticmethod
     def __new__(
-        cls, *given: Any, requires_grad: bool = False, **named: Any
+        cls, *args: Any, requires_grad: bool = False, **kwargs: Any
     ) -> CurrentScalingTensorRef:
-        bare = CurrentScalingTensorRefStorage(*given, **named)
-        held = bare._data
-        if held is None:
+        storage = CurrentScalingTensorRefStorage(*args, **kwargs)
+        data = storage._data
+        if data is None:
             raise UsageError("a CurrentScalingTensorRef needs data", expected="data or data_t")
-        made: CurrentScalingTensorRef = make_wrapper_subclass(
+        tensor: CurrentScalingTensorRef = make_wrapper_subclass(
             cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=bare.dtype,
-            device=held.device,
+            data.shape,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=storage.dtype,
+            device=data.device,
             requires_grad=requires_grad,
             storage_size=0,
         )
-        return made
+        return tensor
 
-    def __init__(self, *given: Any, requires_grad: bool = False, **named: Any) -> None:
-        CurrentScalingTensorRefStorage.__init__(self, *given, **named)
+    def __init__(self, *args: Any, requires_grad: bool = False, **kwargs: Any) -> None:
+        CurrentScalingTensorRefStorage.__init__(self, *args, **kwargs)
 
     @property
     def data(self) -> Any:
-        return (
-            self.detach()
-            if getattr(self, "_is_param", False)
-            else CurrentScalingTensorRefStorage.data.fget(self)  # type: ignore[attr-defined]
-        )
+        if getattr(self, "_is_param", False):
+            return self.detach()
+        return CurrentScalingTensorRefStorage.data.fget(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -224,35 +219,33 @@ implements(CurrentScalingTensorRef, *VIEWS)(view_of_elements)
 implements(CurrentScalingTensorRef, torch.ops.aten.clone.default)(clone_of_elements)
 
 
-def _checked(
-    data: Any,
-    scale: Any,
-    data_t: Any,
-    scale_t: Any,
-    quant_dtype: torch.dtype,
-    shape: Sequence[int] | None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Bytes in the order of rows and a scale without dimensions, or a typed error for what does not
-    fit together."""
+def _checked_data(
+    data: Any, data_t: Any, quant_dtype: torch.dtype, shape: Sequence[int] | None
+) -> torch.Tensor | None:
+    """The bytes of the elements in the order of rows, or a typed error where data do not fit."""
     fp8_format(quant_dtype)
-    held, turned = as_data(data, quant_dtype, "data"), as_data(data_t, quant_dtype, "data_t")
-    if held is not None:
-        held = _shaped(held, shape, "data")
-        shape = held.shape
-    if turned is not None:
-        turned = _shaped(turned, None if shape is None else (*shape[-1:], *shape[:-1]), "data_t")
-        if held is None:
-            held = turned.movedim(0, -1).contiguous() if turned.dim() else turned
+    rows, columns = as_data(data, quant_dtype, "data"), as_data(data_t, quant_dtype, "data_t")
+    if rows is not None:
+        rows = _shaped(rows, shape, "data")
+        shape = rows.shape
+    if columns is not None:
+        columns = _shaped(columns, None if shape is None else (*shape[-1:], *shape[:-1]), "data_t")
+    if rows is not None or columns is None:
+        return rows
+    return columns.movedim(0, -1).contiguous() if columns.dim() else columns
+
+
+def _checked_scale(scale: Any, scale_t: Any, data: torch.Tensor | None) -> torch.Tensor | None:
+    """The scale of the data, without dimensions, or a typed error where it is none."""
     scale = scale_t if scale is None else scale
-    if held is None and scale is None:
-        return None, None
+    if data is None and scale is None:
+        return None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        raise DTypeError(
-            "scale is not a float32 tensor", expected="a float32 tensor with one element"
-        )
+        expected = "a float32 tensor with one element"
+        raise DTypeError("scale is not a float32 tensor", expected=expected)
     if scale.numel() != 1:
         raise ShapeError(f"scale has shape {tuple(scale.shape)}", expected="one element")
-    return held, scale.reshape(())
+    return scale.reshape(())
 
 
 def _shaped(data: torch.Tensor, shape: Sequence[int] | None, name: str) -> torch.Tensor:
