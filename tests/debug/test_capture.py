@@ -433,3 +433,21 @@ def test_arguments_come_back() -> None:
     assert torch.equal(found["b"][0], torch.ones(2))
     assert {**found, "b": found["b"][1]} == {**value, "b": torch.bfloat16}
     assert isinstance(found["b"], tuple)
+
+
+def test_an_interrupt_at_the_end_leaves_no_hooks(tmp_path, monkeypatch):
+    model, path, interrupts = model_of("current"), tmp_path / "step", [KeyboardInterrupt]
+    remove = torch.utils.hooks.RemovableHandle.remove
+
+    def interrupted(handle):
+        if interrupts:
+            raise interrupts.pop()
+        remove(handle)
+
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt), capture(model, path):
+        model(torch.ones(2, 16)).sum().backward()
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert function.inspector is None
+    assert not path.exists()
