@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from ottava import torch_private
 from ottava.cli import doctor
-from ottava.distributed import hooks
+from ottava.distributed import HighPrecisionWeight, hooks
 from ottava.errors import BackendError
 from ottava.kernels import direct
 from ottava.tensors import Float8Tensor, InnerTensor, QuantizedTensor
@@ -80,7 +80,7 @@ def use(patch: pytest.MonkeyPatch, module: Any) -> int:
             ):
                 patch.setattr(place, name, now)
                 changed += now is not before
-    for cls in (QuantizedTensor, hooks.HighPrecisionWeight):
+    for cls in (QuantizedTensor, HighPrecisionWeight):
         patch.setattr(cls, "__torch_function__", vars(module)["disabled_torch_function"])
     return changed
 

@@ -7,7 +7,7 @@ import torch
 from bisect_steps import Stack, of, outlier, stored
 
 import ottava
-from ottava.nn.binding import Call
+from ottava.nn.call import Call
 from ottava_debug import Bundle, bisect
 
 pytestmark = pytest.mark.usefixtures("one_thread")

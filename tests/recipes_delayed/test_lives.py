@@ -99,7 +99,7 @@ def test_a_step_notes_what_ran_since_it_began() -> None:
     layer = bare()
     for _ in range(5):
         in_a_block(layer, torch.ones(4, 16)).sum().backward()
-    assert len(layer.recipe_state.step._ran) == 1
+    assert layer.recipe_state.step.members.states() == [layer.recipe_state]
 
 
 def test_a_layer_that_ran_in_another_step_since_is_begun_by_that_one() -> None:

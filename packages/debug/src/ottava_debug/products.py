@@ -14,7 +14,8 @@ import torch
 from ottava import debug, prepare_for_saving, restore_from_saved
 from ottava.gemm import as_matrix, gemm
 from ottava.kernels.products import without_autocast
-from ottava.nn.binding import Call, autocast_dtype
+from ottava.nn.call import Call
+from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import (
     IntoMainGrad,
     constant_gradients,

@@ -71,7 +71,7 @@ def set_inspector(inspector: Callable[[Linear], Callable[..., torch.Tensor] | No
         inspector: ``inspector(layer)`` gives a function, or None to leave the layer as it is. The
             function is called with
             ``(input, weight, bias, call, dtype, kept, main_grad, observed)``: checked tensors, the
-            weight ``[out, in]``, quantized if it lives so; the :class:`~ottava.nn.binding.Call` of
+            weight ``[out, in]``, quantized if it lives so; the :class:`~ottava.nn.call.Call` of
             this pass, whose ``state`` is None in high precision, where nothing has been checked and
             torch.autocast is as it was; the dtype to compute in; the weight as an earlier
             microbatch quantized it, or None; what the gradient of the weight is added to, or None;

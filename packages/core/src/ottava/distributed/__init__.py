@@ -2,7 +2,7 @@
 weights."""
 
 from ottava.collectives import all_reduce_max as reduce_amax
-from ottava.distributed.hooks import HighPrecisionWeight, gather_quantized
+from ottava.distributed.high_precision_weight import HighPrecisionWeight, gather_quantized
 from ottava.distributed.rules import GridShards, PerTensorShards, ShardBatch, ShardRule, rule_of
 from ottava.distributed.shards import ShardJob, ShardOutput
 from ottava.distributed.weights import (

@@ -21,7 +21,7 @@ _OTHER_WEIGHTS = Disagreement(
     "convert the model in the same way on every rank, and call gather_quantized on all of them or "
     "none",
 )
-# How a quantizer is used, which no gather sees.
+# Attributes of quantizers that say how one is used, which no gather sees.
 _USAGES = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 _PLAIN = (bool, int, float, str, torch.dtype, torch.Size, Enum, type(None))
 
@@ -62,22 +62,23 @@ def _line(weight: fsdp2.GatheredWeight) -> str:
     place = f"{weight.name} {list(weight.size)}"
     if not hasattr(shard, "fsdp_pre_all_gather"):
         return f"{place}: {shard.dtype}, gathered as it is"
+    if isinstance(shard, QuantizedTensor):
+        form = _quantized_form(shard)
+    else:
+        form = f"gathered by {_words(_bound_quantizer(module))}"
     binding = getattr(module, "_binding", None)
     recipe = None if binding is None else binding.recipe
-    kept = isinstance(shard, QuantizedTensor)
-    kind = _kept(shard) if kept else f"gathered by {_words(_bound_quantizer(module))}"
-    # What these say changes which bytes are gathered.
-    gather = {
+    # Each of these changes which bytes are gathered.
+    options = {
         "dtype": weight.dtype or shard.dtype,
         "columns": tuple(shard.shape[1:]),
         "recomputes": getattr(module, "recomputes", False),
         "resharded": weight.resharded,
     }
-    gathers = ", ".join(f"{name}={_words(value)}" for name, value in gather.items())
-    return f"{place}: {kind}, for {stable_repr(recipe)} ({gathers})"
+    return f"{place}: {form}, for {stable_repr(recipe)} ({_listed(options)})"
 
 
-def _kept(shard: Any) -> str:
+def _quantized_form(shard: QuantizedTensor) -> str:
     """The class and the fields of a shard that is kept quantized, what it sends, and its
     quantizer."""
     fields = {field.argument: getattr(shard, field.attribute) for field in shard.own_fields}
@@ -86,14 +87,13 @@ def _kept(shard: Any) -> str:
         for inner in shard.inner_tensors
         if inner.gather and getattr(shard, inner.attribute) is not None
     ]
-    return (
-        f"a {_called(type(shard), fields)} that sends {', '.join(sent)}, by "
-        f"{_words(shard._quantizer)}"
-    )
+    kind = f"{type(shard).__name__}({_listed(fields)})"
+    return f"a {kind} that sends {', '.join(sent)}, by {_words(shard._quantizer)}"
 
 
 def _bound_quantizer(module: Any) -> Quantizer | None:
-    """What would quantize the weight of a layer, if a recipe is bound; no step begins with it."""
+    """The quantizer of a layer's weight by the bound recipe, if there is one; no step begins with
+    it."""
     binding = getattr(module, "_binding", None)
     if binding is None or binding.recipe is None:
         return None
@@ -102,20 +102,20 @@ def _bound_quantizer(module: Any) -> Quantizer | None:
     return quantizer
 
 
-def _called(cls: type, values: dict[str, Any]) -> str:
-    return (
-        f"{cls.__name__}({', '.join(f'{name}={_words(value)}' for name, value in values.items())})"
-    )
+def _listed(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={_words(value)}" for name, value in options.items())
 
 
 def _words(value: Any) -> str:
     """An option in words; other objects, which may differ from rank to rank, by their class."""
     if isinstance(value, Quantizer):
         hidden = {*value.process_attributes, *_USAGES}
-        options = {name: option for name, option in vars(value).items() if name not in hidden}
-        return _called(
-            type(value), {name: o for name, o in options.items() if not isinstance(o, torch.Tensor)}
-        )
+        options = {
+            name: option
+            for name, option in vars(value).items()
+            if name not in hidden and not isinstance(option, torch.Tensor)
+        }
+        return f"{type(value).__name__}({_listed(options)})"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_words, value))})"
     if isinstance(value, type):

@@ -1,29 +1,47 @@
 """Converted models: the forward pass of one is a region, at whose entry all layers below it begin a
-step."""
+step.
+
+``convert`` changes the class of a model, because only a class can put something around the whole
+call of a module. What else there is does not do it:
+
+- A forward pre-hook that is registered later with ``prepend=True`` runs before the hook that would
+  enter the region, and so does each global one. They would see the scales of the step before.
+- After a ``KeyboardInterrupt`` torch runs no forward hook, not even with ``always_call=True``. The
+  region would stay open for the rest of the thread.
+- A ``forward`` that is put on the object leaves all hooks outside of the region, and in a copy it
+  still runs the model that it was made for.
+
+The new class is derived from the model's own, has its name, and does nothing for objects that were
+not converted.
+"""
 
 import abc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ottava.recipes.execution import NO_BACKWARD, backward_task, is_taken_apart
 from ottava.recipes.region import Region, regions
-from ottava.recipes.step import Step, backward_task, is_taken_apart
+from ottava.recipes.step import Step, StepPhase
 from ottava.torch_private import pipeline_pass
 
 
 class ConvertedModel(torch.nn.Module):
-    """What the class of a converted model derives from besides: its forward pass, hooks included,
-    is a region, at whose entry all layers below it begin a step. A forward pass inside of another's
-    that contains it is no region."""
+    """The second base class of a converted model's class.
 
-    #: None of another object of the class, such as the slice of a ``Sequential``: it is as one that
-    #: was not converted.
+    Its forward pass, hooks included, is a region, at whose entry all layers below it begin a step.
+    A forward pass inside of another one's that contains it is no region.
+    """
+
+    #: None for other instances, such as a slice of a ``Sequential``, which behave as unconverted
+    #: modules.
     _ottava_step: Step | None = None
 
     def __init_subclass__(cls) -> None:
-        # Not the one of the converted class, which may register its subclasses, or ask for
-        # arguments.
+        # Does not call the one of the converted class, which may register its subclasses, or ask
+        # for arguments.
         pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,95 +55,109 @@ class ConvertedModel(torch.nn.Module):
             del stack[depth:]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # A pickle names classes. The class that was converted has a name, this one has none.
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
-        # A pickle names classes, and the one that was converted has a name.
         own, named = type(self), type(self).__bases__[1]
-        return (
-            _as_converted,
-            tuple(named if one is own else one for one in (make, *arguments)),
-            *rest,
-        )
+        by_name = [named if value is own else value for value in (make, *arguments)]
+        return (_as_converted, tuple(by_name), *rest)
 
 
 def begins_steps(model: Any) -> Step:
-    """Have the forward pass of a model be a region, at whose entry all layers below it begin a
-    step; gives the step."""
+    """Have the forward pass of a model be a region, and give the step that its layers begin."""
     step: Step = model.__dict__.setdefault("_ottava_step", Step())
+    step.model = weakref.ref(_converted(model))
     # Ranks compare what they were converted to, also when that is done again.
-    step.model, step._compared = weakref.ref(_converted(model)), False
+    step.phase = StepPhase.NEW
     return step
 
 
-def _converted(model: Any) -> Any:
-    """The model, of a class that derives from :class:`ConvertedModel` and looks like the one that
-    it was of."""
-    cls: Any = type(model)
-    if not isinstance(model, ConvertedModel):
-        known = [made for made in cls.__subclasses__() if made.__bases__ == (ConvertedModel, cls)]
-        names = {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-        }
-        # Not by the metaclass, which may register classes.
-        make: Any = (abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type).__new__
-        model.__class__ = (
-            known[0] if known else make(type(cls), cls.__name__, (ConvertedModel, cls), names)
-        )
-    return model
-
-
 def unconverted(model: Any) -> None:
-    """Have the forward pass of a converted model begin no steps, and the model be of the class that
-    it was of."""
+    """Have the forward pass of a converted model begin no steps, and give the model its own class
+    back."""
     model.__dict__.pop("_ottava_step", None)
     cls: Any = type(model)
-    # One that was derived from it since, by FSDP2 say, stays: without a step it does what the other
-    # one does.
+    # A class that was derived from it since, by FSDP2 say, stays: without a step it does nothing.
     if cls.__bases__[:1] == (ConvertedModel,):
         model.__class__ = cls.__bases__[1]
 
 
-def _as_converted(make: Any, *arguments: Any) -> Any:
+def _converted(model: Any) -> Any:
+    """The model itself, of a class that derives from :class:`ConvertedModel`."""
+    if not isinstance(model, ConvertedModel):
+        model.__class__ = _converted_class(type(model))
+    return model
+
+
+def _converted_class(cls: Any) -> type:
+    """The class of all converted models of a class, whose name and documentation it has."""
+    bases = (ConvertedModel, cls)
+    for subclass in cls.__subclasses__():
+        if subclass.__bases__ == bases:
+            return subclass  # type: ignore[no-any-return]
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    # Not made by the metaclass of the model's class, which may register its classes.
+    make: Any = type.__new__
+    if isinstance(cls, abc.ABCMeta):
+        make = abc.ABCMeta.__new__
+    return make(type(cls), cls.__name__, bases, namespace)  # type: ignore[no-any-return]
+
+
+def _as_converted(make: Callable[..., Any], *arguments: Any) -> Any:
     """A converted model as a pickle or a copy makes it."""
     return _converted(make(*arguments))
 
 
-def _enter(module: Any, args: tuple[Any, ...]) -> None:
-    """Enter the region of a converted model, unless it is inside of one."""
-    stack = regions.stack
-    inside = stack and any(
-        r.owner is not None or any(m is module for m in r.model.modules()) for r in stack
+def _enter(model: ConvertedModel, args: tuple[Any, ...]) -> None:
+    """Begin the step of a converted model, and enter the region of its forward pass."""
+    step = model._ottava_step
+    if step is None or _is_inside(model):
+        return
+    compiling, task = torch.compiler.is_compiling(), backward_task()
+    training = task == NO_BACKWARD and _trains(model, args) and not is_taken_apart(compiling)
+    if compiling:
+        if training:
+            step.begin(None, model)
+    else:
+        if step.model is None:
+            # The step is that of a copy.
+            step.model = weakref.ref(model)
+        if step.enter_pipeline(pipeline_pass()) and training:
+            step.begin_forward(model)
+    regions.stack.append(Region(None, True, None, False, step, training, task, None, model))
+
+
+def _is_inside(model: ConvertedModel) -> bool:
+    """Whether an ``autocast`` block, or a converted model that contains this one, is at work."""
+    for region in regions.stack:
+        if region.model is None or region.owner is not None:
+            return True
+        if any(module is model for module in region.model.modules()):
+            return True
+    return False
+
+
+def _trains(model: ConvertedModel, args: tuple[Any, ...]) -> bool:
+    """Whether the forward pass with these arguments is one of a step."""
+    if torch.is_grad_enabled():
+        return True
+    # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that need
+    # them.
+    return model.training and any(
+        isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args
     )
-    if inside or module._ottava_step is None:
-        return
-    compiling = torch.compiler.is_compiling()
-    step, task = module._ottava_step, backward_task()
-    training = torch.is_grad_enabled()
-    if not training and module.training:
-        # Reentrant checkpointing runs the forward of a step without gradients, on inputs that need
-        # them.
-        training = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    began = task == -1 and training and not is_taken_apart(compiling)
-    begins = began
-    if not compiling:
-        step.model = step.model or weakref.ref(module)  # of a copy
-        begins = step.enter_pipeline(pipeline_pass()) and began
-    if begins and (compiling or not step.ahead):
-        step.begin(None, module)
-    elif begins:
-        step.ahead = False
-    stack.append(Region(None, True, None, False, step, began, task, None, module))
 
 
-def begin_ahead(step: Any) -> None:
-    """Begin the step of a converted model, a weight of which is gathered before its forward pass
-    begins: not in a region, in a backward pass, or in evaluation. (FSDP turns gradients off, so
-    that these cannot tell.)"""
-    model = None if step is None or step.model is None else step.model()
-    if model is None or regions.stack or step.ahead or not model.training or backward_task() != -1:
-        return
-    if step.enter_pipeline(pipeline_pass()):
-        step.begin(None, model)
-        step.ahead = True
+def begin_ahead(step: Step | None) -> None:
+    """Begin the step of a converted model, because FSDP gathers a weight of it before its forward
+    pass.
+
+    No step begins in a region, in a backward pass, or for a model in evaluation. FSDP turns
+    gradients off, so that these cannot tell.
+    """
+    if step is not None and not regions.stack and backward_task() == NO_BACKWARD:
+        step.begin_ahead()

@@ -14,7 +14,7 @@ from ottava.gemm import multiply as gemm
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.products import mm, product_dtype
 from ottava.kernels.table import rounded, sum_rows
-from ottava.nn.binding import Call
+from ottava.nn.call import Call
 from ottava.recipes.mixed import MixedState
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import rebuild_saved
@@ -168,7 +168,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
     (dy,) = grads
     specs, (state, dtype, main_grad, weight), (x_shape, x_dtype, w_dtype, b_dtype) = ctx.rest
     compiling = torch.compiler.is_compiling()
-    if state.stateful and not compiling and not (state._backward_ran and state._pending):
+    if state.stateful and not compiling:
         state.note_backward()
     tensors = ctx.saved_tensors
     qx, qw = rebuild_saved(tensors, specs)

@@ -8,18 +8,18 @@ import torch
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.kernels.direct import in_dual_level, is_direct
 from ottava.nn import function
-from ottava.nn.binding import (
-    Binding,
-    Call,
+from ottava.nn.binding import Binding
+from ottava.nn.call import Call
+from ottava.nn.checks import (
     autocast_dtype,
     check_not_parallel,
     check_plain_operands,
     check_use,
     checked_dtype,
-    label_of,
     main_grad_of,
 )
 from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.nn.layer import label_of
 from ottava.nn.loading import fill_in_states
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe, asked_once

@@ -6,35 +6,64 @@ import os
 import threading
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ottava.collectives import check_group
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
-from ottava.recipes.step import Step, backward_task, is_taken_apart, step_for
+from ottava.recipes.execution import NO_BACKWARD, backward_task, is_taken_apart
+from ottava.recipes.step import Step, step_for
 from ottava.tensors.declaration import check_flag
 from ottava.torch_private import constant_to_compiler
 
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """What an ``autocast`` block, or the forward pass of a converted model, says."""
+    """An ``autocast`` block that is entered, or a forward pass of a converted model.
 
-    recipe: Recipe | None  # replaces the bound ones; None keeps them
+    Attributes:
+        recipe: replaces the recipes bound to layers; None keeps them.
+        enabled: whether layers quantize.
+        group: process group over which amaxes are reduced; None is the default group.
+        calibrating: whether layers compute in high precision, and quantizers observe.
+        step: what the states that run in the region begin together.
+        began: whether that step has begun, at the entry of the region or before.
+        graph_task: the number of the backward pass inside which it was entered; -1 outside any.
+        owner: the block; None for a forward pass.
+        model: the converted model whose forward pass the region, or one around it, is.
+        served: whether a layer ran in the region.
+    """
+
+    recipe: Recipe | None
     enabled: bool
     group: Any
     calibrating: bool
-    step: Step  # what the states that run in it begin together
-    began: bool  # whether the step has begun, at its entry or before
-    graph_task: (
-        int  # the backward pass inside which it was entered, by autograd's number; -1 outside any
-    )
-    owner: Any  # the block; None for a forward pass
-    # the converted model whose forward pass the region, or one that it continues, is
-    model: Any = None
-    served: bool = False  # whether a layer ran in it
+    step: Step
+    began: bool
+    graph_task: int
+    owner: "autocast | None"
+    model: torch.nn.Module | None = None
+    served: bool = False
+
+    @property
+    def begins_steps(self) -> bool:
+        """Whether layers that train in the region belong to a step: not in high precision, nor
+        where they are calibrated."""
+        return self.enabled and not self.calibrating
+
+    def begin_step(self) -> None:
+        """Begin the step, unless it has begun."""
+        if not self.began:
+            self.step.begin(self.group, self.model)
+            self.began = True
+
+
+class MicrobatchBlock(Protocol):
+    """A block of :class:`ottava.microbatch`."""
+
+    first: bool
 
 
 class _Regions(threading.local):
@@ -42,7 +71,7 @@ class _Regions(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Region] = []
-        self.microbatches: list[Any] = []
+        self.microbatches: list[MicrobatchBlock] = []
 
 
 regions = _Regions()
@@ -103,27 +132,12 @@ class autocast(contextlib.ContextDecorator):
         self._enabled, self._group, self._calibrating = enabled, amax_reduction_group, calibrating
 
     def __enter__(self) -> "autocast":
-        outer, task = current_region(), backward_task()
-        recipe, group, step, model = self._recipe, self._group, None, None
-        # What is recomputed in a backward pass knows what surrounded its forward pass.
-        if outer is not None and outer.graph_task == task:
-            if recipe is None and group is None:
-                step, model = outer.step, outer.model
-            recipe = outer.recipe if recipe is None else recipe
-            group = outer.group if group is None else group
-        step = step_for(recipe, group) if step is None else step
-        # Inside a region that has begun the step nothing is left to begin.
-        began = any(region.began and region.step is step for region in regions.stack)
-        # Neither in evaluation nor in a recomputation.
+        region = self._region()
         training = (
-            self._enabled and not self._calibrating and torch.is_grad_enabled() and task == -1
+            region.begins_steps and torch.is_grad_enabled() and region.graph_task == NO_BACKWARD
         )
-        if training and not began and not is_taken_apart(torch.compiler.is_compiling()):
-            step.begin(group, model)
-            began = True
-        region = Region(
-            recipe, self._enabled, group, self._calibrating, step, began, task, self, model
-        )
+        if training and not region.began and not is_taken_apart(torch.compiler.is_compiling()):
+            region.begin_step()
         try:
             regions.stack.append(region)
             return self
@@ -131,6 +145,25 @@ class autocast(contextlib.ContextDecorator):
             if region in regions.stack:
                 regions.stack.remove(region)
             raise
+
+    def _region(self) -> Region:
+        """What is entered: what the block says, and what the region around it says for the rest."""
+        outer, task = current_region(), backward_task()
+        recipe, group, step, model = self._recipe, self._group, None, None
+        # A recomputation knows what was around its forward pass. What is around its backward pass
+        # does not count.
+        if outer is not None and outer.graph_task == task:
+            if recipe is None and group is None:
+                step, model = outer.step, outer.model
+            recipe = outer.recipe if recipe is None else recipe
+            group = outer.group if group is None else group
+        if step is None:
+            step = step_for(recipe, group)
+        # Inside a region that has begun the step nothing is left to begin.
+        began = any(region.began and region.step is step for region in regions.stack)
+        return Region(
+            recipe, self._enabled, group, self._calibrating, step, began, task, self, model
+        )
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         stack, place = regions.stack, -1
@@ -143,26 +176,25 @@ class autocast(contextlib.ContextDecorator):
         region = stack.pop(place)
         if region.served and stack:
             stack[-1].served = True
-        if region.calibrating and error is None and region.graph_task == -1:
+        if error is not None or region.graph_task != NO_BACKWARD:
+            # A recomputation may end before it reaches a layer, and calibrates nothing.
+            return
+        if region.calibrating:
             # What was observed serves the next step, and evaluation, which begins none.
             region.step.begin(region.group, region.model, calibrated=True)
-        # A recomputation may end before it reaches a layer.
-        outside_backward = region.graph_task == -1 and not torch.compiler.is_compiling()
-        if region.enabled and not region.served and error is None and outside_backward:
+        if region.enabled and not region.served and not torch.compiler.is_compiling():
             _warn_of_no_layer()
 
 
 def _warn_of_no_layer() -> None:
     """Warn of an ``autocast`` block in which no layer ran; Python shows that once for each place in
     the code."""
-    what = (
-        "no layer of Ottava ran inside of ottava.autocast, which changes nothing for the "
-        "layers of torch"
+    text = (
+        "no layer of Ottava ran inside of ottava.autocast, which changes nothing for the layers of "
+        "torch: convert the model first, by ottava.convert(model, recipe), or build it of "
+        "ottava.nn.Linear"
     )
-    remedy = (
-        "convert the model first, by ottava.convert(model, recipe), or build it of ottava.nn.Linear"
-    )
-    warnings.warn(f"{what}: {remedy}", UserWarning, stacklevel=3)
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 # Recipes that were built with their defaults, each with what tells its file, and the packages, from
@@ -178,8 +210,8 @@ def _remember_default(name: str) -> bool:
     stamp: list[Any] = registry.plugin_statuses()
     if registry.is_path(name):
         with contextlib.suppress(OSError):
-            found = os.stat(name)
-            stamp += [found.st_mtime_ns, found.st_size]
+            file = os.stat(name)
+            stamp += [file.st_mtime_ns, file.st_size]
     if name not in _DEFAULTS or _DEFAULTS[name][1] != stamp:
         _DEFAULTS[name] = get_recipe(name), stamp
     return True

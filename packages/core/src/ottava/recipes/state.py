@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from ottava.recipes.role import QuantizerRole
 
@@ -29,9 +30,47 @@ def by_recipe(pairs: Sequence[tuple[Any, ItemT]]) -> list[tuple[Any, list[ItemT]
     for recipe, item in pairs:
         together = next((together for known, together in groups if known.same_as(recipe)), None)
         if together is None:
-            groups.append((recipe, together := []))
+            together = []
+            groups.append((recipe, together))
         together.append(item)
     return groups
+
+
+class Phase(Enum):
+    """Where a stateful state is in its step.
+
+    ==============  ===================================================  =========
+    from            event                                                to
+    ==============  ===================================================  =========
+    SETTLED         the layer runs in a step, or is calibrated           RAN
+    SETTLED         the layer runs outside of any region                 RAN
+    SETTLED         a checkpoint is loaded                               RAN
+    SETTLED, RAN    a backward pass of the layer                         WENT_BACK
+    RAN, WENT_BACK  a step begins with the state                         SETTLED
+    WENT_BACK       the layer trains outside of any region               RAN
+    WENT_BACK       a warning tells of another forward pass              RAN
+    any             a calibrating block ends                             RAN
+    any             another state takes its place in the layer           SETTLED
+    ==============  ===================================================  =========
+
+    An evaluation in a region leaves the phase as it is, and so does all compiled code but a forward
+    pass of a step.
+    """
+
+    #: A step has begun with all that the state holds.
+    SETTLED = "settled"
+    #: The state may hold amaxes, say, that no step has begun with. The next step does.
+    RAN = "ran"
+    #: The same, and a backward pass has run. Another forward pass should be one of the next step.
+    WENT_BACK = "went back"
+
+
+class StepOfState(Protocol):
+    """What a state knows of the :class:`~ottava.recipes.step.Step` that it belongs to."""
+
+    pipeline_ranks: int
+
+    def take(self, layer: Any, state: "RecipeState", compiling: bool = False) -> None: ...
 
 
 class RecipeState:
@@ -62,10 +101,9 @@ class RecipeState:
     # The quantizer factory that was put over the recipe when this was made.
     factory: Any = None
     amax_reduction_group: Any
-    # The step that it last ran in, and whether it may hold something that no step has begun with.
-    step: Any = None
-    _pending: bool = False
-    _backward_ran: bool = False  # since the step began
+    # The step that it last ran in, if that was one of a region.
+    step: StepOfState | None = None
+    _phase: Phase = Phase.SETTLED
     _roles: Sequence[QuantizerRole] = ()  # what a stateful one was made for
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
@@ -77,11 +115,9 @@ class RecipeState:
     def __init__(
         self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
     ) -> None:
-        self.recipe, self.factory, self.amax_reduction_group = (
-            recipe,
-            recipe._factory,
-            amax_reduction_group,
-        )
+        self.recipe = recipe
+        self.factory = recipe._factory
+        self.amax_reduction_group = amax_reduction_group
         self.quantizers: dict[tuple[str, bool, bool], Quantizer] = {}
         for role in roles:
             quantizer = recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
@@ -115,12 +151,13 @@ class RecipeState:
         self, columnwise_input: bool, columnwise_weight: bool, recording: bool
     ) -> "tuple[Quantizer, Quantizer]":
         """:meth:`quantizer` of the input and of the weight, in one call."""
-        of_input = self.quantizer(
+        input_quantizer = self.quantizer(
             "input", rowwise=True, columnwise=columnwise_input, recording=recording
         )
-        return of_input, self.quantizer(
+        weight_quantizer = self.quantizer(
             "weight", rowwise=True, columnwise=columnwise_weight, recording=recording
         )
+        return input_quantizer, weight_quantizer
 
     def evaluation_quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool
@@ -142,17 +179,30 @@ class RecipeState:
         return [self]
 
     def note_backward(self) -> None:
-        """Called in the backward pass of a layer."""
-        # Not by assignments, which modules make slow.
-        self.__dict__["_backward_ran"] = True
+        """Called in the backward pass of a layer, which records amaxes of gradients."""
+        if self._phase is Phase.WENT_BACK:
+            return
         self.begin_next()
+        self._set_phase(Phase.WENT_BACK)
 
     def begin_next(self, layer: Any = None) -> None:
-        """Begin the next step, too, with what it holds now, which its step did not begin with: it
-        was recorded in a backward pass, or is loaded into ``layer``."""
-        if not self._pending and self.step is not None:
+        """Have the next step begin with what the state holds now.
+
+        Its own step did not begin with that, because it was recorded in a backward pass, or is
+        about to be loaded.
+
+        Args:
+            layer: the layer of the state; None stands for the layer that it last ran in.
+        """
+        if self._phase is not Phase.SETTLED:
+            return
+        if self.step is not None:
             self.step.take(layer, self)
-        self.__dict__["_pending"] = True
+        self._set_phase(Phase.RAN)
+
+    def _set_phase(self, phase: Phase) -> None:
+        # Not by an assignment, which modules make slow.
+        self.__dict__["_phase"] = phase
 
     def reset(self) -> None:
         """Forget what was learnt. Nothing to do without state."""
@@ -175,9 +225,9 @@ class RecipeState:
     def gather_quantizer(self) -> "Quantizer":
         """The quantizer for a weight in high precision whose shards are quantized when they are
         gathered."""
-        made = self.quantizers["weight", True, True].copy()
-        made.internal = False
-        return made
+        quantizer = self.quantizers["weight", True, True].copy()
+        quantizer.internal = False
+        return quantizer
 
     def use_gathered(self, weight: Any, *, recording: bool) -> None:
         """Called when a forward pass uses a quantized weight. One that :meth:`gather_quantizer`
@@ -191,10 +241,12 @@ class RecipeState:
         # Quantizers without state need not be copied.
         if not self.stateful:
             return self
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        # Of a module this is the method of torch's class.
-        state = self.__getstate__() | {"amax_reduction_group": None, "step": None}
-        shared = {name: state.pop(name) for name in self.shared_by_copies if name in state}
-        copied.__dict__.update(copy.deepcopy(state, memo) | shared)
-        return copied
+        duplicate = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
+        # A state that is a module may have __getstate__ of torch's class, which keeps both.
+        attributes = self.__getstate__() | {"amax_reduction_group": None, "step": None}
+        shared = {
+            name: attributes.pop(name) for name in self.shared_by_copies if name in attributes
+        }
+        duplicate.__dict__.update(copy.deepcopy(attributes, memo) | shared)
+        return duplicate

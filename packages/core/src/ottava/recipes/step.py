@@ -6,104 +6,51 @@ outside of both begins its own. What ran, in the order in which it ran, decides 
 the same on all ranks, as the garbage collector is not.
 """
 
-import gc
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from ottava.collectives import (
-    Disagreement,
-    check_alike,
-    group_of_this_rank,
-    process_groups_ready,
-    spans_ranks,
-)
-from ottava.errors import UsageError, stable_repr
-from ottava.kernels.direct import in_dual_level, transform
+from ottava.collectives import process_groups_ready
 from ottava.recipes.base import Recipe
-from ottava.recipes.state import RecipeState, by_recipe
-from ottava.torch_private import (
-    PipelinePass,
-    current_node,
-    graph_task_id,
-    is_exporting,
-    pipeline_pass,
-    top_hooks,
-)
-
-
-def is_taken_apart(compiling: bool) -> bool:
-    """Whether this runs for an exported program, which has no backward pass, or in what layers
-    refuse to run in."""
-    return transform() is not None or (is_exporting() if compiling else in_dual_level())
-
-
-def backward_task() -> int:
-    """The number of the backward pass that this runs in; -1 outside any, and in compiled code."""
-    return -1 if torch.compiler.is_compiling() else graph_task_id()
-
-
-def repeats_forward() -> bool:
-    """Whether a checkpoint that is not reentrant runs this again, for a node that asks for what it
-    saved. A reentrant one is itself a node, of a function in Python, and ran this without gradients
-    before."""
-    hooks, node = top_hooks(False), current_node()
-    if hooks and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook."):
-        return True
-    function = getattr(type(node), "_forward_cls", None)
-    return node is not None and (function is None or function.__module__.startswith("ottava."))
+from ottava.recipes.members import Members
+from ottava.recipes.ranks import compare_layers, group_in_pipeline
+from ottava.recipes.state import Phase, RecipeState, by_recipe
+from ottava.torch_private import PipelinePass, pipeline_pass
 
 
 def begin(
-    states: Sequence[RecipeState], group: Any, compiling: bool = False, pending: bool = False
+    states: Sequence[RecipeState], group: Any, compiling: bool = False, calibrated: bool = False
 ) -> None:
-    """Update the states, those of equal recipes in one call. They hold nothing of the step before
-    afterwards, and begin the next one, too, if they are ``pending``."""
+    """Update the states, those of equal recipes in one call.
+
+    Args:
+        group: process group over which recipes reduce; None is the default group, if there is one.
+        compiling: whether this is being compiled; no state changes its phase then.
+        calibrated: whether a calibrating block ends. The next step begins with the states, too.
+    """
     # A state that consists of several may be found by itself and as a part.
     parts = {id(part): part for state in states for part in state.parts()}.values()
     for recipe, together in by_recipe([(part.recipe, part) for part in parts]):
         recipe.update_states(together, group)
-    if not compiling:
-        for state in states:
-            # Not by assignments, which modules make slow.
-            state.__dict__.update(_pending=pending, _backward_ran=False)
-
-
-def _line(state: RecipeState) -> str:
-    """What a state belongs to, what it serves, and its recipe. (Functions are at another address in
-    each process.)"""
-    name = state._roles[0].name or "a layer"
-    served = ", ".join(role.tensor_type for role in state._roles)
-    return f"{name} ({served}): {stable_repr(state.recipe)}"
-
-
-_OTHER_LAYERS = Disagreement(
-    "the ranks of the group reduce amaxes of other layers",
-    "the same layers and the same options of their recipe on all ranks",
-    "give layers that only some ranks have a group of these ranks, by "
-    "autocast(amax_reduction_group=...)",
-)
-
-
-def _check_alike(states: Sequence[RecipeState], group: Any) -> None:
-    """Compare the layers and the options of recipes that reduce amaxes, in one small all-gather.
-    Ranks that differ would take the amaxes of other layers for theirs, or wait for ever: a
-    UsageError on all of them."""
-    if not spans_ranks(group):
+    if compiling:
         return
-    parts: list[Any] = [part for state in states for part in state.parts()]
-    # A rank that reduces nothing takes part: others may.
-    lines = [_line(part) for part in parts if part.recipe.reduces_amaxes]
-    device = next((buffer.device for part in parts for buffer in part.buffers()), None)
-    check_alike(lines, group, device, _OTHER_LAYERS)
+    phase = Phase.RAN if calibrated else Phase.SETTLED
+    for state in states:
+        state._set_phase(phase)
 
 
-def begin_alone(state: RecipeState) -> None:
-    """Begin the step of a layer that runs in no region, unless a microbatch before began it."""
-    passing, group = pipeline_pass(), None
+def begin_alone(state: RecipeState, in_pipeline: bool) -> None:
+    """Begin the step of a layer that runs in no region.
+
+    Args:
+        in_pipeline: whether a pipeline may run the layer. The first microbatch begins the step for
+            the others then.
+    """
+    group = None
+    passing = pipeline_pass() if in_pipeline else None
     if passing is not None:
         if passing.microbatch:
             return
@@ -112,175 +59,229 @@ def begin_alone(state: RecipeState) -> None:
         part.recipe.update_states([part], group)
 
 
-def group_in_pipeline(states: Sequence[RecipeState], ranks: int) -> Any:
-    """The group of a stage's amaxes where none was given: ranks of other stages have other layers.
+class StepPhase(Enum):
+    """Where a :class:`Step` is in its life; its docstring has the table of transitions."""
 
-    Args:
-        ranks: of the pipeline.
-
-    Raises:
-        UsageError: several ranks may have the same stage, and which these are is not known.
-    """
-    reduces = any(part.recipe.reduces_amaxes for state in states for part in state.parts())
-    if ranks < 2 or not (reduces and spans_ranks(None)):
-        return None
-    if ranks == dist.get_world_size():
-        return group_of_this_rank()
-    what = (
-        f"the layers are in a pipeline of {ranks} of {dist.get_world_size()} ranks, and reduce "
-        f"amaxes over all"
-    )
-    expected = "the group of the ranks that have the same stage"
-    remedy = "call schedule.step(...) in a block of ottava.autocast(amax_reduction_group=group)"
-    raise UsageError(what, expected, remedy)
+    #: The ranks have not compared the layers that begin the step.
+    NEW = "new"
+    #: The layers that run now record amaxes for the next step.
+    BEGUN = "begun"
+    #: The step has begun before the forward pass of its model, which goes on with it.
+    AHEAD = "ahead"
 
 
-_collecting = [False]
-# What other ranks may be about to begin is not for the garbage collector of this one.
+# The steps that other ranks may be about to begin. They are kept alive, because each rank collects
+# garbage at its own time.
 _awaited: set["Step"] = set()
-# Where there are ranks: of which layer a state was taken.
-_layers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _note_collection(phase: str, info: dict[str, int]) -> None:
-    _collecting[0] = phase == "start"
-
-
-def _member(state: Any, layer: Any) -> Callable[[], Any]:
-    """Gives the state as long as its layer lives. One that the garbage collector takes away counts
-    as alive until the next step begins, because it does so at another time on each rank."""
-    if _note_collection not in gc.callbacks:
-        gc.callbacks.append(_note_collection)
-    held = [state]
-    alive = weakref.ref(layer, lambda _: None if _collecting[0] else held.clear())
-    return lambda: (
-        held[0] if held and alive is not None else None
-    )  # which keeps the reference, and so what it calls
-
-
-def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """``model.modules()``, in a third of the time."""
-    found: dict[int, torch.nn.Module] = {}
-    waiting: list[Any] = [model]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            waiting += reversed(module._modules.values())
-    return list(found.values())
 
 
 class Step:
-    """The states that begin a step together: each that ran, until a step has begun with it."""
+    """The states that begin a step together: those of a model, and those that ran.
 
-    #: Gives the converted model that begins it, if one does.
-    model: Any = None
-    #: Whether it began before the forward pass of its model, which then goes on with it.
-    ahead: bool = False
-    #: The ranks of the pipeline whose stages run in it; 0 outside of any.
-    pipeline_ranks: int = 0
-    _compared: bool = False
+    ==========  ======================================  =====  ====================================
+    from        event                                   to     what happens
+    ==========  ======================================  =====  ====================================
+    NEW         a region is entered, in training        BEGUN  ranks compare, states are updated
+    BEGUN       a region is entered, in training        BEGUN  states are updated
+    NEW, BEGUN  FSDP gathers a weight of the model      AHEAD  as at the entry of a region
+    AHEAD       the forward pass of the model           BEGUN  nothing: the step has begun
+    NEW, BEGUN  an evaluation or a recomputation        same   nothing
+    NEW, BEGUN  a later microbatch of a pipeline        same   nothing: the first began the step
+    any         the model is converted again, copied    NEW    the ranks compare once more
+    ==========  ======================================  =====  ====================================
+
+    Compiled code updates states and leaves the phase as it is.
+
+    Invariants:
+
+    - A step has one all-reduce; the comparison of the ranks before the first one is extra.
+    - All quantizations of a step use one scale, those of recomputations included.
+    - Evaluation, and a rank that evaluates alone, move nothing.
+    - A state's life ends with its layer, not when a garbage collector runs (:class:`Members`).
+    - ``torch.compile(fullgraph=True)`` traces what begins a step.
+    - Checkpoints restore the states bit for bit: all that outlives a step is in their buffers.
+
+    Attributes:
+        phase: see the table.
+        model: gives the converted model that begins the step, if one does.
+        pipeline_ranks: the ranks of the pipeline whose stages run in the step; 0 outside of any.
+        members: the states that ran since the step began.
+    """
 
     def __init__(self) -> None:
-        self._ran: list[
-            tuple[Any, Any]
-        ] = []  # a reference to a state, or the state: compiled code cannot ask which
-
-    def _states(self, model: torch.nn.Module | None, compiling: bool) -> list[RecipeState]:
-        """Those that begin the next step: all of a model, in the order of its modules, others as
-        they ran."""
-        found: dict[int, Any] = {}
-        modules: Any = () if model is None else model.modules() if compiling else _modules_of(model)
-        for module in modules:
-            if isinstance(module, RecipeState) and module.stateful:
-                found[id(module)] = module
-        for reference, kept in self._ran:
-            state = reference() if kept is None else kept
-            if state is not None and state.step is self and state._pending:
-                found.setdefault(id(state), state)
-        return list(found.values())
+        self.phase = StepPhase.NEW
+        self.model: weakref.ref[torch.nn.Module] | None = None
+        self.pipeline_ranks = 0
+        self.members = Members()
 
     def begin(
         self, group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False
     ) -> None:
-        """Begin a step, of ``model`` if its layers begin it. Those that were ``calibrated`` begin
-        the next one, too."""
-        compiling = torch.compiler.is_compiling()
-        states = self._states(model, compiling)
-        if group is None and self.pipeline_ranks and not compiling:
+        """Begin a step.
+
+        Args:
+            group: process group over which recipes reduce. None is the default group, or the group
+                of this rank where a pipeline runs.
+            model: the converted model whose layers begin the step, if one does.
+            calibrated: whether a calibrating block ends. The next step begins with its states, too.
+
+        Raises:
+            UsageError: the ranks have other layers; the group of a pipeline's stage is not known.
+        """
+        if torch.compiler.is_compiling():
+            begin(self._states(model, True), group, compiling=True)
+            return
+        states = self._states(model, False)
+        if group is None and self.pipeline_ranks:
             group = group_in_pipeline(states, self.pipeline_ranks)
-        if states and not (compiling or self._compared):
-            _check_alike(states, group)
-            self._compared = True
-        begin(states, group, compiling, calibrated)
-        if not (calibrated or compiling):
-            # After an interrupt on the way here, the next step begins with them.
-            self._ran, self.pipeline_ranks = [], 0
+        if states and self.phase is StepPhase.NEW:
+            compare_layers(states, group)
+            self.phase = StepPhase.BEGUN
+        begin(states, group, calibrated=calibrated)
+        if not calibrated:
+            # After an interrupt on the way here, the next step begins with the members.
+            self.members.clear()
+            self.pipeline_ranks = 0
             _awaited.discard(self)
 
+    def _states(self, model: torch.nn.Module | None, compiling: bool) -> list[RecipeState]:
+        """The states that begin the next step: all of the model, in the order of its modules, then
+        the members."""
+        states: dict[int, RecipeState] = {}
+        for module in _modules_of(model, compiling):
+            if isinstance(module, RecipeState) and module.stateful:
+                states[id(module)] = module
+        for state in self.members.states():
+            if state.step is self and state._phase is not Phase.SETTLED:
+                states.setdefault(id(state), state)
+        return list(states.values())
+
+    def begin_forward(self, model: torch.nn.Module) -> None:
+        """Begin a step at the forward pass of its model, unless it has begun ahead of that."""
+        if self.phase is StepPhase.AHEAD:
+            self.phase = StepPhase.BEGUN
+        else:
+            self.begin(None, model)
+
+    def begin_ahead(self) -> None:
+        """Begin a step of the model before its forward pass, which goes on with it."""
+        model = None if self.model is None else self.model()
+        if model is None or self.phase is StepPhase.AHEAD or not model.training:
+            return
+        if self.enter_pipeline(pipeline_pass()):
+            self.begin(None, model)
+            self.phase = StepPhase.AHEAD
+
     def enter_pipeline(self, passing: PipelinePass | None) -> bool:
-        """Note the pipeline that runs now. Whether the step may begin: the first microbatch of a
-        schedule begins it for all of them."""
+        """Note the pipeline that runs now.
+
+        Returns:
+            Whether the step may begin: the first microbatch of a schedule begins it for all.
+        """
         if passing is None:
             return True
         self.pipeline_ranks = passing.ranks
         return not (passing.microbatch or passing.infers)
 
-    def join(self, layer: Any, state: Any, group: Any, calibrating: bool, compiling: bool) -> None:
+    def join(
+        self,
+        layer: object,
+        state: RecipeState,
+        group: Any,
+        calibrating: bool,
+        compiling: bool,
+    ) -> None:
         """Take in the state of a layer that runs now."""
-        if state._pending and state.step is self:
+        settled = state._phase is Phase.SETTLED
+        if state.step is self and not settled:
             return
-        if state._pending and not calibrating:
-            # It still holds amaxes of a step that others began, or that a checkpoint was saved in.
+        if not settled and not calibrating:
+            # The state holds what another step, or the step before a checkpoint, recorded. It
+            # begins a step with that first.
             begin([state], group, compiling)
         self.take(layer, state, compiling)
 
-    def take(self, layer: Any, state: Any, compiling: bool = False) -> None:
-        """Have the state of a layer, or of the one that it was taken of before, begin the next step
-        with the others."""
+    def take(self, layer: object, state: RecipeState, compiling: bool = False) -> None:
+        """Have the state of a layer begin the next step together with the others.
+
+        Args:
+            layer: None stands for the layer that the state was taken of before.
+        """
         if compiling:
-            # Compiled code makes no weak references.
-            self._ran.append((None, state))
-            state.step, state._pending = self, True
+            self.members.add_traced(state)
+            state.step = self
+            state._phase = Phase.RAN
             return
         self.enter_pipeline(pipeline_pass())
-        entry: Any = weakref.ref(state)
+        if not self.members.add(layer, state):
+            # A layer that has run in evaluation only begins its step when it runs in training.
+            state.step = None
+            return
         if process_groups_ready():
-            of = _layers.get(state) if layer is None else weakref.ref(layer)
-            if of is None or of() is None:
-                # One that has run in evaluation mode only begins by itself when it runs in
-                # training.
-                state.step = None
-                return
-            _layers[state], entry = of, _member(state, of())
             _awaited.add(self)
-        # In this order, an interrupt in between loses nobody.
-        self._ran.append((entry, None))
-        state.__dict__.update(step=self, _pending=True)
+        # The state changes last and at once, so that an interrupt before it loses no state.
+        phase = Phase.RAN if state._phase is Phase.SETTLED else state._phase
+        state.__dict__.update(step=self, _phase=phase)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_ran": [], "model": None, "_compared": False, "pipeline_ranks": 0}
+        # Copies and pickles are of another model, which has its own members and ranks.
+        return vars(Step())
 
 
-# Found again by what a region says: a new block for every step, with an equal recipe, continues the
-# last one. Open regions and the states that ran in them keep a step; nothing else does.
-_steps: list[tuple[Recipe | None, Any, Any, Step | None]] = []
+def _modules_of(model: torch.nn.Module | None, compiling: bool) -> list[Any]:
+    """All modules of a model, as ``model.modules()`` does, in a third of the time."""
+    if model is None:
+        return []
+    if compiling:
+        return list(model.modules())
+    modules: dict[int, torch.nn.Module] = {}
+    waiting: list[torch.nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in modules:
+            modules[id(module)] = module
+            waiting += reversed(module._modules.values())
+    return list(modules.values())
+
+
+class _Entry(NamedTuple):
+    """A step of ``autocast`` blocks, and what these say."""
+
+    recipe: Recipe | None
+    group: Any
+    reference: weakref.ref[Step] | None
+    # Compiled code makes no weak references.
+    traced: Step | None
+
+    def step(self) -> Step | None:
+        """The step; None when it is gone."""
+        return self.traced if self.reference is None else self.reference()
+
+    def matches(self, recipe: Recipe | None, group: Any) -> bool:
+        """Whether blocks with this recipe and group begin the step."""
+        if self.recipe is None or recipe is None:
+            return self.recipe is recipe and bool(self.group == group)
+        return self.recipe.same_as(recipe) and bool(self.group == group)
+
+
+# A new block for every step, with an equal recipe, continues the last one. Open regions and the
+# states that ran in them keep a step alive; this list does not.
+_steps: list[_Entry] = []
 
 
 def step_for(recipe: Recipe | None, amax_reduction_group: Any) -> Step:
-    """The step of regions with this recipe (None: the bound ones) and group."""
-    # A name can be held when the group is gone.
-    key = getattr(amax_reduction_group, "group_name", amax_reduction_group)
-    for known, known_key, entry, kept in _steps:
-        same = known is recipe if known is None or recipe is None else known.same_as(recipe)
-        found: Step | None = entry() if kept is None else kept
-        if same and known_key == key and found is not None:
-            return found
-    made = Step()
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        _steps[:] = [entry for entry in _steps if entry[3] is not None or entry[2]() is not None]
-    _steps.append(
-        (recipe, key, None, made) if compiling else (recipe, key, weakref.ref(made), None)
-    )
-    return made
+    """The step of ``autocast`` blocks with this recipe (None: those that are bound to layers) and
+    process group."""
+    # A name keeps no group alive.
+    group = getattr(amax_reduction_group, "group_name", amax_reduction_group)
+    for entry in _steps:
+        step = entry.step()
+        if step is not None and entry.matches(recipe, group):
+            return step
+    step = Step()
+    if torch.compiler.is_compiling():
+        _steps.append(_Entry(recipe, group, None, step))
+        return step
+    _steps[:] = [entry for entry in _steps if entry.step() is not None]
+    _steps.append(_Entry(recipe, group, weakref.ref(step), None))
+    return step

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ottava.errors import CheckpointError
-from ottava.nn.binding import Call
+from ottava.nn.call import Call
 from ottava.recipes.step import begin
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import Bundle, digest

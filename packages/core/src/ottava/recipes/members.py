@@ -1,0 +1,108 @@
+"""The members of a step: the states of the layers that ran since the step began."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+from ottava.collectives import process_groups_ready
+from ottava.recipes.state import RecipeState
+
+
+class _Collector:
+    """Whether Python's garbage collector runs now."""
+
+    def __init__(self) -> None:
+        self.runs = False
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        self.runs = phase == "start"
+
+    def watch(self) -> None:
+        """Have the garbage collector tell when it starts and stops."""
+        if self not in gc.callbacks:
+            gc.callbacks.append(self)
+
+
+_collector = _Collector()
+
+
+class _LayerLife:
+    """A layer's state, until the layer ends.
+
+    Reference counting ends a layer at the same place of the program on all ranks. The garbage
+    collector runs at another time on each rank. A layer that it takes away therefore counts as
+    alive until the next step begins.
+    """
+
+    def __init__(self, layer: object, state: RecipeState) -> None:
+        self._states = [state]
+        # The callback has the list, not this object, which would be in a cycle with it.
+        self._layer = weakref.ref(layer, partial(_end, self._states))
+
+    def state(self) -> RecipeState | None:
+        """The state; None once the layer has ended."""
+        return self._states[0] if self._states else None
+
+
+def _end(states: list[RecipeState], reference: object) -> None:
+    if not _collector.runs:
+        states.clear()
+
+
+# Where there are ranks: the layer of each state that was a member.
+_layers: weakref.WeakKeyDictionary[RecipeState, weakref.ref[object]]
+_layers = weakref.WeakKeyDictionary()
+
+
+class Members:
+    """The states that a step begins with besides those of its model, in the order in which they
+    ran.
+
+    A member's life ends with its layer, whether or not a garbage collector runs:
+
+    - Without process groups a member is a weak reference to the state, which its layer owns.
+    - With process groups all ranks must have the same members, and a garbage collector would give
+      up other ones on each rank. So a member keeps its state until its layer ends.
+    - Compiled code makes no weak references. There a member is the state itself.
+    """
+
+    def __init__(self) -> None:
+        self._eager: list[Callable[[], RecipeState | None]] = []
+        self._traced: list[RecipeState] = []
+
+    def add(self, layer: object, state: RecipeState) -> bool:
+        """Take in the state of a layer.
+
+        Args:
+            layer: None stands for the layer that the state was added with before.
+
+        Returns:
+            False where there are ranks and the layer is not known, as of a state that has run in
+            evaluation only. It is no member then.
+        """
+        if not process_groups_ready():
+            self._eager.append(weakref.ref(state))
+            return True
+        if layer is None:
+            known = _layers.get(state)
+            layer = None if known is None else known()
+        if layer is None:
+            return False
+        _collector.watch()
+        _layers[state] = weakref.ref(layer)
+        self._eager.append(_LayerLife(layer, state).state)
+        return True
+
+    def add_traced(self, state: RecipeState) -> None:
+        """Take in a state in code that is being compiled."""
+        self._traced.append(state)
+
+    def states(self) -> list[RecipeState]:
+        """The states whose layers live."""
+        candidates = [member() for member in self._eager] + self._traced
+        return [state for state in candidates if state is not None]
+
+    def clear(self) -> None:
+        """Give up all members. An interrupt on the way here leaves them for the next step."""
+        self._eager, self._traced = [], []
