@@ -11,7 +11,7 @@ from ottava.collectives import check_group
 from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.kernels import for_layers
 from ottava.layout import Layout
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device, float8
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
 from ottava.tensors.quantizer import epsilon_option, flag_option
 
 
@@ -85,21 +85,13 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         copied.with_amax_reduction, copied.amax_reduction_group = True, group
         return copied
 
-    def quantize_impl(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
-    ) -> QuantizedTensorStorage:
-        dtype = dtype or tensor.dtype
-        wanted = (
-            float8.DATA
-            if tensor.is_cpu and not float8.forced
-            else self.needs(tensor.device, tensor.dim())
-        )
+    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
+        wanted = self.wanted(tensor)
         if self.with_amax_reduction:
-            return self._wrap(self._with_amax_of_all(tensor, *wanted), dtype)
-        made = for_layers.quantize(
+            return self._with_amax_of_all(tensor, *wanted)
+        return for_layers.quantize(
             tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted
         )
-        return self._wrap(made, dtype)
 
     def _with_amax_of_all(
         self, tensor: torch.Tensor, with_data: bool, with_transpose: bool

@@ -15,7 +15,7 @@ from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
 from ottava.kernels.checks import check_device
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, float8
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
 from ottava.torch_private import foreach_maximum_
 
 
@@ -171,15 +171,7 @@ class Float8Quantizer(Float8QuantizerBase):
                 tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
         return dst
 
-    def quantize_impl(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
-    ) -> QuantizedTensorStorage:
-        dtype = dtype or tensor.dtype
-        wanted = (
-            float8.DATA
-            if tensor.is_cpu and not float8.forced
-            else self.needs(tensor.device, tensor.dim())
-        )
+    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
         scale = self.scale
         if self.fits and self.amax is not None:
             amax = kernels.amax(tensor)
@@ -189,8 +181,8 @@ class Float8Quantizer(Float8QuantizerBase):
             if self.unset and not tensor.is_meta:
                 self._start_with(own)
             scale = torch.minimum(self.scale, own.reshape(scale.shape))
-        made = for_layers.cast(tensor, scale, self.amax, self.saturated, self.fp8_dtype, *wanted)
-        return self._wrap(made, dtype)
+        wanted = self.wanted(tensor)
+        return for_layers.cast(tensor, scale, self.amax, self.saturated, self.fp8_dtype, *wanted)
 
 
 class SlotQuantizer(Float8Quantizer):
@@ -230,24 +222,21 @@ class SlotQuantizer(Float8Quantizer):
         check_device(scale, self.scale.device, "the weight")
         super()._start_with(scale)
 
-    def quantize_impl(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
-    ) -> QuantizedTensorStorage:
-        dtype = dtype or tensor.dtype
+    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
         if self.fits:
-            return super().quantize_impl(tensor, dtype)
+            return super().quantize_tensors(tensor)
         buffers, amax, saturated = self.buffers, None, None
         if self.recording:
             amax, saturated = buffers["amax_history"], buffers["saturated"]
-        wanted = (
-            float8.DATA
-            if tensor.is_cpu and not float8.forced
-            else self.needs(tensor.device, tensor.dim())
+        return for_layers.cast(
+            tensor,
+            buffers["scale"],
+            amax,
+            saturated,
+            self.fp8_dtype,
+            *self.wanted(tensor),
+            self.slot,
         )
-        made = for_layers.cast(
-            tensor, buffers["scale"], amax, saturated, self.fp8_dtype, *wanted, self.slot
-        )
-        return self._wrap(made, dtype)
 
 
 def _check_state(value: Any, dtype: torch.dtype, what: str, *, optional: bool) -> None:
