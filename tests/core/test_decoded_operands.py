@@ -11,8 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ottava import Layout, kernels
-from ottava import gemm as products
-from ottava.gemm import Operand, decoded_mm, gemm, multiply, scaled
+from ottava.gemm import Side, gemm, multiply, scaled
+from ottava.gemm import scratch as memory
+from ottava.gemm.decoded import decoded_mm
+from ottava.gemm.scratch import Scratch
 from ottava.kernels import products as dense
 from ottava.kernels import use_backend
 from ottava.kernels.products import scaled_mm
@@ -32,7 +34,7 @@ def decoded_products(seed: int, size: int = 24) -> list[torch.Tensor]:
         x, w = torch.randn(rows, size), torch.randn(columns, size)
         a, b = (kernels.cast(values, torch.tensor(4.0), E4M3) for values in (x, w))
         scale = torch.tensor(0.25)
-        operands = Operand(a, scale, WHOLE), Operand(b, scale, WHOLE)
+        operands = Side(a, scale, WHOLE), Side(b, scale, WHOLE)
         made = decoded_mm(*operands, None, F32, F32)
         exact = (a.view(E4M3).double() / 4) @ (b.view(E4M3).double() / 4).t()
         torch.testing.assert_close(made, exact.float(), rtol=1e-5, atol=1e-5)
@@ -60,7 +62,7 @@ def repeated_product(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(64, 64, generator=generator)
     data, scale = kernels.cast(x, torch.tensor(4.0), E4M3), torch.tensor(0.25)
-    operand = Operand(data, scale, WHOLE)
+    operand = Side(data, scale, WHOLE)
     first = decoded_mm(operand, operand, None, F32, F32)
     for _ in range(200):
         assert torch.equal(decoded_mm(operand, operand, None, F32, F32), first)
@@ -68,10 +70,10 @@ def repeated_product(seed: int) -> torch.Tensor:
 
 
 def test_large_operands_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products._Scratch, "LARGEST", 10_000)
-    monkeypatch.setattr(products, "_scratch", products._Scratch())
+    monkeypatch.setattr(Scratch, "LARGEST", 10_000)
+    monkeypatch.setattr(memory, "scratch", Scratch())
     decoded_products(1, 64)
-    assert 0 < max(buffer.numel() for buffer in products._scratch.buffers) <= 10_000
+    assert 0 < max(buffer.numel() for buffer in memory.scratch.buffers) <= 10_000
 
 
 # -- what is decided at the first product of two layouts and shapes --
@@ -174,13 +176,13 @@ def test_a_plan_asks_python_little(recipe: str) -> None:
 def test_a_plan_that_was_made_in_inference_mode_serves_training(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_scratch", products._Scratch())
+    monkeypatch.setattr(memory, "scratch", Scratch())
     x, w = operands(recipe)
     with torch.inference_mode():
         expected = gemm(x, w, out_dtype=F32).clone()
-    ((left, right, _),) = products._scratch.plans.values()
-    assert not left[-1].is_inference()
-    assert not right[-1].is_inference()
+    (plan,) = memory.scratch.plans.values()
+    assert not plan.left.values.is_inference()
+    assert not plan.right.values.is_inference()
     made = gemm(x, w, out_dtype=F32)
     assert torch.equal(made, expected)
     assert not made.is_inference()
@@ -188,8 +190,8 @@ def test_a_plan_that_was_made_in_inference_mode_serves_training(
 
 @each_layout
 def test_plans_are_no_more_than_so_many(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products._Scratch, "PLANS", 3)
-    monkeypatch.setattr(products, "_scratch", products._Scratch())
+    monkeypatch.setattr(Scratch, "PLANS", 3)
+    monkeypatch.setattr(memory, "scratch", Scratch())
     pairs = [operands(recipe, size) for size in (32, 64, 96, 128, 160)]
     first = [gemm(*pair, out_dtype=F32) for pair in pairs]
     # Their memory has grown since, and they were given up.
@@ -197,7 +199,7 @@ def test_plans_are_no_more_than_so_many(recipe: str, monkeypatch: pytest.MonkeyP
         torch.equal(gemm(*pair, out_dtype=F32), made)
         for pair, made in zip(pairs, first, strict=True)
     )
-    assert 0 < len(products._scratch.plans) <= 3
+    assert 0 < len(memory.scratch.plans) <= 3
 
 
 @each_layout
@@ -242,7 +244,7 @@ def test_partial_sums_are_those_of_blocks(
         layout = Layout(E4M3, sides)
         data, scales, _, _ = kernels.grid_quantize(torch.randn(rows, 300), layout, columnwise=False)
         operands.append(
-            Operand(data, scales.reshape(()) if sides == (None, None) else scales, layout.text)
+            Side(data, scales.reshape(()) if sides == (None, None) else scales, layout.text)
         )
         high, wide = (side or size for side, size in zip(sides, (rows, 300), strict=True))
         spread = scales.double()[torch.arange(rows) // high][:, torch.arange(300) // wide]

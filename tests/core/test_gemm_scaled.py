@@ -28,7 +28,7 @@ from scaled_gemm import (
 import ottava
 from ottava import Layout
 from ottava.errors import DTypeError, ShapeError
-from ottava.gemm import _on_grid, gemm
+from ottava.gemm import gemm, side_of
 from ottava.gemm.scaled import product
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
 from tests.choosing import scaled_products
@@ -348,7 +348,7 @@ def test_one_scale_for_each_row_in_torchs_own_function(library: Recorded) -> Non
 
 def test_bare_codes(strict: Strict) -> None:
     a, b = coded((16, 32), E4M3, 1.0, 0), coded((48, 32), E4M3, 1.0, 1)
-    bare = [_on_grid(x, False)._replace(scales=None) for x in (a, b)]  # type: ignore[union-attr]
+    bare = [side_of(x, False)._replace(scales=None) for x in (a, b)]  # type: ignore[union-attr]
     got = product(*bare, None, torch.float32, False)
     check(got, a, b, "fprop", torch.float32)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
-from ottava.gemm import _on_grid, gemm
+from ottava.gemm import gemm, operators, side_of
 from ottava.gemm import scaled as gemm_scaled
 from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
@@ -93,7 +93,7 @@ def test_tensors_without_memory(strict: Strict) -> None:
 def test_operations_are_counted(library: Recorded, kind: Any, sizes: tuple[int, int, int]) -> None:
     """Those of the product, not of its padding."""
     a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
-    left, right = _on_grid(a, kind == "wgrad"), _on_grid(b, kind != "fprop")
+    left, right = side_of(a, kind == "wgrad"), side_of(b, kind != "fprop")
     fields = left[0], right[0], *left[1:4], *right[1:4]  # type: ignore[index]
     for product in (
         lambda: gemm(a, b, kind),
@@ -123,7 +123,7 @@ class NoLook(TorchDispatchMode):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_is_looked_at(strict: Strict, monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     # The mode is to see what the operator is made of.
-    monkeypatch.setattr(gemm_scaled, "is_direct", lambda *tensors: True)
+    monkeypatch.setattr(operators, "is_direct", lambda *tensors: True)
     for sizes in ((32, 48, 64), (17, 5, 9)):
         a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(SHAPES[kind](*sizes)))
         with NoLook():
@@ -174,7 +174,7 @@ def test_what_multiplies_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(gemm_scaled, "_choices", {})
     monkeypatch.setattr(gemm_scaled, "_choice", lambda *key: chosen.append(key) or original(*key))
     a, b = (
-        _on_grid(coded(shape, E4M3, 1.0, i), False) for i, shape in enumerate(((16, 32), (48, 32)))
+        side_of(coded(shape, E4M3, 1.0, i), False) for i, shape in enumerate(((16, 32), (48, 32)))
     )
     with scaled_products():
         first = gemm_scaled.product_of(a, b)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scaled_gemm import E4M3, KINDS, PRODUCTS, SHAPES, check, coded, matrix
 
-from ottava import gemm as quantized
 from ottava.gemm import gemm
+from ottava.gemm import scratch as memory
 from ottava.kernels import products
 from ottava.kernels.backends import backend_module
 
@@ -46,7 +46,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     backend = SimpleNamespace(grid_decode=cpu.grid_decode, epilogue32=epilogue32)
     monkeypatch.setattr(products, "returns_float32", lambda device: True)
     # Without the plans of a CPU's products.
-    monkeypatch.setattr(quantized, "_scratch", quantized._Scratch())
+    monkeypatch.setattr(memory, "scratch", memory.Scratch())
     monkeypatch.setattr(products, "_bfloat16_is_fast", True)
     monkeypatch.setattr(products, "backend_module", lambda kind: backend)
     monkeypatch.setattr(torch, "mm", mm)

@@ -6,7 +6,8 @@ import itertools
 import torch
 
 import ottava
-import ottava.gemm
+from ottava.gemm import dispatch
+from ottava.gemm.operand import stored
 from ottava.nn import function
 from ottava_debug.products import TENSORS
 
@@ -88,19 +89,24 @@ class Recorder:
     def __init__(self, monkeypatch, model):
         self.products, self.plain = {}, {}
         self._by_size = dict(zip(itertools.pairwise(SIZES), NAMES, strict=True))
-        multiply = ottava.gemm.multiply
+        multiply = dispatch.multiply
 
         def recorded(a, b, gemm_type, *rest, **options):
             made = multiply(a, b, gemm_type, *rest, **options)
+            a, b = stored(a), stored(b)
             sizes = {
                 "fprop": lambda: (b.size(-1), made.size(-1)),
                 "dgrad": lambda: (made.size(-1), a.size(-1)),
                 "wgrad": lambda: (made.size(1), made.size(0)),
             }
-            self.products[self._by_size[tuple(sizes[gemm_type]())], gemm_type] = a, b, made
+            self.products[self._by_size[tuple(sizes[gemm_type]())], gemm_type] = (
+                stored(a),
+                stored(b),
+                made,
+            )
             return made
 
-        monkeypatch.setattr(ottava.gemm, "multiply", recorded)
+        monkeypatch.setattr(dispatch, "multiply", recorded)
         monkeypatch.setattr(function, "gemm", recorded)
         for name, layer in layers_of(model).items():
             layer.register_forward_hook(

@@ -11,7 +11,7 @@ from ottava.collectives import check_group
 from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.kernels import for_layers
 from ottava.layout import Layout
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device, float8
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
 from ottava.tensors.quantizer import epsilon_option, flag_option
 
 
@@ -86,20 +86,13 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         copy.amax_reduction_group = group
         return copy
 
-    def quantize_impl(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
-    ) -> QuantizedTensorStorage:
-        dtype = dtype or tensor.dtype
-        if tensor.is_cpu and not float8.forced:
-            buffers = float8.DATA
-        else:
-            buffers = self.needs(tensor.device, tensor.dim())
+    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
+        wanted = self.wanted(tensor)
         if self.with_amax_reduction:
-            return self._wrap(self._with_reduced_amax(tensor, *buffers), dtype)
-        quantized = for_layers.quantize(
-            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *buffers
+            return self._with_reduced_amax(tensor, *wanted)
+        return for_layers.quantize(
+            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted
         )
-        return self._wrap(quantized, dtype)
 
     def _with_reduced_amax(
         self, tensor: torch.Tensor, with_data: bool, with_transpose: bool

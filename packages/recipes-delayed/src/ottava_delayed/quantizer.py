@@ -14,7 +14,7 @@ from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
 from ottava.kernels.checks import check_device
-from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, float8
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
 from ottava.torch_private import foreach_maximum_
 
 
@@ -181,14 +181,7 @@ class Float8Quantizer(Float8QuantizerBase):
             tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
         return dst
 
-    def quantize_impl(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
-    ) -> QuantizedTensorStorage:
-        dtype = dtype or tensor.dtype
-        if tensor.is_cpu and not float8.forced:
-            outputs = float8.DATA
-        else:
-            outputs = self.needs(tensor.device, tensor.dim())
+    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
         scale = self.scale
         if self.fits and self.amax is not None:
             amax = kernels.amax(tensor)
@@ -198,10 +191,8 @@ class Float8Quantizer(Float8QuantizerBase):
             if self.unset and not tensor.is_meta:
                 self._start_with(own)
             scale = torch.minimum(self.scale, own.reshape(scale.shape))
-        quantized = for_layers.cast(
-            tensor, scale, self.amax, self.saturated, self.fp8_dtype, *outputs
-        )
-        return self._wrap(quantized, dtype)
+        wanted = self.wanted(tensor)
+        return for_layers.cast(tensor, scale, self.amax, self.saturated, self.fp8_dtype, *wanted)
 
 
 class SlotQuantizer(Float8Quantizer):
@@ -249,26 +240,24 @@ class SlotQuantizer(Float8Quantizer):
         check_device(scale, self.scale.device, "the weight")
         super()._start_with(scale)
 
-    def quantize_impl(
-        self, tensor: torch.Tensor, dtype: torch.dtype | None = None
-    ) -> QuantizedTensorStorage:
-        dtype = dtype or tensor.dtype
+    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
         if self.fits:
-            return super().quantize_impl(tensor, dtype)
+            return super().quantize_tensors(tensor)
         buffers = self.buffers
         amax = None
         saturated = None
         if self.recording:
             amax = buffers["amax_history"]
             saturated = buffers["saturated"]
-        if tensor.is_cpu and not float8.forced:
-            outputs = float8.DATA
-        else:
-            outputs = self.needs(tensor.device, tensor.dim())
-        quantized = for_layers.cast(
-            tensor, buffers["scale"], amax, saturated, self.fp8_dtype, *outputs, self.slot
+        return for_layers.cast(
+            tensor,
+            buffers["scale"],
+            amax,
+            saturated,
+            self.fp8_dtype,
+            *self.wanted(tensor),
+            self.slot,
         )
-        return self._wrap(quantized, dtype)
 
 
 def _check_state(value: Any, dtype: torch.dtype, name: str, *, optional: bool) -> None:

@@ -1,5 +1,5 @@
-"""Operands of products, and what multiplies those of FP8 elements where the hardware does, by
-torch's ``scaled_mm``: a table of which scales where.
+"""The product of FP8 elements as they are, on hardware that multiplies them, by torch's
+``scaled_mm``: a table of which scales where.
 
 The library is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give
 ``a · bᵀ``. What it asks for is made here: zeros are added up to the sizes that it wants, at
@@ -24,12 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from ottava.formats import E8M0, FP8, MX_BLOCK
+from ottava.gemm.operators import define
 from ottava.kernels import transpose
-from ottava.kernels.direct import is_direct
 from ottava.kernels.products import capability, finish
-from ottava.kernels.table import define_product
 from ottava.layout import Block, Layout
-from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.operand import Side
 from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
@@ -37,46 +36,6 @@ _FLOAT32 = torch.float32
 # The multiple that the library wants of sizes and addresses.
 _MULTIPLE = 16
 _SIDE = 128
-
-
-class Operand(NamedTuple):
-    """A matrix as a product takes it.
-
-    Attributes:
-        values: a matrix in high precision, or the bytes of elements; of columnwise data that a
-            layout transposes, the transpose.
-        scales: of elements, as they are stored; of high precision a scalar that it is still to be
-            multiplied with, or None.
-        layout: the text of the layout of elements; empty for high precision.
-        columnwise: whether the product sums over the matrix's rows; of elements, whether these are
-            columnwise data.
-        source: the storage that the elements are of, which keeps what is made of them.
-    """
-
-    values: Tensor
-    scales: Tensor | None = None
-    layout: str = ""
-    columnwise: bool = False
-    source: QuantizedTensorStorage | None = None
-
-    def read(self) -> Operand:
-        """With tensors, where ``values`` and ``scales`` are rows that are unread."""
-        if self.values is not self.scales:
-            return self
-        source: Any = self.source
-        return self._replace(values=source._rowwise_data, scales=source._rowwise_scale_inv)
-
-    def is_turned(self) -> bool:
-        """Whether ``values`` are ``[reduced, outer]``: the rows of it are what is summed over."""
-        return self.columnwise and not (self.layout and Layout.of(self.layout).transposed)
-
-    def rows(self) -> Tensor:
-        """``values`` as ``[outer, reduced]``."""
-        return self.values.t() if self.is_turned() else self.values
-
-
-#: An operand of a tuple of all its fields; the constructor is a function of Python.
-operand_of: Callable[[tuple[Any, ...]], Operand] = partial(tuple.__new__, Operand)
 
 
 def fitted(rows: Tensor, outer: int, inner: int, views: bool = False) -> Tensor:
@@ -103,7 +62,7 @@ def _padded(data: Tensor, rows: int, columns: int) -> Tensor:
     return plain.clone() if plain.data_ptr() % 16 else plain
 
 
-def kept(weight: Operand, make: Callable[[], Any], option: Any = None) -> Any:
+def kept(weight: Side, make: Callable[[], Any], option: Any = None) -> Any:
     """What ``make`` gives of a weight, made again when that has been written to, or ``option`` is
     another."""
     cache = None if weight.source is None else weight.source.gemm_cache()
@@ -116,35 +75,6 @@ def kept(weight: Operand, make: Callable[[], Any], option: Any = None) -> Any:
         # The weight's own memory, which the cache would keep when the weight has other data.
         cache.entries.pop(weight.columnwise)
     return made
-
-
-def _sizes(a: Any, b: Any, *fields: Any) -> tuple[Any, Any, Any]:
-    left, right = Operand(a, *fields[:3]).is_turned(), Operand(b, *fields[3:6]).is_turned()
-    return a[left], b[right], a[not left]
-
-
-def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``multiply(a, b, bias, out_dtype, option)`` of two operands, in graphs one operator of this
-    name and option."""
-
-    def of_fields(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        return multiply(Operand(a, *rest[:3]), Operand(b, *rest[3:6]), *rest[6:])
-
-    sides = ", ".join(
-        f"Tensor? scales_{side}, str layout_{side}, bool columnwise_{side}" for side in "ab"
-    )
-    schema = (
-        f"{name}(Tensor a, Tensor b, {sides}, Tensor? bias, ScalarType out_dtype, {option}) "
-        f"-> Tensor"
-    )
-    operator = define_product(schema, of_fields, _sizes)
-
-    def product(a: Operand, b: Operand, bias: Tensor | None, *rest: Any) -> Tensor:
-        if is_direct(a.values, b.values, a.scales, b.scales, bias):
-            return multiply(a, b, bias, *rest)
-        return operator(a.values, b.values, *a[1:4], *b[1:4], bias, *rest)  # type: ignore[no-any-return]
-
-    return product
 
 
 def swizzle(scales: Tensor) -> Tensor:
@@ -208,7 +138,7 @@ def multiplies_fp8(operand: Tensor) -> bool:
     return capability(operand) >= 89
 
 
-def product_of(a: Operand, b: Operand) -> Callable[..., Tensor] | None:
+def product_of(a: Side, b: Side) -> Callable[..., Tensor] | None:
     """What multiplies two operands, which fit together, as they are; None where they are to be
     decoded."""
     if not multiplies_fp8(a.values):
@@ -231,9 +161,7 @@ def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | Non
     )
 
 
-def product(
-    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
-) -> Tensor:
+def product(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """``round(a[M, K] · b[N, K]ᵀ * scales + bias)`` of one scale for the tensor, or for each row;
     with ``fast`` accumulation where the hardware has it."""
     made = None
@@ -244,20 +172,20 @@ def product(
     return _fitting(a, b, bias, out_dtype, fast) if made is None else made
 
 
-def _rows(operand: Operand) -> tuple[Tensor, Tensor]:
+def _rows(operand: Side) -> tuple[Tensor, Tensor]:
     """FP8 elements ``[outer, reduced]``, best contiguous, and scales: one for each of these rows,
     or one."""
-    values, scales = operand[:2]
+    values, scales = operand.values, operand.scales
     scales = (
         torch.ones(1, dtype=_FLOAT32, device=values.device)
         if scales is None
         else scales.reshape(-1)
     )
-    return operand.rows().view(Layout.of(operand.layout).element), scales
+    return operand.outer_first().view(Layout.of(operand.layout).element), scales
 
 
 def _direct(
-    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
+    a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
 ) -> Tensor | None:
     """The product, if the library takes everything as it is: what every product of a usual training
     step is."""
@@ -286,11 +214,9 @@ def _fuses(bias: Tensor, out_dtype: torch.dtype) -> bool:
     )
 
 
-def _multiply(
-    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
-) -> Tensor:
+def _multiply(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """Of any sizes, strides, addresses, scales and bias."""
-    (rows, inner), columns = a.rows().shape, b.rows().shape[0]
+    (rows, inner), columns = a.outer_first().shape, b.outer_first().shape[0]
     if not (rows and columns and inner):
         return finish(
             a.values.new_zeros((rows, columns), dtype=_FLOAT32), None, None, bias, out_dtype
@@ -304,9 +230,7 @@ def _multiply(
     return made if made.shape == (rows, columns) else made[:rows, :columns].contiguous()
 
 
-def _by_rows(
-    a: Operand, b: Operand, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
-) -> Tensor:
+def _by_rows(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     made = _direct(a, b, bias, out_dtype, fast)
     if made is not None:
         return made
@@ -344,12 +268,12 @@ def _by_rows(
     return scaled_mm(left, right.t(), scale_a, scale_b, bias, None, out_dtype, fast)
 
 
-def _blocks(operand: Operand) -> _Blocks | None:
+def _blocks(operand: Side) -> _Blocks | None:
     layout = Layout.of(operand.layout)
     return _BLOCKS.get((layout.block, layout.scale))
 
 
-def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Tensor:
+def _in_blocks(a: Side, b: Side, out_dtype: torch.dtype, fast: bool) -> Tensor:
     left, scale_a, of_a = _for_library(a)
     right, scale_b, of_b = _for_library(b) if a.columnwise else kept(b, partial(_for_library, b))
     options: dict[str, Any] = {
@@ -360,11 +284,11 @@ def _in_blocks(a: Operand, b: Operand, out_dtype: torch.dtype, fast: bool) -> Te
     return F.scaled_mm(left, right.t(), scale_a, of_a.recipe, scale_b, of_b.recipe, **options)
 
 
-def _for_library(operand: Operand) -> tuple[Tensor, Tensor, _Blocks]:
+def _for_library(operand: Side) -> tuple[Tensor, Tensor, _Blocks]:
     """Elements ``[outer, reduced]``, padded, and their scales, in order."""
     blocks, scales = cast(_Blocks, _blocks(operand)), cast(Tensor, operand.scales)
     data = fitted(
-        operand.rows().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner
+        operand.outer_first().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner
     )
     return data, blocks.order(scales.t() if operand.is_turned() else scales), blocks
 

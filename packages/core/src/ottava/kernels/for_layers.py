@@ -93,16 +93,14 @@ def cast(
     return data if rowwise else None, turned if transposed else None, scale_inv
 
 
-def grid_quantize(
-    x: Tensor, text: str, rowwise: bool, columnwise: bool, unread: bool = False
-) -> tuple[Maybe, ...]:
+def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> tuple[Maybe, ...]:
     """:func:`ottava.kernels.grid_quantize` of the layout's text, with None for what is not asked
-    for. The first two may be one object of the compiled module, rows that are ``unread``: its
-    ``tensors()`` are both."""
+    for."""
     if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
         cpu = backends._loaded["cpu"]
-        quantize = cpu.native.grid_unread_operand if unread else cpu.native.grid_quantize_operand
-        made: tuple[Maybe, ...] | None = quantize(x, cpu.plan(text), rowwise, columnwise)
+        made: tuple[Maybe, ...] | None = cpu.native.grid_quantize_operand(
+            x, cpu.plan(text), rowwise, columnwise
+        )
         if made is not None:
             return made
     written, nothing = table.grid_quantize.for_layer(x, text, rowwise, columnwise), (None, None)

@@ -10,14 +10,13 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ottava.errors import BackendError
 from ottava.kernels.backends import backend_for, backend_module
 from ottava.kernels.checks import Maybe
-from ottava.kernels.reference import spread
 from ottava.kernels.table import define_product
 from ottava.layout import Block
 from ottava.torch_private import (
@@ -211,65 +210,6 @@ def product(
     )
     with without_autocast(device.type):
         return multiply(a, b, scale_a, scale_b, bias, out_dtype)
-
-
-# Operands whose blocks have scales.
-
-
-class Rows(NamedTuple):
-    """A dense operand ``[outer, reduced]``, and what it lacks: None, or a scale for each block.
-    Those of blocks that are not the whole are no powers of two."""
-
-    values: Tensor
-    scales: Tensor | None
-    block: Block = WHOLE
-
-
-def product_of_blocks(a: Rows, b: Rows, bias: Maybe, out_dtype: torch.dtype) -> Tensor:
-    """``a · bᵀ`` plus the bias, ``[M, N]`` in ``out_dtype``.
-
-    The summed dimension is cut where the blocks of either operand end. Each partial sum is
-    multiplied in float32 by the product of the two scales of its row and its column: one scale
-    after the other could overflow where the result is finite.
-    """
-    inner, turned = a.values.shape[1], b.values.t()
-    left_scales, right_scales = _scales_of_rows(a), _scales_of_rows(b)
-    # What has one scale along the summed dimension asks for no partial sums.
-    step = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner or 1
-    once = a.block[1] is b.block[1] is None
-    sums = None
-    for start in range(0, inner, step):
-        span = slice(start, start + step)
-        part = _wide_mm(a.values[:, span], turned[span], once)
-        left = left_scales[:, start // (a.block[1] or inner)]
-        right = right_scales[:, start // (b.block[1] or inner)]
-        part.mul_(torch.outer(left, right))
-        sums = part if sums is None else sums.add_(part)
-    if sums is None:
-        sums = turned.new_zeros((len(a.values), len(b.values)), dtype=_SUMS)
-    return finish(sums, None, None, bias, out_dtype)
-
-
-def _scales_of_rows(operand: Rows) -> Tensor:
-    """The float32 scale of each row for each block of columns, ``[outer, blocks]``; 1 for an
-    operand without scales."""
-    rows = len(operand.values)
-    if operand.scales is None:
-        return operand.values.new_ones((1, 1), dtype=_SUMS).expand(rows, 1)
-    if operand.block == WHOLE:
-        return operand.scales.reshape(1, 1).expand(rows, 1)
-    return spread(operand.scales, (operand.block[0], 1), (rows, operand.scales.shape[1]))
-
-
-def _wide_mm(a: Tensor, b: Tensor, once: bool) -> Tensor:
-    """The product in float32, by which blocks are summed. Where it is ``once`` that scales are
-    applied, a CPU's fast product rounds to bfloat16 before: operands are bfloat16 if the result is
-    going to be."""
-    if a.dtype is torch.bfloat16 and returns_float32(a.device):
-        return mm(a, b, torch.float32)
-    if once and product_dtype(a.dtype, a.device) is torch.bfloat16:
-        return mm(a, b).to(torch.float32)
-    return mm(a.to(torch.float32), b.to(torch.float32))
 
 
 # Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both

@@ -111,8 +111,8 @@ def _product(
         )
     # Kernels are given what is stored; a quantizer of somebody else's may become part of what made
     # the matrix.
-    qx = quantizer.quantize_impl(rounded(matrix) if quantizer.custom else matrix, dtype)
-    qw = of_weight.quantize_impl(weight, dtype) if given is None else given
+    qx = quantizer.quantize_operand(rounded(matrix) if quantizer.custom else matrix, dtype)
+    qw = of_weight.quantize_operand(weight, dtype) if given is None else given
     # An exported program would give the bias a gradient, and nothing else one.
     bias = bias.detach() if observed and bias is not None else bias
     y = gemm(qx, qw, "fprop", out_dtype=dtype, bias=bias, use_split_accumulator=False)
@@ -181,7 +181,7 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
         qdy: Any = None
         if quantized or qw is not None:
             quantizer = state.quantizer("grad_output", rowwise=qw is not None, columnwise=quantized)
-            qdy = quantizer.quantize_impl(rounded(dy2) if quantizer.custom else dy2, dtype)
+            qdy = quantizer.quantize_operand(rounded(dy2) if quantizer.custom else dy2, dtype)
         if qw is not None:
             dx = gemm(qdy, qw, "dgrad", out_dtype=dtype)
             dx = dx if dtype is x_dtype else dx.to(x_dtype)

@@ -17,8 +17,9 @@ from ottava.kernels.products import capability_of_index
 from ottava.layout import Layout
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
 from ottava.tensors.grid import GridTensorStorage, columns, zeros
-from ottava.tensors.grid_quantizer import GridQuantizer, patterns
+from ottava.tensors.grid_quantizer import GridQuantizer, InnerTensors
 from ottava.tensors.grid_tensor import GridTensor
+from ottava.tensors.operand import Operand, Side
 from ottava.tensors.quantizer import Quantizer, fp8_option
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -31,8 +32,6 @@ _LAYOUTS = {
     for dtype in FP8
     for transposed in (False, True)
 }
-#: What :meth:`Float8QuantizerBase.needs` says for CPUs unless a layout is forced.
-DATA = True, False
 #: What :func:`columnwise_layout` asks for.
 forced: str | None = None
 # GPUs whose FP8 GEMM takes only the TN layout (Ada, Hopper, and Blackwell of compute capability 12)
@@ -58,12 +57,10 @@ def columnwise_layout(layout: Literal["transpose", "shared"]) -> Iterator[None]:
     if layout not in ("transpose", "shared"):
         raise OptionError(f"columnwise layout {layout!r}", expected="transpose or shared")
     previous, forced = forced, layout
-    patterns.clear()
     try:
         yield
     finally:
         forced = previous
-        patterns.clear()
 
 
 class Float8TensorStorage(GridTensorStorage):
@@ -178,6 +175,38 @@ class Float8QuantizerBase(GridQuantizer):
 
     def static_fields(self) -> dict[str, Any]:
         return {"fp8_dtype": self.fp8_dtype}
+
+    def operand_of(self, tensors: InnerTensors, dtype: torch.dtype) -> Operand:
+        data, transpose, scale_inv = tensors
+        if transpose is None and data is not None and not columnwise_is_transpose(data.device):
+            text = _LAYOUTS[self.fp8_dtype, False].text
+            rows, columns = (
+                Side(data, scale_inv, text),
+                Side(data, scale_inv, text, columnwise=True),
+            )
+            return Operand(rows, columns, self, dtype)
+        text = _LAYOUTS[self.fp8_dtype, True].text
+        return Operand(
+            None if data is None else Side(data, scale_inv, text),
+            None if transpose is None else Side(transpose, scale_inv, text, columnwise=True),
+            self,
+            dtype,
+        )
+
+    def tensors_of(self, operand: Operand) -> InnerTensors:
+        rows, columns = operand.rows, operand.columns
+        data = None if rows is None else rows.values
+        if columns is None:
+            return data, None, None if rows is None else rows.scales
+        if Layout.of(columns.layout).one_buffer:
+            return columns.values, None, columns.scales
+        return data, columns.values, columns.scales
+
+    def wanted(self, tensor: torch.Tensor) -> tuple[bool, bool]:
+        """:meth:`needs` of a tensor."""
+        if tensor.is_cpu and forced is None:
+            return True, False
+        return self.needs(tensor.device, tensor.dim())
 
     def needs(self, device: torch.device, dims: int = 1) -> tuple[bool, bool]:
         """``(data, transpose)``: which buffers the usages set need on ``device``; without ``dims``

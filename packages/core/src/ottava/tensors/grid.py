@@ -22,11 +22,8 @@ from ottava.tensors.declaration import (
     check_flag,
     check_values_dtype,
 )
-from ottava.tensors.saving import OfPattern, StorageSpec
 from ottava.tensors.storage import USAGES, QuantizedTensorStorage
 
-_is_compiling = torch.compiler.is_dynamo_compiling
-ROWS = ("_rowwise_data", "_rowwise_scale_inv")
 #: Data and scales of one direction.
 Direction = tuple[torch.Tensor, torch.Tensor]
 # What to do where rows or columns are missing that no quantizer was asked for.
@@ -115,28 +112,6 @@ def columns(name: str, rows: str) -> Any:
     return property(get, put)
 
 
-class _Rows:
-    """Data or scales of rows that are read for the first time: then both get the tensors that they
-    had not needed."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, storage: Any, owner: type) -> Any:
-        if storage is None:
-            return self
-        held, unread = vars(storage), storage._unread
-        if unread is not None:
-            # Others may save what inference reads first.
-            with torch.inference_mode(False):
-                made = unread.tensors()
-            for name, tensor in zip(ROWS, made, strict=True):
-                held.setdefault(name, tensor)
-            # Last: another thread then finds all of it.
-            held["_unread"] = None
-        return held.get(self.name)
-
-
 class GridTensorStorage(QuantizedTensorStorage):
     """Quantized data with scales on a grid, without the tensor interface.
 
@@ -169,14 +144,23 @@ class GridTensorStorage(QuantizedTensorStorage):
         StaticField("layout_text", "layout"),
         StaticField("_values_from_columns", "values_from_columns", default=False),
     )
+    #: Whether products read the declared tensors as they are; found when the class is.
+    is_plain_operand: ClassVar[bool] = True
     #: By what option both directions get the same values.
     squares: ClassVar[str] = "squares of blocks"
 
     grid_layout: Layout
     layout_text: str
-    _rowwise_data: Any = _Rows()
-    _rowwise_scale_inv: Any = _Rows()
+    _rowwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
     _values_from_columns: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = ("__init__", "grid_operand", "gemm_operand")
+        cls.is_plain_operand = all(
+            getattr(cls, name) is getattr(GridTensorStorage, name) for name in own
+        )
 
     @classmethod
     def layout_of(cls, declared: dict[str, Any]) -> Layout:
@@ -302,15 +286,6 @@ class GridTensorStorage(QuantizedTensorStorage):
         # Before anything is dropped: either may be made of the other.
         rows = self.for_usage(False) if rowwise else None
         self._put(rows, self.for_usage(True) if columnwise else None)
-
-    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec | OfPattern]:
-        if self._places is None or self._whole is not None or _is_compiling():
-            return super().flatten_columnwise()
-        _, _, rows, columns_of = self._places
-        columns = columns_of(self.__dict__)
-        if columns[0] is None:
-            return super().flatten_columnwise()
-        return rows + columns, (self._pattern, self._quantizer)
 
     def _kept(self) -> dict[str, Any]:
         """Columns as they are kept, fresh or not, by the attributes that hold them."""

@@ -11,17 +11,19 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import ROWS, GridTensorStorage, in_order, inner_tensors_of, zeros
+from ottava.tensors.grid import GridTensorStorage, in_order, inner_tensors_of, zeros
 from ottava.tensors.grid_tensor import GridTensor
+from ottava.tensors.operand import Operand, Side
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 
-_is_compiling = torch.compiler.is_dynamo_compiling
-#: By the class, what it is told and the place of its rows.
-patterns: dict[tuple[Any, ...], StorageSpec] = {}
-# Of a class that has these of its own, others than attributes and products may read rows.
-_READERS = (*ROWS, "data_names", "scale_names", "grid_operand", "gemm_operand", "__init__")
+#: Inner tensors in the order of the declaration.
+InnerTensors = Sequence[torch.Tensor | None]
+
+
+def _data_and_scales(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if side is None else (side.values, side.scales)
 
 
 class GridQuantizer(Quantizer):
@@ -86,16 +88,46 @@ class GridQuantizer(Quantizer):
     def quantize_impl(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
-        dtype = dtype or tensor.dtype
+        return self._wrap(self.quantize_tensors(tensor), dtype or tensor.dtype)
+
+    def quantize_operand(
+        self, matrix: torch.Tensor, dtype: torch.dtype
+    ) -> Operand | QuantizedTensorStorage:
+        if self.custom or not self.storage_class.is_plain_operand:
+            # Its products read a storage.
+            return self.quantize_impl(matrix, dtype)
+        return self.operand_of(self.quantize_tensors(matrix), dtype)
+
+    def quantize_tensors(self, tensor: torch.Tensor) -> InnerTensors:
+        """Data and scales of rows, then of columns, in the order in which storages declare them;
+        None for what is not made."""
         if self.amax_reduction_group is not None and process_groups_ready():
-            return self._wrap(self._quantize_reduced(tensor), dtype)
-        layout, unread = self.layout, False
-        sides = (True, False)
-        if not layout.one_buffer:
-            sides = (self.rowwise_usage, self.columnwise_usage)
-            # Products read the memory of rows whose scales are part of the values.
-            unread = self.internal and layout.rounding != "nearest"
-        return self._wrap(for_layers.grid_quantize(tensor, layout.text, *sides, unread), dtype)
+            return self._quantize_reduced(tensor)
+        return for_layers.grid_quantize(tensor, self.layout.text, *self._sides())
+
+    def operand_of(self, tensors: InnerTensors, dtype: torch.dtype) -> Operand:
+        """The operand of a matrix that :meth:`quantize_tensors` made these tensors of."""
+        data, scales, column_data, column_scales = tensors
+        text = self.layout.text
+        rows = None if data is None else Side(data, scales, text)
+        if rows is not None and self.layout.one_buffer:
+            return Operand(rows, rows._replace(columnwise=True), self, dtype)
+        columns = None
+        if column_data is not None:
+            columns = Side(column_data, column_scales, text, columnwise=True)
+        return Operand(rows, columns, self, dtype)
+
+    def storage_of(self, operand: Operand) -> QuantizedTensorStorage:
+        """The storage around the tensors of an operand of this quantizer."""
+        return self._wrap(self.tensors_of(operand), operand.dtype)
+
+    def tensors_of(self, operand: Operand) -> InnerTensors:
+        """What :meth:`operand_of` was given; None for what the operand has no more."""
+        rows = _data_and_scales(operand.rows)
+        columns = _data_and_scales(operand.columns)
+        if not self.layout.one_buffer:
+            return *rows, *columns
+        return *(columns if operand.rows is None else rows), None, None
 
     def _sides(self) -> tuple[bool, bool]:
         """Whether rows and columns are made: rows alone where one buffer serves both usages."""
@@ -133,9 +165,7 @@ class GridQuantizer(Quantizer):
         kernels.grid_multi_cast(*place, *pairs)
         return [None if part is None else part.contiguous() for part in made]
 
-    def _wrap(
-        self, tensors: Sequence[torch.Tensor | None], dtype: torch.dtype
-    ) -> QuantizedTensorStorage:
+    def _wrap(self, tensors: InnerTensors, dtype: torch.dtype) -> QuantizedTensorStorage:
         """Inner tensors in the order of the declaration, which fit together: a bare storage is not
         checked."""
         fields = self.static_fields()
@@ -144,35 +174,13 @@ class GridQuantizer(Quantizer):
             return self.tensor_class(
                 **dict(zip(names, tensors, strict=True)), **fields, dtype=dtype, quantizer=self
             )
-        compiling, rows = _is_compiling(), tensors[0]
-        # Whether it is a CPU's is asked in less time than for a device.
-        place = rows is not None and (rows.is_cpu or rows.device)
-        spec = (
-            None
-            if compiling
-            else patterns.get((self.storage_class, dtype, place, *fields.values()))
+        known = fields | {"dtype": dtype, "values_from_columns": False}
+        static = tuple(
+            [known.get(field.argument, field.default) for field in self.storage_class.static_fields]
         )
-        unread: Any = rows is not None and rows is tensors[1] and rows
-        if spec is None:
-            tensors, unread = ((*unread.tensors(), *tensors[2:]) if unread else tensors), False
-            known = fields | {"dtype": dtype, "values_from_columns": False}
-            static = tuple(
-                [
-                    known.get(field.argument, field.default)
-                    for field in self.storage_class.static_fields
-                ]
-            )
-            if ... in static:
-                self.storage_class(**fields)  # says what it was not given
-            if compiling:
-                return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
-            late = all(
-                getattr(self.storage_class, name) is getattr(GridTensorStorage, name)
-                for name in _READERS
-            )
-            spec = StorageSpec(self.storage_class, static, None).pattern(tensors, late)
-            patterns[self.storage_class, dtype, place, *fields.values()] = spec
-        return spec.around(tensors, self, unread)  # type: ignore[no-any-return]
+        if ... in static:
+            self.storage_class(**fields)  # refuses to be made without the missing fields
+        return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
 
     def empty_impl(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -14,6 +14,7 @@ from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.kernels.checks import check_dtype, check_epsilon, check_fits, check_scalar
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.dequantized_view import plain_values
+from ottava.tensors.operand import Operand
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor, StraightThrough
 
@@ -127,6 +128,8 @@ class Quantizer(ABC):
         resolved = inspect.getattr_static(cls, "quantize_impl")
         if inspect.isfunction(resolved) and _takes_no_dtype(resolved):
             cls.quantize_impl = _with_dtype(resolved)  # type: ignore[method-assign]
+        if _is_newer(cls, "quantize_impl", than="quantize_operand"):
+            cls.quantize_operand = Quantizer.quantize_operand  # type: ignore[method-assign]
 
     @abstractmethod
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
@@ -136,6 +139,17 @@ class Quantizer(ABC):
         A subclass may define ``quantize_impl(self, tensor)`` instead: its results get the nominal
         dtype by themselves.
         """
+
+    def quantize_operand(
+        self, matrix: torch.Tensor, dtype: torch.dtype
+    ) -> Operand | QuantizedTensorStorage:
+        """Quantize an operand of a layer, ``[rows, columns]``, for the usages set: what
+        :meth:`quantize_impl` makes, or the same tensors without a storage around them.
+
+        It holds for the :meth:`quantize_impl` of the class that defines it: a subclass with another
+        one gets this default, or defines its own.
+        """
+        return self.quantize_impl(matrix, dtype)
 
     def make_empty(
         self,
@@ -391,6 +405,16 @@ class Quantizer(ABC):
         if out is None:
             return result.to(out_dtype)
         return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _is_newer(cls: type, name: str, than: str) -> bool:
+    """Whether ``cls`` finds its method ``name`` in a class before the one that has ``than``."""
+    for base in cls.__mro__:
+        if than in vars(base):
+            return False
+        if name in vars(base):
+            return True
+    return False
 
 
 def _takes_no_dtype(function: Callable[..., Any]) -> bool:

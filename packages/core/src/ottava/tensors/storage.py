@@ -21,7 +21,7 @@ from ottava.tensors.declaration import (
     checked,
     native_dtype,
 )
-from ottava.tensors.saving import OfPattern, StorageSpec
+from ottava.tensors.saving import StorageSpec
 
 _CHANGED = (
     "where options of the quantizer changed after it made the tensor, set them on "
@@ -69,12 +69,6 @@ class QuantizedTensorStorage:
     column_layout_text: str = ""
     _quantizer: Any
     _dtype: torch.dtype
-    # What made a bare storage in eager code, by which it is taken apart, and what its inner tensors
-    # are held as.
-    _pattern: Any = None
-    _places: Any = None
-    # Rows that have no tensors yet.
-    _unread: Any = None
     # The storage of which this one is a view (rows, say), when they share what a write to the view
     # would change.
     _whole: Any = None
@@ -112,7 +106,6 @@ class QuantizedTensorStorage:
         self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
 
     def _put_inner(self, tensors: Sequence[Any]) -> None:
-        self._unread = None
         for inner, tensor in zip(self.inner_tensors, tensors, strict=True):
             setattr(self, inner.attribute, tensor)
 
@@ -244,7 +237,7 @@ class QuantizedTensorStorage:
         copied = memo[id(self)] = self.clone_storage()
         return copied
 
-    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec | OfPattern]:
+    def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         """:meth:`flatten_storage` for ``rebuild_saved``, without the rowwise usage, which may be
         given up: what a backward pass reads."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)

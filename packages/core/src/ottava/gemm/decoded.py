@@ -1,0 +1,119 @@
+"""The product of any two sides on any device: both are decoded, and their values multiplied.
+
+Scales that are powers of two become part of the values, exactly. One scale for the tensor
+multiplies the float32 sums. Other scales of blocks multiply the partial sums of the blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ottava.gemm import scratch as memory
+from ottava.gemm.operators import define
+from ottava.gemm.planned import folds, planned_mm
+from ottava.kernels import products as dense
+from ottava.kernels.backends import backend_module
+from ottava.kernels.reference import spread
+from ottava.layout import Block, Layout
+from ottava.tensors.operand import Side
+
+Tensor = torch.Tensor
+
+
+class Decoded(NamedTuple):
+    """Values ``[outer, reduced]``, and the scales that they still lack: None, or one for each
+    block."""
+
+    values: Tensor
+    scales: Tensor | None
+    block: Block = dense.WHOLE
+
+
+def _decoded(place: int, side: Side, dtype: torch.dtype) -> Decoded:
+    """A side's values in ``dtype``, which holds them exactly."""
+    if not side.layout or side.scales is None:
+        return Decoded(side.outer_first(), side.scales)
+    layout = Layout.of(side.layout)
+    folded = folds(layout)
+    out = memory.scratch.empty(place, side.values, dtype)
+    backend_module(out.device.type).grid_decode(
+        side.values, side.scales if folded else None, side.layout, side.columnwise, out
+    )
+    turned = side.is_turned()
+    values = out.t() if turned else out
+    if folded:
+        return Decoded(values, None)
+    return Decoded(values, side.scales.t() if turned else side.scales, layout.block)
+
+
+def _multiply(
+    a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype
+) -> Tensor:
+    if a.layout and b.layout:
+        # Compiled code comes here without having asked for a plan.
+        planned = planned_mm(a, b, bias, out_dtype)
+        if planned is not None:
+            return planned
+    left, right = _decoded(0, a, compute), _decoded(1, b, compute)
+    if left.block == right.block == dense.WHOLE:
+        return dense.product(
+            left.values, right.values.t(), left.scales, right.scales, bias, out_dtype
+        )
+    return _product_of_blocks(left, right, bias, out_dtype)
+
+
+#: ``round(a[M, K] · b[N, K]ᵀ + bias)`` of ``(a, b, bias, out_dtype, compute_dtype)``: elements are
+#: decoded to the last, and sides in high precision are of it.
+decoded_mm = define("decoded_mm", "ScalarType compute_dtype", _multiply)
+
+
+def _product_of_blocks(
+    a: Decoded, b: Decoded, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """``a · bᵀ`` plus the bias, ``[M, N]`` in ``out_dtype``.
+
+    The summed dimension is cut where the blocks of either operand end. Each partial sum is
+    multiplied in float32 by the product of the two scales of its row and its column: one scale
+    after the other could overflow where the result is finite.
+    """
+    inner, turned = a.values.shape[1], b.values.t()
+    left_scales, right_scales = _scales_of_rows(a), _scales_of_rows(b)
+    # What has one scale along the summed dimension asks for no partial sums.
+    step = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner or 1
+    once = a.block[1] is b.block[1] is None
+    sums = None
+    for start in range(0, inner, step):
+        span = slice(start, start + step)
+        part = _wide_mm(a.values[:, span], turned[span], once)
+        left = left_scales[:, start // (a.block[1] or inner)]
+        right = right_scales[:, start // (b.block[1] or inner)]
+        part.mul_(torch.outer(left, right))
+        sums = part if sums is None else sums.add_(part)
+    if sums is None:
+        sums = turned.new_zeros((len(a.values), len(b.values)), dtype=torch.float32)
+    return dense.finish(sums, None, None, bias, out_dtype)
+
+
+def _scales_of_rows(operand: Decoded) -> Tensor:
+    """The float32 scale of each row for each block of columns, ``[outer, blocks]``; 1 for an
+    operand without scales."""
+    rows = len(operand.values)
+    if operand.scales is None:
+        return operand.values.new_ones((1, 1), dtype=torch.float32).expand(rows, 1)
+    if operand.block == dense.WHOLE:
+        return operand.scales.reshape(1, 1).expand(rows, 1)
+    return spread(operand.scales, (operand.block[0], 1), (rows, operand.scales.shape[1]))
+
+
+def _wide_mm(a: Tensor, b: Tensor, once: bool) -> Tensor:
+    """The product in float32, by which blocks are summed. Where it is ``once`` that scales are
+    applied, a CPU's fast product rounds to bfloat16 before: operands are bfloat16 if the result is
+    going to be."""
+    if a.dtype is torch.bfloat16 and dense.returns_float32(a.device):
+        return dense.mm(a, b, torch.float32)
+    if once and dense.product_dtype(a.dtype, a.device) is torch.bfloat16:
+        return dense.mm(a, b).to(torch.float32)
+    return dense.mm(a.to(torch.float32), b.to(torch.float32))

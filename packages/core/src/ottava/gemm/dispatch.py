@@ -1,0 +1,187 @@
+"""The three GEMMs, and which product computes one: the first that takes both operands.
+
+1. ``qgemm`` of a quantizer whose user defined it.
+2. The planned product of the CPU, of two sides with elements.
+3. The product of hardware that multiplies such elements as they are.
+4. The product of the decoded values, which takes everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from ottava.errors import DeviceError, OptionError, ShapeError
+from ottava.gemm.decoded import decoded_mm
+from ottava.gemm.operand import Matrix, dense_side, side_of, stored
+from ottava.gemm.planned import planned_mm
+from ottava.gemm.scaled import product_of
+from ottava.kernels import check_high_precision
+from ottava.kernels.checks import check_dtype, check_fits
+from ottava.kernels.products import compute_dtype, without_autocast
+from ottava.kernels.table import rounded
+from ottava.layout import as_matrix_shape
+from ottava.tensors.operand import Operand
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.storage import QuantizedTensorStorage
+
+Tensor = torch.Tensor
+GemmType = Literal["fprop", "dgrad", "wgrad"]
+
+# GEMM -> whether the rows of a are what is summed over, and whether those of b are: their
+# columnwise usage.
+_GEMMS: dict[str, tuple[bool, bool]] = {
+    "fprop": (False, False),
+    "dgrad": (False, True),
+    "wgrad": (True, True),
+}
+
+
+def gemm(
+    a: Tensor | QuantizedTensorStorage,
+    b: Tensor | QuantizedTensorStorage,
+    gemm_type: GemmType = "fprop",
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = True,
+) -> Tensor:
+    """The product for ``gemm_type``, in ``out_dtype``.
+
+    ``fprop``: ``a = input [*, K]``, ``b = weight [N, K]`` gives ``[M, N]``. ``dgrad``:
+    ``a = grad_output [*, N]``,
+    ``b = weight`` gives ``[M, K]``. ``wgrad``: ``a = grad_output``, ``b = input`` gives ``[N, K]``.
+    Accumulation is in float32; the product of the scales is applied in float32 before the rounding
+    to ``out_dtype``: one for the tensor or for each row to the sums, one for each block to the
+    block's partial sums. On CPUs with a fast product of bfloat16 a bfloat16 result with a float32
+    bias is rounded before both, too (see the numerics page). Scales that are powers of two are part
+    of the operands' values. Hardware that multiplies FP8 is given the data; elsewhere it is
+    decoded, exactly in float32's normal range; products of what lies beyond follow IEEE float32.
+
+    Args:
+        bias: ``[N]``, added in float32.
+        out: write the result here (any high-precision dtype); with ``accumulate`` add to what it
+            holds.
+        use_split_accumulator: False allows fast accumulation where the hardware has it.
+
+    Raises:
+        OptionError: unknown ``gemm_type``, or ``accumulate`` without ``out``.
+        ShapeError, DTypeError, DeviceError: operands that do not fit together.
+    """
+    if not isinstance(gemm_type, str) or gemm_type not in _GEMMS:
+        raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
+    if accumulate and out is None:
+        raise OptionError(
+            "accumulate=True without out",
+            expected="the tensor to add to",
+            remedy="pass out=main_grad",
+        )
+    sizes: list[int] = []
+    for name, x, summed in zip("ab", (a, b), _GEMMS[gemm_type], strict=True):
+        if not isinstance(x, QuantizedTensorStorage):
+            check_high_precision(x, f"operand {name}")
+        if not (size := tuple(x.size())):
+            raise ShapeError(f"operand {name} has no dimensions", expected="at least one")
+        sizes += reversed(as_matrix_shape(size)) if summed else as_matrix_shape(size)
+    rows, inner, columns, reduced = sizes
+    if a.device != b.device:
+        raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
+    if inner != reduced:
+        what = (
+            f"{gemm_type} of {tuple(a.size())} and {tuple(b.size())}: reduced dimensions "
+            f"{inner} and {reduced}"
+        )
+        raise ShapeError(what, expected="equal ones")
+    if bias is not None:
+        check_fits(bias, (columns,), a.device, "bias")
+        bias = bias.detach()
+    if out is not None:
+        check_fits(out, (rows, columns), a.device, "out")
+    check_dtype(out_dtype if out is None else out.dtype, "result dtype")
+    return multiply(a, b, gemm_type, out_dtype, bias, out, accumulate, use_split_accumulator)
+
+
+def multiply(
+    a: Matrix,
+    b: Matrix,
+    gemm_type: GemmType,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = True,
+) -> Tensor:
+    """:func:`gemm` for those whose operands fit together: nothing is checked, and ``bias`` needs no
+    gradient."""
+    result_dtype = out_dtype if out is None else out.dtype
+    owner = _custom_quantizer(a) or _custom_quantizer(b)
+    if owner is not None:
+        return _product_of_user(
+            owner, stored(a), stored(b), gemm_type, result_dtype, bias, out, accumulate
+        )
+    # Adding into out must round once: the product stays float32 until the sum.
+    dtype = torch.float32 if accumulate else result_dtype
+    result = _product(a, b, gemm_type, dtype, bias, not use_split_accumulator)
+    if out is None:
+        return result
+    return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _product(
+    a: Matrix, b: Matrix, gemm_type: GemmType, dtype: torch.dtype, bias: Tensor | None, fast: bool
+) -> Tensor:
+    a_by_column, b_by_column = _GEMMS[gemm_type]
+    left, right = side_of(a, a_by_column), side_of(b, b_by_column)
+    if left is not None and right is not None:
+        result = planned_mm(left, right, bias, dtype)
+        if result is not None:
+            return result
+        of_elements = product_of(left, right)
+        if of_elements is not None:
+            return of_elements(left, right, bias, dtype, fast)
+    exact = _is_exact_in_bfloat16(a) and _is_exact_in_bfloat16(b)
+    compute = compute_dtype(a.device, dtype, exact)
+    if left is None:
+        left = dense_side(a, a_by_column, compute)
+    if right is None:
+        right = dense_side(b, b_by_column, compute)
+    return decoded_mm(left, right, bias, dtype, compute)
+
+
+def _is_exact_in_bfloat16(x: Matrix) -> bool:
+    return isinstance(x, QuantizedTensorStorage | Operand) or x.dtype == torch.bfloat16
+
+
+def _custom_quantizer(x: Matrix) -> Quantizer | None:
+    """The quantizer of a storage whose products its user defined."""
+    if not isinstance(x, QuantizedTensorStorage):
+        return None
+    quantizer: Quantizer | None = x._quantizer
+    return quantizer if quantizer is not None and quantizer.custom else None
+
+
+def _product_of_user(
+    owner: Quantizer,
+    a: Any,
+    b: Any,
+    gemm_type: GemmType,
+    result_dtype: torch.dtype,
+    bias: Tensor | None,
+    out: Tensor | None,
+    accumulate: bool,
+) -> Tensor:
+    scales = _scale_of(a), _scale_of(b)
+    with without_autocast(a.device.type):
+        result = owner.qgemm(
+            a, b, None, result_dtype, *scales, bias, out, accumulate, gemm_type, a, b
+        )
+    return rounded(result) if out is None else result
+
+
+def _scale_of(x: Any) -> Tensor | None:
+    """The scale of an operand that has one. The view is made here, where the compiler sees it."""
+    scalar = getattr(x, "_scalar", None)
+    return getattr(x, "_scale_inv", None) if scalar is None else scalar.view(1)

@@ -1,0 +1,102 @@
+"""``Operand``: a quantized matrix as plain tensors, the form in which layers move it.
+
+A quantizer makes one for a layer, each product reads one :class:`Side` of it, and the side that the
+backward pass reads is saved. A storage wraps the same tensors for users, parameters, FSDP2 and
+files; :meth:`Operand.stored` makes it where a product asks for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from ottava.layout import Layout
+
+Tensor = torch.Tensor
+
+
+class Side(NamedTuple):
+    """A matrix in one direction, as a product reads it.
+
+    Attributes:
+        values: a matrix in high precision, or the bytes of elements; of columnwise data that a
+            layout transposes, the transpose.
+        scales: of elements, as they are stored; of high precision a float32 scalar that multiplies
+            the product, or None.
+        layout: the text of the layout of the elements; empty for high precision.
+        columnwise: whether the product sums over the rows of the matrix; of elements, whether these
+            are columnwise data.
+        source: the storage that owns the elements, whose cache keeps what products make of them;
+            None if no later product meets them again.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+    layout: str = ""
+    columnwise: bool = False
+    source: Any = None
+
+    def is_turned(self) -> bool:
+        """Whether ``values`` are ``[reduced, outer]``: the product sums over their rows."""
+        return self.columnwise and not (self.layout and Layout.of(self.layout).transposed)
+
+    def outer_first(self) -> Tensor:
+        """``values`` as ``[outer, reduced]``."""
+        return self.values.t() if self.is_turned() else self.values
+
+
+class Operand(NamedTuple):
+    """A quantized matrix: a side for each usage that its quantizer was asked for.
+
+    Invariant, of each side: ``matrix ≈ float32(element) * scale`` of the element's block.
+
+    Attributes:
+        rows: what fprop reads of an input or a weight, and dgrad of ``grad_output``.
+        columns: what dgrad reads of a weight, and wgrad of both its operands.
+        quantizer: the ``GridQuantizer`` that made it.
+        dtype: the nominal dtype.
+    """
+
+    rows: Side | None
+    columns: Side | None
+    quantizer: Any
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+        side = self.columns if self.rows is None else self.rows
+        assert side is not None
+        return side.values.device
+
+    def stored(self) -> Any:
+        """A bare storage around the same tensors."""
+        return self.quantizer.storage_of(self)
+
+    def flatten_columnwise(self) -> tuple[Sequence[Tensor | None], Any]:
+        """What the backward pass reads: tensors to save, and a spec that rebuilds an operand."""
+        columns = self.columns
+        if columns is None:
+            return self.stored().flatten_columnwise()  # type: ignore[no-any-return]
+        spec = ColumnsSpec(columns.layout, self.quantizer, self.dtype)
+        return (columns.values, columns.scales), spec
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsSpec:
+    """What is left of an operand's columns when their two tensors are saved."""
+
+    layout: str
+    quantizer: Any
+    dtype: torch.dtype
+
+    #: How many tensors :meth:`rebuild` takes.
+    tensor_count: ClassVar[int] = 2
+
+    def rebuild(self, tensors: Sequence[Any]) -> Operand:
+        """An operand that has columns alone."""
+        values, scales = tensors
+        return Operand(None, Side(values, scales, self.layout, True), self.quantizer, self.dtype)
