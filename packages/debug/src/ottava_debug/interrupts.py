@@ -1,4 +1,4 @@
-"""What has to happen when Ctrl-C comes, in whatever moment."""
+"""Cleanup that runs at any moment in which Ctrl-C interrupts the process."""
 
 import signal
 import threading
@@ -9,17 +9,17 @@ from ottava.filesystem import uninterrupted
 
 
 class InterruptCleanup:
-    """Calls ``cleanup`` before an interrupt is raised, from :meth:`begin` to :meth:`end`.
+    """Calls ``cleanup`` when an interrupt is raised between :meth:`begin` and :meth:`end`.
 
-    The ``__exit__`` of a block is not enough for that: an interrupt may come as it is called,
-    before its first statement. Only the main thread of a process is interrupted; elsewhere this
-    does nothing.
+    The ``__exit__`` of a block does not suffice, because an interrupt may come when ``__exit__`` is
+    called, before its first statement. Only the main thread of a process is interrupted, so this
+    does nothing in other threads.
 
     Args:
-        cleanup: called without arguments, perhaps more than once.
+        cleanup: called without arguments, possibly more than once.
 
     Attributes:
-        done: whether an interrupt came, and ``cleanup`` was called for it.
+        done: whether an interrupt came and ``cleanup`` was called for it.
     """
 
     def __init__(self, cleanup: Callable[[], None]) -> None:
@@ -28,21 +28,21 @@ class InterruptCleanup:
         self._before: Any = None
 
     def begin(self) -> None:
-        """Stand in the place of the handler of SIGINT, which is called as ever."""
+        """Replace the handler of SIGINT by this object, which still calls that handler."""
         before = signal.getsignal(signal.SIGINT)
-        # Others, which are not written in Python, raise nothing.
+        # A handler that is not callable is not written in Python, and raises nothing.
         if callable(before) and threading.current_thread() is threading.main_thread():
             self._before = before
             signal.signal(signal.SIGINT, self)
 
     def end(self) -> None:
-        """Give SIGINT its handler again, unless another one was set meanwhile."""
+        """Restore the former handler of SIGINT, unless another one was set meanwhile."""
         handler: Any = signal.getsignal(signal.SIGINT)
         if handler is self:
             signal.signal(signal.SIGINT, self._before)
 
     def __call__(self, number: int, frame: Any) -> Any:
-        """The handler: what that of before does, and the cleanup where it raises."""
+        """Call the former handler, and the cleanup if that handler raises."""
         try:
             return self._before(number, frame)
         except BaseException:
