@@ -1,9 +1,11 @@
-"""See what FP8 does to a model: fake quantization, switches and statistics, a report on
-checkpoints, a search.
+"""Tools that show what FP8 does to a model.
 
-Importing this makes the features known to nvdlfw-inspect, in whichever order the two are imported.
-Public names are resolved on first use, so that neither torch nor nvdlfw-inspect is imported before
-it is needed.
+They are fake quantization, switches for high precision, statistics, a report on checkpoints, and a
+search for the operands that spoil a training step.
+
+Importing this package registers its features with nvdlfw-inspect, in whichever order the two are
+imported. Public names are resolved on first use, so neither torch nor nvdlfw-inspect is imported
+before it is needed.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A module that is imported once another one has been, whenever that is."""
+"""Imports one module as soon as another one has been imported."""
 
 import importlib
 import importlib.abc
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def follow(module: str, follower: str) -> None:
-    """Import ``follower`` now, if the module has been imported, or else as soon as it is."""
+    """Import ``follower`` as soon as ``module`` is imported, or now if it has been imported."""
     if module in sys.modules:
         importlib.import_module(follower)
     else:
@@ -17,10 +17,11 @@ def follow(module: str, follower: str) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as others do, and has it loaded by a :class:`_Loader`."""
+    """Finds one module through Python's own finder, and loads it by a :class:`_Loader`."""
 
     def __init__(self, module: str, follower: str) -> None:
-        self._module, self._follower = module, follower
+        self._module = module
+        self._follower = follower
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -35,10 +36,11 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module, then imports another."""
+    """Loads a module, then imports another one."""
 
     def __init__(self, loader: importlib.abc.Loader, follower: str) -> None:
-        self._loader, self._follower = loader, follower
+        self._loader = loader
+        self._follower = follower
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

@@ -236,11 +236,9 @@ def _bad_events(step: Bundle) -> list[str]:
             ended.add(number)
         else:
             bad.append(event)
-    return (
-        bad
-        if bad or begun == len(step.arguments)
-        else [f"{begun} forward passes of {len(step.arguments)}"]
-    )
+    if not bad and begun != len(step.arguments):
+        return [f"{begun} forward passes of {len(step.arguments)}"]
+    return bad
 
 
 def _check_operands(step: Bundle, number: int, needed: bool) -> None:
@@ -294,8 +292,6 @@ def digest(values: torch.Tensor) -> str:
 
 def norm_of(tensors: Mapping[str, torch.Tensor]) -> float:
     """The norm of all values together, computed in float64; NaN and infinities propagate."""
-    return (
-        math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values()))
-        if tensors
-        else 0.0
-    )
+    if not tensors:
+        return 0.0
+    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values()))

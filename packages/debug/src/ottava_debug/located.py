@@ -1,4 +1,4 @@
-"""YAML whose keys know their lines, and errors that name them."""
+"""YAML mappings that know the lines of their keys, and errors that name these lines."""
 
 import difflib
 import os
@@ -12,51 +12,60 @@ from ottava_custom.files.source import read_text
 
 
 class Located(dict[str, Any]):
-    """A mapping with the lines of its keys, from 1; a dict that was made by a program has none.
+    """A mapping with the lines of its keys.
 
     Attributes:
-        source: the path of the file, or what else errors call it.
-        lines: key -> line.
+        source: the path of the file, or another name for errors.
+        lines: key -> line, from 1; empty for a dict that a program created.
     """
 
     def __init__(
         self, values: Mapping[str, Any], source: str = "", lines: Mapping[str, int] | None = None
     ) -> None:
         super().__init__(values)
-        self.source, self.lines = source, dict(lines or getattr(values, "lines", {}))
+        self.source = source
+        self.lines = dict(lines or getattr(values, "lines", {}))
 
     def where(self, key: str = "") -> str:
-        """The source and, where it is known, the line of a key; without a key the first line."""
+        """The source and, if it is known, the line of ``key``; without a key the first line."""
         line = self.lines.get(key) or min(self.lines.values(), default=0)
         return f"{self.source}, line {line}" if line else self.source
 
     def over(self, other: "Located", *left_out: str) -> "Located":
-        """This mapping's keys over another's, without some."""
+        """The keys of both mappings except ``left_out``; this mapping's values take precedence."""
         values = {key: value for key, value in {**other, **self}.items() if key not in left_out}
         return Located(values, self.source or other.source, {**other.lines, **self.lines})
 
 
+<<<<<<< HEAD
 class _Loader(yaml.SafeLoader):
     """What ``yaml.safe_load`` gives, with :class:`Located` for mappings."""
+=======
+class _Loader(DepthLimit, yaml.SafeLoader):
+    """Loads the same values as ``yaml.safe_load``, with :class:`Located` for mappings."""
+>>>>>>> opE
 
     source = ""
 
     def construct_yaml_map(self, node: Any) -> Any:
-        # In two steps, as PyYAML's own: what an alias stands for may still be empty.
-        found = Located({}, self.source)
+        # This is a generator of two steps, as PyYAML's own constructor: the mapping is yielded
+        # while it is empty, because its values may contain an alias of it.
+        section = Located({}, self.source)
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            name, line = str(key.value), key.start_mark.line + 1
+            name = str(key.value)
+            line = key.start_mark.line + 1
             if name in lines and name != "<<":
-                what = (
+                raise OptionError(
                     f"{self.source}, line {line}: {name!r} stands twice, first in line "
-                    f"{lines[name]}"
+                    f"{lines[name]}",
+                    expected="each key once: the first would be lost",
                 )
-                raise OptionError(what, expected="each key once: the first would be lost")
             lines[name] = line
-        yield found
-        found.update({str(key): value for key, value in self.construct_mapping(node).items()})
-        found.lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
+        yield section
+        section.update({str(key): value for key, value in self.construct_mapping(node).items()})
+        # construct_mapping() has added the keys that ``<<`` merges to the node.
+        section.lines = {str(key.value): key.start_mark.line + 1 for key, _ in node.value}
 
 
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
@@ -66,8 +75,13 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     """The sections of a file, or of a dict.
 
     Raises:
+<<<<<<< HEAD
         OptionError: the file cannot be read, is not YAML or not a mapping, is nested too deeply, or
             is larger than a recipe file may be; with the line where there is one.
+=======
+        OptionError: the file cannot be read, is not YAML, is not a mapping, or is larger or deeper
+            than a recipe file may be. The message names the line where one is known.
+>>>>>>> opE
     """
     if isinstance(given, Mapping):
         return Located(located(given, "the configuration"), "the configuration")
@@ -84,7 +98,7 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     except OptionError:
         raise
     except ValueError as error:
-        # Dates that there are not, and numbers of thousands of digits.
+        # YAML raises ValueError for dates that do not exist, and numbers of thousands of digits.
         raise OptionError(f"{source}: not a value: {text_of(error)}", expected=expected) from error
     if not isinstance(root, Located) or not root:
         raise OptionError(f"{source} holds {kind_of(root)}", expected=expected)
@@ -103,30 +117,36 @@ def _line(source: str, error: yaml.YAMLError) -> str:
 
 
 def located(given: Any, source: str) -> Any:
-    """A dict, and those inside, as :class:`Located`."""
+    """``given`` with all dicts in it as :class:`Located`, and all tuples as lists."""
     if isinstance(given, Mapping):
         return Located({str(key): located(value, source) for key, value in given.items()}, source)
-    return [located(item, source) for item in given] if isinstance(given, (list, tuple)) else given
+    if isinstance(given, (list, tuple)):
+        return [located(item, source) for item in given]
+    return given
 
 
 def plain(given: Any) -> Any:
-    """The values as plain dicts and lists."""
+    """``given`` with all mappings in it as plain dicts."""
     if isinstance(given, Mapping):
         return {key: plain(value) for key, value in given.items()}
-    return [plain(item) for item in given] if isinstance(given, list) else given
+    if isinstance(given, list):
+        return [plain(item) for item in given]
+    return given
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for errors."""
+    """A short description of a value, for errors."""
     if isinstance(value, Mapping):
         return "a mapping"
     if value is None:
         return "nothing"
-    return f"a list of {len(value)}" if isinstance(value, list) else repr(value)[:80]
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return repr(value)[:80]
 
 
 def unknown(where: str, what: str, given: object, known: Iterable[str]) -> OptionError:
-    """The error about a name that nobody knows."""
+    """The error about a name that is not one of those ``known``; it suggests the nearest one."""
     names = sorted(map(str, known))
     near = difflib.get_close_matches(str(given), names, n=1)
     remedy = f"use {near[0]!r}" if near else ""
@@ -145,15 +165,18 @@ def mapping(parent: Located, key: str, what: str) -> Located:
 
 
 def names(parent: Located, key: str, what: str, known: Iterable[str]) -> list[str]:
-    """The names at a key, which is one of those known, a list of such, or ``all``; an empty list is
-    none of them."""
+    """The names at a key, whose value is one of the ``known`` names, a list of them, or ``all``.
+
+    Raises:
+        OptionError: a name is not known.
+    """
     value = parent[key]
-    given = value if isinstance(value, list) else [value]
+    chosen = value if isinstance(value, list) else [value]
     known = list(known)
-    for name in given:
+    for name in chosen:
         if name not in known and name != "all":
             raise unknown(parent.where(key), f"{what}: {key} has", name, known)
-    return known if "all" in given else given
+    return known if "all" in chosen else chosen
 
 
 def truth(parent: Located, key: str, what: str) -> bool:

@@ -1,4 +1,4 @@
-"""Where statistics go without nvdlfw-inspect's ``initialize()``: the same files, and
+"""Loggers of statistics without nvdlfw-inspect's ``initialize()``: the same files, and
 TensorBoard."""
 
 import datetime
@@ -16,11 +16,12 @@ _FOLDER = "nvdlfw_inspect_statistics_logs"
 
 
 class StatisticsFile(BaseLogger):  # type: ignore[misc]
-    """A file of each rank, with a line for each number, as nvdlfw-inspect writes it. An earlier one
-    is replaced.
+    """A file for each rank with one line for each number, in nvdlfw-inspect's format.
+
+    An earlier file is replaced.
 
     Args:
-        log_dir: the folder in which the folder of the files is made.
+        log_dir: the folder in which the folder of the files is created.
 
     Attributes:
         path: the file.
@@ -36,14 +37,14 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_text(self.path)
         except OSError as error:
-            what = (
+            raise OptionError(
                 f"log_dir is {str(log_dir)!r}: {self.path} cannot be written: "
-                f"{error.strerror or error}"
-            )
-            raise OptionError(what, expected="a folder, or where one can be made") from error
+                f"{error.strerror or error}",
+                expected="a folder, or where one can be made",
+            ) from error
 
     def log_scalar(self, name: str, value: float, iteration: int, **kwargs: Any) -> None:
-        """Write a line."""
+        """Write one line."""
         now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S,%f")[:-3]
         space = " \t\t\t\t "
         self._file.write(
@@ -51,13 +52,21 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
         )
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         self._file.close()
 
 
 def of_tensorboard(writer: Any) -> list[Any]:
-    """A writer of TensorBoard as a logger; none for None. DTypeError: it is none."""
-    if writer is not None and not callable(getattr(writer, "add_scalar", None)):
-        expected = "a torch.utils.tensorboard.SummaryWriter, or what has its add_scalar"
-        raise DTypeError(f"tb_writer is a {type(writer).__name__}", expected=expected)
-    return [] if writer is None else [wrap_tensorboard_writer(writer)]
+    """A list with the logger of a TensorBoard writer; an empty list for None.
+
+    Raises:
+        DTypeError: ``writer`` has no ``add_scalar``.
+    """
+    if writer is None:
+        return []
+    if not callable(getattr(writer, "add_scalar", None)):
+        raise DTypeError(
+            f"tb_writer is a {type(writer).__name__}",
+            expected="a torch.utils.tensorboard.SummaryWriter, or an object with its add_scalar",
+        )
+    return [wrap_tensorboard_writer(writer)]

@@ -1,4 +1,4 @@
-"""Losses that a bundle can name, since it holds no code."""
+"""The loss functions that a bundle can name, because a bundle holds no code."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,25 +11,30 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean over all positions: logits ``[*, classes]``, taken as float32, and numbers of
-    classes ``[*]``."""
+    """The mean cross entropy over all positions, in float32.
+
+    Args:
+        logits: ``[*, classes]``, converted to float32.
+        targets: the indices of the classes, ``[*]``.
+    """
     return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
 
 def mse(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The mean of squared differences, in float32."""
+    """The mean of the squared differences, in float32."""
     return F.mse_loss(output.float(), targets.float())
 
 
-#: The names that bundles have.
+#: The names that bundles use -> the functions.
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
 
 
 def loss_in(output: Any) -> torch.Tensor | None:
-    """The loss that a model's output is, or has under that name; None where it has none."""
-    found = output.get("loss") if isinstance(output, Mapping) else output
-    return (
-        found
-        if isinstance(found, torch.Tensor) and found.dim() == 0 and found.requires_grad
-        else None
-    )
+    """The loss in a model's output: the entry ``loss`` of a mapping, or the output itself.
+
+    None where that is not a scalar tensor that requires a gradient.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return loss
+    return None

@@ -1,8 +1,8 @@
-"""nvdlfw-inspect's manager, which knows of Ottava's layers.
+"""nvdlfw-inspect's manager, extended for Ottava's layers.
 
-nvdlfw-inspect makes its manager in ``initialize()`` and forgets every feature in ``end_debug()``.
-Here the class of the manager is replaced by one that registers the first-party features each time,
-reads the configuration, and watches the layers that it selects.
+nvdlfw-inspect creates its manager in ``initialize()``, and forgets every feature in
+``end_debug()``. This module replaces the class of the manager by one that registers the first-party
+features each time, reads the configuration, and watches the layers that the configuration selects.
 """
 
 import logging
@@ -21,16 +21,17 @@ from ottava_debug.located import read
 from ottava_debug.sections import NAMESPACES, enabled_in, for_nvdlfw
 from ottava_debug.session import Session
 
-# Where nothing answers, as for layers that no section selects.
+# The answers of API calls that no feature answers, as for layers that no section selects.
 _DEFAULTS = {"fp8_gemm_enabled": True, "modify_tensor_enabled": False}
 _LOGS = ("nvdlfw_inspect", "Default Statistics")
 _on_error = "warn"
 
 
 def on_error(action: str) -> None:
-    """What is done where a feature raises and its section does not say: ``"warn"`` switches it off
-    for the layer, with a warning, and training goes on; ``"raise"`` raises. It holds for
-    configurations that are loaded later.
+    """Set the reaction to a feature that raises, for sections that do not set ``on_error``.
+
+    ``"warn"`` switches the feature off for the layer, with a warning, and training continues.
+    ``"raise"`` raises. The setting affects configurations that are loaded later.
 
     Raises:
         OptionError: ``action`` is something else.
@@ -42,21 +43,20 @@ def on_error(action: str) -> None:
 
 
 class Namespace(BaseNamespaceAPI):  # type: ignore[misc]
-    """What ``nvdlfw_inspect.api.ottava`` is, and ``.transformer_engine``: asks the features of a
-    layer."""
+    """The class of ``nvdlfw_inspect.api.ottava`` and ``.transformer_engine``, which calls the
+    features of a layer."""
 
-    def route_api(self, layer_name: str, api_name: str, **given: Any) -> Any:
-        """What the feature of a layer answers that has the method; of several the first that is
-        about the call."""
+    def route_api(self, layer_name: str, api_name: str, **arguments: Any) -> Any:
+        """The first answer of the layer's features that have the method and apply to the call."""
         manager = api.DEBUG_MANAGER
         session = manager.session if isinstance(manager, Manager) else None
-        iteration = given.pop("iteration", None)
+        iteration = arguments.pop("iteration", None)
         step = manager._trainer_iteration_count if iteration is None else iteration
         if session is None:
             return _DEFAULTS.get(api_name)
         for enabled in session.plan(layer_name):
             if enabled.namespace == self.name and layer_name not in enabled.off:
-                answer = session.attempt(enabled, layer_name, api_name, step, **given)
+                answer = session.attempt(enabled, layer_name, api_name, step, **arguments)
                 if answer is not None:
                     return answer
         return _DEFAULTS.get(api_name)
@@ -77,7 +77,7 @@ class Namespace(BaseNamespaceAPI):  # type: ignore[misc]
 
 
 class Manager(debug_manager.DebugManager):  # type: ignore[misc]
-    """The manager of a run."""
+    """The manager of a run, with the session of its configuration."""
 
     session: Session | None = None
 
@@ -96,7 +96,7 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
             raise PluginError(text, expected="modules that can be imported") from error
         for namespace in NAMESPACES:
             for feature in FEATURES:
-                # One's own of the name, from feature_dirs, is there already, and stays.
+                # A user's feature of this name, from feature_dirs, is registered already and stays.
                 Registry.register_feature(namespace)(feature)
             for name, feature in Registry.data[namespace].features.items():
                 self._features_explainer[f"{namespace}.{name}"] = feature
@@ -105,7 +105,7 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
         """Read the configuration, and watch the layers that it selects.
 
         Raises:
-            OptionError: something in it is not allowed; the message names the section, the key and
+            OptionError: a key or value is not allowed; the message names the section, the key and
                 the line.
         """
         if not self.config_file:
@@ -121,7 +121,7 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
                 enabled, lambda: int(self._trainer_iteration_count), lambda layer: layer.name
             )
         except BaseException:
-            # initialize() can be called again, with what is right.
+            # After this initialize() can be called again, with a corrected configuration.
             api.end_debug()
             raise
 
@@ -137,10 +137,10 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
                 session.close()
         finally:
             super().close()
-            # end_debug() does so itself, but not where a feature raises here: initialize() could
-            # not be called again.
+            # end_debug() does this as well, but not if a feature raises above. Then initialize()
+            # could not be called again.
             api.DEBUG_MANAGER = None
-            # Handlers would write what a later run says to the files of this one, too.
+            # Handlers that stay would write the messages of a later run to this run's files, too.
             for logger in map(logging.getLogger, _LOGS):
                 for handler in list(logger.handlers):
                     logger.removeHandler(handler)
@@ -148,8 +148,10 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
 
 
 def _take_over() -> None:
-    """Have ``nvdlfw_inspect.api.initialize`` make managers of this class. One that has been made
-    already becomes one, and its configuration is loaded again."""
+    """Have ``nvdlfw_inspect.api.initialize`` create managers of this class.
+
+    An existing manager becomes one of this class, and loads its configuration again.
+    """
     debug_manager.DebugManager = Manager
     manager = api.DEBUG_MANAGER
     if manager is not None and not isinstance(manager, Manager):

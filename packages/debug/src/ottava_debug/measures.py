@@ -1,24 +1,24 @@
-"""What is lost between a tensor in high precision and what it becomes: exact sums in float64, in
-one pass.
+"""Measures of the loss between a high-precision tensor and its quantized values.
 
-Definitions, for values ``x`` and what they become, ``q``:
+They are computed from sums in float64, in one pass. Definitions, for values ``x`` and quantized
+values ``q``:
 
 - ``amax``: ``max |x|``.
-- underflow: how many of the ``x`` that are not zero have ``q = 0``, in percent.
-- saturation: how many of the ``x`` were clamped, in percent: ``q`` is the largest number of the
-  format, with the scale of its block, and ``|x|`` is beyond it by more than half of the format's
-  last step, so that rounding alone would not have given it. Underflow and saturation are the two
-  ways out of a format's range (Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
-  arXiv:2209.05433).
+- underflow: the percentage of the nonzero ``x`` that have ``q = 0``.
+- saturation: the percentage of the ``x`` that were clamped. An ``x`` was clamped if ``q`` is the
+  largest number of the format, with the scale of its block, and ``|x|`` exceeds it by more than
+  half of the format's last step, so that rounding alone would not have given this ``q``. Underflow
+  and saturation are the two ways out of a format's range (Micikevicius et al., "FP8 Formats for
+  Deep Learning", 2022, arXiv:2209.05433).
 - SQNR, the signal-to-quantization-noise ratio: ``10 · log10(Σ x² / Σ (x - q)²)`` in dB (Widrow and
   Kollár, "Quantization Noise", 2008). 6.02 dB are one bit.
 - cosine: ``Σ x·q / √(Σ x² · Σ q²)``, between -1 and 1.
-- exponents: how many ``x`` have ``⌊log2 |x|⌋ = e``.
+- exponents: the number of ``x`` with ``⌊log2 |x|⌋ = e``.
 
-Values that are NaN or infinite are counted, and left out of everything else. Where nothing is left,
-nothing is lost: amax, underflow and saturation are 0, the SQNR is infinite, the cosine 1; so it is
-of zeros that stay zeros. A finite value that becomes NaN or infinite is noise without bound: the
-SQNR is -inf and the cosine 0.
+Values ``x`` that are NaN or infinite are counted, and excluded from everything else. Where no
+values are left, or all are zeros that stay zeros, nothing is lost: amax, underflow and saturation
+are 0, the SQNR is infinite, and the cosine is 1. A finite value that becomes NaN or infinite is
+unbounded noise: the SQNR is -inf and the cosine 0.
 """
 
 import math
@@ -34,29 +34,30 @@ from ottava.kernels.checks import check_high_precision
 from ottava.tensors import QuantizedTensorStorage
 from ottava.tensors.declaration import native_dtype
 
-# Elements that are looked at together. On a CPU their float64 values fit its cache, and torch has
-# one thread look at so few: threads that wait for each other after each sum take a hundred times
-# longer where others use the processor.
+# The number of elements that are processed together. On a CPU their float64 values fit its cache,
+# and torch processes so few in one thread. Several threads would wait for each other after each
+# sum, which takes a hundred times longer where other processes use the CPU.
 _CHUNK = {"cpu": (1 << 15) - 64}
 _CHUNK_ELSEWHERE = 1 << 23
-# Of float64, whose bits tell the exponent of every float32: no subnormal stays one.
+# Properties of float64. Its bits show the exponent of every nonzero float32, because a subnormal
+# float32 is a normal float64.
 _MANTISSA_BITS, _BIAS, _EXPONENTS = 52, 1023, 2048
 _Element = FloatFormat | IntegerFormat
-# Bytes of elements, and their format.
+# The data of elements, and their format.
 _Elements = tuple[torch.Tensor, _Element]
 
 
 @dataclass(frozen=True)
 class Measures:
-    """What one tensor loses; see the module for definitions.
+    """The loss of one tensor; the module defines the measures.
 
     Attributes:
-        count: elements.
-        not_finite: how many of them are NaN or infinite: these are left out below.
-        amax: largest magnitude.
-        underflow: percent of the values that are not zero.
+        count: the number of elements.
+        not_finite: the number of elements that are NaN or infinite, which are excluded below.
+        amax: the largest magnitude.
+        underflow: percent of the nonzero values.
         saturation: percent of the values; None where the storage does not declare the format of its
-            elements, so that nobody can tell.
+            elements, so that clamping cannot be recognized.
         sqnr: dB; ``inf`` where nothing is lost, ``-inf`` where a value becomes NaN or infinite.
         cosine: -1 to 1.
     """
@@ -76,16 +77,17 @@ def compare(
     *,
     columnwise: bool | None = None,
 ) -> Measures:
-    """What ``values`` lose by becoming ``quantized``.
+    """The loss of ``values`` through quantization to ``quantized``.
 
     Args:
         values: float32, bfloat16 or float16, any shape.
-        quantized: what they become, of their shape: a quantized tensor or storage; or a plain
-            tensor, whose saturation is not known.
-        columnwise: of a storage, the data of this direction; None: of rows where they are held.
+        quantized: a quantized tensor or storage of the same shape; or a plain tensor, whose
+            saturation is not known.
+        columnwise: whether to read the columnwise data of a storage; None reads rowwise data where
+            the storage has it.
 
     Raises:
-        DTypeError: an argument is no tensor, or of another dtype.
+        DTypeError: an argument is not a tensor, or has another dtype.
         ShapeError: they have different shapes.
         UsageError: the storage does not hold the direction.
     """
@@ -95,12 +97,13 @@ def compare(
 
 
 def exponents(values: torch.Tensor) -> dict[int, int]:
-    """Exponent ``⌊log2 |x|⌋`` -> how many values have it, ascending, those that occur.
+    """Exponent ``⌊log2 |x|⌋`` -> the number of values with it, ascending, without those that do not
+    occur.
 
-    Zeros, NaN and infinities have none and are left out.
+    Zeros, NaN and infinities have no exponent and are excluded.
 
     Raises:
-        DTypeError: no tensor of high precision.
+        DTypeError: ``values`` is not a tensor of high precision.
     """
     check_high_precision(values)
     counts = torch.zeros(_EXPONENTS, dtype=torch.int64, device=values.device)
@@ -114,21 +117,19 @@ def exponents(values: torch.Tensor) -> dict[int, int]:
 
 
 def _exponent_bits(x: torch.Tensor) -> torch.Tensor:
-    """The exponents of values, biased as those of float64; 0 of zeros, the largest of what is not
-    finite."""
+    """The exponents of values, with float64's bias; 0 for zeros, 2047 for NaN and infinities."""
     bits = (x.float().view(torch.int32) >> 23) & 0xFF
     least, most = bits.aminmax()
     if not least or most == 0xFF:
-        # Zeros, subnormals and what is not finite need a look at more.
+        # The exponent bits of float32 do not suffice for zeros, subnormals, NaN and infinities.
         return x.double().abs().view(torch.int64) >> _MANTISSA_BITS
     return bits + (_BIAS - 127)
 
 
 class Comparison:
-    """The sums behind :class:`Measures`, to which tensors are added one after the other, as if they
-    were one."""
+    """The sums behind :class:`Measures`, which accumulate over tensors as if they were one."""
 
-    #: Attribute -> how those of two comparisons are put together: by ``sum``, ``min`` or ``max``.
+    #: Attribute -> the operation that combines two comparisons: ``sum``, ``min`` or ``max``.
     together: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("count", "not_finite", "nonzero", "zeroed", "clamped"), "sum"),
         **dict.fromkeys(("signal", "made", "dot", "noise"), "sum"),
@@ -148,7 +149,8 @@ class Comparison:
         *,
         columnwise: bool | None = None,
     ) -> None:
-        """Add what ``values`` become; arguments and errors as of :func:`compare`."""
+        """Add a tensor and its quantized values; arguments and errors are those of
+        :func:`compare`."""
         check_high_precision(values)
         elements: _Elements | None = None
         if isinstance(quantized, QuantizedTensorStorage):
@@ -183,7 +185,7 @@ class Comparison:
         rows = torch.empty(3, x.numel(), dtype=torch.float64, device=x.device)
         rows[0], rows[1] = x, q
         torch.sub(rows[0], rows[1], out=rows[2])
-        # All sums of products in one pass.
+        # The matrix product computes all sums of products in one pass.
         (signal, dot, _), (_, made, _), (_, _, noise) = (rows @ rows.t()).tolist()
         self.broken |= not math.isfinite(made)
         nonzero = int(x.count_nonzero())
@@ -196,31 +198,33 @@ class Comparison:
         self.dot, self.noise = self.dot + dot, self.noise + noise
 
     def take(self, numbers: Mapping[str, float]) -> None:
-        """Have the attributes of :attr:`together` be these numbers, each of the kind that it
-        was."""
+        """Set the attributes of :attr:`together` to these numbers, each converted to its own
+        type."""
         for name, number in numbers.items():
             setattr(self, name, type(getattr(self, name))(number))
 
     def measures(self) -> Measures:
-        """The measures of all that was added."""
+        """The measures of all tensors that were added."""
         exact = not self.broken and self.noise == 0
-        saturation = (
-            100 * self.clamped / max(self.count - self.not_finite, 1)
-            if self.known or exact
-            else None
+        saturation = None
+        if self.known or exact:
+            saturation = 100 * self.clamped / max(self.count - self.not_finite, 1)
+        return Measures(
+            count=self.count,
+            not_finite=self.not_finite,
+            amax=self.amax,
+            underflow=100 * self.zeroed / max(self.nonzero, 1),
+            saturation=saturation,
+            sqnr=self._sqnr(exact),
+            cosine=self._cosine(exact),
         )
-        underflow = 100 * self.zeroed / max(self.nonzero, 1)
-        sqnr, cosine = self._sqnr(exact), self._cosine(exact)
-        return Measures(self.count, self.not_finite, self.amax, underflow, saturation, sqnr, cosine)
 
     def _sqnr(self, exact: bool) -> float:
         if exact:
             return math.inf
-        return (
-            -math.inf
-            if self.broken or self.signal == 0
-            else 10 * math.log10(self.signal / self.noise)
-        )
+        if self.broken or self.signal == 0:
+            return -math.inf
+        return 10 * math.log10(self.signal / self.noise)
 
     def _cosine(self, exact: bool) -> float:
         if exact:
@@ -238,54 +242,57 @@ def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def direction_of(
     quantized: QuantizedTensorStorage, columnwise: bool | None
 ) -> QuantizedTensorStorage:
-    """The storage with the data of one direction; None: rows where they are held. UsageError: it is
-    not held."""
-    held = quantized.get_usages()
+    """The storage with the data of one direction only.
+
+    ``columnwise`` None chooses rowwise data where the storage has it.
+
+    Raises:
+        UsageError: the storage does not hold the direction.
+    """
+    usages = quantized.get_usages()
     if columnwise is None:
-        columnwise = not held["rowwise"]
-    if held == {"rowwise": not columnwise, "columnwise": columnwise}:
+        columnwise = not usages["rowwise"]
+    if usages == {"rowwise": not columnwise, "columnwise": columnwise}:
         return quantized
     tensors, spec = quantized.flatten_storage()
     with torch.no_grad():
-        made: QuantizedTensorStorage = spec.build(tensors)
-        made.update_usage(rowwise_usage=not columnwise, columnwise_usage=columnwise)
-    return made
+        direction: QuantizedTensorStorage = spec.build(tensors)
+        direction.update_usage(rowwise_usage=not columnwise, columnwise_usage=columnwise)
+    return direction
 
 
 def _elements(quantized: QuantizedTensorStorage) -> _Elements | None:
-    """The bytes of the elements in the order of the tensor, and their format; None where none are
-    declared."""
+    """The data of the elements in the order of the tensor, and their format; None where the storage
+    declares no such data."""
     for inner in quantized.inner_tensors:
-        held, dtype = getattr(quantized, inner.attribute), native_dtype(quantized, inner)
-        if held is not None and dtype in ELEMENTS:
-            data = inner.by_rows(held)
+        tensor = getattr(quantized, inner.attribute)
+        dtype = native_dtype(quantized, inner)
+        if tensor is not None and dtype in ELEMENTS:
+            data = inner.by_rows(tensor)
             return (data, ELEMENTS[dtype]) if data.shape == quantized.shape else None
     return None
 
 
 def _clamped(x: torch.Tensor, q: torch.Tensor, data: torch.Tensor, element: _Element) -> int:
-    """How many values became the largest number, and are beyond what rounding makes of it."""
-    if not isinstance(element, IntegerFormat) and (data.view(torch.uint8) & 0x7F).max() < _largest(
-        element, data.device
-    ):
-        return 0
+    """The number of values that became the largest number, although rounding would not give it."""
+    if not isinstance(element, IntegerFormat):
+        magnitudes = data.view(torch.uint8) & 0x7F
+        if magnitudes.max() < _largest(element, data.device):
+            return 0
     at = _is_largest(data, element).nonzero().squeeze(1)
     return int((x[at].abs() > q[at].abs() * (1 + _half_step(element))).count_nonzero())
 
 
 def _half_step(element: _Element) -> float:
-    """Half of the distance from the largest number to what would be the next, relative to the
-    former."""
-    bits = (
-        element.mantissa_bits
-        if isinstance(element, FloatFormat)
-        else math.floor(math.log2(element.max))
-    )
-    return 2.0 ** (math.floor(math.log2(element.max)) - bits - 1) / element.max
+    """Half of the step from the largest number to the next one that the format lacks, relative to
+    the largest number."""
+    exponent = math.floor(math.log2(element.max))
+    bits = element.mantissa_bits if isinstance(element, FloatFormat) else exponent
+    return 2.0 ** (exponent - bits - 1) / element.max
 
 
 def _is_largest(data: torch.Tensor, element: _Element) -> torch.Tensor:
-    """Which elements are the largest number, or its negative."""
+    """A mask of the elements that are the largest number, or its negative."""
     if isinstance(element, IntegerFormat):
         return data.view(element.torch_dtype).abs() == int(element.max)
     return (data.view(torch.uint8) & 0x7F) == _largest(element, data.device)

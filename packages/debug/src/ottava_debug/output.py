@@ -1,4 +1,4 @@
-"""What the commands share: their progress, and the files that they write."""
+"""Functions that the commands share, for progress bars and for the files that they write."""
 
 import contextlib
 import math
@@ -17,56 +17,65 @@ from ottava.cli.output import PlainColumn, console
 from ottava.errors import OptionError, UsageError, translated
 from ottava.filesystem import AnyPath, Partial, as_path, check_file_target, mode_of, write_new
 
-#: What the names of recipe files in YAML end in.
+#: The suffixes of recipe files.
 SUFFIXES = (".yaml", ".yml")
 #: The option of commands that write files.
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are no such reports.")]
-# So much of a file tells whether it is a report.
+# This many bytes suffice to recognize a report.
 _HEAD_BYTES = 1 << 16
 
 
 class FileKind(NamedTuple):
-    """A kind of files that a command writes.
+    """A kind of file that a command writes.
 
     Attributes:
-        title: what errors call it.
-        head: matches the beginning of such a file; None where an existing one may have been edited.
+        title: the name of the kind in errors.
+        head: matches the beginning of such a file; None for files that users may have edited.
     """
 
     title: str
     head: re.Pattern[bytes] | None
 
 
-#: Whoever edits a recipe file would lose that.
+#: An existing recipe file is never recognized, because replacing it could lose a user's changes.
 RECIPE_FILE = FileKind("recipe file", None)
 
 
 class Output(NamedTuple):
-    """A file that a command is to write: the option that names it, where it is, and what it will
-    be."""
+    """A file that a command is to write.
+
+    Attributes:
+        option: the option that names the file.
+        path: the file; None where the option was not used.
+        kind: the kind of the file.
+    """
 
     option: str
     path: Path | None
     kind: FileKind
 
 
-def check_suffix(path: AnyPath, what: str = "the recipe file") -> None:
-    """OptionError where the name of a recipe file is none of YAML."""
+def check_suffix(path: AnyPath, title: str = "the recipe file") -> None:
+    """Refuse a recipe file whose name does not end in one of :data:`SUFFIXES`.
+
+    Raises:
+        OptionError: it does not. The message calls the file ``title``.
+    """
     if not str(path).lower().endswith(SUFFIXES):
         raise OptionError(
-            f"{what} is {path}", expected=f"a name that ends in {' or '.join(SUFFIXES)}"
+            f"{title} is {path}", expected=f"a name that ends in {' or '.join(SUFFIXES)}"
         )
 
 
 def check_outputs(
     outputs: Sequence[Output], inputs: Sequence[str | Path | None], force: bool
 ) -> None:
-    """See that the files which a command is to write can be, and that nothing is lost by it.
+    """Check that the outputs of a command can be written without losing other files.
 
     Args:
         outputs: the files; those without a path are not written.
-        inputs: what the command reads: files, folders, and names of what is no file.
-        force: whether files are replaced that are not of the same kind.
+        inputs: the files and folders that the command reads; names that are no files are ignored.
+        force: whether existing files of another kind are replaced.
 
     Raises:
         OptionError: two outputs are one file, one is read as well, or a recipe file has another
@@ -90,7 +99,7 @@ def check_outputs(
 
 
 def _is_same(path: Path, other: str | Path) -> bool:
-    """Whether two paths lead to one file, by links too."""
+    """Whether two paths lead to the same file, also through links."""
     with contextlib.suppress(OSError):
         return os.path.samefile(path, other)
     return os.path.realpath(path) == os.path.realpath(other)
@@ -104,23 +113,26 @@ def _is_of_kind(path: Path, kind: FileKind) -> bool:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a file whole, or leave what is there; OptionError where that fails."""
+    """Write a file completely, or leave an existing one unchanged.
+
+    Raises:
+        OptionError: the file cannot be written.
+    """
     expected = "a file in an existing folder, and room"
     with translated(f"{path} cannot be written", expected, to=OptionError, of=OSError):
         place = Path(os.path.realpath(as_path(path)))
         if os.path.lexists(place) and not place.is_file():
             raise FileExistsError("it is no regular file")
         with Partial(place) as partial:
-            new_file = mode_of(partial.path) or 0
             mode = mode_of(place)
-            write_new(
-                partial.path / "text", text.encode(), new_file & 0o666 if mode is None else mode
-            )
+            if mode is None:
+                mode = (mode_of(partial.path) or 0) & 0o666
+            write_new(partial.path / "text", text.encode(), mode)
             partial.put_file("text")
 
 
 def rendered(package: str, **values: Any) -> str:
-    """``page.html`` of a package, with values, which are escaped."""
+    """``page.html`` of a package, filled with ``values``, which are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(package, "."),
         autoescape=True,
@@ -132,20 +144,27 @@ def rendered(package: str, **values: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Data as JSON has them: what is not finite is the text ``"inf"``, ``"-inf"`` or ``"nan"``."""
+    """``value`` as JSON data; floats that are not finite become ``"inf"``, ``"-inf"`` or
+    ``"nan"``."""
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(entry) for entry in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
 
 
 @contextlib.contextmanager
 def progress_bar(*columns: ProgressColumn) -> Iterator[Progress]:
-    """A bar in a terminal, gone at the end; ``columns`` stand between it and the time that is
-    left."""
-    # On standard error, so that what is printed alone can be kept.
-    bar = console(stderr=True)
+    """A progress bar in a terminal, which disappears at the end.
+
+    ``columns`` stand between the bar and the remaining time.
+    """
+    # The bar goes to standard error, so that standard output has only the results.
+    terminal = console(stderr=True)
     shown = (PlainColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
-    with Progress(*shown, console=bar, disable=not bar.is_terminal, transient=True) as progress:
+    with Progress(
+        *shown, console=terminal, disable=not terminal.is_terminal, transient=True
+    ) as progress:
         yield progress

@@ -1,6 +1,7 @@
-"""The three products of a layer, one by one: what looks at their tensors, and may change them.
+"""The three products of a layer, computed one by one, so that inspections can observe and modify
+their tensors.
 
-A layer that is watched computes what others compute, bit for bit, unless an inspection changes
+A watched layer gives the same results as other layers, bit for bit, unless an inspection changes
 something.
 """
 
@@ -26,94 +27,113 @@ from ottava.nn.function import (
 from ottava.tensors import QuantizedTensorStorage
 from ottava.torch_private import unsafe_view
 
-#: GEMM -> its operands and its result. They are called as in the configurations of nvdlfw-inspect.
+#: GEMM -> its operands and its result, by nvdlfw-inspect's names.
 TENSORS = {
     "fprop": ("activation", "weight", "output"),
     "dgrad": ("gradient", "weight", "dgrad"),
     "wgrad": ("gradient", "activation", "wgrad"),
 }
-#: What recipes call the operands.
+#: nvdlfw-inspect's name of an operand -> the recipes' name.
 ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
 #: Operands of the three products, as ``(gemm, tensor)``.
 OPERANDS = tuple(
     (gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors[:2]
 )
-#: Operands of which products take the data along columns; they take the others by rows.
+#: The operands whose columnwise data the products read; they read rowwise data of the others.
 BY_COLUMN = frozenset({("dgrad", "weight"), ("wgrad", "gradient"), ("wgrad", "activation")})
 
 
 class Inspection:
-    """Looks at one layer during one forward pass and its backward pass. Each method may be
-    overridden; what is called again when activations are recomputed gets the same tensors."""
+    """Observes one layer during one forward pass and its backward pass.
 
-    #: What the pass runs under, set before its first product: its recipe, and whether activations
-    #: are recomputed.
+    Each method may be overridden. Methods that are called again when activations are recomputed get
+    the same tensors.
+    """
+
+    #: The call of the pass, with its recipe, and whether activations are recomputed; set before the
+    #: first product.
     call: Call = Call()
-    #: Operands that products of the pass take quantized where nothing is modified, set with
+    #: The operands that products of the pass take quantized if nothing is modified; set with
     #: ``call``.
     quantized: frozenset[tuple[str, str]] = frozenset()
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
-        """Whether a product takes an operand quantized where the recipe says so; otherwise in high
-        precision. Asked once, before the forward pass."""
+        """Whether a product takes an operand quantized where the recipe does; otherwise the operand
+        stays in high precision.
+
+        Called once, before the forward pass.
+        """
         return True
 
     def modifies(self, gemm: str, tensor: str) -> bool:
-        """Whether :meth:`modify` may change this one. A layer of which nothing is quantized and
-        nothing modified is computed as one in high precision. Asked once, before the forward
-        pass."""
+        """Whether :meth:`modify` may change this tensor.
+
+        A layer with no quantized and no modified tensor is computed as a high-precision layer.
+        Called once, before the forward pass.
+        """
         return type(self).modify is not Inspection.modify
 
     def modify(
         self, gemm: str, tensor: str, values: torch.Tensor
     ) -> torch.Tensor | QuantizedTensorStorage:
-        """The values that a product takes, or gives, instead: ``values``, or others of their shape
-        and dtype. An operand may be quantized, with data for the usage that the product makes of
-        it. ``values`` themselves must not be changed in place: they may be the parameter."""
+        """The values that replace an operand or result of a product: ``values`` themselves, or
+        others of the same shape and dtype.
+
+        An operand may be replaced by a quantized tensor, with data for the product's usage.
+        ``values`` must not be changed in place, because they may be the parameter.
+        """
         return values
 
     def failed(self, gemm: str, tensor: str, values: torch.Tensor, error: Exception) -> None:
-        """Called where the quantizer of an operand raises, for each product that would take it; the
-        error goes on."""
+        """Called when the quantizer of an operand raises, once for each product that would take the
+        operand; the error is raised afterwards."""
 
     def observe(
         self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
     ) -> None:
-        """Called with each operand and result of a product, after :meth:`modify`; not when it is
-        recomputed.
+        """Called with each operand and result of a product, after :meth:`modify`, but not when the
+        product is recomputed.
 
         Args:
-            values: a matrix in high precision: ``[*, K]`` of operands, ``[out, in]`` of a weight
+            gemm: the product, a key of :data:`TENSORS`.
+            tensor: the operand or result.
+            values: a matrix in high precision: ``[*, K]`` for operands, ``[out, in]`` for a weight
                 and its gradient.
-            quantized: what the product takes of it; None in high precision, and of a result.
+            quantized: the quantized operand that the product takes; None for an operand in high
+                precision, and for a result.
         """
 
 
-#: ``watcher(layer)`` gives an inspection of the layer for the forward pass that begins, or None.
+#: ``watcher(layer)`` returns an inspection for the layer's forward pass that begins, or None.
 Watcher = Callable[[Any], Inspection | None]
-#: Whether the watcher may ever inspect layers of a name; compiled code of other layers stays in one
-#: graph.
+#: Whether the watcher may ever inspect layers with a name; compiled code of other layers stays in
+#: one graph.
 Selects = Callable[[str], bool]
 _watches: "list[Watch]" = []
-# Compiled code reads it, so that it is made again when other layers are watched.
+# Compiled code reads this, so torch compiles again when other layers are watched.
 _generation = "0"
 
 
 class Watch:
-    """Layers are watched from here on, until :meth:`close` or the end of a ``with`` block.
+    """Watches layers from its creation until :meth:`close` or the end of a ``with`` block.
 
     Args:
-        watcher: gives an inspection for a layer, or None.
+        watcher: returns an inspection for a layer, or None.
         selects: whether layers with a name may ever be inspected; by default all may.
     """
 
     def __init__(self, watcher: Watcher, selects: Selects = lambda name: True) -> None:
-        self.watcher, self.selects = watcher, selects
+        self.watcher = watcher
+        self.selects = selects
         _watches.append(self)
         _changed()
 
     def close(self) -> None:
+<<<<<<< HEAD
         """Stop watching; further calls do nothing."""
+=======
+        """Stop watching; after an interrupt, another call completes this."""
+>>>>>>> opE
         _watches[:] = [watch for watch in _watches if watch is not self]
         _changed()
 
@@ -137,27 +157,29 @@ def _may_be_inspected(name: str, generation: str) -> bool:
 
 def _inspector(layer: Any) -> Callable[..., torch.Tensor] | None:
     if torch.compiler.is_compiling():
-        # What a watcher says may be another thing in the next step, so that it is asked when the
+        # A watcher's answer may change in the next step, so the watcher is called when the compiled
         # code runs.
-        return (
-            partial(_inspected_when_run, layer)
-            if _may_be_inspected(layer.name, _generation)
-            else None
-        )
-    found = []
-    # Not in a comprehension: every layer asks in each of its forward passes, whether or not it is
-    # watched.
+        if _may_be_inspected(layer.name, _generation):
+            return partial(_inspected_when_run, layer)
+        return None
+    inspections = _inspections(layer)
+    return partial(_inspected_linear, inspections) if inspections else None
+
+
+def _inspections(layer: Any) -> list[Inspection]:
+    inspections = []
+    # This is a plain loop, because every layer comes here in each of its forward passes, watched or
+    # not.
     for watch in _watches:
         inspection = watch.watcher(layer)
         if inspection is not None:
-            found.append(inspection)
-    return partial(_inspected_linear, found) if found else None
+            inspections.append(inspection)
+    return inspections
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _inspected_when_run(layer: Any, *arguments: Any) -> torch.Tensor:
-    found = [found for watch in _watches if (found := watch.watcher(layer)) is not None]
-    return _inspected_linear(found, *arguments)
+    return _inspected_linear(_inspections(layer), *arguments)
 
 
 def _inspected_linear(
@@ -184,7 +206,7 @@ def _inspected_linear(
 
 
 class _Products:
-    """How the products of one pass are computed."""
+    """Computes the products of one pass, with the inspections."""
 
     def __init__(
         self,
@@ -193,11 +215,14 @@ class _Products:
         dtype: torch.dtype,
         main_grad: torch.Tensor | None,
     ) -> None:
-        self.inspections, self.call, self.state = inspections, call, call.state
-        self.dtype, self.main_grad = dtype, main_grad
+        self.inspections = inspections
+        self.call = call
+        self.state = call.state
+        self.dtype = dtype
+        self.main_grad = main_grad
         for inspection in inspections:
             inspection.call = call
-        # Decided once, because what is saved for the backward pass depends on it.
+        # This is decided once, because the tensors saved for the backward pass depend on it.
         self.quantized_operands = {pair: self._quantizes(*pair) for pair in OPERANDS}
         quantized = frozenset(pair for pair, wanted in self.quantized_operands.items() if wanted)
         for inspection in inspections:
@@ -206,7 +231,7 @@ class _Products:
             (gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors
         ]
         self.modified = {
-            pair for pair in every if any(found.modifies(*pair) for found in inspections)
+            pair for pair in every if any(inspection.modifies(*pair) for inspection in inspections)
         }
 
     def _quantizes(self, gemm_type: str, tensor: str) -> bool:
@@ -219,8 +244,11 @@ class _Products:
     def quantized(
         self, tensor: str, values: Any, rows_of: str, columns_of: str, needed: bool = True
     ) -> Any:
-        """The operand as the recipe quantizes it for a product by rows, and if it is ``needed`` for
-        one by columns; None where both take it in high precision."""
+        """The operand, quantized by the recipe; None where both products take it in high precision.
+
+        It has rowwise data for the product ``rows_of`` and, if ``needed``, columnwise data for the
+        product ``columns_of``.
+        """
         rowwise = self.quantized_operands.get((rows_of, tensor), False)
         columnwise = needed and self.quantized_operands.get((columns_of, tensor), False)
         if isinstance(values, QuantizedTensorStorage) or not (rowwise or columnwise):
@@ -240,49 +268,55 @@ class _Products:
     def operand(
         self, gemm_type: str, tensor: str, values: Any, quantized: Any, observed: bool = True
     ) -> Any:
-        """What a product takes: quantized, or a matrix in high precision."""
+        """The operand that a product takes, after modification: quantized, or a matrix in high
+        precision."""
         plain = values.dequantize() if isinstance(values, QuantizedTensorStorage) else values
-        taken: Any = plain
+        operand: Any = plain
         if (gemm_type, tensor) in self.modified:
-            taken = self._modified(gemm_type, tensor, plain)
+            operand = self._modified(gemm_type, tensor, plain)
         if not self.quantized_operands[gemm_type, tensor]:
             quantized = None
-            taken = taken.dequantize() if isinstance(taken, QuantizedTensorStorage) else taken
-        elif isinstance(taken, QuantizedTensorStorage):
-            quantized, taken = taken, plain
-        elif taken is not plain:
+            if isinstance(operand, QuantizedTensorStorage):
+                operand = operand.dequantize()
+        elif isinstance(operand, QuantizedTensorStorage):
+            quantized = operand
+            operand = plain
+        elif operand is not plain:
             by_column = (gemm_type, tensor) in BY_COLUMN
             usage = {"rowwise": not by_column, "columnwise": by_column}
             quantizer = self.state.quantizer(ROLES[tensor], **usage, recording=False)
-            quantized = quantizer.quantize_impl(taken, self.dtype)
+            quantized = quantizer.quantize_impl(operand, self.dtype)
         if observed:
-            self.observe(gemm_type, tensor, taken, quantized)
-        return taken.to(self.dtype) if quantized is None else quantized
+            self.observe(gemm_type, tensor, operand, quantized)
+        return operand.to(self.dtype) if quantized is None else quantized
 
     def multiply(
         self, gemm_type: Any, left: Any, right: Any, observed: bool = True, **options: Any
     ) -> torch.Tensor:
-        """A product of operands, as the inspections leave it."""
-        made = gemm(left, right, gemm_type, out_dtype=self.dtype, **options)
+        """The product of two operands, after modification."""
+        product = gemm(left, right, gemm_type, out_dtype=self.dtype, **options)
         result = TENSORS[gemm_type][2]
         if (gemm_type, result) in self.modified:
-            made = self._modified(gemm_type, result, made)
+            product = self._modified(gemm_type, result, product)
         if observed:
-            self.observe(gemm_type, result, made)
-        return made
+            self.observe(gemm_type, result, product)
+        return product
 
     def _modified(self, gemm_type: str, tensor: str, values: torch.Tensor) -> Any:
-        found: Any = values
+        current: Any = values
         for inspection in self.inspections:
-            plain = found.dequantize() if isinstance(found, QuantizedTensorStorage) else found
+            plain = current
+            if isinstance(current, QuantizedTensorStorage):
+                plain = current.dequantize()
             changed = inspection.modify(gemm_type, tensor, plain)
-            found = found if changed is plain else changed
-        return found
+            if changed is not plain:
+                current = changed
+        return current
 
     def observe(
         self, gemm_type: str, tensor: str, values: torch.Tensor, quantized: Any = None
     ) -> None:
-        """Have the inspections look at an operand or a result."""
+        """Have the inspections observe an operand or a result."""
         for inspection in self.inspections:
             inspection.observe(gemm_type, tensor, values, quantized)
 
@@ -290,13 +324,17 @@ class _Products:
 def _in_high_precision(
     products: _Products, x: Any, weight: Any, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """A layer of which nothing is quantized and nothing modified: core's own functions compute it,
-    and what passes through is looked at on its way."""
-    amp_dtype, main_grad = autocast_dtype(weight, False), products.main_grad
+    """The output of a layer with no quantized and no modified tensor.
+
+    Core's own functions compute it, and the inspections observe the tensors on their way.
+    """
+    amp_dtype = autocast_dtype(weight, False)
+    main_grad = products.main_grad
     region: AbstractContextManager[object] = nullcontext()
     if products.state is not None and {x.dtype, weight.dtype} != {products.dtype}:
-        # For a product of quantized operands torch.autocast was switched off.
-        amp_dtype, region = products.dtype, torch.autocast(weight.device.type, dtype=products.dtype)
+        # torch.autocast was switched off for a product of quantized operands.
+        amp_dtype = products.dtype
+        region = torch.autocast(weight.device.type, dtype=products.dtype)
     if main_grad is not None:
         weight = IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-untyped-call]
     elif isinstance(weight, QuantizedTensorStorage):
@@ -304,12 +342,13 @@ def _in_high_precision(
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
 
-    def seen(gemm_type: str, tensor: str, values: torch.Tensor) -> None:
+    def observe(gemm_type: str, tensor: str, values: torch.Tensor) -> None:
         products.observe(gemm_type, tensor, as_matrix(values.detach()).to(products.dtype))
 
     def tapped(gemm_type: str, result: str, values: torch.Tensor) -> Any:
-        look = partial(seen, gemm_type, result)
-        return _Tap.apply(values, look) if values.requires_grad else values  # type: ignore[no-untyped-call]
+        if not values.requires_grad:
+            return values
+        return _Tap.apply(values, partial(observe, gemm_type, result))  # type: ignore[no-untyped-call]
 
     def take_gradient(dy: torch.Tensor) -> None:
         for gemm_type, operand, needed in (
@@ -317,8 +356,8 @@ def _in_high_precision(
             ("wgrad", x, weight.requires_grad),
         ):
             if needed:
-                seen(gemm_type, "gradient", dy)
-                seen(gemm_type, TENSORS[gemm_type][1], operand)
+                observe(gemm_type, "gradient", dy)
+                observe(gemm_type, TENSORS[gemm_type][1], operand)
 
     with region:
         y = high_precision_linear(
@@ -326,31 +365,30 @@ def _in_high_precision(
         )
     if not products.call.recomputed:
         for tensor, values in zip(TENSORS["fprop"], (x, weight, y), strict=True):
-            seen("fprop", tensor, values)
+            observe("fprop", tensor, values)
     if y.requires_grad and products.inspections:
         y.register_hook(take_gradient)
     return y
 
 
 class _Tap(torch.autograd.Function):
-    """Values unchanged, whose gradient is looked at."""
+    """Returns values unchanged, and calls a function with their gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, look: Callable[[torch.Tensor], None]
+        ctx: Any, values: torch.Tensor, observe: Callable[[torch.Tensor], None]
     ) -> torch.Tensor:
-        ctx.look = look
+        ctx.observe = observe
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.look(grads[0])
+        ctx.observe(grads[0])
         return grads[0], None
 
 
 class _InspectedLinear(torch.autograd.Function):
-    """``y = x · wᵀ + b``, ``dx = dy · w`` and ``dw = dyᵀ · x``, each of the operands that the
-    inspections leave."""
+    """``y = x · wᵀ + b``, ``dx = dy · w`` and ``dw = dyᵀ · x``, each of modified operands."""
 
     @staticmethod
     def forward(
@@ -364,13 +402,12 @@ class _InspectedLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         x_needs, w_needs, b_needs = (needed and grad_enabled for needed in ctx.needs_input_grad[:3])
         observed = not products.call.recomputed
-        matrix, plain_weight = as_matrix(x.detach()), weight.detach()
+        matrix = as_matrix(x.detach())
+        plain_weight = weight.detach()
         qx = products.quantized("activation", matrix, "fprop", "wgrad", w_needs)
-        qw = (
-            kept
-            if kept is not None
-            else products.quantized("weight", plain_weight, "fprop", "dgrad", x_needs)
-        )
+        qw = kept
+        if qw is None:
+            qw = products.quantized("weight", plain_weight, "fprop", "dgrad", x_needs)
         left = products.operand("fprop", "activation", matrix, qx, observed)
         right = products.operand("fprop", "weight", plain_weight, qw, observed)
         added = None if bias is None else bias.detach()
@@ -383,12 +420,10 @@ class _InspectedLinear(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         bias_dtype = bias.dtype if bias is not None and b_needs else None
         ctx.rest = products, (x.shape, x.dtype, weight.dtype, bias_dtype), weight
-        # The output must not be a view, because an activation, say, may modify it in place.
-        return (
-            unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
-            if x.dim() != 2 or y._base is not None
-            else y
-        )
+        # The output must not be a view, because an activation function may modify it in place.
+        if x.dim() != 2 or y._base is not None:
+            return unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -398,14 +433,16 @@ class _InspectedLinear(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
-    """The gradients of a product's input, weight and bias, and None for its other arguments."""
+    """The gradients of a layer's input, weight and bias, and None for its other arguments."""
     products, (x_shape, x_dtype, w_dtype, bias_dtype), parameter = ctx.rest
-    state, dy = products.state, as_matrix(grads[0])
+    state = products.state
+    dy = as_matrix(grads[0])
     if state is not None and state.stateful:
         state.note_backward()
     x, qx, weight, qw = restore_from_saved(ctx.saved_tensors, ctx.specs)
-    rows, columns = "" if weight is None else "dgrad", "" if x is None else "wgrad"
-    qdy = products.quantized("gradient", dy, rows, columns)
+    rows_of = "" if weight is None else "dgrad"
+    columns_of = "" if x is None else "wgrad"
+    qdy = products.quantized("gradient", dy, rows_of, columns_of)
     dx = dw = db = None
     if weight is not None:
         left = products.operand("dgrad", "gradient", dy, qdy)
@@ -427,8 +464,10 @@ def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
 def _add_to_main_grad(
     products: _Products, left: Any, right: Any, dw: torch.Tensor, parameter: Any
 ) -> None:
-    """Add the gradient of the weight to ``main_grad``; one that is not modified is rounded once, in
-    the sum."""
+    """Add the gradient of the weight to ``main_grad``.
+
+    A gradient that is not modified is rounded only once, in the sum.
+    """
     main_grad: Any = products.main_grad
     if ("wgrad", "wgrad") in products.modified:
         main_grad.add_(dw)

@@ -18,16 +18,19 @@ _REMEDY = (
 
 
 def describe(recipe: Recipe) -> dict[str, Any]:
-    """What JSON says of a recipe: ``{"name", "options"}`` or ``{"file", "text"}``, from which
-    :func:`build` makes an equal one; of a recipe that holds functions only ``{"words"}``."""
-    made: dict[str, Any] = {"words": f"{recipe!r:.500}"}
+    """The JSON description of a recipe: ``{"name", "options"}`` or ``{"file", "text"}``.
+
+    :func:`build` makes an equal recipe from it. A recipe that holds functions is described by
+    ``{"words"}``, from which no recipe can be built.
+    """
+    words: dict[str, Any] = {"words": f"{recipe!r:.500}"}
     factory = recipe.qfactory if isinstance(recipe, CustomRecipe) else None
     if recipe._factory is not None:
-        return made
+        return words
     if isinstance(factory, FileFactory):
         return {"file": factory.path, "text": factory.text}
     if not dataclasses.is_dataclass(recipe) or not recipe.name:
-        return made
+        return words
     options = {
         field.name: _plain(getattr(recipe, field.name))
         for field in dataclasses.fields(recipe)
@@ -35,18 +38,18 @@ def describe(recipe: Recipe) -> dict[str, Any]:
     }
     described = {"name": recipe.name, "options": options}
     try:
-        return described if build(described).same_as(recipe) else made
+        return described if build(described).same_as(recipe) else words
     except OttavaError:
-        return made
+        return words
 
 
 def build(data: Any) -> Recipe:
     """The recipe that :func:`describe` described.
 
     Raises:
-        CheckpointError: this is no such description.
-        UsageError: the recipe held functions, which no data say.
-        RecipeNotFoundError, OptionError, PluginError: as of :func:`ottava.get_recipe`.
+        CheckpointError: ``data`` is not such a description.
+        UsageError: the recipe held functions, which data cannot describe.
+        RecipeNotFoundError, OptionError, PluginError: see :func:`ottava.get_recipe`.
     """
     kinds = {"words": (str,), "name": (str, dict), "file": (str, str)}
     keys = {"words": ("words",), "name": ("name", "options"), "file": ("file", "text")}
@@ -80,14 +83,14 @@ def _plain(value: Any) -> Any:
         return value.name
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
-    return (
-        list(value)
-        if isinstance(value, tuple)
-        else value
-        if type(value) in (bool, int, float, str)
-        else None
-    )
+    if isinstance(value, tuple):
+        return list(value)
+    if type(value) in (bool, int, float, str):
+        return value
+    return None
 
 
 def _number(value: Any) -> Any:
-    return float(value["float"]) if isinstance(value, dict) and set(value) == {"float"} else value
+    if isinstance(value, dict) and set(value) == {"float"}:
+        return float(value["float"])
+    return value

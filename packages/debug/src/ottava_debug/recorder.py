@@ -1,5 +1,5 @@
-"""Records what the products of a model's layers take: operands in high precision, and digests of
-what they become."""
+"""Records the operands of a model's products: high-precision values, and digests of their quantized
+values."""
 
 from typing import Any
 
@@ -12,15 +12,17 @@ from ottava_debug.products import BY_COLUMN, OPERANDS, Inspection
 
 
 def taken(quantized: QuantizedTensorStorage, gemm: str, tensor: str) -> torch.Tensor:
-    """The values, in float32, that a product takes of a quantized operand: of its direction."""
+    """The float32 values of a quantized operand, in the direction that product ``gemm`` reads."""
     return direction_of(quantized, (gemm, tensor) in BY_COLUMN).dequantize(torch.float32)
 
 
 class Pass:
-    """One forward pass of a layer and its backward pass, as it was seen."""
+    """One recorded forward pass of a layer and its backward pass."""
 
     def __init__(self, name: str, layer: Any, number: int) -> None:
-        self.name, self.layer, self.number = name, layer, number
+        self.name = name
+        self.layer = layer
+        self.number = number
         self.recipe: Any = None
         self.seen: set[str] = set()
         self.values: dict[str, torch.Tensor] = {}
@@ -28,9 +30,11 @@ class Pass:
 
 
 class Recorder:
-    """Follows the passes of a model's layers. Where activations are recomputed, the backward pass
-    runs for the second forward pass; what it gives belongs to the last one of the layer that has
-    had none."""
+    """Follows the passes of a model's layers.
+
+    Where activations are recomputed, the backward pass belongs to the second forward pass. The
+    gradients that it records are then assigned to the last pass of the layer that has none yet.
+    """
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
@@ -41,7 +45,7 @@ class Recorder:
         return None if name is None else self.inspection(name, layer)
 
     def inspection(self, name: str, layer: Any) -> "Recording":
-        """What looks at one forward pass, or at one that is recomputed, and its backward pass."""
+        """The inspection of one forward pass, recomputed or not, and its backward pass."""
         return Recording(self, name, layer)
 
     def find(self, name: str, layer: Any, recomputed: bool) -> Pass:
@@ -58,24 +62,26 @@ class Recording(Inspection):
     """Keeps copies of the operands on the CPU."""
 
     def __init__(self, recorder: Recorder, name: str, layer: Any) -> None:
-        self._of = recorder, name, layer
+        self._recorder = recorder
+        self._name = name
+        self._layer = layer
         self._pass: Pass | None = None
 
     @property
     def record(self) -> Pass:
-        """The pass that this looks at."""
+        """The record of this pass."""
         return self._pass or self._begin()
 
     def _begin(self) -> Pass:
         if self._pass is None:
-            recorder, name, layer = self._of
-            self._pass = recorder.find(name, layer, self.call.recomputed)
+            self._pass = self._recorder.find(self._name, self._layer, self.call.recomputed)
             self._pass.recipe = self.call.recipe
         return self._pass
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
-        # So that a layer is known whose quantizer raises before anything can be looked at. Which
-        # pass is recomputed, only its backward pass tells.
+        # The record begins here, so that it exists even if the layer's quantizer raises before any
+        # operand is observed. A recomputed pass begins later, because only its backward pass tells
+        # which pass is recomputed.
         if not self.call.recomputed:
             self._begin()
         return True
@@ -90,7 +96,7 @@ class Recording(Inspection):
     def note(
         self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
     ) -> None:
-        """Called with each operand."""
+        """Record an operand's values, unless they are the parameter, and its digest."""
         record = self.record
         if tensor not in record.seen and not self._is_parameter(tensor, values):
             record.values[tensor] = values.detach().to("cpu", copy=True)
@@ -98,7 +104,7 @@ class Recording(Inspection):
             record.digests[f"{gemm}.{tensor}"] = digest(taken(quantized, gemm, tensor))
 
     def _is_parameter(self, tensor: str, values: torch.Tensor) -> bool:
-        """Whether this is the layer's parameter, which the state has already."""
+        """Whether ``values`` are the layer's parameter, which the model's state contains."""
         layer = self.record.layer
         own = layer._parameters.get("weight")
         if tensor != "weight" or own is None or layer.weight_is_transposed:

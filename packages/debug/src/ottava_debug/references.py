@@ -1,4 +1,4 @@
-"""What an option names by ``module:callable``."""
+"""Callables that an option names by ``module:callable``."""
 
 import os
 import pkgutil
@@ -8,39 +8,41 @@ from typing import Any
 
 from ottava.errors import OptionError, UsageError, named, translated
 
-#: What anybody's code may raise: a script may end the process.
+#: The errors that user code may raise; a script may also end the process.
 ANYTHING = (Exception, SystemExit)
 
 
 def resolve(option: str, reference: str) -> Callable[..., Any]:
-    """The callable that ``module:callable`` names; modules of the working directory are found, as
-    of ``python -m``.
+    """The callable that ``module:callable`` names.
+
+    Modules of the working directory are found, as with ``python -m``.
 
     Raises:
-        OptionError: it names none, or the module cannot be imported.
+        OptionError: ``reference`` names no callable, or the module cannot be imported.
     """
-    what = f"{option} {reference!r}"
+    title = f"{option} {reference!r}"
     sys.path.insert(0, os.getcwd())
     try:
-        with translated(f"{what} cannot be had", "module:callable", to=OptionError, of=ANYTHING):
-            found: Any = pkgutil.resolve_name(reference) if ":" in reference else None
-            if not callable(found):
+        with translated(f"{title} cannot be had", "module:callable", to=OptionError, of=ANYTHING):
+            function: Any = pkgutil.resolve_name(reference) if ":" in reference else None
+            if not callable(function):
                 raise ValueError("it names no callable")
     finally:
         sys.path.remove(os.getcwd())
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def made(option: str, reference: str) -> Any:
-    """What the callable gives when it is called without arguments.
+    """The result of the callable that ``reference`` names, called without arguments.
 
     Raises:
-        OptionError: as of :func:`resolve`.
-        UsageError: it fails.
+        OptionError: see :func:`resolve`.
+        UsageError: the callable fails.
     """
-    what, make = f"{option} {reference!r}", resolve(option, reference)
+    title = f"{option} {reference!r}"
+    function = resolve(option, reference)
     with (
-        named(what),
-        translated(f"{what} fails", "a callable without arguments", to=UsageError, of=ANYTHING),
+        named(title),
+        translated(f"{title} fails", "a callable without arguments", to=UsageError, of=ANYTHING),
     ):
-        return make()
+        return function()

@@ -1,4 +1,4 @@
-"""Features without a configuration file: for a model, from here to the end of a ``with`` block."""
+"""Features without a configuration file, for one model and until the end of a ``with`` block."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,10 +19,10 @@ from ottava_debug.located import Located
 from ottava_debug.log_files import StatisticsFile, of_tensorboard
 from ottava_debug.session import Enabled, Session
 
-#: Names of layers: patterns as of :mod:`fnmatch`, or a function of a name and a layer.
+#: A choice of layers: :mod:`fnmatch` patterns of names, or a function of a name and a layer.
 Layers = str | Iterable[str] | Callable[[str, Any], bool] | None
 
-#: Names of statistics; a mapping for one that has options.
+#: Names of statistics; a statistic with options is a mapping.
 Stats = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 
@@ -31,7 +31,7 @@ def _listed(names: Any) -> list[Any]:
 
 
 class Chosen:
-    """The layers of a model that patterns match; in the place of a section's selector."""
+    """The chosen layers of a model, with the interface of a section's selector."""
 
     def __init__(self, model: torch.nn.Module, layers: Layers) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -46,32 +46,36 @@ class Chosen:
             )
         self.unmatched: dict[str, str] = {}
         self.of_model = list(every.values())
-        if layers is None or callable(layers):
-            found = {m: name for m, name in every.items() if layers is None or layers(name, m)}
+        if layers is None:
+            chosen = every
+        elif callable(layers):
+            chosen = {module: name for module, name in every.items() if layers(name, module)}
         else:
             patterns = _listed(layers)
-            found = {
-                m: name for m, name in every.items() if any(fnmatchcase(name, p) for p in patterns)
+            chosen = {
+                module: name
+                for module, name in every.items()
+                if any(fnmatchcase(name, pattern) for pattern in patterns)
             }
             self.unmatched = {
                 f"layers {p!r}": "the model"
                 for p in patterns
                 if not any(fnmatchcase(name, p) for name in every.values())
             }
-        self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary(found)
-        # By which compiled code knows layers.
-        self.own_names = {str(layer.name) for layer in found}
+        self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary(chosen)
+        # Compiled code identifies layers by their own names.
+        self.own_names = {str(layer.name) for layer in chosen}
 
     def matches(self, name: str) -> bool:
-        """Whether a layer of the name is chosen."""
+        """Whether a layer of this name is chosen."""
         return name in self.names.values()
 
 
 class Run:
-    """A feature that is in force for a model, until :meth:`close` or the end of a ``with`` block.
+    """Features that are active for a model until :meth:`close` or the end of a ``with`` block.
 
     Attributes:
-        iteration: the number of the step, from 0; :meth:`step` counts.
+        iteration: the number of the step, from 0; :meth:`step` increments it.
     """
 
     def __init__(
@@ -81,12 +85,13 @@ class Run:
         features: Iterable[tuple[Feature, dict[str, Any]]],
     ) -> None:
         chosen: Any = Chosen(model, layers)
-        self.iteration, enabled = 0, []
-        for feature, given in features:
-            config = {key: value for key, value in given.items() if value is not None}
+        self.iteration = 0
+        enabled = []
+        for feature, options in features:
+            config = {key: value for key, value in options.items() if value is not None}
             title = type(feature).__name__
             targets = feature.targets(Located(config, "the arguments"), title)
-            policy = str(given.get("on_error", "raise"))
+            policy = str(options.get("on_error", "raise"))
             enabled.append(Enabled(title, "ottava", feature, config, chosen, targets, policy))
         self._session = Session(
             enabled, lambda: self.iteration, chosen.names.get, chosen.own_names.__contains__
@@ -94,12 +99,12 @@ class Run:
         self._session.warn_of_unmatched("Layers of the model", chosen.of_model)
 
     def step(self) -> None:
-        """The next step begins. Ranges of steps count these calls."""
+        """Begin the next step; ranges of steps count these calls."""
         self._session.after_step()
         self.iteration += 1
 
     def close(self) -> None:
-        """The layers are as they were."""
+        """End the features, so that the layers compute as before."""
         self._session.close()
 
     def __enter__(self) -> Any:
@@ -119,22 +124,22 @@ def fake_quant(
     on_error: str = "raise",
     **steps: Any,
 ) -> Run:
-    """Compute products in high precision of tensors that were quantized and dequantized.
+    """Compute products in high precision, with tensors that were quantized and dequantized before.
 
     Args:
-        model: converted by :func:`ottava.convert`, or with layers of Ottava.
-        quant_format: as of :func:`ottava.debug.fake_quantize`.
-        layers: patterns of the names that the layers have in the model, or
-            ``predicate(name, layer)``; None for all.
-        gemms: of ``fprop``, ``dgrad`` and ``wgrad``.
-        tensors: of ``activation``, ``weight``, ``gradient``, and the results ``output``, ``dgrad``
-            and ``wgrad``.
+        model: a model with Ottava's layers, such as one from :func:`ottava.convert`.
+        quant_format: a format of :func:`ottava.debug.fake_quantize`.
+        layers: patterns of the layers' names in the model, or ``predicate(name, layer)``; None for
+            all layers.
+        gemms: some of ``fprop``, ``dgrad`` and ``wgrad``.
+        tensors: some of ``activation``, ``weight``, ``gradient``, and the results ``output``,
+            ``dgrad`` and ``wgrad``.
         on_error: ``"raise"``, or ``"warn"``, which switches the feature off for a layer in which it
             fails.
         steps: ``start_step``, ``end_step``, ``start_end_list`` and ``freq``, as in a configuration.
 
     Returns:
-        A context manager, in force from the call on.
+        A context manager, which is active from this call on.
 
     Raises:
         OptionError: a name or a value is not allowed, or the model has no layers of Ottava.
@@ -151,7 +156,7 @@ def high_precision(
     on_error: str = "raise",
     **steps: Any,
 ) -> Run:
-    """Compute products in high precision; arguments and errors as of :func:`fake_quant`."""
+    """Compute products in high precision; arguments and errors are those of :func:`fake_quant`."""
     return Run(
         model,
         layers,
@@ -163,8 +168,8 @@ class Statistics(Run):
     """Statistics of a model's tensors, which :meth:`step` collects.
 
     Attributes:
-        found: all of them so far, a list of :class:`Statistic`.
-        file: what they are written to; None without ``log_dir``.
+        found: all statistics so far, a list of :class:`Statistic`.
+        file: the file that they are written to; None without ``log_dir``.
     """
 
     found: list[Statistic]
@@ -175,7 +180,7 @@ class Statistics(Run):
         return {(each.layer, each.tensor, each.stat): each.value for each in self.found}
 
     def close(self) -> None:
-        """The layers are as they were; what was collected since the last step is found."""
+        """End the statistics; those since the last step are added to :attr:`found` first."""
         try:
             super().close()
         finally:
@@ -188,12 +193,16 @@ def _is_of_quantized(stat: str) -> bool:
 
 
 def _group_of(reduce: Any) -> Callable[[], Any] | None:
-    """What gives the group to reduce over; None for this rank alone."""
-    if isinstance(reduce, bool):
-        return (lambda: None) if reduce else None
+    """A function that returns the group to reduce over; None for this rank alone."""
+    if reduce is True:
+        return lambda: None
+    if reduce is False:
+        return None
     if reduce is None:
-        expected = "True for all ranks, False for this one alone, or a process group"
-        raise OptionError("reduce is None", expected=expected)
+        raise OptionError(
+            "reduce is None",
+            expected="True for all ranks, False for this one alone, or a process group",
+        )
     check_group(reduce)
     return lambda: reduce
 
@@ -216,22 +225,23 @@ def statistics(
     on_error: str = "raise",
     **steps: Any,
 ) -> Statistics:
-    """Collect statistics of tensors every ``freq`` steps; nothing else is changed.
+    """Collect statistics of tensors every ``freq`` steps; results do not change.
 
     Args:
-        stats: names as of :class:`LogTensorStats` and :class:`LogFp8TensorStats`, which say what
-            each is.
-        freq: steps from one to the next; the others cost nothing.
-        log_dir: a folder in which a file is written as nvdlfw-inspect writes it.
-        tb_writer: a ``torch.utils.tensorboard.SummaryWriter``, or what has its ``add_scalar``.
-        reduce: whether statistics are of the tensors of all ranks, each of which then has to call
-            this and ``step()``; or a process group, of whose ranks they are. Weights, which ranks
-            have copies of, stay each rank's own.
-        model, layers, tensors, on_error, steps: as of :func:`fake_quant`.
+        stats: names of statistics, which :class:`LogTensorStats` and :class:`LogFp8TensorStats`
+            define.
+        freq: collect in every ``freq``-th step; the other steps cost nothing.
+        log_dir: a folder for a file in nvdlfw-inspect's format.
+        tb_writer: a ``torch.utils.tensorboard.SummaryWriter``, or an object with its
+            ``add_scalar``.
+        reduce: True combines the tensors of all ranks, and a process group those of its ranks; each
+            of these ranks then has to call this function and ``step()``. False stays on this rank.
+            Statistics of weights stay each rank's own, because ranks have copies of them.
+        model, layers, tensors, on_error, steps: see :func:`fake_quant`.
 
     Raises:
-        OptionError: as of :func:`fake_quant`, if the file cannot be written, and if ``reduce`` is
-            no group.
+        OptionError: see :func:`fake_quant`; or the file cannot be written, or ``reduce`` is not a
+            group.
         DTypeError: ``tb_writer`` has no ``add_scalar``.
     """
     found: list[Statistic] = []
@@ -259,5 +269,6 @@ def statistics(
         if file is not None:
             file.close()
         raise
-    run.found, run.file = found, file
+    run.found = found
+    run.file = file
     return run

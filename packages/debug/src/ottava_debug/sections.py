@@ -1,5 +1,7 @@
-"""From what a configuration says to features that are enabled for layers: every key and value is
-checked."""
+"""Turns the sections of a configuration into features that are enabled for layers.
+
+Every key and value is checked.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +12,7 @@ from ottava_debug.located import Located, mapping, plain, truth, unknown
 from ottava_debug.selectors import Selector
 from ottava_debug.session import Enabled
 
-#: Under these names sections switch on features for layers of Ottava.
+#: The keys under which sections enable features for Ottava's layers.
 NAMESPACES = ("transformer_engine", "ottava")
 #: Namespace -> its features by name.
 Known = Mapping[str, Mapping[str, Any]]
@@ -20,18 +22,20 @@ _SECTION = ("enabled", "layers", "on_error")
 def enabled_in(
     root: Located, known: Known, others: Mapping[str, Any], on_error: str
 ) -> list[Enabled]:
-    """The features of sections that are enabled, in their order.
+    """The features of the enabled sections, in their order.
 
     Args:
+        root: the sections.
         known: the features of :data:`NAMESPACES` and of other namespaces.
-        others: features of nvdlfw-inspect's own, which stand in a section without a namespace.
-        on_error: what holds where a section and a feature say nothing, as of
+        others: nvdlfw-inspect's own features, which stand in a section without a namespace.
+        on_error: the policy where neither a section nor a feature sets ``on_error``; see
             :func:`ottava_debug.on_error`.
 
     Raises:
-        OptionError: something is not allowed; the message names the section, the key and the line.
+        OptionError: a key or value is not allowed; the message names the section, the key and the
+            line.
     """
-    found = []
+    features: list[Enabled] = []
     for name in root:
         what = f"section {name!r}"
         section = mapping(root, name, what)
@@ -49,12 +53,12 @@ def enabled_in(
         policy = _policy(section, what, on_error)
         for key in section:
             if key in known:
-                found += _features(section, key, known[key], selector, what, policy)
+                features += _features(section, key, known[key], selector, what, policy)
             elif key not in _SECTION and key not in others:
                 raise unknown(
                     section.where(key), f"{what} has no key", key, [*_SECTION, *known, *others]
                 )
-    return found
+    return features
 
 
 def _features(
@@ -65,7 +69,7 @@ def _features(
     what: str,
     on_error: str,
 ) -> list[Enabled]:
-    found = []
+    enabled = []
     features = mapping(section, namespace, what)
     for name in features:
         title = f"{what}, {name}"
@@ -81,30 +85,32 @@ def _features(
         feature = known[name]
         targets = feature.targets(config, title) if isinstance(feature, Feature) else None
         policy = _policy(config, title, on_error)
-        told = f"{features.where(name)}: {title}"
+        located_title = f"{features.where(name)}: {title}"
         if namespace in NAMESPACES:
-            found.append(
-                Enabled(told, namespace, feature, plain(config), selector, targets, policy)
+            enabled.append(
+                Enabled(located_title, namespace, feature, plain(config), selector, targets, policy)
             )
-    return found
+    return enabled
 
 
-def _policy(given: Located, what: str, default: str) -> str:
-    return (
-        str(checked(given, "on_error", COMMON["on_error"], what))
-        if "on_error" in given
-        else default
-    )
+def _policy(section: Located, what: str, default: str) -> str:
+    if "on_error" not in section:
+        return default
+    return str(checked(section, "on_error", COMMON["on_error"], what))
 
 
 def for_nvdlfw(root: Located) -> dict[str, Any]:
-    """The sections that are enabled, as nvdlfw-inspect takes them: without what it does not know,
-    and without a single layer number, which it refuses."""
-    found = {}
+    """The enabled sections in the form that nvdlfw-inspect accepts.
+
+    The key ``on_error``, which nvdlfw-inspect does not know, is removed. A single layer number,
+    which it refuses, becomes a list.
+    """
+    sections = {}
     for name, section in root.items():
         if section["enabled"]:
-            found[name] = {key: value for key, value in plain(section).items() if key != "on_error"}
-            numbers = found[name]["layers"].get("layer_numbers")
+            accepted = {key: value for key, value in plain(section).items() if key != "on_error"}
+            numbers = accepted["layers"].get("layer_numbers")
             if isinstance(numbers, int):
-                found[name]["layers"]["layer_numbers"] = [numbers]
-    return found
+                accepted["layers"]["layer_numbers"] = [numbers]
+            sections[name] = accepted
+    return sections

@@ -1,9 +1,10 @@
-"""Which layers a section is for, as configurations of nvdlfw-inspect say it.
+"""The selection of layers for a section, in the format of nvdlfw-inspect's configurations.
 
-``exact_layer_names`` decides alone, else ``layer_name_regex_pattern`` (searched for in the name);
-else ``layer_numbers`` and ``layer_types`` (parts of the name) must both hold, where both are given.
-A layer's number is the first one in its name that is not that of an ``fc``. Layers that do not
-match are not selected; nvdlfw-inspect itself raises for some of them.
+``exact_layer_names`` decides alone if it is given, otherwise ``layer_name_regex_pattern`` (searched
+for in the name). Without both, a layer must match ``layer_numbers`` and ``layer_types`` (substrings
+of the name), as far as they are given. A layer's number is the first number in its name that does
+not follow ``fc``. Layers that do not match are not selected; nvdlfw-inspect itself raises for some
+of them.
 """
 
 import re
@@ -14,7 +15,7 @@ from ottava.errors import OptionError
 from ottava_debug.located import Located, kind_of, unknown
 
 _KEYS = ("exact_layer_names", "layer_name_regex_pattern", "layer_numbers", "layer_types")
-# As nvdlfw-inspect finds it.
+# nvdlfw-inspect uses the same expression.
 _NUMBER = re.compile(r"(?<!fc)\d+")
 _ALL = "all"
 
@@ -26,10 +27,11 @@ class Selector:
 
     Args:
         given: the section's ``layers``.
-        what: what errors call the section.
+        what: the name of the section in errors.
 
     Attributes:
-        unmatched: patterns, numbers and names that no layer has matched so far -> where they stand.
+        unmatched: the patterns, numbers and names that no layer has matched so far -> their place
+            in the configuration.
 
     Raises:
         OptionError: a key or a value is not allowed; the message names the line.
@@ -55,17 +57,21 @@ class Selector:
         }
 
     def matches(self, name: str) -> bool:
-        """Whether a layer of the name is selected; what it matches is no longer unmatched."""
-        found = True
+        """Whether a layer of this name is selected.
+
+        The patterns, numbers and names that it matches are removed from :attr:`unmatched`.
+        """
+        selected = True
         for key, tests in self._tests.items():
             matching = [label for label, test in tests.items() if test(name)]
             for label in matching:
                 self.unmatched.pop(f"{key} {label!r}", None)
-            found = found and bool(matching)
-        return found
+            selected = selected and bool(matching)
+        return selected
 
     def _read(self, given: Located, key: str, what: str) -> dict[object, Test]:
-        value, where = given[key], f"{given.where(key)}: {what}: {key}"
+        value = given[key]
+        where = f"{given.where(key)}: {what}: {key}"
         if key == "layer_name_regex_pattern":
             try:
                 pattern = re.compile(value)
@@ -86,10 +92,10 @@ class Selector:
                 raise OptionError(f"{where} has {kind_of(item)}", expected="names")
         if key == "exact_layer_names":
             return {item: item.__eq__ for item in items}
-        return {item: _part(item) for item in items}
+        return {item: _contains(item) for item in items}
 
 
-def _part(text: str) -> Test:
+def _contains(text: str) -> Test:
     return lambda name: text in name
 
 
@@ -98,17 +104,17 @@ def _in(numbers: range) -> Test:
 
 
 def _number(name: str) -> int | None:
-    found = _NUMBER.search(name)
-    return int(found[0]) if found else None
+    match = _NUMBER.search(name)
+    return int(match[0]) if match else None
 
 
 def _range(item: Any, where: str) -> range:
-    """A number, or several as ``"2-5"``."""
+    """The range of one number, or of a text such as ``"2-5"``, which includes both ends."""
     if isinstance(item, int) and not isinstance(item, bool) and item >= 0:
         return range(item, item + 1)
-    found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item) if isinstance(item, str) else None
-    if found is None:
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", item) if isinstance(item, str) else None
+    if match is None:
         raise OptionError(
             f"{where} has {kind_of(item)}", expected="numbers, ranges as '2-5', or all"
         )
-    return range(int(found[1]), int(found[2] or found[1]) + 1)
+    return range(int(match[1]), int(match[2] or match[1]) + 1)

@@ -1,5 +1,4 @@
-"""Sections that are in force: which features a layer has, what they answer, and what becomes of
-their errors."""
+"""The enabled features of a run: which of them a layer has, their answers, and their errors."""
 
 import inspect
 import warnings
@@ -19,15 +18,19 @@ from ottava_debug.selectors import Selector
 
 @dataclass(eq=False)
 class Enabled:
-    """A feature that a section switches on.
+    """A feature that a section enables.
 
     Attributes:
-        title: what messages call it, with the line.
-        selector: the layers that it is for.
-        targets: what of them; None where the feature is not of :class:`Feature`, and reads
+        title: the name of the feature in messages, with the line.
+        namespace: the key of the section under which it stands.
+        feature: the feature.
+        config: its options.
+        selector: selects its layers.
+        targets: its products and tensors; None for a feature that is no :class:`Feature`, and reads
             ``config`` itself.
+        on_error: ``"warn"`` or ``"raise"``; see :func:`ottava_debug.on_error`.
         off: names of layers for which it is switched off, because it raised.
-        stopped: whether it is switched off for all, because it raised after a step.
+        stopped: whether it is switched off for all layers, because it raised after a step.
     """
 
     title: str
@@ -48,11 +51,12 @@ class Enabled:
         return type(self.feature).__name__
 
     def active(self, step: int) -> bool:
-        """Whether it does anything in a step."""
+        """Whether the feature does anything in a step."""
         return not self.stopped and self.is_chosen(step)
 
     def is_chosen(self, step: int) -> bool:
-        """Whether the configuration has it do anything in a step, which all ranks agree on."""
+        """Whether the configuration chooses a step for the feature; the answer is the same on all
+        ranks."""
         return self.targets is None or bool(self._in_step(step))
 
     def _in_step(self, step: int) -> list[Target]:
@@ -61,8 +65,11 @@ class Enabled:
         return self._active[1]
 
     def config_for(self, step: int, gemm: str | None, tensor: str | None) -> Any:
-        """The options for a call that names a product and a tensor, or not; None where it is not
-        about those."""
+        """The options for a call about a product and a tensor, or None where the feature does not
+        target them.
+
+        ``gemm`` and ``tensor`` are None for a call that does not name them.
+        """
         if self.targets is not None:
             for target in self._in_step(step):
                 if target.gemm in (None, gemm) and (
@@ -87,40 +94,41 @@ class Enabled:
         """Whether the feature has a method of the API."""
         return callable(getattr(type(self.feature), method, None))
 
-    def call(self, method: str, step: int, layer_name: str, **given: Any) -> Any:
-        """What a method answers; None where the feature has none, or is not about the product or
-        the tensor."""
+    def call(self, method: str, step: int, layer_name: str, **arguments: Any) -> Any:
+        """The answer of a method; None where the feature lacks the method, or does not target the
+        product or the tensor."""
         if not self.has(method):
             return None
-        config = self.config_for(step, given.get("gemm"), given.get("tensor_name"))
+        config = self.config_for(step, arguments.get("gemm"), arguments.get("tensor_name"))
         if config is None:
             return None
         function = getattr(self.feature, method)
         parameters = inspect.signature(function).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            given = {name: value for name, value in given.items() if name in parameters}
-        return function(config, layer_name, **given)
+            arguments = {name: value for name, value in arguments.items() if name in parameters}
+        return function(config, layer_name, **arguments)
 
 
-# What the forward pass has shown before.
+# The operands of the backward pass that were operands of the forward pass before.
 _AGAIN = {("dgrad", "weight"), ("wgrad", "activation")}
 _GO_ON = "on_error: warn switches the feature off, and goes on"
 
 
 def truth_of(answer: Any, default: bool) -> bool:
-    """What an answer says: a boolean, or a pair of one and the next step in which it may change."""
+    """The boolean in an answer, which is a boolean or a pair of it and the next step in which it
+    may change; ``default`` for None."""
     answer = answer[0] if isinstance(answer, tuple) else answer
     return default if answer is None else bool(answer)
 
 
 class Session:
-    """Features in force.
+    """The enabled features of a run, and the watch that applies them to layers.
 
     Args:
-        enabled: in the order of the sections.
-        step: gives the number of the step.
-        name_of: gives the name of a layer; None for one that is not looked at.
-        may_select: whether a layer that calls itself so may be looked at.
+        enabled: the features, in the order of the sections.
+        step: returns the number of the step.
+        name_of: returns the name of a layer, or None for a layer that is not inspected.
+        may_select: whether a layer with this own name may be inspected.
     """
 
     def __init__(
@@ -130,77 +138,80 @@ class Session:
         name_of: Callable[[Any], str | None],
         may_select: Callable[[str], bool] | None = None,
     ) -> None:
-        self.enabled, self.step, self._name_of = list(enabled), step, name_of
+        self.enabled = list(enabled)
+        self.step = step
+        self._name_of = name_of
         self._plans: dict[str, list[Enabled]] = {}
         self._layers: dict[str, ref[Any]] = {}
         self._namesakes: set[str] = set()
-        self._told = False
-        self._watch = (
-            Watch(self.inspection, may_select or (lambda name: bool(self.plan(name))))
-            if self.enabled
-            else None
-        )
+        self._warned_of_unmatched = False
+        self._watch: Watch | None = None
+        if self.enabled:
+            self._watch = Watch(self.inspection, may_select or (lambda name: bool(self.plan(name))))
 
     def plan(self, name: str) -> list[Enabled]:
         """The features of a layer.
 
         Raises:
-            OptionError: two sections switch the same feature on for it.
+            OptionError: two sections enable the same feature for it.
         """
         if name not in self._plans:
-            found = [enabled for enabled in self.enabled if enabled.selector.matches(name)]
-            for number, second in enumerate(found):
-                for first in found[:number]:
+            plan = [enabled for enabled in self.enabled if enabled.selector.matches(name)]
+            for number, second in enumerate(plan):
+                for first in plan[:number]:
                     if first.name == second.name:
-                        what = (
-                            f"layer {name!r} has {first.name} twice, of {first.title} and of "
-                            f"{second.title}"
-                        )
                         raise OptionError(
-                            what, expected="each feature once", remedy="make their layers differ"
+                            f"layer {name!r} has {first.name} twice, of {first.title} and of "
+                            f"{second.title}",
+                            expected="each feature once",
+                            remedy="make their layers differ",
                         )
-            self._plans[name] = found
+            self._plans[name] = plan
         return self._plans[name]
 
     def inspection(self, layer: Any) -> Inspection | None:
-        """What looks at a layer in this step, if anything does."""
+        """The inspection of a layer in this step; None if no feature is active for it."""
         name = self._name_of(layer)
         plan = None if name is None else self.plan(name)
         if not plan:
             return None
-        self._tell_of_namesake(str(name), layer)
+        self._warn_of_namesake(str(name), layer)
         step = self.step()
         active = [enabled for enabled in plan if enabled.active(step) and name not in enabled.off]
         return LayerInspection(self, str(name), layer, active, step) if active else None
 
-    def _tell_of_namesake(self, name: str, layer: Any) -> None:
+    def _warn_of_namesake(self, name: str, layer: Any) -> None:
         other = self._layers.setdefault(name, ref(layer))()
         if other is not layer:
             self._layers[name] = ref(layer)
             if other is not None and name not in self._namesakes:
                 self._namesakes.add(name)
-                what = (
+                warnings.warn(
                     f"several layers are called {name!r}: sections cannot tell them apart, "
-                    f"statistics take them as one"
+                    f"statistics take them as one. "
+                    f"nvdlfw_inspect.api.infer_and_assign_layer_names(model) names them",
+                    UserWarning,
+                    stacklevel=2,
                 )
-                remedy = "nvdlfw_inspect.api.infer_and_assign_layer_names(model) names them"
-                warnings.warn(f"{what}. {remedy}", UserWarning, stacklevel=2)
 
     def attempt(
-        self, enabled: Enabled, layer_name: str, method: str, step: int, **given: Any
+        self, enabled: Enabled, layer_name: str, method: str, step: int, **arguments: Any
     ) -> Any:
-        """What a feature answers. Where it raises, it is switched off for the layer, or the error
-        is raised."""
+        """The answer of a feature; if the feature raises, see :meth:`failed`."""
         if enabled.stopped or layer_name in enabled.off:
             return None
         try:
-            return enabled.call(method, step, layer_name, iteration=step, **given)
+            return enabled.call(method, step, layer_name, iteration=step, **arguments)
         except (Exception, SystemExit) as error:
             self.failed(enabled, layer_name, method, error)
             return None
 
     def failed(self, enabled: Enabled, layer_name: str, method: str, error: BaseException) -> None:
-        """A warning, and the feature is switched off for the layer; or the error."""
+        """Switch a feature off for a layer with a warning, or raise.
+
+        Raises:
+            PluginError: the feature's ``on_error`` is ``"raise"``.
+        """
         text = (
             f"{enabled.title}: {method} failed in layer {layer_name!r}: "
             f"{type(error).__name__}: {text_of(error)}"
@@ -211,28 +222,33 @@ class Session:
         warnings.warn(f"{text}. It is switched off for this layer", UserWarning, stacklevel=2)
 
     def after_step(self) -> None:
-        """What features do after a step; after the first, patterns that matched no layer are warned
-        of."""
+        """Call ``step`` of each feature; after the first step, warn of patterns that matched no
+        layer."""
         self._end_step()
         self.warn_of_unmatched("Layers that ran", self._plans)
 
     def warn_of_unmatched(self, known: str, names: Iterable[str]) -> None:
-        """Warn, the first time, of patterns that matched no layer so far; and tell some names that
-        are ``known``."""
-        if self._told:
+        """Warn, at the first call only, of patterns that matched no layer.
+
+        The warnings list some of the ``names``, introduced by ``known``.
+        """
+        if self._warned_of_unmatched:
             return
-        self._told = True
+        self._warned_of_unmatched = True
         some = ", ".join(map(repr, list(names)[:5])) or "none"
-        for pattern, where in {
-            p: w for enabled in self.enabled for p, w in enabled.selector.unmatched.items()
-        }.items():
+        unmatched: dict[str, str] = {}
+        for enabled in self.enabled:
+            unmatched |= enabled.selector.unmatched
+        for pattern, where in unmatched.items():
             warnings.warn(
                 f"{where}: {pattern} matches no layer. {known}: {some}", UserWarning, stacklevel=3
             )
 
     def close(self) -> None:
-        """No feature is in force from here on; what :meth:`after_step` does is done once more, by
-        this rank alone: others may be elsewhere, if this one ends because something failed."""
+        """End all features, after a last :meth:`after_step` on this rank alone.
+
+        Other ranks do not take part, because they may be elsewhere if this one ends by an error.
+        """
         if self._watch is not None:
             self._watch.close()
             self._watch = None
@@ -240,7 +256,7 @@ class Session:
             self.warn_of_unmatched("Layers that ran", self._plans)
 
     def _end_step(self, together: bool = True) -> None:
-        # The sections of a feature share the object.
+        # Sections that enable the same feature share one object.
         shared: dict[int, list[Enabled]] = {}
         for enabled in self.enabled:
             if isinstance(enabled.feature, Feature):
@@ -259,7 +275,7 @@ class Session:
 
     def _end_step_of(self, sections: list[Enabled], together: bool) -> None:
         feature, step = sections[0].feature, self.step()
-        # Where it is switched off on this rank, others wait for this one all the same.
+        # This rank takes part even if the feature is switched off here, because others wait for it.
         if together and any(enabled.is_chosen(step) for enabled in sections):
             feature.put_together()
         if not all(enabled.stopped for enabled in sections):
@@ -267,17 +283,20 @@ class Session:
 
 
 class LayerInspection(Inspection):
-    """What the features of a layer do in one pass."""
+    """Applies the features of a layer in one pass."""
 
     def __init__(
         self, session: Session, name: str, layer: Any, enabled: list[Enabled], step: int
     ) -> None:
-        self._session, self._name, self._layer = session, name, layer
-        self._enabled, self._step = enabled, step
-        self._seen: set[str] = set()
+        self._session = session
+        self._name = name
+        self._layer = layer
+        self._enabled = enabled
+        self._step = step
+        self._observed: set[str] = set()
 
-    def _ask(self, enabled: Enabled, method: str, **given: Any) -> Any:
-        return self._session.attempt(enabled, self._name, method, self._step, **given)
+    def _ask(self, enabled: Enabled, method: str, **arguments: Any) -> Any:
+        return self._session.attempt(enabled, self._name, method, self._step, **arguments)
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
         answers = [self._ask(enabled, "fp8_gemm_enabled", gemm=gemm) for enabled in self._enabled]
@@ -294,24 +313,32 @@ class LayerInspection(Inspection):
     def modify(
         self, gemm: str, tensor: str, values: torch.Tensor
     ) -> torch.Tensor | QuantizedTensorStorage:
-        found: Any = values
+        current: Any = values
         for enabled in self._enabled:
-            if self._modifies(enabled, gemm, tensor):
-                plain = found.dequantize() if isinstance(found, QuantizedTensorStorage) else found
-                # A copy, so that a feature may change it in place: it may be the parameter itself.
-                given = {"gemm": gemm, "tensor_name": tensor, "tensor": plain.clone()}
-                about = {
-                    "default_quantizer": self._quantizer(gemm, tensor),
-                    "out": None,
-                    "dtype": plain.dtype,
-                }
-                made = self._ask(enabled, "modify_tensor", **about, **given)
-                found = self._fitting(enabled, made, plain) if made is not None else found
-        return found  # type: ignore[no-any-return]
+            if not self._modifies(enabled, gemm, tensor):
+                continue
+            plain = current
+            if isinstance(current, QuantizedTensorStorage):
+                plain = current.dequantize()
+            answer = self._ask(
+                enabled,
+                "modify_tensor",
+                gemm=gemm,
+                tensor_name=tensor,
+                # The feature gets a copy, which it may change in place; the original may be the
+                # parameter.
+                tensor=plain.clone(),
+                default_quantizer=self._quantizer(gemm, tensor),
+                out=None,
+                dtype=plain.dtype,
+            )
+            if answer is not None:
+                current = self._fitting(enabled, answer, plain)
+        return current  # type: ignore[no-any-return]
 
     def _quantizer(self, gemm: str, tensor: str) -> Any:
-        """The recipe's quantizer of an operand; None for what the product takes in high precision,
-        and a result."""
+        """The recipe's quantizer of an operand; None for an operand in high precision, and for a
+        result."""
         state = self.call.state
         if state is None or (gemm, tensor) not in self.quantized:
             return None
@@ -319,20 +346,26 @@ class LayerInspection(Inspection):
         usages = {"rowwise": not columnwise, "columnwise": columnwise}
         return state.quantizer(ROLES[tensor], **usages, recording=False)
 
-    def _fitting(self, enabled: Enabled, made: Any, plain: torch.Tensor) -> Any:
-        fits = isinstance(made, (torch.Tensor, QuantizedTensorStorage))
+    def _fitting(self, enabled: Enabled, answer: Any, plain: torch.Tensor) -> Any:
+        """``answer`` in the dtype of ``plain``; or ``plain``, where ``answer`` does not fit and the
+        error is not raised."""
+        is_tensor = isinstance(answer, (torch.Tensor, QuantizedTensorStorage))
         if (
-            fits
-            and made.shape == plain.shape
-            and made.device == plain.device
-            and made.dtype.is_floating_point
+            is_tensor
+            and answer.shape == plain.shape
+            and answer.device == plain.device
+            and answer.dtype.is_floating_point
         ):
-            return (
-                made if isinstance(made, QuantizedTensorStorage) else made.detach().to(plain.dtype)
-            )
-        given = f"{tuple(made.shape)} of {made.dtype}" if fits else f"a {type(made).__name__}"
+            if isinstance(answer, QuantizedTensorStorage):
+                return answer
+            return answer.detach().to(plain.dtype)
+        if is_tensor:
+            description = f"{tuple(answer.shape)} of {answer.dtype}"
+        else:
+            description = f"a {type(answer).__name__}"
         error = PluginError(
-            f"it returned {given}", expected=f"a tensor {tuple(plain.shape)} on {plain.device}"
+            f"it returned {description}",
+            expected=f"a tensor {tuple(plain.shape)} on {plain.device}",
         )
         self._session.failed(enabled, self._name, "modify_tensor", error)
         return plain
@@ -340,35 +373,48 @@ class LayerInspection(Inspection):
     def observe(
         self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
     ) -> None:
-        # What a backward pass takes of the forward pass has been seen, if not by this object: of
-        # recomputed passes.
-        first = (gemm, tensor) not in _AGAIN and tensor not in self._seen
-        self._seen.add(tensor)
-        recipe = None if self.call.recipe is None else self.call.recipe.name
-        usages = (
-            {"rowwise": False, "columnwise": False} if quantized is None else quantized.get_usages()
-        )
-        both = {
-            f"{usage}_quantized_tensor": quantized if held else None
-            for usage, held in usages.items()
-        }
+        # The forward pass observed the operands that the backward pass shares with it. After a
+        # recomputation another object did so.
+        first = (gemm, tensor) not in _AGAIN and tensor not in self._observed
+        self._observed.add(tensor)
         for enabled in self._enabled:
-            given = {"tensor_name": tensor, "tp_group": None}
-            if first and truth_of(
-                self._ask(enabled, "inspect_tensor_enabled", **given), enabled.has("inspect_tensor")
-            ):
-                quantizer = getattr(quantized, "_quantizer", None)
-                taken = {"tensor": values, "quantizer": quantizer, "recipe_name": recipe}
-                self._ask(enabled, "inspect_tensor", layer=self._layer, **taken, **both, **given)
-            given["gemm"] = gemm
-            method = "inspect_tensor_postquantize"
-            if quantized is not None and truth_of(
-                self._ask(enabled, f"{method}_enabled", **given), enabled.has(method)
-            ):
-                self._ask(
-                    enabled,
-                    method,
-                    tensor=quantized,
-                    rowwise=(gemm, tensor) not in BY_COLUMN,
-                    **given,
-                )
+            if first:
+                self._inspect(enabled, tensor, values, quantized)
+            if quantized is not None:
+                self._inspect_quantized(enabled, gemm, tensor, quantized)
+
+    def _inspect(
+        self,
+        enabled: Enabled,
+        tensor: str,
+        values: torch.Tensor,
+        quantized: QuantizedTensorStorage | None,
+    ) -> None:
+        about = {"tensor_name": tensor, "tp_group": None}
+        answer = self._ask(enabled, "inspect_tensor_enabled", **about)
+        if not truth_of(answer, enabled.has("inspect_tensor")):
+            return
+        usages = {"rowwise": False, "columnwise": False}
+        if quantized is not None:
+            usages = quantized.get_usages()
+        self._ask(
+            enabled,
+            "inspect_tensor",
+            layer=self._layer,
+            tensor=values,
+            quantizer=getattr(quantized, "_quantizer", None),
+            recipe_name=None if self.call.recipe is None else self.call.recipe.name,
+            rowwise_quantized_tensor=quantized if usages["rowwise"] else None,
+            columnwise_quantized_tensor=quantized if usages["columnwise"] else None,
+            **about,
+        )
+
+    def _inspect_quantized(
+        self, enabled: Enabled, gemm: str, tensor: str, quantized: QuantizedTensorStorage
+    ) -> None:
+        method = "inspect_tensor_postquantize"
+        about = {"tensor_name": tensor, "tp_group": None, "gemm": gemm}
+        answer = self._ask(enabled, f"{method}_enabled", **about)
+        if truth_of(answer, enabled.has(method)):
+            by_row = (gemm, tensor) not in BY_COLUMN
+            self._ask(enabled, method, tensor=quantized, rowwise=by_row, **about)

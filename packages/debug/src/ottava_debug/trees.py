@@ -1,5 +1,7 @@
-"""Arguments of a model's call as data: nested lists, mappings and plain values as JSON, their
-tensors by name."""
+"""The arguments of a model's call as data.
+
+Nested lists, mappings and plain values become JSON, which refers to tensors by name.
+"""
 
 import copy
 from collections.abc import Mapping, MutableMapping
@@ -15,13 +17,12 @@ _EXPECTED = "tensors, numbers, texts, None, and lists, tuples and mappings of th
 
 
 def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
-    """What JSON says of a value; copies of its tensors go into ``tensors``, by names that begin
-    with ``name``.
+    """The JSON description of a value; copies of its tensors are added to ``tensors``.
 
-    A mapping becomes a dict, and a named tuple a tuple.
+    The tensors' names begin with ``name``. A mapping becomes a dict, and a named tuple a tuple.
 
     Raises:
-        DTypeError: something in it is of another kind; the error says where.
+        DTypeError: the value contains an object of another kind; the error says where.
     """
     if depth > _MAX_DEPTH:
         raise DTypeError(f"{name} is nested more than {_MAX_DEPTH} times", expected=_EXPECTED)
@@ -49,10 +50,10 @@ def flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
 
 def unflatten(data: Any, tensors: Mapping[str, torch.Tensor], device: Any, depth: int = 0) -> Any:
-    """The value that :func:`flatten` described, its tensors copied to ``device``.
+    """The value that :func:`flatten` described, with its tensors copied to ``device``.
 
     Raises:
-        CheckpointError: the description is of no such value, or names a tensor that is missing.
+        CheckpointError: ``data`` is not such a description, or names a missing tensor.
     """
     if data is None or type(data) in (bool, int, str):
         return data
@@ -63,12 +64,10 @@ def unflatten(data: Any, tensors: Mapping[str, torch.Tensor], device: Any, depth
         )
     try:
         if kind == "tensor":
-            made = tensors[str(entry)].to(device, copy=True)
-            return (
-                made.requires_grad_(data["requires_grad"] is True)
-                if made.dtype.is_floating_point
-                else made
-            )
+            tensor = tensors[str(entry)].to(device, copy=True)
+            if tensor.dtype.is_floating_point:
+                tensor.requires_grad_(data["requires_grad"] is True)
+            return tensor
         return _READ[kind](entry, lambda value: unflatten(value, tensors, device, depth + 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
@@ -87,9 +86,11 @@ _READ: dict[str | None, Any] = {
 
 
 def ends(output: Any) -> Any:
-    """A model's output, each tensor of several with an autograd node of its own: the gradient of
-    one is then not what comes back through another one that was computed from it. What is in
-    objects of other kinds is left as it is."""
+    """A model's output, in which each of several tensors has its own autograd node.
+
+    The gradient of one tensor then excludes the gradient through another one that was computed from
+    it. Tensors in objects of other kinds stay as they are.
+    """
     several = len([tensor for tensor in tensors_of(output) if tensor.requires_grad]) > 1
     return _ends(output) if several else output
 
@@ -98,10 +99,10 @@ def _ends(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.view_as(output) if output.requires_grad else output
     if isinstance(output, MutableMapping):
-        made = copy.copy(output)
+        copied = copy.copy(output)
         for key, value in output.items():
-            made[key] = _ends(value)
-        return made
+            copied[key] = _ends(value)
+        return copied
     if isinstance(output, (list, tuple)):
         values = [_ends(value) for value in output]
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
@@ -109,7 +110,7 @@ def _ends(output: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested lists, tuples and mappings, in their order."""
+    """The tensors in nested lists, tuples and mappings, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):

@@ -19,37 +19,37 @@ THRESHOLD = 20.0
 
 
 def most_underflow(threshold: float) -> float:
-    """The percentage of underflow that goes with an SQNR of ``threshold`` dB.
+    """The percentage of underflow that corresponds to an SQNR of ``threshold`` dB.
 
-    The SQNR does not see what small values lose beside a few large ones, which make up the sum of
-    squares. So the underflow is held to the same measure: where the step between numbers is ``2t``
-    near zero, values below ``t`` become zero, and the noise is ``t²/3``. Of a normal distribution
-    with this noise ``erf(t / (√2·σ))`` become zero.
+    The SQNR hides the loss of small values, because a few large values dominate the sum of squares.
+    Therefore underflow has a threshold of its own, derived from that of the SQNR: where the step
+    between numbers near zero is ``2t``, values below ``t`` become zero, and the noise is ``t²/3``.
+    The share ``erf(t / (√2·σ))`` of a normal distribution with this noise becomes zero.
     """
     return 100 * math.erf(math.sqrt(1.5 * 10 ** (-threshold / 10)))
 
 
 def _of_underflow(percent: float) -> float:
-    """The SQNR in dB that goes with an underflow: the inverse of :func:`most_underflow`."""
+    """The SQNR in dB that corresponds to an underflow: the inverse of :func:`most_underflow`."""
     if percent <= 0 or percent >= 100:
         return -math.inf if percent > 0 else math.inf
     return 10 * math.log10(3 / NormalDist().inv_cdf((1 + percent / 100) / 2) ** 2)
 
 
 def _decibels(rank: tuple[int, float]) -> str:
-    """The quality in a rank."""
+    """The quality in a rank, as text."""
     return "exact" if rank[1] == -math.inf else f"{-rank[1]:.1f} dB"
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What one recipe makes of one tensor.
+    """The loss of one tensor under one recipe.
 
     Attributes:
-        rowwise, columnwise: what the data of each direction lose; columnwise is None where both
-            directions have the same data, or the recipe does not quantize that direction. Both are
-            None where it failed.
-        error: why the recipe does not take the tensor; empty where it does.
+        rowwise, columnwise: the measures of each direction's data. ``columnwise`` is None where
+            both directions have the same data, or the recipe does not quantize that direction. Both
+            are None where the recipe failed.
+        error: the reason why the recipe failed; empty where it did not.
     """
 
     rowwise: Measures | None = None
@@ -58,27 +58,25 @@ class Noise:
 
     @property
     def sides(self) -> list[Measures]:
-        """The measures that there are."""
+        """The measures of the directions that have any."""
         return [side for side in (self.rowwise, self.columnwise) if side is not None]
 
     @property
     def not_finite(self) -> int:
-        """How many values of the tensor were NaN or infinite already."""
+        """The number of values of the tensor that are NaN or infinite in high precision."""
         return max((side.not_finite for side in self.sides), default=0)
 
     @property
     def sqnr(self) -> float:
-        """dB, of the worse direction; ``-inf`` where the recipe failed, or values were not finite
-        before."""
-        return (
-            -math.inf
-            if self.not_finite
-            else min((side.sqnr for side in self.sides), default=-math.inf)
-        )
+        """dB, in the worse direction; ``-inf`` where the recipe failed, or values of the tensor are
+        not finite."""
+        if self.not_finite:
+            return -math.inf
+        return min((side.sqnr for side in self.sides), default=-math.inf)
 
     @property
     def underflow(self) -> float:
-        """Percent, of the worse direction; 100 where the recipe failed."""
+        """Percent, in the worse direction; 100 where the recipe failed."""
         return max((side.underflow for side in self.sides), default=100.0)
 
     @property

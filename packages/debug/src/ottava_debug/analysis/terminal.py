@@ -15,16 +15,20 @@ MARK = "!"
 
 def decibels(value: float) -> str:
     """dB as text, such as ``"31.5"``; ``"exact"`` for inf and ``"broken"`` for -inf."""
-    return (
-        "exact" if value == float("inf") else "broken" if value == -float("inf") else f"{value:.1f}"
-    )
+    if value == float("inf"):
+        return "exact"
+    if value == -float("inf"):
+        return "broken"
+    return f"{value:.1f}"
 
 
 def percent(value: float | None) -> str:
     """A percentage as text, such as ``"0.03 %"``; only zero is shown as ``"0"``."""
     if value is None:
         return "not known"
-    return "0" if value == 0 else "< 0.01 %" if value < 0.01 else f"{value:.2f} %"
+    if value == 0:
+        return "0"
+    return "< 0.01 %" if value < 0.01 else f"{value:.2f} %"
 
 
 def summary_table(report: Analysis) -> Table:

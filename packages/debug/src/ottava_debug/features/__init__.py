@@ -1,5 +1,4 @@
-"""What sections of a configuration switch on: first-party features, and the base class of
-others."""
+"""The features that sections of a configuration enable, and the base class for users' own."""
 
 from ottava_debug.features.base import Feature
 from ottava_debug.features.dump import DumpTensors

@@ -1,7 +1,6 @@
-"""What features have in common: which products and tensors of a layer, in which steps, with which
-options."""
+"""The base class of features: their options, and their choice of products, tensors and steps."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,11 +10,11 @@ from ottava_debug.products import TENSORS
 
 GEMMS = tuple(TENSORS)
 EVERY_TENSOR = tuple(dict.fromkeys(tensor for tensors in TENSORS.values() for tensor in tensors))
-#: What is done where a feature raises: it is switched off for the layer, with a warning, or the
-#: error is raised.
+#: The reactions to a feature that raises: ``"warn"`` switches it off for the layer with a warning,
+#: ``"raise"`` raises the error.
 ON_ERROR = ("warn", "raise")
 
-#: ``check(value)`` gives the value that is meant, or raises an error of Ottava.
+#: ``check(value)`` returns the checked value, or raises an error of Ottava.
 Check = Callable[[Any], Any]
 
 
@@ -66,8 +65,11 @@ COMMON: dict[str, Check] = {
 
 
 def checked(given: Located, key: str, check: Check, what: str) -> Any:
-    """What the value at a key means. OptionError: it is not allowed; the message names ``what``,
-    key and line."""
+    """The checked value at a key.
+
+    Raises:
+        OptionError: the value is not allowed; the message names ``what``, the key and the line.
+    """
     try:
         return check(given[key])
     except OttavaError as error:
@@ -77,14 +79,23 @@ def checked(given: Located, key: str, check: Check, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of a product, or any (None), with the options that hold for it."""
+    """A tensor of a product, with its options.
+
+    Attributes:
+        gemm: the product; None for every product.
+        tensor: the tensor; None for every tensor.
+        options: the options.
+    """
 
     gemm: str | None
     tensor: str | None
     options: Mapping[str, Any]
 
     def active(self, step: int) -> bool:
-        """Whether the step is among those chosen: ends are included, and the end -1 is none."""
+        """Whether the options choose the step.
+
+        The ends of ranges are included, and an end of -1 is no end.
+        """
         get = self.options.get
         if step % get("freq", 1):
             return False
@@ -94,79 +105,87 @@ class Target:
 
 
 class Feature:
-    """A feature: what is done to the tensors of some layers, or seen of them.
+    """A feature, which modifies or observes the tensors of some layers.
 
-    A class of one's own may derive from it. It has any of the methods below, marked by
+    Users may derive classes from it. Such a class has any of the methods below, marked by
     ``nvdlfw_inspect.registry.api_method``, and is registered by
-    ``nvdlfw_inspect.registry.Registry.register_feature`` in a file of a folder that
-    ``initialize(feature_dirs=…)`` is given. Methods are called by keywords, with those of these
-    arguments that they take:
+    ``nvdlfw_inspect.registry.Registry.register_feature``, in a file of a folder that
+    ``initialize(feature_dirs=…)`` names. Methods are called by keywords, with those of the
+    following arguments that they accept:
 
-    - ``fp8_gemm_enabled(config, layer_name, gemm, iteration)``: False has the product take high
-      precision.
+    - ``fp8_gemm_enabled(config, layer_name, gemm, iteration)``: False makes the product take
+      operands in high precision.
     - ``modify_tensor_enabled(config, layer_name, gemm, tensor_name, iteration)``: whether to call
       ``modify_tensor``.
-    - ``modify_tensor(config, layer_name, gemm, tensor_name, tensor, iteration)``: the values that
-      are taken instead, or a quantized tensor.
+    - ``modify_tensor(config, layer_name, gemm, tensor_name, tensor, iteration)``: returns the
+      values that replace the tensor, or a quantized tensor.
     - ``inspect_tensor_enabled(config, layer_name, tensor_name, iteration)``, then
       ``inspect_tensor(config, layer_name, tensor_name, tensor, iteration,
-      rowwise_quantized_tensor, columnwise_quantized_tensor)``: once for each tensor.
+      rowwise_quantized_tensor, columnwise_quantized_tensor)``: called once for each tensor.
     - ``inspect_tensor_postquantize_enabled(config, layer_name, gemm, tensor_name, iteration)``,
       then ``inspect_tensor_postquantize(config, layer_name, gemm, tensor_name, tensor, rowwise,
-      iteration)``: each quantized operand of a product.
-    - ``step()``: after each step.
+      iteration)``: called for each quantized operand of a product.
+    - ``step()``: called after each step.
 
-    A tensor that ``modify_tensor`` is given is a copy. Those that others are given must not be
-    changed in place.
+    ``modify_tensor`` gets a copy of the tensor. The other methods must not change tensors in place.
     """
 
-    #: Whether a configuration names products, and tensors.
+    #: Whether a configuration names products.
     by_gemm: ClassVar[bool] = False
+    #: Whether a configuration names tensors.
     by_tensor: ClassVar[bool] = False
-    #: Options besides :data:`COMMON`, and those of them that must be there.
+    #: The options besides :data:`COMMON`, and those of them that are required.
     options: ClassVar[dict[str, Check]] = {}
     required: ClassVar[tuple[str, ...]] = ()
 
     def targets(self, config: Mapping[str, Any], what: str) -> list[Target]:
-        """What a configuration says, pairs of products and tensors.
+        """The pairs of products and tensors that a configuration names, with their options.
 
         Args:
-            what: what errors call the feature.
+            config: the feature's options in the configuration.
+            what: the name of the feature in errors.
 
         Raises:
-            OptionError: something in it is not allowed; the message names the line.
+            OptionError: a key or value is not allowed; the message names the line.
         """
-        given = config if isinstance(config, Located) else Located(config)
-        if "enabled" in given:
-            truth(given, "enabled", what)
-        found = []
-        for gemm, at_gemm in (
-            self._levels(given, "gemm", GEMMS, what) if self.by_gemm else [(None, given)]
-        ):
+        located = config if isinstance(config, Located) else Located(config)
+        if "enabled" in located:
+            truth(located, "enabled", what)
+        targets = []
+        for gemm, at_gemm in self._gemms(located, what):
             tensors = TENSORS.get(str(gemm), EVERY_TENSOR)
-            for tensor, at in (
-                self._levels(at_gemm, "tensor", EVERY_TENSOR, what)
-                if self.by_tensor
-                else [(None, at_gemm)]
-            ):
-                options = self._checked(at, what)
-                # In lists for several products a tensor is meant for those that have it.
+            for tensor, at_tensor in self._tensors(at_gemm, what):
+                options = self._checked(at_tensor, what)
+                # A list of tensors for several products may name tensors that only some have.
                 if tensor is None or tensor in tensors:
-                    found.append(Target(gemm, tensor, options))
-        nothing_to_do = [] in (given.get("gemms"), given.get("tensors"))
-        if not found and not nothing_to_do:
+                    targets.append(Target(gemm, tensor, options))
+        has_empty_list = [] in (located.get("gemms"), located.get("tensors"))
+        if not targets and not has_empty_list:
             raise OptionError(
-                f"{given.where()}: {what} names no tensor of the products that it names",
+                f"{located.where()}: {what} names no tensor of the products that it names",
                 expected=_pairs(),
             )
-        return found
+        return targets
+
+    def _gemms(self, given: Located, what: str) -> Iterable[tuple[str | None, Located]]:
+        if self.by_gemm:
+            return self._levels(given, "gemm", GEMMS, what)
+        return [(None, given)]
+
+    def _tensors(self, given: Located, what: str) -> Iterable[tuple[str | None, Located]]:
+        if self.by_tensor:
+            return self._levels(given, "tensor", EVERY_TENSOR, what)
+        return [(None, given)]
 
     def _levels(
         self, given: Located, key: str, known: tuple[str, ...], what: str
     ) -> Iterator[tuple[str, Located]]:
-        """Names of products or tensors, each with what holds for it: of a structure, its own keys
-        over the others."""
-        several, structure = f"{key}s", f"{key}s_struct"
+        """The named products (``key`` ``"gemm"``) or tensors, each with its configuration.
+
+        Keys of an item in ``gemms_struct`` or ``tensors_struct`` take precedence over the others.
+        """
+        several = f"{key}s"
+        structure = f"{key}s_struct"
         if structure in given:
             if not isinstance(given[structure], list) or not given[structure]:
                 where = f"{given.where(structure)}: {what}: {structure}"
@@ -202,14 +221,14 @@ class Feature:
     def _checked(self, given: Located, what: str) -> dict[str, Any]:
         self._check_keys(given, what)
         checks = {**COMMON, **self.options}
-        found = {key: checked(given, key, checks[key], what) for key in given if key in checks}
+        options = {key: checked(given, key, checks[key], what) for key in given if key in checks}
         for key in self.required:
-            if key not in found:
+            if key not in options:
                 raise OptionError(f"{given.where()}: {what} has no {key}", expected=f"{key}: …")
-        return found
+        return options
 
     def put_together(self) -> None:
-        """Called on every rank after a step in which a configuration has the feature act, before
+        """Called on every rank after a step that the configuration chooses, before
         :meth:`step`."""
 
     def step(self) -> None:

@@ -1,4 +1,4 @@
-"""Tensors of products in files."""
+"""A feature that writes the tensors of products to files."""
 
 import hashlib
 import re
@@ -22,13 +22,13 @@ from ottava_debug.located import kind_of
 
 #: The folder in ``log_dir``.
 FOLDER = "tensor_dumps"
-# Options that say what is written.
+# The options that choose what is written.
 _HIGH_PRECISION, _QUANTIZED, _INTERNALS = (
     "high_precision_tensor",
     "quantized_tensor",
     "dump_quantized_internals",
 )
-# Characters of a layer's name that a file's has at most.
+# The largest number of characters of a layer's name in the name of a file.
 _LONGEST = 100
 
 
@@ -39,8 +39,11 @@ def _flag(value: Any) -> bool:
 
 
 def file_name(layer: str, tensor: str, step: int, number: int) -> str:
-    """``LAYER.TENSOR.step-000012.0.safetensors``; a layer's name that is no name of a file, or too
-    long, is changed, and has a digest, by which it is unlike that of another layer."""
+    """The name of a file: ``LAYER.TENSOR.step-000012.0.safetensors``.
+
+    A layer's name that is too long or cannot be the name of a file is changed, and gets a digest,
+    so that the names of two layers differ.
+    """
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", layer).lstrip(".")[:_LONGEST]
     if safe != layer or not safe:
         digest = hashlib.blake2b(layer.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
@@ -49,23 +52,25 @@ def file_name(layer: str, tensor: str, step: int, number: int) -> str:
 
 
 class DumpTensors(Feature):
-    """Tensors of products, as safetensors files of one tensor each,
+    """Writes the tensors of products, each to a safetensors file
     ``log_dir/tensor_dumps/rank-00000/NAME``.
 
-    The name is ``LAYER.TENSOR.step-STEP.NUMBER.safetensors``; microbatches of a step have numbers
-    from 0, and a weight is written once a step. :func:`ottava.checkpoint.load_file` reads them, and
-    so does every tool for safetensors.
+    The name is ``LAYER.TENSOR.step-STEP.NUMBER.safetensors``. The microbatches of a step are
+    numbered from 0, and a weight is written once a step. :func:`ottava.checkpoint.load_file` and
+    every tool for safetensors read the files.
 
-    Options: ``tensors`` or ``tensors_struct``, ``freq`` and ranges of steps, and what is written:
+    Options: ``tensors`` or ``tensors_struct``, ``freq`` and ranges of steps, and these, which
+    choose the entries of a file:
 
     - ``high_precision_tensor``: the tensor, as ``high_precision``;
-    - ``quantized_tensor``: what products take of it, as ``quantized``: the values in float32 for
-      which the elements stand;
-    - ``dump_quantized_internals``, with ``quantized_tensor``: the bytes and the scales, as
-      ``internals.NAME``, of which ``load_file`` makes the quantized tensor ``internals``.
+    - ``quantized_tensor``: the quantized values that products take, decoded to float32, as
+      ``quantized``;
+    - ``dump_quantized_internals``, with ``quantized_tensor``: the data and the scales, as
+      ``internals.NAME``, which ``load_file`` turns into the quantized tensor ``internals``.
 
     Args:
-        log_dir: the folder in which the folder of the files is made; None: that of nvdlfw-inspect.
+        log_dir: the folder in which the folder of the files is created; None is that of
+            nvdlfw-inspect.
     """
 
     by_tensor = True
@@ -77,27 +82,31 @@ class DumpTensors(Feature):
 
     def __init__(self, log_dir: AnyPath | None = None) -> None:
         self._log_dir = log_dir
-        # Files of the step so far, by layer's name and tensor.
+        # The number of files of the current step, by layer's name and tensor.
         self._written: Counter[tuple[str, str]] = Counter()
         self._weights: set[Any] = set()
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def targets(self, config: Mapping[str, Any], what: str) -> list[Target]:
-        """The tensors; OptionError where nothing of them would be written, too."""
-        found = super().targets(config, what)
-        for target in found:
-            wanted = {key for key in self.options if target.options.get(key)}
-            if not wanted:
-                expected = f"{_HIGH_PRECISION}: True, {_QUANTIZED}: True, or both"
+        """The tensors to write.
+
+        Raises:
+            OptionError: see :meth:`Feature.targets`; or the options choose nothing to write.
+        """
+        targets = super().targets(config, what)
+        for target in targets:
+            entries = {key for key in self.options if target.options.get(key)}
+            if not entries:
                 raise OptionError(
-                    f"{what}: nothing of {target.tensor} is to be written", expected=expected
+                    f"{what}: nothing of {target.tensor} is to be written",
+                    expected=f"{_HIGH_PRECISION}: True, {_QUANTIZED}: True, or both",
                 )
-            if _INTERNALS in wanted and _QUANTIZED not in wanted:
+            if _INTERNALS in entries and _QUANTIZED not in entries:
                 raise OptionError(
                     f"{what}: {_INTERNALS} without {_QUANTIZED}",
                     expected=f"{_QUANTIZED}: True, too",
                 )
-        return found
+        return targets
 
     @api_method  # type: ignore[untyped-decorator]
     def inspect_tensor(
@@ -111,7 +120,7 @@ class DumpTensors(Feature):
         columnwise_quantized_tensor: QuantizedTensorStorage | None = None,
         layer: Any = None,
     ) -> None:
-        """Write what ``config`` asks for."""
+        """Write the entries that ``config`` chooses."""
         if tensor_name == "weight" and (layer_name if layer is None else layer) in self._weights:
             return
         quantized = rowwise_quantized_tensor
@@ -119,7 +128,7 @@ class DumpTensors(Feature):
             quantized = columnwise_quantized_tensor
         entries = self._entries(config, tensor, quantized)
         if config.get(_QUANTIZED) and quantized is None:
-            self._tell(layer_name, tensor_name)
+            self._warn_of_unquantized(layer_name, tensor_name)
         if not entries:
             return
         number = self._written[layer_name, tensor_name]
@@ -152,13 +161,16 @@ class DumpTensors(Feature):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _tell(self, layer: str, tensor: str) -> None:
-        if (layer, tensor) not in self._told:
-            self._told.add((layer, tensor))
-            what = f"{tensor} of layer {layer!r} is not quantized: its file has no such values"
-            warnings.warn(what, UserWarning, stacklevel=2)
+    def _warn_of_unquantized(self, layer: str, tensor: str) -> None:
+        if (layer, tensor) not in self._warned:
+            self._warned.add((layer, tensor))
+            warnings.warn(
+                f"{tensor} of layer {layer!r} is not quantized: its file has no such values",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def step(self) -> None:
-        """The files of the next step have numbers from 0 again."""
+        """Number the files of the next step from 0 again."""
         self._written.clear()
         self._weights.clear()

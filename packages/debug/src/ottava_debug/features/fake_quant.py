@@ -1,4 +1,4 @@
-"""Features that change products: fake quantization, and switches."""
+"""Features that change products: fake quantization, and switches for high precision."""
 
 from typing import Any, ClassVar
 
@@ -24,11 +24,11 @@ def _format(value: Any) -> str:
 
 
 class FakeQuant(Feature):
-    """Products in high precision of tensors that were quantized and dequantized.
+    """Computes products in high precision, with tensors that were quantized and dequantized before.
 
     Options: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, and ``quant_format``,
-    the name of a
-    format as of :func:`ottava.debug.fake_quantize`. The products named take nothing quantized.
+    the name of a format of :func:`ottava.debug.fake_quantize`. The named products take no quantized
+    operands.
     """
 
     by_gemm = by_tensor = True
@@ -44,7 +44,7 @@ class FakeQuant(Feature):
     def modify_tensor_enabled(
         self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int = 0
     ) -> bool:
-        """True for the tensors that are named."""
+        """True, because this is called only for the tensors that the configuration names."""
         return True
 
     @api_method  # type: ignore[untyped-decorator]
@@ -58,13 +58,12 @@ class FakeQuant(Feature):
         iteration: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The tensor, quantized and dequantized in the format that ``config`` has as
-        ``quant_format``."""
+        """The tensor, quantized and dequantized in the format ``config["quant_format"]``."""
         return fake_quantize(tensor, config["quant_format"], out)
 
 
 class DisableFP8GEMM(Feature):
-    """Some products in high precision: ``gemms``, a list of fprop, dgrad and wgrad."""
+    """Computes the products ``gemms``, a list of fprop, dgrad and wgrad, in high precision."""
 
     by_gemm = True
 
@@ -75,7 +74,7 @@ class DisableFP8GEMM(Feature):
 
 
 class DisableFP8Layer(Feature):
-    """All products of a layer in high precision."""
+    """Computes all products of a layer in high precision."""
 
     @api_method  # type: ignore[untyped-decorator]
     def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
@@ -84,8 +83,8 @@ class DisableFP8Layer(Feature):
 
 
 class DisableQuantizationGEMM(DisableFP8GEMM):
-    """:class:`DisableFP8GEMM` by its newer name."""
+    """The newer name of :class:`DisableFP8GEMM`."""
 
 
 class DisableQuantizationLayer(DisableFP8Layer):
-    """:class:`DisableFP8Layer` by its newer name."""
+    """The newer name of :class:`DisableFP8Layer`."""

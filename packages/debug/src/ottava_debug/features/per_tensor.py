@@ -1,4 +1,4 @@
-"""Operands of some products with one scale a tensor, whatever the recipe."""
+"""A feature that quantizes operands with one scale for the tensor, whatever the recipe."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from ottava_debug.products import BY_COLUMN, ROLES
 
 def _margin(value: Any) -> float:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Beyond this a maximum times 2^-margin would no longer be exact.
+    # With a margin beyond 64, a format's maximum times 2^-margin would no longer be exact.
     if not number or not -64 <= value <= 64:
         raise OptionError(f"is {kind_of(value)}", expected="a number from -64 to 64")
     return float(value)
@@ -49,35 +49,38 @@ class _PerTensorQuantizer(Float8QuantizerBase):
 
 
 class PerTensorScaling(Feature):
-    """Products take operands that are quantized with one scale a tensor, from the amax of the
-    tensor itself.
+    """Quantizes operands of products with one scale for the tensor, from the tensor's own amax.
 
-    Options: ``gemms`` or ``gemms_struct``; ``tensors`` or ``tensors_struct``, of ``activation``,
-    ``weight`` and
-    ``gradient``; ``margin``, 0 by default: the amax counts as ``amax · 2^margin``. The format of
-    the elements is that of the recipe, or E4M3, and E5M2 for gradients, where this is no FP8
-    format. An operand that the product takes in high precision stays so.
+    Options: ``gemms`` or ``gemms_struct``; ``tensors`` or ``tensors_struct``, with ``activation``,
+    ``weight`` and ``gradient``; ``margin``, 0 by default, which multiplies the amax by
+    ``2^margin``. The elements have the recipe's format. Where that is not an FP8 format, they are
+    E4M3, and E5M2 for gradients. An operand that the product takes in high precision stays in high
+    precision.
     """
 
     by_gemm = by_tensor = True
     options: ClassVar[dict[str, Check]] = {"margin": _margin}
 
     def targets(self, config: Mapping[str, Any], what: str) -> list[Target]:
-        """The pairs of products and operands; OptionError for a result, too."""
-        found = super().targets(config, what)
-        for target in found:
+        """The pairs of products and operands.
+
+        Raises:
+            OptionError: see :meth:`Feature.targets`; or a tensor is the result of a product.
+        """
+        targets = super().targets(config, what)
+        for target in targets:
             if target.tensor not in ROLES:
-                expected = f"operands: {', '.join(ROLES)}"
                 raise OptionError(
-                    f"{what}: {target.tensor} is the result of a product", expected=expected
+                    f"{what}: {target.tensor} is the result of a product",
+                    expected=f"operands: {', '.join(ROLES)}",
                 )
-        return found
+        return targets
 
     @api_method  # type: ignore[untyped-decorator]
     def modify_tensor_enabled(
         self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int = 0
     ) -> bool:
-        """True for the operands that are named."""
+        """True, because this is called only for the operands that the configuration names."""
         return True
 
     @api_method  # type: ignore[untyped-decorator]
@@ -92,8 +95,8 @@ class PerTensorScaling(Feature):
         default_quantizer: Quantizer | None = None,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensorStorage | None:
-        """The operand, quantized with one scale; None where ``default_quantizer``, that of the
-        recipe, is None."""
+        """The operand, quantized with one scale; None where ``default_quantizer``, the recipe's
+        quantizer, is None."""
         if default_quantizer is None:
             return None
         element = getattr(getattr(default_quantizer, "layout", None), "element", None)

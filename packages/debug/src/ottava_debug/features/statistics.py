@@ -1,4 +1,4 @@
-"""Statistics of tensors, and of what quantization makes of them: collected in a step, and logged
+"""Features that collect statistics of tensors and of their quantization in a step, and log them
 after it."""
 
 import math
@@ -31,10 +31,10 @@ from ottava_debug.features.together import put_together
 from ottava_debug.located import kind_of, unknown
 from ottava_debug.products import ROLES
 
-#: The histogram, the one statistic that is no number.
+#: The histogram, the only statistic that is not a number.
 EXPONENTS = "exponents"
 _COLUMNWISE = "_columnwise"
-# What TransformerEngine's configurations call recipes.
+# The names of recipes in TransformerEngine's configurations -> Ottava's names.
 _RECIPES = {
     "fp8_current_scaling": "current",
     "fp8_block_scaling": "blockwise",
@@ -47,8 +47,8 @@ class Statistic(NamedTuple):
 
     Attributes:
         step: the number of the step.
-        layer, tensor, stat: the name of each.
-        value: a number; of exponents, how many values have which, ``{exponent: count}``.
+        layer, tensor, stat: the names.
+        value: a number; for ``exponents`` the counts ``{exponent: count}``.
     """
 
     step: int
@@ -61,8 +61,8 @@ class Statistic(NamedTuple):
 def write(found: Statistic, loggers: Iterable[Any]) -> None:
     """Log a statistic as nvdlfw-inspect does, under ``LAYER_TENSOR_STAT``.
 
-    A histogram is one where a logger has a writer of TensorBoard that takes histograms; others get
-    a number for each exponent, under ``LAYER_TENSOR_STAT_EXPONENT``.
+    A histogram is written as a histogram by a logger that has a TensorBoard writer for histograms.
+    Other loggers get a number for each exponent, under ``LAYER_TENSOR_STAT_EXPONENT``.
     """
     name = f"{found.layer}_{found.tensor}_{found.stat}"
     for logger in loggers:
@@ -77,7 +77,7 @@ def write(found: Statistic, loggers: Iterable[Any]) -> None:
 
 def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) -> None:
     total = max(sum(counts.values()), 1)
-    # A writer takes values, not counts of them: of each exponent as many of a thousand as it has.
+    # A writer takes values instead of counts, so each exponent gets its share of a thousand values.
     shares = [(exponent, math.ceil(1000 * count / total)) for exponent, count in counts.items()]
     values = [float(exponent) for exponent, share in shares for _ in range(share)]
     if values:
@@ -85,17 +85,23 @@ def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) 
 
 
 def reduction_group() -> Any:
-    """The process group that nvdlfw-inspect was given by ``set_tensor_reduction_group``; None if it
-    was not."""
-    # Its import may lead back here.
+    """The process group of nvdlfw-inspect's ``set_tensor_reduction_group``; None if it was not
+    called."""
+    # The import is local, because nvdlfw-inspect may import this module.
     import nvdlfw_inspect.api as api  # type: ignore[import-untyped]
 
     return None if api.DEBUG_MANAGER is None else api.get_tensor_reduction_group()
 
 
 class _Stat(NamedTuple):
-    """A statistic as it is asked for: of what a recipe would make of the tensor, or of the
-    product's own operand."""
+    """A requested statistic.
+
+    Attributes:
+        text: the name in the configuration.
+        stat: the name without recipe and direction.
+        recipe: the recipe that quantizes the tensor; None for the operand that the product takes.
+        columnwise: whether columnwise data is measured.
+    """
 
     text: str
     stat: str
@@ -115,84 +121,92 @@ class _Statistics(Feature):
         self._sink = sink or (lambda found: write(found, MetricLogger.enabled_loggers))
         self._group = group
         self._is_together = False
-        # (Step, layer, tensor) -> the statistics, and (recipe, whether along columns) -> their
-        # sums.
+        # (step, layer, tensor) -> the requested statistics, and (recipe, columnwise) -> sums.
         self._collected: dict[tuple[int, str, str], tuple[Sequence[_Stat], dict[Any, Any]]] = {}
-        # Layers, and (recipe, whether along columns), whose weights the step has counted.
+        # (layer, (recipe, columnwise)) of the weights that were counted in this step.
         self._weights: set[tuple[Any, Any]] = set()
 
     def _is_counted(self, layer: Any, name: str, tensor: str, of: Any) -> bool:
-        """Whether this is a weight that the step has counted, in an earlier microbatch."""
+        """Whether this is a weight that an earlier microbatch of the step has counted."""
         if tensor != "weight":
             return False
-        # Layers of one name have weights of their own.
+        # Layers with the same name have different weights, so the layer itself is the key.
         weight = (name if layer is None else layer, of)
-        known = weight in self._weights
+        counted = weight in self._weights
         self._weights.add(weight)
-        return known
+        return counted
 
     def _sums(
         self, key: tuple[int, str, str], stats: Sequence[_Stat], of: Any, make: Callable[[], Any]
     ) -> Any:
-        held = self._collected.setdefault(key, (stats, {}))[1]
-        if of not in held:
-            held[of] = make()
-        return held[of]
+        sums = self._collected.setdefault(key, (stats, {}))[1]
+        if of not in sums:
+            sums[of] = make()
+        return sums[of]
 
     def _spans_ranks(self) -> bool:
         return self._group is not None and spans_ranks(self._group())
 
     def put_together(self) -> None:
-        """Have the sums be those of all ranks of the group. A rank's weight, unlike its share of a
-        batch, is no part of a larger tensor: its sums stay what they are."""
+        """Replace the sums by those of all ranks of the group.
+
+        The sums of a weight stay the same: unlike a rank's share of a batch, the weight of a rank
+        does not belong to a larger tensor.
+        """
         if self._group is None or not self._spans_ranks():
             return
         own = {
             (*key, *of): sums
-            for key, (_, held) in self._collected.items()
-            for of, sums in held.items()
+            for key, (_, by_kind) in self._collected.items()
+            for of, sums in by_kind.items()
             if key[2] != "weight"
         }
-        found = put_together({key: sums.numbers() for key, sums in own.items()}, self._group())
+        combined = put_together({key: sums.numbers() for key, sums in own.items()}, self._group())
         for key, sums in own.items():
-            sums.take(found[key])
+            sums.take(combined[key])
         self._is_together = True
 
     def step(self) -> None:
-        """Log what was collected."""
+        """Log the statistics of the step."""
         if self._collected and not self._is_together and self._spans_ranks():
-            what = "the last statistics are of this rank alone: no step() followed them"
-            warnings.warn(what, UserWarning, stacklevel=2)
+            warnings.warn(
+                "the last statistics are of this rank alone: no step() followed them",
+                UserWarning,
+                stacklevel=2,
+            )
         self._is_together = False
-        collected, self._collected = self._collected, {}
+        collected = self._collected
+        self._collected = {}
         self._weights.clear()
-        for (step, layer, tensor), (stats, held) in collected.items():
-            for asked in stats:
-                value = held[asked[2:]].value(asked.stat) if asked[2:] in held else None
+        for (step, layer, tensor), (stats, by_kind) in collected.items():
+            for requested in stats:
+                sums = by_kind.get(requested[2:])
+                value = None if sums is None else sums.value(requested.stat)
                 if value is not None:
-                    self._log(Statistic(step, layer, tensor, asked.text, value))
+                    self._log(Statistic(step, layer, tensor, requested.text, value))
 
-    def _log(self, found: Statistic) -> None:
+    def _log(self, statistic: Statistic) -> None:
         try:
-            self._sink(found)
+            self._sink(statistic)
         except Exception as error:
-            what = f"{found.stat} of {found.tensor} of layer {found.layer!r} cannot be logged"
-            raise PluginError(f"{what}: {type(error).__name__}: {text_of(error)}") from error
+            raise PluginError(
+                f"{statistic.stat} of {statistic.tensor} of layer {statistic.layer!r} cannot be "
+                f"logged: {type(error).__name__}: {text_of(error)}"
+            ) from error
 
 
 def _plain_stats(value: Any) -> tuple[_Stat, ...]:
-    found = []
+    stats = []
     for name in _names(value):
         text = _of_blocks(name) if isinstance(name, Mapping) or name == BLOCKWISE else str(name)
         if text not in VALUES and text != EXPONENTS and block_of(text) is None:
             raise _unknown(text, [*VALUES, EXPONENTS, BLOCKWISE])
-        found.append(_Stat(text, text))
-    return tuple(found)
+        stats.append(_Stat(text, text))
+    return tuple(stats)
 
 
 def _of_blocks(given: Any) -> str:
-    """The name of the statistic of blocks: of its name alone, or of a mapping of that to its
-    options."""
+    """The name of the blockwise statistic, from its name alone or from ``{name: options}``."""
     expected = f"{{{BLOCKWISE}: {{block_size: {BLOCK_SIZE}, dims: {BLOCK_DIMS}}}}}"
     if isinstance(given, str):
         return blockwise_name(BLOCK_SIZE, BLOCK_DIMS)
@@ -206,7 +220,8 @@ def _of_blocks(given: Any) -> str:
     for key in options:
         if key not in ("block_size", "dims"):
             raise unknown("", f"has {BLOCKWISE} with the key", key, ("block_size", "dims"))
-    size, dims = options.get("block_size", BLOCK_SIZE), options.get("dims", BLOCK_DIMS)
+    size = options.get("block_size", BLOCK_SIZE)
+    dims = options.get("dims", BLOCK_DIMS)
     if type(size) is not int or not 0 < size < 10**9:
         raise OptionError(
             f"has {BLOCKWISE} with block_size {kind_of(size)}",
@@ -253,19 +268,20 @@ def _unknown(text: str, known: Iterable[str]) -> OptionError:
 
 
 class LogTensorStats(_Statistics):
-    """Statistics of tensors in high precision, as products take and give them.
+    """Logs statistics of the operands and results of products, in high precision.
 
-    Options: ``tensors`` or ``tensors_struct``, ``stats``: of ``min``, ``max``, ``mean``, ``std``,
-    ``l1_norm``,
-    ``l2_norm``, ``cur_amax`` (``amax``), ``dynamic_range``, the distance of the largest and the
-    smallest magnitude in powers of two, ``exponents``, a histogram of those, and
-    ``max_blockwise_dynamic_range``; ``freq`` and ranges of steps. A weight is counted once a step,
-    other tensors in each microbatch.
+    Options: ``tensors`` or ``tensors_struct``, ``freq`` and ranges of steps, and ``stats``. A
+    weight is counted once a step, other tensors in each microbatch. The statistics are:
 
-    ``{max_blockwise_dynamic_range: {block_size: 32, dims: 1}}`` is the largest of the dynamic
-    ranges of blocks of ``block_size`` elements of a row, or with ``dims: 2`` of squares; of
-    operands also of their transposes, which products take too. It is logged as
-    ``max_blockwise_dynamic_range_block_size_32_dims_1``.
+    - ``min``, ``max``, ``mean``, ``std``, ``l1_norm``, ``l2_norm``, ``cur_amax`` (or ``amax``).
+    - ``dynamic_range``: the ratio of the largest to the smallest nonzero magnitude, as a power of
+      two.
+    - ``exponents``: a histogram of the exponents of the values.
+    - ``max_blockwise_dynamic_range``: the largest dynamic range of a block. Its options,
+      ``{max_blockwise_dynamic_range: {block_size: 32, dims: 1}}``, choose blocks of ``block_size``
+      elements of a row, or with ``dims: 2`` square blocks. The blocks of an operand include those
+      of its transpose, which products take too. It is logged as
+      ``max_blockwise_dynamic_range_block_size_32_dims_1``.
     """
 
     options: ClassVar[dict[str, Check]] = {"stats": _plain_stats}
@@ -284,30 +300,32 @@ class LogTensorStats(_Statistics):
         if self._is_counted(layer, layer_name, tensor_name, (None, False)):
             return
         stats = config["stats"]
-        names = [asked.stat for asked in stats]
+        names = [requested.stat for requested in stats]
         key = iteration, layer_name, tensor_name
         make = partial(ValueSums, names, EXPONENTS in names, tensor_name in ROLES)
         self._sums(key, stats, (None, False), make).add(tensor)
 
 
 class LogFp8TensorStats(_Statistics):
-    """Statistics of what quantization makes of tensors.
+    """Logs statistics of the quantization of tensors.
 
-    Options: ``tensors`` or ``tensors_struct``, ``stats``, ``freq`` and ranges of steps. Statistics:
+    Options: ``tensors`` or ``tensors_struct``, ``freq`` and ranges of steps, and ``stats``. A
+    weight is counted once a step, other tensors in each microbatch. The statistics are:
 
-    - ``underflows%``: values that are not zero and become zero, in percent of all elements;
-      ``underflows_of_nonzero%``: in percent of the values that are not zero.
+    - ``underflows%``: nonzero values that become zero, in percent of all elements;
+      ``underflows_of_nonzero%``: in percent of the nonzero values.
     - ``overflows%``: values that are clamped, in percent of all elements; ``saturation%``: in
       percent of the finite values.
     - ``sqnr`` in dB, ``cosine``, ``mse``.
-    - ``scale_inv_min`` and ``scale_inv_max``, of the blocks, as they are stored: of E8M0 scales the
-      bytes, 0 to 255; ``scale_inv_value_min`` and ``scale_inv_value_max``: what elements are
-      multiplied by; ``scale``: the largest factor by which values were multiplied.
+    - ``scale_inv_min`` and ``scale_inv_max``: the extremes of the blocks' ``scale_inv`` as stored;
+      E8M0 scales are bytes, 0 to 255. ``scale_inv_value_min`` and ``scale_inv_value_max``: the
+      extremes of the factors that multiply elements when dequantizing. ``scale``: the largest
+      factor that multiplied values when quantizing.
 
-    Before a name may stand that of a recipe, as in ``mxfp8_sqnr``: what it would make of the
-    tensor; of a recipe with state what it made of it, in layers that run under it. After it may
-    stand ``_columnwise``, for the data along columns. A weight is counted once a step, other
-    tensors in each microbatch.
+    The name of a recipe may precede the name of a statistic, as in ``mxfp8_sqnr``. That recipe then
+    quantizes the tensor for the statistic. A recipe with state has statistics only in layers that
+    run under it, of the operands that the products take. The suffix ``_columnwise`` chooses the
+    columnwise data.
     """
 
     options: ClassVar[dict[str, Check]] = {"stats": _quantized_stats}
@@ -318,7 +336,7 @@ class LogFp8TensorStats(_Statistics):
         group: Callable[[], Any] | None = reduction_group,
     ) -> None:
         super().__init__(sink, group)
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
         self._quantizers: dict[tuple[str, str], Quantizer] = {}
 
     @api_method  # type: ignore[untyped-decorator]
@@ -335,50 +353,57 @@ class LogFp8TensorStats(_Statistics):
         layer: Any = None,
     ) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
-        held = {False: rowwise_quantized_tensor, True: columnwise_quantized_tensor}
-        for recipe, columnwise in dict.fromkeys(asked[2:] for asked in config["stats"]):
+        for recipe, columnwise in dict.fromkeys(requested[2:] for requested in config["stats"]):
             if self._is_counted(layer, layer_name, tensor_name, (recipe, columnwise)):
                 continue
-            made = held[columnwise] if recipe in (None, recipe_name) else None
+            quantized: QuantizedTensorStorage | None = None
+            if recipe in (None, recipe_name):
+                quantized = columnwise_quantized_tensor if columnwise else rowwise_quantized_tensor
             if recipe is not None:
-                made = self._by(recipe, tensor_name, tensor, columnwise, made)
-            if made is None:
-                self._tell(layer_name, tensor_name, columnwise, recipe)
+                quantized = self._by(recipe, tensor_name, tensor, columnwise, quantized)
+            if quantized is None:
+                self._warn_of_unquantized(layer_name, tensor_name, columnwise, recipe)
                 continue
-            key, make = (iteration, layer_name, tensor_name), partial(QuantizedSums, columnwise)
-            self._sums(key, config["stats"], (recipe, columnwise), make).add(tensor, made)
+            key = (iteration, layer_name, tensor_name)
+            make = partial(QuantizedSums, columnwise)
+            self._sums(key, config["stats"], (recipe, columnwise), make).add(tensor, quantized)
 
     def _by(
         self,
-        recipe: str,
+        recipe_name: str,
         tensor_name: str,
         tensor: torch.Tensor,
         columnwise: bool,
-        taken: QuantizedTensorStorage | None,
+        operand: QuantizedTensorStorage | None,
     ) -> QuantizedTensorStorage | None:
-        """What a recipe makes of a tensor, of results as of inputs; of one with state what it made,
-        and was taken."""
-        role = ROLES.get(tensor_name, "input")
-        if (recipe, role) not in self._quantizers:
-            made_by = get_recipe(recipe)
-            if made_by.stateful:
-                return taken
-            self._quantizers[recipe, role] = made_by.make_quantizer(
-                QuantizerRole("linear", role)
-            ).copy()
-        quantizer = self._quantizers[recipe, role]
-        quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
-        made: QuantizedTensorStorage = quantizer.quantize(tensor)
-        return made
+        """The tensor as a recipe quantizes it, where results count as inputs.
 
-    def _tell(self, layer: str, tensor: str, columnwise: bool, recipe: str | None) -> None:
-        if (layer, tensor) not in self._told:
-            self._told.add((layer, tensor))
-            along = ("along columns" if columnwise else "along rows") + (
-                f" by {recipe!r}" if recipe else ""
-            )
-            what = (
-                f"{tensor} of layer {layer!r} is not quantized {along}: there are no "
-                f"statistics of that"
-            )
-            warnings.warn(what, UserWarning, stacklevel=2)
+        For a recipe with state this is ``operand``, the operand that the product took.
+        """
+        role = ROLES.get(tensor_name, "input")
+        if (recipe_name, role) not in self._quantizers:
+            recipe = get_recipe(recipe_name)
+            if recipe.stateful:
+                return operand
+            quantizer = recipe.make_quantizer(QuantizerRole("linear", role)).copy()
+            self._quantizers[recipe_name, role] = quantizer
+        quantizer = self._quantizers[recipe_name, role]
+        quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
+        quantized: QuantizedTensorStorage = quantizer.quantize(tensor)
+        return quantized
+
+    def _warn_of_unquantized(
+        self, layer: str, tensor: str, columnwise: bool, recipe: str | None
+    ) -> None:
+        if (layer, tensor) in self._warned:
+            return
+        self._warned.add((layer, tensor))
+        direction = "along columns" if columnwise else "along rows"
+        if recipe:
+            direction += f" by {recipe!r}"
+        warnings.warn(
+            f"{tensor} of layer {layer!r} is not quantized {direction}: there are no statistics of "
+            f"that",
+            UserWarning,
+            stacklevel=2,
+        )

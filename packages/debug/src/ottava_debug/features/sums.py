@@ -1,4 +1,4 @@
-"""Statistics as functions of sums, so that those of several microbatches can be put together."""
+"""Statistics as functions of sums, so that several microbatches and ranks can be combined."""
 
 import math
 import operator
@@ -16,7 +16,7 @@ from ottava_debug.measures import Comparison, exponents
 _Sum = tuple[Callable[[torch.Tensor], torch.Tensor], str]
 
 
-# Of all values of high precision: float32 has the widest range, with its subnormal numbers.
+# The exponents of all high-precision values: those of float32, with its subnormal numbers.
 _EXPONENTS = range(-149, 128)
 
 
@@ -28,7 +28,7 @@ def _most(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-# How numbers of two tensors are put together.
+# Operation -> the function that combines the numbers of two tensors.
 _TOGETHER: dict[str, Callable[[float, float], float]] = {
     "sum": operator.add,
     "min": _least,
@@ -42,8 +42,8 @@ def _magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _amax(x: torch.Tensor) -> torch.Tensor:
-    found = x.abs().max()
-    return _magnitudes(x).max() if found.isnan() else found
+    amax = x.abs().max()
+    return _magnitudes(x).max() if amax.isnan() else amax
 
 
 def _smallest(x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ def _smallest(x: torch.Tensor) -> torch.Tensor:
     ).min()
 
 
-# Name -> the number of a tensor, and how those of two are put together.
+# Name -> the function of a tensor, and the operation that combines its values of two tensors.
 _SUMS: dict[str, _Sum] = {
     "min": (torch.min, "min"),
     "max": (torch.max, "max"),
@@ -70,15 +70,13 @@ def _range(amax: float, smallest: float) -> float:
 
 
 def _std(count: float, total: float, squares: float) -> float:
-    return (
-        math.sqrt(max(squares - total * total / count, 0.0) / (count - 1))
-        if count > 1
-        else math.nan
-    )
+    if count <= 1:
+        return math.nan
+    return math.sqrt(max(squares - total * total / count, 0.0) / (count - 1))
 
 
 _Value = tuple[tuple[str, ...], Callable[..., float]]
-#: Statistic of values -> the sums that it is made of, and how.
+#: Statistic of values -> the names of sums, and the function of these sums.
 VALUES: dict[str, _Value] = {
     "min": (("min",), float),
     "max": (("max",), float),
@@ -93,11 +91,11 @@ VALUES: dict[str, _Value] = {
 
 
 class Scales(NamedTuple):
-    """The scales of a tensor's blocks.
+    """The extremes of ``scale_inv`` over a tensor's blocks.
 
     Attributes:
-        smallest, largest: what elements are multiplied by.
-        least, most: the same as they are stored: of E8M0 the bytes, of others the numbers.
+        smallest, largest: the extremes of the factors that multiply elements.
+        least, most: the extremes of the stored values: bytes for E8M0, otherwise the factors.
     """
 
     smallest: float
@@ -106,12 +104,12 @@ class Scales(NamedTuple):
     most: float
 
     def with_those(self, other: "Scales") -> "Scales":
-        """Those of both."""
+        """The extremes over the blocks of both."""
         together = [_TOGETHER[how] for how in _OF_SCALES.values()]
         return Scales(*(put(a, b) for put, a, b in zip(together, self, other, strict=True)))
 
 
-# Field of Scales -> how those of two tensors are put together.
+# Field of Scales -> the operation that combines those of two tensors.
 _OF_SCALES = {"smallest": "min", "largest": "max", "least": "min", "most": "max"}
 _NO_SCALES = Scales(*(NEUTRAL[how] for how in _OF_SCALES.values()))
 
@@ -125,7 +123,7 @@ def _mse(lost: Comparison) -> float:
     return math.inf if lost.broken else lost.noise / max(lost.count - lost.not_finite, 1)
 
 
-# Statistic of a quantized tensor -> how it is made of what was lost.
+# Statistic of a quantized tensor -> the function of the comparison with its original values.
 _LOSSES: dict[str, Callable[[Comparison], float | None]] = {
     "underflows%": lambda lost: 100 * lost.zeroed / lost.count,
     "underflows_of_nonzero%": lambda lost: lost.measures().underflow,
@@ -135,7 +133,7 @@ _LOSSES: dict[str, Callable[[Comparison], float | None]] = {
     "cosine": lambda lost: lost.measures().cosine,
     "mse": _mse,
 }
-# The same of scales.
+# Statistic of the scales -> the function of their extremes.
 _SCALES: dict[str, Callable[[Scales], float]] = {
     "scale_inv_min": lambda scales: scales.least,
     "scale_inv_max": lambda scales: scales.most,
@@ -147,34 +145,35 @@ _SCALES: dict[str, Callable[[Scales], float]] = {
 QUANTIZED = (*_LOSSES, *_SCALES)
 
 
-#: The statistic of blocks, as configurations call it, and what its options are if they are not
-#: told.
+#: The blockwise statistic's name in configurations, and the defaults of its options.
 BLOCKWISE, BLOCK_SIZE, BLOCK_DIMS = "max_blockwise_dynamic_range", 32, 1
 _BLOCKWISE = re.compile(rf"{BLOCKWISE}_block_size_([1-9][0-9]{{0,8}})_dims_([12])")
 
 
 def blockwise_name(size: int, dims: int) -> str:
-    """The statistic of blocks of ``size`` elements (``dims`` 1), or of squares of ``size`` ×
-    ``size`` (2)."""
+    """The name of the statistic for blocks of 1 × ``size`` (``dims`` 1) or ``size`` × ``size``
+    (2)."""
     return f"{BLOCKWISE}_block_size_{size}_dims_{dims}"
 
 
 def block_of(stat: str) -> tuple[int, int] | None:
-    """Rows and columns of the blocks of :func:`blockwise_name`; None for other names."""
-    found = _BLOCKWISE.fullmatch(stat)
-    if found is None:
+    """The rows and columns of a block in a :func:`blockwise_name`; None for other names."""
+    match = _BLOCKWISE.fullmatch(stat)
+    if match is None:
         return None
-    size, dims = int(found[1]), int(found[2])
+    size = int(match[1])
+    dims = int(match[2])
     return (1 if dims == 1 else size, size)
 
 
 def block_range(matrix: torch.Tensor, block: tuple[int, int]) -> float:
-    """The largest of the blocks' ``log2 max|x| - log2 min|x|``, of values that are finite and not
-    zero.
+    """The largest ``log2 max|x| - log2 min|x|`` of a block, over its finite nonzero values.
+
+    A block without such values counts as 0.
 
     Args:
         matrix: ``[rows, columns]`` in high precision. Blocks at ragged edges are smaller.
-        block: rows and columns of a block. One without such values counts as 0.
+        block: the rows and columns of a block.
     """
     rows, columns = matrix.shape
     high, wide = min(block[0], rows), min(block[1], columns)
@@ -195,67 +194,72 @@ def block_range(matrix: torch.Tensor, block: tuple[int, int]) -> float:
 
 
 class ValueSums:
-    """Sums over tensors in high precision, for statistics of them taken together.
+    """Sums over high-precision tensors, for statistics over all of them together.
 
     Args:
-        stats: the statistics that will be asked for.
-        with_exponents: whether the histogram will be, too.
-        both_ways: whether products take the tensors along rows and along columns: blocks are then
-            looked at both ways.
+        stats: the statistics that :meth:`value` will be called for.
+        with_exponents: whether these include the histogram.
+        both_ways: whether products take the tensors along rows and along columns; blocks are then
+            measured in both directions.
     """
 
     def __init__(self, stats: Iterable[str], with_exponents: bool, both_ways: bool = False) -> None:
         stats = list(stats)
         needed = dict.fromkeys(name for stat in stats if stat in VALUES for name in VALUES[stat][0])
-        self._names, self._with_exponents = (
-            [name for name in needed if name in _SUMS],
-            with_exponents,
-        )
+        self._names = [name for name in needed if name in _SUMS]
+        self._with_exponents = with_exponents
         self._blocks = {stat: block for stat in stats if (block := block_of(stat)) is not None}
         self._both_ways = both_ways
-        # A rank that has no values has numbers all the same, for others to add theirs to.
-        self._found: dict[str, float] = {name: NEUTRAL[_SUMS[name][1]] for name in self._names}
-        self._found |= dict.fromkeys(self._blocks, NEUTRAL["max"])
-        self._found["count"] = 0.0
+        # A rank without values starts with neutral numbers, so that other ranks' can be combined
+        # with them.
+        self._numbers: dict[str, float] = {name: NEUTRAL[_SUMS[name][1]] for name in self._names}
+        self._numbers |= dict.fromkeys(self._blocks, NEUTRAL["max"])
+        self._numbers["count"] = 0.0
         self._exponents: dict[int, int] = {}
 
     def add(self, values: torch.Tensor) -> None:
-        """Add a tensor, with one transfer from its device; the histogram has one of its own."""
+        """Add a tensor, with one transfer from its device, and another one for the histogram."""
         flat = values.detach().reshape(-1)
         if not flat.numel():
             return
-        made = [_SUMS[name][0](flat).double() for name in self._names]
-        numbers = dict(zip(self._names, torch.stack(made).tolist() if made else [], strict=True))
+        sums = [_SUMS[name][0](flat).double() for name in self._names]
+        numbers = dict(zip(self._names, torch.stack(sums).tolist() if sums else [], strict=True))
         for name, number in numbers.items():
-            self._found[name] = _TOGETHER[_SUMS[name][1]](self._found[name], number)
+            self._numbers[name] = _TOGETHER[_SUMS[name][1]](self._numbers[name], number)
         for stat, block in self._blocks.items():
-            found = self._block_range(as_matrix(values.detach()), block)
-            self._found[stat] = _most(self._found[stat], found)
-        self._found["count"] += flat.numel()
-        for exponent, count in exponents(flat).items() if self._with_exponents else ():
-            self._exponents[exponent] = self._exponents.get(exponent, 0) + count
+            largest = self._block_range(as_matrix(values.detach()), block)
+            self._numbers[stat] = _most(self._numbers[stat], largest)
+        self._numbers["count"] += flat.numel()
+        if self._with_exponents:
+            for exponent, count in exponents(flat).items():
+                self._exponents[exponent] = self._exponents.get(exponent, 0) + count
 
     def _block_range(self, matrix: torch.Tensor, block: tuple[int, int]) -> float:
-        found = block_range(matrix, block)
-        return max(found, block_range(matrix.t(), block)) if self._both_ways else found
+        largest = block_range(matrix, block)
+        if self._both_ways:
+            largest = max(largest, block_range(matrix.t(), block))
+        return largest
 
-    def _how(self, name: str) -> str:
-        """How a number is put together with that of another tensor."""
+    def _operation(self, name: str) -> str:
+        """The operation that combines a number with that of another tensor."""
         if name in self._blocks:
             return "max"
         return "sum" if name == "count" else _SUMS[name][1]
 
     def numbers(self) -> Numbers:
-        """What other ranks have to add theirs to."""
-        found: Numbers = {(self._how(name), name): number for name, number in self._found.items()}
-        for exponent in _EXPONENTS if self._with_exponents else ():
-            # Of all that there can be, so that ranks have numbers of the same names.
-            found["sum", f"exponent {exponent}"] = self._exponents.get(exponent, 0)
-        return found
+        """The numbers to combine with those of other ranks."""
+        numbers: Numbers = {
+            (self._operation(name), name): number for name, number in self._numbers.items()
+        }
+        if self._with_exponents:
+            # All possible exponents are included, so that ranks have numbers of the same names.
+            for exponent in _EXPONENTS:
+                numbers["sum", f"exponent {exponent}"] = self._exponents.get(exponent, 0)
+        return numbers
 
     def take(self, numbers: Numbers) -> None:
-        """Have the numbers be these, of several ranks."""
-        self._found = {name: numbers[self._how(name), name] for name in self._found}
+        """Replace the numbers by those that were combined over ranks."""
+        self._numbers = {name: numbers[self._operation(name), name] for name in self._numbers}
         counts = {
             exponent: int(numbers.get(("sum", f"exponent {exponent}"), 0))
             for exponent in _EXPONENTS
@@ -264,30 +268,33 @@ class ValueSums:
 
     def value(self, stat: str) -> float | dict[int, int] | None:
         """A statistic; None where there are no values."""
-        if stat in self._blocks:
-            return self._found[stat] if self._found["count"] else None
-        if stat not in VALUES:
+        if stat not in VALUES and stat not in self._blocks:
             return dict(sorted(self._exponents.items()))
-        needed, made = VALUES[stat]
-        return made(*(self._found[name] for name in needed)) if self._found["count"] else None
+        if not self._numbers["count"]:
+            return None
+        if stat in self._blocks:
+            return self._numbers[stat]
+        names, function = VALUES[stat]
+        return function(*(self._numbers[name] for name in names))
 
 
 class QuantizedSums:
-    """Sums over tensors and what was made of them, along rows or along columns."""
+    """Sums over tensors and their quantized values, of rowwise or of columnwise data."""
 
     def __init__(self, columnwise: bool) -> None:
-        self._columnwise, self._lost = columnwise, Comparison()
+        self._columnwise = columnwise
+        self._lost = Comparison()
         self._scales: Scales | None = None
 
     def add(self, values: torch.Tensor, quantized: QuantizedTensorStorage) -> None:
-        """Add a tensor and what was made of it."""
+        """Add a tensor and its quantized values."""
         self._lost.add(values, quantized, columnwise=self._columnwise)
         scales = _scales(quantized, self._columnwise)
         if scales is not None:
             self._scales = scales if self._scales is None else self._scales.with_those(scales)
 
     def numbers(self) -> Numbers:
-        """What other ranks have to add theirs to."""
+        """The numbers to combine with those of other ranks."""
         lost = {
             (how, name): float(getattr(self._lost, name))
             for name, how in self._lost.together.items()
@@ -298,7 +305,7 @@ class QuantizedSums:
         }
 
     def take(self, numbers: Numbers) -> None:
-        """Have the numbers be these, of several ranks."""
+        """Replace the numbers by those that were combined over ranks."""
         self._lost.take({name: numbers[how, name] for name, how in self._lost.together.items()})
         scales = Scales(
             **{name: numbers[how, f"scales {name}"] for name, how in _OF_SCALES.items()}
@@ -306,7 +313,7 @@ class QuantizedSums:
         self._scales = None if scales == _NO_SCALES else scales
 
     def value(self, stat: str) -> float | None:
-        """A statistic; None where there are no values, or it cannot be told."""
+        """A statistic; None where there are no values, or the statistic is not known."""
         if not self._lost.count:
             return None
         if stat in _LOSSES:
@@ -315,7 +322,7 @@ class QuantizedSums:
 
 
 def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> Scales | None:
-    """The scales of one direction; None where the storage has none, or does not say."""
+    """The extremes of the scales of one direction; None where the storage declares no scales."""
     operand = quantized.grid_operand(columnwise=columnwise)
     layout = getattr(quantized, "grid_layout", None)
     if operand is None or layout is None or not operand[1].numel():

@@ -1,4 +1,4 @@
-"""``ottava bisect``: what breaks a captured step."""
+"""The command ``ottava bisect``."""
 
 from pathlib import Path
 from typing import Annotated, Any

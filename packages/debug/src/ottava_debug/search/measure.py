@@ -104,9 +104,8 @@ def loss_of_operand(made: Measures) -> float:
     and the noise-to-signal ratio of amplitudes. The ratio alone would not suffice, because outliers
     hide all other losses in it.
     """
-    noise = (
-        10 ** (-max(made.sqnr, -600) / 20)
-        if math.isfinite(made.sqnr)
-        else (0.0 if made.sqnr > 0 else math.inf)
-    )
+    if math.isfinite(made.sqnr):
+        noise = 10 ** (-max(made.sqnr, -600) / 20)
+    else:
+        noise = 0.0 if made.sqnr > 0 else math.inf
     return max(made.underflow / 100, (made.saturation or 0.0) / 100, noise)

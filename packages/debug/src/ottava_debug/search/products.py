@@ -154,15 +154,12 @@ def _weight(step: Bundle, number: int) -> torch.Tensor:
     return weight
 
 
-def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """``‖result - exact‖ / ‖exact‖``."""
     size = float(exact.double().norm())
-    error = float((found.double() - exact.double()).norm())
-    return (
-        math.inf
-        if not math.isfinite(error)
-        else error / size
-        if size
-        else math.inf
-        if error
-        else 0.0
-    )
+    error = float((result.double() - exact.double()).norm())
+    if not math.isfinite(error):
+        return math.inf
+    if size:
+        return error / size
+    return math.inf if error else 0.0
