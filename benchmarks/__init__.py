@@ -1,2 +1,4 @@
-"""Benchmarks: ratios measured in one process. ``python -m benchmarks`` writes results and the docs
-page."""
+"""Benchmarks, whose ratios are measured in one process.
+
+``python -m benchmarks`` writes the results and the page in the docs.
+"""

@@ -1,5 +1,7 @@
-"""Runs every benchmark, replaces this kind of machine's results in ``benchmarks/results.json``,
-writes the page."""
+"""Runs every benchmark, and writes the results and the page in the docs.
+
+The results replace those of the same kind of machine in ``benchmarks/results.json``.
+"""
 
 from __future__ import annotations
 
@@ -20,60 +22,61 @@ from benchmarks.markdown import markdown
 from benchmarks.timing import Row, interleaved, measure
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "benchmarks" / "results.json", ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "benchmarks" / "results.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
 
-# glibc gives large blocks back at once and faults their pages in again at the next use: that would
-# slow the alternatives that make temporaries, and make ours look faster than it is. Read when a
-# process starts.
+# By default glibc returns large blocks to the system at once, and the next use faults their pages
+# in again. That would slow the alternatives that make temporaries, and so flatter our kernels.
+# glibc reads these variables when a process starts.
 _VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-# Code that Inductor compiled before, for all instructions of a machine, would serve a run that is
-# held to fewer.
+# Without this variable, a run that is restricted to fewer instructions would use code that Inductor
+# compiled earlier for all instructions of the machine.
 _VARIABLES["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 _SMALL = (16, 64, 64)
 _INTRODUCTION = """\
 # Benchmarks
 
-Written by `python -m benchmarks` (`nox -s bench`), which replaces the results of the kind of
-machine that it runs on and leaves the others. Ratios are of medians in one process, alternatives
-run in turns, buffers reused, with an allocator that keeps freed memory (`MALLOC_MMAP_MAX_=0`): page
-faults would flatter the kernels. A copy (memcpy) is `Tensor.copy_` of as many bytes in all as the
-kernel reads and writes. An alternative that a machine does not have, that was not installed, or
-whose compiled code makes other bytes than the same in eager mode is not in its table; of one that
-takes longer than 20 seconds a call, one call was timed.
+`python -m benchmarks` (`nox -s bench`) writes this page. It replaces the results of the kind of
+machine that it runs on, and keeps the others. Ratios are of medians in one process, where the
+alternatives run in turns and reuse their buffers. The allocator keeps freed memory
+(`MALLOC_MMAP_MAX_=0`), because page faults would flatter the kernels. A copy (memcpy) is
+`Tensor.copy_` of as many bytes in all as the kernel reads and writes. A table leaves out an
+alternative that the machine does not have, that was not installed, or whose compiled code makes
+other bytes than its eager code. Of an alternative that takes longer than 20 seconds a call, one
+call was timed.
 """
 
 
 def _start_alike() -> None:
-    """Start again with an allocator that keeps what was freed and no compiled code of before,
-    unless that is so."""
+    """Start this program again with the variables above, unless it has been started with them."""
     if any(os.environ.get(name) != value for name, value in _VARIABLES.items()):
         os.environ.update(_VARIABLES)
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]])
 
 
 def page(results: dict[str, Any]) -> str:
-    """The docs' page: a section for each kind, in the order of their names."""
-    text = [_INTRODUCTION]
-    for kind, found in sorted(results.items()):
-        measured = f"Measured on {found['date']} with torch {found['torch']}, on {found['cpu']}."
-        text += [f"## {kind}", measured]
-        for title, rows in found["sections"].items():
-            text += [f"### {title}", markdown(rows)]
-    return "\n\n".join(part.strip("\n") for part in text) + "\n"
+    """The page in the docs: a section for each kind of machine, in the order of their names."""
+    paragraphs = [_INTRODUCTION]
+    for kind, result in sorted(results.items()):
+        measured = f"Measured on {result['date']} with torch {result['torch']}, on {result['cpu']}."
+        paragraphs += [f"## {kind}", measured]
+        for title, rows in result["sections"].items():
+            paragraphs += [f"### {title}", markdown(rows)]
+    return "\n\n".join(paragraph.strip("\n") for paragraph in paragraphs) + "\n"
 
 
-def merged(results: dict[str, Any], kind: str, found: dict[str, Any]) -> dict[str, Any]:
-    """The results with those of one kind replaced."""
-    return dict(sorted({**results, kind: found}.items()))
+def merged(results: dict[str, Any], kind: str, result: dict[str, Any]) -> dict[str, Any]:
+    """The results, with that of one kind of machine replaced."""
+    return dict(sorted({**results, kind: result}.items()))
 
 
 def sections(
     kernel_size: int, linear_sizes: list[int], rounds: int, at_most: float
 ) -> dict[str, list[Row]]:
-    """Title -> the rows of a table."""
+    """Run all benchmarks; return the rows of each table by its title."""
     seconds = partial(interleaved, rounds=rounds, at_most=at_most, warmup=min(3, rounds))
     kernels.check_same_bytes(kernels.Set(torch.randn(256, 256).bfloat16()))
-    # Of one turn nothing is to be learnt that would be worth a compilation.
+    # The times of a single round mean nothing, so compiling for it would be a waste.
     compiler = "inductor" if rounds > 1 else "eager"
     timed = [measure(timing, seconds) for timing in kernels.timings(kernel_size, compiler=compiler)]
     many = [measure(timing, seconds) for timing in multi.timings(multi.COUNT if rounds > 1 else 4)]
@@ -93,7 +96,7 @@ def sections(
 
 
 def _host(rounds: int) -> list[Row]:
-    """What an eager step of a small layer costs the host."""
+    """The host's time for an eager step of a small layer, with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +108,7 @@ def _host(rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
@@ -127,14 +130,17 @@ def main() -> None:
         _start_alike()
         torch.set_num_threads(options.threads)
         sizes = (options.kernel_size, options.linear_sizes, options.rounds, options.at_most)
-        kind, made = (
-            this_kind(options.threads),
-            sections(*((256, [64], 1, 5.0) if options.quick else sizes)),
-        )
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        found = {"date": today, "torch": torch.__version__, "cpu": cpu_model(), "sections": made}
-        print(page({str(kind): found}))
-        results = merged(results, str(kind), found)
+        if options.quick:
+            sizes = (256, [64], 1, 5.0)
+        kind = str(this_kind(options.threads))
+        result = {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "torch": torch.__version__,
+            "cpu": cpu_model(),
+            "sections": sections(*sizes),
+        }
+        print(page({kind: result}))
+        results = merged(results, kind, result)
     if not (options.quick or options.no_write):
         RESULTS.write_text(
             json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

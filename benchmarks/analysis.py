@@ -1,9 +1,8 @@
-"""Draws ``docs/_static/analyze.png``: the page of ``ottava analyze`` for a model with outliers, in
-headless Chromium.
+"""Draws ``docs/_static/analyze.png``, a picture of the page of ``ottava analyze``.
 
-``python -m benchmarks.analysis [file]``. The model is the demo's after some steps, with huge
-weights put into some of its layers; they multiply inputs that are always zero, so that they change
-nothing in high precision.
+``python -m benchmarks.analysis [file]`` needs Chromium, which runs headless. The model is the
+demo's after some steps, with a huge weight in some of its layers. These weights multiply inputs
+that are always zero, so they change nothing in high precision.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ _FEATURE = 5
 
 
 def plant(model: torch.nn.Module, outliers: dict[int, tuple[float | None, float | None]]) -> None:
-    """Put one huge weight into layers of the demo's model: behind a feature of a norm that is zero
-    and stays zero."""
+    """Put one huge weight into layers of the demo's model.
+
+    It multiplies a feature of the norm before the layer, which is set to zero and stays zero.
+    """
     for number, (attention, feed_forward) in outliers.items():
         block = model.get_submodule(f"blocks.{number}")
         for size, norm, layer in ((attention, "norm1", "qkv"), (feed_forward, "norm2", "up")):
@@ -60,12 +61,12 @@ def model() -> torch.nn.Module:
 
 
 def data() -> Iterator[Batch]:
-    """Batches that it has not seen."""
+    """Batches that the model has not seen."""
     return batches(SIZES["small"], 3, seed=1)
 
 
 def main() -> None:
-    """Analyze, and draw the page."""
+    """Analyze the model, and draw the page."""
     picture = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:

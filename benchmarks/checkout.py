@@ -1,7 +1,7 @@
-"""A checkout made importable with nothing installed: CMake builds the modules, a folder stands for
-the packages.
+"""Makes a checkout importable without installing it.
 
-Imports neither torch nor ottava.
+CMake builds the compiled modules, and a folder of links takes the place of installed packages. This
+module imports neither torch nor ottava.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ROOT / "packages"
-# Machine code for a compute capability, where it is more than the capability's own number.
+# CMake's names of machine code for compute capabilities that need more than their number.
 _SPECIFIC = {(9, 0): "90a-real", (10, 0): "100a-real"}
 
 
@@ -26,7 +26,11 @@ class BuildError(RuntimeError):
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """What CMake calls the machine code for a GPU."""
+    """CMake's name of the machine code for a GPU of this compute capability.
+
+    Raises:
+        BuildError: there are no kernels for such a GPU.
+    """
     if capability < (8, 0):
         raise BuildError(
             f"the CUDA kernels are for compute capability 8.0 and later; this GPU has {capability}"
@@ -35,21 +39,30 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def find_tool(name: str) -> str | None:
-    """A program on PATH, beside this Python, or in the usual places of a CUDA toolkit."""
+    """The path of a program on PATH, beside this Python, or in the usual folders of a CUDA toolkit.
+
+    None if there is none.
+    """
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    places = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
-    places += [
+    folders = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
+    folders += [
         str(Path(home) / folder)
         for home in homes
         if home
         for folder in ("bin", "compute-sanitizer")
     ]
-    return shutil.which(name, path=os.pathsep.join(places))
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 def compile_modules(folder: Path, architectures: str | None = None) -> list[Path]:
-    """``_cpu`` and ``_cuda`` in ``folder``, for ``CMAKE_CUDA_ARCHITECTURES`` or every GPU; kept if
-    up to date.
+    """Build ``_cpu`` and ``_cuda`` in ``folder``, unless they are up to date.
+
+    Args:
+        folder: the build folder.
+        architectures: the value of ``CMAKE_CUDA_ARCHITECTURES``; None builds for every GPU.
+
+    Returns:
+        The paths of the two modules.
 
     Raises:
         BuildError: a tool is missing, or the build failed.
@@ -68,7 +81,7 @@ def compile_modules(folder: Path, architectures: str | None = None) -> list[Path
         str(folder),
         "-DCMAKE_BUILD_TYPE=Release",
     ]
-    # By default the build leaves CUDA out where it sees no GPU.
+    # OTTAVA_CUDA=on is needed, because by default the build leaves CUDA out if it sees no GPU.
     configure += [
         f"-Dpybind11_DIR={pybind11}",
         f"-DPython_EXECUTABLE={sys.executable}",
@@ -90,11 +103,13 @@ def compile_modules(folder: Path, architectures: str | None = None) -> list[Path
 
 
 def assemble(site: Path, modules: list[Path]) -> None:
-    """A folder for ``sys.path``, made anew, in which the packages lie, by links, as if they were
-    installed."""
+    """Make ``site`` anew, a folder for ``sys.path`` with links to the packages.
+
+    They look as if they were installed.
+    """
     shutil.rmtree(site, ignore_errors=True)
     (site / "ottava").mkdir(parents=True)
-    # Modules of another build may lie in the sources.
+    # The sources may contain compiled modules of another build, which are left out.
     sources = [
         p
         for p in (PACKAGES / "core/src/ottava").iterdir()
@@ -108,7 +123,7 @@ def assemble(site: Path, modules: list[Path]) -> None:
     for file in sorted(PACKAGES.glob("*/pyproject.toml")):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         name, version = project["name"], project.get("version", core)
-        # What an installation leaves for importlib.metadata: name, version and entry points.
+        # importlib.metadata reads name, version and entry points from this folder.
         (info := site / f"{name.replace('-', '_')}-{version}.dist-info").mkdir()
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
@@ -128,15 +143,15 @@ def assemble(site: Path, modules: list[Path]) -> None:
 
 
 def use(site: Path) -> None:
-    """Import from ``site``, whatever else is installed.
+    """Make Python import the packages from ``site``, even if others are installed.
 
     Raises:
-        BuildError: it is not a folder that :func:`assemble` has made.
+        BuildError: ``site`` is not a folder that :func:`assemble` has made.
     """
     if not (site / "ottava").is_dir():
         raise BuildError(f"{site} has no folder ottava; give one that --build-only printed")
     sys.path.insert(0, str(site))
-    # An editable installation brings a finder that is asked before sys.path is.
+    # The finder of an editable installation comes before sys.path, so it is removed.
     for finder in list(sys.meta_path):
         if (
             finder is not importlib.machinery.PathFinder

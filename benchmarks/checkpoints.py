@@ -1,8 +1,8 @@
-"""Saving and loading a model, held against the safetensors library alone:
-``python -m benchmarks.checkpoints``.
+"""Compares saving and loading a model with the safetensors library alone.
 
-Both write to the disk (fsync); loads read every byte of what they map. In turn, the best of a few
-rounds counts.
+``python -m benchmarks.checkpoints`` prints the times. Both sides write to the disk (fsync), and
+loads read every page of the memory that they map. The alternatives run in turns, and the best of a
+few rounds counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ottava import checkpoint
 
 
 def model(megabytes: int) -> torch.nn.Module:
-    """Layers of 16 MB in bfloat16."""
+    """A model of layers in bfloat16 with 16 MB each."""
     layers = [
         torch.nn.Linear(2048, 4096, bias=False, dtype=torch.bfloat16)
         for _ in range(max(1, megabytes // 16))

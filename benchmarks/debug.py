@@ -1,9 +1,9 @@
-"""What statistics cost the demo: ``python -m benchmarks.debug`` prints the table of
-``docs/debug.md``, ``--write`` puts it there.
+"""Measures what statistics cost in the demo's training.
 
-The same model takes steps in turns, with nothing in force and with statistics of activations,
-weights and gradients of all layers. What a step costs in which statistics wait for theirs is less
-than two such times differ by: the layers are looked up many times over.
+``python -m benchmarks.debug`` prints the table of ``docs/debug.md``; ``--write`` puts it there. The
+same model takes steps in turns, without statistics and with statistics of activations, weights and
+gradients of all layers. A step in which no statistics are due costs only the lookups of layers.
+These take less time than two steps differ by, so they are timed alone, many times over.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ STATS = {
 
 
 def seconds(recipe: str, size: str, stats: list[str], rounds: int) -> dict[str, float]:
-    """Median seconds of a step without and with statistics, and of the lookups of a step that
-    waits; of the processor, so that what else runs on the machine does not count."""
+    """Median seconds of a step without and with statistics, and seconds of the lookups in a step.
+
+    They are seconds of the processor, so that other programs on the machine do not count.
+    """
     shape, corpus = SIZES[size], load_corpus(1 << 18)
     trainee, generator = Trainee(recipe, size=shape), torch.Generator().manual_seed(0)
     data = batch(corpus.train, shape.batch, shape.length, generator)
@@ -62,32 +64,35 @@ def seconds(recipe: str, size: str, stats: list[str], rounds: int) -> dict[str, 
         start = time.process_time()
         for _ in range(100):
             assert not any(function.inspector(layer) for layer in layers)
-        looked_up = (time.process_time() - start) / 100
-    more = statistics.median(a - b for a, b in zip(times["with"], times["without"], strict=True))
+        lookups = (time.process_time() - start) / 100
+    extra = statistics.median(a - b for a, b in zip(times["with"], times["without"], strict=True))
     without = statistics.median(times["without"])
-    return {"without": without, "with statistics": without + more, "lookups": looked_up}
+    return {"without": without, "with statistics": without + extra, "lookups": lookups}
 
 
-def share(found: Mapping[str, float], every: int = EVERY) -> float:
-    """Percent that statistics every so many steps add to the time of the steps."""
-    more = found["with statistics"] - found["without"] + (every - 1) * found["lookups"]
-    return 100 * more / every / found["without"]
+def share(times: Mapping[str, float], every: int = EVERY) -> float:
+    """The percentage that statistics in every ``every``-th step add to the time of all steps."""
+    extra = times["with statistics"] - times["without"] + (every - 1) * times["lookups"]
+    return 100 * extra / every / times["without"]
 
 
 def table(recipes: list[str], size: str, rounds: int) -> str:
-    """For each recipe and choice of statistics what steps take."""
+    """A table of the times of steps, for each recipe and choice of statistics."""
     rows = []
     for recipe in recipes:
         for name, stats in STATS.items():
-            found = seconds(recipe, size, stats, rounds)
+            times = seconds(recipe, size, stats, rounds)
             row: dict[str, object] = {"recipe": recipe, "statistics": name}
-            row |= {f"{kind}, ms": f"{1000 * value:.2f}" for kind, value in found.items()}
-            rows.append(row | {f"every {EVERY} steps": f"{share(found):+.2f} %"})
+            row |= {f"{kind}, ms": f"{1000 * value:.2f}" for kind, value in times.items()}
+            rows.append(row | {f"every {EVERY} steps": f"{share(times):+.2f} %"})
     return markdown(rows)
 
 
 def draw(path: Path, steps: int = 30) -> None:
-    """Exponents of the demo's tensors under current scaling, and what its elements hold of them."""
+    """Draw the exponents of the demo's tensors under current scaling.
+
+    A red line in each row marks the values below which FP8 gives zero.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +130,7 @@ def draw(path: Path, steps: int = 30) -> None:
         for row, layer in enumerate(layers):
             amax = found[layer, tensor, "cur_amax"]
             assert isinstance(amax, float)
-            # Half of the smallest element is the last that does not become zero.
+            # Values below half of the smallest element become zero.
             zero = math.log2(amax) + smallest - 1
             axis.plot([zero, zero], [row - 0.5, row + 0.5], color="red", lw=2)
         axis.set(title=f"{tensor}, {element.name}", xlabel="exponent")
@@ -135,7 +140,7 @@ def draw(path: Path, steps: int = 30) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure and print the table, or draw the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.debug", description=__doc__)
     parser.add_argument("--recipes", nargs="+", default=["current", "mxfp8"])
     parser.add_argument("--size", default="small")
@@ -150,12 +155,12 @@ def main() -> None:
     if options.draw:
         draw(PAGE.parent / "_static" / "exponents.png")
         return
-    made = table(options.recipes, options.size, options.rounds)
-    print(made)
+    text = table(options.recipes, options.size, options.rounds)
+    print(text)
     if options.write:
-        text = PAGE.read_text(encoding="utf-8")
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

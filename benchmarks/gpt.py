@@ -1,6 +1,6 @@
-"""A training step of the demo's GPT, of every recipe, in eager mode and compiled by Inductor.
+"""Times a training step of the demo's GPT under every recipe, in eager mode and compiled.
 
-``python -m benchmarks.gpt`` prints it; compiling takes a minute for each recipe.
+``python -m benchmarks.gpt`` prints the table. Inductor takes a minute for each recipe.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _made(recipe: str, size: str, compiler: str | None) -> Run:
 def timings(size: str = "small", *, compiler: str = "inductor") -> list[Timing]:
     """A row for each recipe."""
     ways = {"eager": None, "compiled": compiler}
-    # Each recipe is a compilation of the same function: beyond a number of them torch refuses.
+    # Each recipe compiles the same function again, and torch limits the number of recompilations.
     torch.compiler.reset()
     return [
         Timing(

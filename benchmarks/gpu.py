@@ -1,10 +1,11 @@
-"""Builds, checks and times the CUDA backend in one call: ``python benchmarks/gpu.py`` on a machine
-with a GPU.
+"""Builds, checks and times the CUDA backend in one call of ``python benchmarks/gpu.py``.
 
-Runs from a checkout, with nothing installed but torch, pluggy, typer, rich, numpy, pyyaml, cmake,
-ninja, pybind11 and nvcc, and without a network. Writes JSON and ends with a table of the targets.
-Exit code 0: every check passed (targets of speed may be missed all the same), 1: one failed, or a
-section did, 2: there is no GPU that torch can use.
+It needs a machine with a GPU, a checkout, and installed torch, pluggy, typer, rich, numpy, pyyaml,
+cmake, ninja, pybind11 and nvcc; it needs no network. It writes JSON, and ends with a table of the
+targets.
+
+Exit codes: 0 if every check passed (targets of speed may be missed all the same), 1 if a check or a
+section failed, 2 if torch sees no GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Annotated, Any
 import typer
 
 ROOT = Path(__file__).resolve().parents[1]
-# As a script: the modules beside this one are benchmarks.kernels and the like, not kernels.
+# Python puts the folder of a script on sys.path. The modules beside this one must be imported as
+# benchmarks.kernels and so on, so the folder is replaced by the root of the checkout.
 sys.path[:] = [
     str(ROOT),
     *(p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "benchmarks")),
@@ -33,7 +35,8 @@ from benchmarks import checkout  # noqa: E402
 from benchmarks.markdown import markdown  # noqa: E402
 
 Row = dict[str, Any]
-#: Section -> its part of the time. In this order; what one leaves over goes to the next.
+#: Section -> its share of the time, in the order in which they run. Time that a section leaves over
+#: goes to the next ones.
 SECTIONS = {
     "bytes": 0.22,
     "products": 0.05,
@@ -45,12 +48,10 @@ SECTIONS = {
 SECTIONS |= {"large": 0.05, "layers": 0.11, "sanitizer": 0.2}
 _CHECKS = ("bytes", "products", "large", "layers")
 
-# memcheck's and racecheck's last line; and what the checks say of themselves.
-_SUMMARY, _CASES = (
-    re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)"),
-    re.compile(r"(\d+) checks done"),
-)
-#: What is to be seen, the tool that sees it, and its part of the time.
+# The last line of memcheck and racecheck, and the last line of the checks themselves.
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
+_CASES = re.compile(r"(\d+) checks done")
+#: The name of a run under compute-sanitizer, its tool, and its share of the time.
 _TOOLS = (
     ("planted", "memcheck", 0.2),
     ("memcheck", "memcheck", 0.4),
@@ -59,7 +60,11 @@ _TOOLS = (
 
 
 def _build() -> Path:
-    """The kernels for this GPU, or, without one, for every GPU; the folder to import from."""
+    """Build the kernels for this GPU, or for every GPU if there is none here.
+
+    Returns:
+        The folder to import from.
+    """
     import torch
 
     architectures = (
@@ -73,8 +78,10 @@ def _build() -> Path:
 
 
 def inside(tool: str, seconds: float, site: str) -> None:
-    """What runs under compute-sanitizer: a few checks of every kernel; for ``planted`` a call
-    beyond memory's end."""
+    """Run a few checks of every kernel under compute-sanitizer.
+
+    For the tool ``planted``, make one call that reads and writes beyond the end of memory.
+    """
     if site:
         checkout.use(Path(site))
     import torch
@@ -84,7 +91,7 @@ def inside(tool: str, seconds: float, site: str) -> None:
     if tool == "planted":
         from ottava import _cuda
 
-        # One row more than there is memory for.
+        # The call has one row more than there is memory for.
         x, out = (
             torch.randn(4096, device="cuda"),
             torch.empty(4096, dtype=torch.uint8, device="cuda"),
@@ -95,47 +102,43 @@ def inside(tool: str, seconds: float, site: str) -> None:
         )
         torch.cuda.synchronize()
         return
-    table, modes = kernel_cases.byte_cases(small=True), ("some bytes", "bytes")
-    found = list(runner.run(table, runner.Gpu(), modes, seconds=seconds))
-    print(sum(outcome.cases for outcome in found), "checks done")
-    sys.exit(not all(outcome.passed for outcome in found))
+    table = kernel_cases.byte_cases(small=True)
+    modes = ("some bytes", "bytes")
+    outcomes = list(runner.run(table, runner.Gpu(), modes, seconds=seconds))
+    print(sum(outcome.cases for outcome in outcomes), "checks done")
+    sys.exit(not all(outcome.passed for outcome in outcomes))
 
 
 def _sanitizer(site: Path | None, seconds: float) -> Iterator[Row]:
-    """Targets: the checks of the ottava in ``site`` are clean for each tool, and memcheck finds a
-    planted error."""
-    # Each allocation by itself: beyond its end nothing is there.
+    """The targets of compute-sanitizer.
+
+    The checks of the ottava in ``site`` are clean for each tool, and memcheck finds a planted
+    error.
+    """
+    # Each tensor is an allocation of its own, so that an access beyond its end is an error.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    found = checkout.find_tool("compute-sanitizer") or "false"
+    sanitizer = checkout.find_tool("compute-sanitizer") or "false"
     for name, tool, limit in _TOOLS:
         code = (
             f"from benchmarks import gpu; gpu.inside({name!r}, {limit * seconds / 2}, "
             f"{str(site or '')!r})"
         )
-        looked = [
-            "--tool",
-            tool,
-            "--kernel-name",
-            "kns=ottava",
-            sys.executable,
-            "-c",
-            code,
-        ]  # not at torch's kernels
-        # timeout ends the tool's whole process group: what it has started would go on using the
-        # GPU.
-        command = ["timeout", "-s", "KILL", f"{limit * seconds + 1:.0f}", found, *looked]
+        # The filter leaves out torch's kernels.
+        arguments = ["--tool", tool, "--kernel-name", "kns=ottava", sys.executable, "-c", code]
+        # timeout kills the tool's whole process group, because processes that the tool has started
+        # would go on using the GPU.
+        limit_s = f"{limit * seconds + 1:.0f}"
+        command = ["timeout", "-s", "KILL", limit_s, sanitizer, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         text = done.stdout + done.stderr
-        errors, cases = (
-            [int(number) for number in _SUMMARY.findall(text)],
-            sum(map(int, _CASES.findall(text))),
-        )
+        errors = [int(number) for number in _SUMMARY.findall(text)]
+        cases = sum(map(int, _CASES.findall(text)))
         words = (
             f"{errors or 'no summary of'} errors, {cases} cases, exit {done.returncode} of "
-            f"{Path(found).name}"
+            f"{Path(sanitizer).name}"
         )
-        # Without a summary the tool is not there or was not done. The exit code is the program's
-        # where that failed.
+        # If there is no summary, the tool is not installed or did not finish. If the program
+        # failed, the exit code is the program's.
         planted = name == "planted"
         known = any(errors) or (bool(errors) and (planted or (cases > 0 and done.returncode == 0)))
         row = {
@@ -148,7 +151,7 @@ def _sanitizer(site: Path | None, seconds: float) -> Iterator[Row]:
 
 
 def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None) -> Iterator[Row]:
-    """What comes of a section, as it comes; so are failures of checks printed."""
+    """The rows of a section, one after the other; failures of checks are printed at once."""
     from benchmarks.on_gpu import kernel_cases, model_cases, runner, speed
 
     tiny = place.rehearsal
@@ -185,32 +188,27 @@ def _print(title: str, rows: list[Row]) -> None:
 
 
 def _summary(rows: dict[str, list[Row]]) -> list[Row]:
-    """Every check and target, and whether it holds: None where it was not looked at, or not at all
-    of it."""
+    """Every check and target, and whether it holds.
+
+    None stands for one that was not checked, or only in part.
+    """
     from benchmarks.on_gpu import speed
 
-    made: list[Row] = []
+    checks: list[Row] = []
     for name in _CHECKS:
         total = {
             key: sum(row[key] for row in rows[name]) for key in ("cases", "failed", "left_out")
         }
         words = "{cases} checks, {failed} failed, {left_out} left out".format(**total)
-        holds = (
-            False
-            if not all(row["passed"] for row in rows[name])
-            else None
-            if total["left_out"]
-            else True
-        )
-        made.append(
-            {
-                "target": name,
-                "bound": "all",
-                "measured": words,
-                "holds": holds if rows[name] else None,
-            }
-        )
-    return [*made, *rows["sanitizer"], *speed.targets(rows)]
+        holds: bool | None = True
+        if not rows[name]:
+            holds = None
+        elif not all(row["passed"] for row in rows[name]):
+            holds = False
+        elif total["left_out"]:
+            holds = None
+        checks.append({"target": name, "bound": "all", "measured": words, "holds": holds})
+    return [*checks, *rows["sanitizer"], *speed.targets(rows)]
 
 
 def main(
@@ -269,12 +267,13 @@ def main(
     out = out or (Path(os.devnull) if rehearse else ROOT / "benchmarks" / "gpu_results.json")
     seed = int(time.time()) % 100_000 if seed < 0 else seed
     results: Row = {"rehearsal": rehearse, "environment": environment, "seed": seed}
-    place, rows = Rehearsal() if rehearse else Gpu(), {name: list[Row]() for name in SECTIONS}
-    for section in (
-        left := {name: part for name, part in SECTIONS.items() if name in chosen}
-    ).copy():
-        start, parts = time.monotonic(), sum(left.values())
-        share = max(0.0, begin + budget_s - start) * left.pop(section) / parts
+    place = Rehearsal() if rehearse else Gpu()
+    rows: dict[str, list[Row]] = {name: [] for name in SECTIONS}
+    left = {name: weight for name, weight in SECTIONS.items() if name in chosen}
+    for section in list(left):
+        start = time.monotonic()
+        weights = sum(left.values())
+        share = max(0.0, begin + budget_s - start) * left.pop(section) / weights
         results[section] = {"rows": rows[section], "share": share}
         try:
             rows[section].extend(_rows(section, share, place, seed, site))
@@ -286,7 +285,7 @@ def main(
         results["targets"] = _summary(rows)
         out.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
     _print("targets", results["targets"])
-    # Targets of speed, whose bounds are numbers, may be missed.
+    # Targets of speed may be missed; their bounds are numbers, and those of checks are words.
     failed = [name for name in SECTIONS if "error" in results.get(name, {})]
     failed += [
         row["target"]

@@ -1,8 +1,7 @@
-"""Draws ``docs/_static/layouts.png``: which elements share a scale in the layouts that the docs
-name.
+"""Draws ``docs/_static/layouts.png``, which shows the elements that share a scale in some layouts.
 
-``python -m benchmarks.grids`` needs matplotlib. What is drawn, and the shapes beneath, follow from
-the layouts.
+``python -m benchmarks.grids`` needs matplotlib. The drawings, and the shapes beneath them, are
+computed from the layouts.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ LAYOUTS = {
     "a stranger's INT8, 8 × 64": Layout(torch.int8, (8, 64), rounding="floor"),
     "a stranger's E5M2 by column": Layout(torch.float8_e5m2, (None, 1)),
 }
-# The cells that are drawn of a tensor, and how many of them stand for a side of a block that is
-# neither 1 nor all.
+# The cells that are drawn of a tensor.
 ROWS, COLUMNS = 8, 12
+# Side of a block that is neither 1 nor all -> the number of cells that stand for it.
 SIDES = {8: 2, 32: 4, 64: 4, 128: 4}
 _COLORS = (
     ("#cfe0f5", "#9dbfe8"),
@@ -40,21 +39,23 @@ _COLORS = (
 
 
 def cells(side: int | None, count: int) -> list[int]:
-    """Which of the blocks along a dimension of ``count`` cells each cell is in."""
+    """The number of the block that each cell is in, along a dimension of ``count`` cells."""
     width = count if side is None else SIDES.get(side, 1)
     return [at // width for at in range(count)]
 
 
 def blocks(layout: Layout, columnwise: bool) -> list[list[tuple[int, int]]]:
-    """The block of each cell of what is stored."""
+    """The block of each cell of the stored data."""
     rows, columns = (COLUMNS, ROWS) if columnwise and layout.transposed else (ROWS, COLUMNS)
     block = layout.shared or layout.stored_block(columnwise)
     return [[(row, column) for column in cells(block[1], columns)] for row in cells(block[0], rows)]
 
 
 def size(side: int | None, name: str) -> str:
-    """How many blocks lie along the dimension ``name``."""
-    return "1" if side is None else name if side == 1 else f"{name}/{side}"
+    """The number of blocks along the dimension ``name``, as a text."""
+    if side is None:
+        return "1"
+    return name if side == 1 else f"{name}/{side}"
 
 
 def shapes(layout: Layout, columnwise: bool) -> str:
@@ -76,7 +77,7 @@ def _panel(axes: Any, layout: Layout, columnwise: bool) -> None:
             axes.add_patch(
                 Rectangle((left, top), 1, 1, facecolor=color, edgecolor="white", linewidth=0.5)
             )
-            # A line where another block begins.
+            # A dark line separates blocks.
             if left and row[left - 1] != row[left]:
                 axes.plot((left, left), (top, top + 1), color="#444444", linewidth=1.1)
             if top and every[top - 1][left] != row[left]:
@@ -88,34 +89,31 @@ def _panel(axes: Any, layout: Layout, columnwise: bool) -> None:
     axes.set_anchor("NW")
     axes.set_aspect("equal")
     axes.axis("off")
-    what = (
-        ("columnwise, transposed" if layout.transposed else "columnwise")
-        if columnwise
-        else "rowwise"
-    )
+    title = "rowwise"
     if layout.columnwise == "same":
-        what = "rowwise and columnwise"
-    axes.set_title(what, fontsize=9, pad=3, loc="left")
+        title = "rowwise and columnwise"
+    elif columnwise:
+        title = "columnwise, transposed" if layout.transposed else "columnwise"
+    axes.set_title(title, fontsize=9, pad=3, loc="left")
     axes.text(
         0, height + 0.4, shapes(layout, columnwise), fontsize=8.5, va="top", family="monospace"
     )
 
 
 def draw(out: Path) -> None:
-    """All layouts, two in a line."""
+    """Draw all layouts, two beside each other."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     lines = [list(LAYOUTS.items())[at : at + 2] for at in range(0, len(LAYOUTS), 2)]
-    # Transposed data are higher.
+    # Transposed data have more rows, so they need a higher figure.
     heights = [3.35 if any(layout.transposed for _, layout in line) else 2.6 for line in lines]
     figure = plt.figure(figsize=(10, sum(heights)), facecolor="white")
-    for height, line, part in zip(
-        heights, lines, figure.subfigures(len(lines), 1, height_ratios=heights), strict=True
-    ):
-        for (name, layout), half in zip(line, part.subfigures(1, 2), strict=True):
+    strips = figure.subfigures(len(lines), 1, height_ratios=heights)
+    for height, line, strip in zip(heights, lines, strips, strict=True):
+        for (name, layout), half in zip(line, strip.subfigures(1, 2), strict=True):
             half.suptitle(
                 name, fontsize=12, fontweight="bold", x=0.05, y=1 - 0.1 / height, ha="left"
             )
@@ -132,7 +130,7 @@ def draw(out: Path) -> None:
 
 
 def main() -> None:
-    """Draw."""
+    """Draw the picture."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.grids", description=__doc__)
     parser.add_argument("--out", type=Path, default=PICTURE)
     draw(parser.parse_args().out)

@@ -1,15 +1,17 @@
-"""What an eager step of a linear layer costs the host, against ``torch.nn.Linear``:
-``python -m benchmarks.host``.
+"""Compares the host's time for an eager step of a linear layer with that of ``torch.nn.Linear``.
 
-Shapes are small, so that the time is that of Python, of allocations and of launches. Calls come in
-short bursts, the alternatives in turns, and of each the fastest burst counts: what else the machine
-does only adds to one. On a GPU the device is waited for between bursts only: what it does itself is
-not in the figures. On a CPU, with one thread, the kernels are in them, for both sides; without
-kernels, the compiled module's functions that quantize give what they gave once, and a product is
-torch's alone. (What a recipe does in plain PyTorch stays.) A layer that is alone begins a step of
-its own with each forward pass: delayed scaling's update is in its figures, once for this layer
-instead of once for a model. Python calls are those that ``sys.setprofile`` sees of one step,
-torch's own included.
+``python -m benchmarks.host`` prints the table. Shapes are small, so that the time is spent in
+Python, in allocations and in launches. The alternatives run in turns, in short bursts of calls. The
+fastest burst of each counts, because other work of the machine can only slow a burst.
+
+On a GPU the host waits for the device only between bursts, so the device's own work is not in the
+figures. On a CPU, with one thread, the figures include the kernels on both sides. In the rows
+"no kernels" the compiled module's functions that quantize return earlier results, and a product is
+only torch's; operations of a recipe in plain PyTorch remain.
+
+A single layer begins a step of its own with each forward pass, so its figures include the update of
+delayed scaling once for this layer instead of once for a model. The column "Python calls" counts
+the calls in one step that ``sys.setprofile`` sees, including torch's own.
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ Run = Callable[[], object]
 
 
 def bursts(runs: Mapping[str, Run], wait: Run, *, rounds: int, calls: int) -> dict[str, float]:
-    """Least seconds of a call of each alternative: of ``rounds`` bursts of ``calls``, after one
-    that is not timed."""
+    """Seconds of a call of each alternative, in the fastest of ``rounds`` bursts of ``calls``.
+
+    One burst before them is not timed.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    order, shuffled = list(runs.items()), random.Random(0)
+    order = list(runs.items())
+    generator = random.Random(0)
     for turn in range(1 + rounds):
-        # What ran before leaves more or less of the caches to the next one.
-        shuffled.shuffle(order)
+        # The order changes, because an alternative finds the caches as its predecessor left them.
+        generator.shuffle(order)
         for name, run in order:
             wait()
             start = time.perf_counter()
@@ -55,42 +60,43 @@ def bursts(runs: Mapping[str, Run], wait: Run, *, rounds: int, calls: int) -> di
 
 
 def python_calls(run: Run) -> int:
-    """How many functions of Python a call enters."""
+    """The number of Python functions that a call enters."""
     run()
-    seen = 0
+    count = 0
 
     def note(_: object, event: str, __: object) -> None:
-        nonlocal seen
-        seen += event == "call"
+        nonlocal count
+        count += event == "call"
 
     sys.setprofile(note)
     try:
         run()
     finally:
         sys.setprofile(None)
-    # One is the call itself.
-    return seen - 1
+    # The call of run itself is not counted.
+    return count - 1
 
 
 class _Idle:
-    """The compiled module, whose functions for layers do nothing the second time."""
+    """Replaces the compiled module; its functions for layers repeat their first results."""
 
     def __init__(self, native: Any) -> None:
         self._native = native
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._native, name)
+        function = getattr(self._native, name)
         if not name.endswith("_operand"):
-            return found
-        made: dict[Any, Any] = {}
+            return function
+        results: dict[Any, Any] = {}
 
         def once(x: torch.Tensor, *rest: Any) -> Any:
-            # The format, the plan or the scale comes first, which directions are wanted last.
+            # The first of these arguments is the format, the plan or the scale; the last two say
+            # which directions are wanted.
             key = x.shape, id(rest[0]), rest[-2:]
             try:
-                return made[key]
+                return results[key]
             except KeyError:
-                return made.setdefault(key, found(x, *rest))
+                return results.setdefault(key, function(x, *rest))
 
         self.__dict__[name] = once
         return once
@@ -110,8 +116,7 @@ class _Idle:
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Inside a ``with`` block layers on a CPU compute nothing but torch's products, of values that
-    are not theirs."""
+    """Inside a ``with`` block layers on a CPU compute only torch's products, of stale values."""
     backend = backend_module("cpu")
     backend.native = _Idle(backend.native)
     changed()
@@ -123,8 +128,10 @@ def without_kernels() -> Iterator[None]:
 
 
 def _steps(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Run]:
-    """What is timed of a layer; a weight is kept between microbatches where the layer knows of
-    such."""
+    """The calls of a layer that are timed, by name.
+
+    ``forward, weight kept`` is a later microbatch of a step, if the layer has microbatches.
+    """
     leaf = x.clone().requires_grad_()
 
     def without_gradients() -> torch.Tensor:
@@ -155,12 +162,16 @@ def measure(
     rounds: int = 300,
     calls: int = 10,
 ) -> list[dict[str, object]]:
-    """One row for each step and each installed recipe: Python calls, microseconds, and how many
-    times ``nn.Linear``'s.
+    """One row for each kind of step and each installed recipe.
+
+    A row has the number of Python calls, the microseconds, and their ratio to ``nn.Linear``'s.
 
     Args:
         shape: rows of the input, features in, features out.
-        rounds, calls: bursts of each alternative, and the calls of one.
+        dtype: the dtype of the layers.
+        device: their device.
+        rounds: the number of bursts of each alternative.
+        calls: the number of calls in a burst.
     """
     rows, features_in, features_out = shape
     x = torch.randn(rows, features_in, dtype=dtype, device=device)
@@ -203,7 +214,7 @@ def measure(
 
 
 def text_of(rows: list[dict[str, object]]) -> str:
-    """The rows as a table."""
+    """The rows as a table of text."""
     cells = [list(rows[0])] + [
         [f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows
     ]

@@ -1,4 +1,4 @@
-"""What importing costs, in fresh processes."""
+"""Times imports in fresh processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CODES = {
 
 
 def measure(rounds: int) -> list[dict[str, object]]:
-    """One row for each import, relative to importing torch alone."""
+    """One row for each import; the ratio is to importing torch alone."""
     runs = {
         name: lambda code=code: subprocess.run([sys.executable, "-c", code], check=True)
         for name, code in _CODES.items()

@@ -1,4 +1,4 @@
-"""What there is to measure."""
+"""The recipes that can be measured."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ottava.errors import OttavaError
 
 def recipes() -> list[str]:
     """The installed recipes that can be built without options."""
-    found = []
+    names = []
     for spec in ottava.list_recipes():
         try:
             ottava.get_recipe(spec.name)
         except OttavaError:
             continue
-        found.append(spec.name)
-    return found
+        names.append(spec.name)
+    return names

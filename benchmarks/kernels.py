@@ -1,5 +1,4 @@
-"""The table of timed kernels: ours, the same arithmetic in plain torch, and a copy of as many
-bytes."""
+"""Times kernels against the same arithmetic in plain torch, and against a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ E4M3 = torch.float8_e4m3fn
 TENSOR = Layout(E4M3, (None, None))
 MX = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up")
 MX_SQUARES = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up", shared=(32, 32))
-#: Grids of float32 scales, by the names of their rows in the table. The last is nobody's, and has
-#: no instance.
+#: Layouts with float32 scales, by the names of their rows in the table. The last belongs to no
+#: recipe, and no unrolled kernel is compiled for it.
 GRIDS = {
     "1 × 128": Layout(E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"),
     "128 × 128": Layout(
@@ -36,7 +35,7 @@ Kernel = tuple[Callable[[int], float], Callable[["Set"], Any], Callable[["Set"],
 
 @dataclass
 class Set:
-    """The memory of one call: an input, and room for what comes of it."""
+    """The memory of one call: an input, and room for the results."""
 
     x: Tensor
     out: Tensor = field(init=False)
@@ -49,13 +48,14 @@ class Set:
         self.out, self.turned, row_codes, column_codes = (
             self.x.new_empty(shape, dtype=torch.uint8) for _ in range(4)
         )
-        # Scales near that of 1, as those of such values are.
+        # The scales are near that of 1, like the scales of such values.
         sizes = [MX.scale_shape(shape, columnwise) for columnwise in (False, True)]
         scales = [torch.randint(110, 130, size, dtype=torch.uint8, device=device) for size in sizes]
         self.rows, self.columns = (row_codes, scales[0]), (column_codes, scales[1])
         self.decoded = torch.empty_like(self.x)
-        # Nothing is clamped at this scale: counting would be a second pass.
-        self.scale, self.amax = torch.tensor(50.0, device=device), torch.zeros((), device=device)
+        # At this scale nothing is clamped, because counting clamped elements takes a second pass.
+        self.scale = torch.tensor(50.0, device=device)
+        self.amax = torch.zeros((), device=device)
         self.own_scale, self.inverse, self.own_amax = (
             torch.zeros((), device=device) for _ in range(3)
         )
@@ -102,7 +102,10 @@ def _torch_blocks(blocks: Tensor, dim: int, codes: Tensor, scales: Tensor, finit
 
 
 def torch_mx(x: Tensor, rowwise: Buffers, columnwise: Buffers, finite: bool = False) -> None:
-    """The same bytes for every input; with ``finite``, for every input without NaN."""
+    """MX quantization along rows and columns in plain torch, with the same bytes as the kernel.
+
+    With ``finite`` they are the same only for inputs without NaN.
+    """
     rows, columns = x.shape
     _torch_blocks(x.view(rows, columns // 32, 32), 2, *rowwise, finite)
     _torch_blocks(x.view(rows // 32, 32, columns), 1, *columnwise, finite)
@@ -123,7 +126,10 @@ def _torch_mx_decode(s: Set) -> None:
 
 
 def torch_grid(x: Tensor, layout: Layout, outputs: list[Tensor]) -> None:
-    """The bytes of a grid of float32 scales, for every finite input, in both directions."""
+    """Quantization on a grid of float32 scales in plain torch, along rows and columns.
+
+    The bytes are those of the kernel for every finite input.
+    """
     limit = 127.0 if layout.element == torch.int8 else 448.0
     finite = torch.finfo(x.dtype if layout.finite_as == "input" else torch.float32).max
     for columnwise, (data, scales) in enumerate((outputs[:2], outputs[2:])):
@@ -141,9 +147,10 @@ def torch_grid(x: Tensor, layout: Layout, outputs: list[Tensor]) -> None:
             encoded = values.round().clamp(-limit, limit).to(torch.int8).view(torch.uint8)
         else:
             encoded = values.clamp(-limit, limit).to(E4M3).view(torch.uint8)
-        turned = columnwise and layout.transposed
-        for out, made in ((data, encoded.view(x.shape)), (scales, scale.reciprocal()[:, 0, :, 0])):
-            out.copy_(made.t() if turned else made)
+        transposed = columnwise and layout.transposed
+        scale_inv = scale.reciprocal()[:, 0, :, 0]
+        for out, result in ((data, encoded.view(x.shape)), (scales, scale_inv)):
+            out.copy_(result.t() if transposed else result)
 
 
 def _quantize(s: Set, data: bool, turned: bool) -> None:
@@ -170,8 +177,7 @@ def _mx_decode(s: Set, columnwise: bool) -> None:
 
 
 def _grid(name: str) -> Kernel:
-    """The kernel of one of ``GRIDS``, rows and columns, whose scales count for as good as nothing
-    in bytes."""
+    """The row of one of ``GRIDS``, along rows and columns; bytes of scales are negligible."""
     layout = GRIDS[name]
     return (
         lambda b: b + 2,
@@ -181,8 +187,8 @@ def _grid(name: str) -> Kernel:
 
 
 _BLOCKS = 1 / 32
-#: Name -> bytes moved for an element whose own size is b (read plus written, each once), ours, and
-#: plain torch's.
+#: Name -> three functions: the bytes that are read and written for an element of b bytes, each
+#: once; our kernel; and the same in plain torch, or None.
 KERNELS: dict[str, Kernel] = {
     "cast": (
         lambda b: b + 1,
@@ -248,7 +254,7 @@ KERNELS: dict[str, Kernel] = {
 
 
 def copies(moved: float, count: int, device: torch.device) -> Run:
-    """Copies that move so many bytes each, half of them read and half written."""
+    """``count`` copies that move ``moved`` bytes each, half of them read and half written."""
     size = max(1, int(moved / 2))
     pairs = [
         [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -258,15 +264,15 @@ def copies(moved: float, count: int, device: torch.device) -> Run:
 
 
 def _compiled(plain: Callable[[Set], Any], s: Set, compiler: str) -> Callable[[Set], Any]:
-    """``plain`` through ``torch.compile``.
+    """``plain`` compiled by ``torch.compile``.
 
     Raises:
-        RuntimeError: what it makes of the set differs from what ``plain`` makes, so that its time
-            would mean nothing.
+        RuntimeError: its results differ from those of ``plain``, so its time would mean nothing.
     """
-    made, other = torch.compile(plain, backend=compiler, dynamic=False), copy.deepcopy(s)
+    compiled = torch.compile(plain, backend=compiler, dynamic=False)
+    other = copy.deepcopy(s)
     for each in (s, other):
-        for written in (
+        for result in (
             each.out,
             each.turned,
             each.rows[0],
@@ -274,18 +280,20 @@ def _compiled(plain: Callable[[Set], Any], s: Set, compiler: str) -> Callable[[S
             each.decoded,
             *tree_leaves(each.grids),
         ):
-            written.zero_()
-    results = [[call(each), *tree_leaves(vars(each))] for call, each in ((plain, s), (made, other))]
+            result.zero_()
+    results = [
+        [call(each), *tree_leaves(vars(each))] for call, each in ((plain, s), (compiled, other))
+    ]
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True) if isinstance(a, Tensor)):
         raise RuntimeError("torch.compile makes other bytes of this on this machine")
-    return made
+    return compiled
 
 
 def check_same_bytes(s: Set) -> None:
-    """What is compared in speed makes the same bytes; MX blocks of NaN and infinities as well.
+    """Check that the alternatives make the same bytes, MX blocks of NaN and infinities included.
 
     Raises:
-        AssertionError: it does not.
+        AssertionError: they do not.
     """
     hard = s.x.clone()
     hard.view(-1)[:: s.x.numel() // 97] = float("nan")
@@ -313,14 +321,23 @@ def timings(
     peers: bool = True,
     only: tuple[str, ...] = (),
 ) -> list[Timing]:
-    """One for each kernel on ``[n, n]``; every run makes a call on each of ``sets`` sets of
-    memory."""
-    made = [Set(torch.randn(n, n, device=device).to(dtype)) for _ in range(sets)]
+    """A timing for each kernel on ``[n, n]``.
+
+    Args:
+        n: rows and columns of the input.
+        dtype: dtype of the input.
+        device: where to run.
+        sets: every run makes a call on each of so many sets of memory.
+        compiler: the backend of torch.compile.
+        peers: whether plain torch is timed too.
+        only: names of the kernels to time; all by default.
+    """
+    memory = [Set(torch.randn(n, n, device=device).to(dtype)) for _ in range(sets)]
 
     def on_all(call: Callable[[Set], Any]) -> Run:
-        return lambda: [call(s) for s in made]
+        return lambda: [call(s) for s in memory]
 
-    found = []
+    rows = []
     for name, (moved, ours, plain) in KERNELS.items():
         if only and name not in only:
             continue
@@ -328,29 +345,29 @@ def timings(
         runs: dict[str, Callable[[], Run]] = {"ottava": lambda ours=ours: on_all(ours)}
         if peers and plain:
             runs["eager"] = lambda plain=plain: on_all(plain)
-            runs["compile"] = lambda plain=plain: on_all(_compiled(plain, made[0], compiler))
-        runs["copy"] = lambda total=total: copies(total, sets, made[0].x.device)
-        found.append(Timing(name, runs, total, calls=sets))
-    return found
+            runs["compile"] = lambda plain=plain: on_all(_compiled(plain, memory[0], compiler))
+        runs["copy"] = lambda total=total: copies(total, sets, memory[0].x.device)
+        rows.append(Timing(name, runs, total, calls=sets))
+    return rows
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """Milliseconds, ratios, and the part of a copy's bandwidth that a kernel reaches."""
-    made = []
+    """Milliseconds, ratios, and the share of a copy's bandwidth that a kernel reaches."""
+    table_rows = []
     for row in rows:
         seconds = row["seconds"]
         ours = seconds["ottava"]
-        of = {
-            who: seconds[who] / ours if who in seconds else None
-            for who in ("eager", "compile", "copy")
+        ratios = {
+            name: seconds[name] / ours if name in seconds else None
+            for name in ("eager", "compile", "copy")
         }
-        made.append(
+        table_rows.append(
             {
                 "kernel": row["name"],
                 "milliseconds": 1e3 * ours,
-                "times eager": of["eager"],
-                "times compile": of["compile"],
-                "of a copy's bandwidth": of["copy"],
+                "times eager": ratios["eager"],
+                "times compile": ratios["compile"],
+                "of a copy's bandwidth": ratios["copy"],
             }
         )
-    return made
+    return table_rows

@@ -1,5 +1,7 @@
-"""What kind of machine figures belong to: what makes them differ by more than a few percent, and no
-more than that."""
+"""The kind of machine that figures belong to.
+
+A kind consists of the properties that change figures by more than a few percent, and no others.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pathlib import Path
 _MACHINES = {"x86_64": "x86-64", "amd64": "x86-64", "aarch64": "arm64"}
 _SETS = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON", "portable": "portable kernels"}
 
-# Variables of torch, oneDNN, MKL and this project that have a machine taken for a lesser one.
+# Environment variables of torch, oneDNN, MKL and this project that restrict a machine.
 _FORCES = (
     "ATEN_CPU_CAPABILITY",
     "ONEDNN_MAX_CPU_ISA",
@@ -23,11 +25,15 @@ _FORCES = (
 
 @dataclass(frozen=True)
 class Kind:
-    """Architecture, the kernels' instruction set, how torch multiplies BF16, threads, and what
-    forces that.
+    """A kind of machine and process.
 
     Attributes:
-        amx: whether the processor multiplies tiles of BF16, several times faster than by vectors.
+        machine: the architecture, as ``platform.machine()`` names it.
+        isa: the instruction set of the kernels.
+        fast_bf16: whether oneDNN supports BF16 on this machine.
+        threads: the number of threads.
+        forced: environment variables that restrict the machine, with their values.
+        amx: whether the processor multiplies tiles of BF16, several times faster than vectors.
     """
 
     machine: str
@@ -45,13 +51,13 @@ class Kind:
 
 
 def this_kind(threads: int) -> Kind:
-    """Of this machine and process."""
+    """The kind of this machine and process."""
     from ottava.kernels import cpu
     from ottava.torch_private import mkldnn_bf16_supported
 
     forced = " ".join(f"{name}={os.environ[name]}" for name in _FORCES if os.environ.get(name))
-    # What holds oneDNN to fewer instructions may hold it to those without AMX; it stands in the
-    # kind's name then.
+    # A variable that restricts oneDNN may exclude AMX. Then AMX does not count, and the variable is
+    # in the kind's name.
     amx = not os.environ.get("ONEDNN_MAX_CPU_ISA") and "amx_bf16" in _cpuinfo("flags").split()
     return Kind(
         platform.machine(), cpu.BACKEND.native.isa(), mkldnn_bf16_supported(), threads, forced, amx
@@ -59,7 +65,7 @@ def this_kind(threads: int) -> Kind:
 
 
 def _cpuinfo(field: str, path: Path = Path("/proc/cpuinfo")) -> str:
-    """Of the first processor; empty where the system does not say."""
+    """The value of a field for the first processor; empty where the system does not give it."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return next(
         (
@@ -72,5 +78,5 @@ def _cpuinfo(field: str, path: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as the system gives it, for information."""
+    """The processor's name as the system gives it, for information only."""
     return _cpuinfo("model name", path) or platform.processor() or "unknown"

@@ -1,5 +1,7 @@
-"""Products of every layout of their operands, in bfloat16 and of the same operands in float32,
-conversions included."""
+"""Times products for every layout of their operands.
+
+They are computed in bfloat16, and in float32 with the conversions included.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,13 @@ import torch
 
 from benchmarks.timing import Row, Run, Timing
 
-#: What fprop, dgrad and wgrad make of their operands, and what nothing makes: ``t`` is a transposed
-#: view.
+#: Layout of the two operands, where ``t`` is a transposed view -> the product that has it.
 LAYOUTS = {"nn": "dgrad", "nt": "fprop", "tn": "wgrad", "tt": "-"}
 
 
 def _operand(n: int, transposed: bool) -> torch.Tensor:
-    made = torch.randn(n, n).bfloat16()
-    return made.t() if transposed else made
+    matrix = torch.randn(n, n).bfloat16()
+    return matrix.t() if transposed else matrix
 
 
 def _bfloat16(a: torch.Tensor, b: torch.Tensor) -> Run:
@@ -28,7 +29,7 @@ def _float32(a: torch.Tensor, b: torch.Tensor) -> Run:
 
 
 def _untransposed(a: torch.Tensor, b: torch.Tensor) -> Run:
-    """As ``_float32``, of operands that are laid out anew."""
+    """The same as ``_float32``, with operands that are made contiguous first."""
     return lambda: torch.mm(a.float().contiguous(), b.float().contiguous()).bfloat16()
 
 
@@ -40,7 +41,7 @@ _WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], Run]] = {
 
 
 def timings(n: int) -> list[Timing]:
-    """A row for each layout, of matrices of ``n`` by ``n``."""
+    """A row for each layout, with matrices ``[n, n]``."""
     rows = []
     for layout in LAYOUTS:
         a, b = (_operand(n, letter == "t") for letter in layout)
@@ -53,9 +54,9 @@ def timings(n: int) -> list[Timing]:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """Milliseconds of each way."""
-    made = []
+    """Milliseconds of each way to compute a product."""
+    table_rows = []
     for row in rows:
-        seconds = {f"{name}, ms": 1e3 * value for name, value in row["seconds"].items()}
-        made.append({"layout": row["name"], "product": LAYOUTS[row["name"]], **seconds})
-    return made
+        milliseconds = {f"{name}, ms": 1e3 * value for name, value in row["seconds"].items()}
+        table_rows.append({"layout": row["name"], "product": LAYOUTS[row["name"]], **milliseconds})
+    return table_rows

@@ -1,5 +1,4 @@
-"""The table of linear layers, forward and backward: torch's, every recipe's, and torchao's where it
-is installed."""
+"""Times linear layers forward and backward: torch's, every recipe's, torchao's if installed."""
 
 from __future__ import annotations
 
@@ -27,22 +26,25 @@ def _ottava(recipe: str) -> Make:
 
 
 def _torchao(recipe: str) -> Make:
-    """To be installed by hand, for the measurement."""
+    """A layer of torchao, which is installed by hand for the measurement."""
 
     def make(n: int, device: torch.device) -> torch.nn.Module:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         model = torch.nn.Sequential(_torch(torch.bfloat16)(n, device))
-        made: torch.nn.Module = convert_to_float8_training(
+        converted: torch.nn.Module = convert_to_float8_training(
             model, config=Float8LinearConfig.from_recipe_name(recipe)
         )
-        return made
+        return converted
 
     return make
 
 
 def alternatives() -> dict[str, Make]:
-    """Name -> what makes the layer. Each can be had compiled besides: its name with " compiled"."""
+    """The functions that make the layers, by name.
+
+    A name followed by " compiled" stands for the same layer through torch.compile.
+    """
     return {
         "bf16": _torch(torch.bfloat16),
         "float32": _torch(torch.float32),
@@ -52,11 +54,12 @@ def alternatives() -> dict[str, Make]:
     }
 
 
-#: What is timed on a CPU, with every recipe that is installed, and the sizes M = K = N.
+#: The layers that are timed on a CPU besides torch's and those of installed recipes.
 PEERS = ("torchao tensorwise", "torchao tensorwise compiled")
+#: The sizes M = K = N.
 SIZES = (512, 1024, 2048)
-# Up to this size: where FP8 products go to the reference loops of oneDNN, theirs take minutes at
-# 2048.
+# The largest size at which peers are timed. On machines where oneDNN computes FP8 products with its
+# reference loops, theirs take minutes at 2048.
 _LARGEST_OF_PEERS = 1024
 
 
@@ -67,8 +70,8 @@ def _step(module: torch.nn.Module, call: Any, n: int, device: torch.device) -> R
 
     def run() -> None:
         weight.grad = x.grad = None
-        # As after an optimizer's step, so that nobody takes the weight for one that was quantized
-        # before.
+        # The weight counts as written, as after an optimizer's step, so that no layer reuses an
+        # earlier quantization of it.
         weight.detach().view(-1)[:0].zero_()
         call(x).backward(dy)
 
@@ -91,10 +94,10 @@ def timing(
     *,
     compiler: str = "inductor",
 ) -> Timing:
-    """All layers named, at M = K = N; by default those for a CPU."""
+    """The timing of the layers ``names`` at M = K = N = ``n``; by default those for a CPU."""
     place = device or torch.device("cpu")
-    # Each size and recipe is a compilation of the same function: beyond a number of them torch
-    # refuses.
+    # Each size and recipe compiles the same function again, and torch limits the number of
+    # recompilations.
     torch.compiler.reset()
     chosen = list(names) or [
         "bf16",
@@ -110,24 +113,26 @@ def timing(
 
 
 def saved_bytes(forward: Callable[[], torch.Tensor], device: torch.device | None = None) -> int:
-    """What a forward pass keeps for the backward pass, beside its result.
+    """The bytes that a forward pass keeps for the backward pass, besides its result.
 
-    On a GPU what stays allocated while the result lives; elsewhere, where no allocator says, what
-    autograd is given.
+    On a GPU they are the memory that stays allocated while the result lives. Elsewhere there is no
+    such count, and they are the memory of the tensors that autograd saves.
     """
     if device is not None and device.type == "cuda":
-        gc.collect()  # what an earlier run left in cycles is not to be freed in this one
-        before, result = torch.cuda.memory_allocated(device), forward()
+        # Cycles that an earlier run left must not be freed during this one.
+        gc.collect()
+        before = torch.cuda.memory_allocated(device)
+        result = forward()
         return torch.cuda.memory_allocated(device) - result.nbytes - before
-    held: dict[int, int] = {}
+    bytes_of: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        bytes_of[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
-    return sum(held.values())
+    return sum(bytes_of.values())
 
 
 def _saved(name: str, n: int) -> int:
@@ -137,13 +142,13 @@ def _saved(name: str, n: int) -> int:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """For each size and layer milliseconds, times torch's layers, and bytes saved for backward."""
-    made = []
+    """For each size and layer: milliseconds, ratios to torch's layers, bytes saved for backward."""
+    table_rows = []
     for row in rows:
         n, seconds = int(row["name"]), row["seconds"]
         for name, value in seconds.items():
             eager = not name.startswith("torchao") and not name.endswith("compiled")
-            made.append(
+            table_rows.append(
                 {
                     "M = K = N": n,
                     "layer": name,
@@ -153,4 +158,4 @@ def table(rows: list[Row]) -> list[Row]:
                     "saved bytes, of bf16": _saved(name, n) / _saved("bf16", n) if eager else None,
                 }
             )
-    return made
+    return table_rows

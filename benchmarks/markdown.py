@@ -1,4 +1,4 @@
-"""Rows as a table in Markdown. Imports nothing that is not in Python."""
+"""Writes rows as a table in Markdown; imports only the standard library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def markdown(rows: Sequence[Mapping[str, object]], number: str = "{:.2f}") -> str:
-    """A column for every key of any row; a dash where a row has no value."""
+    """A table with a column for every key of any row, and a dash where a row has no value."""
     headings = list(dict.fromkeys(key for row in rows for key in row))
 
     def line(values: Sequence[object]) -> str:

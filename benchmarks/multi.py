@@ -1,5 +1,4 @@
-"""Many shards of float32 weights, quantized as bf16: one call for all of them against loops over
-them."""
+"""Times many shards of float32 weights, quantized as bf16: one call against loops over them."""
 
 from __future__ import annotations
 
@@ -16,14 +15,15 @@ from ottava.kernels.checks import Shards
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 COUNT, SIZE = 400, 10_000
-# For MX a quarter of a weight, of whole blocks, so that the loops can do it as well.
+# An MX shard is a quarter of a weight and has whole blocks, so that loops can quantize it too.
 MX_SHAPE, MX_SHARD = (128, 320), (32, 320)
 
 Tensors = list[torch.Tensor]
 
 
 def _eager(xs: Tensors, outs: Tensors) -> None:
-    largest = torch.tensor(448.0)  # a number's quotient would not be correctly rounded
+    # The numerator is a tensor, because the quotient of a Python number may be rounded twice.
+    largest = torch.tensor(448.0)
     for x, out in zip(xs, outs, strict=True):
         values = x.bfloat16().float()
         scale = largest / values.abs().amax()
@@ -57,8 +57,10 @@ def _mx_single(xs: Tensors, rowwise: list[Buffers], columnwise: list[Buffers]) -
 
 
 def _mx_multi(xs: Tensors, row_codes: Tensors, column_codes: Tensors) -> tuple[Tensors, Tensors]:
-    """As a rank does it, but for the exchange of amaxes: those of whole weights, and scales of
-    them."""
+    """Quantize shards as a rank does, without the reduction of amaxes over ranks.
+
+    The amaxes and scales are those of whole weights.
+    """
     count, start = len(xs), MX_SHARD[0] * MX_SHARD[1]
     places = xs, [BF16] * count, [MX_SHAPE] * count, [start] * count, [MX] * count
     sizes = kernels.grid_amax_sizes(*MX_SHAPE, MX)
@@ -76,8 +78,10 @@ def _mx_multi(xs: Tensors, row_codes: Tensors, column_codes: Tensors) -> tuple[T
 
 
 def timings(count: int = COUNT) -> list[Timing]:
-    """One scale a weight, and MX blocks along rows and columns: one call, and loops that make the
-    same bytes."""
+    """One call against loops that make the same bytes.
+
+    One row is for layouts with one scale for a weight, one for MX blocks along rows and columns.
+    """
     xs = [torch.randn(SIZE) for _ in range(count)]
     outs, theirs, eager = (
         list(torch.empty(count, SIZE, dtype=torch.uint8).unbind()) for _ in range(3)
@@ -125,7 +129,7 @@ def timings(count: int = COUNT) -> list[Timing]:
 
 
 def table(rows: list[Row]) -> list[Row]:
-    """Milliseconds of one call, and of loops in times of it."""
+    """Milliseconds of one call, and the ratios of the loops' times to it."""
     return [
         {
             "shards": row["name"],
@@ -140,7 +144,10 @@ def table(rows: list[Row]) -> list[Row]:
 def calls(
     device: torch.device, count: int = 200, size: int = 1 << 18, steps: int = 1024
 ) -> list[Timing]:
-    """One call each, against a copy: shards of float32 weights, and the update of many slots."""
+    """Timings of single calls against copies.
+
+    The calls are those for shards of float32 weights, and the update of many slots.
+    """
     if device.type == "cpu":
         count, size, steps = 20, SIZE, 16
     xs, outs = (
@@ -158,8 +165,8 @@ def calls(
         [(torch.full((1, 1), 50.0, device=device), each) for each in out],
     )
     amaxes, backend = torch.zeros(count, device=device), backend_module(device.type)
-    # As after a reduction over ranks: a history whose first row was taken is all zeros, and nothing
-    # moves.
+    # The first rows are given, as after a reduction over ranks. Without them the first call would
+    # leave zeros in the first rows of the histories, and later calls would update nothing.
     last, maxima = torch.rand(3 * count, device=device) + 0.5, [448.0] * (3 * count)
     runs: dict[str, tuple[int, Run]] = {
         "multi_amax": (4 * xs.numel(), lambda: backend.grid_multi_amax(shards, texts, amaxes)),

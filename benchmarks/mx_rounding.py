@@ -1,13 +1,13 @@
-"""Error and saturation of the two roundings of MX scales; draws ``docs/_static/mx_rounding.png``.
+"""Measures error and saturation of the two roundings of MX scales.
 
-``python -m benchmarks.mx_rounding`` needs matplotlib. Three tensors are drawn at random, the others
-come from a short BF16 training of the demo's model: weights, inputs and output gradients of one
-attention and one MLP layer. Blocks run along rows. An element is clamped when it is larger than the
-format's largest value after division by its scale.
+``python -m benchmarks.mx_rounding`` needs matplotlib, and draws ``docs/_static/mx_rounding.png``.
+Three tensors are random. The others come from a short BF16 training of the demo's model: weights,
+inputs and output gradients of one attention and one MLP layer. Blocks run along rows. An element is
+clamped if, divided by its scale, it is larger than the format's largest value.
 
-The SQNR is that of the whole tensor. "Blocks alike" is that of blocks which were all scaled to the
-same energy first: where a few elements hold most of it, as in the wider lognormal, the former only
-says how well just these came out.
+The SQNR is that of the whole tensor. If a few elements have most of the energy, as in the wider
+lognormal, it says only how exact these are. "Blocks alike" is therefore the SQNR after all blocks
+were scaled to the same energy.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ RULES = ("up", "floor")
 DRAWS = 5
 SIZE, STEPS = Size(layers=2, width=256, heads=4, length=128, batch=16), 60
 LAYERS = {"attention": "blocks.1.qkv", "MLP": "blocks.1.down"}
-# 2^(127 - scale) of every scale code but NaN's, exact in float64.
+# 2^(127 - byte) for every byte of a scale except NaN's, exact in float64.
 _INVERSE = torch.tensor([2.0 ** (127 - code) for code in range(255)], dtype=torch.float64)
 
 Row = dict[str, Any]
 
 
 def synthetic(seed: int) -> dict[str, torch.Tensor]:
-    """Random tensors, BF16."""
+    """Random tensors by name, BF16."""
     random = torch.Generator().manual_seed(seed)
     normal, *logs = (torch.randn(1024, 1024, generator=random) for _ in range(3))
     tensors = {"Gaussian": normal}
@@ -53,7 +53,7 @@ def synthetic(seed: int) -> dict[str, torch.Tensor]:
 
 
 def trained() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Tensors of the step after a short training, BF16, and that training's first and last loss."""
+    """Tensors of the step after a short training, BF16, and its first and last loss."""
     data, random = load_corpus().train, torch.Generator().manual_seed(0)
     trainee = Trainee(None, size=SIZE)
     losses = [trainee.step(batch(data, SIZE.batch, SIZE.length, random)) for _ in range(STEPS)]
@@ -85,13 +85,13 @@ def trained() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
 
 
 def _blocks(mask: torch.Tensor, rows: int) -> torch.Tensor:
-    """Whether each block of ``rows`` x 32 holds a marked element."""
+    """Whether each block of ``rows`` x 32 has a marked element."""
     m, k = mask.shape
     return mask.view(m // rows, rows, k // BLOCK, BLOCK).any(3).any(1)
 
 
 def _energy(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Sum of squares of each block of ``rows`` x 32."""
+    """The sum of squares of each block of ``rows`` x 32."""
     m, k = x.shape
     return x.square().view(m // rows, rows, k // BLOCK, BLOCK).sum((1, 3))
 
@@ -101,7 +101,7 @@ def _percent(mask: torch.Tensor) -> float:
 
 
 def compare(x: torch.Tensor, format_name: str, *, two_dimensional: bool = False) -> Row:
-    """Both rules on one tensor, in float64."""
+    """Compare both rules on one tensor, in float64."""
     dtype, largest = FORMATS[format_name]
     rows = BLOCK if two_dimensional else 1
     exact = x.double()
@@ -146,7 +146,7 @@ def compare(x: torch.Tensor, format_name: str, *, two_dimensional: bool = False)
             "zeroed_percent": _percent((decoded == 0) & (exact != 0)),
         }
     assert not clamped["up"].any(), "an element is clamped although its scale was rounded up"
-    # The rules differ in just those blocks that one of them clamps, and there by a factor of two.
+    # The rules differ exactly in the blocks that one of them clamps, by a factor of two.
     differ = scales["up"].int() - scales["floor"].int()
     hit = _blocks(clamped["floor"], rows)
     assert torch.equal(differ, hit.repeat_interleave(rows, 0).int()), (
@@ -158,7 +158,7 @@ def compare(x: torch.Tensor, format_name: str, *, two_dimensional: bool = False)
 
 
 def measure() -> tuple[list[Row], dict[str, float]]:
-    """Every tensor in every format asked of it."""
+    """Compare the rules on every tensor; weights and gradients are compared in two ways."""
     real, losses = trained()
     rows: list[Row] = []
     draws = [
@@ -184,7 +184,7 @@ def _sqnr(seen: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown."""
+    """The rows as a table in Markdown."""
     headings = (
         "tensor",
         "format",
@@ -217,7 +217,7 @@ def table(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], out: Path) -> None:
-    """One pair of bars for each row."""
+    """Draw a pair of bars for each row."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -263,7 +263,7 @@ def draw(rows: list[Row], out: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mx_rounding", description=__doc__)
     parser.add_argument(
         "--threads", type=int, default=1, help="more is slower where cores are shared"

@@ -1,8 +1,7 @@
-"""What the CUDA compiler says of each kernel: ``python -m benchmarks.resources [--write]``, without
-a GPU.
+"""Shows what the CUDA compiler reports of each kernel.
 
-Registers, spills, stack frame and shared memory of every kernel for every target. ``--write`` puts
-the table on ``docs/gpu_resources.md``.
+``python -m benchmarks.resources`` prints registers, spills, stack frame and shared memory of every
+kernel for every target; ``--write`` writes the table to ``docs/gpu_resources.md``. It needs no GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.checkout import find_tool
@@ -22,7 +21,7 @@ from benchmarks.checkout import find_tool
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = ROOT / "packages" / "core" / "csrc" / "cuda"
 PAGE = ROOT / "docs" / "gpu_resources.md"
-#: Compute capabilities as nvcc names them, and the first release of it that knows each.
+#: Compute capability as nvcc names it -> the first release of nvcc that supports it.
 TARGETS = {"80": (11, 0), "89": (11, 8), "90a": (12, 0), "100a": (12, 8)}
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v", "-cubin"]
 
@@ -51,56 +50,59 @@ class Kernel:
 
 
 def sources() -> list[Path]:
-    """The files that the build compiles, as its list has them."""
+    """The files that the build compiles, from its own list."""
     listed = re.findall(r"/(\w+\.cu)\b", (CUDA / "kernels.cmake").read_text(encoding="utf-8"))
     return [CUDA / name for name in listed]
 
 
 def _nvcc() -> str:
-    found = find_tool("nvcc")
-    if found is None:
+    nvcc = find_tool("nvcc")
+    if nvcc is None:
         raise FileNotFoundError("nvcc not found; install the CUDA toolkit, or put nvcc on PATH")
-    return found
+    return nvcc
 
 
 def release() -> str:
-    """Which nvcc this is, as ``13.0``."""
+    """The release of nvcc, such as ``13.0``."""
     text = subprocess.run([_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+\.\d+)", text)
-    return found[1] if found else "99.0"
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else "99.0"
 
 
 def targets() -> list[str]:
-    """The targets that this nvcc knows."""
-    own = tuple(int(part) for part in release().split("."))
+    """The targets that this nvcc supports."""
+    own = tuple(int(number) for number in release().split("."))
     return [name for name, first in TARGETS.items() if own >= first]
 
 
 def demangled(names: Iterable[str]) -> dict[str, str]:
-    """Mangled name -> what the kernel is called in the sources, or the mangled name where there is
-    no c++filt."""
-    given = list(names)
+    """The name of each kernel in the sources, by its mangled name.
+
+    It is the mangled name itself where there is no c++filt.
+    """
+    mangled = list(names)
     program = find_tool("c++filt") or find_tool("cu++filt")
-    if program is None or not given:
-        return {name: name for name in given}
+    if program is None or not mangled:
+        return {name: name for name in mangled}
     done = subprocess.run(
-        [program], input="\n".join(given), capture_output=True, text=True, check=True
+        [program], input="\n".join(mangled), capture_output=True, text=True, check=True
     )
-    return {name: _short(text) for name, text in zip(given, done.stdout.splitlines(), strict=True)}
+    lines = done.stdout.splitlines()
+    return {name: _short(text) for name, text in zip(mangled, lines, strict=True)}
 
 
 def _short(text: str) -> str:
     """The struct of ``void ottava::cuda::grid<Struct<...> >(Struct<...>)``."""
-    found = re.match(r"void (?:\w+::)*grid<(.*)>\(", text)
-    name = (found[1] if found else text).strip()
+    match = re.match(r"void (?:\w+::)*grid<(.*)>\(", text)
+    name = (match[1] if match else text).strip()
     for pattern, by in _SHORT:
         name = re.sub(pattern, by, name)
     return re.sub(r" +>", ">", name).replace("(bool)1", "true").replace("(bool)0", "false")
 
 
 def parse(file: str, output: str) -> list[Kernel]:
-    """The kernels in what ``ptxas -v`` printed for one file and target; names are mangled."""
-    found: list[Kernel] = []
+    """The kernels in the output of ``ptxas -v`` for one file and target; names are mangled."""
+    kernels: list[Kernel] = []
     entry: tuple[str, str] | None = None
     frame = (0, 0, 0)
     for line in output.splitlines():
@@ -111,20 +113,20 @@ def parse(file: str, output: str) -> list[Kernel]:
         elif (match := _USED.search(line)) and entry is not None:
             shared = _SHARED.search(line)
             spilled = frame[1] + frame[2]
-            found.append(
+            kernels.append(
                 Kernel(
                     file, *entry, int(match[1]), spilled, frame[0], int(shared[1]) if shared else 0
                 )
             )
             entry = None
-    return found
+    return kernels
 
 
 def compile_one(source: Path, target: str, folder: Path) -> list[Kernel]:
-    """One file for one target.
+    """Compile one file for one target, and return its kernels.
 
     Raises:
-        RuntimeError: it does not compile; the message has what nvcc printed.
+        RuntimeError: it does not compile; the message has nvcc's output.
     """
     cubin = folder / f"{source.stem}.{target}.cubin"
     machine = f"-gencode=arch=compute_{target},code=sm_{target}"
@@ -137,7 +139,7 @@ def compile_one(source: Path, target: str, folder: Path) -> list[Kernel]:
 
 
 def measure(wanted: list[str] | None = None, workers: int = 2) -> list[Kernel]:
-    """Every kernel of every file, for the targets wanted (by default all that nvcc knows)."""
+    """Every kernel of every file for the targets ``wanted``, by default all that nvcc supports."""
     chosen = targets() if wanted is None else wanted
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -148,50 +150,46 @@ def measure(wanted: list[str] | None = None, workers: int = 2) -> list[Kernel]:
             for source in sources()
             for target in chosen
         ]
-        found = [kernel for job in jobs for kernel in job.result()]
-    names = demangled({kernel.name for kernel in found})
-    return [
-        Kernel(k.file, names[k.name], *(getattr(k, f) for f in list(Kernel.__annotations__)[2:]))
-        for k in found
-    ]
+        kernels = [kernel for job in jobs for kernel in job.result()]
+    names = demangled({kernel.name for kernel in kernels})
+    return [replace(kernel, name=names[kernel.name]) for kernel in kernels]
 
 
-def table(found: list[Kernel]) -> str:
-    """One line for each kernel, one column for each target: registers, and shared memory, stack and
-    spills if any."""
-    columns = [target for target in TARGETS if any(k.target == target for k in found)]
+def table(kernels: list[Kernel]) -> str:
+    """A table with one line for each kernel and one column for each target.
+
+    Cells have registers, and stack and spills if there are any; the last column is shared memory.
+    """
+    columns = [target for target in TARGETS if any(k.target == target for k in kernels)]
     lines = ["| file | kernel | " + " | ".join(f"sm_{c}" for c in columns) + " | shared memory |"]
     lines += ["|---" * (len(columns) + 3) + "|"]
     by_kernel: dict[tuple[str, str], dict[str, Kernel]] = {}
-    for kernel in found:
+    for kernel in kernels:
         by_kernel.setdefault((kernel.file, kernel.name), {})[kernel.target] = kernel
-    for (file, name), of in sorted(by_kernel.items()):
-        cells = [_cell(of.get(column)) for column in columns]
-        lines.append(
-            f"| {file} | `{name}` | {' | '.join(cells)} | {max(k.shared for k in of.values())} |"
-        )
+    for (file, name), by_target in sorted(by_kernel.items()):
+        cells = [_cell(by_target.get(column)) for column in columns]
+        shared = max(kernel.shared for kernel in by_target.values())
+        lines.append(f"| {file} | `{name}` | {' | '.join(cells)} | {shared} |")
     return "\n".join(lines)
 
 
 def _cell(kernel: Kernel | None) -> str:
     if kernel is None:
         return "-"
-    extra = (
-        f", {kernel.stack} of stack, {kernel.spilled} spilled"
-        if kernel.stack or kernel.spilled
-        else ""
-    )
-    return f"{kernel.registers}{extra}"
+    if not (kernel.stack or kernel.spilled):
+        return str(kernel.registers)
+    return f"{kernel.registers}, {kernel.stack} of stack, {kernel.spilled} spilled"
 
 
-def page(found: list[Kernel]) -> str:
-    """The page of the docs."""
-    spilling = sum(1 for k in found if k.spilled or k.stack)
+def page(results: list[Kernel]) -> str:
+    """The page in the docs."""
+    spilling = sum(1 for k in results if k.spilled or k.stack)
     words = (
         f"{spilling or 'none'} of the results {'has' if spilling < 2 else 'have'} a stack "
         f"frame or spills"
     )
-    kernels, wanted = len({(k.file, k.name) for k in found}), len({k.target for k in found})
+    kernels = len({(k.file, k.name) for k in results})
+    wanted = len({k.target for k in results})
     return "\n".join(
         [
             "# Registers and shared memory of the CUDA kernels",
@@ -202,26 +200,26 @@ def page(found: list[Kernel]) -> str:
             "memory of a block.",
             f"{kernels} kernels for {wanted} targets: {words}.",
             "",
-            table(found),
+            table(results),
             "",
         ]
     )
 
 
 def main() -> int:
-    """Compile, print, write; 1 if a kernel spills."""
+    """Compile, print and write; returns 1 if a kernel spills."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.resources", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    found = measure(workers=options.workers)
-    text = page(found)
+    kernels = measure(workers=options.workers)
+    text = page(kernels)
     print(text)
     if options.write:
         PAGE.write_text(text, encoding="utf-8")
-    return 1 if any(k.spilled or k.stack for k in found) else 0
+    return 1 if any(k.spilled or k.stack for k in kernels) else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Draws ``docs/_static/delayed_spike.png``: amax, scale and clamped elements of a run with one
-spike in its inputs.
+"""Draws ``docs/_static/delayed_spike.png``, a run of delayed scaling with a spike in its inputs.
 
-``python -m benchmarks.spike`` needs ``ottava-recipes-delayed`` and matplotlib.
+The picture shows amaxes, scales and clamped elements. ``python -m benchmarks.spike`` needs
+``ottava-recipes-delayed`` and matplotlib.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ CASES = {
 
 
 def run(options: dict[str, object]) -> dict[str, list[float]]:
-    """Train one layer; for each step the input's amax, what its scale can hold, and how much was
-    clamped."""
+    """Train one layer, and record its input in each step.
+
+    Returns:
+        ``amax``, ``limit`` (the largest value at the step's scale) and ``clamped`` (percent of the
+        elements) of each step.
+    """
     from ottava_delayed import DelayedScaling, scaling_statistics
 
     torch.manual_seed(0)
@@ -31,7 +35,7 @@ def run(options: dict[str, object]) -> dict[str, list[float]]:
     layer = ottava.convert(torch.nn.Linear(64, 64), recipe)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
     random = torch.Generator().manual_seed(1)
-    seen: dict[str, list[float]] = {"amax": [], "limit": [], "clamped": []}
+    record: dict[str, list[float]] = {"amax": [], "limit": [], "clamped": []}
     before = 0
     for step in range(STEPS):
         x = torch.randn(256, 64, generator=random) * (FACTOR if step == SPIKE else 1.0)
@@ -39,11 +43,11 @@ def run(options: dict[str, object]) -> dict[str, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         slot = scaling_statistics(layer)[""]["input"]
-        seen["amax"].append(x.abs().max().item())
-        seen["limit"].append(448.0 / slot.scale)
-        seen["clamped"].append(100.0 * (slot.saturated - before) / x.numel())
+        record["amax"].append(x.abs().max().item())
+        record["limit"].append(448.0 / slot.scale)
+        record["clamped"].append(100.0 * (slot.saturated - before) / x.numel())
         before = slot.saturated
-    return seen
+    return record
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Signal to quantization noise of current, rowwise, blockwise and MXFP8 on heavy-tailed tensors.
+"""Measures SQNR of current, rowwise, blockwise and MXFP8 on heavy-tailed tensors.
 
-``python -m benchmarks.sqnr`` prints the tables of ``docs/numerics.md``, ``--write`` puts them
-there. Tensors of 512 × 512 in bfloat16, drawn with a fixed seed, in E4M3, quantized along rows. Of
-each tensor there are two figures: of the whole, where its largest elements decide, and one for
-which every element counts alike, by its relative error: that says what becomes of small elements
-beside large ones.
+``python -m benchmarks.sqnr`` prints the tables of ``docs/numerics.md``; ``--write`` puts them
+there. The tensors are random with a fixed seed, 512 × 512 in bfloat16, and are quantized along rows
+to E4M3. Each tensor has two figures. The SQNR of the whole tensor depends on its largest elements.
+The other counts the relative errors of all elements alike, and so shows what happens to small
+elements beside large ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.markdown import markdown
 PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
 BEGIN, END = "<!-- benchmarks.sqnr -->", "<!-- end of benchmarks.sqnr -->"
 SIZE = 512
-# Column of the table -> recipe, its options, and the role whose quantizer it is of.
+# Column of the table -> the recipe, its options, and the role of the quantizer.
 SCHEMES: Mapping[str, tuple[str, dict[str, object], str]] = {
     "current": ("current", {}, "input"),
     "rowwise": ("rowwise", {}, "input"),
@@ -33,7 +33,7 @@ SCHEMES: Mapping[str, tuple[str, dict[str, object], str]] = {
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Random tensors, by what they are called."""
+    """Random tensors by name."""
     random = torch.Generator().manual_seed(0)
 
     def normal() -> torch.Tensor:
@@ -45,7 +45,7 @@ def tensors() -> dict[str, torch.Tensor]:
     outliers, rows = normal(), normal()
     outliers[:, 17::128] *= 1e5
     rows *= torch.exp(3 * torch.randn(SIZE, 1, generator=random, dtype=torch.float64))
-    found = {
+    named = {
         "Gaussian": normal(),
         "Student's t, 3 degrees": student,
         "lognormal, σ = 1": normal().exp() * signs[0],
@@ -53,11 +53,11 @@ def tensors() -> dict[str, torch.Tensor]:
         "Gaussian, 4 columns 10⁵ times larger": outliers,
         "Gaussian, rows of lognormal size, σ = 3": rows,
     }
-    return {name: tensor.bfloat16() for name, tensor in found.items()}
+    return {name: tensor.bfloat16() for name, tensor in named.items()}
 
 
 def figures(x: torch.Tensor, scheme: str) -> tuple[float, float]:
-    """SQNR in dB of the whole, and that of the mean square of relative errors."""
+    """SQNR in dB of the whole tensor, and of the mean square of relative errors."""
     recipe, options, role = SCHEMES[scheme]
     quantizer = ottava.get_recipe(recipe, **options).quantizer(role).with_usage(True, False)
     exact = x.double()
@@ -68,15 +68,15 @@ def figures(x: torch.Tensor, scheme: str) -> tuple[float, float]:
 
 
 def text() -> str:
-    """What stands between the marks of the page."""
-    found = {
+    """The text between the marks of the page."""
+    by_tensor = {
         name: {scheme: figures(x, scheme) for scheme in SCHEMES} for name, x in tensors().items()
     }
     wholes, alike = (
         markdown(
             [
                 {"tensor": name, **{s: pair[at] for s, pair in row.items()}}
-                for name, row in found.items()
+                for name, row in by_tensor.items()
             ],
             "{:.1f}",
         )
@@ -86,13 +86,13 @@ def text() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the tables as they are now."""
+    """The page with new tables."""
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     return f"{before}{BEGIN}\n{text()}{END}{after}"
 
 
 def main() -> None:
-    """Prints the tables, or writes them into the page."""
+    """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sqnr", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"replace the tables of {PAGE.name}")
     if parser.parse_args().write:

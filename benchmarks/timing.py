@@ -1,5 +1,4 @@
-"""Alternatives that are timed side by side, so that whatever else the machine does falls on all of
-them."""
+"""Times alternatives in turns, so that other work of the machine slows all of them alike."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Run = Callable[[], object]
-#: What was measured of one row of a table: a name, seconds of each alternative, why others have
-#: none.
+#: A measured row of a table: its name, the seconds of each alternative, and the errors of those
+#: that could not be timed.
 Row = dict[str, Any]
-#: Of one call: so much is not waited for again and again.
+#: Seconds of a call; an alternative that takes longer is timed once.
 SLOW = 20.0
 
 
@@ -23,12 +22,12 @@ class Timing:
     """One row of a table of timings.
 
     Attributes:
-        name: what is timed.
-        runs: alternative -> what makes the call that is timed; it may raise, where an alternative
-            is not there.
-        moved: bytes that a call reads and writes, each once.
-        flops: what it multiplies and adds.
-        calls: how many calls of what is named one run makes.
+        name: the name of the row.
+        runs: alternative -> a function that prepares and returns the call to time; it may raise if
+            the machine does not have the alternative.
+        moved: bytes that a call reads and writes, each counted once.
+        flops: floating-point operations of a call.
+        calls: the number of calls that one run makes.
     """
 
     name: str
@@ -39,7 +38,7 @@ class Timing:
 
 
 def _once(run: Run, wait: Run, calls: int = 1) -> float:
-    """Seconds of one call, when so many are queued."""
+    """Seconds of one call, when ``calls`` of them are queued."""
     wait()
     start = time.perf_counter()
     for _ in range(calls):
@@ -58,11 +57,16 @@ def interleaved(
     wait: Run = lambda: None,
     turn_seconds: float = 0.0,
 ) -> dict[str, float]:
-    """Median seconds of each alternative, run in turns: ``rounds`` times after ``warmup`` untimed
-    turns.
+    """Median seconds of each alternative, run in turns.
 
-    When ``at_most`` seconds are over, ``least`` turns are enough. ``wait``: for what a call has
-    queued. In a turn an alternative is called as often as fits ``turn_seconds``, 1 to 200 times.
+    Args:
+        runs: the alternatives by name.
+        rounds: the number of timed turns.
+        warmup: the number of turns before them that are not timed.
+        at_most: seconds after which ``least`` turns are enough.
+        least: the number of timed turns that are made in any case.
+        wait: waits for the work that calls have queued.
+        turn_seconds: an alternative is called as often as fits into this time, 1 to 200 times.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     calls = dict.fromkeys(runs, 1)
@@ -88,11 +92,16 @@ def measure(
     prepare: Callable[[Run], Run] | None = None,
     until: float = math.inf,
 ) -> Row:
-    """Seconds of one call of each alternative, by ``seconds`` of what ``prepare`` makes of each.
+    """Measure a row: seconds of one call of each alternative.
 
-    What would be made after ``until``, on the monotonic clock, is left out. An alternative whose
-    calls take longer than ``SLOW`` seconds takes no turns: its second call stands for it, since the
-    first may have compiled.
+    An alternative whose calls take longer than ``SLOW`` seconds takes no turns. Its second call is
+    its time, because the first may have compiled.
+
+    Args:
+        timing: the row.
+        seconds: measures the alternatives, such as :func:`interleaved`.
+        prepare: replaces each run by another one, such as the replay of a graph.
+        until: a time of the monotonic clock; alternatives whose turn comes later are left out.
     """
     runs: dict[str, Run] = {}
     errors: dict[str, str] = {}
@@ -109,16 +118,15 @@ def measure(
             ):
                 slow[name] = again
                 del runs[name]
-        except (
-            Exception
-        ) as error:  # what is missing, or does not fit this machine, is left out of its row
+        except Exception as error:
+            # An alternative that is missing, or that this machine cannot run, has no time.
             runs.pop(name, None)
             errors[name] = f"{type(error).__name__}: {str(error)[:300]}"
     measured = {**seconds(runs), **slow}
-    found = {name: measured[name] / timing.calls for name in timing.runs if name in measured}
+    of_a_call = {name: measured[name] / timing.calls for name in timing.runs if name in measured}
     return {
         "name": timing.name,
-        "seconds": found,
+        "seconds": of_a_call,
         "errors": errors,
         "moved": timing.moved,
         "flops": timing.flops,

@@ -1,4 +1,4 @@
-"""All-reduces (MAX, SUM) and all-gather, which anyone may call; and ranks that fail together."""
+"""All-reduce (MAX, SUM) and all-gather for any caller, and checks in which all ranks fail alike."""
 
 import contextlib
 import hashlib
@@ -14,9 +14,9 @@ from ottava.torch_private import resolve_process_group
 
 _T = TypeVar("_T")
 
-# Hold the last tensors of collectives as their ``grad``, a reference in C++: gloo's thread lets go
-# of a tensor a moment after the collective has returned. With the last reference it would need the
-# interpreter, and a process that ends in this moment would abort.
+# Tensors whose ``grad``, a reference in C++, keeps the tensors of the last collectives alive.
+# gloo's thread releases a tensor a moment after the collective has returned. If it had the last
+# reference, it would need the interpreter, and a process that ends in this moment would abort.
 _keepers: deque[torch.Tensor] = deque(maxlen=16)
 
 
@@ -25,8 +25,11 @@ process_groups_ready: Callable[[], bool] = dist.is_initialized if dist.is_availa
 
 
 def check_group(group: Any) -> None:
-    """Refuse with an OptionError what is no process group that this process is in, no name of one,
-    and not None."""
+    """Check that ``group`` is a process group that this process is in, the name of one, or None.
+
+    Raises:
+        OptionError: it is neither.
+    """
     if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
         expected = "a process group that this process is in, the name of one, or None"
         remedy = (
@@ -36,13 +39,17 @@ def check_group(group: Any) -> None:
 
 
 def find_group(group: Any) -> Any:
-    """The process group itself, of a group or its name; None stays None. UsageError, OptionError:
-    there is none."""
+    """The process group for a group or its name; None stays None.
+
+    Raises:
+        UsageError: no process group is initialized, or none has this name.
+        OptionError: ``group`` is something else, or a group that this process is not in.
+    """
     check_group(group)
     if group is not None and not process_groups_ready():
-        what = f"the group {group!r} was given but no process group is initialized"
         raise UsageError(
-            what, expected="torch.distributed.init_process_group() before, or no group"
+            f"the group {group!r} was given but no process group is initialized",
+            expected="torch.distributed.init_process_group() before, or no group",
         )
     if not isinstance(group, str):
         return group
@@ -55,45 +62,43 @@ def find_group(group: Any) -> Any:
 
 
 def spans_ranks(group: Any) -> bool:
-    """Whether a reduction over a group, of which this may be the name, asks other ranks; False
-    where there are none."""
+    """Whether a reduction over a group, or over the group of that name, involves other ranks."""
     return process_groups_ready() and dist.get_world_size(find_group(group)) > 1
 
 
-# The names of the groups that were made of this process alone.
+# The name of the group that has this process alone, once it is made.
 _own: list[str] = []
 
 
 def group_of_this_rank() -> Any:
-    """A group of this process alone, made by no other process: nothing is reduced over it."""
+    """A group that has this process alone, so that a reduction over it changes nothing."""
     for name in _own:
         with contextlib.suppress(RuntimeError, LookupError):
             return resolve_process_group(name)
-    # Without the others, which may be waiting for something else; NCCL would split a communicator
-    # of all.
+    # The group is made without the other ranks, which may be waiting for something else. The
+    # backend is gloo, because NCCL would split a communicator of all ranks.
     backend = "gloo" if dist.is_gloo_available() else None
-    made = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
-    _own[:] = [made.group_name]
-    return made
+    group = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    _own[:] = [group.group_name]
+    return group
 
 
 def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The elementwise maximum of ``values`` over the ranks of ``group``, a new tensor.
+    """The elementwise maximum of ``values`` over the ranks of ``group``.
 
     Args:
-        values: float32 or float64, any shape; not changed.
+        values: float32 or float64, any shape; not changed. With one rank they are the result.
         group: a process group or its name (a name keeps no group alive); None is the default group.
 
     Raises:
-        UsageError, OptionError: no process group is initialized; ``group`` is none, or not this
-            process's.
+        UsageError: no process group is initialized, or none has the name ``group``.
+        OptionError: ``group`` is no process group, or one that this process is not in.
     """
     return _all_reduce(values, "MAX", group)
 
 
 def all_reduce_sum(values: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The elementwise sum over the ranks, a new tensor; arguments and errors as of
-    :func:`all_reduce_max`."""
+    """The elementwise sum over the ranks; arguments and errors as of :func:`all_reduce_max`."""
     return _all_reduce(values, "SUM", group)
 
 
@@ -108,16 +113,17 @@ def _all_reduce(values: torch.Tensor, operation: str, group: Any) -> torch.Tenso
 
 
 def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """The ``values`` of all ranks of ``group``, in the order of the ranks:
-    ``[ranks, *values.shape]``.
+    """The ``values`` of all ranks of ``group``, in the order of the ranks.
 
     Args:
-        values: of one shape and dtype on all ranks; bytes, for 8-bit float dtypes.
+        values: of the same shape and dtype on all ranks; 8-bit floats must be viewed as bytes.
         group: as of :func:`all_reduce_max`.
 
+    Returns:
+        ``[ranks, *values.shape]``.
+
     Raises:
-        UsageError, OptionError: no process group is initialized; ``group`` is none, or not this
-            process's.
+        UsageError, OptionError: as of :func:`all_reduce_max`.
     """
     group = _ready(group)
     ranks = dist.get_world_size(group)
@@ -132,9 +138,8 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 def _ready(group: Any) -> Any:
     if not process_groups_ready():
-        what = "a reduction over processes was asked for but no process group is initialized"
         raise UsageError(
-            what,
+            "a reduction over processes was asked for but no process group is initialized",
             "torch.distributed.init_process_group() before",
             "or set with_amax_reduction=False",
         )
@@ -149,30 +154,40 @@ def _keep(*tensors: torch.Tensor) -> None:
 
 
 class Ranks:
-    """The ranks of a group, or this process alone where there is none: what one of them fails in,
-    fails on all. UsageError where a group is given and none is initialized, OptionError where this
-    process is not in it."""
+    """The ranks of a group, which do things together: if one of them fails, all do.
+
+    It is this process alone if no process group is initialized.
+
+    Raises:
+        UsageError: a group is given, and no process group is initialized.
+        OptionError: this process is not in the group.
+    """
 
     def __init__(self, group: Any) -> None:
-        self.group, self.alone = find_group(group), not process_groups_ready()
-        self.rank, self.world = (
-            (0, 1) if self.alone else (dist.get_rank(self.group), dist.get_world_size(self.group))
-        )
+        self.group = find_group(group)
+        self.alone = not process_groups_ready()
+        self.rank, self.world = 0, 1
+        if not self.alone:
+            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, which are pickled on their way."""
+        """The values of all ranks, which are pickled to be sent."""
         values = [value] * self.world
         if not self.alone:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
     def each(self, function: Callable[[], _T]) -> _T:
-        """What ``function`` gives here, once it has succeeded on every rank; else an error on every
-        rank."""
+        """The result of ``function`` on this rank, once it has succeeded on every rank.
+
+        Raises:
+            CheckpointError: it failed on another rank. On the rank where it failed, its own
+                exception is raised.
+        """
         failure: BaseException | None = None
         try:
             result = function()
-        # An interrupt, too: the others would wait for this rank.
+        # An interrupt is caught too, because the other ranks would wait for this one.
         except BaseException as error:
             failure = error
         messages = self.gather(None if failure is None else text_of(failure))
@@ -187,7 +202,7 @@ class Ranks:
 
 
 class Disagreement(NamedTuple):
-    """What an error says where ranks are about to do different things."""
+    """The texts of the error that is raised if ranks are about to do different things."""
 
     what: str
     expected: str
@@ -197,28 +212,31 @@ class Disagreement(NamedTuple):
 def check_alike(
     lines: Sequence[str], group: Any, device: torch.device | None, error: Disagreement
 ) -> None:
-    """Compare what the ranks of a group are about to do, in one all-gather of 32 bytes.
+    """Check that all ranks of a group are about to do the same, with one all-gather of 32 bytes.
 
     Args:
-        lines: what this rank is about to do, in words that other processes would use, too.
+        lines: a description of what this rank is about to do; equal on all ranks that do the same.
         group: as of :func:`all_reduce_max`.
         device: where the group's collectives run; None is the default device.
-        error: what is said where the lines differ. The words of the first rank serve all of them.
+        error: the texts of the error. All ranks use those of the first rank.
 
     Raises:
-        UsageError: the lines differ; on every rank, with one text.
+        UsageError: the lines differ. It is raised on every rank, with the same text.
     """
     hashed = hashlib.sha256("\n".join(lines).encode()).digest()
     digest = torch.tensor(list(hashed), dtype=torch.uint8, device=device)
     if bool((all_gather(digest, group) == digest).all()):
         return
-    of_ranks = Ranks(find_group(group)).gather((error, list(lines)))
-    (error, first), *others = of_ranks
-    rank, other = next((at, told) for at, (_, told) in enumerate(others, 1) if told != first)
-    mine = [line for line in first if line not in other]
-    theirs = [line for line in other if line not in first]
-    found = "they ran in another order"
-    if mine or theirs:
-        here, there = listed(mine) or "nothing else", listed(theirs) or "nothing else"
-        found = f"rank 0 has {here}, rank {rank} {there}"
-    raise UsageError(f"{error.what}: {found}", error.expected, error.remedy)
+    (error, first), *others = Ranks(find_group(group)).gather((error, list(lines)))
+    rank, other = next(
+        (number, theirs) for number, (_, theirs) in enumerate(others, 1) if theirs != first
+    )
+    only_first = [line for line in first if line not in other]
+    only_other = [line for line in other if line not in first]
+    difference = "they ran in another order"
+    if only_first or only_other:
+        difference = (
+            f"rank 0 has {listed(only_first) or 'nothing else'}, "
+            f"rank {rank} {listed(only_other) or 'nothing else'}"
+        )
+    raise UsageError(f"{error.what}: {difference}", error.expected, error.remedy)

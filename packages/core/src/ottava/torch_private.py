@@ -1,23 +1,26 @@
-"""What is private in torch, asked for here and nowhere else in the packages, and what serves where
-it is gone.
+"""The private names of torch that the packages use, and a fallback for each.
 
-A name with an underscore may go in any version of torch. Each is looked up once, when this module
-is imported; where it is not found, what :class:`Fallbacks` has of the same name is bound in its
-place. :data:`PRIVATE` says what that is; where that is nothing, what needs the name is refused with
-a BackendError.
+A version of torch may drop any name with an underscore, so no other module uses them. Each is
+looked up once, when this module is imported. If torch lacks a name, the attribute of
+:class:`Fallbacks` with the same name takes its place. :data:`PRIVATE` describes the fallback; if
+there is none, functions that need the name raise a BackendError.
 
-One has no equivalent and is answered for, with a warning: without ``graph_task_id`` no code counts
-as inside of a backward pass (docs/limits.md says what follows). FSDP2 then gathers what rows and
-columns need at once, not in turns.
+One name has no equivalent, and its absence causes a warning: without ``graph_task_id`` no code
+counts as inside of a backward pass (docs/limits.md lists the consequences). FSDP2 then gathers the
+data of both usages at once instead of in turns.
 
-Not here: FSDP2's objects, which are in :mod:`ottava.distributed.fsdp2`;
-``_ddp_params_and_buffers_to_ignore``, which ``ottava.convert`` sets for DistributedDataParallel to
-read (a version that does not copies the first rank's scaling state over that of the others); and
-what ``Module`` has for classes that derive from it (``_apply``, ``_parameters``, ``_modules``,
-``_buffers``, ``_forward_pre_hooks``, ``_replicate_for_data_parallel``, and what loads and saves).
+Some private names are used elsewhere:
 
-Nor is :func:`pipeline_pass`, which reads the frames of the caller: where
-``torch.distributed.pipelining`` has other names, code counts as outside of any pipeline.
+- FSDP2's objects, in :mod:`ottava.distributed.fsdp2`;
+- ``_ddp_params_and_buffers_to_ignore``, which ``ottava.convert`` sets and DistributedDataParallel
+  reads; a version of torch that ignored it would copy the first rank's scaling state over that of
+  the other ranks;
+- the names that ``Module`` has for its subclasses (``_apply``, ``_parameters``, ``_modules``,
+  ``_buffers``, ``_forward_pre_hooks``, ``_replicate_for_data_parallel``, and those that load and
+  save).
+
+:func:`pipeline_pass` uses names in another way: it reads the frames of its callers. If
+``torch.distributed.pipelining`` renames its functions, code counts as outside of any pipeline.
 """
 
 import itertools
@@ -31,25 +34,25 @@ import torch
 
 from ottava.errors import BackendError, UsageError
 
-#: Devices that torch.autocast knows. Asked here, because the compiler of torch 2.11 cannot trace
-#: the question.
+#: Types of devices that torch.autocast supports. The set is computed once, because the compiler of
+#: torch 2.11 cannot trace ``is_autocast_available``.
 WITH_AUTOCAST = frozenset(
     filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia"))
 )
 
-#: Name in this module -> the private name below ``torch``, and what serves without it.
+#: Name in this module -> the private name below ``torch``, and a description of its fallback.
 PRIVATE: dict[str, tuple[str, str]] = {}
-#: Those of them that this torch was found to lack: the private name -> what serves without it.
+#: The names that this version of torch lacks: private name -> a description of its fallback.
 MISSING: dict[str, str] = {}
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Fallbacks:
-    """What serves instead of the private names, made of what torch documents."""
+    """Replacements for the private names, made from documented functions of torch."""
 
-    # No code is known to run inside of a backward pass; somebody looks on, always, at tensors with
-    # all keys.
+    # Without the private names no code is known to run inside of a backward pass, dispatch always
+    # counts as observed, and tensors count as having all dispatch keys.
     graph_task_id = staticmethod(lambda: -1)
     current_node = top_hooks = staticmethod(lambda *_: None)
     dispatch_modes = function_modes = transforms = tracing = profiling = staticmethod(lambda: True)
@@ -94,18 +97,21 @@ def _refuse(path: str) -> NoReturn:
 
 
 def _ask(name: str, path: str, without: str) -> Any:
-    """What torch has at ``path``, else what :class:`Fallbacks` has, else a function that says what
-    is missing."""
+    """The object at ``path`` below ``torch``, or its fallback.
+
+    If there is no fallback either, the result is a function that raises a BackendError. ``without``
+    describes the fallback.
+    """
     PRIVATE[name] = (path, without)
-    found: Any = torch
+    value: Any = torch
     for step in path.split("."):
-        found = getattr(found, step, None)
-    if found is None:
+        value = getattr(value, step, None)
+    if value is None:
         MISSING[path] = without
-    return getattr(Fallbacks, name, lambda *_, **__: _refuse(path)) if found is None else found
+    return getattr(Fallbacks, name, lambda *_, **__: _refuse(path)) if value is None else value
 
 
-#: The number of the backward pass that this runs in; -1 outside any.
+#: The number of the backward pass that the caller runs in; -1 outside of any.
 graph_task_id: Callable[[], int] = _ask(
     "graph_task_id",
     "_C._current_graph_task_id",
@@ -131,10 +137,10 @@ function_modes: Callable[[], int] = _ask("function_modes", "_C._len_torch_functi
 transforms: Callable[[], Any] = _ask("transforms", "_C._functorch.peek_interpreter_stack", _SLOWER)
 tracing: Callable[[], Any] = _ask("tracing", "_C._get_tracing_state", _SLOWER)
 profiling: Callable[[], bool] = _ask("profiling", "_C._autograd._profiler_enabled", _SLOWER)
-#: The set of what torch's dispatcher knows of a tensor.
+#: The set of dispatch keys of a tensor.
 dispatch_keys: Callable[[torch.Tensor], Any] = _ask("dispatch_keys", "_C._dispatch_keys", _SLOWER)
 _key_sets = _ask("strange_keys", "_C.DispatchKeySet", _SLOWER)
-#: The module whose ``_current_level`` is -1 outside of forward-mode derivatives, and changes.
+#: A module whose variable ``_current_level`` is -1 outside of forward-mode derivatives.
 _ask("forward_ad", "autograd.forward_ad._current_level", "layers are autograd functions: slower")
 forward_ad: Any = (
     Fallbacks.forward_ad if PRIVATE["forward_ad"][0] in MISSING else torch.autograd.forward_ad
@@ -152,40 +158,41 @@ foreach_copy_: Callable[..., None] = _ask("foreach_copy_", "_foreach_copy_", "co
 foreach_maximum_: Callable[..., None] = _ask(
     "foreach_maximum_", "_foreach_maximum_", "torch.maximum, one by one"
 )
-#: Whether oneDNN, which multiplies for torch on CPUs, takes bfloat16 on this machine.
+#: Whether oneDNN, which computes torch's products on CPUs, supports bfloat16 on this machine.
 mkldnn_bf16_supported: Callable[[], bool] = _ask(
     "mkldnn_bf16_supported",
     "ops.mkldnn._is_mkldnn_bf16_supported",
     "oneDNN is there, and the CPU has AVX-512",
 )
-#: The address of a GPU's current stream. Builds of torch for CPUs do not have the private name.
+#: The address of a GPU's current stream. Builds of torch for CPUs lack the private name.
 raw_stream: Callable[[int], int] = _ask(
     "raw_stream", "_C._cuda_getCurrentRawStream", "torch.cuda: slower"
 )
-#: A reshaped tensor that is no view for autograd.
+#: A reshaped tensor that autograd does not treat as a view.
 unsafe_view: Callable[..., torch.Tensor] = _ask(
     "unsafe_view", "ops.aten._unsafe_view", "a reshaped copy: slower"
 )
 _PARAMETERS = "nothing: quantized parameters are refused, no others"
-#: A tensor of a subclass, without memory of its own.
+#: Makes a tensor of a subclass that has no memory of its own.
 make_wrapper_subclass: Callable[..., Any] = _ask(
     "make_wrapper_subclass", "Tensor._make_wrapper_subclass", _PARAMETERS
 )
 tree_map: Callable[..., Any] = _ask("tree_map", "utils._pytree.tree_map", _PARAMETERS)
-#: ``__torch_function__`` of classes that answer below autograd only.
+#: ``__torch_function__`` for classes that handle ops only below autograd.
 disabled_torch_function: Any = _ask(
     "disabled_torch_function",
     "_C._disabled_torch_function_impl",
     "torch.DisableTorchFunctionSubclass: slower",
 )
-#: The process group of a name, which keeps no group alive.
+#: The process group with a name; a name keeps no group alive.
 resolve_process_group: Callable[[str], Any] = _ask(
     "resolve_process_group",
     "distributed.distributed_c10d._resolve_process_group",
     "nothing: quantized weights that share scales over ranks are refused with an error",
 )
 
-# Looked up each time. Functions that have no entry say themselves what serves.
+# Functions below look these names up on every call. Their docstrings describe fallbacks of names
+# that have no entry here.
 _LOCAL = "distributed.tensor.DTensor._local_tensor"
 PRIVATE |= {
     "aliases_of": (
@@ -206,7 +213,7 @@ _numbers = itertools.count()
 
 
 def strange_keys(plain: Sequence[str]) -> int:
-    """The bits of all dispatch keys but these."""
+    """The bits of all dispatch keys except those named in ``plain``."""
     known = 0
     for name in plain if _key_sets is not None else ():
         known |= _key_sets(getattr(torch._C.DispatchKey, name)).raw_repr()
@@ -214,77 +221,94 @@ def strange_keys(plain: Sequence[str]) -> int:
 
 
 def constant_to_compiler(function: _Function) -> _Function:
-    """Have compiled code call ``function`` once, while it is traced, as
-    ``torch.compiler.assume_constant_result`` does, which imports the compiler, and that takes
-    seconds. A compiler that knows no such mark breaks its graph there."""
+    """Mark a function that the compiler calls while it traces, and whose result is then constant.
+
+    ``torch.compiler.assume_constant_result`` sets the same mark, but imports the compiler, which
+    takes seconds. A compiler that does not know the mark breaks its graph at the call.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-#: ``torch.compiler.is_exporting``, which torch 2.11 takes for True in all code that it compiles.
+#: ``torch.compiler.is_exporting``, called while code is traced, because torch 2.11 replaces the
+#: call by True in all code that it compiles.
 is_exporting: Callable[[], bool] = constant_to_compiler(lambda: torch.compiler.is_exporting())
 
 
-@constant_to_compiler  # whose own error, for an exception in what it traces, would say nothing
+# The compiler calls this function while it traces. If it traced an exception instead, its own
+# error would hide the message.
+@constant_to_compiler
 def refuse_export(what: str, expected: str, remedy: str) -> None:
-    """Raise a UsageError, in code that is being exported."""
+    """Raise a UsageError in code that is being exported."""
     raise UsageError(what, expected=expected, remedy=remedy)
 
 
 def aten_overloads(*names: str) -> list[Any]:
-    """The default overloads of private aten operators, those that there are: nobody calls the
-    others."""
+    """The default overloads of those private aten operators that this torch has.
+
+    The others need no treatment, because nobody can call them.
+    """
     return [
-        found.default
+        operator.default
         for name in names
-        if (found := getattr(torch.ops.aten, name, None)) is not None
+        if (operator := getattr(torch.ops.aten, name, None)) is not None
     ]
 
 
 def aliases_of(operator: Any) -> list[tuple[int, str, bool]] | None:
-    """The arguments whose memory an operator writes to, or its results share: position, name,
-    whether it writes.
+    """The arguments whose memory an operator writes to, or shares with its results.
 
-    None where this torch does not say.
+    Returns:
+        Position, name, and whether the operator writes; None where torch does not show schemas.
     """
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return None
     infos = [
-        (place, argument.name, argument.alias_info)
-        for place, argument in enumerate(schema.arguments)
+        (position, argument.name, argument.alias_info)
+        for position, argument in enumerate(schema.arguments)
     ]
-    return [(place, name, bool(info.is_write)) for place, name, info in infos if info is not None]
+    return [
+        (position, name, bool(info.is_write)) for position, name, info in infos if info is not None
+    ]
 
 
 def writes_of(operator: Any) -> list[tuple[int, str]] | None:
-    """The arguments that an operator writes to, by position and name; None where this torch does
-    not say."""
+    """Position and name of the arguments that an operator writes to.
+
+    None where torch does not show schemas.
+    """
     aliases = aliases_of(operator)
-    return (
-        None
-        if aliases is None
-        else [(place, name) for place, name, is_write in aliases if is_write]
-    )
+    if aliases is None:
+        return None
+    return [(position, name) for position, name, is_write in aliases if is_write]
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How many writes autograd knows of, to a tensor that was not made in inference mode."""
-    found = getattr(tensor, "_version", None)
-    return next(_numbers) if found is None else found
+    """The number of writes that autograd has counted for a tensor.
+
+    The tensor must not have been made in inference mode. Where torch does not show the number, each
+    call gives another one.
+    """
+    version = getattr(tensor, "_version", None)
+    return next(_numbers) if version is None else version
 
 
 def share_hooks(tensor: Any, other: Any) -> None:
-    """Have the hooks of a leaf's gradient run for another one, too; none where torch does not show
-    them."""
+    """Make the gradient hooks of one leaf run for another one too.
+
+    Does nothing where torch does not show the hooks.
+    """
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(other, name, hooks)
 
 
 def may_refuse_to_load(module: torch.nn.Module) -> bool:
-    """Whether ``load_state_dict`` of a module runs hooks or methods that are neither torch's nor
-    Ottava's; True where torch does not show its hooks."""
+    """Whether ``load_state_dict`` of a module runs code that is neither torch's nor Ottava's.
+
+    That code is in hooks, or in methods of the module. True where torch does not show the hooks.
+    """
     hooks = [
         getattr(module, f"_load_state_dict_{when}_hooks", {0: None}).values()
         for when in ("pre", "post")
@@ -304,62 +328,72 @@ def may_refuse_to_load(module: torch.nn.Module) -> bool:
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether it is a DTensor, whose import takes long."""
+    """Whether a tensor is a DTensor, found out without importing that class, which takes long."""
     return hasattr(tensor, "to_local")
 
 
 def local_tensor(tensor: Any) -> Any:
-    """What a DTensor holds on this rank, by ``to_local`` where it does not show it; other tensors
-    themselves."""
-    found = getattr(tensor, "_local_tensor", None)
-    if found is not None or not is_distributed(tensor):
-        return tensor if found is None else found
+    """The local tensor of a DTensor on this rank; other tensors are returned as they are.
+
+    ``to_local`` gives it where torch does not show it.
+    """
+    local = getattr(tensor, "_local_tensor", None)
+    if local is not None:
+        return local
+    if not is_distributed(tensor):
+        return tensor
     with torch.no_grad():
         return tensor.to_local()
 
 
 def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:
-    """Put another tensor in the place of what a DTensor holds here; a BackendError where torch has
-    no such place."""
+    """Replace the local tensor of a DTensor on this rank.
+
+    Raises:
+        BackendError: torch does not show the local tensor.
+    """
     if not hasattr(tensor, "_local_tensor"):
         _refuse(_LOCAL)
     tensor._local_tensor = local
 
 
 class PipelinePass(NamedTuple):
-    """What a pipeline of ``torch.distributed.pipelining`` is doing."""
+    """The work that a pipeline of ``torch.distributed.pipelining`` is doing."""
 
-    #: The ranks of the pipeline, each of which has other stages.
+    #: The number of ranks of the pipeline, each of which has other stages.
     ranks: int
-    #: The number of the microbatch whose forward pass a stage runs; None where it is no stage that
-    #: runs.
+    #: The number of the microbatch whose forward pass a stage runs; None if no stage runs one.
     microbatch: int | None
-    #: Whether a stage runs to find out shapes and dtypes, on values that are nobody's.
+    #: Whether a stage runs on meaningless values, to find out shapes and dtypes.
     infers: bool
 
 
 _PIPELINING = "torch.distributed.pipelining."
-#: The module that is imported where there are pipelines.
+#: The module that every program with a pipeline has imported.
 PIPELINES = f"{_PIPELINING}stage"
 _INFERRING = ("_forward_metadata_inference", "_shape_inference")
 
 
 def pipeline_pass() -> PipelinePass | None:
-    """What the pipeline does in which this runs; None outside of any. Not for code that is
-    compiled."""
+    """The work of the pipeline that the caller runs in; None outside of any.
+
+    It must not be called in code that is compiled.
+    """
     frame: FrameType | None = sys._getframe(1) if PIPELINES in sys.modules else None
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_PIPELINING):
-            found = _pass_of(frame.f_code.co_name, frame.f_locals)
-            if found is not None:
-                return found
+            work = _pass_of(frame.f_code.co_name, frame.f_locals)
+            if work is not None:
+                return work
         frame = frame.f_back
     return None
 
 
 def _pass_of(function: str, variables: Any) -> PipelinePass | None:
-    """What a function of a stage or of a schedule says; None where that is for its caller to
-    say."""
+    """The work that the frame of a function of a stage or of a schedule shows.
+
+    None if the frame of a caller of that function shows it.
+    """
     owner = variables.get("self")
     stages = getattr(owner, "_stages", None) or [getattr(owner, "_stage", owner)]
     ranks = getattr(stages[0], "group_size", None)

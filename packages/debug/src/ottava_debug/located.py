@@ -37,13 +37,8 @@ class Located(dict[str, Any]):
         return Located(values, self.source or other.source, {**other.lines, **self.lines})
 
 
-<<<<<<< HEAD
 class _Loader(yaml.SafeLoader):
-    """What ``yaml.safe_load`` gives, with :class:`Located` for mappings."""
-=======
-class _Loader(DepthLimit, yaml.SafeLoader):
     """Loads the same values as ``yaml.safe_load``, with :class:`Located` for mappings."""
->>>>>>> opE
 
     source = ""
 
@@ -75,13 +70,8 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     """The sections of a file, or of a dict.
 
     Raises:
-<<<<<<< HEAD
-        OptionError: the file cannot be read, is not YAML or not a mapping, is nested too deeply, or
-            is larger than a recipe file may be; with the line where there is one.
-=======
-        OptionError: the file cannot be read, is not YAML, is not a mapping, or is larger or deeper
-            than a recipe file may be. The message names the line where one is known.
->>>>>>> opE
+        OptionError: the file cannot be read, is not YAML, is not a mapping, is nested too deeply, or
+            is larger than a recipe file may be. The message names the line where one is known.
     """
     if isinstance(given, Mapping):
         return Located(located(given, "the configuration"), "the configuration")

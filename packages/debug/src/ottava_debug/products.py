@@ -129,11 +129,7 @@ class Watch:
         _changed()
 
     def close(self) -> None:
-<<<<<<< HEAD
         """Stop watching; further calls do nothing."""
-=======
-        """Stop watching; after an interrupt, another call completes this."""
->>>>>>> opE
         _watches[:] = [watch for watch in _watches if watch is not self]
         _changed()
 

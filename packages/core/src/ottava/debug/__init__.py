@@ -1,9 +1,10 @@
-"""What helps to find out what FP8 does to a model: ``fake_quantize``, what a tensor looks like
-after FP8, and the hook that a package fills which looks at the products of layers
-(``ottava-debug``).
+"""Helps to find out what FP8 does to a model.
 
-Formats are names that recipes list in their specs (``fake_quant_formats``). The two per-tensor ones
-are core's own.
+``fake_quantize`` gives the values of a tensor after quantizing and dequantizing. ``set_inspector``
+is a hook for a package that inspects the products of layers (``ottava-debug``).
+
+Formats are names that recipes list in their specs (``fake_quant_formats``). The two per-tensor
+formats belong to core.
 """
 
 import re
@@ -32,13 +33,15 @@ _PER_TENSOR = {
 def fake_quantize(
     tensor: torch.Tensor, fp8_format: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Quantize and dequantize; the gradient is that of the identity.
+    """Quantize and dequantize a tensor; the gradient is that of the identity.
+
+    Values near the largest of ``tensor``'s dtype may become infinite, because a format may round
+    them up.
 
     Args:
         tensor: float32, bfloat16 or float16, any shape.
-        fp8_format: ``"FP8E4M3"`` or ``"FP8E5M2"`` for one scale a tensor, from its amax; or a
-            format of an installed recipe, which its spec lists (``fake_quant_formats``). Values
-            next to the largest of ``tensor``'s dtype may become infinite: a format rounds them up.
+        fp8_format: ``"FP8E4M3"`` or ``"FP8E5M2"`` for one scale for the tensor, from its amax; or a
+            format that the spec of an installed recipe lists (``fake_quant_formats``).
         out: where to write the result, of the same shape, dtype and device.
 
     Raises:
@@ -50,32 +53,37 @@ def fake_quantize(
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     check_high_precision(tensor)
-    # A bare storage will do: there is less to make, and nothing to trace.
+    # A bare storage suffices, which takes less to make than a tensor, and is not traced.
     quantizer = _quantizer(fp8_format)
     quantizer.internal = True
     if out is not None:
         check_tensor(out, "out", tensor.dtype)
         check_fits(out, tuple(tensor.shape), tensor.device, "out")
-    made: Any = StraightThrough.apply
-    result: torch.Tensor = made(
+    straight_through: Any = StraightThrough.apply
+    result: torch.Tensor = straight_through(
         tensor, lambda t, dtype: quantizer.quantize(t.detach()).dequantize(dtype), tensor.dtype
     )
     return result if out is None else out.copy_(result)
 
 
 def set_inspector(inspector: Callable[[Linear], Callable[..., torch.Tensor] | None] | None) -> None:
-    """Have every :class:`ottava.nn.Linear` ask at its forward passes what computes them; None asks
-    nobody, at no cost.
+    """Set a hook that may replace the computation of every :class:`ottava.nn.Linear`.
+
+    Each layer calls it in each forward pass. None removes the hook, which then costs nothing.
 
     Args:
-        inspector: ``inspector(layer)`` gives a function, or None to leave the layer as it is. The
-            function is called with
-            ``(input, weight, bias, call, dtype, kept, main_grad, observed)``: checked tensors, the
-            weight ``[out, in]``, quantized if it lives so; the :class:`~ottava.nn.call.Call` of
-            this pass, whose ``state`` is None in high precision, where nothing has been checked and
-            torch.autocast is as it was; the dtype to compute in; the weight as an earlier
-            microbatch quantized it, or None; what the gradient of the weight is added to, or None;
-            and whether a compiler or a mode looks on. It gives ``[*, out]``.
+        inspector: ``inspector(layer)`` returns a function, or None to leave the layer as it is. The
+            function returns the output ``[*, out]`` of the layer; its arguments are:
+
+            - ``input``, ``weight`` ``[out, in]`` and ``bias``: checked tensors; the weight is
+              quantized if the parameter is;
+            - ``call``: the :class:`~ottava.nn.call.Call` of this pass. In high precision its
+              ``state`` is None, the tensors have not been checked, and torch.autocast is as the
+              caller set it;
+            - ``dtype``: the dtype to compute in;
+            - ``kept``: the weight as an earlier microbatch quantized it, or None;
+            - ``main_grad``: the tensor that the gradient of the weight is added to, or None;
+            - ``observed``: whether a compiler or a mode observes the computation.
     """
     function.inspector = inspector
 
@@ -92,15 +100,15 @@ def _quantizer(fp8_format: str) -> Quantizer:
     for spec in (spec for spec in specs if fp8_format in spec.fake_quant_formats):
         quantizer = get_recipe(spec.name).fake_quantizer(fp8_format)
         if quantizer is None:
-            what = (
-                f"recipe {spec.name!r} lists the format {fp8_format!r} and has no quantizer for it"
+            raise PluginError(
+                f"recipe {spec.name!r} lists the format {fp8_format!r} and has no quantizer for it",
+                expected="a quantizer from its fake_quantizer()",
             )
-            raise PluginError(what, expected="a quantizer from its fake_quantizer()")
         return quantizer.copy()
     known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
-    # A recipe's package is named after it, and so are its formats.
-    found = re.fullmatch(f"(.+)({E4M3.name}|{E5M2.name})", fp8_format)
-    remedy = f"pip install ottava-recipes-{found[1].lower()}" if found else ""
+    # The package of a recipe and its formats are named after the recipe.
+    match = re.fullmatch(f"(.+)({E4M3.name}|{E5M2.name})", fp8_format)
+    remedy = f"pip install ottava-recipes-{match[1].lower()}" if match else ""
     raise OptionError(
         f"no installed recipe serves the format {fp8_format!r}",
         expected=", ".join(known),
