@@ -70,8 +70,8 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     """The sections of a file, or of a dict.
 
     Raises:
-        OptionError: the file cannot be read, is not YAML, is not a mapping, is nested too deeply, or
-            is larger than a recipe file may be. The message names the line where one is known.
+        OptionError: the file cannot be read, is not YAML, is not a mapping, is nested too deeply,
+            or is larger than a recipe file may be. The message names the line where one is known.
     """
     if isinstance(given, Mapping):
         return Located(located(given, "the configuration"), "the configuration")
