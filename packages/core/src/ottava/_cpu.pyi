@@ -192,7 +192,12 @@ class ProductPlan:
     # What multiplies the values, of (values, values, scale, scale, bias, dtype), and the dtype; the
     # code of that dtype where the module is to finish torch's product itself, or -1.
     def __init__(
-        self, left: _PlannedSide, right: _PlannedSide, multiply: object, dtype: object, finished: int
+        self,
+        left: _PlannedSide,
+        right: _PlannedSide,
+        multiply: object,
+        dtype: object,
+        finished: int,
     ) -> None: ...
 
 def planned_product(
