@@ -14,7 +14,6 @@
 #include "cpu/kernels.h"
 #include "exchange.h"
 #include "numerics.h"
-#include "unread.h"
 
 namespace py = pybind11;
 
@@ -148,17 +147,6 @@ public:
         return static_cast<uint8_t*>(add(place, shape, x.ndim, dlpack::kUint8));
     }
 
-    // Rows without tensors, in the first two places; null with a Python error.
-    Unread* add_unread(int64_t rows, int64_t cols, int64_t scale_rows, int64_t scale_cols,
-                       bool e8m0) {
-        Unread* const made = make_unread(rows, cols, scale_rows, scale_cols, e8m0);
-        if (made == nullptr) return nullptr;
-        auto* const object = reinterpret_cast<PyObject*>(made);
-        PyTuple_SET_ITEM(tuple_.get(), 0, object);
-        PyTuple_SET_ITEM(tuple_.get(), 1, Py_NewRef(object));
-        return made;
-    }
-
     // Runs a kernel over so many elements, and gives the results.
     template <class Kernel>
     PyObject* after(int64_t elements, Kernel kernel) {
@@ -221,9 +209,7 @@ PyObject* quantize_operand(PyObject* const* given) {
     });
 }
 
-// (x, plan, rowwise, columnwise) -> (rowwise data, scales, columnwise data, scales). Rows may be
-// one `unread` object, in place of both, which has no tensors before somebody asks for them.
-template <bool unread>
+// (x, plan, rowwise, columnwise) -> (rowwise data, scales, columnwise data, scales)
 PyObject* grid_operand(PyObject* const* given) {
     Source x;
     if (!x.open(given[0]) || x.view.size == 0 || x.view.ndim > Results<4>::kDims)
@@ -240,13 +226,6 @@ PyObject* grid_operand(PyObject* const* given) {
         const GridDirection& of = plan.directions[direction];
         int64_t shape[2] = {grid_blocks(rows, of.rows), grid_blocks(cols, of.cols)};
         if (of.turned) std::swap(shape[0], shape[1]);
-        if (unread && direction == 0 && x.view.ndim == 2 && !of.turned) {
-            const Unread* const held = made.add_unread(rows, cols, shape[0], shape[1], rule.e8m0);
-            if (held == nullptr) return nullptr;
-            sides[count++] = {of.rows, of.cols,    of.shared_rows, of.shared_cols,
-                              false,   held->data, held->scales};
-            continue;
-        }
         uint8_t* data = made.add_data(2 * direction, x.view, of.turned);
         void* scales =
             made.add(2 * direction + 1, shape, 2, rule.e8m0 ? dlpack::kUint8 : dlpack::kFloat32);
@@ -337,78 +316,101 @@ private:
     Owned copy_;
 };
 
-// (plan, data, scales, data, scales, bias) -> the product. Data may be unread rows, which have
-// their scales.
+// What a product is given: data and scales of both sides, and perhaps a bias.
+struct ProductInputs {
+    Read data[2], scales[2], bias;
+    bool biased = false;
+    Dtype bias_dtype = Dtype::float32;
+
+    // (plan, data, scales, data, scales, bias). False where they do not fit the plan, or with a
+    // Python error.
+    bool open(const ProductPlan& plan, PyObject* const* given) {
+        const bool gradients = gradients_enabled();
+        for (int i = 0; i < 2; ++i) {
+            const ProductPlan::Side& side = plan.sides[i];
+            if (!data[i].open(given[1 + 2 * i], gradients) ||
+                !scales[i].open(given[2 + 2 * i], gradients) ||
+                data[i].view.size != side.rows * side.cols)
+                return false;
+            const bool scalar = scales[i].view.size == 1 && scales[i].view.is(dlpack::kFloat32);
+            if (!side.folded && !scalar) return false;
+        }
+        biased = given[5] != Py_None;
+        if (!biased) return true;
+        return bias.open(given[5], gradients) && dtype_of(bias.view, bias_dtype) &&
+               bias.view.ndim == 1 && (!plan.finishes || bias.view.size == plan.shape[1]);
+    }
+};
+
+// Step 1: the values of both sides, in the plan's memory.
+void decode_sides(const ProductPlan& plan, const ProductInputs& inputs, int threads) {
+    const Unlocked unlocked(inputs.data[0].view.size + inputs.data[1].view.size);
+    for (int i = 0; i < 2; ++i)
+        plan.sides[i].decode(inputs.data[i].view.data, inputs.scales[i].view.data, threads);
+}
+
+// Step 2: torch's float32 sums. As torch.addmm does, sums that no scale multiplies begin with the
+// bias. Null with a Python error.
+PyObject* multiply_values(const ProductPlan& plan, const ProductInputs& inputs, int threads) {
+    PyObject* const left = plan.sides[0].values.ptr();
+    PyObject* const right = plan.sides[1].values.ptr();
+    if (plan.scaled || !inputs.biased)
+        return PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr);
+    View sums;
+    const Owned begun(allocate(plan.shape, 2, dlpack::kFloat32, sums));
+    if (begun.get() == nullptr) return nullptr;
+    {
+        const Unlocked unlocked(sums.size);
+        repeat32(inputs.bias.view.data, inputs.bias_dtype, plan.shape[0], plan.shape[1],
+                 static_cast<float*>(sums.data), threads);
+    }
+    return PyObject_CallMethodObjArgs(begun.get(), torch.addmm, left, right, nullptr);
+}
+
+// Step 3: the sums, times both scales, plus the bias, rounded once to the plan's dtype.
+PyObject* finish_sums(const ProductPlan& plan, const ProductInputs& inputs, Owned& sums,
+                      int threads) {
+    View from;
+    if (!view_of(sums.get(), from) || !from.is(dlpack::kFloat32) || from.ndim != 2 ||
+        !from.contiguous())
+        return python_does_it();
+    View to = from;
+    Owned rounded;
+    if (plan.out != Dtype::float32) {
+        rounded.reset(allocate(from.shape, from.ndim, type_of(plan.out), to));
+        if (rounded.get() == nullptr) return nullptr;
+    }
+    const auto factor = [&](int i) {
+        return plan.sides[i].folded ? nullptr
+                                    : static_cast<const float*>(inputs.scales[i].view.data);
+    };
+    {
+        const Unlocked unlocked(from.size);
+        epilogue32(static_cast<const float*>(from.data), from.shape[0], from.shape[1], factor(0),
+                   factor(1), inputs.biased ? inputs.bias.view.data : nullptr, inputs.bias_dtype,
+                   to.data, plan.out, threads);
+    }
+    return (rounded.get() == nullptr ? sums : rounded).release();
+}
+
+// (plan, data, scales, data, scales, bias) -> the product
 PyObject* planned_product(PyObject* const* given) {
     if (torch.exchange == nullptr || observed() || autocast_enabled()) return python_does_it();
     const ProductPlan& plan = *py::handle(given[0]).cast<const ProductPlan*>();
-    const bool gradients = gradients_enabled(), biased = given[5] != Py_None;
-    Read data[2], scales[2], bias;
-    for (int i = 0; i < 2; ++i) {
-        const ProductPlan::Side& side = plan.sides[i];
-        if (const Unread* const rows = as_unread(given[1 + 2 * i])) {
-            data[i].view.data = rows->data, data[i].view.size = rows->shape[0] * rows->shape[1];
-            scales[i].view.data = rows->scales;
-            if (!side.folded || rows->e8m0 != side.e8m0 ||
-                data[i].view.size != side.rows * side.cols)
-                return python_does_it();
-            continue;
-        }
-        if (!data[i].open(given[1 + 2 * i], gradients) ||
-            !scales[i].open(given[2 + 2 * i], gradients) ||
-            data[i].view.size != side.rows * side.cols ||
-            (!side.folded && (scales[i].view.size != 1 || !scales[i].view.is(dlpack::kFloat32))))
-            return python_does_it();
-    }
-    Dtype bias_dtype = Dtype::float32;
-    if (biased && (!bias.open(given[5], gradients) || !dtype_of(bias.view, bias_dtype) ||
-                   bias.view.ndim != 1 || (plan.finishes && bias.view.size != plan.shape[1])))
-        return python_does_it();
+    ProductInputs inputs;
+    if (!inputs.open(plan, given)) return python_does_it();
     const int threads = torch_threads();
-    {
-        const Unlocked unlocked(data[0].view.size + data[1].view.size);
-        for (int i = 0; i < 2; ++i)
-            plan.sides[i].decode(data[i].view.data, scales[i].view.data, threads);
+    decode_sides(plan, inputs, threads);
+    if (!plan.finishes) {
+        PyObject* const scale_a = plan.sides[0].folded ? Py_None : given[2];
+        PyObject* const scale_b = plan.sides[1].folded ? Py_None : given[4];
+        return PyObject_CallFunctionObjArgs(plan.multiply.ptr(), plan.sides[0].values.ptr(),
+                                            plan.sides[1].values.ptr(), scale_a, scale_b, given[5],
+                                            plan.dtype.ptr(), nullptr);
     }
-    PyObject* const left = plan.sides[0].values.ptr();
-    PyObject* const right = plan.sides[1].values.ptr();
-    PyObject* const factors[2] = {plan.sides[0].folded ? Py_None : given[2],
-                                  plan.sides[1].folded ? Py_None : given[4]};
-    if (!plan.finishes)
-        return PyObject_CallFunctionObjArgs(plan.multiply.ptr(), left, right, factors[0],
-                                            factors[1], given[5], plan.dtype.ptr(), nullptr);
-    View made;
-    // As torch.addmm does: sums that no scale multiplies begin with the bias.
-    if (biased && !plan.scaled) {
-        const Owned begun(allocate(plan.shape, 2, dlpack::kFloat32, made));
-        if (begun.get() == nullptr) return nullptr;
-        {
-            const Unlocked unlocked(made.size);
-            repeat32(bias.view.data, bias_dtype, plan.shape[0], plan.shape[1],
-                     static_cast<float*>(made.data), threads);
-        }
-        return PyObject_CallMethodObjArgs(begun.get(), torch.addmm, left, right, nullptr);
-    }
-    Owned sums(PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr));
-    if (!plan.scaled && !biased) return sums.release();
-    if (sums.get() == nullptr || !view_of(sums.get(), made) || !made.is(dlpack::kFloat32) ||
-        made.ndim != 2 || !made.contiguous())
-        return python_does_it();
-    View result = made;
-    Owned other(plan.out == Dtype::float32
-                    ? nullptr
-                    : allocate(made.shape, made.ndim, type_of(plan.out), result));
-    if (plan.out != Dtype::float32 && other.get() == nullptr) return nullptr;
-    const auto factor = [&](int i) {
-        return plan.sides[i].folded ? nullptr : static_cast<const float*>(scales[i].view.data);
-    };
-    {
-        const Unlocked unlocked(made.size);
-        epilogue32(static_cast<const float*>(made.data), made.shape[0], made.shape[1], factor(0),
-                   factor(1), biased ? bias.view.data : nullptr, bias_dtype, result.data, plan.out,
-                   threads);
-    }
-    return (other.get() == nullptr ? sums : other).release();
+    Owned sums(multiply_values(plan, inputs, threads));
+    if (sums.get() == nullptr || !plan.scaled) return sums.release();
+    return finish_sums(plan, inputs, sums, threads);
 }
 
 // A list or tuple; null with a Python error.
@@ -514,12 +516,10 @@ void bind_operands(py::module_& m) {
     py::class_<ProductPlan>(m, "ProductPlan")
         .def(py::init<const py::tuple&, const py::tuple&, py::object, py::object, int>());
     m.def("connect", &connect);
-    if (!ready_unread()) throw py::error_already_set();
     // Without pybind's conversions, which would take longer than the rest.
     static PyMethodDef methods[] = {method<quantize_operand, 6>("quantize_operand"),
                                     method<cast_operand, 8>("cast_operand"),
-                                    method<grid_operand<false>, 4>("grid_quantize_operand"),
-                                    method<grid_operand<true>, 4>("grid_unread_operand"),
+                                    method<grid_operand, 4>("grid_quantize_operand"),
                                     method<planned_product, 6>("planned_product"),
                                     method<update_slots, 5>("update_slots"),
                                     {}};

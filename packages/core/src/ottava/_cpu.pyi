@@ -186,13 +186,18 @@ def grid_quantize_operand(
 # Of one operand: the code of its elements, rows and columns as stored, whether scales are part of
 # the values, whether those are E8M0, rows and columns of a block, address and dtype of the values,
 # and these as torch multiplies them.
-_Decoded = tuple[int, int, int, bool, bool, int, int, int, int, Tensor]
+_PlannedSide = tuple[int, int, int, bool, bool, int, int, int, int, Tensor]
 
 class ProductPlan:
     # What multiplies the values, of (values, values, scale, scale, bias, dtype), and the dtype; the
     # code of that dtype where the module is to finish torch's product itself, or -1.
     def __init__(
-        self, left: _Decoded, right: _Decoded, multiply: object, dtype: object, finished: int
+        self,
+        left: _PlannedSide,
+        right: _PlannedSide,
+        multiply: object,
+        dtype: object,
+        finished: int,
     ) -> None: ...
 
 def planned_product(
