@@ -104,19 +104,6 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         buffers: dict[str, Any] = self._buffers
         return buffers["scale"], buffers["amax_history"]
 
-    def forward_quantizers(
-        self, columnwise_input: bool, columnwise_weight: bool, recording: bool
-    ) -> tuple[Quantizer, Quantizer]:
-        # In few steps, because each forward pass looks here: a module searches several places for
-        # an attribute.
-        kept, key = self.__dict__["_kept"], (columnwise_input, columnwise_weight, recording)
-        pair: Any = None if _is_compiling() else kept.get(key)
-        if pair is None:
-            pair = super().forward_quantizers(columnwise_input, columnwise_weight, recording)
-            if not _is_compiling() and not self.given:
-                kept[key] = pair
-        return pair  # type: ignore[no-any-return]
-
     def quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
     ) -> Quantizer:

@@ -19,7 +19,8 @@ from ottava.nn.binding import (
     label_of,
     main_grad_of,
 )
-from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.nn.function import IntoMainGrad, quantized_linear
+from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.loading import fill_in_states
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe, asked_once
