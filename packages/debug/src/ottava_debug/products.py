@@ -20,10 +20,10 @@ from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import (
     IntoMainGrad,
     constant_gradients,
-    high_precision_linear,
     note_added,
     quantized_linear,
 )
+from ottava.nn.high_precision import high_precision_linear
 from ottava.tensors import QuantizedTensorStorage
 from ottava.torch_private import unsafe_view
 

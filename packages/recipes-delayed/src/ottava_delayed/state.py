@@ -109,22 +109,6 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         buffers: dict[str, Any] = self._buffers
         return buffers["scale"], buffers["amax_history"]
 
-    def forward_quantizers(
-        self, columnwise_input: bool, columnwise_weight: bool, recording: bool
-    ) -> tuple[Quantizer, Quantizer]:
-        if _is_compiling():
-            return super().forward_quantizers(columnwise_input, columnwise_weight, recording)
-        # Each forward pass comes here, so the cache is read from ``__dict__``: attribute access on
-        # a module searches several places.
-        cache: dict[Any, Any] = self.__dict__["_cache"]
-        key = (columnwise_input, columnwise_weight, recording)
-        pair: tuple[Quantizer, Quantizer] | None = cache.get(key)
-        if pair is None:
-            pair = super().forward_quantizers(columnwise_input, columnwise_weight, recording)
-            if not self.given:
-                cache[key] = pair
-        return pair
-
     def quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
     ) -> Quantizer:

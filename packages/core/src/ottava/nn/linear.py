@@ -18,7 +18,8 @@ from ottava.nn.checks import (
     checked_dtype,
     main_grad_of,
 )
-from ottava.nn.function import IntoMainGrad, high_precision_linear, quantized_linear
+from ottava.nn.function import IntoMainGrad, quantized_linear
+from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.layer import label_of
 from ottava.nn.loading import fill_in_states
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight

@@ -147,18 +147,6 @@ class RecipeState:
         """
         return self.quantizers[tensor_type, rowwise, columnwise]
 
-    def forward_quantizers(
-        self, columnwise_input: bool, columnwise_weight: bool, recording: bool
-    ) -> "tuple[Quantizer, Quantizer]":
-        """:meth:`quantizer` of the input and of the weight, in one call."""
-        input_quantizer = self.quantizer(
-            "input", rowwise=True, columnwise=columnwise_input, recording=recording
-        )
-        weight_quantizer = self.quantizer(
-            "weight", rowwise=True, columnwise=columnwise_weight, recording=recording
-        )
-        return input_quantizer, weight_quantizer
-
     def evaluation_quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool
     ) -> "Quantizer":

@@ -1,0 +1,108 @@
+"""The product of a ``Linear`` in high precision, where it computes on unquantized operands."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ottava.gemm import as_matrix
+from ottava.kernels import HIGH_PRECISION
+from ottava.kernels.products import mm, product_dtype
+from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.torch_private import forward_ad, tracing, transforms
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+# Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of
+# 1024 rows).
+_FEW_ROWS = 4
+
+
+def high_precision_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    autocast_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds
+    the result once."""
+    dtype = weight.dtype if autocast_dtype is None else autocast_dtype
+    wide = product_dtype(dtype, weight.device)
+    if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device or x.is_nested:
+        return F.linear(x, weight, bias)
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+    allowed = (dtype,) if autocast_dtype is None else HIGH_PRECISION
+    if not all(tensor.dtype in allowed for tensor in (x, weight, bias) if tensor is not None):
+        # torch.autocast leaves other dtypes as they are, and F.linear raises the error that users
+        # of torch know.
+        return F.linear(x, weight, bias)
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    with (
+        nullcontext()
+        if autocast_dtype is None
+        else torch.autocast(weight.device.type, enabled=False)
+    ):
+        if not torch.compiler.is_compiling():
+            grad_enabled = torch.is_grad_enabled()
+            if not grad_enabled and x.dim() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+                # Converting the whole weight costs more than a product of a few rows, which reads
+                # it once.
+                return F.linear(x, weight, bias)
+            # Transforms, tracing and subclasses need operations that they can take apart, not an
+            # autograd function.
+            apart = (
+                transforms() is not None or tracing() is not None or forward_ad._current_level >= 0
+            )
+            if not grad_enabled or apart or not {type(x), type(weight)} <= _PLAIN_TYPES:
+                return _wide_product(x, weight, bias, wide)
+        return HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _wide_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
+) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return _mm(as_matrix(x), weight.t(), x.dtype, wide, bias).view(
+            *x.shape[:-1], weight.shape[0]
+        )
+    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(
+        x.dtype
+    )
+
+
+def _mm(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, wide: torch.dtype, bias: Any = None
+) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return mm(a.to(wide), b.to(wide)).to(dtype)
+    # One operator widens inside: a compiler would save the results of separate conversions for the
+    # backward pass.
+    return torch.ops.ottava.scaled_mm(a, b, None, None, bias, dtype)  # type: ignore[no-any-return]
+
+
+class HighPrecisionFunction(torch.autograd.Function):
+    """``y = x · wᵀ + b`` in ``wide``; operands are saved in their own dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: torch.Tensor | None, wide: torch.dtype
+    ) -> torch.Tensor:
+        x_needs, w_needs = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if w_needs else None, weight if x_needs else None)
+        ctx.wide = wide
+        return _wide_product(x, weight, bias, wide)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # Only differentiable operations are used, so that second derivatives exist.
+        (dy,), (x, weight), wide = grads, ctx.saved_tensors, ctx.wide
+        rows = as_matrix(dy if torch.compiler.is_compiling() else dy.to(wide))
+        dx = (
+            None
+            if weight is None
+            else _mm(rows, weight, dy.dtype, wide).view(*dy.shape[:-1], weight.shape[1])
+        )
+        dw = None if x is None else _mm(rows.t(), as_matrix(x), dy.dtype, wide)
+        db = rows.sum(0, dtype=wide).to(dy.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None
