@@ -94,8 +94,10 @@ class Binding:
         """
         task = NO_BACKWARD if compiling else graph_task_id()
         region = regions.stack[-1] if regions.stack else None
-        first, of_block = resolve_microbatch(first, self._last, task)
-        recipe, group, calibrating = resolve_recipe(self.recipe, self._last, region, task)
+        # Only a recomputation reads the last call: a compiler would guard on one that is read.
+        last = None if task == NO_BACKWARD else self._last
+        first, of_block = resolve_microbatch(first, last, task)
+        recipe, group, calibrating = resolve_recipe(self.recipe, last, region, task)
         state = None if recipe is None else self.state_for(layer, recipe, group)
         if state is not None and sees_no_values(state, compiling):
             recipe = state = None
