@@ -215,7 +215,7 @@ def test_what_is_not_enabled_makes_no_python_call(tmp_path):
     assert done.returncode == 0, done.stderr
     before, more = map(int, done.stdout.split()[-2:])
     # A layer without a feature, while another has one: it is looked up.
-    assert before < more <= before + 5
+    assert before < more <= before + 6
 
 
 def test_every_tensor_of_every_product_can_be_fake_quantized(monkeypatch):

@@ -10,7 +10,8 @@ import torch
 
 import ottava
 
-MOST = 150
+# A converted model begins a step besides, which updates what a recipe keeps.
+MOST = {"bound": 150, "converted": 190}
 MAKE: dict[str, Callable[[str], torch.nn.Module]] = {
     "bound": lambda recipe: ottava.nn.Linear(64, 64, recipe=recipe),
     "converted": lambda recipe: ottava.convert(torch.nn.Linear(64, 64), recipe),
@@ -32,4 +33,4 @@ def test_a_forward_and_backward_pass_makes_few_calls(recipe: str, how: str) -> N
         layer(x).backward(dy)
     finally:
         sys.setprofile(None)
-    assert len(calls) <= MOST, calls
+    assert len(calls) <= MOST[how], calls
