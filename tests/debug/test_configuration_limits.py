@@ -7,7 +7,7 @@ import pytest
 from eight_layers import GOOD
 
 from ottava.errors import OptionError
-from ottava_custom.files.source import MAX_BYTES
+from ottava_custom.files.source import MAX_BYTES, MAX_DEPTH
 from ottava_debug.located import read
 
 DEEP = "it: " + "[" * 50_000
@@ -15,6 +15,10 @@ DEEP = "it: " + "[" * 50_000
 # The file, and what the error says.
 REFUSED = {
     "brackets": (DEEP, "values are nested too deeply"),
+    "one level too many": (
+        "it:\n  " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),
+        f"line 2: values are nested too deeply.*at most {MAX_DEPTH} levels",
+    ),
     "sequences": ("- " * 50_000, "values are nested too deeply"),
     "bytes": (GOOD + "#" * MAX_BYTES, f"larger than {MAX_BYTES} bytes.*fewer sections"),
     "digits": ("it: " + "9" * 5000, "not a value"),
@@ -51,3 +55,5 @@ def test_what_is_within_the_limits_is_read(tmp_path):
     path.write_text(f"base: &base {{enabled: True}}\na: {{<<: *base, list: [{'1, ' * 1000}]}}\n")
     assert len(read(path)["a"]["list"]) == 1000
     assert read(path)["a"]["enabled"] is True
+    path.write_text("it: " + "[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    assert list(read(path)) == ["it"]

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ottava.errors import OptionError, text_of
-from ottava_custom.files.source import read_text
+from ottava_custom.files.source import MAX_DEPTH, read_text
 
 
 class Located(dict[str, Any]):
@@ -41,6 +41,22 @@ class _Loader(yaml.SafeLoader):
     """Loads the same values as ``yaml.safe_load``, with :class:`Located` for mappings."""
 
     source = ""
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """PyYAML's own, down to the levels that a recipe file may have."""
+        if self.depth > MAX_DEPTH:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            line = event.start_mark.line + 1
+            raise OptionError(
+                f"{self.source}, line {line}: values are nested too deeply",
+                expected=f"at most {MAX_DEPTH} levels",
+            )
+        self.depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
 
     def construct_yaml_map(self, node: Any) -> Any:
         # This is a generator of two steps, as PyYAML's own constructor: the mapping is yielded
@@ -80,8 +96,6 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     text = read_text(source, "a YAML file", "use fewer sections, and patterns of layers")
     try:
         root = _constructed(text, source)
-    except RecursionError as error:
-        raise OptionError(f"{source}: values are nested too deeply", expected=expected) from error
     except yaml.YAMLError as error:
         what = f"{_line(source, error)}: not YAML: {getattr(error, 'problem', error)}"
         raise OptionError(what, expected=expected) from error
