@@ -124,16 +124,21 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         cache: dict[Any, SlotQuantizer] = self.__dict__["_cache"]
         key = (tensor_type, rowwise, columnwise, recording)
         if key not in cache:
-            slot = self.slots[tensor_type]
-            cache[key] = SlotQuantizer(
-                self._buffers,
-                slot,
-                self.formats[slot],
-                rowwise=rowwise,
-                columnwise=columnwise,
-                recording=recording,
-            )
+            cache[key] = self._slot_quantizer(self._buffers, *key)
         return cache[key]
+
+    def _slot_quantizer(
+        self, buffers: Any, tensor_type: str, rowwise: bool, columnwise: bool, recording: bool
+    ) -> SlotQuantizer:
+        slot = self.slots[tensor_type]
+        return SlotQuantizer(
+            buffers,
+            slot,
+            self.formats[slot],
+            rowwise=rowwise,
+            columnwise=columnwise,
+            recording=recording,
+        )
 
     def evaluation_quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool
@@ -149,14 +154,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         cache: dict[Any, SlotQuantizer] = attributes["_cache"]
         key = ("evaluation", tensor_type, rowwise, columnwise)
         if key not in cache:
-            slot = self.slots[tensor_type]
-            cache[key] = SlotQuantizer(
-                evaluations.buffers,
-                slot,
-                self.formats[slot],
-                rowwise=rowwise,
-                columnwise=columnwise,
-                recording=True,
+            cache[key] = self._slot_quantizer(
+                evaluations.buffers, tensor_type, rowwise, columnwise, recording=True
             )
         return cache[key]
 

@@ -40,11 +40,11 @@ class ForwardPlan(NamedTuple):
     """What one forward pass of a layer computes with.
 
     Attributes:
-        call: recipe state, and whether it records or evaluates.
-        dtype: of the output, and the nominal one of the operands.
-        kept: the weight, if it is quantized already.
-        main_grad: what the gradient of the weight is added to, if anything.
-        observed: whether a compiler, a mode or a profiler looks on.
+        call: the recipe's state, and whether it records or evaluates.
+        dtype: the dtype of the output, and the nominal dtype of the operands.
+        kept: the weight as an earlier microbatch quantized it, or None.
+        main_grad: the tensor that the gradient of the weight is added to, or None.
+        observed: whether a compiler, a mode or a profiler observes dispatch.
         grad_enabled: whether a backward pass may follow.
     """
 
@@ -55,35 +55,32 @@ class ForwardPlan(NamedTuple):
     observed: bool
     grad_enabled: bool
 
-    def input_quantizer(self, columnwise: bool) -> Quantizer:
-        """What quantizes the input, for fprop and, ``columnwise``, for wgrad."""
+    def quantizer(self, tensor_type: str, columnwise: bool) -> Quantizer:
+        """The quantizer of the input or of the weight: for fprop and, with ``columnwise``, for the
+        product of the backward pass that reads the tensor."""
         state: Any = self.call.state
+        quantizer: Quantizer
         if self.call.evaluating:
-            return state.evaluation_quantizer("input", rowwise=True, columnwise=False)  # type: ignore[no-any-return]
-        return state.quantizer(  # type: ignore[no-any-return]
-            "input", rowwise=True, columnwise=columnwise, recording=self.call.recording
-        )
-
-    def weight_quantizer(self, columnwise: bool) -> Quantizer:
-        """What quantizes the weight, for fprop and, ``columnwise``, for dgrad."""
-        state: Any = self.call.state
-        if self.call.evaluating:
-            return state.evaluation_quantizer("weight", rowwise=True, columnwise=False)  # type: ignore[no-any-return]
-        return state.quantizer(  # type: ignore[no-any-return]
-            "weight", rowwise=True, columnwise=columnwise, recording=self.call.recording
-        )
+            quantizer = state.evaluation_quantizer(tensor_type, rowwise=True, columnwise=False)
+        else:
+            recording = self.call.recording
+            quantizer = state.quantizer(
+                tensor_type, rowwise=True, columnwise=columnwise, recording=recording
+            )
+        return quantizer
 
 
 class BackwardPlan(NamedTuple):
     """What the backward pass needs besides the saved tensors.
 
     Attributes:
-        state: has the quantizer of ``grad_output``.
-        dtype: of the products.
+        state: the recipe's state, which has the quantizer of ``grad_output``.
+        dtype: the dtype of the products.
         input_spec, weight_spec: rebuild the operands from the saved tensors.
-        main_grad, weight: where the gradient of the weight is added to, and whom to tell; or None.
-        x_shape, x_dtype, weight_dtype: of the gradients.
-        bias_dtype: None if the bias needs no gradient.
+        main_grad: the tensor that the gradient of the weight is added to, or None.
+        weight: the weight that is told of that addition; None without ``main_grad``.
+        x_shape, x_dtype, weight_dtype: the shape and the dtypes of the gradients.
+        bias_dtype: the dtype of the gradient of the bias; None if the bias needs none.
     """
 
     state: RecipeState
@@ -166,7 +163,7 @@ def _forward(
     both."""
     state: Any = plan.call.state
     matrix = x if x.dim() == 2 else as_matrix(x)
-    quantizer = plan.input_quantizer(w_needs and "input" not in state.wgrad_unquantized)
+    quantizer = plan.quantizer("input", w_needs and "input" not in state.wgrad_unquantized)
     qx = quantizer.quantize_operand(_as_stored(matrix, quantizer), plan.dtype)
     qw: _Quantized
     if isinstance(weight, QuantizedTensorStorage):
@@ -174,7 +171,7 @@ def _forward(
     elif plan.kept is not None:
         qw = plan.kept
     else:
-        qw = plan.weight_quantizer(x_needs).quantize_operand(weight, plan.dtype)
+        qw = plan.quantizer("weight", x_needs).quantize_operand(weight, plan.dtype)
     if plan.observed and bias is not None:
         # An exported program would give the bias a gradient, and nothing else one.
         bias = bias.detach()

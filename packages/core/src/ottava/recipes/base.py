@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 
 QuantizerFactory = Callable[[QuantizerRole], Any]
 
-#: What factories answered inside :func:`asked_once`, by the factory's id and the role; the
-#: factories are kept with it, so that no other one gets their ids.
+#: (factory, answer) of each call inside :func:`asked_once`, by the factory's id and the role. The
+#: factory is kept alive with its answer, so that no other factory gets the same id.
 _answers: ContextVar[dict[tuple[int, QuantizerRole], tuple[QuantizerFactory, Any]] | None]
 _answers = ContextVar("answers", default=None)
 
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Inside, a factory is asked once for a role, and its answer serves all who want to know it."""
+    """Ask each factory once for a role inside the block, and give later callers the same answer.
+
+    A layer needs the answer several times: to find the recipe that serves the role, to make the
+    quantizers, and to quantize a weight that is kept.
+    """
     import torch
 
     if torch.compiler.is_compiling() or _answers.get() is not None:
@@ -42,7 +46,7 @@ def asked_once() -> Iterator[None]:
 
 
 def _ask(factory: QuantizerFactory, role: QuantizerRole) -> Any:
-    # Packages import this module to be listed, which is to cost no torch.
+    # Imported here, because listing the recipes imports this module, and must not import torch.
     import torch
 
     answers = None if torch.compiler.is_compiling() else _answers.get()
