@@ -91,6 +91,7 @@ class MixedState(torch.nn.Module, RecipeState):
             names = chain([name], (f"{name}_{number}" for number in count(2)))
             if isinstance(part, torch.nn.Module):
                 self.add_module(next(name for name in names if not hasattr(self, name)), part)
+        self.keeps_quantizers = all(part.keeps_quantizers for part in self.serving.values())
 
     def parts(self) -> list[Any]:
         return list(self._modules.values())
@@ -115,6 +116,11 @@ class MixedState(torch.nn.Module, RecipeState):
     ) -> Quantizer:
         part = self.serving[tensor_type]
         return part.evaluation_quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise)
+
+    def opens_evaluation(self) -> bool:
+        # All of them open, whatever the first one says.
+        opened = [part.opens_evaluation() for part in self.parts()]
+        return all(opened)
 
     def note_evaluation(self, weight: Any) -> None:
         for part in self.parts():
