@@ -16,7 +16,8 @@ from ottava.tensors.float8 import (
     columnwise_is_transpose,
     columnwise_layout,
 )
-from ottava.tensors.grid import GridTensorStorage, inner_tensors_of
+from ottava.tensors.grid import GridTensorStorage
+from ottava.tensors.grid_declaration import inner_tensors_of
 from ottava.tensors.grid_quantizer import GridQuantizer
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Option, Quantizer, as_device

@@ -11,7 +11,9 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensorStorage, in_order, inner_tensors_of, zeros
+from ottava.tensors.direction import as_stored, zeros
+from ottava.tensors.grid import GridTensorStorage
+from ottava.tensors.grid_declaration import inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.operand import Operand, Side
 from ottava.tensors.quantizer import Quantizer
@@ -159,8 +161,8 @@ class GridQuantizer(Quantizer):
             )
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
             pairs[columnwise] = [((scale_inv if scale is None else scale).contiguous(), data)]
-            made[2 * columnwise : 2 * columnwise + 2] = in_order(
-                (data, scale_inv), layout, columnwise, back=True
+            made[2 * columnwise : 2 * columnwise + 2] = as_stored(
+                (data, scale_inv), layout, columnwise
             )
         kernels.grid_multi_cast(*place, *pairs)
         return [None if part is None else part.contiguous() for part in made]

@@ -14,7 +14,7 @@ import torch
 from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
-from ottava.tensors.grid import Direction
+from ottava.tensors.direction import Direction
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor, implements
@@ -219,16 +219,19 @@ def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
     if tensor.grid_layout.block != (None, None):
         return NotImplemented
     if op is not _aten.as_strided.default:
-        return tensor.changed(lambda held, _: (op(held[0], *args, **kwargs), held[1]))
+        return tensor.changed(
+            lambda direction, _: Direction(op(direction.data, *args, **kwargs), direction.scales)
+        )
     size, stride, offset, *_ = *args, None
     start = 0 if offset is None else offset - tensor.storage_offset()
 
-    def change(held: Direction, _: bool) -> Direction | None:
-        # What was made of the other direction lies in another order.
-        fits = held[0].stride() == tensor.stride()
-        return (
-            (op(held[0], size, stride, held[0].storage_offset() + start), held[1]) if fits else None
-        )
+    def change(direction: Direction, _: bool) -> Direction | None:
+        data = direction.data
+        if data.stride() != tensor.stride():
+            # Data that was made of the other direction lies in another order.
+            return None
+        strided = op(data, size, stride, data.storage_offset() + start)
+        return Direction(strided, direction.scales)
 
     return tensor.changed(change, part=True)
 
@@ -239,13 +242,14 @@ def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
     numbered = torch.empty_strided((2,) * tensor.dim(), tuple(range(tensor.dim())), device="meta")
     order = op(numbered, *args).stride()
     if tensor.grid_layout.block == (None, None) or order == tuple(range(tensor.dim())):
-        return tensor.changed(lambda held, _: (op(held[0], *args), held[1]))
+        return tensor.changed(
+            lambda direction, _: Direction(op(direction.data, *args), direction.scales)
+        )
+    if order != (1, 0):
+        return NotImplemented
     # Blocks along the rows of a matrix lie along the columns of its transpose.
-    swap = order == (1, 0)
-    return (
-        tensor.changed(lambda held, _: (held[0].t(), held[1].t()), swap=True)
-        if swap
-        else NotImplemented
+    return tensor.changed(
+        lambda direction, _: Direction(direction.data.t(), direction.scales.t()), swap=True
     )
 
 
@@ -253,8 +257,10 @@ def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
 def _clone_on_grid(op: Any, tensor: GridTensor, *, memory_format: Any = None) -> Any:
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
-    # In the order of the tensor, and of memory that is the clone's own.
+    # A view counts writes together with the tensor, and a copy of it by itself.
     view = tensor.changed(
-        lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone())
+        lambda direction, _: Direction(
+            direction.data.clone(memory_format=memory_format), direction.scales.clone()
+        )
     )
     return view.clone_storage()
