@@ -1,6 +1,7 @@
 """Quantizers, storages and quantized tensors."""
 
 from ottava.tensors import tensor_ops as _tensor_ops  # noqa: F401  (fills the aten table)
+from ottava.tensors.aten import implements
 from ottava.tensors.declaration import (
     GemmCache,
     InnerTensor,
@@ -23,7 +24,7 @@ from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Option, Quantizer, as_device
 from ottava.tensors.saving import StorageSpec, prepare_for_saving, restore_from_saved
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.tensors.tensor import QuantizedTensor, implements
+from ottava.tensors.tensor import QuantizedTensor
 
 __all__ = [
     "DequantizedView",
