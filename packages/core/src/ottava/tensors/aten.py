@@ -2,11 +2,11 @@
 it.
 
 The table has functions by class and operator. An operator is looked up in the class of the tensor,
-then in its bases. The fallback dequantizes the arguments, computes, and quantizes what the operator
-has written to.
+then in its bases. The fallback dequantizes the arguments, computes, and quantizes into the
+arguments that the operator has written to.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -94,10 +94,11 @@ def _dequantize_and_run(op: AtenOp, args: Sequence[object], kwargs: Mapping[str,
     places = writes_of(op)
     if places is not None:
         result = op(*plain_args, **plain_kwargs)
-        written = _arguments_at(places, args, kwargs)
+        arguments = arguments_at(places, args, kwargs)
+        written = {id(t): t for t in arguments if isinstance(t, QuantizedTensorStorage)}
         returned = written
     else:
-        # Torch shows no schemas: what changed was written to, and any argument may be returned.
+        # Torch shows no schemas: arguments that changed were written to, and any may be returned.
         before = {key: values.clone() for key, values in copies.values.items()}
         result = op(*plain_args, **plain_kwargs)
         changed = [k for k, v in before.items() if not _have_same_bits(v, copies.values[k])]
@@ -121,19 +122,16 @@ def _collective_refusal(op: AtenOp) -> UsageError:
     )
 
 
-def _arguments_at(
+def arguments_at(
     places: Sequence[tuple[int, str]], args: Sequence[object], kwargs: Mapping[str, object]
-) -> dict[int, QuantizedTensorStorage]:
-    """The quantized tensors among the arguments at these positions, or of these names, by their
-    ids."""
-    tensors: dict[int, QuantizedTensorStorage] = {}
+) -> Iterator[object]:
+    """The arguments at these positions, or of these names; the entries of lists one by one."""
     for position, name in places:
         argument = args[position] if position < len(args) else kwargs.get(name)
-        entries = argument if isinstance(argument, (list, tuple)) else [argument]
-        for entry in entries:
-            if isinstance(entry, QuantizedTensorStorage):
-                tensors[id(entry)] = entry
-    return tensors
+        if isinstance(argument, (list, tuple)):
+            yield from argument
+        else:
+            yield argument
 
 
 def _quantize_into(

@@ -1,5 +1,5 @@
-"""What a storage class declares, the keywords of its constructor, and caches of what is computed
-from its bytes."""
+"""The declaration of a storage class, the keywords of its constructor, and caches of tensors that
+are computed from its bytes."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def check_values_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-# -- what is computed from the bytes: it is outdated by a write, which all aliases count together --
+# -- caches: a write outdates them, and all aliases count writes together --
 
 
 def _version(source: torch.Tensor | None) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self, SupportsIndex
 import torch
 
 from ottava.errors import UsageError
-from ottava.tensors.aten import AtenOp
+from ottava.tensors.aten import AtenOp, arguments_at
 from ottava.tensors.declaration import check_values_dtype
 from ottava.torch_private import (
     aliases_of,
@@ -82,8 +82,7 @@ class DequantizedView(torch.Tensor):
     """The dequantized values of a view of a quantized tensor whose data cannot be shared.
 
     Every op reads it as a plain tensor and gives plain ones; views of it are views of these values.
-    What is written to it would not reach the quantized tensor, so a write is refused before
-    anything changes.
+    A write to it would not reach the quantized tensor, so it is refused before anything changes.
 
     Args:
         values: the values.
@@ -127,12 +126,9 @@ class DequantizedView(torch.Tensor):
             # Schemas of collectives do not say what they write.
             raise _views_in((args, kwargs))[0]._refusal(op.name())
         kind = _kind_of(op)
-        for position, name in kind.written:
-            argument = args[position] if position < len(args) else kwargs.get(name)
-            entries = argument if isinstance(argument, (list, tuple)) else [argument]
-            for entry in entries:
-                if isinstance(entry, DequantizedView):
-                    raise entry._refusal(op.name())
+        for argument in arguments_at(kind.written, args, kwargs):
+            if isinstance(argument, DequantizedView):
+                raise argument._refusal(op.name())
         result = op(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         if not kind.is_view:
             return result
@@ -151,8 +147,11 @@ class DequantizedView(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A plain copy of the values, in ``dtype`` (DTypeError if not of floats) or their own."""
         check_values_dtype(dtype)
-        values = self.to(self.dtype if dtype is None else dtype)
-        return values.clone() if isinstance(values, DequantizedView) else values
+        values = self.to(dtype or self.dtype)
+        if isinstance(values, DequantizedView):
+            # They have the dtype already.
+            return values.clone()
+        return values
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
         return ["_plain_tensor"], self._of
@@ -163,7 +162,7 @@ class DequantizedView(torch.Tensor):
     ) -> DequantizedView:
         return DequantizedView(inner["_plain_tensor"], of)
 
-    # -- what torch asks a tensor without dispatching: the values are what it is --
+    # -- methods that torch calls without dispatching --
 
     def data_ptr(self) -> int:
         """The address of the values."""
@@ -229,12 +228,11 @@ def as_dequantized_views(op: AtenOp, result: object, of: str) -> object:
     Results of other operators, and results in code that is being compiled, stay as they are: a
     graph has views of its own.
     """
-    leaves = result if isinstance(result, list) else [result]
-    if not any(type(leaf) is torch.Tensor for leaf in leaves):
-        return result
     if torch.compiler.is_compiling() or not _kind_of(op).is_view:
         return result
-    return tree_map(lambda leaf: _dequantized_view(leaf, of), result)
+    if isinstance(result, list):
+        return [_dequantized_view(entry, of) for entry in result]
+    return _dequantized_view(result, of)
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:

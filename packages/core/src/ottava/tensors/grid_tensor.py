@@ -145,8 +145,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             return None
         if layout.block == (None, None):
             return Direction(data, direction.scales)
-        columns = data.shape[-1] if data.dim() else 1
-        old_columns = self.shape[-1] if self.dim() else 1
+        columns, old_columns = as_matrix_shape(data.shape)[1], as_matrix_shape(self.shape)[1]
         if columns != old_columns and data.numel():
             # Rows of whole blocks may be joined and cut.
             rows, side = layout.block_of(columnwise, shared=True)
@@ -159,8 +158,8 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     def narrowed(self, dim: int, start: int, stop: int) -> Self:
         if (start, stop) == (0, self.shape[dim]):
             return self.changed(lambda direction, _: direction)
-        axis = 1 if dim == self.dim() - 1 else 0
-        # A write to the part with another scale would change what the rest means.
+        axis = self._axis_of(dim)
+        # A write to the part with another scale would change the values of the rest.
         part = False
         for columnwise in (False, True):
             if self.grid_layout.block_of(columnwise)[axis] is None:
@@ -172,6 +171,10 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             part=part,
         )
 
+    def _axis_of(self, dim: int) -> int:
+        """The axis of the matrix that a dimension lies along: 0 for rows, 1 for columns."""
+        return int(dim == self.dim() - 1)
+
     def _narrowed_direction(
         self, direction: Direction, columnwise: bool, dim: int, start: int, stop: int
     ) -> Direction | None:
@@ -179,10 +182,10 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         data = direction.data.narrow(dim, start, stop - start)
         if layout.block == (None, None):
             return Direction(data, scales)
-        is_last = dim == self.dim() - 1
-        axis = 1 if is_last else 0
-        # An entry of a leading dimension is so many rows of the matrix.
-        step = 1 if is_last else math.prod(self.shape[dim + 1 : -1])
+        axis, step = self._axis_of(dim), 1
+        if axis == 0:
+            # An entry of a leading dimension is so many rows of the matrix.
+            step = math.prod(self.shape[dim + 1 : -1])
         place = start * step, stop * step, self.shape[dim] * step
         block = layout.block_of(columnwise)
         span = blocks(block[axis], *place)
@@ -190,7 +193,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         shared_side = layout.block_of(columnwise, shared=True)[axis]
         if span is None or blocks(shared_side, *place) is None:
             return None
-        if is_last:
+        if axis == 1:
             return Direction(data, scales[:, span])
         if block[0] is None or math.prod(self.shape[:dim]) == 1:
             return Direction(data, scales[span])
@@ -213,7 +216,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     def _means_the_same(self, other: QuantizedTensor) -> bool:
         if not isinstance(other, GridTensor):
             return False
-        # What shares more scales may serve what shares fewer.
+        # A tensor that shares more scales may serve where fewer are shared.
         layout, other_layout = self.grid_layout, other.grid_layout
         return layout in (other_layout, replace(other_layout, shared=None))
 

@@ -188,7 +188,7 @@ class Quantizer(ABC):
         """Shape and device of a :meth:`make_empty` with these arguments.
 
         Raises:
-            ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
+            ShapeError, DTypeError, DeviceError, OptionError: an argument is wrong.
         """
         if not _is_shape(shape):
             raise ShapeError(f"shape {shape!r}", expected="a sequence of integers")

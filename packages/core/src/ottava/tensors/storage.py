@@ -81,7 +81,7 @@ class QuantizedTensorStorage:
     custom: bool = False
     #: Whether rowwise data alone can serve the columnwise usage.
     rowwise_serves_columnwise: bool = False
-    #: Whether the next forward pass makes what derives from the elements and is outdated.
+    #: Whether the next forward pass calls :meth:`rebuild_derived`.
     rebuilds_derived: bool = True
     #: The text of the layout of :meth:`grid_operand`, and the same for columns, where it is another
     #: one.
@@ -238,7 +238,7 @@ class QuantizedTensorStorage:
         return math.prod(self.size())
 
     def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        """The inner tensors and what builds a storage around them again. Nothing is changed."""
+        """The inner tensors, and a spec that builds a storage around them. Nothing is changed."""
         static = tuple([getattr(self, field.attribute) for field in self.all_static_fields()])
         return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
 
@@ -279,8 +279,8 @@ class QuantizedTensorStorage:
         return copied
 
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
-        """:meth:`flatten_storage` for ``rebuild_saved``, without the rowwise usage, which may be
-        given up: what a backward pass reads."""
+        """:meth:`flatten_storage` for ``rebuild_saved``, of the columnwise usage alone, which a
+        backward pass reads. The storage may give up its rowwise usage."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
 

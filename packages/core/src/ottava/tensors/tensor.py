@@ -103,7 +103,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return tensor
 
     def __init__(self, *by_position: object, **by_name: object) -> None:
-        pass  # __new__ did everything, and says what the arguments are.
+        pass  # __new__ did everything, and declares the arguments.
 
     @classmethod
     def _refuse_values(cls, values: object) -> NoReturn:
@@ -203,7 +203,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return cls(**cls._arguments(tensors, (size, dtype, *static)), quantizer=quantizer)
 
     def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
-        """High-precision values: what a subclass defines, or takes from the storage class that it
+        """High-precision values. A subclass defines it, or takes it from the storage class that it
         is combined with."""
         with torch.no_grad():
             return super().dequantize(dtype)
@@ -313,7 +313,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return self._whole is None or self.shares_scales(other)
 
     def _means_the_same(self, other: QuantizedTensor) -> bool:
-        """Whether inner tensors of ``other`` mean here what they mean there."""
+        """Whether the inner tensors of ``other`` would stand for the same values in this tensor."""
         return same_kind(self, other, nominal=False)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
@@ -344,7 +344,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self._adopt(quantized)
 
     def _adopt(self, value: Any) -> None:
-        """Become what ``value``, a quantized tensor of this kind, is."""
+        """Take over everything of ``value``, a quantized tensor of this kind."""
         if _frame(self) != _frame(value):
             # What torch itself keeps of this tensor follows only this way.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
@@ -496,9 +496,9 @@ def _data_of_view(size: tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tor
 
 
 def _frame(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What torch itself keeps of a tensor."""
-    place = tensor.stride(), tensor.storage_offset()
-    return tensor.dtype, tensor.device, tensor.shape, *place
+    """The attributes that torch itself keeps of a tensor."""
+    strides, offset = tensor.stride(), tensor.storage_offset()
+    return tensor.dtype, tensor.device, tensor.shape, strides, offset
 
 
 def blocks(side: int | None, start: int, stop: int, size: int) -> slice | None:

@@ -1,8 +1,8 @@
-"""The aten table of quantized tensors of any class, and what tensors on grids add to it.
+"""The functions in the aten table: for quantized tensors of any class, and for tensors on grids.
 
 Views share inner tensors where :meth:`QuantizedTensor.narrowed` and
 :meth:`QuantizedTensor.reshaped` of the class know how; everything else is derived from the storage
-declaration. What blocks do not allow falls back to the values.
+declaration. Where blocks do not allow a view, the result is made of the dequantized values.
 """
 
 from collections.abc import Sequence
@@ -121,7 +121,7 @@ def _new(
 ) -> object:
     """Zeros of another shape, by the quantizer.
 
-    They get what all rows of this tensor share, so that rows of it fit into them.
+    Scales that all rows of this tensor share are copied, so that rows of it fit into the zeros.
     """
     dtype, shape = _new_dtype(tensor, options), tuple(size)
     is_strided = strides and torch.empty(shape, device="meta").stride() != tuple(strides[0])
