@@ -165,8 +165,8 @@ def coded(
 
 def matrix(x: Any) -> torch.Tensor:
     values = x.dequantize(torch.float64) if isinstance(x, QuantizedTensorStorage) else x.double()
-    data = x._in_order() if isinstance(x, Float8TensorStorage) else None
-    if data is not None:
+    if isinstance(x, Float8TensorStorage):
+        data, _ = x.ordered(columnwise=False) or x.ordered(columnwise=True)
         # The scale's product with a code need not be a float32 value.
         values = data.contiguous().view(x._fp8_dtype).double() * x._scale_inv.double()
     return (

@@ -213,10 +213,10 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 def known_anew(text: str) -> Layout:
-    """As a process reads it that has not made this layout."""
-    from ottava import layout
-
-    return layout._parsed(text)
+    """The layout as a process reads it that has not made it: no layout has the text "+epsilon"."""
+    words = text.split("/")
+    words[4] = f"+{words[4]}"
+    return Layout.of("/".join(words))
 
 
 @given(layouts())

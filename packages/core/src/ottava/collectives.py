@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,14 @@ import torch.distributed as dist
 from ottava.errors import CheckpointError, OptionError, UsageError, listed, text_of
 from ottava.torch_private import resolve_process_group
 
+if TYPE_CHECKING:
+    # A build of torch without distributed training lacks the class.
+    from torch.distributed import ProcessGroup
+
 _T = TypeVar("_T")
+
+#: A process group, the name of one (a name keeps no group alive), or None for the default group.
+Group: TypeAlias = "ProcessGroup | str | None"
 
 # Tensors whose ``grad``, a reference in C++, keeps the tensors of the last collectives alive.
 # gloo's thread releases a tensor a moment after the collective has returned. If it had the last
@@ -20,25 +27,26 @@ _T = TypeVar("_T")
 _keepers: deque[torch.Tensor] = deque(maxlen=16)
 
 
-#: Whether there is a process group to reduce over.
+#: Whether a process group is initialized, over which reductions are possible.
 process_groups_ready: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
 
 
-def check_group(group: Any) -> None:
-    """Check that ``group`` is a process group that this process is in, the name of one, or None.
+def check_group(group: object) -> None:
+    """Check that ``group`` is a :data:`Group`, and that this process is in it.
 
     Raises:
-        OptionError: it is neither.
+        OptionError: it is not.
     """
-    if group is not None and not isinstance(group, str) and not hasattr(group, "group_name"):
-        expected = "a process group that this process is in, the name of one, or None"
-        remedy = (
-            "pass what torch.distributed.new_group() returned on a member, or a mesh's get_group()"
-        )
-        raise OptionError(f"the group is {group!r}", expected, remedy)
+    if group is None or isinstance(group, str) or hasattr(group, "group_name"):
+        return
+    raise OptionError(
+        f"the group is {group!r}",
+        "a process group that this process is in, the name of one, or None",
+        "pass what torch.distributed.new_group() returned on a member, or a mesh's get_group()",
+    )
 
 
-def find_group(group: Any) -> Any:
+def find_group(group: Group) -> "ProcessGroup | None":
     """The process group for a group or its name; None stays None.
 
     Raises:
@@ -61,16 +69,16 @@ def find_group(group: Any) -> Any:
         ) from error
 
 
-def spans_ranks(group: Any) -> bool:
-    """Whether a reduction over a group, or over the group of that name, involves other ranks."""
+def spans_ranks(group: Group) -> bool:
+    """Whether a reduction over ``group`` involves other ranks."""
     return process_groups_ready() and dist.get_world_size(find_group(group)) > 1
 
 
-# The name of the group that has this process alone, once it is made.
+# The name of the group that has this process alone; empty until the first call needs the group.
 _own: list[str] = []
 
 
-def group_of_this_rank() -> Any:
+def group_of_this_rank() -> "ProcessGroup":
     """A group that has this process alone, so that a reduction over it changes nothing."""
     for name in _own:
         with contextlib.suppress(RuntimeError, LookupError):
@@ -78,12 +86,14 @@ def group_of_this_rank() -> Any:
     # The group is made without the other ranks, which may be waiting for something else. The
     # backend is gloo, because NCCL would split a communicator of all ranks.
     backend = "gloo" if dist.is_gloo_available() else None
-    group = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+    group: ProcessGroup = dist.new_group(
+        [dist.get_rank()], backend=backend, use_local_synchronization=True
+    )
     _own[:] = [group.group_name]
     return group
 
 
-def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+def all_reduce_max(values: torch.Tensor, group: Group = None) -> torch.Tensor:
     """The elementwise maximum of ``values`` over the ranks of ``group``.
 
     Args:
@@ -97,22 +107,22 @@ def all_reduce_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     return _all_reduce(values, "MAX", group)
 
 
-def all_reduce_sum(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+def all_reduce_sum(values: torch.Tensor, group: Group = None) -> torch.Tensor:
     """The elementwise sum over the ranks; arguments and errors as of :func:`all_reduce_max`."""
     return _all_reduce(values, "SUM", group)
 
 
-def _all_reduce(values: torch.Tensor, operation: str, group: Any) -> torch.Tensor:
-    group = _ready(group)
-    if dist.get_world_size(group) == 1:
+def _all_reduce(values: torch.Tensor, operation: str, group: Group) -> torch.Tensor:
+    ranks = _initialized_group(group)
+    if dist.get_world_size(ranks) == 1:
         return values
     reduced = values.clone()
-    _keep(reduced)
-    dist.all_reduce(reduced, op=getattr(dist.ReduceOp, operation), group=group)
+    _keep_alive(reduced)
+    dist.all_reduce(reduced, op=getattr(dist.ReduceOp, operation), group=ranks)
     return reduced
 
 
-def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+def all_gather(values: torch.Tensor, group: Group = None) -> torch.Tensor:
     """The ``values`` of all ranks of ``group``, in the order of the ranks.
 
     Args:
@@ -125,18 +135,18 @@ def all_gather(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     Raises:
         UsageError, OptionError: as of :func:`all_reduce_max`.
     """
-    group = _ready(group)
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
+    ranks = _initialized_group(group)
+    world = dist.get_world_size(ranks)
+    if world == 1:
         return values.unsqueeze(0)
-    sent = values.contiguous().view(-1)
-    gathered = sent.new_empty(ranks * sent.numel())
-    _keep(sent, gathered)
-    dist.all_gather_into_tensor(gathered, sent, group=group)
-    return gathered.view(ranks, *values.shape)
+    own = values.contiguous().view(-1)
+    gathered = own.new_empty(world * own.numel())
+    _keep_alive(own, gathered)
+    dist.all_gather_into_tensor(gathered, own, group=ranks)
+    return gathered.view(world, *values.shape)
 
 
-def _ready(group: Any) -> Any:
+def _initialized_group(group: Group) -> "ProcessGroup | None":
     if not process_groups_ready():
         raise UsageError(
             "a reduction over processes was asked for but no process group is initialized",
@@ -146,8 +156,11 @@ def _ready(group: Any) -> Any:
     return find_group(group)
 
 
-def _keep(*tensors: torch.Tensor) -> None:
-    for tensor in tensors if not torch.compiler.is_compiling() else ():
+def _keep_alive(*tensors: torch.Tensor) -> None:
+    """Keep tensors of a collective alive until gloo's thread has released them."""
+    if torch.compiler.is_compiling():
+        return
+    for tensor in tensors:
         keeper = torch.empty_like(tensor)
         keeper.grad = tensor
         _keepers.append(keeper)
@@ -156,22 +169,30 @@ def _keep(*tensors: torch.Tensor) -> None:
 class Ranks:
     """The ranks of a group, which do things together: if one of them fails, all do.
 
-    It is this process alone if no process group is initialized.
+    Without an initialized process group, this process is the only rank.
+
+    Attributes:
+        group: the process group; None is the default group.
+        alone: whether no process group is initialized.
+        rank: the number of this process in the group.
+        world: the number of ranks in the group.
 
     Raises:
         UsageError: a group is given, and no process group is initialized.
         OptionError: this process is not in the group.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = find_group(group)
         self.alone = not process_groups_ready()
-        self.rank, self.world = 0, 1
+        self.rank = 0
+        self.world = 1
         if not self.alone:
-            self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+            self.rank = dist.get_rank(self.group)
+            self.world = dist.get_world_size(self.group)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, which are pickled to be sent."""
+    def gather(self, value: _T) -> list[_T]:
+        """The values of all ranks, in the order of the ranks. They are sent as pickles."""
         values = [value] * self.world
         if not self.alone:
             dist.all_gather_object(values, value, group=self.group)
@@ -185,18 +206,20 @@ class Ranks:
                 exception is raised.
         """
         failure: BaseException | None = None
+        text: str | None = None
         try:
             result = function()
         # An interrupt is caught too, because the other ranks would wait for this one.
         except BaseException as error:
             failure = error
-        messages = self.gather(None if failure is None else text_of(failure))
+            text = text_of(error)
+        texts = self.gather(text)
         if failure is not None:
             raise failure
-        for rank, message in enumerate(messages):
-            if message is not None:
+        for rank, text in enumerate(texts):
+            if text is not None:
                 raise CheckpointError(
-                    f"rank {rank} failed: {message}", expected="success on every rank"
+                    f"rank {rank} failed: {text}", expected="success on every rank"
                 )
         return result
 
@@ -204,13 +227,13 @@ class Ranks:
 class Disagreement(NamedTuple):
     """The texts of the error that is raised if ranks are about to do different things."""
 
-    what: str
+    fault: str
     expected: str
     remedy: str
 
 
 def check_alike(
-    lines: Sequence[str], group: Any, device: torch.device | None, error: Disagreement
+    lines: Sequence[str], group: Group, device: torch.device | None, error: Disagreement
 ) -> None:
     """Check that all ranks of a group are about to do the same, with one all-gather of 32 bytes.
 
@@ -227,16 +250,20 @@ def check_alike(
     digest = torch.tensor(list(hashed), dtype=torch.uint8, device=device)
     if bool((all_gather(digest, group) == digest).all()):
         return
-    (error, first), *others = Ranks(find_group(group)).gather((error, list(lines)))
-    rank, other = next(
-        (number, theirs) for number, (_, theirs) in enumerate(others, 1) if theirs != first
-    )
+    (error, first), *others = Ranks(group).gather((error, list(lines)))
+    for rank, (_, other) in enumerate(others, 1):
+        if other != first:
+            difference = _difference(first, other, rank)
+            raise UsageError(f"{error.fault}: {difference}", error.expected, error.remedy)
+
+
+def _difference(first: Sequence[str], other: Sequence[str], rank: int) -> str:
+    """How the lines of the first rank and those of rank number ``rank`` differ, in words."""
     only_first = [line for line in first if line not in other]
     only_other = [line for line in other if line not in first]
-    difference = "they ran in another order"
-    if only_first or only_other:
-        difference = (
-            f"rank 0 has {listed(only_first) or 'nothing else'}, "
-            f"rank {rank} {listed(only_other) or 'nothing else'}"
-        )
-    raise UsageError(f"{error.what}: {difference}", error.expected, error.remedy)
+    if not only_first and not only_other:
+        return "they ran in another order"
+    return (
+        f"rank 0 has {listed(only_first) or 'nothing else'}, "
+        f"rank {rank} {listed(only_other) or 'nothing else'}"
+    )

@@ -4,7 +4,9 @@ import contextlib
 import inspect
 import re
 from collections import abc
-from typing import Any
+
+#: The classes of exceptions of an ``except`` clause.
+Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class OttavaError(Exception):
@@ -36,12 +38,14 @@ def text_of(error: BaseException) -> str:
 
 
 def stable_repr(value: object) -> str:
-    """``repr(value)`` without addresses and with sets in order, so that all processes get the
-    same."""
+    """``repr(value)`` without addresses and with sets in order; all processes get the same text."""
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-    return re.sub(
-        r"\{([^{}:]*)\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text
-    )
+    return re.sub(r"\{([^{}:]*)\}", _sorted_set, text)
+
+
+def _sorted_set(match: re.Match[str]) -> str:
+    members = sorted(match[1].split(", "))
+    return "{" + ", ".join(members) + "}"
 
 
 class ShapeError(OttavaError, ValueError):
@@ -91,7 +95,7 @@ def translated(
     remedy: str = "",
     *,
     to: type[OttavaError] = CheckpointError,
-    of: Any = Exception,
+    of: Exceptions = Exception,
 ) -> abc.Iterator[None]:
     """Turn exceptions of class ``of`` in the block into errors of class ``to``.
 
@@ -102,8 +106,11 @@ def translated(
     except OttavaError:
         raise
     except of as error:
-        kind = "" if isinstance(error, (OSError, RuntimeError)) else f"{type(error).__name__}: "
-        raise to(f"{what}: {kind}{text_of(error)}", expected=expected, remedy=remedy) from error
+        text = text_of(error)
+        # The texts of other classes are often a bare key or value, which says little by itself.
+        if not isinstance(error, (OSError, RuntimeError)):
+            text = f"{type(error).__name__}: {text}"
+        raise to(f"{what}: {text}", expected=expected, remedy=remedy) from error
 
 
 @contextlib.contextmanager
@@ -120,12 +127,16 @@ def named(what: object) -> abc.Iterator[None]:
 
 
 def check_takes(
-    function: Any, what: str, expected: str, *arguments: Any, refused: Any = ()
+    function: object,
+    what: str,
+    expected: str,
+    *arguments: object,
+    refused: type | tuple[type, ...] = (),
 ) -> None:
     """Check that ``function`` can be called with ``arguments`` and is not of a ``refused`` type.
 
     Raises:
-        DTypeError: it cannot, or is of a refused type.
+        DTypeError: it cannot, or is of a refused type. The message calls it ``what``.
     """
     if not callable(function) or isinstance(function, refused):
         raise DTypeError(f"{what} is a {type(function).__name__}", expected=expected)
@@ -147,6 +158,7 @@ def of_any_class(name: str) -> contextlib.AbstractContextManager[None]:
 
 def listed(names: abc.Sequence[str]) -> str:
     """The first five names for an error message, and the number of the others."""
-    return ", ".join(map(repr, names[:5])) + (
-        f" and {len(names) - 5} more" if len(names) > 5 else ""
-    )
+    text = ", ".join(map(repr, names[:5]))
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text

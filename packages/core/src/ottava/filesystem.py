@@ -44,7 +44,8 @@ def check_file_target(path: AnyPath) -> Path:
         if not stat.S_ISDIR(place.parent.stat().st_mode):
             raise NotADirectoryError(f"{place.parent} is no folder")
         if os.path.lexists(place) and not place.is_file():
-            raise FileExistsError(f"it is {'a folder' if place.is_dir() else 'no regular file'}")
+            kind = "a folder" if place.is_dir() else "no regular file"
+            raise FileExistsError(f"it is {kind}")
     return place
 
 
@@ -54,11 +55,13 @@ def unreplaced(path: Path) -> Iterator[None]:
 
     Raises CheckpointError if it is not a regular file, or is another file at the end.
     """
-    before, failure = _identity(path), None
+    before = _identity(path)
+    failure: Exception | None = None
     try:
         yield
     except Exception as error:
-        # Damage may come from reading two files; that is checked first. Ctrl-C is not an error.
+        # If the file was replaced, the error comes from reading two files, and that is the cause to
+        # report. Ctrl-C is no Exception and passes.
         failure = error
     if _identity(path) != before:
         raise CheckpointError(
@@ -70,16 +73,18 @@ def unreplaced(path: Path) -> Iterator[None]:
 
 def _identity(path: Path) -> tuple[int, ...]:
     with translated(f"{path} cannot be read", "a file"):
-        found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        what = "a folder, name one of its files" if path.is_dir() else "no regular file"
-        raise CheckpointError(f"{path} is {what}", "a file")
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder, name one of its files" if path.is_dir() else "no regular file"
+        raise CheckpointError(f"{path} is {kind}", "a file")
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_bytes(path: AnyPath, most: int = -1) -> bytes:
-    """The bytes of a regular file, at most ``most`` of them; OSError if it is not a regular
-    file."""
+    """The bytes of a regular file, at most ``most`` of them.
+
+    Raises OSError if it is not a regular file.
+    """
     with open(_descriptor(path, os.O_RDONLY), "rb") as file:
         return file.read(most)
 
@@ -108,9 +113,11 @@ def _descriptor(path: AnyPath, flags: int) -> int:
     return descriptor
 
 
-def _check_regular(found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError("it is a folder" if stat.S_ISDIR(found.st_mode) else "it is no regular file")
+def _check_regular(status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError("it is a folder")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError("it is no regular file")
 
 
 def mode_of(path: Path) -> int | None:
@@ -150,13 +157,13 @@ def uninterrupted() -> Iterator[None]:
     if before is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    waiting: list[int] = []
+    interrupts: list[int] = []
     try:
-        signal.signal(signal.SIGINT, lambda number, frame: waiting.append(number))
+        signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if waiting:
+        if interrupts:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -181,20 +188,29 @@ class Partial(contextlib.ExitStack):
         digest = hashlib.blake2b(os.fsencode(self.target.name), digest_size=8).hexdigest()
         start = f".{self.target.name[:40]}-{digest}."
         remove_leftovers(self.target.parent, start)
-        mode = mode_of(self.target) if self.target.is_dir() else None
-        self.path = self.target
+        self.path = self._locked_folder(start)
         # Until the folder is locked, another writer may remove it as a leftover; then try again.
-        while self.path == self.target or not self.path.exists():
+        while not self.path.exists():
             self.close()
-            self.path = self.target.with_name(f"{start}{secrets.token_hex(8)}.partial")
-            self.callback(shutil.rmtree, self.path, ignore_errors=True)
-            os.mkdir(self.path, 0o777 if mode is None else 0o700)
-            if mode is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.chmod(self.path, mode | 0o700)
-            # Without locks, leftovers cannot be told from folders in use and stay.
-            with contextlib.suppress(OSError):
-                fcntl.flock(self.enter_context(opened(self.path)), fcntl.LOCK_EX)
+            self.path = self._locked_folder(start)
+
+    def _locked_folder(self, start: str) -> Path:
+        """A new hidden folder, locked; closing this object unlocks and removes it."""
+        folder = self.target.with_name(f"{start}{secrets.token_hex(8)}.partial")
+        self.callback(shutil.rmtree, folder, ignore_errors=True)
+        mode: int | None = None
+        if self.target.is_dir():
+            mode = mode_of(self.target)
+        if mode is None:
+            os.mkdir(folder)
+        else:
+            os.mkdir(folder, 0o700)
+            with contextlib.suppress(FileNotFoundError):
+                os.chmod(folder, mode | 0o700)
+        # Where the file system has no locks, leftovers cannot be told from folders in use and stay.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.enter_context(opened(folder)), fcntl.LOCK_EX)
+        return folder
 
     # If Ctrl-C comes before the block begins, or as it ends, __exit__ is not called.
     __del__ = contextlib.ExitStack.close
@@ -209,8 +225,10 @@ class Partial(contextlib.ExitStack):
 
 
 def remove_leftovers(folder: Path, start: str) -> None:
-    """Remove the hidden folders whose names begin with ``start`` and whose writers were killed, as
-    far as possible."""
+    """Remove the hidden folders whose names begin with ``start`` and whose writers were killed.
+
+    A folder that cannot be removed stays.
+    """
     for entry in list(folder.glob(f"{glob.escape(start)}*.partial")):
         # A living writer has locked its folder, so flock fails; a file is not a leftover.
         with contextlib.suppress(OSError), opened(entry) as descriptor:

@@ -7,9 +7,8 @@ are those of the transposed matrix.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 import torch
 
@@ -21,7 +20,12 @@ Size = tuple[int, int]
 #: Rows and columns of a block, where None means all.
 Block = tuple[int | None, int | None]
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+#: The format of scales -> the words for how they can be rounded.
 _ROUNDINGS = {torch.float32: ("nearest", "floor"), E8M0.torch_dtype: ("up", "floor")}
+_COLUMNWISE = ("own", "transposed", "same")
+_FINITE_AS = ("float32", "input")
+#: The value of a field, as the constructor takes it.
+_Value = torch.dtype | Block | str | float | None
 
 
 @dataclass(frozen=True)
@@ -73,25 +77,12 @@ class Layout:
             raise DTypeError(
                 f"scale is {self.scale!r}", expected="torch.float32 or torch.float8_e8m0fnu"
             )
-        for name, value in (("block", self.block), ("shared", self.shared)):
-            sizes = value if isinstance(value, tuple) else (0,)
-            right = len(sizes) == 2 and all(s is None or (type(s) is int and s > 0) for s in sizes)
-            if not right and not (name == "shared" and value is None):
-                raise OptionError(
-                    f"{name} is {value!r}",
-                    expected="(rows, columns), each a size > 0 or None for all",
-                )
-        columnwise = ("own", "transposed", "same")
-        allowed = {
-            "rounding": _ROUNDINGS[self.scale],
-            "columnwise": columnwise,
-            "finite_as": ("float32", "input"),
-        }
-        for name, words in allowed.items():
-            if getattr(self, name) not in words:
-                raise OptionError(
-                    f"{name} is {getattr(self, name)!r}", expected=f"one of {', '.join(words)}"
-                )
+        _check_sizes("block", self.block)
+        if self.shared is not None:
+            _check_sizes("shared", self.shared)
+        _check_word("rounding", self.rounding, _ROUNDINGS[self.scale])
+        _check_word("columnwise", self.columnwise, _COLUMNWISE)
+        _check_word("finite_as", self.finite_as, _FINITE_AS)
         if type(self.epsilon) not in (int, float) or not 0.0 <= self.epsilon <= _FLOAT32_MAX:
             raise OptionError(
                 f"epsilon is {self.epsilon!r}", expected="a number >= 0 that float32 holds"
@@ -102,31 +93,28 @@ class Layout:
                 expected="0 and 'float32'",
                 remedy="these two fields are for scale=torch.float32 alone",
             )
-        # Equal layouts must have equal texts, so abs turns -0.0 into 0.0. A frozen dataclass allows
-        # its fields to be set only in this way.
-        object.__setattr__(self, "epsilon", abs(float(self.epsilon)))
-        sides = [] if self.shared is None else [*zip(self.shared, self.block, strict=True)]
-        if len({side for side, _ in sides}) > 1 or not all(
-            side and size and side % size == 0 for side, size in sides
-        ):
-            raise OptionError(
-                f"blocks of {self.block} share a scale over {self.shared}",
-                expected="squares of blocks",
-            )
+        if self.shared is not None:
+            _check_shared(self.shared, self.block)
         if self.columnwise == "same" and self.block[0] != self.block[1]:
             raise OptionError(
                 f"blocks of {self.block} with columnwise='same'", expected="squares, or one for all"
             )
+        self._derive()
+
+    def _derive(self) -> None:
+        """Set the derived fields, in the only way in which a frozen dataclass allows it."""
+        # Equal layouts must have equal texts, so abs turns -0.0 into 0.0.
+        object.__setattr__(self, "epsilon", abs(float(self.epsilon)))
         whole = self.columnwise == "own" and self.block == (None, None)
         object.__setattr__(self, "one_buffer", whole or self.columnwise == "same")
-        object.__setattr__(self, "text", "/".join(map(_written, self._values())))
+        object.__setattr__(self, "text", "/".join(map(_text_of, self._values())))
         _KNOWN.setdefault(self.text, self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["Layout"], tuple[_Value, ...]]:
         # Unpickling calls the constructor, which checks the fields.
         return Layout, self._values()
 
-    def _values(self) -> tuple[Any, ...]:
+    def _values(self) -> tuple[_Value, ...]:
         return tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
     # -- properties derived from the fields --
@@ -147,8 +135,12 @@ class Layout:
 
         With ``shared``, rows and columns of the area whose blocks all have the same scale.
         """
-        block = (self.shared if shared else None) or self.block
-        return (block[1], block[0]) if columnwise else block
+        block = self.block
+        if shared and self.shared is not None:
+            block = self.shared
+        if columnwise:
+            return block[1], block[0]
+        return block
 
     def grid(self, matrix: Sequence[int], columnwise: bool, shared: bool = False) -> Size:
         """Rows and columns of the scales of a matrix ``[M, K]``, as if data were not transposed."""
@@ -157,29 +149,38 @@ class Layout:
     @property
     def stored_scale(self) -> torch.dtype:
         """The dtype of stored scales, which is uint8 for E8M0."""
-        return torch.float32 if self.scale is torch.float32 else torch.uint8
+        if self.scale is torch.float32:
+            return torch.float32
+        return torch.uint8
 
     def scale_shape(self, shape: Sequence[int], columnwise: bool) -> Size:
         """The shape of the stored, unpadded scales of a tensor of ``shape``."""
         rows, columns = self.grid(as_matrix_shape(shape), columnwise)
-        return (columns, rows) if columnwise and self.transposed else (rows, columns)
+        if columnwise and self.transposed:
+            return columns, rows
+        return rows, columns
 
     def stored_block(self, columnwise: bool) -> Block:
         """Rows and columns of stored data that share a scale.
 
         They are those of the transpose, if the data are stored transposed.
         """
-        return self.block if columnwise and self.transposed else self.block_of(columnwise)
+        if columnwise and self.transposed:
+            return self.block
+        return self.block_of(columnwise)
 
     def stored_matrix(self, data_shape: Sequence[int], columnwise: bool) -> Size:
         """Rows and columns of the matrix that stored data of ``data_shape`` are."""
         if columnwise and self.transposed:
-            return (data_shape[0] if len(data_shape) else 1), math.prod(data_shape[1:])
+            rows, columns = as_matrix_shape((*data_shape[1:], *data_shape[:1]))
+            return columns, rows
         return as_matrix_shape(data_shape)
 
     def data_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, ...]:
         """The shape of the stored data of a tensor of ``shape``."""
-        return (*shape[-1:], *shape[:-1]) if columnwise and self.transposed else tuple(shape)
+        if columnwise and self.transposed:
+            return (*shape[-1:], *shape[:-1])
+        return tuple(shape)
 
     # -- as text, for operators and files --
 
@@ -190,13 +191,43 @@ class Layout:
         Raises:
             OptionError, DTypeError: no layout has this text.
         """
-        # The table is a plain dict, because compiled code can look into it.
-        layout = _KNOWN.get(text) if isinstance(text, str) else None
-        return _parsed(str(text)) if layout is None else layout
+        if isinstance(text, str) and text in _KNOWN:
+            return _KNOWN[text]
+        return _layout_of(str(text))
 
 
+# Text -> layout. The table is a plain dict, because compiled code can look into it.
 _KNOWN: dict[str, Layout] = {}
 torch.serialization.add_safe_globals([Layout])
+
+
+def _check_sizes(name: str, sizes: object) -> None:
+    right = isinstance(sizes, tuple) and len(sizes) == 2 and all(map(_is_size, sizes))
+    if not right:
+        raise OptionError(
+            f"{name} is {sizes!r}", expected="(rows, columns), each a size > 0 or None for all"
+        )
+
+
+def _is_size(size: object) -> bool:
+    return size is None or (type(size) is int and size > 0)
+
+
+def _check_word(name: str, value: str, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(words)}")
+
+
+def _check_shared(shared: Size, block: Block) -> None:
+    """Check that areas of ``shared`` rows and columns are squares of whole blocks."""
+    rows, columns = shared
+    multiples = [
+        side and size and side % size == 0 for side, size in zip(shared, block, strict=True)
+    ]
+    if rows != columns or not all(multiples):
+        raise OptionError(
+            f"blocks of {block} share a scale over {shared}", expected="squares of blocks"
+        )
 
 
 def grid_of(matrix: Sequence[int], block: Block) -> Size:
@@ -204,46 +235,61 @@ def grid_of(matrix: Sequence[int], block: Block) -> Size:
 
     It is 1 along a side where a block has all, even if the matrix is empty.
     """
-    rows, columns = (
-        1 if side is None else -(-size // side) for size, side in zip(matrix, block, strict=True)
-    )
-    return rows, columns
+    rows, columns = matrix
+    return _blocks_along(rows, block[0]), _blocks_along(columns, block[1])
+
+
+def _blocks_along(size: int, side: int | None) -> int:
+    if side is None:
+        return 1
+    return -(-size // side)
 
 
 def as_matrix_shape(shape: Sequence[int]) -> Size:
     """Rows and columns of the matrix that a tensor ``[*leading, K]`` is seen as."""
-    return math.prod(shape[:-1]), (shape[-1] if len(shape) else 1)
+    if not shape:
+        return 1, 1
+    return math.prod(shape[:-1]), shape[-1]
 
 
-def _written(value: Any) -> str:
+def _text_of(value: _Value) -> str:
     if isinstance(value, tuple):
         return "x".join("all" if size is None else str(size) for size in value)
     return str(value).removeprefix("torch.")
 
 
-def _sizes(text: str) -> Any:
+def _dtype_of(text: str) -> torch.dtype:
+    dtype = vars(torch).get(text)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {text!r}")
+    return dtype
+
+
+def _block_of(text: str) -> Block:
+    rows, columns = (None if size == "all" else int(size) for size in text.split("x"))
+    return rows, columns
+
+
+def _shared_of(text: str) -> Size | None:
     if text == "None":
         return None
-    return tuple(None if size == "all" else int(size) for size in text.split("x"))
+    rows, columns = map(int, text.split("x"))
+    return rows, columns
 
 
-# The functions that parse the fields of a text, in their order.
-_READERS: tuple[Callable[[str], Any], ...] = (
-    vars(torch).get,
-    _sizes,
-    vars(torch).get,
-    str,
-    float,
-    str,
-    _sizes,
-    str,
-)
-
-
-def _parsed(text: str) -> Layout:
+def _layout_of(text: str) -> Layout:
     try:
-        values = [reader(word) for reader, word in zip(_READERS, text.split("/"), strict=True)]
-        return Layout(*values)
+        element, block, scale, rounding, epsilon, columnwise, shared, finite_as = text.split("/")
+        return Layout(
+            element=_dtype_of(element),
+            block=_block_of(block),
+            scale=_dtype_of(scale),
+            rounding=rounding,
+            epsilon=float(epsilon),
+            columnwise=columnwise,
+            shared=_shared_of(shared),
+            finite_as=finite_as,
+        )
     except ValueError as error:
         raise OptionError(
             f"{text!r:.80} is no layout", expected="what Layout.text gives"

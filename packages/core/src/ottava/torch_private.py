@@ -26,13 +26,21 @@ Some private names are used elsewhere:
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
 from ottava.errors import BackendError, UsageError
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.distributed import ProcessGroup
+
+#: An object that torch gives no public type, and of which a fallback may take the place.
+Private = Any
+_T = TypeVar("_T")
 
 #: Types of devices that torch.autocast supports. The set is computed once, because the compiler of
 #: torch 2.11 cannot trace ``is_autocast_available``.
@@ -45,7 +53,14 @@ PRIVATE: dict[str, tuple[str, str]] = {}
 #: The names that this version of torch lacks: private name -> a description of its fallback.
 MISSING: dict[str, str] = {}
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+class KeySet(Protocol):
+    """A set of dispatch keys."""
+
+    def raw_repr(self) -> int:
+        """The set as bits."""
 
 
 class Fallbacks:
@@ -62,53 +77,80 @@ class Fallbacks:
     unsafe_view = staticmethod(lambda tensor, size: tensor.reshape(tuple(size)).clone())
     any_autocast_enabled = staticmethod(lambda: any(map(torch.is_autocast_enabled, WITH_AUTOCAST)))
     foreach_copy_ = staticmethod(
-        lambda to, of: [t.copy_(each) for t, each in zip(to, of, strict=True)]
+        lambda targets, values: [t.copy_(v) for t, v in zip(targets, values, strict=True)]
     )
     foreach_maximum_ = staticmethod(
-        lambda to, of: [torch.maximum(t, o, out=t) for t, o in zip(to, of, strict=True)]
+        lambda targets, others: [
+            torch.maximum(t, o, out=t) for t, o in zip(targets, others, strict=True)
+        ]
     )
 
     @staticmethod
     def scaled_mm(
-        a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, _: None, out_dtype: Any, fast: bool
-    ) -> Any:
-        kinds: Any = torch.nn.functional.ScalingType
-        kind = kinds.TensorWise if scale_a.numel() == scale_b.numel() == 1 else kinds.RowWise
-        options: Any = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": fast}
-        return torch.nn.functional.scaled_mm(a, b, scale_a, kind, scale_b, kind, **options)
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        bias: torch.Tensor | None,
+        _: None,
+        out_dtype: torch.dtype,
+        fast: bool,
+    ) -> torch.Tensor:
+        kind = torch.nn.functional.ScalingType.RowWise
+        if scale_a.numel() == scale_b.numel() == 1:
+            kind = torch.nn.functional.ScalingType.TensorWise
+        return torch.nn.functional.scaled_mm(
+            a,
+            b,
+            scale_a,
+            kind,
+            scale_b,
+            kind,
+            bias=bias,
+            output_dtype=out_dtype,
+            use_fast_accum=fast,
+        )
 
     @staticmethod
     def mkldnn_bf16_supported() -> bool:
-        there = torch.backends.mkldnn.is_available()
-        return bool(there and torch.backends.cpu.get_cpu_capability().startswith("AVX512"))
+        if not torch.backends.mkldnn.is_available():
+            return False
+        return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
     @classmethod
     def disabled_torch_function(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
 def _refuse(path: str) -> NoReturn:
-    what = f"torch {torch.__version__} has no torch.{path}, for which torch documents nothing else"
-    expected = "a version of torch that `ottava` was tested with (docs/building.md lists them)"
-    raise BackendError(what, expected=expected, remedy="install such a version, or a later ottava")
+    raise BackendError(
+        f"torch {torch.__version__} has no torch.{path}, for which torch documents nothing else",
+        "a version of torch that `ottava` was tested with (docs/building.md lists them)",
+        "install such a version, or a later ottava",
+    )
 
 
-def _ask(name: str, path: str, without: str) -> Any:
+def _ask(name: str, path: str, without: str) -> Private:
     """The object at ``path`` below ``torch``, or its fallback.
 
     If there is no fallback either, the result is a function that raises a BackendError. ``without``
     describes the fallback.
     """
     PRIVATE[name] = (path, without)
-    value: Any = torch
+    value: object = torch
     for step in path.split("."):
         value = getattr(value, step, None)
-    if value is None:
-        MISSING[path] = without
-    return getattr(Fallbacks, name, lambda *_, **__: _refuse(path)) if value is None else value
+    if value is not None:
+        return value
+    MISSING[path] = without
+    return getattr(Fallbacks, name, lambda *_, **__: _refuse(path))
 
 
 #: The number of the backward pass that the caller runs in; -1 outside of any.
@@ -116,8 +158,7 @@ graph_task_id: Callable[[], int] = _ask(
     "graph_task_id",
     "_C._current_graph_task_id",
     "recomputations by activation checkpointing count as forward passes: with delayed scaling "
-    "each begins a step of "
-    "its own, unless its region stays open around backward()",
+    "each begins a step of its own, unless its region stays open around backward()",
 )
 #: Whether :data:`graph_task_id` can tell.
 KNOWS_BACKWARD = graph_task_id is not Fallbacks.graph_task_id
@@ -126,25 +167,29 @@ if not KNOWS_BACKWARD:
     warnings.warn(_lacking, RuntimeWarning, stacklevel=2)
 
 _TWICE = "a state sees what is recomputed twice; amaxes stay the same"
-current_node: Callable[[], Any] = _ask("current_node", "_C._current_autograd_node", _TWICE)
-top_hooks: Callable[[bool], Any] = _ask(
+current_node: Callable[[], object] = _ask("current_node", "_C._current_autograd_node", _TWICE)
+top_hooks: Callable[[bool], Sequence[object] | None] = _ask(
     "top_hooks", "_C._autograd._top_saved_tensors_default_hooks", _TWICE
 )
 
 _SLOWER = "every kernel goes through its operator: slower"
 dispatch_modes: Callable[[], int] = _ask("dispatch_modes", "_C._len_torch_dispatch_stack", _SLOWER)
 function_modes: Callable[[], int] = _ask("function_modes", "_C._len_torch_function_stack", _SLOWER)
-transforms: Callable[[], Any] = _ask("transforms", "_C._functorch.peek_interpreter_stack", _SLOWER)
-tracing: Callable[[], Any] = _ask("tracing", "_C._get_tracing_state", _SLOWER)
+transforms: Callable[[], object] = _ask(
+    "transforms", "_C._functorch.peek_interpreter_stack", _SLOWER
+)
+tracing: Callable[[], object] = _ask("tracing", "_C._get_tracing_state", _SLOWER)
 profiling: Callable[[], bool] = _ask("profiling", "_C._autograd._profiler_enabled", _SLOWER)
 #: The set of dispatch keys of a tensor.
-dispatch_keys: Callable[[torch.Tensor], Any] = _ask("dispatch_keys", "_C._dispatch_keys", _SLOWER)
+dispatch_keys: Callable[[torch.Tensor], KeySet] = _ask(
+    "dispatch_keys", "_C._dispatch_keys", _SLOWER
+)
 _key_sets = _ask("strange_keys", "_C.DispatchKeySet", _SLOWER)
 #: A module whose variable ``_current_level`` is -1 outside of forward-mode derivatives.
 _ask("forward_ad", "autograd.forward_ad._current_level", "layers are autograd functions: slower")
-forward_ad: Any = (
-    Fallbacks.forward_ad if PRIVATE["forward_ad"][0] in MISSING else torch.autograd.forward_ad
-)
+forward_ad: Private = torch.autograd.forward_ad
+if PRIVATE["forward_ad"][0] in MISSING:
+    forward_ad = Fallbacks.forward_ad
 
 any_autocast_enabled: Callable[[], bool] = _ask(
     "any_autocast_enabled",
@@ -174,18 +219,18 @@ unsafe_view: Callable[..., torch.Tensor] = _ask(
 )
 _PARAMETERS = "nothing: quantized parameters are refused, no others"
 #: Makes a tensor of a subclass that has no memory of its own.
-make_wrapper_subclass: Callable[..., Any] = _ask(
+make_wrapper_subclass: Callable[..., Private] = _ask(
     "make_wrapper_subclass", "Tensor._make_wrapper_subclass", _PARAMETERS
 )
-tree_map: Callable[..., Any] = _ask("tree_map", "utils._pytree.tree_map", _PARAMETERS)
+tree_map: Callable[..., Private] = _ask("tree_map", "utils._pytree.tree_map", _PARAMETERS)
 #: ``__torch_function__`` for classes that handle ops only below autograd.
-disabled_torch_function: Any = _ask(
+disabled_torch_function: Private = _ask(
     "disabled_torch_function",
     "_C._disabled_torch_function_impl",
     "torch.DisableTorchFunctionSubclass: slower",
 )
 #: The process group with a name; a name keeps no group alive.
-resolve_process_group: Callable[[str], Any] = _ask(
+resolve_process_group: "Callable[[str], ProcessGroup]" = _ask(
     "resolve_process_group",
     "distributed.distributed_c10d._resolve_process_group",
     "nothing: quantized weights that share scales over ranks are refused with an error",
@@ -214,8 +259,10 @@ _numbers = itertools.count()
 
 def strange_keys(plain: Sequence[str]) -> int:
     """The bits of all dispatch keys except those named in ``plain``."""
+    if _key_sets is None:
+        return -1
     known = 0
-    for name in plain if _key_sets is not None else ():
+    for name in plain:
         known |= _key_sets(getattr(torch._C.DispatchKey, name)).raw_repr()
     return ~known
 
@@ -243,19 +290,16 @@ def refuse_export(what: str, expected: str, remedy: str) -> None:
     raise UsageError(what, expected=expected, remedy=remedy)
 
 
-def aten_overloads(*names: str) -> list[Any]:
+def aten_overloads(*names: str) -> "list[OpOverload]":
     """The default overloads of those private aten operators that this torch has.
 
     The others need no treatment, because nobody can call them.
     """
-    return [
-        operator.default
-        for name in names
-        if (operator := getattr(torch.ops.aten, name, None)) is not None
-    ]
+    operators = [getattr(torch.ops.aten, name, None) for name in names]
+    return [operator.default for operator in operators if operator is not None]
 
 
-def aliases_of(operator: Any) -> list[tuple[int, str, bool]] | None:
+def aliases_of(operator: object) -> list[tuple[int, str, bool]] | None:
     """The arguments whose memory an operator writes to, or shares with its results.
 
     Returns:
@@ -264,16 +308,14 @@ def aliases_of(operator: Any) -> list[tuple[int, str, bool]] | None:
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return None
-    infos = [
-        (position, argument.name, argument.alias_info)
-        for position, argument in enumerate(schema.arguments)
-    ]
     return [
-        (position, name, bool(info.is_write)) for position, name, info in infos if info is not None
+        (position, argument.name, bool(argument.alias_info.is_write))
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None
     ]
 
 
-def writes_of(operator: Any) -> list[tuple[int, str]] | None:
+def writes_of(operator: object) -> list[tuple[int, str]] | None:
     """Position and name of the arguments that an operator writes to.
 
     None where torch does not show schemas.
@@ -290,17 +332,20 @@ def version_of(tensor: torch.Tensor) -> int:
     The tensor must not have been made in inference mode. Where torch does not show the number, each
     call gives another one.
     """
-    version = getattr(tensor, "_version", None)
-    return next(_numbers) if version is None else version
+    version: int | None = getattr(tensor, "_version", None)
+    if version is None:
+        return next(_numbers)
+    return version
 
 
-def share_hooks(tensor: Any, other: Any) -> None:
+def share_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Make the gradient hooks of one leaf run for another one too.
 
     Does nothing where torch does not show the hooks.
     """
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if hooks := getattr(tensor, name, None):
+        hooks = getattr(tensor, name, None)
+        if hooks:
             setattr(other, name, hooks)
 
 
@@ -309,44 +354,47 @@ def may_refuse_to_load(module: torch.nn.Module) -> bool:
 
     That code is in hooks, or in methods of the module. True where torch does not show the hooks.
     """
-    hooks = [
-        getattr(module, f"_load_state_dict_{when}_hooks", {0: None}).values()
-        for when in ("pre", "post")
-    ]
     cls = type(module)
-    called = (
-        *hooks[0],
-        *hooks[1],
+    functions: list[object] = [
         cls.load_state_dict,
         cls._load_from_state_dict,
         cls.set_extra_state,
-    )
-    return any(
-        getattr(one, "__module__", "").partition(".")[0] not in ("torch", "ottava")
-        for one in called
-    )
+    ]
+    for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+        hooks: Mapping[int, object] | None = getattr(module, name, None)
+        if hooks is None:
+            return True
+        functions += hooks.values()
+    return not all(_is_known(function) for function in functions)
 
 
-def is_distributed(tensor: Any) -> bool:
+def _is_known(function: object) -> bool:
+    """Whether a function is torch's or Ottava's."""
+    package, _, _ = getattr(function, "__module__", "").partition(".")
+    return package in ("torch", "ottava")
+
+
+def is_distributed(tensor: object) -> bool:
     """Whether a tensor is a DTensor, found out without importing that class, which takes long."""
     return hasattr(tensor, "to_local")
 
 
-def local_tensor(tensor: Any) -> Any:
+def local_tensor(tensor: _T) -> _T | torch.Tensor:
     """The local tensor of a DTensor on this rank; other tensors are returned as they are.
 
     ``to_local`` gives it where torch does not show it.
     """
-    local = getattr(tensor, "_local_tensor", None)
+    local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is not None:
         return local
-    if not is_distributed(tensor):
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    if to_local is None:
         return tensor
     with torch.no_grad():
-        return tensor.to_local()
+        return to_local()
 
 
-def set_local_tensor(tensor: Any, local: torch.Tensor) -> None:
+def set_local_tensor(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Replace the local tensor of a DTensor on this rank.
 
     Raises:
@@ -379,7 +427,9 @@ def pipeline_pass() -> PipelinePass | None:
 
     It must not be called in code that is compiled.
     """
-    frame: FrameType | None = sys._getframe(1) if PIPELINES in sys.modules else None
+    if PIPELINES not in sys.modules:
+        return None
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(_PIPELINING):
             work = _pass_of(frame.f_code.co_name, frame.f_locals)
@@ -389,7 +439,7 @@ def pipeline_pass() -> PipelinePass | None:
     return None
 
 
-def _pass_of(function: str, variables: Any) -> PipelinePass | None:
+def _pass_of(function: str, variables: Mapping[str, Private]) -> PipelinePass | None:
     """The work that the frame of a function of a stage or of a schedule shows.
 
     None if the frame of a caller of that function shows it.

@@ -286,8 +286,10 @@ def load_sharded(
         )
     )
     # Data derived from the bytes of quantized tensors is outdated now.
-    for storage in (local_tensor(flat.values[name]) for name in flat.quantized):
-        storage.mark_written()
+    for name in flat.quantized:
+        storage = local_tensor(flat.values[name])
+        if isinstance(storage, QuantizedTensorStorage):
+            storage.mark_written()
         if isinstance(storage, torch.Tensor):
             bump_versions([storage])
     ranks.each(lambda: write_all(pairs))

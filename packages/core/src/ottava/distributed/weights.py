@@ -9,13 +9,13 @@ is checked before anything is written.
 import math
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 
-from ottava.collectives import check_group, find_group
+from ottava.collectives import Group, find_group
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import (
     ShardJob,
@@ -28,16 +28,24 @@ from ottava.distributed.shards import (
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_device, check_high_precision
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava.tensors.declaration import check_flag, same_kind
-from ottava.torch_private import is_distributed, local_tensor
+from ottava.tensors.declaration import InnerTensor, check_flag, same_kind
+from ottava.torch_private import Private, is_distributed, local_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+#: A quantized weight: a tensor or a storage, or a DTensor of quantized tensors.
+Weight = QuantizedTensorStorage | torch.Tensor
+#: Where a shard is written: a quantized tensor, its bytes, or bytes for each direction.
+ShardTarget = Weight | Sequence[torch.Tensor | None] | None
 
 
 def quantize_master_weights(
-    model_weights: Sequence[Any],
+    model_weights: Sequence[Weight],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None] | None,
-    group: Any = None,
-    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    group: Group = None,
+    fsdp_shard_model_weights: Sequence[ShardTarget] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
     """:func:`cast_master_weights_to_fp8` with each weight's own quantizer."""
@@ -54,35 +62,36 @@ def quantize_master_weights(
 
 @overload
 def cast_master_weights_to_fp8(
-    model_weights: Sequence[Any],
+    model_weights: Sequence[Weight],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None] | None = None,
-    group: Any = None,
-    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    group: Group = None,
+    fsdp_shard_model_weights: Sequence[ShardTarget] | None = None,
     manual_post_all_gather_processing: bool = False,
     *,
     quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
-    amax_reduce_group: Any = None,
+    amax_reduce_group: Group = None,
 ) -> None: ...
 
 
 @overload
 def cast_master_weights_to_fp8(
-    model_weights: Sequence[Any],
+    model_weights: Sequence[Weight],
     master_weights: Sequence[torch.Tensor | None],
     quantizers: Sequence[Quantizer | None] | Quantizer | None,
-    amax_reduce_group: Any = None,
+    amax_reduce_group: Group = None,
     /,
     *,
     start_offsets: Sequence[int | None] | None = None,
-    fsdp_shard_model_weights: Sequence[Any] | None = None,
+    fsdp_shard_model_weights: Sequence[ShardTarget] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None: ...
 
 
+# The overloads say the types of both orders of the arguments.
 def cast_master_weights_to_fp8(
-    model_weights: Sequence[Any],
-    master_weights: Sequence[Any],
+    model_weights: Sequence[Weight],
+    master_weights: Sequence[torch.Tensor | None],
     *positional: Any,
     **named: Any,
 ) -> None:
@@ -139,7 +148,7 @@ def cast_master_weights_to_fp8(
     _cast(model_weights, master_weights, *positional, **named)
 
 
-def _are_quantizers(third: Any, masters: Any) -> bool:
+def _are_quantizers(third: object, masters: object) -> bool:
     """Whether the third positional argument is quantizers, as it used to be, and not offsets."""
     if isinstance(third, Quantizer):
         return True
@@ -153,10 +162,10 @@ def _are_quantizers(third: Any, masters: Any) -> bool:
 
 
 def _cast_old(
-    model_weights: Any,
-    master_weights: Any,
-    quantizers: Any,
-    amax_reduce_group: Any = None,
+    model_weights: Sequence[Weight],
+    master_weights: Sequence[torch.Tensor | None],
+    quantizers: Sequence[Quantizer | None] | Quantizer | None,
+    amax_reduce_group: Group = None,
     **named: Any,
 ) -> None:
     """:func:`cast_master_weights_to_fp8` with positional arguments in their former order."""
@@ -165,17 +174,19 @@ def _cast_old(
 
 
 def _cast(
-    model_weights: Any,
-    master_weights: Any,
-    start_offsets: Any = None,
-    group: Any = None,
-    fsdp_shard_model_weights: Any = None,
+    model_weights: Sequence[Weight],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None] | None = None,
+    group: Group = None,
+    fsdp_shard_model_weights: Sequence[ShardTarget] | None = None,
     manual_post_all_gather_processing: bool = False,
     *,
-    quantizers: Any = None,
-    amax_reduce_group: Any = None,
+    quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
+    amax_reduce_group: Group = None,
 ) -> None:
-    if group is not None and amax_reduce_group is not None and group is not amax_reduce_group:
+    if group is None:
+        group = amax_reduce_group
+    elif amax_reduce_group is not None and group is not amax_reduce_group:
         raise OptionError(
             "group and amax_reduce_group are two groups",
             expected="one group of ranks",
@@ -185,20 +196,11 @@ def _cast(
         model_weights,
         master_weights,
         quantizers,
-        amax_reduce_group if group is None else group,
+        group,
         start_offsets,
         fsdp_shard_model_weights,
         manual_post_all_gather_processing,
     ).quantize()
-
-
-_LISTS = (
-    "model_weights",
-    "master_weights",
-    "quantizers",
-    "start_offsets",
-    "fsdp_shard_model_weights",
-)
 
 
 @dataclass(eq=False, repr=False)
@@ -213,12 +215,12 @@ class MasterWeights:
     :meth:`quantize`.
     """
 
-    model_weights: Sequence[Any]
+    model_weights: Sequence[Weight]
     master_weights: Sequence[torch.Tensor | None]
     quantizers: Sequence[Quantizer | None] | Quantizer | None = None
-    amax_reduce_group: Any = None
+    amax_reduce_group: Group = None
     start_offsets: Sequence[int | None] | None = None
-    fsdp_shard_model_weights: Sequence[Any] | None = None
+    fsdp_shard_model_weights: Sequence[ShardTarget] | None = None
     manual_post_all_gather_processing: bool = False
 
     def __post_init__(self) -> None:
@@ -226,24 +228,12 @@ class MasterWeights:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Check all arguments and group the shards into batches; the first argument that does not
-        fit raises a typed error."""
-        count = len(self.model_weights) if isinstance(self.model_weights, (list, tuple)) else 0
-        lists: list[Any] = [self.model_weights, self.master_weights]
-        for entries in (self.quantizers, self.start_offsets, self.fsdp_shard_model_weights):
-            lists.append([entries] * count if isinstance(entries, Quantizer | None) else entries)
-        for name, entries in zip(_LISTS, lists, strict=True):
-            _check_kind(entries, (list, tuple), name, "a list, an entry for each weight")
-            if len(entries) != count:
-                raise ShapeError(
-                    f"{len(entries)} {name} for {count} model_weights", expected=f"{count}"
-                )
+        """Check all arguments and group the shards into batches.
+
+        The first argument that does not fit raises a typed error.
+        """
         with torch.no_grad():
-            has_offsets = self.start_offsets is not None
-            weights = [
-                _Weight(f"weight {n}", has_offsets, *entries)
-                for n, entries in enumerate(zip(*lists, strict=True))
-            ]
+            weights = [_CheckedWeight(arguments) for arguments in self._arguments()]
             _check_agreement(weights)
             check_places([data for weight in weights for data in weight.job.output.data])
             self._group = _default_group(weights, self.amax_reduce_group)
@@ -252,7 +242,7 @@ class MasterWeights:
                 # may get another scale, because the padding is zero at any scale.
                 weight.storage._whole = None
             self._batches = ShardBatches.of([weight.job for weight in weights])
-        holders = [h for w in weights for h in (w.storage, w.job.output.holder)]
+        holders = [h for weight in weights for h in (weight.storage, weight.job.output.holder)]
         self._holders = list({id(holder): holder for holder in holders}.values())
         self._inner_tensors = [
             (holder, inner.attribute)
@@ -265,9 +255,48 @@ class MasterWeights:
         self._reusable = all(master.is_contiguous() for master in self._masters)
         self._prepared_addresses = self._addresses()
 
-    def _addresses(self) -> list[Any]:
+    def _arguments(self) -> list["_Arguments"]:
+        """The arguments of each weight, if the lists have one entry for each weight."""
+        count = 0
+        if isinstance(self.model_weights, (list, tuple)):
+            count = len(self.model_weights)
+        nothing = [None] * count
+        quantizers = self.quantizers
+        if quantizers is None or isinstance(quantizers, Quantizer):
+            quantizers = [quantizers] * count
+        offsets = nothing if self.start_offsets is None else self.start_offsets
+        targets = self.fsdp_shard_model_weights
+        if targets is None:
+            targets = nothing
+        lists: dict[str, Sequence[object]] = {
+            "model_weights": self.model_weights,
+            "master_weights": self.master_weights,
+            "quantizers": quantizers,
+            "start_offsets": offsets,
+            "fsdp_shard_model_weights": targets,
+        }
+        for name, entries in lists.items():
+            _check_kind(entries, (list, tuple), name, "a list, an entry for each weight")
+            if len(entries) != count:
+                raise ShapeError(
+                    f"{len(entries)} {name} for {count} model_weights", expected=f"{count}"
+                )
+        return [
+            _Arguments(
+                name=f"weight {number}",
+                weight=self.model_weights[number],
+                master=self.master_weights[number],
+                quantizer=quantizers[number],
+                offset=offsets[number],
+                has_offsets=self.start_offsets is not None,
+                target=targets[number],
+            )
+            for number in range(count)
+        ]
+
+    def _addresses(self) -> list[int | None]:
         """The addresses of all tensors that are read or written, and the ids of the quantizers."""
-        tensors = [
+        tensors: list[torch.Tensor | None] = [
             *(getattr(holder, attribute) for holder, attribute in self._inner_tensors),
             *self._masters,
         ]
@@ -290,7 +319,7 @@ class MasterWeights:
             holder.rebuilds_derived = not self.manual_post_all_gather_processing
 
 
-def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
+def post_all_gather_processing(model_weights: Sequence[Weight] | Weight) -> None:
     """Rebuild the tensors that derive from the bytes of weights (transposes), after the bytes were
     gathered.
 
@@ -299,7 +328,9 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     Raises:
         DTypeError: an entry is not a tensor.
     """
-    weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
+    weights: Sequence[object] = [model_weights]
+    if isinstance(model_weights, (list, tuple)):
+        weights = model_weights
     for weight in weights:
         _check_kind(weight, (torch.Tensor, QuantizedTensorStorage), "a weight", "a list of tensors")
     with torch.no_grad():
@@ -344,7 +375,7 @@ def replace_raw_data(
             f"{len(buffers)} buffers",
             expected=f"one for each of {', '.join(i.argument for i in raw)}",
         )
-    moved: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    moves: list[tuple[InnerTensor, torch.Tensor, torch.Tensor]] = []
     for inner, buffer in zip(raw, buffers, strict=False):
         data: torch.Tensor = getattr(tensor, inner.attribute)
         checked = check_bytes(
@@ -354,10 +385,10 @@ def replace_raw_data(
             raise UsageError(
                 "the data of the tensor is not contiguous", expected="a tensor that is no view"
             )
-        moved.append((inner, data, checked.detach().view(data.dtype).view(data.shape)))
-    check_places([target for *_, target in moved], [data for _, data, _ in moved])
+        moves.append((inner, data, checked.detach().view(data.dtype).view(data.shape)))
+    check_places([target for *_, target in moves], [data for _, data, _ in moves])
     with torch.no_grad():
-        for inner, data, target in moved:
+        for inner, data, target in moves:
             # Writing through ``.data`` leaves the version of the buffer as it is, because the
             # transposes of other tensors in the buffer stay valid.
             target.data.copy_(data)
@@ -375,13 +406,27 @@ def is_custom(x: Quantizer | QuantizedTensorStorage | torch.Tensor | None = None
     return isinstance(x, (Quantizer, QuantizedTensorStorage)) and x.custom
 
 
-def _check_kind(value: Any, kinds: Any, name: str, expected: str, remedy: str = "") -> None:
+def _check_kind(
+    value: object, kinds: type | tuple[type, ...], name: str, expected: str, remedy: str = ""
+) -> None:
     if not isinstance(value, kinds):
         raise DTypeError(f"{name} is a {type(value).__name__}", expected, remedy)
 
 
-class _Weight:
-    """One checked weight.
+class _Arguments(NamedTuple):
+    """The arguments of :class:`MasterWeights` for one weight, and its name in errors."""
+
+    name: str
+    weight: Weight
+    master: torch.Tensor | None
+    quantizer: Quantizer | None
+    offset: int | None
+    has_offsets: bool
+    target: ShardTarget
+
+
+class _CheckedWeight:
+    """One weight whose arguments fit together.
 
     Attributes:
         name: the weight's name in errors.
@@ -391,46 +436,38 @@ class _Weight:
         job: the shard to quantize.
     """
 
-    def __init__(
-        self,
-        name: str,
-        has_offsets: bool,
-        weight: Any,
-        master: Any,
-        quantizer: Any,
-        offset: Any,
-        out: Any,
-    ) -> None:
-        self.name = name
-        self.storage = local_tensor(weight)
-        rows, self.group = _rows_of(weight, name)
-        storage = self.storage
-        _check_kind(
-            storage, QuantizedTensorStorage, name, "a quantized tensor", "leave it to its optimizer"
-        )
-        quantizer = storage._quantizer if quantizer is None else quantizer
-        if quantizer is None:
+    def __init__(self, arguments: _Arguments) -> None:
+        self.name = arguments.name
+        self.storage = _local_storage(arguments.weight, self.name)
+        rows, self.group = _rows_of(arguments.weight, self.name)
+        quantizer = self._quantizer(arguments.quantizer)
+        self.shape: tuple[int, ...] = tuple(arguments.weight.size())
+        shard = self._shard(arguments.master)
+        start = self._start(arguments, shard, rows)
+        _check_has_data(self.storage, self.name)
+        if self.storage._whole is not None and self.storage is arguments.weight:
             raise UsageError(
-                f"{name} has no quantizer",
-                remedy="pass quantizers, or set one with update_quantizer()",
-            )
-        _check_kind(quantizer, Quantizer, f"the quantizer of {name}", "an ottava.Quantizer")
-        self.shape = tuple(weight.size())
-        shard = self._shard(master)
-        count = None if shard is None else shard.numel()
-        start = self._start(offset, has_offsets, count, rows)
-        _check_has_data(storage, name)
-        if storage._whole is not None and storage is weight:
-            raise UsageError(
-                f"{name} is a view of another tensor, whose scale it has",
+                f"{self.name} is a view of another tensor, whose scale it has",
                 remedy="give the whole tensor",
             )
         if shard is None:
-            shard = torch.empty(0, dtype=torch.float32, device=storage.device)
-        output = self._output(out, start, shard.numel())
-        self.job = ShardJob(quantizer, shard, self.shape, storage.dtype, start, output)
+            shard = torch.empty(0, dtype=torch.float32, device=self.storage.device)
+        output = self._output(arguments.target, start, shard.numel())
+        self.job = ShardJob(quantizer, shard, self.shape, self.storage.dtype, start, output)
 
-    def _shard(self, master: Any) -> torch.Tensor | None:
+    def _quantizer(self, quantizer: Quantizer | None) -> Quantizer:
+        """``quantizer``, or the weight's own for None."""
+        if quantizer is None:
+            quantizer = self.storage._quantizer
+        if quantizer is None:
+            raise UsageError(
+                f"{self.name} has no quantizer",
+                remedy="pass quantizers, or set one with update_quantizer()",
+            )
+        _check_kind(quantizer, Quantizer, f"the quantizer of {self.name}", "an ottava.Quantizer")
+        return quantizer
+
+    def _shard(self, master: torch.Tensor | None) -> torch.Tensor | None:
         """The flat values of this rank's master, or None for no shard."""
         if master is None:
             return None
@@ -442,79 +479,114 @@ class _Weight:
             )
         check_high_precision(local, f"the master of {self.name}")
         check_device(local, self.storage.device, f"the master of {self.name}")
-        flat: torch.Tensor = local.detach().reshape(-1)
-        return flat
+        return local.detach().reshape(-1)
 
-    def _start(self, offset: Any, has_offsets: bool, size: int | None, rows: range | None) -> int:
-        """The start offset of a shard with ``size`` elements, None for no shard.
+    def _start(self, arguments: _Arguments, shard: torch.Tensor | None, rows: range | None) -> int:
+        """The index of the first element of ``shard`` in the flattened weight; 0 for no shard.
 
         The shard must lie in the weight, and must be the ``rows`` of a DTensor that this rank has.
         """
-        numel = math.prod(self.shape)
-        count = size or 0
-        name = f"the master of {self.name}"
-        if offset is not None:
-            if isinstance(offset, bool) or not hasattr(offset, "__index__"):
-                raise OptionError(
-                    f"the start offset of {self.name} is {offset!r}",
-                    "an integer, or None for no shard",
-                )
-            offset = operator.index(offset)
+        offset = _integer(arguments.offset, self.name)
         if rows is not None:
-            row: int = math.prod(self.shape[1:])
-            first = rows.start * row
-            own = len(rows) * row
-            start = first if offset is None else offset
-            if size is not None and (count != own or (count and start != first)):
-                kind = OptionError if count == own else ShapeError
-                raise kind(
-                    f"{name} has {count} elements from {start} on",
-                    f"{own} from {first} on, its rows here",
-                )
-            return first
-        if offset is None and size is not None and (has_offsets or count != numel):
+            return self._start_of_rows(offset, shard, rows)
+        if shard is None:
+            self._check_range(offset or 0, 0)
+            return 0
+        count = shard.numel()
+        numel = math.prod(self.shape)
+        if offset is None and (arguments.has_offsets or count != numel):
             raise OptionError(
                 f"{self.name} has a master of {count} elements and no start offset",
                 f"the index of its first element among the {numel} of the weight",
                 "pass start_offsets, with None only where the master is None",
             )
         start = offset or 0
+        self._check_range(start, count)
+        return start
+
+    def _start_of_rows(self, offset: int | None, shard: torch.Tensor | None, rows: range) -> int:
+        """:meth:`_start` for a DTensor, of which this rank has ``rows``."""
+        row = math.prod(self.shape[1:])
+        first = rows.start * row
+        if shard is None:
+            return first
+        count = shard.numel()
+        own = len(rows) * row
+        start = first if offset is None else offset
+        fault = f"the master of {self.name} has {count} elements from {start} on"
+        expected = f"{own} from {first} on, its rows here"
+        if count != own:
+            raise ShapeError(fault, expected)
+        if count and start != first:
+            raise OptionError(fault, expected)
+        return first
+
+    def _check_range(self, start: int, count: int) -> None:
+        numel = math.prod(self.shape)
         if not 0 <= start <= numel - count:
             raise ShapeError(
-                f"{name} has {count} elements from {start} on",
+                f"the master of {self.name} has {count} elements from {start} on",
                 f"a range in the {numel} of the weight",
             )
-        return 0 if size is None else start
 
-    def _output(self, out: Any, start: int, count: int) -> ShardOutput:
+    def _output(self, target: ShardTarget, start: int, count: int) -> ShardOutput:
         """Where the shard goes: the weight itself, another tensor that is the shard, or buffers of
         bytes."""
-        name = f"the shard of {self.name}"
-        storage = self.storage
-        if isinstance(out, (list, tuple)):
+        if isinstance(target, (list, tuple)):
             # TransformerEngine's users write a pair, with None for a direction without a shard.
-            out = [buffer for buffer in out if buffer is not None] or None
-        out = storage if out is None else out
-        if isinstance(out, QuantizedTensorStorage):
-            _check_has_data(out, name)
-            if not same_kind(out, storage):
-                raise DTypeError(
-                    f"{name} is of another kind", expected=f"a {type(storage).__name__} like it"
-                )
-            if out.device != storage.device:
-                raise DeviceError(f"{name} is on {out.device}, the weight on {storage.device}")
-            return shard_output(out, self.shape, start, count, self.name)
-        raw = ordered_bytes(storage, self.name)
-        buffers = list(out) if isinstance(out, (list, tuple)) else [out]
+            target = [buffer for buffer in target if buffer is not None] or None
+        if target is None:
+            target = self.storage
+        if isinstance(target, QuantizedTensorStorage):
+            self._check_target(target)
+            return shard_output(target, self.shape, start, count, self.name)
+        name = f"the shard of {self.name}"
+        raw = ordered_bytes(self.storage, self.name)
+        buffers = list(target) if isinstance(target, (list, tuple)) else [target]
         if len(buffers) != len(raw):
             expected = f"one for each of {', '.join(inner.argument for inner in raw)}"
             raise ShapeError(f"{name} has {len(buffers)} tensors of bytes", expected)
-        rows = range(self.shape[0] if self.shape else 1)
         data = [
-            check_bytes(buffer, storage, inner, count, f"the buffer for {name}").view(-1)
+            check_bytes(buffer, self.storage, inner, count, f"the buffer for {name}").view(-1)
             for buffer, inner in zip(buffers, raw, strict=True)
         ]
-        return ShardOutput(storage, tuple(flat.view(torch.uint8) for flat in data), rows)
+        # A scalar counts as one row.
+        rows = range(math.prod(self.shape[:1]))
+        return ShardOutput(self.storage, tuple(flat.view(torch.uint8) for flat in data), rows)
+
+    def _check_target(self, target: QuantizedTensorStorage) -> None:
+        """Check that a quantized tensor can be the shard of this weight."""
+        name = f"the shard of {self.name}"
+        storage = self.storage
+        _check_has_data(target, name)
+        if not same_kind(target, storage):
+            raise DTypeError(
+                f"{name} is of another kind", expected=f"a {type(storage).__name__} like it"
+            )
+        if target.device != storage.device:
+            raise DeviceError(f"{name} is on {target.device}, the weight on {storage.device}")
+
+
+def _local_storage(weight: Weight, name: str) -> QuantizedTensorStorage:
+    storage = local_tensor(weight)
+    if not isinstance(storage, QuantizedTensorStorage):
+        raise DTypeError(
+            f"{name} is a {type(storage).__name__}",
+            "a quantized tensor",
+            "leave it to its optimizer",
+        )
+    return storage
+
+
+def _integer(offset: int | None, name: str) -> int | None:
+    """A start offset, which may be any integer type, as an int."""
+    if offset is None:
+        return None
+    if isinstance(offset, bool) or not hasattr(offset, "__index__"):
+        raise OptionError(
+            f"the start offset of {name} is {offset!r}", "an integer, or None for no shard"
+        )
+    return operator.index(offset)
 
 
 def _check_has_data(storage: QuantizedTensorStorage, name: str) -> None:
@@ -522,53 +594,51 @@ def _check_has_data(storage: QuantizedTensorStorage, name: str) -> None:
         raise UsageError(f"{name} holds no data to write to", remedy="it was cleared or saved")
 
 
-def _rows_of(weight: Any, name: str) -> tuple[range | None, Any]:
-    """This rank's rows of a DTensor, and the group that has all rows; (None, None) for other
-    tensors."""
+def _rows_of(weight: Weight, name: str) -> "tuple[range | None, ProcessGroup | None]":
+    """This rank's rows of a DTensor, and the group that has all rows.
+
+    The group is None for a DTensor that is not sharded, and both are None for other tensors.
+    """
     if not is_distributed(weight):
         return None, None
-    sharded = [
-        dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()
-    ]
+    distributed: Private = weight
+    placements = distributed.placements
+    sharded = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if not sharded:
-        return range(weight.shape[0]), None
-    if len(sharded) > 1 or not weight.placements[sharded[0]].is_shard(0):
+        return range(distributed.shape[0]), None
+    if len(sharded) > 1 or not placements[sharded[0]].is_shard(0):
         raise ShapeError(
-            f"{name} is placed as {weight.placements}",
+            f"{name} is placed as {placements}",
             expected="rows sharded along one dimension of the mesh, as fully_shard does",
         )
-    (box,) = weight.__create_chunk_list__()
+    (box,) = distributed.__create_chunk_list__()
     rows = range(box.offsets[0], box.offsets[0] + box.sizes[0])
-    return rows, weight.device_mesh.get_group(sharded[0])
+    return rows, distributed.device_mesh.get_group(sharded[0])
 
 
-def _check_agreement(weights: Sequence[_Weight]) -> None:
-    """Check that each weight is listed once, that its quantizer fits it, and that all weights of a
-    batch agree in their device and in the options that their class of quantizers names."""
-    first_of_class: dict[type[Quantizer], _Weight] = {}
-    by_storage: dict[int, _Weight] = {}
+def _check_agreement(weights: Sequence[_CheckedWeight]) -> None:
+    """Check that the weights can be a batch.
+
+    Each weight is listed once, and its quantizer fits it. All weights agree in their device, and in
+    the options that their class of quantizers names.
+    """
+    first_of_class: dict[type[Quantizer], _CheckedWeight] = {}
+    by_storage: dict[int, _CheckedWeight] = {}
     # Whether quantizers fit their weights: one example answers for all weights with an equal key.
-    fitting: dict[Any, bool] = {}
+    fitting: dict[Hashable, bool] = {}
     for weight in weights:
         storage = weight.storage
         quantizer = weight.job.quantizer
         twin = by_storage.setdefault(id(storage), weight)
-        first = first_of_class.setdefault(type(quantizer), weight)
         if twin is not weight:
             raise OptionError(
                 f"{weight.name} is {twin.name} again",
                 "each weight once",
                 "list weights that layers share once",
             )
-        static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
-        usages = storage.get_usages()
-        shape = (1,) * len(weight.shape)
-        key = (type(storage), static, tuple(usages.values()), storage.dtype, shape, quantizer)
+        key = _key_of_quantizer(weight)
         if key not in fitting:
-            example = quantizer.with_usage(**usages).make_empty(
-                shape, dtype=storage.dtype, device=storage.device
-            )
-            fitting[key] = same_kind(example, storage)
+            fitting[key] = _quantizer_fits(weight)
         if not fitting[key]:
             raise DTypeError(
                 f"the quantizer of {weight.name}, {quantizer!r}, makes other tensors than this "
@@ -582,21 +652,44 @@ def _check_agreement(weights: Sequence[_Weight]) -> None:
                 f"{weight.name} is on {storage.device}, {weights[0].name} on {device}",
                 "one device for a batch",
             )
-        for option in rule_of(quantizer).options:
-            own = getattr(quantizer, option)
-            other = getattr(first.job.quantizer, option)
-            if own != other:
-                raise OptionError(
-                    f"{option} is {own!r} for {weight.name} and {other!r} for {first.name}",
-                    "one value for all weights of a batch",
-                    "quantize them in two batches",
-                )
+        _check_options(weight, first_of_class.setdefault(type(quantizer), weight))
 
 
-def _default_group(weights: Sequence[_Weight], group: Any) -> Any:
+def _key_of_quantizer(weight: _CheckedWeight) -> Hashable:
+    """Equal for weights of which all or none have a quantizer that fits."""
+    storage = weight.storage
+    static = tuple(getattr(storage, field.attribute) for field in type(storage).static_fields)
+    usages = tuple(storage.get_usages().values())
+    dimensions = len(weight.shape)
+    return type(storage), static, usages, storage.dtype, dimensions, weight.job.quantizer
+
+
+def _quantizer_fits(weight: _CheckedWeight) -> bool:
+    """Whether the quantizer makes tensors of the kind of the weight."""
+    storage = weight.storage
+    quantizer = weight.job.quantizer.with_usage(**storage.get_usages())
+    shape = (1,) * len(weight.shape)
+    example = quantizer.make_empty(shape, dtype=storage.dtype, device=storage.device)
+    return same_kind(example, storage)
+
+
+def _check_options(weight: _CheckedWeight, first: _CheckedWeight) -> None:
+    """Check that the quantizers of two weights of a batch, of one class, agree in its options."""
+    quantizer = weight.job.quantizer
+    for option in rule_of(quantizer).options:
+        own = getattr(quantizer, option)
+        other = getattr(first.job.quantizer, option)
+        if own != other:
+            raise OptionError(
+                f"{option} is {own!r} for {weight.name} and {other!r} for {first.name}",
+                "one value for all weights of a batch",
+                "quantize them in two batches",
+            )
+
+
+def _default_group(weights: Sequence[_CheckedWeight], group: Group) -> "ProcessGroup | None":
     """The group to reduce over: ``group``, the one of the sharded weights, or None for the default
     group."""
-    check_group(group)
     if group is not None:
         return find_group(group)
     groups = {

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from ottava.errors import DTypeError, OptionError, PluginError, check_takes, translated
 from ottava.recipes.registry import RECIPE, get_quantizer_factory, is_path, provided, reader_of
@@ -16,14 +16,16 @@ from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule, words
 from ottava.recipes.state import RecipeState
 
 if TYPE_CHECKING:
+    from ottava.collectives import Group
     from ottava.tensors import Quantizer
 
-QuantizerFactory = Callable[[QuantizerRole], Any]
+#: Gives a quantizer, a request or None. :meth:`Recipe.given` refuses other answers.
+QuantizerFactory = Callable[[QuantizerRole], object]
+_Answers: TypeAlias = dict[tuple[int, QuantizerRole], tuple[QuantizerFactory, object]]
 
 #: (factory, answer) of each call inside :func:`asked_once`, by the factory's id and the role. The
 #: factory is kept alive with its answer, so that no other factory gets the same id.
-_answers: ContextVar[dict[tuple[int, QuantizerRole], tuple[QuantizerFactory, Any]] | None]
-_answers = ContextVar("answers", default=None)
+_answers: ContextVar[_Answers | None] = ContextVar("answers", default=None)
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def asked_once() -> Iterator[None]:
         _answers.reset(token)
 
 
-def _ask(factory: QuantizerFactory, role: QuantizerRole) -> Any:
+def _ask(factory: QuantizerFactory, role: QuantizerRole) -> object:
     # Imported here, because listing the recipes imports this module, and must not import torch.
     import torch
 
@@ -82,17 +84,17 @@ class Recipe(ABC):
 
     @abstractmethod
     def make_quantizer(
-        self, role: QuantizerRole, *, amax_reduction_group: Any = None
+        self, role: QuantizerRole, *, amax_reduction_group: "Group" = None
     ) -> "Quantizer":
         """A quantizer for ``role``; the group is the one of the enclosing ``autocast``, if any."""
 
     def set_quantizer_factory(self, factory: QuantizerFactory | str | None) -> None:
-        """Put a factory over this recipe: for each role it gives a quantizer, or what stands for
-        one.
+        """Put a factory over this recipe: for each role it gives a quantizer, or an answer that
+        stands for one.
 
         Args:
             factory: ``factory(role)`` gives a :class:`~ottava.Quantizer`; a
-                :class:`~ottava.QuantizerRequest` for what another recipe would use; or None where
+                :class:`~ottava.QuantizerRequest` for the quantizer of another recipe; or None where
                 this recipe's own serves. A name is that of a published factory.
 
         Raises:
@@ -108,44 +110,47 @@ class Recipe(ABC):
         object.__setattr__(self, "_factory", factory)
 
     def quantizer(
-        self, role: QuantizerRole | str, *, amax_reduction_group: Any = None
+        self, role: QuantizerRole | str, *, amax_reduction_group: "Group" = None
     ) -> "Quantizer":
         """The quantizer for ``role``: the factory's, if one is set, else the recipe's.
 
         Where a stateful recipe serves the role, this one has a state of its own; those of a layer
-        share the layer's. What the factory returned is refused as by :meth:`given`.
+        share the layer's. Answers of the factory are refused as by :meth:`given`.
         """
         role = QuantizerRole.of(role)
-        given = self.given(role)
-        if isinstance(given, QuantizerRequest):
-            return given.recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
-        return (
-            self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
-            if given is None
-            else given
-        )
+        answer = self.given(role)
+        if answer is None:
+            return self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
+        if isinstance(answer, QuantizerRequest):
+            return answer.recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
+        return answer
 
     def given(
         self, role: QuantizerRole, of: QuantizerFactory | None = None
     ) -> "Quantizer | QuantizerRequest | None":
-        """What a factory, or else the one put over this recipe, gives for ``role``; None where the
-        recipe's own serves.
+        """The answer of the factory ``of``, or else of the one put over this recipe, for ``role``.
 
-        Other kinds of answers are a DTypeError, a request for this recipe, which would lead back to
-        it, an OptionError.
+        Returns:
+            None where the recipe's own quantizer serves.
+
+        Raises:
+            DTypeError: the answer is of another kind.
+            OptionError: the answer requests this recipe, which would lead back to it.
         """
         from ottava.tensors import Quantizer
 
         factory = self._factory if of is None else of
         answer = None if factory is None else _ask(factory, role)
         if answer is not None and not isinstance(answer, (Quantizer, QuantizerRequest)):
-            what = f"the quantizer factory returned a {type(answer).__name__} for {role}"
             raise DTypeError(
-                what, expected="an ottava.Quantizer, an ottava.QuantizerRequest or None"
+                f"the quantizer factory returned a {type(answer).__name__} for {role}",
+                expected="an ottava.Quantizer, an ottava.QuantizerRequest or None",
             )
         if isinstance(answer, QuantizerRequest) and answer.recipe.same_as(self):
-            what = f"the quantizer factory of {self._label!r} asks for that recipe, for {role}"
-            raise OptionError(what, expected="None, where the recipe's own quantizer is to serve")
+            raise OptionError(
+                f"the quantizer factory of {self._label!r} asks for that recipe, for {role}",
+                expected="None, where the recipe's own quantizer is to serve",
+            )
         return answer
 
     def fake_quantizer(self, fp8_format: str) -> "Quantizer | None":
@@ -154,16 +159,18 @@ class Recipe(ABC):
         return self.quantizer("input")
 
     def explain(self, role: QuantizerRole | str) -> Explanation:
-        """What serves ``role``, in words: by default a description of the quantizer that is made
-        for it."""
+        """Describe in words what serves ``role``: by default the quantizer that is made for it."""
         role = QuantizerRole.of(role)
-        given = self.given(role)
-        if isinstance(given, QuantizerRequest):
-            return given.recipe.explain(role)
-        name, quantizer = (self._label, self.make_quantizer(role)) if given is None else ("", given)
-        kept = self.wgrad_high_precision and role.tensor_type != "weight"
-        columnwise = "high precision" if kept else words(quantizer.for_usage(True), name)
-        return Explanation(words(quantizer.for_usage(False), name), columnwise)
+        answer = self.given(role)
+        if isinstance(answer, QuantizerRequest):
+            return answer.recipe.explain(role)
+        name, quantizer = "", answer
+        if quantizer is None:
+            name, quantizer = self._label, self.make_quantizer(role)
+        rowwise = words(quantizer.for_usage(False), name)
+        if self.wgrad_high_precision and role.tensor_type != "weight":
+            return Explanation(rowwise, "high precision")
+        return Explanation(rowwise, words(quantizer.for_usage(True), name))
 
     def rules(self) -> tuple[RecipeRule, ...]:
         """The rules that :meth:`explain` may name, in their order: none, unless the recipe has
@@ -171,11 +178,11 @@ class Recipe(ABC):
         return ()
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Refuse rules that name layers of which a model has none, before the model is converted.
+        """Refuse rules for layers that a model does not have, before the model is converted.
 
         Args:
-            names: the qualified names of the model's linear layers, of those too that are left
-                alone.
+            names: the qualified names of the model's linear layers, those that are left alone
+                included.
 
         Raises:
             OptionError: a pattern fits no layer; by default nothing is refused.
@@ -184,11 +191,11 @@ class Recipe(ABC):
     def same_as(self, other: "Recipe | None") -> bool:
         """Whether ``other`` says the same: the same object, or an equal one under an equal
         factory."""
-        return self is other or (
-            other is not None and self._factory == other._factory and bool(self == other)
-        )
+        if self is other:
+            return True
+        return other is not None and self._factory == other._factory and bool(self == other)
 
-    def update_states(self, states: Sequence[RecipeState], amax_reduction_group: Any) -> None:
+    def update_states(self, states: Sequence[RecipeState], amax_reduction_group: "Group") -> None:
         """Begin a step: called with every stateful state of this recipe that takes part.
 
         All of them together, so that whatever needs the other ranks of ``amax_reduction_group``
@@ -199,16 +206,16 @@ class Recipe(ABC):
         """
 
     def make_state(
-        self, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+        self, roles: Sequence[QuantizerRole], *, amax_reduction_group: "Group" = None
     ) -> RecipeState:
-        """What a layer keeps for this recipe: its quantizers. A stateful recipe returns a module
-        with buffers."""
+        """The state that a layer keeps for this recipe: its quantizers. A stateful recipe returns a
+        module with buffers."""
         return RecipeState(self, roles, amax_reduction_group=amax_reduction_group)
 
 
 @dataclass(frozen=True)
 class QuantizerRequest:
-    """What a quantizer factory returns to ask for what ``recipe`` would use for the role.
+    """The answer of a quantizer factory that asks for the quantizer of ``recipe`` for the role.
 
     A recipe that keeps state (delayed scaling, say) cannot be served by a quantizer that a factory
     makes: its state belongs to the layer. The layer answers the requests that name equal recipes
@@ -225,7 +232,7 @@ class QuantizerRequest:
         object.__setattr__(self, "recipe", as_recipe(self.recipe))
 
 
-def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
+def get_recipe(name: str | os.PathLike[str], **options: object) -> Recipe:
     """Build the recipe registered as ``name``, or from the recipe file whose path it is.
 
     A path has a suffix, which no name has: the recipe whose spec lists the suffix in
@@ -239,13 +246,14 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
             it refuses.
         PluginError: the package that provides it cannot be imported, or does not build a recipe.
     """
-    name = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if isinstance(name, os.PathLike):
+        name = os.fspath(name)
     if is_path(name):
         path = os.path.expanduser(name)
         name, options = reader_of(path), {"file": path, **options}
-    what, factory = provided(RECIPE, name)
+    description, factory = provided(RECIPE, name)
     with translated(
-        f"{what} cannot be built",
+        f"{description} cannot be built",
         "",
         "tell its authors",
         to=PluginError,
@@ -258,20 +266,23 @@ def get_recipe(name: str | os.PathLike[str], **options: Any) -> Recipe:
             raise OptionError(
                 f"recipe {name!r}: {error}", ", ".join(signature.parameters) or "no options"
             ) from None
-        made = factory(**{key: _taken(signature, key, value) for key, value in options.items()})
-        if not isinstance(made, Recipe):
-            raise TypeError(f"an object of type {type(made).__name__} is no ottava.Recipe")
-    return made
+        recipe = factory(**{key: _converted(signature, key, options[key]) for key in options})
+        if not isinstance(recipe, Recipe):
+            raise TypeError(f"an object of type {type(recipe).__name__} is no ottava.Recipe")
+    return recipe
 
 
-def _taken(signature: inspect.Signature, option: str, value: Any) -> Any:
-    """An option, which may be as files and command lines write it, as a recipe takes it."""
-    default = getattr(signature.parameters.get(option), "default", None)
+def _converted(signature: inspect.Signature, option: str, value: object) -> object:
+    """An option in the type of its default, where files and command lines write another one."""
+    default: object = getattr(signature.parameters.get(option), "default", None)
     if isinstance(default, Enum) and isinstance(value, str) and not isinstance(value, Enum):
-        if value not in (members := type(default).__members__):
+        members = type(default).__members__
+        if value not in members:
             raise OptionError(f"{option} is {value!r}", expected=f"one of {', '.join(members)}")
         return members[value]
-    return tuple(value) if isinstance(default, tuple) and isinstance(value, list) else value
+    if isinstance(default, tuple) and isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
@@ -280,8 +291,8 @@ def as_recipe(recipe: Recipe | str | os.PathLike[str]) -> Recipe:
     if isinstance(recipe, (str, os.PathLike)):
         return get_recipe(recipe)
     if not isinstance(recipe, Recipe):
-        what = f"recipe is a {type(recipe).__name__}: {recipe!r}"
         raise DTypeError(
-            what, expected="an ottava.Recipe, or the name of one that `ottava recipes` lists"
+            f"recipe is a {type(recipe).__name__}: {recipe!r}",
+            expected="an ottava.Recipe, or the name of one that `ottava recipes` lists",
         )
     return recipe

@@ -1,5 +1,5 @@
-"""Patterns (``fnmatch``) of the names of layers: what one fits, and what one that fits nothing may
-have meant."""
+"""Patterns (``fnmatch``) of the names of layers: the names that one fits, and the pattern that one
+that fits nothing may be a misspelling of."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -34,21 +34,23 @@ def nearest(pattern: str, names: Iterable[str]) -> list[str]:
     """
     known = list(dict.fromkeys(names))
     parts = sorted({part for name in known for part in name.split(".")})
-    given = pattern.split(".")
-    mended: list[str] = []
-    for place, part in enumerate(given):
+    words = pattern.split(".")
+    corrections: list[str] = []
+    for place, part in enumerate(words):
         bare = part.strip("*?")
         if not bare or any(sign in bare for sign in _WILDCARDS):
             continue
         for near in difflib.get_close_matches(bare, parts, n=3):
-            candidate = ".".join([*given[:place], part.replace(bare, near), *given[place + 1 :]])
+            candidate = ".".join([*words[:place], part.replace(bare, near), *words[place + 1 :]])
             if candidate != pattern and any(fits(name, candidate) for name in known):
-                mended.append(candidate)
-    return mended[:3] or difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
+                corrections.append(candidate)
+    return corrections[:3] or difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
 
 
 def suggestion(pattern: str, names: Sequence[str], otherwise: str) -> str:
-    """What an error expects in the place of a pattern that fits none of ``names``:
-    ``a name such as …``."""
+    """The expectation, for an error, in the place of a pattern that fits none of ``names``:
+    ``a name such as …``, or ``otherwise`` where no name is near."""
     near = nearest(pattern, names)
-    return f"a name such as {', '.join(near)}" if near else otherwise
+    if not near:
+        return otherwise
+    return f"a name such as {', '.join(near)}"

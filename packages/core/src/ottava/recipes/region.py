@@ -6,11 +6,12 @@ import os
 import threading
 import warnings
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Protocol
 
 import torch
 
-from ottava.collectives import check_group
+from ottava.collectives import Group, check_group
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
 from ottava.recipes.execution import NO_BACKWARD, backward_task, is_taken_apart
@@ -28,7 +29,7 @@ class Region:
         enabled: whether layers quantize.
         group: process group over which amaxes are reduced; None is the default group.
         calibrating: whether layers compute in high precision, and quantizers observe.
-        step: what the states that run in the region begin together.
+        step: the step that the states that run in the region begin together.
         began: whether that step has begun, at the entry of the region or before.
         graph_task: the number of the backward pass inside which it was entered; -1 outside any.
         owner: the block; None for a forward pass.
@@ -38,7 +39,7 @@ class Region:
 
     recipe: Recipe | None
     enabled: bool
-    group: Any
+    group: Group
     calibrating: bool
     step: Step
     began: bool
@@ -49,8 +50,8 @@ class Region:
 
     @property
     def begins_steps(self) -> bool:
-        """Whether layers that train in the region belong to a step: not in high precision, nor
-        where they are calibrated."""
+        """Whether layers that train in the region belong to a step. They do not in high precision,
+        and not where they are calibrated."""
         return self.enabled and not self.calibrating
 
     def begin_step(self) -> None:
@@ -79,7 +80,9 @@ regions = _Regions()
 
 def current_region() -> Region | None:
     """The innermost region of this thread, or None."""
-    return regions.stack[-1] if regions.stack else None
+    if not regions.stack:
+        return None
+    return regions.stack[-1]
 
 
 class autocast(contextlib.ContextDecorator):
@@ -117,7 +120,7 @@ class autocast(contextlib.ContextDecorator):
         self,
         recipe: Recipe | str | os.PathLike[str] | None = None,
         enabled: bool = True,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: Group = None,
         calibrating: bool = False,
     ) -> None:
         check_flag("enabled", enabled)
@@ -147,16 +150,19 @@ class autocast(contextlib.ContextDecorator):
             raise
 
     def _region(self) -> Region:
-        """What is entered: what the block says, and what the region around it says for the rest."""
+        """The region that is entered: as the block says, and for the rest as the region around it
+        says."""
         outer, task = current_region(), backward_task()
         recipe, group, step, model = self._recipe, self._group, None, None
-        # A recomputation knows what was around its forward pass. What is around its backward pass
-        # does not count.
+        # A recomputation knows the region around its forward pass. The region around its backward
+        # pass does not count.
         if outer is not None and outer.graph_task == task:
             if recipe is None and group is None:
                 step, model = outer.step, outer.model
-            recipe = outer.recipe if recipe is None else recipe
-            group = outer.group if group is None else group
+            if recipe is None:
+                recipe = outer.recipe
+            if group is None:
+                group = outer.group
         if step is None:
             step = step_for(recipe, group)
         # Inside a region that has begun the step nothing is left to begin.
@@ -165,7 +171,12 @@ class autocast(contextlib.ContextDecorator):
             recipe, self._enabled, group, self._calibrating, step, began, task, self, model
         )
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         stack, place = regions.stack, -1
         try:
             # Found without a call, because an interrupt may come after each.
@@ -180,7 +191,7 @@ class autocast(contextlib.ContextDecorator):
             # A recomputation may end before it reaches a layer, and calibrates nothing.
             return
         if region.calibrating:
-            # What was observed serves the next step, and evaluation, which begins none.
+            # The observed values serve the next step, and evaluation, which begins none.
             region.step.begin(region.group, region.model, calibrated=True)
         if region.enabled and not region.served and not torch.compiler.is_compiling():
             _warn_of_no_layer()
@@ -197,9 +208,9 @@ def _warn_of_no_layer() -> None:
     warnings.warn(text, UserWarning, stacklevel=3)
 
 
-# Recipes that were built with their defaults, each with what tells its file, and the packages, from
-# later ones.
-_DEFAULTS: dict[str, tuple[Recipe, Any]] = {}
+# Recipes that were built with their defaults, each with a stamp, which tells the packages and the
+# state of its file from later ones.
+_DEFAULTS: dict[str, tuple[Recipe, list[object]]] = {}
 
 
 # A compiled function may name its recipe: the registry is asked once, while the function is traced.
@@ -207,7 +218,7 @@ _DEFAULTS: dict[str, tuple[Recipe, Any]] = {}
 def _remember_default(name: str) -> bool:
     """See that ``_DEFAULTS`` has the recipe ``name``, of a file as it is now; raises as
     get_recipe."""
-    stamp: list[Any] = registry.plugin_statuses()
+    stamp: list[object] = [*registry.plugin_statuses()]
     if registry.is_path(name):
         with contextlib.suppress(OSError):
             file = os.stat(name)

@@ -16,7 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, EntryPoint, entry_points
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 
@@ -30,6 +31,10 @@ from ottava.errors import (
 from ottava.recipes import hookspecs
 from ottava.recipes.spec import FactorySpec, RecipeSpec, Spec, is_name
 
+if TYPE_CHECKING:
+    from ottava.recipes.role import QuantizerRole
+
+SpecT = TypeVar("SpecT", bound=Spec)
 RECIPE, FACTORY = RecipeSpec.kind, FactorySpec.kind
 #: How distributions with Ottava's own recipes begin; the recipe's name follows.
 DISTRIBUTION_PREFIX = "ottava-recipes-"
@@ -217,30 +222,31 @@ def reload() -> None:
     _loaded = None
 
 
-def specs(kind: str) -> list[Any]:
+def specs(kind: type[SpecT]) -> list[SpecT]:
     """The usable specs of one kind, sorted by name. The recipes themselves are not imported."""
     offers = (spec for status in plugin_statuses() for spec in status.offers)
-    return sorted((spec for spec in offers if spec.kind == kind), key=lambda spec: spec.name)
+    of_kind = [spec for spec in offers if isinstance(spec, kind)]
+    return sorted(of_kind, key=lambda spec: spec.name)
 
 
 def list_recipes() -> list[RecipeSpec]:
     """The usable recipes, sorted by name. Neither torch nor a recipe is imported."""
-    return specs(RECIPE)
+    return specs(RecipeSpec)
 
 
 def list_quantizer_factories() -> list[FactorySpec]:
     """The usable named quantizer factories, sorted by name. Neither torch nor a factory is
     imported."""
-    return specs(FACTORY)
+    return specs(FactorySpec)
 
 
-def import_offered(module: str) -> Any:
+def import_offered(module: str) -> ModuleType | None:
     """Import a module that a file names; None if it cannot be imported or its package offers no
     recipe.
 
     Modules of other packages are never imported because a file names them.
     """
-    packages = {re.split(r"[.:]", spec.factory)[0] for spec in specs(RECIPE)}
+    packages = {re.split(r"[.:]", spec.factory)[0] for spec in specs(RecipeSpec)}
     if module.partition(".")[0] not in packages:
         return None
     try:
@@ -261,18 +267,19 @@ def reader_of(path: str) -> str:
         RecipeNotFoundError: no installed recipe reads them, or several do.
     """
     suffix = os.path.splitext(path)[1].lower()
-    readers: list[str] = [spec.name for spec in specs(RECIPE) if suffix in spec.file_suffixes]
+    readers = [spec.name for spec in specs(RecipeSpec) if suffix in spec.file_suffixes]
     if len(readers) != 1:
         raise RecipeNotFoundError(
             f"the file {path!r} is read by {' and by '.join(readers) or 'no installed recipe'}",
-            "one recipe that reads its suffix",
-            f"install {DISTRIBUTION_PREFIX}custom for .yaml, .toml; name one of several: "
+            expected="one recipe that reads its suffix",
+            remedy=f"install {DISTRIBUTION_PREFIX}custom for .yaml, .toml; name one of several: "
             f"get_recipe(NAME, file={path!r})",
         )
     return readers[0]
 
 
-def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
+# Any, because a recipe checks what its factory answers.
+def get_quantizer_factory(name: str) -> "Callable[[QuantizerRole], Any]":
     """Import the quantizer factory registered as ``name``, a ``qfactory(role)``.
 
     Raises:
@@ -284,8 +291,8 @@ def get_quantizer_factory(name: str) -> Callable[[Any], Any]:
 
 
 _FP8 = (
-    "FP8 has several recipes: choose one by its name; `ottava recipes` describes those that "
-    "are installed"
+    "FP8 has several recipes: choose one by its name; `ottava recipes` describes those that are "
+    "installed"
 )
 _HIGH_PRECISION = (
     "to compute in high precision, use ottava.autocast(enabled=False), or bind None to a layer; "
@@ -301,7 +308,7 @@ _NO_RECIPES = {
 }
 
 
-def provided(kind: str, name: object) -> tuple[str, Callable[..., Any]]:
+def provided(kind: str, name: object) -> tuple[str, Callable[..., object]]:
     """Import the recipe or factory that a package offers under a name.
 
     Returns:
@@ -322,26 +329,29 @@ def provided(kind: str, name: object) -> tuple[str, Callable[..., Any]]:
     raise _not_found(kind, name)
 
 
-def _imported(status: PluginStatus, spec: Spec) -> tuple[str, Callable[..., Any]]:
-    what = f"{spec.kind} {spec.name!r} of {status.distribution} {status.version}"
+def _imported(status: PluginStatus, spec: Spec) -> tuple[str, Callable[..., object]]:
+    description = f"{spec.kind} {spec.name!r} of {status.distribution} {status.version}"
     with translated(
-        f"{what} cannot be imported from {spec.factory}",
+        f"{description} cannot be imported from {spec.factory}",
         "",
         "reinstall the package",
         to=PluginError,
         of=(Exception, SystemExit),
     ):
-        factory: Any = pkgutil.resolve_name(spec.factory)
+        factory: object = pkgutil.resolve_name(spec.factory)
         if not callable(factory):
             raise TypeError(f"an object of type {type(factory).__name__} cannot be called")
-    return what, factory
+    return description, factory
 
 
 def _not_found(kind: str, name: object) -> RecipeNotFoundError:
     """The error for a name that no installed package offers, with the most likely remedy."""
     message = f"no installed package provides {kind} {name!r}"
-    known = [spec.name for spec in specs(kind)]
-    expected = f"one of {', '.join(known)}" if known else f"an installed {kind}"
+    offers = (spec for status in plugin_statuses() for spec in status.offers)
+    known = sorted(spec.name for spec in offers if spec.kind == kind)
+    expected = f"an installed {kind}"
+    if known:
+        expected = f"one of {', '.join(known)}"
     word = str(name).lower()
     if kind == RECIPE and word in _NO_RECIPES:
         return RecipeNotFoundError(message, expected, _NO_RECIPES[word])

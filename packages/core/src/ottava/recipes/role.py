@@ -1,9 +1,12 @@
-"""``QuantizerRole``: what a quantizer is for; and what serves it, in words, for people who ask."""
+"""``QuantizerRole``: the tensor that a quantizer is for; and descriptions of what serves it."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from ottava.errors import DTypeError
+
+if TYPE_CHECKING:
+    import torch
 
 #: The tensors for which a linear layer asks for quantizers.
 OF_LINEAR = ("input", "weight", "grad_output")
@@ -11,7 +14,7 @@ OF_LINEAR = ("input", "weight", "grad_output")
 
 @dataclass(frozen=True)
 class QuantizerRole:
-    """What a quantizer is asked for.
+    """What a quantizer is for.
 
     Attributes:
         module_type: kind of module, for example ``"linear"``.
@@ -46,7 +49,7 @@ class RecipeRule:
     """One rule of a recipe that has rules, such as one that was read from a file.
 
     Attributes:
-        text: what it matches, for listings.
+        text: the pattern, for listings.
         place: where it begins, in words: ``"line 4"``, or the path of its key, ``"layers[0]"``.
     """
 
@@ -56,10 +59,10 @@ class RecipeRule:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What serves one role of one layer.
+    """A description of what serves one role of one layer.
 
     Attributes:
-        rowwise: what is read along rows, in words: ``"current E4M3"``.
+        rowwise: the data that products read along rows, in words: ``"current E4M3"``.
         columnwise: the same along columns.
         rule: the rule that it belongs to; None for a default, and for recipes without rules.
         place: the place in the recipe's file in words: ``"line 4"``, or the path of a key,
@@ -73,10 +76,14 @@ class Explanation:
 
 
 def words(quantizer: object, name: str = "") -> str:
-    """A quantizer in words: ``name``, or that of its class, and its element format if it has
+    """A quantizer in words: ``name``, or the name of its class, and its element format if it has
     one."""
     from ottava.formats import ELEMENTS
 
     text = name or type(quantizer).__name__
-    dtype: Any = getattr(quantizer, "fp8_dtype", None) or getattr(quantizer, "dtype", None)
-    return f"{text} {ELEMENTS[dtype].name}" if dtype in ELEMENTS else text
+    dtype: torch.dtype | None = getattr(quantizer, "fp8_dtype", None)
+    if dtype is None:
+        dtype = getattr(quantizer, "dtype", None)
+    if dtype is None or dtype not in ELEMENTS:
+        return text
+    return f"{text} {ELEMENTS[dtype].name}"

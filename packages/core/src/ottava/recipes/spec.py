@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ottava.errors import OptionError
 
@@ -45,7 +45,7 @@ def is_name(name: object) -> bool:
 class Spec:
     """The fields that all kinds of specs have."""
 
-    kind: ClassVar[str]  # what it is of, in words
+    kind: ClassVar[str]  # recipe or quantizer factory, in words
     name: str
     summary: str
     factory: str
@@ -104,13 +104,20 @@ class RecipeSpec(Spec):
     @property
     def capabilities(self) -> tuple[str, ...]:
         """The fields as words for listings."""
-        named: dict[Any, str] = {None: "per tensor", (1, None): "per row", (None, 1): "per column"}
-        sides = "x".join(str(size or "all") for size in self.block_size or ())
-        shared = named.get(self.block_size, f"block {sides}")
-        words = [*self.formats, shared, "stateful" if self.stateful else "stateless"]
+        words = [*self.formats, self._block_in_words()]
+        words.append("stateful" if self.stateful else "stateless")
         if self.needs_reduction:
             words.append("reduces amax")
         return tuple(words)
+
+    def _block_in_words(self) -> str:
+        if self.block_size is None:
+            return "per tensor"
+        if self.block_size == (1, None):
+            return "per row"
+        if self.block_size == (None, 1):
+            return "per column"
+        return "block " + "x".join(str(size or "all") for size in self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""``RecipeState``: what a layer keeps for the recipe that it runs under."""
+"""``RecipeState``: the quantizers and values that a layer keeps for its recipe."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -10,11 +10,13 @@ from ottava.recipes.role import QuantizerRole
 if TYPE_CHECKING:
     import torch
 
+    from ottava.collectives import Group
     from ottava.tensors.quantizer import Quantizer
 
 _USAGES = ((True, False), (False, True), (True, True))
 ItemT = TypeVar("ItemT")
-# The names that any class of states gave.
+RecipeT = TypeVar("RecipeT", bound="RecipeOfState")
+# The names in ``reduced_by_max`` of any class of states.
 _REDUCED_BY_MAX: set[str] = set()
 
 
@@ -24,15 +26,28 @@ def is_reduced_by_max(name: str) -> bool:
     return ".recipe_state." in f".{name}" and name.rpartition(".")[2] in _REDUCED_BY_MAX
 
 
-def by_recipe(pairs: Sequence[tuple[Any, ItemT]]) -> list[tuple[Any, list[ItemT]]]:
-    """The second of each pair, those of equal recipes together, in the order of the recipes."""
-    groups: list[tuple[Any, list[ItemT]]] = []
+class RecipeOfState(Protocol):
+    """What a state asks of its :class:`~ottava.recipes.base.Recipe`."""
+
+    @property
+    def _factory(self) -> object: ...
+
+    def same_as(self, other: Any) -> bool: ...
+
+    def quantizer(
+        self, role: QuantizerRole, *, amax_reduction_group: "Group" = None
+    ) -> "Quantizer": ...
+
+
+def by_recipe(pairs: Sequence[tuple[RecipeT, ItemT]]) -> list[tuple[RecipeT, list[ItemT]]]:
+    """The items of equal recipes together, in the order of the recipes."""
+    groups: list[tuple[RecipeT, list[ItemT]]] = []
     for recipe, item in pairs:
-        together = next((together for known, together in groups if known.same_as(recipe)), None)
-        if together is None:
-            together = []
-            groups.append((recipe, together))
-        together.append(item)
+        items = next((items for known, items in groups if known.same_as(recipe)), None)
+        if items is None:
+            items = []
+            groups.append((recipe, items))
+        items.append(item)
     return groups
 
 
@@ -59,25 +74,25 @@ class Phase(Enum):
 
     #: A step has begun with all that the state holds.
     SETTLED = "settled"
-    #: The state may hold amaxes, say, that no step has begun with. The next step does.
+    #: The state may hold values, such as amaxes, that no step has begun with. The next step does.
     RAN = "ran"
     #: The same, and a backward pass has run. Another forward pass should be one of the next step.
     WENT_BACK = "went back"
 
 
 class StepOfState(Protocol):
-    """What a state knows of the :class:`~ottava.recipes.step.Step` that it belongs to."""
+    """What a state asks of the :class:`~ottava.recipes.step.Step` that it belongs to."""
 
     pipeline_ranks: int
 
-    def take(self, layer: Any, state: "RecipeState", compiling: bool = False) -> None: ...
+    def take(self, layer: object, state: "RecipeState", compiling: bool = False) -> None: ...
 
 
 class RecipeState:
     """The quantizers of one layer, one for each role and combination of usages.
 
-    They are made beforehand, so that a forward pass only looks them up and never changes one: a
-    compiled graph then has nothing to mutate. A stateful recipe's state derives from
+    They are made before layers run, so that a forward pass only looks them up and never changes
+    one: a compiled graph then has nothing to mutate. A stateful recipe's state derives from
     ``torch.nn.Module`` and this, sets :attr:`stateful`, keeps its values in buffers, and defines
     :meth:`quantizer`; the layer owns it as the submodule ``recipe_state``. It is made under the
     default dtype float32 and on the CPU, whatever torch's defaults are; ``model.bfloat16()`` and
@@ -88,13 +103,13 @@ class RecipeState:
     #: Whether there are values that outlive a step. Such states are kept, saved and updated at the
     #: entry of regions.
     stateful: ClassVar[bool] = False
-    #: Buffers of which the ranks of a group would make the largest values in the next step. A
-    #: checkpoint that is loaded on another number of ranks has these for all of them; of other
-    #: buffers it has those of the first rank.
+    #: Buffers whose values the ranks of a group reduce by MAX in the next step. A checkpoint that
+    #: is loaded on another number of ranks has the largest values of all ranks in these, and the
+    #: values of the first rank in other buffers.
     reduced_by_max: ClassVar[tuple[str, ...]] = ()
-    #: Attributes of a stateful one that a copy of it has in common with it.
+    #: Attributes that a copy of a stateful state shares with it.
     shared_by_copies: ClassVar[tuple[str, ...]] = ("factory",)
-    #: The :class:`ottava.Recipe`.
+    #: The :class:`ottava.Recipe`. Any, because its module imports this one.
     recipe: Any
     #: Whether :meth:`quantizer` always gives the same quantizers for the same arguments. Layers ask
     #: for them once; with False in each forward pass.
@@ -102,21 +117,25 @@ class RecipeState:
     #: Operands of wgrad that are not quantized: those whose recipes say so.
     wgrad_unquantized: tuple[str, ...] = ()
     # The quantizer factory that was put over the recipe when this was made.
-    factory: Any = None
-    amax_reduction_group: Any
+    factory: object = None
+    amax_reduction_group: "Group"
     # The step that it last ran in, if that was one of a region.
     step: StepOfState | None = None
     _phase: Phase = Phase.SETTLED
-    _roles: Sequence[QuantizerRole] = ()  # what a stateful one was made for
+    _roles: Sequence[QuantizerRole] = ()  # the roles that a stateful state serves
     # Whether all quantizers keep the values, so that the layer computes in high precision.
     keeps_values: bool = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         _REDUCED_BY_MAX.update(cls.reduced_by_max)
 
     def __init__(
-        self, recipe: Any, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
+        self,
+        recipe: RecipeOfState,
+        roles: Sequence[QuantizerRole],
+        *,
+        amax_reduction_group: "Group" = None,
     ) -> None:
         self.recipe = recipe
         self.factory = recipe._factory
@@ -131,11 +150,11 @@ class RecipeState:
                 self.quantizers[role.tensor_type, rowwise, columnwise] = variant
         self.keeps_values = all(quantizer.keeps_values for quantizer in self.quantizers.values())
 
-    def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
+    def serves(self, recipe: RecipeOfState, amax_reduction_group: "Group") -> bool:
         """Whether this is the state for that recipe and process group."""
         return self.is_of(recipe) and self.amax_reduction_group is amax_reduction_group
 
-    def is_of(self, recipe: Any) -> bool:
+    def is_of(self, recipe: RecipeOfState) -> bool:
         """Whether it was made by an equal recipe, under a factory that equals the one that the
         recipe has now."""
         return bool(self.recipe.same_as(recipe) and self.factory == recipe._factory)
@@ -145,8 +164,8 @@ class RecipeState:
     ) -> "Quantizer":
         """The quantizer of ``tensor_type`` with these usages.
 
-        ``recording`` is False where a value is quantized that the state has seen, or is not to see:
-        in the recomputation of activation checkpointing, and in evaluation.
+        ``recording`` is False in the recomputation of activation checkpointing, whose values the
+        state has seen, and in evaluation, whose values it is not to see.
         """
         return self.quantizers[tensor_type, rowwise, columnwise]
 
@@ -155,8 +174,8 @@ class RecipeState:
     ) -> "Quantizer":
         """:meth:`quantizer` of an operand in an evaluation, for states with :attr:`stateful`.
 
-        It may count what it clamps, and changes nothing that another pass computes with. Compiled
-        evaluation does not ask for it.
+        It may count elements that it clamps, and changes nothing that another pass computes with.
+        Compiled evaluation does not ask for it.
         """
         return self.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False)
 
@@ -166,13 +185,13 @@ class RecipeState:
         :meth:`quantizer`."""
         return True
 
-    def note_evaluation(self, weight: Any) -> None:
+    def note_evaluation(self, weight: "torch.Tensor") -> None:
         """Called after a forward pass that asked for :meth:`evaluation_quantizer`, and used
         ``weight``. Nothing to do for states that count nothing."""
 
     def parts(self) -> "Sequence[RecipeState]":
-        """The states that begin a step, each with those of its own recipe: this one, or those that
-        it consists of."""
+        """The states that begin a step, each together with others of its recipe: this one, or the
+        parts that it consists of."""
         return [self]
 
     def note_backward(self) -> None:
@@ -182,11 +201,11 @@ class RecipeState:
         self.begin_next()
         self._set_phase(Phase.WENT_BACK)
 
-    def begin_next(self, layer: Any = None) -> None:
-        """Have the next step begin with what the state holds now.
+    def begin_next(self, layer: object = None) -> None:
+        """Have the next step begin with the values that the state holds now.
 
-        Its own step did not begin with that, because it was recorded in a backward pass, or is
-        about to be loaded.
+        The state's own step did not begin with them, because they were recorded in a backward pass,
+        or are about to be loaded.
 
         Args:
             layer: the layer of the state; None stands for the layer that it last ran in.
@@ -202,14 +221,14 @@ class RecipeState:
         self.__dict__["_phase"] = phase
 
     def reset(self) -> None:
-        """Forget what was learnt. Nothing to do without state."""
+        """Go back to the initial values. Nothing to do without state."""
 
     def weight_quantizer(self, weight: "torch.Tensor") -> "Quantizer | None":
-        """The quantizer for in-place updates of an FP8-primary weight, or None to leave it the one
-        that it has."""
+        """The quantizer for in-place updates of an FP8-primary weight; None: the weight keeps its
+        own."""
         return None
 
-    def expect_weight(self, state_dict: Any, prefix: str) -> None:
+    def expect_weight(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         """Called before values of an FP8-primary weight are loaded from ``state_dict``, which may
         hold this state.
 
@@ -226,15 +245,15 @@ class RecipeState:
         quantizer.internal = False
         return quantizer
 
-    def use_gathered(self, weight: Any, *, recording: bool) -> None:
+    def use_gathered(self, weight: "torch.Tensor", *, recording: bool) -> None:
         """Called when a forward pass uses a quantized weight. One that :meth:`gather_quantizer`
         quantized may have been gathered more often than it is used. Nothing to do without state."""
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A process group belongs to its process, and a step to the states that run together.
         return self.__dict__ | {"amax_reduction_group": None, "step": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RecipeState":
+    def __deepcopy__(self, memo: dict[int, object]) -> "RecipeState":
         # Quantizers without state need not be copied.
         if not self.stateful:
             return self

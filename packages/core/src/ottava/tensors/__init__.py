@@ -1,6 +1,7 @@
 """Quantizers, storages and quantized tensors."""
 
 from ottava.tensors import tensor_ops as _tensor_ops  # noqa: F401  (fills the aten table)
+from ottava.tensors.aten import implements
 from ottava.tensors.declaration import (
     GemmCache,
     InnerTensor,
@@ -16,13 +17,14 @@ from ottava.tensors.float8 import (
     columnwise_is_transpose,
     columnwise_layout,
 )
-from ottava.tensors.grid import GridTensorStorage, inner_tensors_of
+from ottava.tensors.grid import GridTensorStorage
+from ottava.tensors.grid_declaration import inner_tensors_of
 from ottava.tensors.grid_quantizer import GridQuantizer
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Option, Quantizer, as_device
 from ottava.tensors.saving import StorageSpec, prepare_for_saving, restore_from_saved
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.tensors.tensor import QuantizedTensor, implements
+from ottava.tensors.tensor import QuantizedTensor
 
 __all__ = [
     "DequantizedView",

@@ -1,10 +1,12 @@
-"""What a storage class declares, what its constructor is given, and what is kept of the bytes of a
-storage."""
+"""The declaration of a storage class, the keywords of its constructor, and caches of tensors that
+are computed from its bytes."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 
@@ -12,6 +14,7 @@ from ottava.errors import DTypeError, OptionError
 from ottava.torch_private import version_of
 
 Usage = Literal["rowwise", "columnwise", "both"]
+ProductT = TypeVar("ProductT")
 
 
 @dataclass(frozen=True)
@@ -19,15 +22,15 @@ class InnerTensor:
     """One inner tensor of a storage class.
 
     Attributes:
-        attribute: where the storage keeps it, for example ``"_data"``.
+        attribute: the storage's attribute for it, for example ``"_data"``.
         argument: the constructor's keyword for it, for example ``"data"``.
         usage: the GEMM usage that it serves; ``"both"`` is never dropped by ``update_usage``.
         gather: whether a sharded weight gathers it (otherwise it is the same on every shard).
         block_rows: rows of the tensor, as a matrix, that share one row of this inner tensor. None:
             it has the rows of the tensor itself.
-        all_rows: whether its values belong to all rows alike, so that they are the same on every
-            shard: scales that span the rows. So it is of what serves both usages and is not
-            gathered.
+        all_rows: whether its values belong to all rows alike, as scales that span the rows do, so
+            that they are the same on every shard. The same holds, without this flag, of an inner
+            tensor that serves both usages and is not gathered.
         native: the 8-bit dtype of its bytes, or the attribute that holds it, for files that other
             tools read. None: the dtype that it has.
         transposed: whether it is ``[K, *leading]``, so that the rows of the tensor are its columns.
@@ -47,7 +50,7 @@ class InnerTensor:
         return tensor.movedim(0, -1) if self.transposed else tensor
 
     def as_held(self, by_rows: torch.Tensor) -> torch.Tensor:
-        """What :meth:`by_rows` gave, as it is held: a view."""
+        """The inverse of :meth:`by_rows`: a view."""
         return by_rows.movedim(-1, 0) if self.transposed else by_rows
 
     @property
@@ -61,88 +64,134 @@ class StaticField:
     """One immutable, hashable value of a storage class.
 
     Attributes:
-        attribute: where the storage keeps it.
+        attribute: the storage's attribute for it.
         argument: the constructor's keyword for it.
         usage: the usage whose data it describes; without such data it says nothing.
-        default: what it is where the constructor is not given it; without one it has to be given.
+        default: its value where the constructor is called without it; ``...``: it is required.
     """
 
     attribute: str
     argument: str
     usage: Usage = "both"
-    default: Any = ...
+    default: object = ...
 
 
-def checked(cls: Any, given: dict[str, Any], **also: Any) -> dict[str, Any]:
-    """What the constructor of a storage class was given, and what was left out, as
-    ``check_declared`` returns it."""
-    known = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
-    known |= {field.argument: field.default for field in cls.own_fields}
-    wrong = [
-        f"no {name!r}" for name, default in known.items() if default is ... and name not in given
-    ]
-    wrong += [f"an unknown keyword {name!r}" for name in sorted(set(given) - set(known))]
-    if wrong:
-        raise OptionError(f"{cls.__name__} was given {wrong[0]}", expected=", ".join(sorted(known)))
-    declared: dict[str, Any] = cls.check_declared(known | given | also)
-    for name, tensor in ((inner.argument, declared[inner.argument]) for inner in cls.inner_tensors):
+#: Keywords of a storage's constructor: inner tensors, and static values of the types that the class
+#: gives them, which no annotation here can know.
+Declared = dict[str, Any]
+
+
+class Declaring(Protocol):
+    """What the functions here read of a storage."""
+
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]]
+    own_fields: ClassVar[tuple[StaticField, ...]]
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def get_usages(self) -> dict[str, bool]: ...
+
+    @classmethod
+    def check_declared(cls, declared: Declared) -> Declared: ...
+
+
+def checked(cls: type[Declaring], keywords: Declared, **common: object) -> Declared:
+    """The keywords of a storage's constructor, with those left out, as ``check_declared`` returns
+    them.
+
+    Args:
+        keywords: those that the constructor was called with.
+        common: values that every quantized tensor has.
+
+    Raises:
+        OptionError: a keyword is not declared, or a static field has no value.
+        DTypeError: an inner tensor is no tensor.
+    """
+    declared: Declared = dict.fromkeys((inner.argument for inner in cls.inner_tensors), None)
+    declared |= {field.argument: field.default for field in cls.own_fields}
+    for name, default in declared.items():
+        if default is ... and name not in keywords:
+            raise _wrong_keyword(cls, f"no {name!r}", declared)
+    for name in sorted(set(keywords) - set(declared)):
+        raise _wrong_keyword(cls, f"an unknown keyword {name!r}", declared)
+    declared = cls.check_declared(declared | keywords | common)
+    for inner in cls.inner_tensors:
+        tensor = declared[inner.argument]
         if not isinstance(tensor, torch.Tensor | None):
-            raise DTypeError(f"{name!r} is a {type(tensor).__name__}", expected="a tensor or None")
+            raise DTypeError(
+                f"{inner.argument!r} is a {type(tensor).__name__}", expected="a tensor or None"
+            )
     return declared
 
 
-def native_dtype(storage: Any, inner: InnerTensor) -> torch.dtype | None:
+def _wrong_keyword(cls: type[Declaring], mistake: str, declared: Declared) -> OptionError:
+    message = f"{cls.__name__} was given {mistake}"
+    return OptionError(message, expected=", ".join(sorted(declared)))
+
+
+def native_dtype(storage: object, inner: InnerTensor) -> torch.dtype | None:
     """The 8-bit dtype that the bytes of an inner tensor have, for those who read them without
     Ottava."""
-    return getattr(storage, inner.native) if isinstance(inner.native, str) else inner.native
+    if not isinstance(inner.native, str):
+        return inner.native
+    dtype: torch.dtype = getattr(storage, inner.native)
+    return dtype
 
 
-def same_kind(one: Any, other: Any, *, nominal: bool = True) -> bool:
+def same_kind(one: Declaring, other: Declaring, *, nominal: bool = True) -> bool:
     """Whether two storages have the same declaration, static values and nominal dtype, whatever
     their shapes.
 
-    Values that describe the data of a usage count where both hold data for it; ``nominal`` says
+    Values that describe the data of a usage count where both have data for it; ``nominal`` says
     whether the dtype does.
     """
-    if one.inner_tensors != other.inner_tensors or (nominal and one.dtype != other.dtype):
+    if one.inner_tensors != other.inner_tensors:
         return False
-    both = {
-        "both",
-        *(usage for usage, held in one.get_usages().items() if held and other.get_usages()[usage]),
-    }
-    names = {
-        field.attribute for field in (*one.own_fields, *other.own_fields) if field.usage in both
-    }
-    return all(
-        getattr(one, name, None) == getattr(other, name, None) for name in names - {"_dtype"}
-    )
+    if nominal and one.dtype != other.dtype:
+        return False
+    usages, other_usages = one.get_usages(), other.get_usages()
+    common = {"both", *(name for name in usages if usages[name] and other_usages[name])}
+    fields = (*one.own_fields, *other.own_fields)
+    names = {field.attribute for field in fields if field.usage in common} - {"_dtype"}
+    return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
 
 
 def equal_scales(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether two scales are equal; those on the meta device have no values to differ in."""
-    if one is other or other is None or one.is_meta or other.is_meta:
-        return one is other or (other is not None and one.is_meta and other.is_meta)
+    if one is other:
+        return True
+    if other is None:
+        return False
+    if one.is_meta or other.is_meta:
+        return one.is_meta and other.is_meta
     # Comparing values would break a graph that is being traced.
     return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))
 
 
-def as_data(data: Any, float_dtype: torch.dtype, what: str) -> torch.Tensor | None:
-    """``data`` as uint8: as it is, a view of a tensor of ``float_dtype``, or None as it is. Else
-    raises DTypeError."""
-    if data is None or (isinstance(data, torch.Tensor) and data.dtype == torch.uint8):
+def as_data(data: object, float_dtype: torch.dtype, name: str) -> torch.Tensor | None:
+    """:func:`as_bytes` of an argument that may be None."""
+    return None if data is None else as_bytes(data, float_dtype, name)
+
+
+def as_bytes(data: object, float_dtype: torch.dtype, name: str) -> torch.Tensor:
+    """``data`` as uint8: as it is, or a view of a tensor of ``float_dtype``.
+
+    Raises:
+        DTypeError: it is neither; ``name`` is that of the argument.
+    """
+    if isinstance(data, torch.Tensor) and data.dtype == torch.uint8:
         return data
     if isinstance(data, torch.Tensor) and data.dtype == float_dtype:
         return data.view(torch.uint8)
-    found, expected = (
-        getattr(data, "dtype", type(data).__name__),
-        f"torch.uint8 data or a {float_dtype} tensor",
-    )
     raise DTypeError(
-        f"{what} is of {found}", expected=expected, remedy="quantize high-precision values"
+        f"{name} is of {getattr(data, 'dtype', type(data).__name__)}",
+        expected=f"torch.uint8 data or a {float_dtype} tensor",
+        remedy="quantize high-precision values",
     )
 
 
-def check_flag(name: str, value: Any) -> None:
+def check_flag(name: str, value: object) -> None:
     """Raises OptionError unless ``value`` is a bool."""
     if not isinstance(value, bool):
         raise OptionError(f"{name} is {value!r}", expected="True or False")
@@ -157,7 +206,7 @@ def check_values_dtype(dtype: torch.dtype | None) -> None:
         )
 
 
-# -- what is kept of the bytes: aliases share one count of writes, which what is kept remembers --
+# -- caches: a write outdates them, and all aliases count writes together --
 
 
 def _version(source: torch.Tensor | None) -> int:
@@ -171,34 +220,35 @@ class DerivedTensor:
     """A tensor computed from a buffer, with the state of the buffer that it was computed from."""
 
     def __init__(
-        self, tensor: torch.Tensor, source: torch.Tensor | None, writes: "GemmCache"
+        self, tensor: torch.Tensor, source: torch.Tensor | None, writes: GemmCache
     ) -> None:
         self.tensor = tensor
         self.refresh(source, writes)
 
-    def refresh(self, source: torch.Tensor | None, writes: "GemmCache") -> None:
+    def refresh(self, source: torch.Tensor | None, writes: GemmCache) -> None:
         """Declare the tensor up to date with ``source`` as it is now; aliases that share this
         object see it."""
         self._source, self._state = source, (writes.writes, _version(source))
 
-    def fresh(self, source: torch.Tensor | None, writes: "GemmCache") -> bool:
+    def fresh(self, source: torch.Tensor | None, writes: GemmCache) -> bool:
         """Whether it was computed from ``source`` and nothing was written to it since."""
         return self._source is source and self._state == (writes.writes, _version(source))
 
 
 class GemmCache:
-    """What products keep of an operand, and the count of writes to it, shared by all aliases.
+    """What products compute from an operand and use again, and the count of writes to the operand.
+    All its aliases share it.
 
     Attributes:
-        entries: by whether it serves the columnwise usage: the state of the tensors that it was
-            made of, these tensors, whose addresses are nobody else's while they are held, and what
-            was made.
-        writes: how often the operand was written to in place, through whichever alias: what is kept
-            is outdated by one.
+        entries: an entry for each usage, by whether it is the columnwise one: the state of the
+            tensors that it was computed from, these tensors, and the result. The tensors are kept
+            alive, so that no others get their addresses.
+        writes: how often the operand was written to in place, through any alias. A write outdates
+            the entries.
     """
 
-    # Most operands are multiplied once and keep nothing: an object that sets nothing is made
-    # without Python.
+    # A class attribute, because most operands are multiplied once and cache nothing: an object that
+    # sets no attribute is made without running Python.
     writes = 0
 
     @cached_property
@@ -209,17 +259,18 @@ class GemmCache:
         self,
         columnwise: bool,
         tensors: Sequence[torch.Tensor],
-        make: Callable[[], Any],
-        option: Any = None,
-    ) -> Any:
-        """What ``make`` gives, made again when ``tensors`` are others or were written to, or
-        ``option`` is another."""
-        found = [(t.data_ptr(), t.shape, t.stride(), _version(t)) for t in tensors]
-        state = (*found, self.writes, option)
-        kept = self.entries.get(columnwise)
-        if kept is None or kept[0] != state:
-            kept = self.entries[columnwise] = (state, tensors, make())
-        return kept[2]
+        make: Callable[[], ProductT],
+        option: Hashable = None,
+    ) -> ProductT:
+        """The result of ``make``, which is called again when ``tensors`` are others or were written
+        to, or ``option`` is another."""
+        tensor_states = [(t.data_ptr(), t.shape, t.stride(), _version(t)) for t in tensors]
+        state = (*tensor_states, self.writes, option)
+        entry = self.entries.get(columnwise)
+        if entry is None or entry[0] != state:
+            entry = self.entries[columnwise] = (state, tensors, make())
+        result: ProductT = entry[2]
+        return result
 
 
 def bump_versions(tensors: Sequence[torch.Tensor]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, SupportsIndex
 
 import torch
 
 from ottava.errors import UsageError
+from ottava.tensors.aten import AtenOp, arguments_at
 from ottava.tensors.declaration import check_values_dtype
 from ottava.torch_private import (
     aliases_of,
@@ -38,38 +39,50 @@ _VIEWS = frozenset(
         "view",
     ]
 )
-# By the op: whether its results share the memory of an argument, and the places of arguments that
-# it writes.
-_KINDS: dict[Any, tuple[bool, tuple[tuple[int, str], ...]]] = {}
 
 
-def _kind_of(op: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
+class _Kind(NamedTuple):
+    """What an operator does with the memory of its arguments.
+
+    Attributes:
+        is_view: whether its results share the memory of an argument.
+        written: position and name of the arguments that it writes to.
+    """
+
+    is_view: bool
+    written: Sequence[tuple[int, str]]
+
+
+_KINDS: dict[AtenOp, _Kind] = {}
+
+
+def _kind_of(op: AtenOp) -> _Kind:
     kind = _KINDS.get(op)
     if kind is None:
         kind = _KINDS[op] = _kind_by_schema(op) or _kind_by_name(op)
     return kind
 
 
-def _kind_by_schema(op: Any) -> tuple[bool, tuple[tuple[int, str], ...]] | None:
+def _kind_by_schema(op: AtenOp) -> _Kind | None:
     aliases = aliases_of(op)
     if aliases is None:
         return None
-    written = tuple((place, name) for place, name, is_write in aliases if is_write)
-    return bool(aliases) and not written, written
+    written = [(position, name) for position, name, is_write in aliases if is_write]
+    return _Kind(bool(aliases) and not written, written)
 
 
-def _kind_by_name(op: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
+def _kind_by_name(op: AtenOp) -> _Kind:
     """As torch names operators: one that writes in place ends with an underscore."""
     name = op.name().rpartition("::")[2].partition(".")[0]
-    return name in _VIEWS, ((0, "self"),) if name.endswith("_") else ()
+    written = [(0, "self")] if name.endswith("_") else []
+    return _Kind(name in _VIEWS, written)
 
 
 class DequantizedView(torch.Tensor):
     """The dequantized values of a view of a quantized tensor whose data cannot be shared.
 
     Every op reads it as a plain tensor and gives plain ones; views of it are views of these values.
-    What is written to it would not reach the quantized tensor, so a write is refused before
-    anything changes.
+    A write to it would not reach the quantized tensor, so it is refused before anything changes.
 
     Args:
         values: the values.
@@ -79,21 +92,21 @@ class DequantizedView(torch.Tensor):
         UsageError: something is written to it.
     """
 
-    _held: torch.Tensor
+    _plain_tensor: torch.Tensor
     _of: str
 
-    @staticmethod
-    def __new__(cls, values: torch.Tensor, of: str) -> DequantizedView:
-        about = {
-            "strides": values.stride(),
-            "storage_offset": values.storage_offset(),
-            "dtype": values.dtype,
-        }
-        made: DequantizedView = make_wrapper_subclass(
-            cls, values.shape, **about, device=values.device, storage_size=0
+    def __new__(cls, values: torch.Tensor, of: str) -> Self:
+        view: Self = make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+            storage_size=0,
         )
-        made._held, made._of = values, of
-        return made
+        view._plain_tensor, view._of = values, of
+        return view
 
     def __init__(self, values: torch.Tensor, of: str) -> None:
         pass  # __new__ did everything.
@@ -101,115 +114,130 @@ class DequantizedView(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        op: AtenOp,
+        types: Iterable[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if op.name().startswith("c10d::"):
             # Schemas of collectives do not say what they write.
-            views: list[DequantizedView] = []
-            tree_map(
-                lambda leaf: views.append(leaf) if isinstance(leaf, DequantizedView) else None,
-                (args, kwargs),
-            )
-            raise views[0]._refusal(op.name())
-        is_view, written = _kind_of(op)
-        for place, name in written:
-            entries = args[place] if place < len(args) else kwargs.get(name)
-            for entry in entries if isinstance(entries, (list, tuple)) else (entries,):
-                if isinstance(entry, DequantizedView):
-                    raise entry._refusal(op.name())
+            raise _views_in((args, kwargs))[0]._refusal(op.name())
+        kind = _kind_of(op)
+        for argument in arguments_at(kind.written, args, kwargs):
+            if isinstance(argument, DequantizedView):
+                raise argument._refusal(op.name())
         result = op(*tree_map(_plain, args), **tree_map(_plain, kwargs))
-        if not is_view:
+        if not kind.is_view:
             return result
-        of = next(arg._of for arg in args if isinstance(arg, DequantizedView))
-        return tree_map(lambda r: dequantized_view(r, of), result)
+        of = next(argument._of for argument in args if isinstance(argument, DequantizedView))
+        return tree_map(lambda leaf: _dequantized_view(leaf, of), result)
 
     def _refusal(self, op: str) -> UsageError:
         name = op.removeprefix("aten::").partition(".")[0]
-        does = "would write" if op.startswith("aten::") else "may write"
-        what = f"{name} {does} to a view of a {self._of} that cannot share its data"
-        expected = "a write to the whole tensor, or to a view of whole blocks"
-        remedy = "assign with tensor[index] = values, or change a copy: view.dequantize()"
-        return UsageError(what, expected=expected, remedy=remedy)
+        verb = "would write" if op.startswith("aten::") else "may write"
+        return UsageError(
+            f"{name} {verb} to a view of a {self._of} that cannot share its data",
+            expected="a write to the whole tensor, or to a view of whole blocks",
+            remedy="assign with tensor[index] = values, or change a copy: view.dequantize()",
+        )
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A plain copy of the values, in ``dtype`` (DTypeError if not of floats) or their own."""
         check_values_dtype(dtype)
-        values = self.to(self.dtype if dtype is None else dtype)
-        return values.clone() if isinstance(values, DequantizedView) else values
+        values = self.to(dtype or self.dtype)
+        if isinstance(values, DequantizedView):
+            # They have the dtype already.
+            return values.clone()
+        return values
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_held"], self._of
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["_plain_tensor"], self._of
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Any], of: Any, size: Any, stride: Any
+        inner: Mapping[str, torch.Tensor], of: str, size: Sequence[int], stride: Sequence[int]
     ) -> DequantizedView:
-        return DequantizedView(inner["_held"], of)
+        return DequantizedView(inner["_plain_tensor"], of)
 
-    # -- what torch asks a tensor without dispatching: the values are what it is --
+    # -- methods that torch calls without dispatching --
 
     def data_ptr(self) -> int:
         """The address of the values."""
-        return self._held.data_ptr()
+        return self._plain_tensor.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The memory of the values."""
-        return self._held.untyped_storage()
+        return self._plain_tensor.untyped_storage()
+
+    # Arrays, lists and capsules have the types of other libraries, which torch gives as Any.
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as an array of its own memory."""
-        return self._held.clone().numpy(force=force)
+        return self._plain_tensor.clone().numpy(force=force)
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list[Any]:
         """The values as numbers."""
-        return self._held.tolist()
+        return self._plain_tensor.tolist()
 
     def __format__(self, spec: str) -> str:
-        return format(self._held, spec)
+        return format(self._plain_tensor, spec)
 
     def __array__(self, *args: Any) -> Any:
-        return self._held.clone().__array__(*args)
+        return self._plain_tensor.clone().__array__(*args)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self._held.clone().__dlpack__(**kwargs)
+        return self._plain_tensor.clone().__dlpack__(**kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._held.clone().__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self._plain_tensor.clone().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = self._held.clone().requires_grad_(self.requires_grad)
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
+        copied = memo[id(self)] = self._plain_tensor.clone().requires_grad_(self.requires_grad)
         return copied
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DequantizedView({self._held!r}, of={self._of})"
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"DequantizedView({self._plain_tensor!r}, of={self._of})"
 
 
-def _plain(value: Any) -> Any:
-    return value._held if isinstance(value, DequantizedView) else value
+def _plain(argument: object) -> object:
+    return argument._plain_tensor if isinstance(argument, DequantizedView) else argument
 
 
-def dequantized_view(made: Any, of: str) -> Any:
-    """``made`` as values that nobody writes to, if it is a plain tensor."""
-    return DequantizedView(made, of) if type(made) is torch.Tensor else made
+def _views_in(arguments: object) -> list[DequantizedView]:
+    views: list[DequantizedView] = []
+
+    def collect(leaf: object) -> None:
+        if isinstance(leaf, DequantizedView):
+            views.append(leaf)
+
+    tree_map(collect, arguments)
+    return views
 
 
-def as_dequantized_views(op: Any, result: Any, of: str) -> Any:
-    """What ``op`` gave, where it is an op that gives views: :class:`DequantizedView` for each plain
-    tensor.
+def _dequantized_view(result: object, of: str) -> object:
+    """A plain tensor as values that nobody writes to; other results themselves."""
+    return DequantizedView(result, of) if type(result) is torch.Tensor else result
 
-    Code that is being compiled gets plain tensors, because a graph has views of its own.
+
+def as_dequantized_views(op: AtenOp, result: object, of: str) -> object:
+    """The result of an operator that gives views: a :class:`DequantizedView` for each plain tensor.
+
+    Results of other operators, and results in code that is being compiled, stay as they are: a
+    graph has views of its own.
     """
-    plain = any(
-        type(each) is torch.Tensor for each in (result if isinstance(result, list) else [result])
-    )
-    if not plain or torch.compiler.is_compiling() or not _kind_of(op)[0]:
+    if torch.compiler.is_compiling() or not _kind_of(op).is_view:
         return result
-    return tree_map(lambda made: dequantized_view(made, of), result)
+    if isinstance(result, list):
+        return [_dequantized_view(entry, of) for entry in result]
+    return _dequantized_view(result, of)
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that a :class:`DequantizedView` holds; other tensors themselves."""
-    return tensor._held if isinstance(tensor, DequantizedView) else tensor
+    return tensor._plain_tensor if isinstance(tensor, DequantizedView) else tensor
 
 
 __all__: Sequence[str] = ("DequantizedView", "as_dequantized_views", "plain_values")

@@ -17,7 +17,8 @@ from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.kernels.products import capability_of_index
 from ottava.layout import Layout
 from ottava.tensors.declaration import InnerTensor, StaticField, as_data
-from ottava.tensors.grid import GridTensorStorage, columns, zeros
+from ottava.tensors.direction import zeros
+from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_quantizer import GridQuantizer, InnerTensors
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.operand import Operand
@@ -98,8 +99,15 @@ class Float8TensorStorage(GridTensorStorage):
     #: What multiplies when dequantizing, of shape ``()``.
     _scalar: torch.Tensor
     _fp8_dtype: torch.dtype
-    #: The transposed data if it is held and still that of ``_data``, else None.
-    _transpose = columns("_transpose", "_data")
+
+    @property
+    def _transpose(self) -> torch.Tensor | None:
+        """The transposed data if it is held and still that of ``_data``, else None."""
+        return self._current(self._dated_column_data)
+
+    @_transpose.setter
+    def _transpose(self, transpose: torch.Tensor | None) -> None:
+        self._dated_column_data = self._dated(transpose)
 
     @property
     def _scale_inv(self) -> torch.Tensor | None:

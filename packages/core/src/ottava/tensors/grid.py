@@ -1,115 +1,32 @@
-"""Quantized data with scales on a grid: one storage and one tensor for every layout.
+"""``GridTensorStorage``: quantized data with scales on a grid, for every layout.
 
-Invariant: ``original ≈ float32(element) * scale_inv`` of the element's block, in each direction for
-itself.
+A storage has up to two directions, rows and columns, each of which is data and scales. Its layout
+says everything else: which shapes they have (``grid_declaration.py``), how a direction is stored,
+and how one is made of the other (``direction.py``). What the aten ops do to blocks is in
+``grid_tensor.py``.
+
+Invariant, for each direction: ``original ≈ float32(element) * scale_inv`` of the element's block.
 """
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from ottava import kernels
-from ottava.errors import DeviceError, ShapeError, UsageError
+from ottava.errors import UsageError
 from ottava.kernels.checks import check_dtype
-from ottava.kernels.reference import spread
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import (
+    Declared,
     DerivedTensor,
     InnerTensor,
     StaticField,
-    as_data,
     check_flag,
     check_values_dtype,
 )
-from ottava.tensors.storage import USAGES, QuantizedTensorStorage
-
-#: Data and scales of one direction.
-Direction = tuple[torch.Tensor, torch.Tensor]
-# What to do where rows or columns are missing that no quantizer was asked for.
-_WITHOUT = (
-    "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and "
-    "recomputing the "
-    "forward pass from it takes reshard_after_forward=False or {}, or gather_quantized(model, "
-    "recomputes=True)",
-    "a weight that was made under no_grad has columns of its initial values alone: before it is "
-    "written "
-    "to or gives them up, call weight.update_usage(columnwise_usage=True)",
-)
-# By the text of the layout: a plain dict, which compiled code can look into.
-_INNER: dict[str, tuple[InnerTensor, ...]] = {}
-
-
-def inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
-    """The declaration of tensors of a layout; without one, only names and usages of it."""
-    text = "" if layout is None else layout.text
-    found = _INNER.get(text)
-    if found is None:
-        found = _INNER[text] = (*_inner(layout, False), *_inner(layout, True))
-    return found
-
-
-def _inner(layout: Layout | None, columnwise: bool) -> tuple[InnerTensor, InnerTensor]:
-    usage: Any = USAGES[columnwise]
-    about: dict[str, Any] = {}
-    of_scales: dict[str, Any] = {"block_rows": 1}
-    if layout is not None:
-        rows, turned = layout.block_of(columnwise)[0], columnwise and layout.transposed
-        # Transposed squares are made of rows.
-        gather = not (turned and layout.square)
-        about = {"native": layout.element, "gather": gather, "transposed": turned}
-        of_scales = {
-            "block_rows": rows,
-            "all_rows": rows is None,
-            "gather": gather and rows is not None,
-        }
-        of_scales |= {
-            "native": None if layout.scale is torch.float32 else layout.scale,
-            "transposed": turned,
-        }
-    data = InnerTensor(f"_{usage}_data", f"{usage}_data", usage=usage, **about)
-    return data, InnerTensor(f"_{usage}_scale_inv", f"{usage}_scale_inv", usage=usage, **of_scales)
-
-
-def in_order(
-    direction: Direction, layout: Layout, columnwise: bool, *, back: bool = False
-) -> Direction:
-    """Data in the order of the tensor, and scales on the grid over it: views of what is stored, or
-    ``back`` again."""
-    if not (columnwise and layout.transposed):
-        return direction
-    data, scales = direction
-    return (data.movedim(*((-1, 0) if back else (0, -1))) if data.dim() else data), scales.t()
-
-
-def zeros(
-    layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device
-) -> Direction:
-    """Data and scales of zeros, as they are stored."""
-    data = torch.zeros(layout.data_shape(shape, columnwise), dtype=torch.uint8, device=device)
-    return data, torch.ones(
-        layout.scale_shape(shape, columnwise), dtype=layout.stored_scale, device=device
-    )
-
-
-def columns(name: str, rows: str) -> Any:
-    """Columnwise data or scales: if they are made of ``rows``, they are given as long as these stay
-    as they are."""
-    kept = f"_kept{name}"
-
-    def get(self: Any) -> torch.Tensor | None:
-        held = getattr(self, kept, None)
-        if not isinstance(held, DerivedTensor):
-            return held
-        return held.tensor if held.fresh(getattr(self, rows), self._writes) else None
-
-    def put(self: Any, value: Any) -> None:
-        source = None if value is None else getattr(self, rows)
-        if source is not None and self.grid_layout.square and self.grid_layout.transposed:
-            value = DerivedTensor(value, source, self._writes)
-        setattr(self, kept, value)
-
-    return property(get, put)
+from ottava.tensors.direction import Direction, from_other_usage, in_order
+from ottava.tensors.grid_declaration import checked_directions, inner_tensors_of
+from ottava.tensors.storage import USAGES, QuantizedTensorStorage, StorageQuantizer
 
 
 class GridTensorStorage(QuantizedTensorStorage):
@@ -136,7 +53,7 @@ class GridTensorStorage(QuantizedTensorStorage):
     """
 
     inner_tensors = inner_tensors_of(None)
-    #: Where data and scales of rows and columns are held.
+    #: The attributes with the data of rows and columns, and those with their scales.
     data_names: ClassVar[tuple[str, str]] = ("_rowwise_data", "_columnwise_data")
     scale_names: ClassVar[tuple[str, str]] = ("_rowwise_scale_inv", "_columnwise_scale_inv")
     static_fields: ClassVar[tuple[StaticField, ...]] = (
@@ -144,9 +61,9 @@ class GridTensorStorage(QuantizedTensorStorage):
         StaticField("layout_text", "layout"),
         StaticField("_values_from_columns", "values_from_columns", default=False),
     )
-    #: Whether products read the declared tensors as they are; found when the class is.
+    #: Whether products read the declared tensors as they are; set when the class is defined.
     is_plain_operand: ClassVar[bool] = True
-    #: By what option both directions get the same values.
+    #: The option by which both directions get the same values, for errors.
     squares: ClassVar[str] = "squares of blocks"
 
     grid_layout: Layout
@@ -154,98 +71,118 @@ class GridTensorStorage(QuantizedTensorStorage):
     _rowwise_data: torch.Tensor | None
     _rowwise_scale_inv: torch.Tensor | None
     _values_from_columns: bool = False
+    # Columnwise data and scales as :meth:`_dated` gives them.
+    _dated_column_data: torch.Tensor | DerivedTensor | None = None
+    _dated_column_scales: torch.Tensor | DerivedTensor | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        own = ("__init__", "grid_operand", "gemm_operand")
         cls.is_plain_operand = all(
-            getattr(cls, name) is getattr(GridTensorStorage, name) for name in own
+            getattr(cls, name) is getattr(GridTensorStorage, name)
+            for name in ("__init__", "grid_operand", "gemm_operand")
         )
 
-    @classmethod
-    def layout_of(cls, declared: dict[str, Any]) -> Layout:
-        """The layout that declared fields give, which are checked here."""
-        given = declared["layout"]
-        return given if isinstance(given, Layout) else Layout.of(given)
+    # -- construction --
 
     @classmethod
-    def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
+    def layout_of(cls, declared: Declared) -> Layout:
+        """The layout that follows from declared fields, which are checked here."""
+        layout: Layout | str = declared["layout"]
+        return layout if isinstance(layout, Layout) else Layout.of(layout)
+
+    @classmethod
+    def check_declared(cls, declared: Declared) -> Declared:
         layout = cls.layout_of(declared)
         check_dtype(declared["dtype"])
         check_flag("values_from_columns", declared["values_from_columns"])
-        rows, columns = (_checked(usage, declared, layout) for usage in USAGES)
-        if rows is not None and columns is not None:
-            data = in_order(columns, layout, True)[0]
-            if rows[0].shape != data.shape:
-                what = f"columnwise_data has shape {tuple(data.shape)} in the order of the tensor"
-                raise ShapeError(what, expected=f"{tuple(rows[0].shape)}")
-            if rows[0].device != data.device:
-                raise DeviceError(
-                    f"data is on {rows[0].device} and {data.device}", expected="one device"
-                )
-        if layout.one_buffer:
-            rows, columns = rows or columns, None
-        held = [*(rows or (None, None)), *(columns or (None, None))]
-        checked: dict[str, Any] = dict(
-            zip((inner.argument for inner in cls.inner_tensors), held, strict=True)
-        )
-        return declared | checked | ({"layout": layout.text} if "layout" in declared else {})
+        rows, columns = checked_directions(declared, layout)
+        names = [inner.argument for inner in cls.inner_tensors]
+        checked = dict(declared)
+        checked |= zip(names, (*(rows or (None, None)), *(columns or (None, None))), strict=True)
+        if "layout" in declared:
+            checked["layout"] = layout.text
+        return checked
 
-    def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
+    def _hold(self, declared: Declared, quantizer: StorageQuantizer | None) -> None:
         layout = self.layout_of(declared)
-        self.grid_layout, self.layout_text, self.rowwise_serves_columnwise = (
-            layout,
-            layout.text,
-            layout.square,
-        )
+        self.grid_layout = layout
+        self.layout_text = layout.text
+        self.rowwise_serves_columnwise = layout.square
         if not type(self).inner_tensors[0].gather:
-            # The declaration of the class has names; that of the instance also what the layout
-            # says.
+            # The class declares only names; the layout of the instance says the rest.
             self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
         super()._hold(declared, quantizer)
 
-    _columnwise_data = columns("_columnwise_data", "_rowwise_data")
-    _columnwise_scale_inv = columns("_columnwise_scale_inv", "_rowwise_data")
+    # -- columns that are made of rows: they are given as long as the rows stay as they are --
+
+    def _derives_columns(self) -> bool:
+        """Whether columns are made of rows: those of transposed squares are."""
+        return self.grid_layout.transposed and self.grid_layout.square
+
+    def _dated(self, columns: torch.Tensor | None) -> torch.Tensor | DerivedTensor | None:
+        """Columns with the present state of the rows, if they are made of these."""
+        rows = self._rows()
+        if columns is None or rows is None or not self._derives_columns():
+            return columns
+        return DerivedTensor(columns, rows, self._writes)
+
+    def _current(self, columns: torch.Tensor | DerivedTensor | None) -> torch.Tensor | None:
+        """The columns that :meth:`_dated` gave; None where the rows changed since."""
+        if not isinstance(columns, DerivedTensor):
+            return columns
+        if columns.fresh(self._rows(), self._writes):
+            return columns.tensor
+        return None
+
+    @property
+    def _columnwise_data(self) -> torch.Tensor | None:
+        return self._current(self._dated_column_data)
+
+    @_columnwise_data.setter
+    def _columnwise_data(self, data: torch.Tensor | None) -> None:
+        self._dated_column_data = self._dated(data)
+
+    @property
+    def _columnwise_scale_inv(self) -> torch.Tensor | None:
+        return self._current(self._dated_column_scales)
+
+    @_columnwise_scale_inv.setter
+    def _columnwise_scale_inv(self, scales: torch.Tensor | None) -> None:
+        self._dated_column_scales = self._dated(scales)
+
+    def rebuild_derived(self, *, force: bool = False) -> None:
+        rows, quantizer = self._rows(), self._quantizer
+        if rows is None or not rows.dim() or not self._derives_columns():
+            return
+        if force:
+            self.mark_written()
+        serves_columns = quantizer is None or quantizer.columnwise_usage
+        if serves_columns and self.direction(columnwise=True) is None:
+            self._put(self.direction(columnwise=False), self.for_usage(True))
+
+    # -- directions --
 
     def _rows(self) -> torch.Tensor | None:
-        return getattr(self, self.data_names[0])  # type: ignore[no-any-return]
+        """The data of the rows."""
+        data: torch.Tensor | None = getattr(self, self.data_names[0])
+        return data
 
     def direction(self, *, columnwise: bool) -> Direction | None:
-        """Stored data and scales of one direction, if they are held."""
-        side = int(
-            columnwise and not self.grid_layout.one_buffer
-        )  # torch 2.11's compiler indexes with no bool
-        data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
-        return None if data is None or scales is None else (data, scales)
+        """Stored data and scales of one direction; None where they are not held."""
+        # torch 2.11's compiler indexes with no bool.
+        side = 1 if columnwise and not self.grid_layout.one_buffer else 0
+        data: torch.Tensor | None = getattr(self, self.data_names[side])
+        scales: torch.Tensor | None = getattr(self, self.scale_names[side])
+        if data is None or scales is None:
+            return None
+        return Direction(data, scales)
 
     def ordered(self, *, columnwise: bool) -> Direction | None:
         """:meth:`direction` in the order of the tensor: views."""
-        held = self.direction(columnwise=columnwise)
-        return None if held is None else in_order(held, self.grid_layout, columnwise)
-
-    def _arranged(self, rows: Direction | None, columns: Direction | None) -> list[Any]:
-        """Inner tensors in the order of the declaration."""
-        found: dict[str, Any] = {}
-        for side, held in enumerate((rows, None if self.grid_layout.one_buffer else columns)):
-            if held is not None:
-                found[self.data_names[side]], found[self.scale_names[side]] = held
-        return [found.get(inner.attribute) for inner in self.inner_tensors]
-
-    def _put(self, rows: Direction | None, columns: Direction | None) -> None:
-        self._put_inner(self._arranged(rows, columns))
-
-    def _held(self) -> tuple[Direction, bool]:
-        """The direction that the values are taken from, and whether it is that of the columns."""
-        for columnwise in (self._values_from_columns, not self._values_from_columns):
-            held = self.direction(columnwise=columnwise)
-            if held is not None:
-                return held, columnwise
-        raise self._empty()
-
-    def _in_order(self) -> torch.Tensor:
-        """The data that the values are taken from, in the order of the tensor."""
-        held, columnwise = self._held()
-        return in_order(held, self.grid_layout, columnwise)[0]
+        direction = self.direction(columnwise=columnwise)
+        if direction is None:
+            return None
+        return in_order(direction, self.grid_layout, columnwise)
 
     def for_usage(self, columnwise: bool) -> Direction:
         """Stored data and scales of one direction; made of the other one where both hold the same
@@ -254,24 +191,46 @@ class GridTensorStorage(QuantizedTensorStorage):
         Raises:
             UsageError: they are not held.
         """
-        held = self.direction(columnwise=columnwise)
-        if held is not None:
-            return held
-        layout = self.grid_layout
-        other = self.ordered(columnwise=not columnwise) if layout.square else None
-        if other is None:
-            self._held()
-            raise self._without(
-                USAGES[columnwise], f"; {_WITHOUT[columnwise].format(self.squares)}"
+        direction = self.direction(columnwise=columnwise)
+        if direction is not None:
+            return direction
+        if self.grid_layout.square:
+            other = self.ordered(columnwise=not columnwise)
+            if other is not None:
+                return from_other_usage(other, self.grid_layout, columnwise)
+        # A storage without any data has another error.
+        self._source_of_values()
+        raise self._without(USAGES[int(columnwise)], f"; {self._hint(columnwise)}")
+
+    def _hint(self, columnwise: bool) -> str:
+        """Where a usage may be missing that no quantizer was asked for, and the remedy."""
+        if columnwise:
+            return (
+                "a weight that was made under no_grad has columns of its initial values alone: "
+                "before it is written to or gives them up, call "
+                "weight.update_usage(columnwise_usage=True)"
             )
-        made = other[0], _other_scales(other, layout, columnwise)
-        data, scales = in_order(made, layout, columnwise, back=True)
-        if not layout.transposed:
-            return data, scales
-        # What lies the other way in memory is copied by a kernel.
         return (
-            kernels.transpose(other[0]) if columnwise and data.dim() else data.contiguous()
-        ), scales.contiguous()
+            "a weight that FSDP2 gathers for the backward pass alone has columnwise data only, and "
+            f"recomputing the forward pass from it takes reshard_after_forward=False or "
+            f"{self.squares}, or gather_quantized(model, recomputes=True)"
+        )
+
+    def _arranged(
+        self, rows: Direction | None, columns: Direction | None
+    ) -> list[torch.Tensor | None]:
+        """Inner tensors in the order of the declaration."""
+        if self.grid_layout.one_buffer:
+            columns = None
+        tensors: dict[str, torch.Tensor] = {}
+        if rows is not None:
+            tensors[self.data_names[0]], tensors[self.scale_names[0]] = rows
+        if columns is not None:
+            tensors[self.data_names[1]], tensors[self.scale_names[1]] = columns
+        return [tensors.get(inner.attribute) for inner in self.inner_tensors]
+
+    def _put(self, rows: Direction | None, columns: Direction | None) -> None:
+        self._put_inner(self._arranged(rows, columns))
 
     def get_usages(self) -> dict[str, bool]:
         rows, columns = (getattr(self, name) is not None for name in self.data_names)
@@ -283,142 +242,108 @@ class GridTensorStorage(QuantizedTensorStorage):
         rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
         if self.grid_layout.one_buffer and self._rows() is not None:
             return
-        # Before anything is dropped: either may be made of the other.
+        # Both are made before either is dropped, because each may be made of the other.
         rows = self.for_usage(False) if rowwise else None
-        self._put(rows, self.for_usage(True) if columnwise else None)
-
-    def _kept(self) -> dict[str, Any]:
-        """Columns as they are kept, fresh or not, by the attributes that hold them."""
-        return {
-            f"_kept{n[1]}": getattr(self, f"_kept{n[1]}", None)
-            for n in (self.data_names, self.scale_names)
-        }
-
-    def rebuild_derived(self, *, force: bool = False) -> None:
-        rows, layout, quantizer = self._rows(), self.grid_layout, self._quantizer
-        if rows is None or not rows.dim() or not (layout.transposed and layout.square):
-            return
-        if force:
-            self.mark_written()
-        if self.direction(columnwise=True) is None and (
-            quantizer is None or quantizer.columnwise_usage
-        ):
-            self._put(self.direction(columnwise=False), self.for_usage(True))
+        columns = self.for_usage(True) if columnwise else None
+        self._put(rows, columns)
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
-        if (
-            self._rows() is None
-            and self.grid_layout.transposed
-            and self.direction(columnwise=True) is not None
-        ):
-            return tuple(
-                inner for inner in self.inner_tensors if inner.attribute == self.data_names[1]
-            )
+        if self._rows() is None and self.grid_layout.transposed:
+            columns = [i for i in self.inner_tensors if i.attribute == self.data_names[1]]
+            if self.direction(columnwise=True) is not None:
+                return tuple(columns)
         return super().raw_inner()
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
-        held = self.direction(columnwise=True)
+        columns = self.direction(columnwise=True)
         super().replace_inner(inner, tensor)
         rows = self.direction(columnwise=False)
         if inner.usage == "rowwise" and rows is not None:
-            # Made of the same values.
-            self._put(rows, held)
+            # The new tensor holds the same values, so that columns made of the old one are current.
+            self._put(rows, columns)
 
-    def size(self, dim: int | None = None) -> Any:
+    # -- values --
+
+    def _source_of_values(self) -> tuple[Direction, bool]:
+        """The direction that the values are taken from, and whether it is that of the columns."""
+        for columnwise in (self._values_from_columns, not self._values_from_columns):
+            direction = self.direction(columnwise=columnwise)
+            if direction is not None:
+                return direction, columnwise
+        raise self._empty()
+
+    def _size(self) -> torch.Size:
         rows = self._rows()
-        shape = (self._in_order() if rows is None or self._values_from_columns else rows).shape
-        return shape if dim is None else shape[dim]
+        if rows is not None and not self._values_from_columns:
+            return rows.shape
+        direction, columnwise = self._source_of_values()
+        return in_order(direction, self.grid_layout, columnwise).data.shape
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         check_values_dtype(dtype)
-        (data, scales), columnwise = self._held()
-        layout, wanted = self.grid_layout, dtype or self._dtype
-        exact = wanted if wanted in (*kernels.HIGH_PRECISION, torch.float64) else torch.float32
-        scales = scales if scales.dim() else scales.view(1, 1)
-        values = kernels.grid_decode(data, scales, layout, exact, columnwise=columnwise)
+        dtype = dtype or self._dtype
+        layout = self.grid_layout
+        (data, scales), columnwise = self._source_of_values()
+        if not scales.dim():
+            scales = scales.view(1, 1)
+        decoded_dtype = dtype
+        if dtype not in (*kernels.HIGH_PRECISION, torch.float64):
+            decoded_dtype = torch.float32
+        values = kernels.grid_decode(data, scales, layout, decoded_dtype, columnwise=columnwise)
         if columnwise and layout.transposed and values.dim():
             values = values.movedim(0, -1)
-        return values.to(wanted)
+        return values.to(dtype)
 
     def grid_operand(self, *, columnwise: bool) -> Direction | None:
         if type(self).gemm_operand is not QuantizedTensorStorage.gemm_operand:
-            # A subclass whose operands are something else.
+            # A subclass has operands of another kind.
             return None
-        side = int(columnwise and not self.grid_layout.one_buffer)
-        data, scales = getattr(self, self.data_names[side]), getattr(self, self.scale_names[side])
-        if data is None or scales is None:
-            data, scales = self.for_usage(columnwise)
-        if data.dim() != 2:
-            data = data.reshape(self.grid_layout.stored_matrix(data.shape, columnwise))
-        return data, scales
+        direction = self.direction(columnwise=columnwise)
+        if direction is None:
+            direction = self.for_usage(columnwise)
+        data, scales = direction
+        if data.dim() == 2:
+            return direction
+        matrix = self.grid_layout.stored_matrix(data.shape, columnwise)
+        return Direction(data.reshape(matrix), scales)
+
+    # -- writes to a view, and from another storage --
 
     def shared_with_whole(self) -> list[str]:
-        if self.grid_layout.block == (None, None):
+        whole, layout = self._whole, self.grid_layout
+        if not isinstance(whole, GridTensorStorage) or layout.block == (None, None):
             return super().shared_with_whole()
-        mine, its = as_matrix_shape(self.size()), as_matrix_shape(self._whole.size())
-        # Of a transposed view rows were columns.
-        its = its if self._values_from_columns == self._whole._values_from_columns else its[::-1]
-        blocks = [
-            [*zip(self.grid_layout.block_of(c), mine, its, strict=True)] for c in (False, True)
-        ]
-        cut = [any(side is None and own < whole for side, own, whole in block) for block in blocks]
-        return [
-            n
-            for n, c in zip(self.scale_names, cut, strict=True)
-            if c and getattr(self, n) is not None
-        ]
+        own_matrix, whole_matrix = as_matrix_shape(self.size()), as_matrix_shape(whole.size())
+        if self._values_from_columns != whole._values_from_columns:
+            # The rows of a transposed view are columns of the whole.
+            whole_matrix = (whole_matrix[1], whole_matrix[0])
+        attributes = []
+        for attribute, columnwise in zip(self.scale_names, (False, True), strict=True):
+            block = layout.block_of(columnwise)
+            sides = zip(block, own_matrix, whole_matrix, strict=True)
+            is_cut = any(side is None and own < size for side, own, size in sides)
+            if is_cut and getattr(self, attribute) is not None:
+                attributes.append(attribute)
+        return attributes
 
     def copy_from_storage(
         self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
     ) -> None:
         shared = self.grid_layout.shared
-        if (
-            shared is not None
-            and isinstance(src, GridTensorStorage)
-            and src.grid_layout.shared is None
-        ):
-            what = "the source has scales for rows and for columns, the destination one for both"
-            expected = f"a source whose blocks share scales over {shared}"
+        if shared and isinstance(src, GridTensorStorage) and src.grid_layout.shared is None:
             raise UsageError(
-                what, expected=expected, remedy="quantize it with the quantizer of the destination"
+                "the source has scales for rows and for columns, the destination one for both",
+                expected=f"a source whose blocks share scales over {shared}",
+                remedy="quantize it with the quantizer of the destination",
             )
-        # The write reaches transposed data, too, which ``src`` has to have: it is fresh again, for
-        # every alias.
-        state = self._rows(), self._writes
-        kept = [
-            each
-            for each in self._kept().values()
-            if isinstance(each, DerivedTensor) and each.fresh(*state)
+        rows, writes = self._rows(), self._writes
+        current = [
+            columns
+            for columns in (self._dated_column_data, self._dated_column_scales)
+            if isinstance(columns, DerivedTensor) and columns.fresh(rows, writes)
         ]
         super().copy_from_storage(src, noop_flag=noop_flag)
-        for derived in kept if self._whole is None else ():
-            derived.refresh(*state)
-
-
-def _checked(usage: str, declared: dict[str, Any], layout: Layout) -> Direction | None:
-    data = as_data(declared[f"{usage}_data"], layout.element, f"{usage}_data")
-    scales = declared[f"{usage}_scale_inv"]
-    if (data is None) != (scales is None):
-        missing = f"{usage}_{'data' if data is None else 'scale_inv'}"
-        raise UsageError(f"{missing} is missing", expected=f"{usage} data with its scales")
-    if data is None:
-        return None
-    if layout.stored_scale is torch.uint8:
-        scales = as_data(scales, layout.scale, f"{usage}_scale_inv")
-    kernels.check_grid(data, scales, layout, usage == "columnwise", f"{usage}_scale_inv")
-    return data, scales
-
-
-def _other_scales(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
-    """Scales of one direction in the order of the tensor, made of those of the other one: one of
-    each square."""
-    data, scales = other
-    if layout.block == (None, None):
-        return scales
-    squares: Any = layout.shared or layout.block
-    sides = [
-        zip(squares, layout.block_of(side), strict=True) for side in (not columnwise, columnwise)
-    ]
-    old, new = ([square // own for square, own in side] for side in sides)
-    grid = layout.grid(as_matrix_shape(data.shape), columnwise)
-    return spread(scales[:: old[0], :: old[1]], (new[0], new[1]), grid)
+        if self._whole is None:
+            # Current columns were written, too, and so are current again, for every alias.
+            for columns in current:
+                columns.refresh(rows, writes)

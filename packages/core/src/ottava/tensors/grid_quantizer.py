@@ -12,7 +12,9 @@ from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
-from ottava.tensors.grid import GridTensorStorage, in_order, inner_tensors_of, zeros
+from ottava.tensors.direction import as_stored, zeros
+from ottava.tensors.grid import GridTensorStorage
+from ottava.tensors.grid_declaration import inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.operand import Operand, Quantization, Side, SideTensors
 from ottava.tensors.quantizer import Quantizer
@@ -172,7 +174,7 @@ class GridQuantizer(Quantizer):
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
             multiplier = scale_inv if scale is None else scale
             pairs[by_column] = [(multiplier.contiguous(), data)]
-            side = in_order((data, scale_inv), layout, by_column, back=True)
+            side = as_stored((data, scale_inv), layout, by_column)
             results[2 * by_column : 2 * by_column + 2] = side
         kernels.grid_multi_cast(*place, *pairs)
         return (

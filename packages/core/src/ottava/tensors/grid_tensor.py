@@ -1,25 +1,33 @@
-"""``GridTensor``: quantized data with scales on a grid as a ``torch.Tensor``."""
+"""``GridTensor``: quantized data with scales on a grid as a ``torch.Tensor``.
+
+A view of a tensor in blocks is made of a view of the data and a view of the scales, in each
+direction for itself. There is one where the view consists of whole blocks. What shares a scale
+counts as one block, with an exception: a block of all rows, or of all columns, may be cut along
+them. The parts go on sharing its scale, and know it.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Self
 
 import torch
 
 from ottava.layout import as_matrix_shape
-from ottava.tensors.grid import Direction, GridTensorStorage, in_order, zeros
+from ottava.tensors.declaration import Declared
+from ottava.tensors.direction import Direction, as_stored, in_order, zeros
+from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.tensor import QuantizedTensor, blocks
 
-# Those of a direction, in the order of the tensor -> those of a result; None where blocks do not
-# allow it.
-_Change = Callable[[Direction, bool], Direction | None]
+#: Gives the direction of a view, or None where blocks do not allow it. It is called with a
+#: direction in the order of the tensor, and with whether that is the columnwise one.
+Change = Callable[[Direction, bool], Direction | None]
 
 
-def _viewed(
+def _view_by(
     function: Callable[..., torch.Tensor], tensor: torch.Tensor, *shape: tuple[int, ...]
-) -> Any:
-    """The view that ``function`` gives, if there is one."""
+) -> torch.Tensor | None:
+    """The view that ``function`` gives; None where there is none."""
     try:
         return function(tensor, *shape)
     except (RuntimeError, ValueError):  # the latter while a graph is traced
@@ -36,164 +44,205 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
     """
 
     @classmethod
-    def laid_out_like(cls, declared: dict[str, Any]) -> torch.Tensor | None:
-        names = {inner.attribute: inner.argument for inner in cls.inner_tensors}
-        rows, columns = (declared[names[name]] for name in cls.data_names)
+    def laid_out_like(cls, declared: Declared) -> torch.Tensor | None:
+        arguments = {inner.attribute: inner.argument for inner in cls.inner_tensors}
+        rows: torch.Tensor | None = declared[arguments[cls.data_names[0]]]
+        columns: torch.Tensor | None = declared[arguments[cls.data_names[1]]]
         if rows is not None or columns is None:
-            return rows  # type: ignore[no-any-return]
+            return rows
         # Transposed data alone lie in memory as a transposed tensor does.
-        return in_order(
-            (columns, declared[names[cls.scale_names[1]]]), cls.layout_of(declared), True
-        )[0]
+        scales: torch.Tensor = declared[arguments[cls.scale_names[1]]]
+        return in_order((columns, scales), cls.layout_of(declared), True).data
 
-    # -- views: what shares a scale counts as one block, but one of all rows, or of all columns, may
-    # be cut along them: the parts go on sharing its scale, and know it --
-
-    def of_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    def of_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
         """A tensor of this kind with the directions of this one, which no quantizer has to make."""
-        held = [getattr(self, name) is not None for name in self.data_names]
-        sides = [
-            zeros(self.grid_layout, shape, bool(side), device) if there else None
-            for side, there in enumerate(held)
-        ]
-        given = dict(
-            zip(
-                (inner.argument for inner in self.inner_tensors),
-                self._arranged(*sides),
-                strict=True,
-            )
-        )
-        return type(self)(**(self.get_metadata() | given | {"shape": None, "dtype": dtype}))
+        rows = columns = None
+        if getattr(self, self.data_names[0]) is not None:
+            rows = zeros(self.grid_layout, shape, False, device)
+        if getattr(self, self.data_names[1]) is not None:
+            columns = zeros(self.grid_layout, shape, True, device)
+        arguments = self.get_metadata() | self._arguments_of(rows, columns)
+        return type(self)(**(arguments | {"shape": None, "dtype": dtype}))
 
-    def changed(self, change: _Change, *, swap: bool = False, part: bool = False) -> Any:
-        """This tensor with every direction changed; ``swap`` exchanges the two."""
-        layout, rows = self.grid_layout, self.ordered(columnwise=False)
-        made_of: list[Direction | None] = []
-        kept: Direction | None = None
+    def _arguments_of(self, rows: Direction | None, columns: Direction | None) -> Declared:
+        """Stored directions as keywords of the constructor."""
+        names = [inner.argument for inner in self.inner_tensors]
+        return dict(zip(names, self._arranged(rows, columns), strict=True))
+
+    # -- views --
+
+    def changed(self, change: Change, *, swap: bool = False, part: bool = False) -> Self:
+        """A view of this tensor with every direction changed; NotImplemented where there is none.
+
+        Args:
+            swap: whether rows become columns, and columns rows.
+            part: whether a scale of the view belongs to other elements of this tensor, too.
+        """
+        layout = self.grid_layout
+        directions: list[Direction | None] = [None, None]
+        derived: Direction | None = None
+        rows = self.ordered(columnwise=False)
         for columnwise in (False, True):
-            # One buffer that serves both usages is that of the rows.
-            source = columnwise != swap and not layout.one_buffer
-            held = self.ordered(columnwise=True) if source else rows
-            made_of.append(None)
-            if held is None or (layout.one_buffer and columnwise):
+            if layout.one_buffer and columnwise:
+                continue  # The rows serve both usages.
+            from_columns = columnwise != swap and not layout.one_buffer
+            source = self.ordered(columnwise=True) if from_columns else rows
+            if source is None:
                 continue
-            result = change(held, source)
-            stored = None if result is None else in_order(result, layout, columnwise, back=True)
-            if layout.transposed and layout.square and rows is not None and source:
-                # Columns that are made of rows are made again when they are asked for, unless they
-                # lie as before.
-                kept = stored if stored and columnwise and stored[0].is_contiguous() else None
+            result = change(source, from_columns)
+            stored = None if result is None else as_stored(result, layout, columnwise)
+            if from_columns and rows is not None and self._derives_columns():
+                # They are made of the rows again when they are asked for, unless they lie in memory
+                # as before.
+                if columnwise and stored is not None and stored.data.is_contiguous():
+                    derived = stored
             elif stored is None:
-                return NotImplemented
+                return NotImplemented  # type: ignore[no-any-return]
             else:
-                made_of[columnwise] = stored
-        given = dict(
-            zip(
-                (inner.argument for inner in self.inner_tensors),
-                self._arranged(*made_of),
-                strict=True,
-            )
-        )
+                directions[int(columnwise)] = stored
+        return self._view_of(directions[0], directions[1], derived, swap=swap, part=part)
+
+    def _view_of(
+        self,
+        rows: Direction | None,
+        columns: Direction | None,
+        derived: Direction | None,
+        *,
+        swap: bool,
+        part: bool,
+    ) -> Self:
+        """A view of this tensor around stored directions.
+
+        Args:
+            derived: columns that are made of the rows, and go on being current.
+        """
+        arguments = self.get_metadata() | {"shape": None} | self._arguments_of(rows, columns)
         if swap:
-            given["values_from_columns"] = not self._values_from_columns
-        made: Any = type(self)(**(self.get_metadata() | {"shape": None} | given))
-        # The scale of a part of what has one is that of the rest too.
-        fewer = made.numel() != self.numel()
-        made.mark_view(self, part=part or (fewer and layout.block == (None, None)))
-        if kept is not None and not fewer:
-            made._put(made_of[0], kept)
-        return made
+            arguments["values_from_columns"] = not self._values_from_columns
+        view = type(self)(**arguments)
+        is_smaller = view.numel() != self.numel()
+        # Where one scale serves the whole tensor, the rest has that of the view, too.
+        has_one_scale = self.grid_layout.block == (None, None)
+        view.mark_view(self, part=part or (is_smaller and has_one_scale))
+        if derived is not None and not is_smaller:
+            view._put(rows, derived)
+        return view
 
-    def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        old_columns, layout = (self.shape[-1] if self.dim() else 1), self.grid_layout
-        whole = layout.block == (None, None)
-
-        def change(held: Direction, columnwise: bool) -> Direction | None:
-            data, scales = _viewed(function, held[0]), held[1]
-            if data is None or whole:
-                return None if data is None else (data, scales)
-            columns = data.shape[-1] if data.dim() else 1
-            if columns != old_columns and data.numel():
-                rows, side = layout.block_of(columnwise, shared=True)
-                # Rows of whole blocks may be joined and cut.
-                if rows != 1 or side is None or columns % side or old_columns % side:
-                    return None
-            viewed = _viewed(
-                torch.Tensor.view, scales, layout.grid(as_matrix_shape(data.shape), columnwise)
-            )
-            return None if viewed is None else (data, viewed)
-
-        return self.changed(change)
-
-    def narrowed(self, dim: int, start: int, stop: int) -> Any:
-        layout, size, last = self.grid_layout, self.shape[dim], dim == self.dim() - 1
-        if (start, stop) == (0, size):
-            return self.changed(lambda held, _: held)
-        at, step = int(last), 1 if last else math.prod(self.shape[dim + 1 : -1])
-        place = start * step, stop * step, size * step
-
-        def change(held: Direction, columnwise: bool) -> Direction | None:
-            data, scales = held[0].narrow(dim, start, stop - start), held[1]
-            if layout.block == (None, None):
-                return data, scales
-            # What shares a scale has to stay whole, whatever is stored of each block in it.
-            block = layout.block_of(columnwise)
-            span = blocks(block[at], *place)
-            if span is None or blocks(layout.block_of(columnwise, shared=True)[at], *place) is None:
-                return None
-            if last:
-                return data, scales[:, span]
-            if block[0] is None or math.prod(self.shape[:dim]) == 1:
-                return data, scales[span]
-            view, grid = torch.Tensor.view, layout.grid(as_matrix_shape(data.shape), columnwise)
-            entries = (
-                _viewed(view, scales, (*self.shape[:-1], scales.shape[1]))
-                if block[0] == 1
-                else None
-            )
-            rows = (
-                None
-                if entries is None
-                else _viewed(view, entries.narrow(dim, start, stop - start), grid)
-            )
-            return None if rows is None else (data, rows)
-
-        # A write to the part with another scale would change what the rest means.
-        spanned = any(
-            layout.block_of(c)[at] is None and self.direction(columnwise=c) for c in (False, True)
+    def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        return self.changed(
+            lambda direction, columnwise: self._reshaped_direction(direction, columnwise, function)
         )
-        return self.changed(change, part=spanned)
+
+    def _reshaped_direction(
+        self,
+        direction: Direction,
+        columnwise: bool,
+        function: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Direction | None:
+        layout = self.grid_layout
+        data = _view_by(function, direction.data)
+        if data is None:
+            return None
+        if layout.block == (None, None):
+            return Direction(data, direction.scales)
+        columns, old_columns = as_matrix_shape(data.shape)[1], as_matrix_shape(self.shape)[1]
+        if columns != old_columns and data.numel():
+            # Rows of whole blocks may be joined and cut.
+            rows, side = layout.block_of(columnwise, shared=True)
+            if rows != 1 or side is None or columns % side or old_columns % side:
+                return None
+        grid = layout.grid(as_matrix_shape(data.shape), columnwise)
+        scales = _view_by(torch.Tensor.view, direction.scales, grid)
+        return None if scales is None else Direction(data, scales)
+
+    def narrowed(self, dim: int, start: int, stop: int) -> Self:
+        if (start, stop) == (0, self.shape[dim]):
+            return self.changed(lambda direction, _: direction)
+        axis = self._axis_of(dim)
+        # A write to the part with another scale would change the values of the rest.
+        part = False
+        for columnwise in (False, True):
+            if self.grid_layout.block_of(columnwise)[axis] is None:
+                part = part or self.direction(columnwise=columnwise) is not None
+        return self.changed(
+            lambda direction, columnwise: self._narrowed_direction(
+                direction, columnwise, dim, start, stop
+            ),
+            part=part,
+        )
+
+    def _axis_of(self, dim: int) -> int:
+        """The axis of the matrix that a dimension lies along: 0 for rows, 1 for columns."""
+        return int(dim == self.dim() - 1)
+
+    def _narrowed_direction(
+        self, direction: Direction, columnwise: bool, dim: int, start: int, stop: int
+    ) -> Direction | None:
+        layout, scales = self.grid_layout, direction.scales
+        data = direction.data.narrow(dim, start, stop - start)
+        if layout.block == (None, None):
+            return Direction(data, scales)
+        axis, step = self._axis_of(dim), 1
+        if axis == 0:
+            # An entry of a leading dimension is so many rows of the matrix.
+            step = math.prod(self.shape[dim + 1 : -1])
+        place = start * step, stop * step, self.shape[dim] * step
+        block = layout.block_of(columnwise)
+        span = blocks(block[axis], *place)
+        # An area that shares a scale has to stay whole, too, although each block has its own copy.
+        shared_side = layout.block_of(columnwise, shared=True)[axis]
+        if span is None or blocks(shared_side, *place) is None:
+            return None
+        if axis == 1:
+            return Direction(data, scales[:, span])
+        if block[0] is None or math.prod(self.shape[:dim]) == 1:
+            return Direction(data, scales[span])
+        if block[0] != 1:
+            return None
+        # Each row has scales of its own, which are narrowed as the data is.
+        by_dims = _view_by(torch.Tensor.view, scales, (*self.shape[:-1], scales.shape[1]))
+        if by_dims is None:
+            return None
+        grid = layout.grid(as_matrix_shape(data.shape), columnwise)
+        rows = _view_by(torch.Tensor.view, by_dims.narrow(dim, start, stop - start), grid)
+        return None if rows is None else Direction(data, rows)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         super()._share_freshness(other)
         if isinstance(other, GridTensor) and self._writes is other._writes:
-            for name, kept in other._kept().items():
-                setattr(self, name, kept)
-
-    def for_usage(self, columnwise: bool) -> Direction:
-        missing = (
-            columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None
-        )
-        initial, quantizer = self.get_high_precision_init_val(), self._quantizer
-        # A weight that was made under no_grad: its initial values are quantized along columns, too,
-        # unless they were given up, or the rows are not theirs any more, or columns were dropped.
-        known = (
-            quantizer is not None
-            and not quantizer.columnwise_usage
-            and not torch.compiler.is_compiling()
-        )
-        if missing and known and initial is not None:
-            with torch.no_grad():
-                made = quantizer.with_usage(True, True).quantize(initial.to(self.device))
-            rows, held = made.direction(columnwise=False), self.direction(columnwise=False)
-            if held is not None and all(map(torch.equal, rows, held)):
-                self._put(held, made.direction(columnwise=True))
-        return super().for_usage(columnwise)
+            self._dated_column_data = other._dated_column_data
+            self._dated_column_scales = other._dated_column_scales
 
     def _means_the_same(self, other: QuantizedTensor) -> bool:
-        # What shares more scales may serve what shares fewer.
-        mine = self.grid_layout
-        return isinstance(other, GridTensor) and mine in (
-            other.grid_layout,
-            replace(other.grid_layout, shared=None),
-        )
+        if not isinstance(other, GridTensor):
+            return False
+        # A tensor that shares more scales may serve where fewer are shared.
+        layout, other_layout = self.grid_layout, other.grid_layout
+        return layout in (other_layout, replace(other_layout, shared=None))
+
+    # -- a weight that was made under no_grad --
+
+    def for_usage(self, columnwise: bool) -> Direction:
+        if columnwise and not self.grid_layout.square and self.direction(columnwise=True) is None:
+            self._quantize_initial_columns()
+        return super().for_usage(columnwise)
+
+    def _quantize_initial_columns(self) -> None:
+        """Give a weight that was made under ``no_grad`` the columns of its initial values.
+
+        It gets none where these were given up, where the rows are not theirs any more, and where
+        columns were dropped.
+        """
+        quantizer, initial = self._quantizer, self.get_high_precision_init_val()
+        if quantizer is None or quantizer.columnwise_usage or initial is None:
+            return
+        if torch.compiler.is_compiling():
+            return
+        with torch.no_grad():
+            quantized: Self = quantizer.with_usage(True, True).quantize(initial.to(self.device))
+        rows = self.direction(columnwise=False)
+        initial_rows = quantized.direction(columnwise=False)
+        if rows is None or initial_rows is None:
+            return
+        if all(map(torch.equal, initial_rows, rows)):
+            self._put(rows, quantized.direction(columnwise=True))

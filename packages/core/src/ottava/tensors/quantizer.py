@@ -16,7 +16,7 @@ from ottava.tensors.declaration import check_flag
 from ottava.tensors.dequantized_view import plain_values
 from ottava.tensors.operand import Operand
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.tensors.tensor import QuantizedTensor, StraightThrough
+from ottava.tensors.tensor import QuantizedTensor, straight_through
 
 
 class Option:
@@ -26,25 +26,26 @@ class Option:
     :meth:`Quantizer.option_changed` makes anew what follows from the options.
 
     Args:
-        checked: of the name of the option and a value, gives the value to hold, or raises an error
-            of Ottava's.
+        checked: a function of the name of the option and a value. It returns the value to set, or
+            raises an error of Ottava's.
     """
 
     # Without __get__, reading an option is reading an attribute of the instance.
-    def __init__(self, checked: Callable[[str, Any], Any]) -> None:
+    def __init__(self, checked: Callable[[str, Any], object]) -> None:
         self._checked = checked
         self._name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __set__(self, quantizer: "Quantizer", value: Any) -> None:
-        value = self._checked(self._name, value)
+    def __set__(self, quantizer: "Quantizer", value: object) -> None:
+        checked_value = self._checked(self._name, value)
         options = quantizer.__dict__
         if self._name not in options:
-            options[self._name] = value
+            options[self._name] = checked_value
             return
-        before, options[self._name] = options[self._name], value
+        before = options[self._name]
+        options[self._name] = checked_value
         try:
             quantizer.option_changed()
         except BaseException:
@@ -52,34 +53,37 @@ class Option:
             raise
 
 
-def fp8_option() -> Any:
+# To a type checker an option is its value, as a field of a dataclass is.
+
+
+def fp8_option() -> torch.dtype:
     """The option ``fp8_dtype``: an FP8 element format, or DTypeError."""
 
-    def checked(name: str, value: Any) -> torch.dtype:
+    def checked(name: str, value: torch.dtype) -> torch.dtype:
         fp8_format(value)
-        return value  # type: ignore[no-any-return]
+        return value
 
-    return Option(checked)
+    return Option(checked)  # type: ignore[return-value]
 
 
-def flag_option() -> Any:
+def flag_option() -> bool:
     """An option that is True or False; OptionError otherwise."""
 
-    def checked(name: str, value: Any) -> bool:
+    def checked(name: str, value: bool) -> bool:
         check_flag(name, value)
-        return value  # type: ignore[no-any-return]
+        return value
 
-    return Option(checked)
+    return Option(checked)  # type: ignore[return-value]
 
 
-def epsilon_option() -> Any:
+def epsilon_option() -> float:
     """An option that is a finite number >= 0; OptionError otherwise."""
 
-    def checked(name: str, value: Any) -> float:
+    def checked(name: str, value: float) -> float:
         check_epsilon(value)
         return float(value)
 
-    return Option(checked)
+    return Option(checked)  # type: ignore[return-value]
 
 
 class Quantizer(ABC):
@@ -110,10 +114,10 @@ class Quantizer(ABC):
     #: Whether a weight that ``quantized_model_init`` makes under ``no_grad`` has no columns until
     #: these are asked for.
     columns_when_asked: ClassVar[bool] = False
-    #: What the class declares of the shards of a weight, an :class:`ottava.distributed.ShardRule`.
-    #: It holds for the :meth:`quantize_impl` of the class that declares it: a subclass with another
-    #: one declares its own, or none.
-    shards: ClassVar[Any] = None
+    #: The rule for shards of a weight, an :class:`ottava.distributed.ShardRule`. It holds for the
+    #: :meth:`quantize_impl` of the class that declares it: a subclass with another one declares its
+    #: own, or none.
+    shards: ClassVar[object] = None
 
     def __init__(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         check_flag("rowwise", rowwise)
@@ -121,7 +125,7 @@ class Quantizer(ABC):
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
         self.internal = self.optimize_for_gemm = False
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
         # That of a class beside the quantizers, which knows nothing of this one, too.
@@ -167,10 +171,10 @@ class Quantizer(ABC):
         :meth:`check_empty`."""
         sizes, place = self.check_empty(shape, dtype, device, requires_grad)
         with torch.no_grad():
-            made = self.empty_impl(sizes, dtype, place)
-        return (
-            made.requires_grad_(True) if requires_grad and isinstance(made, torch.Tensor) else made
-        )
+            empty = self.empty_impl(sizes, dtype, place)
+        if requires_grad and isinstance(empty, torch.Tensor):
+            empty.requires_grad_(True)
+        return empty
 
     def empty_impl(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -179,17 +183,18 @@ class Quantizer(ABC):
         return self.copy().quantize_impl(torch.zeros(shape, dtype=dtype, device=device), dtype)
 
     def check_empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: Any, requires_grad: bool
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str | int | None,
+        requires_grad: bool,
     ) -> tuple[tuple[int, ...], torch.device]:
         """Shape and device of a :meth:`make_empty` with these arguments.
 
         Raises:
-            ShapeError, DTypeError, DeviceError, OptionError: an argument is not what it should be.
+            ShapeError, DTypeError, DeviceError, OptionError: an argument is wrong.
         """
-        if not (
-            isinstance(shape, Sequence)
-            and all(isinstance(size, (int, torch.SymInt)) for size in shape)
-        ):
+        if not _is_shape(shape):
             raise ShapeError(f"shape {shape!r}", expected="a sequence of integers")
         if any(size < 0 for size in shape):
             raise ShapeError(f"shape {tuple(shape)}", expected="sizes >= 0")
@@ -197,13 +202,19 @@ class Quantizer(ABC):
         self._check_usage()
         if requires_grad and self.internal:
             raise OptionError("requires_grad=True for a bare storage", expected="internal=False")
-        return tuple(shape), torch.get_default_device() if device is None else as_device(device)
+        if device is None:
+            return tuple(shape), torch.get_default_device()
+        return tuple(shape), as_device(device)
 
     def _check_usage(self) -> None:
         if not (self.rowwise_usage or self.columnwise_usage):
-            what = f"{type(self).__name__} has neither rowwise nor columnwise usage"
-            raise OptionError(what, expected="at least one", remedy="call set_usage(rowwise=True)")
+            raise OptionError(
+                f"{type(self).__name__} has neither rowwise nor columnwise usage",
+                expected="at least one",
+                remedy="call set_usage(rowwise=True)",
+            )
 
+    # Any, because the result is a tensor, or a bare storage where ``internal`` is set.
     def quantize(
         self,
         tensor: torch.Tensor,
@@ -230,13 +241,13 @@ class Quantizer(ABC):
             self.update_quantized(tensor, out)
             return out
         self._check_usage()
-        wanted = dtype or tensor.dtype
+        nominal = dtype or tensor.dtype
         if self.internal or not (torch.is_grad_enabled() and tensor.requires_grad):
-            return self.quantize_impl(tensor, wanted)
-        return StraightThrough.apply(tensor, lambda t, d: self.quantize_impl(t.detach(), d), wanted)  # type: ignore[no-untyped-call]
+            return self.quantize_impl(tensor, nominal)
+        return straight_through(tensor, lambda t, d: self.quantize_impl(t.detach(), d), nominal)
 
-    def __call__(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        return self.quantize(tensor, **kwargs)
+    def __call__(self, tensor: torch.Tensor, **options: Any) -> Any:
+        return self.quantize(tensor, **options)
 
     def multi_quantize(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         """Quantize each tensor by itself."""
@@ -267,8 +278,8 @@ class Quantizer(ABC):
         if not any(usages.values()):
             raise dst._empty(" to write to")
         with torch.no_grad():
-            made = self.with_usage(**usages).quantize_impl(src.detach(), src.dtype)
-            dst.copy_from_storage(made, noop_flag=noop_flag)
+            quantized = self.with_usage(**usages).quantize_impl(src.detach(), src.dtype)
+            dst.copy_from_storage(quantized, noop_flag=noop_flag)
         return dst
 
     def calibrate(self, tensor: torch.Tensor) -> None:
@@ -280,13 +291,14 @@ class Quantizer(ABC):
         without state."""
 
     def option_changed(self) -> None:
-        """Called after an :class:`Option` was set to another value: make anew what follows from the
-        options."""
+        """Called after an :class:`Option` was set to another value. A subclass makes anew what
+        follows from its options."""
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor."""
-        right = isinstance(tensor, torch.Tensor) and tensor.dtype in HIGH_PRECISION
-        return right and tensor.layout == torch.strided and not tensor.is_nested
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in HIGH_PRECISION:
+            return False
+        return tensor.layout == torch.strided and not tensor.is_nested
 
     def is_requantization_safe(self) -> bool:
         """Whether quantizing the same tensor again gives the same result.
@@ -296,10 +308,15 @@ class Quantizer(ABC):
         return False
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Set the usages to produce; None leaves one as it is. Raises OptionError for what is no
-        bool either."""
-        rowwise = self.rowwise_usage if rowwise is None else rowwise
-        columnwise = self.columnwise_usage if columnwise is None else columnwise
+        """Set the usages to produce; None leaves one as it is.
+
+        Raises:
+            OptionError: a usage is neither a bool nor None.
+        """
+        if rowwise is None:
+            rowwise = self.rowwise_usage
+        if columnwise is None:
+            columnwise = self.columnwise_usage
         check_flag("rowwise", rowwise)
         check_flag("columnwise", columnwise)
         self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
@@ -321,7 +338,7 @@ class Quantizer(ABC):
         each."""
         return self
 
-    def for_shards(self, group: Any) -> "Quantizer":
+    def for_shards(self, group: object) -> "Quantizer":
         """The quantizer of one shard of a tensor whose other shards lie on the ranks of ``group``.
 
         All shards of one tensor share one scale. A quantizer whose scale depends on all of the
@@ -354,15 +371,15 @@ class Quantizer(ABC):
 
         What belongs to the process, such as a group, may differ: a copy may have lost it.
         """
-        mine, its = (
-            {
-                k: v
-                for k, v in vars(q).items()
-                if k not in self.process_attributes and not isinstance(v, torch.Tensor)
-            }
-            for q in (self, other)
-        )
-        return type(self) is type(other) and mine == its
+        return type(self) is type(other) and self._options() == other._options()
+
+    def _options(self) -> dict[str, object]:
+        """The attributes without tensors, which are state, and without those of the process."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in self.process_attributes and not isinstance(value, torch.Tensor)
+        }
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -370,8 +387,8 @@ class Quantizer(ABC):
 
     def qgemm(
         self,
-        qx: Any,
-        qw: Any,
+        qx: torch.Tensor | QuantizedTensorStorage,
+        qw: torch.Tensor | QuantizedTensorStorage,
         m_params: Any,
         out_dtype: torch.dtype,
         sx: torch.Tensor | None,
@@ -380,8 +397,8 @@ class Quantizer(ABC):
         out: torch.Tensor | None = None,
         accumulate: bool = False,
         gemm_type: str = "fprop",
-        qresult_x: Any = None,
-        qresult_w: Any = None,
+        qresult_x: torch.Tensor | QuantizedTensorStorage | None = None,
+        qresult_w: torch.Tensor | QuantizedTensorStorage | None = None,
     ) -> torch.Tensor:
         """The product of two quantized operands; by default both are dequantized and multiplied in
         float32.
@@ -389,26 +406,40 @@ class Quantizer(ABC):
         Args:
             qx, qw: the operands: ``input`` and ``weight`` for fprop, ``grad_output`` and ``weight``
                 for dgrad, ``grad_output`` and ``input`` for wgrad.
-            m_params, sx, sw: for quantizers that need them; unused here.
+            m_params, sx, sw: for quantizers that need them; unused here. A subclass may give
+                ``m_params`` any type.
             qresult_x, qresult_w: the quantized tensors that ``qx`` and ``qw`` came from, when these
                 are bare.
         """
         if gemm_type not in ("fprop", "dgrad", "wgrad"):
             raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
-        sources = qx if qresult_x is None else qresult_x, qw if qresult_w is None else qresult_w
-        dense = [
-            q.dequantize(torch.float32) if isinstance(q, QuantizedTensorStorage) else q.float()
-            for q in sources
-        ]
-        left, right = (values.reshape(-1, values.shape[-1]) for values in dense)
-        result = (left.t() if gemm_type == "wgrad" else left) @ (
-            right.t() if gemm_type == "fprop" else right
-        )
+        left = _as_float_matrix(qx if qresult_x is None else qresult_x)
+        right = _as_float_matrix(qw if qresult_w is None else qresult_w)
+        if gemm_type == "wgrad":
+            left = left.t()
+        if gemm_type == "fprop":
+            right = right.t()
+        result = left @ right
         if bias is not None:
             result = result + bias.to(torch.float32)
         if out is None:
             return result.to(out_dtype)
         return out.add_(result) if accumulate else out.copy_(result)
+
+
+def _is_shape(shape: object) -> bool:
+    if not isinstance(shape, Sequence):
+        return False
+    return all(isinstance(size, (int, torch.SymInt)) for size in shape)
+
+
+def _as_float_matrix(operand: torch.Tensor | QuantizedTensorStorage) -> torch.Tensor:
+    """The values of an operand in float32, as a matrix."""
+    if isinstance(operand, QuantizedTensorStorage):
+        values = operand.dequantize(torch.float32)
+    else:
+        values = operand.float()
+    return values.reshape(-1, values.shape[-1])
 
 
 def _is_newer(cls: type, name: str, than: str) -> bool:
@@ -421,31 +452,35 @@ def _is_newer(cls: type, name: str, than: str) -> bool:
     return False
 
 
-def _takes_no_dtype(function: Callable[..., Any]) -> bool:
+def _takes_no_dtype(function: Callable[..., object]) -> bool:
     """Whether a ``quantize_impl`` takes a tensor, and no second argument by position."""
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) == 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
 
-def _with_dtype(quantize_impl: Callable[[Any, torch.Tensor], Any]) -> Callable[..., Any]:
+def _with_dtype(
+    quantize_impl: Callable[[Quantizer, torch.Tensor], object],
+) -> Callable[..., QuantizedTensorStorage]:
     """A ``quantize_impl(self, tensor)`` that also takes the nominal dtype of its result."""
 
     @functools.wraps(quantize_impl)
     def quantize(
         self: Quantizer, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
-        made = quantize_impl(self, tensor)
-        if not isinstance(made, QuantizedTensorStorage):
-            what = f"{type(self).__name__}.quantize_impl returned a {type(made).__name__}"
-            expected = "an ottava.QuantizedTensor or QuantizedTensorStorage"
-            raise DTypeError(what, expected=expected, remedy="return what holds the quantized data")
-        if dtype is None or made.dtype == dtype:
-            return made
-        if isinstance(made, QuantizedTensor):
-            return made.make_like(made, dtype=dtype)  # type: ignore[no-any-return]
-        made._dtype = dtype
-        return made
+        quantized = quantize_impl(self, tensor)
+        if not isinstance(quantized, QuantizedTensorStorage):
+            raise DTypeError(
+                f"{type(self).__name__}.quantize_impl returned a {type(quantized).__name__}",
+                expected="an ottava.QuantizedTensor or QuantizedTensorStorage",
+                remedy="return what holds the quantized data",
+            )
+        if dtype is None or quantized.dtype == dtype:
+            return quantized
+        if isinstance(quantized, QuantizedTensor):
+            return quantized.make_like(quantized, dtype=dtype)
+        quantized._dtype = dtype
+        return quantized
 
     return quantize
 
@@ -461,17 +496,21 @@ def as_device(device: torch.device | str | int) -> torch.device:
         ) from error
 
 
-def _plain(tensor: Any, what: str) -> torch.Tensor:
-    """What is to be quantized, dequantized if it is; refused if it is not one tensor of high
-    precision."""
+def _plain(tensor: torch.Tensor | QuantizedTensorStorage, name: str) -> torch.Tensor:
+    """A plain tensor of high precision with the values of ``tensor``.
+
+    Raises:
+        DTypeError: ``tensor`` has no such values.
+    """
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
-    check_high_precision(tensor, what)
+    check_high_precision(tensor, name)
     return plain_values(tensor)
 
 
-def _holds_tensors(value: Any) -> bool:
-    values = value.values() if isinstance(value, dict) else value
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        return any(_holds_tensors(entry) for entry in values)
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_holds_tensors(entry) for entry in value)
     return isinstance(value, torch.Tensor)

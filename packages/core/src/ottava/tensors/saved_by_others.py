@@ -1,20 +1,19 @@
-"""What safetensors writes of quantized tensors where other libraries save them: values in high
-precision.
+"""Quantized tensors in safetensors files that other libraries save: their values in high precision.
 
 The format has one block of memory for a tensor, and a quantized tensor has several.
 ``ottava.checkpoint`` writes these under names of their own; ``save_pretrained`` of Transformers, or
-``Accelerator.save_state``, write what is in a state dict as it is. Without this module, safetensors
-would read the memory at ``data_ptr()`` as that of a plain tensor of the nominal dtype, which is
-longer. It offers no public way to say what is to be written, so two of its functions are replaced
-by ones that know quantized tensors. Transformers and huggingface_hub compare where tensors end,
-which they are told in the same way.
+``Accelerator.save_state``, write the entries of a state dict as they are. Without this module,
+safetensors would read the memory at ``data_ptr()`` as that of a plain tensor of the nominal dtype,
+which is longer. It has no public way to write something else, so two of its functions are replaced
+by ones that know quantized tensors. Transformers and huggingface_hub compare where tensors end; one
+function of each is replaced in the same way.
 """
 
 import functools
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Concatenate, ParamSpec, TypeVar
 
 import safetensors.torch
 import torch
@@ -22,57 +21,73 @@ import torch
 from ottava.tensors.memory import holder_of
 from ottava.tensors.storage import QuantizedTensorStorage
 
+#: Entries of a state dict by name, most of them tensors.
+StateDict = Mapping[str, object]
+ParametersT = ParamSpec("ParametersT")
+ResultT = TypeVar("ResultT")
 
-def _written(tensors: Any) -> Any:
-    """What is written of a state dict: quantized tensors are dequantized, with one warning."""
-    names = [name for name, value in tensors.items() if isinstance(value, QuantizedTensorStorage)]
-    if not names:
+
+def _dequantized(tensors: StateDict) -> StateDict:
+    """A state dict in which quantized tensors are dequantized, with one warning."""
+    quantized = _quantized_tensors(tensors)
+    if not quantized:
         return tensors
-    what = (
-        f"{len(names)} quantized tensors, {names[0]!r} first, are written in high precision, "
-        f"not as their bytes"
+    warnings.warn(
+        f"{len(quantized)} quantized tensors, {next(iter(quantized))!r} first, are written in "
+        "high precision, not as their bytes; to keep the bytes, save the model with "
+        "ottava.checkpoint.save_model",
+        UserWarning,
+        stacklevel=4,
     )
-    remedy = "to keep the bytes, save the model with ottava.checkpoint.save_model"
-    warnings.warn(f"{what}; {remedy}", UserWarning, stacklevel=4)
-    values = {name: tensors[name].detach().dequantize().contiguous() for name in names}
+    values: dict[str, torch.Tensor] = {}
+    for name, tensor in quantized.items():
+        if isinstance(tensor, torch.Tensor):
+            values[name] = tensor.detach().dequantize().contiguous()
     return dict(tensors) | values
 
 
-def _compared(tensors: Any) -> Any:
-    """What is asked whether names share memory: in the place of quantized tensors those that hold
-    their data."""
-    held = {
-        name: holder_of(value.inner_list())
-        for name, value in tensors.items()
-        if isinstance(value, QuantizedTensorStorage)
-    }
-    return dict(tensors) | {
-        name: torch.empty(0) if tensor is None else tensor for name, tensor in held.items()
+def _with_holders(tensors: StateDict) -> StateDict:
+    """A state dict with the inner tensors whose memory quantized tensors show, in their place."""
+    holders: dict[str, torch.Tensor] = {}
+    for name, tensor in _quantized_tensors(tensors).items():
+        holder = holder_of(tensor.inner_list())
+        holders[name] = torch.empty(0) if holder is None else holder
+    return dict(tensors) | holders
+
+
+def _quantized_tensors(tensors: StateDict) -> dict[str, QuantizedTensorStorage]:
+    return {
+        name: value for name, value in tensors.items() if isinstance(value, QuantizedTensorStorage)
     }
 
 
-#: Private functions of safetensors.torch, which take a state dict first -> what they are given in
-#: its place.
-_REPLACED: dict[str, Callable[[Any], Any]] = {
-    "_flatten_as_ptr": _written,
-    "_remove_duplicate_names": _compared,
+#: Private functions of safetensors.torch, which take a state dict first -> what changes it before.
+_CHANGES: dict[str, Callable[[StateDict], StateDict]] = {
+    "_flatten_as_ptr": _dequantized,  # writes tensors
+    "_remove_duplicate_names": _with_holders,  # finds names that share memory
 }
 
 
-def _with(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+def _with(
+    function: Callable[Concatenate[StateDict, ParametersT], ResultT],
+    change: Callable[[StateDict], StateDict],
+) -> Callable[Concatenate[StateDict, ParametersT], ResultT]:
     @functools.wraps(function)
-    def changed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        given = change(tensors) if isinstance(tensors, dict) else tensors
-        return function(given, *args, **kwargs)
+    def changed(
+        tensors: StateDict, /, *args: ParametersT.args, **kwargs: ParametersT.kwargs
+    ) -> ResultT:
+        if isinstance(tensors, dict):
+            tensors = change(tensors)
+        return function(tensors, *args, **kwargs)
 
     return changed
 
 
 def teach_safetensors() -> bool:
     """Replace the functions; False, and nothing is changed, where this safetensors has others."""
-    if not all(hasattr(safetensors.torch, name) for name in _REPLACED):
+    if not all(hasattr(safetensors.torch, name) for name in _CHANGES):
         return False
-    for name, change in _REPLACED.items():
+    for name, change in _CHANGES.items():
         setattr(safetensors.torch, name, _with(getattr(safetensors.torch, name), change))
     return True
 
@@ -86,7 +101,7 @@ _ASK_FOR_ENDS = ("transformers.modeling_utils", "huggingface_hub.serialization._
 
 
 def teach_ends() -> None:
-    """Let what is imported of these modules know where the data of a quantized tensor ends.
+    """Let those of these modules that are imported know where the data of a quantized tensor ends.
 
     A flat view of a tensor in blocks is a copy, whose address says nothing. Two names of one tied
     weight would have different ends, and be refused or saved as memory happened to be allocated.
@@ -94,20 +109,25 @@ def teach_ends() -> None:
     they may be imported after this one.
     """
     for name in _ASK_FOR_ENDS:
-        module: Any = sys.modules.get(name)
-        function = getattr(module, "_end_ptr", None)
-        if function is not None and not hasattr(function, "_of_plain_tensors"):
-            module._end_ptr = _with_ends(function)
+        module = sys.modules.get(name)
+        function: Callable[[object], int] | None = getattr(module, "_end_ptr", None)
+        if module is not None and function is not None and not isinstance(function, _EndOfData):
+            setattr(module, "_end_ptr", _EndOfData(function))  # noqa: B010
 
 
-def _with_ends(function: Callable[[Any], int]) -> Callable[[Any], int]:
-    @functools.wraps(function)
-    def end_of(tensor: Any) -> int:
-        held = (
-            holder_of(tensor.inner_list()) if isinstance(tensor, QuantizedTensorStorage) else None
-        )
-        return function(tensor) if held is None else held.data_ptr() + held.nbytes
+class _EndOfData:
+    """``_end_ptr`` of a module, for quantized tensors, too.
 
-    changed: Any = end_of
-    changed._of_plain_tensors = function
-    return end_of
+    Args:
+        of_plain_tensors: the module's own function.
+    """
+
+    def __init__(self, of_plain_tensors: Callable[[object], int]) -> None:
+        self._of_plain_tensors = of_plain_tensors
+
+    def __call__(self, tensor: object) -> int:
+        if isinstance(tensor, QuantizedTensorStorage):
+            holder = holder_of(tensor.inner_list())
+            if holder is not None:
+                return holder.data_ptr() + holder.nbytes
+        return self._of_plain_tensors(tensor)

@@ -1,10 +1,10 @@
 """What ``ottava.distributed`` does for tensors and layers, found by name on first use."""
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 
-def above(module: str) -> Any:
+def above(module: str) -> ModuleType:
     """A module of :mod:`ottava.distributed`: FSDP2 and optimizers ask tensors in programs that
     import ``ottava`` alone.
 

@@ -4,9 +4,9 @@ declaration."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, Self, SupportsIndex, overload
 
 import torch
 
@@ -14,9 +14,11 @@ from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
 from ottava.tensors import declaration
 from ottava.tensors.declaration import (
+    Declared,
     GemmCache,
     InnerTensor,
     StaticField,
+    Usage,
     check_flag,
     checked,
     native_dtype,
@@ -25,12 +27,29 @@ from ottava.tensors.saving import StorageSpec
 
 _CHANGED = (
     "where options of the quantizer changed after it made the tensor, set them on "
-    "quantizer.copy() instead, or give the"
-    " tensor another quantizer with update_quantizer()"
+    "quantizer.copy() instead, or give the tensor another quantizer with update_quantizer()"
 )
 # Every storage class that was imported, by its name.
 _CLASSES: dict[str, type[QuantizedTensorStorage]] = {}
-USAGES = ("rowwise", "columnwise")
+USAGES: tuple[Usage, Usage] = ("rowwise", "columnwise")
+
+
+class StorageQuantizer(Protocol):
+    """What a storage asks of its quantizer, an :class:`ottava.Quantizer`."""
+
+    def copy(self) -> Self: ...
+
+    def with_usage(self, rowwise: bool, columnwise: bool) -> Self: ...
+
+    def quantize(self, tensor: torch.Tensor) -> QuantizedTensorStorage: ...
+
+    def update_quantized(
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensorStorage,
+        *,
+        noop_flag: torch.Tensor | None = None,
+    ) -> QuantizedTensorStorage: ...
 
 
 class QuantizedTensorStorage:
@@ -53,35 +72,37 @@ class QuantizedTensorStorage:
     static_fields: ClassVar[tuple[StaticField, ...]] = ()
     #: What every instance knows by other means: quantized tensors their shape and dtype.
     common_fields: ClassVar[tuple[StaticField, ...]] = ()
-    #: The declared static fields without :attr:`common_fields`; found when the class is.
+    #: The declared static fields without :attr:`common_fields`; set when the class is defined.
     own_fields: ClassVar[tuple[StaticField, ...]] = ()
-    #: Whether nothing but the declaration says how a bare storage is made; found when the class is.
+    #: Whether nothing but the declaration says how a bare storage is made; set when the class is
+    #: defined.
     declares_all: ClassVar[bool] = False
     #: True for a user-defined storage whose GEMM is its quantizer's ``qgemm``.
     custom: bool = False
     #: Whether rowwise data alone can serve the columnwise usage.
     rowwise_serves_columnwise: bool = False
-    #: Whether the next forward pass makes what derives from the elements and is outdated.
+    #: Whether the next forward pass calls :meth:`rebuild_derived`.
     rebuilds_derived: bool = True
     #: The text of the layout of :meth:`grid_operand`, and the same for columns, where it is another
     #: one.
     layout_text: str = ""
     column_layout_text: str = ""
+    # An ottava.Quantizer or None. Any, because its module imports this one.
     _quantizer: Any
     _dtype: torch.dtype
-    # The storage of which this one is a view (rows, say), when they share what a write to the view
-    # would change.
-    _whole: Any = None
+    # The storage of which this one is a view (rows, say), where a write to the view may change what
+    # both share, such as a scale.
+    _whole: QuantizedTensorStorage | None = None
 
     @cached_property
     def _writes(self) -> GemmCache:
         # Shared by all aliases.
         return GemmCache()
 
-    def __init__(self, *, quantizer: Any = None, **declared: Any) -> None:
+    def __init__(self, *, quantizer: StorageQuantizer | None = None, **declared: object) -> None:
         self._hold(checked(type(self), declared), quantizer)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
         _CLASSES[f"{cls.__module__}:{cls.__qualname__}"] = cls
@@ -93,29 +114,30 @@ class QuantizedTensorStorage:
         )
 
     @classmethod
-    def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
-        """Inner tensors, static fields and ``dtype``, by their arguments, as they are held, if they
-        fit together."""
+    def check_declared(cls, declared: Declared) -> Declared:
+        """Inner tensors, static fields and ``dtype``, by their arguments, in the form in which the
+        storage holds them. A subclass raises an error where they do not fit together."""
         return declared
 
-    def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
+    def _hold(self, declared: Declared, quantizer: StorageQuantizer | None) -> None:
         self._writes = GemmCache()
         self._quantizer = quantizer
         for own in self.own_fields:
             setattr(self, own.attribute, declared[own.argument])
         self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
 
-    def _put_inner(self, tensors: Sequence[Any]) -> None:
+    def _put_inner(self, tensors: Sequence[torch.Tensor | None]) -> None:
         for inner, tensor in zip(self.inner_tensors, tensors, strict=True):
             setattr(self, inner.attribute, tensor)
 
     @classmethod
-    def _arguments(cls, tensors: Sequence[Any], static: Sequence[Any]) -> dict[str, Any]:
+    def _arguments(
+        cls, tensors: Sequence[torch.Tensor | None], static: Sequence[object]
+    ) -> Declared:
         """Inner tensors and static values, in the order of the declaration, by their arguments."""
-        declared: tuple[Any, ...] = (*cls.inner_tensors, *cls.all_static_fields())
-        return {
-            each.argument: value for each, value in zip(declared, (*tensors, *static), strict=True)
-        }
+        names = [inner.argument for inner in cls.inner_tensors]
+        names += [field.argument for field in cls.all_static_fields()]
+        return dict(zip(names, (*tensors, *static), strict=True))
 
     @classmethod
     def all_static_fields(cls) -> tuple[StaticField, ...]:
@@ -126,12 +148,12 @@ class QuantizedTensorStorage:
         """The inner tensors in the order of the declaration; None for those not held."""
         return [getattr(self, name) for name in self._inner_names]
 
-    def get_metadata(self) -> dict[str, Any]:
+    def get_metadata(self) -> Declared:
         """Constructor keywords that build this storage again (tensors are shared, not copied)."""
         tensors, spec = self.flatten_storage()
         return self._arguments(tensors, spec.static) | {"quantizer": self._quantizer}
 
-    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Self]:
         """Give up the inner tensors: ``(tensors, self)``; :meth:`restore_from_saved` takes them
         back."""
         tensors = self.inner_list()
@@ -163,12 +185,13 @@ class QuantizedTensorStorage:
         """Drop all data; the object can be filled again by :meth:`restore_from_saved`."""
         self._put_inner([None] * len(self.inner_tensors))
 
-    def _empty(self, what: str = "") -> UsageError:
+    def _empty(self, purpose: str = "") -> UsageError:
+        """The error for a storage without data; ``purpose`` goes on from "holds no data"."""
         return UsageError(
-            f"{type(self).__name__} holds no data{what}", remedy="it was cleared or saved"
+            f"{type(self).__name__} holds no data{purpose}", remedy="it was cleared or saved"
         )
 
-    #: Bytes that the inner tensors hold.
+    #: Bytes that the inner tensors hold. Annotated as an attribute, as that of torch's tensors is.
     nbytes: int = property(lambda self: sum(t.nbytes for t in self.inner_list() if t is not None))  # type: ignore[assignment]
 
     @property
@@ -185,13 +208,25 @@ class QuantizedTensorStorage:
         """Shape of the tensor that was quantized."""
         return torch.Size(self.size())
 
-    def size(self, dim: int | None = None) -> Any:
-        """Shape of the tensor that was quantized, or one of its dimensions; by default the first
-        inner tensor's."""
-        tensor = getattr(self, self.inner_tensors[0].attribute) if self.inner_tensors else None
+    @overload
+    def size(self, dim: None = None) -> torch.Size: ...
+
+    @overload
+    def size(self, dim: int) -> int: ...
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Shape of the tensor that was quantized, or one of its dimensions."""
+        size = self._size()
+        return size if dim is None else size[dim]
+
+    def _size(self) -> torch.Size:
+        """Shape of the tensor that was quantized: by default the first inner tensor's."""
+        tensor: torch.Tensor | None = None
+        if self.inner_tensors:
+            tensor = getattr(self, self.inner_tensors[0].attribute)
         if tensor is None:
             raise self._empty()
-        return tensor.size() if dim is None else tensor.size(dim)
+        return tensor.shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -203,70 +238,77 @@ class QuantizedTensorStorage:
         return math.prod(self.size())
 
     def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
-        """The inner tensors and what builds a storage around them again. Nothing is changed."""
+        """The inner tensors, and a spec that builds a storage around them. Nothing is changed."""
         static = tuple([getattr(self, field.attribute) for field in self.all_static_fields()])
         return self.inner_list(), StorageSpec(type(self), static, self._quantizer, self._whole)
 
-    def apply_to_inner(self, function: Any) -> QuantizedTensorStorage:
+    def apply_to_inner(self, function: Callable[..., torch.Tensor]) -> Self:
         """A new storage with ``function`` applied to each inner tensor held; the quantizer is
         copied."""
         tensors, spec = self.flatten_storage()
         with torch.no_grad():
-            changed = [None if t is None else function(t) for t in tensors]
-            return StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(changed)  # type: ignore[no-any-return]
+            results = [None if tensor is None else function(tensor) for tensor in tensors]
+            storage: Self
+            storage = StorageSpec(spec.cls, spec.static, self._copied_quantizer()).build(results)
+            return storage
 
-    def _copied_quantizer(self) -> Any:
-        return None if self._quantizer is None else self._quantizer.copy()
+    def _copied_quantizer(self) -> StorageQuantizer | None:
+        quantizer: StorageQuantizer | None = self._quantizer
+        return None if quantizer is None else quantizer.copy()
 
-    def clone_storage(self) -> QuantizedTensorStorage:
+    def clone_storage(self) -> Self:
         """A copy that shares nothing."""
         return self.apply_to_inner(torch.clone)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         if all(tensor is None for tensor in self.inner_list()):
             raise self._empty(" to pickle")
-        # A view is copied, because unpickled it would not know of its whole.
-        tensors, spec = (self if self._whole is None else self.clone_storage()).flatten_storage()
+        storage = self
+        if self._whole is not None:
+            # A view is copied, because unpickled it would not know of its whole.
+            storage = self.clone_storage()
+        tensors, spec = storage.flatten_storage()
         return rebuild_storage, (spec.cls, tensors, spec.static, spec.quantizer, self._extra())
 
-    def _extra(self) -> dict[str, Any]:
+    def _extra(self) -> dict[str, object]:
         """Attributes that copies and pickles carry along."""
         return {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         copied = memo[id(self)] = self.clone_storage()
         return copied
 
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
-        """:meth:`flatten_storage` for ``rebuild_saved``, without the rowwise usage, which may be
-        given up: what a backward pass reads."""
+        """:meth:`flatten_storage` for ``rebuild_saved``, of the columnwise usage alone, which a
+        backward pass reads. The storage may give up its rowwise usage."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
-        held = {
-            i.usage
-            for i, t in zip(self.inner_tensors, self.inner_list(), strict=True)
-            if t is not None
-        }
-        both = {i.usage for i in self.inner_tensors} == held == {"both"}
-        return {usage: both or usage in held for usage in USAGES}
+        pairs = zip(self.inner_tensors, self.inner_list(), strict=True)
+        usages = {inner.usage for inner, tensor in pairs if tensor is not None}
+        if all(inner.usage == "both" for inner in self.inner_tensors):
+            return dict.fromkeys(USAGES, bool(usages))
+        return {usage: usage in usages for usage in USAGES}
 
     def _requested_usages(
         self, rowwise_usage: bool | None, columnwise_usage: bool | None
     ) -> tuple[bool, bool]:
-        had = self.get_usages()
-        rowwise_usage = had["rowwise"] if rowwise_usage is None else rowwise_usage
-        columnwise_usage = had["columnwise"] if columnwise_usage is None else columnwise_usage
+        """The usages that :meth:`update_usage` is to leave."""
+        usages = self.get_usages()
+        if rowwise_usage is None:
+            rowwise_usage = usages["rowwise"]
+        if columnwise_usage is None:
+            columnwise_usage = usages["columnwise"]
         check_flag("rowwise_usage", rowwise_usage)
         check_flag("columnwise_usage", columnwise_usage)
         if not (rowwise_usage or columnwise_usage):
-            what, expected = (
+            raise OptionError(
                 "update_usage would leave neither usage",
-                "rowwise_usage or columnwise_usage to stay",
+                expected="rowwise_usage or columnwise_usage to stay",
+                remedy="call clear() to drop all data",
             )
-            raise OptionError(what, expected=expected, remedy="call clear() to drop all data")
         return rowwise_usage, columnwise_usage
 
     def update_usage(
@@ -278,29 +320,29 @@ class QuantizedTensorStorage:
             UsageError: a usage is asked for that the data held cannot give.
             OptionError: neither usage would be left.
         """
-        have, asked = self.get_usages(), self._requested_usages(rowwise_usage, columnwise_usage)
-        for usage, want in zip(USAGES, asked, strict=True):
-            if want and not have[usage]:
+        rowwise, columnwise = self._requested_usages(rowwise_usage, columnwise_usage)
+        usages = self.get_usages()
+        requested = {"rowwise": rowwise, "columnwise": columnwise}
+        for usage in USAGES:
+            if requested[usage] and not usages[usage]:
                 raise self._without(usage)
         for inner in self.inner_tensors:
-            if inner.usage != "both" and not asked[USAGES.index(inner.usage)]:
+            if inner.usage != "both" and not requested[inner.usage]:
                 setattr(self, inner.attribute, None)
 
-    def _without(self, usage: str, also: str = "") -> UsageError:
-        remedy = f"call quantizer.set_usage({usage}=True) before quantizing{also}"
-        what, expected = (
+    def _without(self, usage: str, more: str = "") -> UsageError:
+        """The error for a usage without data; ``more`` goes on from its remedy."""
+        return UsageError(
             f"{type(self).__name__} has no {usage} data",
-            f"a tensor quantized with {usage}=True",
+            expected=f"a tensor quantized with {usage}=True",
+            remedy=f"call quantizer.set_usage({usage}=True) before quantizing{more}",
         )
-        return UsageError(what, expected=expected, remedy=remedy)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values, in ``dtype`` or the nominal dtype."""
         raise NotImplementedError(f"{type(self).__name__} must define dequantize()")
 
-    def quantize_(
-        self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
-    ) -> QuantizedTensorStorage:
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Self:
         """Overwrite the values with ``tensor``, quantized by this object's quantizer.
 
         Raises:
@@ -309,12 +351,13 @@ class QuantizedTensorStorage:
         self._required_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
-    def _required_quantizer(self) -> Any:
-        if self._quantizer is None:
+    def _required_quantizer(self) -> StorageQuantizer:
+        quantizer: StorageQuantizer | None = self._quantizer
+        if quantizer is None:
             raise UsageError(
                 f"{type(self).__name__} has no quantizer", remedy="set one with update_quantizer()"
             )
-        return self._quantizer
+        return quantizer
 
     def copy_from_storage(
         self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
@@ -326,67 +369,75 @@ class QuantizedTensorStorage:
             UsageError: ``src`` lacks an inner tensor that this object holds, or this object holds
                 none; or it is a view, and ``src`` has another scale than the rest of its tensor.
         """
-        if not isinstance(src, QuantizedTensorStorage) or src.inner_tensors != self.inner_tensors:
-            what = f"cannot copy a {type(src).__name__} into a {type(self).__name__}"
-            raise DTypeError(what, expected="one kind", remedy=_CHANGED)
-        if tuple(src.size()) != tuple(self.size()):
-            raise ShapeError(
-                f"source has shape {tuple(src.size())}", expected=str(tuple(self.size()))
-            )
-        if self._whole is not None and not (self.shares_scales(src) or self._rest_is_zero()):
-            what = (
-                f"a write to a view of a {type(self).__name__} would change the scale of the "
-                f"rest of the tensor"
-            )
-            remedy = (
-                "assign with tensor[index] = values, or write to the whole: all of it is "
-                "quantized again"
-            )
-            raise UsageError(
-                what, expected="values that are quantized with the scale that it has", remedy=remedy
-            )
-        pairs = []
-        for inner, mine, theirs in zip(
-            self.inner_tensors, self.inner_list(), src.inner_list(), strict=True
-        ):
-            if mine is None:
-                continue
-            if theirs is None:
-                remedy = "quantize it with the usages of the destination"
-                raise UsageError(
-                    f"the source holds no {inner.argument!r}",
-                    expected="the same usages",
-                    remedy=remedy,
-                )
-            if native_dtype(src, inner) != native_dtype(self, inner):
-                what, expected = (
-                    f"source holds {native_dtype(src, inner)}",
-                    str(native_dtype(self, inner)),
-                )
-                raise DTypeError(what, expected=expected, remedy=_CHANGED)
-            if theirs.shape != mine.shape:
-                what = f"{inner.argument!r} of the source has shape {tuple(theirs.shape)}"
-                raise ShapeError(what, expected=str(tuple(mine.shape)))
-            pairs.append((mine, theirs))
+        self._check_source(src)
+        pairs = self._pairs_with(src)
         if not pairs:
             raise self._empty(" to write to")
         if noop_flag is not None:
             check_scalar(noop_flag, pairs[0][0], "noop_flag")
-        for mine, theirs in pairs:
-            mine.copy_(
-                theirs
-                if noop_flag is None
-                else torch.where(noop_flag.reshape(()) == 1, mine, theirs)
-            )
-        declaration.bump_versions(
-            [mine for mine, _ in pairs] + ([self] if isinstance(self, torch.Tensor) else [])
-        )
+        for target, source in pairs:
+            if noop_flag is not None:
+                source = torch.where(noop_flag.reshape(()) == 1, target, source)
+            target.copy_(source)
+        written = [target for target, _ in pairs]
+        if isinstance(self, torch.Tensor):
+            written.append(self)
+        declaration.bump_versions(written)
         self.mark_written()
         if self._whole is not None:
             self._whole.mark_written()
 
+    def _check_source(self, src: QuantizedTensorStorage) -> None:
+        """Refuse a source of :meth:`copy_from_storage` of another kind, shape or shared scale."""
+        if not isinstance(src, QuantizedTensorStorage) or src.inner_tensors != self.inner_tensors:
+            raise DTypeError(
+                f"cannot copy a {type(src).__name__} into a {type(self).__name__}",
+                expected="one kind",
+                remedy=_CHANGED,
+            )
+        if tuple(src.size()) != tuple(self.size()):
+            raise ShapeError(
+                f"source has shape {tuple(src.size())}", expected=str(tuple(self.size()))
+            )
+        if self._whole is None or self.shares_scales(src) or self._rest_is_zero():
+            return
+        raise UsageError(
+            f"a write to a view of a {type(self).__name__} would change the scale of the rest of "
+            f"the tensor",
+            expected="values that are quantized with the scale that it has",
+            remedy="assign with tensor[index] = values, or write to the whole: all of it is "
+            "quantized again",
+        )
+
+    def _pairs_with(self, src: QuantizedTensorStorage) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each inner tensor that this object holds, with that of ``src``, which has to fit."""
+        pairs = []
+        tensors, sources = self.inner_list(), src.inner_list()
+        for inner, target, source in zip(self.inner_tensors, tensors, sources, strict=True):
+            if target is None:
+                continue
+            if source is None:
+                raise UsageError(
+                    f"the source holds no {inner.argument!r}",
+                    expected="the same usages",
+                    remedy="quantize it with the usages of the destination",
+                )
+            native, source_native = native_dtype(self, inner), native_dtype(src, inner)
+            if native != source_native:
+                raise DTypeError(
+                    f"source holds {source_native}", expected=str(native), remedy=_CHANGED
+                )
+            if source.shape != target.shape:
+                raise ShapeError(
+                    f"{inner.argument!r} of the source has shape {tuple(source.shape)}",
+                    expected=str(tuple(target.shape)),
+                )
+            pairs.append((target, source))
+        return pairs
+
     def shared_inner(self) -> list[InnerTensor]:
-        """The inner tensors held that belong to all rows alike: one scale for the tensor, say."""
+        """The inner tensors held that belong to all rows alike, such as one scale for the
+        tensor."""
         return [
             inner
             for inner in self.inner_tensors
@@ -394,34 +445,38 @@ class QuantizedTensorStorage:
         ]
 
     def shared_with_whole(self) -> list[str]:
-        """Attributes of a view with what belongs to more of its tensor than the view has; by
-        default to all rows."""
+        """Attributes of a view whose values serve other elements of its tensor, too; by default
+        those of :meth:`shared_inner`."""
         return [inner.attribute for inner in self.shared_inner()]
 
     def shares_scales(self, other: QuantizedTensorStorage) -> bool:
-        """Whether what a view shares with its tensor is equal in ``other``, so that its elements
-        mean the same here."""
+        """Whether ``other`` has equal values of what a view shares with its tensor, so that its
+        elements mean the same here."""
         return all(
-            declaration.equal_scales(getattr(self, n), getattr(other, n))
-            for n in self.shared_with_whole()
+            declaration.equal_scales(getattr(self, name), getattr(other, name))
+            for name in self.shared_with_whole()
         )
 
     def _rest_is_zero(self) -> bool:
-        """Whether the rest of the tensor holds zeros alone, as the padding of a shard does: they
-        suit any scale."""
-        mine, whole = (
-            getattr(s, s.raw_inner()[0].attribute) for s in (self, self._whole) if s is not None
-        )
-        # What is made like a tensor without gaps and overlaps has its strides.
-        if (
-            torch.compiler.is_compiling()
-            or torch.empty_like(mine, device="meta").stride() != mine.stride()
-        ):
+        """Whether the rest of the tensor holds zeros alone, which suit any scale, as the padding
+        of a shard does."""
+        if torch.compiler.is_compiling() or self._whole is None:
             return False
-        return bool(torch.count_nonzero(mine) == torch.count_nonzero(whole))
+        part = self._elements()
+        # empty_like keeps the strides of a tensor without gaps and overlaps. Only there does a
+        # count of the part count each element once.
+        if torch.empty_like(part, device="meta").stride() != part.stride():
+            return False
+        whole = self._whole._elements()
+        return bool(torch.count_nonzero(part) == torch.count_nonzero(whole))
+
+    def _elements(self) -> torch.Tensor:
+        """The first inner tensor of :meth:`raw_inner`."""
+        elements: torch.Tensor = getattr(self, self.raw_inner()[0].attribute)
+        return elements
 
     def mark_written(self) -> None:
-        """Called after the values changed in place: what is kept of them is outdated."""
+        """Called after the values changed in place, which outdates what is cached of them."""
         self._writes.writes += 1
 
     def share_writes(self, other: QuantizedTensorStorage) -> None:
@@ -441,31 +496,34 @@ class QuantizedTensorStorage:
         return values.reshape(-1, values.shape[-1]), None
 
     def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The bytes of the elements as a matrix, and scales, as they are stored for the usage (or
-        UsageError). None, the default, stands for :meth:`gemm_operand`."""
+        """The bytes of the elements as a matrix, and scales, as they are stored for the usage.
+
+        By default None: products call :meth:`gemm_operand`.
+
+        Raises:
+            UsageError: the storage has no data for the usage.
+        """
         return None
 
     def gemm_cache(self) -> GemmCache | None:
-        """Where products keep what they make of this operand; None in a graph, which has no place
-        for it."""
+        """The cache of products of this operand; None in code that is being compiled, because a
+        graph keeps no Python objects."""
         return None if torch.compiler.is_compiling() else self._writes
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
         """The inner tensors held that are the elements in their order: for each usage the first
         that is gathered."""
-        found: dict[str, InnerTensor] = {}
+        by_usage: dict[str, InnerTensor] = {}
         for inner in self.inner_tensors:
             if inner.gather and not inner.transposed and getattr(self, inner.attribute) is not None:
-                found.setdefault(inner.usage, inner)
-        if not found:
-            expected, remedy = (
-                "an inner tensor declared with gather=True",
-                "keep the rowwise usage of moved weights",
-            )
+                by_usage.setdefault(inner.usage, inner)
+        if not by_usage:
             raise UsageError(
-                f"{type(self).__name__} holds no elements", expected=expected, remedy=remedy
+                f"{type(self).__name__} holds no elements",
+                expected="an inner tensor declared with gather=True",
+                remedy="keep the rowwise usage of moved weights",
             )
-        return tuple(found.values())
+        return tuple(by_usage.values())
 
     def is_derived(self, inner: InnerTensor) -> bool:
         """Whether an inner tensor is made of the others, as a transpose is, and not written by
@@ -477,16 +535,18 @@ class QuantizedTensorStorage:
         setattr(self, inner.attribute, tensor)
 
     def rebuild_derived(self, *, force: bool = False) -> None:
-        """Make what derives from the elements and is outdated: nothing, unless a subclass keeps
-        such a tensor.
+        """Compute outdated inner tensors that derive from the elements. By default there are none.
 
-        With ``force`` also what looks up to date: a collective may write bytes without counting it
-        as a write.
+        With ``force`` also those that look up to date are computed again, because a collective may
+        write bytes without counting it as a write.
         """
 
-    def update_quantizer(self, quantizer: Any) -> None:
-        """Replace the quantizer used by in-place updates; DTypeError if it has no
-        ``update_quantized``."""
+    def update_quantizer(self, quantizer: StorageQuantizer | None) -> None:
+        """Replace the quantizer used by in-place updates.
+
+        Raises:
+            DTypeError: it has no ``update_quantized``.
+        """
         if quantizer is not None and not callable(getattr(quantizer, "update_quantized", None)):
             raise DTypeError(
                 f"the quantizer is a {type(quantizer).__name__}",
@@ -494,7 +554,7 @@ class QuantizedTensorStorage:
             )
         self._quantizer = quantizer
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         try:
             with torch.no_grad():
                 body = self._shown()
@@ -514,15 +574,16 @@ def storage_classes() -> dict[str, type[QuantizedTensorStorage]]:
 def rebuild_storage(
     cls: type[QuantizedTensorStorage],
     tensors: Sequence[torch.Tensor | None],
-    static: Sequence[Any],
-    quantizer: Any,
-    extra: Mapping[str, Any] | None = None,
-) -> Any:
-    """What a pickle calls: it runs no code but the constructor of a registered storage class."""
-    built = StorageSpec(cls, tuple(static), quantizer).build(tensors)
+    static: Sequence[object],
+    quantizer: StorageQuantizer | None,
+    extra: Mapping[str, object] | None = None,
+) -> QuantizedTensorStorage:
+    """The function that a pickle calls. The only code that it runs is the constructor of a
+    registered storage class."""
+    storage: QuantizedTensorStorage = StorageSpec(cls, tuple(static), quantizer).build(tensors)
     for name, value in (extra or {}).items():
-        setattr(built, name, value)
-    return built
+        setattr(storage, name, value)
+    return storage
 
 
 torch.serialization.add_safe_globals([rebuild_storage])

@@ -1,125 +1,171 @@
-"""The aten table of quantized tensors of any class, and what tensors on grids add to it.
+"""The functions in the aten table: for quantized tensors of any class, and for tensors on grids.
 
 Views share inner tensors where :meth:`QuantizedTensor.narrowed` and
 :meth:`QuantizedTensor.reshaped` of the class know how; everything else is derived from the storage
-declaration. What blocks do not allow falls back to the values.
+declaration. Where blocks do not allow a view, the result is made of the dequantized values.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 
 from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
-from ottava.tensors.grid import Direction
+from ottava.tensors.aten import AtenOp, implements
+from ottava.tensors.direction import Direction
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.tensor import QuantizedTensor, implements
+from ottava.tensors.storage import QuantizedTensorStorage, StorageQuantizer
+from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import aten_overloads
 
-_aten, _of_all = torch.ops.aten, partial(implements, QuantizedTensor)
-_VIEWS = (_aten.view.default, *aten_overloads("_unsafe_view"))
+_aten = torch.ops.aten
+_of_all = partial(implements, QuantizedTensor)
+_VIEWS: Sequence[AtenOp] = (_aten.view.default, *aten_overloads("_unsafe_view"))
 
 
-def _new_dtype(tensor: QuantizedTensor, options: dict[str, Any]) -> torch.dtype | None:
+class _Options(TypedDict, total=False):
+    """Options of an operator that makes a tensor like another one."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout | None
+    device: torch.device | None
+    pin_memory: bool | None
+    non_blocking: bool
+    memory_format: torch.memory_format | None
+
+
+def _new_dtype(tensor: QuantizedTensor, options: _Options) -> torch.dtype | None:
     """Nominal dtype of a new tensor; None when the options ask for something that is not
     quantized."""
-    dtype: torch.dtype = options.get("dtype") or tensor.dtype
-    return (
-        dtype
-        if dtype in HIGH_PRECISION and options.get("layout") in (None, torch.strided)
-        else None
-    )
+    dtype = options.get("dtype") or tensor.dtype
+    if dtype not in HIGH_PRECISION or options.get("layout") not in (None, torch.strided):
+        return None
+    return dtype
 
 
-_of_all(_aten.clone.default)(lambda op, tensor, *, memory_format=None: tensor.clone_storage())
-_of_all(_aten.detach.default, _aten.alias.default)(lambda op, tensor: tensor.make_like(tensor))
-_of_all(*aten_overloads("_pin_memory"))(
-    lambda op, tensor, device=None: tensor.apply_to_inner(torch.Tensor.pin_memory)
-)
-_of_all(_aten.is_pinned.default)(
-    lambda op, tensor, device=None: all(
-        inner.is_pinned() for inner in tensor.inner_list() if inner is not None
-    )
-)
+@_of_all(_aten.clone.default)
+def _clone(
+    op: AtenOp, tensor: QuantizedTensor, *, memory_format: torch.memory_format | None = None
+) -> QuantizedTensor:
+    return tensor.clone_storage()
+
+
+@_of_all(_aten.detach.default, _aten.alias.default)
+def _alias(op: AtenOp, tensor: QuantizedTensor) -> QuantizedTensor:
+    return tensor.make_like(tensor)
+
+
+@_of_all(*aten_overloads("_pin_memory"))
+def _pin_memory(
+    op: AtenOp, tensor: QuantizedTensor, device: torch.device | None = None
+) -> QuantizedTensor:
+    return tensor.apply_to_inner(torch.Tensor.pin_memory)
+
+
+@_of_all(_aten.is_pinned.default)
+def _is_pinned(op: AtenOp, tensor: QuantizedTensor, device: torch.device | None = None) -> bool:
+    return all(inner.is_pinned() for inner in tensor.inner_list() if inner is not None)
 
 
 @_of_all(*aten_overloads("_to_copy"))
-def _to_copy(op: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
-    dtype = _new_dtype(tensor, kwargs)
+def _to_copy(op: AtenOp, tensor: QuantizedTensor, **options: Unpack[_Options]) -> object:
+    dtype = _new_dtype(tensor, options)
     if dtype is None:
         return NotImplemented
-    given = {
-        name: value
-        for name, value in kwargs.items()
-        if name in ("device", "non_blocking") and value is not None
-    }
-    moved: Any = tensor.apply_to_inner(lambda t: t.to(**given, copy=True))
-    return moved if dtype == tensor.dtype else moved.make_like(moved, dtype=dtype)
+    device = options.get("device")
+    non_blocking = options.get("non_blocking") or False
+    moved = tensor.apply_to_inner(
+        lambda inner: inner.to(device=device, non_blocking=non_blocking, copy=True)
+    )
+    if dtype == tensor.dtype:
+        return moved
+    return moved.make_like(moved, dtype=dtype)
 
 
 @_of_all(_aten.copy_.default)
-def _copy_(op: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
+def _copy_(
+    op: AtenOp, dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
     if not isinstance(dst, QuantizedTensor):
         return dst.copy_(src.dequantize(), non_blocking)
-    if isinstance(src, QuantizedTensor) and dst.adopts_bytes_of(src):
-        dst.copy_from_storage(src)
-    else:
-        values = src.dequantize() if isinstance(src, QuantizedTensor) else src
-        check_dense(values, "source")
-        if values.is_meta and not dst.is_meta:
-            raise DeviceError(
-                "the source is on meta and has no values", expected="a tensor with values"
-            )
-        try:
-            values = values.expand(dst.shape)
-        except RuntimeError as error:
-            raise ShapeError(
-                f"source has shape {tuple(values.shape)}", expected=str(tuple(dst.shape))
-            ) from error
-        dst.quantize_(values.to(dst.device))
-    return dst
+    if isinstance(src, QuantizedTensor):
+        if dst.adopts_bytes_of(src):
+            dst.copy_from_storage(src)
+            return dst
+        src = src.dequantize()
+    check_dense(src, "source")
+    if src.is_meta and not dst.is_meta:
+        raise DeviceError(
+            "the source is on meta and has no values", expected="a tensor with values"
+        )
+    try:
+        values = src.expand(dst.shape)
+    except RuntimeError as error:
+        raise ShapeError(
+            f"source has shape {tuple(src.shape)}", expected=str(tuple(dst.shape))
+        ) from error
+    return dst.quantize_(values.to(dst.device))
 
 
 @_of_all(_aten.new_zeros.default, _aten.new_empty.default, _aten.new_empty_strided.default)
 def _new(
-    op: Any, tensor: QuantizedTensor, size: Sequence[int], *strides: Any, **kwargs: Any
-) -> Any:
-    """Zeros of another shape, by the quantizer; with what all rows share, so that rows of this
-    tensor fit into it."""
-    dtype, quantizer = _new_dtype(tensor, kwargs), tensor._copied_quantizer()
-    strided = strides and torch.empty(tuple(size), device="meta").stride() != tuple(strides[0])
-    device, made = torch.device(kwargs.get("device") or tensor.device), None
-    if dtype is not None and not strided and isinstance(quantizer, Quantizer):
-        quantizer.internal = False
-        made = quantizer.with_usage(**tensor.get_usages()).make_empty(
-            tuple(size), dtype=dtype, device=device
-        )
-    elif dtype is not None and not strided and quantizer is None and isinstance(tensor, GridTensor):
-        made = tensor.of_zeros(tuple(size), dtype, device)
-    if type(made) is not type(tensor) or not tensor._means_the_same(made):
+    op: AtenOp,
+    tensor: QuantizedTensor,
+    size: Sequence[int],
+    *strides: Sequence[int],
+    **options: Unpack[_Options],
+) -> object:
+    """Zeros of another shape, by the quantizer.
+
+    Scales that all rows of this tensor share are copied, so that rows of it fit into the zeros.
+    """
+    dtype, shape = _new_dtype(tensor, options), tuple(size)
+    is_strided = strides and torch.empty(shape, device="meta").stride() != tuple(strides[0])
+    if dtype is None or is_strided:
+        return NotImplemented
+    quantizer = tensor._copied_quantizer()
+    device = torch.device(options.get("device") or tensor.device)
+    new = _zeros_by(quantizer, tensor, shape, dtype, device)
+    if type(new) is not type(tensor) or not tensor._means_the_same(new):
         return NotImplemented
     for inner in tensor.shared_inner():
-        own, held = getattr(made, inner.attribute), getattr(tensor, inner.attribute)
-        if own is not None and own.shape == held.shape and not held.is_meta:
-            own.copy_(held)
+        target: torch.Tensor | None = getattr(new, inner.attribute)
+        source: torch.Tensor = getattr(tensor, inner.attribute)
+        if target is not None and target.shape == source.shape and not source.is_meta:
+            target.copy_(source)
     # Columns that are made of rows are made of those that are written here.
-    made.mark_written()
-    given = {
-        inner.argument: held
-        for inner, held in zip(made.inner_tensors, made.inner_list(), strict=True)
-    }
-    about = {"shape": tuple(size), "dtype": dtype, "quantizer": quantizer}
-    return type(made)(**(tensor.get_metadata() | given | about))
+    new.mark_written()
+    arguments = tensor.get_metadata()
+    for inner, value in zip(new.inner_tensors, new.inner_list(), strict=True):
+        arguments[inner.argument] = value
+    return type(new)(**(arguments | {"shape": shape, "dtype": dtype, "quantizer": quantizer}))
+
+
+def _zeros_by(
+    quantizer: StorageQuantizer | None,
+    tensor: QuantizedTensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> QuantizedTensorStorage | None:
+    """Zeros for the usages of ``tensor``; None where neither a quantizer nor a grid makes them."""
+    if isinstance(quantizer, Quantizer):
+        quantizer.internal = False
+        for_usages = quantizer.with_usage(**tensor.get_usages())
+        return for_usages.make_empty(shape, dtype=dtype, device=device)
+    if quantizer is None and isinstance(tensor, GridTensor):
+        return tensor.of_zeros(shape, dtype, device)
+    return None
 
 
 # zeros_like is not here: optimizers make their moments with it, and moments in FP8 are wrong.
-_of_all(_aten.empty_like.default)(
-    lambda op, tensor, **kwargs: _new(_aten.new_empty.default, tensor, tensor.shape, **kwargs)
-)
+@_of_all(_aten.empty_like.default)
+def _empty_like(op: AtenOp, tensor: QuantizedTensor, **options: Unpack[_Options]) -> object:
+    return _new(_aten.new_empty.default, tensor, tensor.shape, **options)
 
 
 def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
@@ -135,126 +181,157 @@ def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
 
 @_of_all(*_VIEWS, _aten.unsqueeze.default, _aten.expand.default)
 @_of_all(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
-def _same_elements(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+def _same_elements(op: AtenOp, tensor: QuantizedTensor, *args: object, **kwargs: object) -> object:
     """The elements in their order, unless some are repeated."""
-    made = NotImplemented
-    # Torch says by it what the op gives, and refuses what it refuses.
-    if op(torch.empty(tensor.shape, device="meta"), *args, **kwargs).numel() == tensor.numel():
-        made = tensor.reshaped(lambda data: op(data, *args, **kwargs))
-    return (
-        op(_laid_out(tensor), *args, **kwargs) if made is NotImplemented and op in _VIEWS else made
-    )
+    # Torch tells the size of the result on an example, and refuses what it refuses.
+    example: torch.Tensor = op(torch.empty(tensor.shape, device="meta"), *args, **kwargs)
+    if example.numel() == tensor.numel():
+        view = tensor.reshaped(lambda data: op(data, *args, **kwargs))
+        if view is not NotImplemented:
+            return view
+    if op in _VIEWS:
+        return op(_laid_out(tensor), *args, **kwargs)
+    return NotImplemented
 
 
 @_of_all(_aten.slice.Tensor, _aten.select.int, _aten.unbind.int)
 @_of_all(_aten.split.Tensor, _aten.split_with_sizes.default, _aten.chunk.default)
-def _entries(op: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Entries of one dimension, or a list of such; offsets and strides say which, where each
-    dimension has its own."""
+def _entries(op: AtenOp, tensor: QuantizedTensor, *args: object, **kwargs: object) -> object:
+    """Entries of one dimension, or a list of such."""
+    # Torch tells on an example which entries: each dimension has its own number as its stride.
     numbers = tuple(range(1, tensor.dim() + 1))
-    found = op(torch.empty_strided(tensor.shape, numbers, device="meta"), *args, **kwargs)
-    made: list[Any] = []
-    for part in found if isinstance(found, (list, tuple)) else [found]:
-        sizes = dict(zip(part.stride(), part.shape, strict=True))
-        if not sizes.keys() <= set(numbers) or (
-            part.dim() == tensor.dim() and part.stride() != numbers
-        ):
-            # Of a step that is not 1.
-            return NotImplemented
-        changed = [n for n in numbers if sizes.get(n) != tensor.shape[n - 1]]
-        number = changed[0] if changed else 1
-        start = part.storage_offset() // number
-        entries = tensor.narrowed(number - 1, start, start + sizes.get(number, 1))
-        if number not in sizes and entries is not NotImplemented:
-            entries = entries.reshaped(partial(torch.squeeze, dim=number - 1))
-        if entries is NotImplemented:
-            return NotImplemented
-        made.append(entries)
-    return made if isinstance(found, (list, tuple)) else made[0]
+    example = torch.empty_strided(tensor.shape, numbers, device="meta")
+    result: torch.Tensor | Sequence[torch.Tensor] = op(example, *args, **kwargs)
+    if isinstance(result, torch.Tensor):
+        return _entries_like(tensor, result)
+    views = [_entries_like(tensor, part) for part in result]
+    if any(view is NotImplemented for view in views):
+        return NotImplemented
+    return views
+
+
+def _entries_like(tensor: QuantizedTensor, example: torch.Tensor) -> QuantizedTensor:
+    """The entries of a dimension that an example of :func:`_entries` shows."""
+    numbers = tuple(range(1, tensor.dim() + 1))
+    sizes = dict(zip(example.stride(), example.shape, strict=True))
+    has_other_strides = example.dim() == tensor.dim() and example.stride() != numbers
+    if has_other_strides or not sizes.keys() <= set(numbers):
+        # The step of a slice is not 1.
+        return NotImplemented  # type: ignore[no-any-return]
+    changed = [number for number in numbers if sizes.get(number) != tensor.shape[number - 1]]
+    number = changed[0] if changed else 1
+    dim, start = number - 1, example.storage_offset() // number
+    view = tensor.narrowed(dim, start, start + sizes.get(number, 1))
+    if number in sizes or view is NotImplemented:
+        return view
+    # The dimension of a select is gone.
+    return view.reshaped(partial(torch.squeeze, dim=dim))
 
 
 @_of_all(_aten.as_strided.default)
 def _as_strided(
-    op: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: Any = None
-) -> Any:
+    op: AtenOp,
+    tensor: QuantizedTensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> torch.Tensor:
     """The tensor itself, as FSDP asks for it, or values."""
-    own = tensor.storage_offset()
-    offset: Any = own if storage_offset is None else storage_offset
-    if (tuple(size), tuple(stride), offset) == (tuple(tensor.shape), tensor.stride(), own):
+    own_offset = tensor.storage_offset()
+    offset = own_offset if storage_offset is None else storage_offset
+    own_frame = tuple(tensor.shape), tensor.stride(), own_offset
+    if (tuple(size), tuple(stride), offset) == own_frame:
         return tensor.make_like(tensor)
-    memory = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=torch.uint8, device="meta"
-    ).untyped_storage()
-    asked = torch.empty_strided(
-        tuple(size), tuple(stride), dtype=torch.uint8, device="meta"
-    ).untyped_storage()
     remedy = "call it on the whole tensor, or on view.dequantize()"
-    if memory.nbytes() > tensor.numel():
-        what, expected = (
+    if _elements_spanned(tensor.shape, tensor.stride()) > tensor.numel():
+        raise UsageError(
             "as_strided of a view with elements of its tensor in between",
-            "a tensor without gaps",
+            expected="a tensor without gaps",
+            remedy=remedy,
         )
-        raise UsageError(what, expected=expected, remedy=remedy)
-    first, last = offset - own, offset - own + asked.nbytes()
-    if first < 0 or (asked.nbytes() and last > tensor.numel()):
-        what = f"as_strided asks for elements {offset} to {offset + asked.nbytes()} of memory"
-        expected = f"some of those that the tensor has, {own} to {own + tensor.numel()}"
-        raise UsageError(what, expected=expected, remedy=remedy)
-    return op(_laid_out(tensor), size, stride, offset - own)
+    count = _elements_spanned(size, stride)
+    first, last = offset - own_offset, offset - own_offset + count
+    if first < 0 or (count and last > tensor.numel()):
+        raise UsageError(
+            f"as_strided asks for elements {offset} to {offset + count} of memory",
+            expected=f"some of those that the tensor has, {own_offset} to "
+            f"{own_offset + tensor.numel()}",
+            remedy=remedy,
+        )
+    values: torch.Tensor = op(_laid_out(tensor), size, stride, first)
+    return values
 
 
-# -- tensors on grids: carried out here when the result is made of whole blocks in every direction
-# held --
+def _elements_spanned(size: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements of memory lie from the first to the last of a tensor."""
+    example = torch.empty_strided(tuple(size), tuple(stride), dtype=torch.uint8, device="meta")
+    return example.untyped_storage().nbytes()
 
 
-@implements(
-    GridTensor,
-    _aten.slice.Tensor,
-    _aten.expand.default,
-    _aten.diagonal.default,
-    _aten.as_strided.default,
-)
-def _moved(op: Any, tensor: GridTensor, *args: Any, **kwargs: Any) -> Any:
+# -- tensors on grids: views of whole blocks, in every direction that the tensor has --
+
+
+@implements(GridTensor, _aten.slice.Tensor, _aten.expand.default, _aten.diagonal.default)
+def _view_with_one_scale(op: AtenOp, tensor: GridTensor, *args: object, **kwargs: object) -> object:
     """Where one scale serves all, any view is one of the data."""
     if tensor.grid_layout.block != (None, None):
         return NotImplemented
-    if op is not _aten.as_strided.default:
-        return tensor.changed(lambda held, _: (op(held[0], *args, **kwargs), held[1]))
-    size, stride, offset, *_ = *args, None
-    start = 0 if offset is None else offset - tensor.storage_offset()
+    return tensor.changed(
+        lambda direction, _: Direction(op(direction.data, *args, **kwargs), direction.scales)
+    )
 
-    def change(held: Direction, _: bool) -> Direction | None:
-        # What was made of the other direction lies in another order.
-        fits = held[0].stride() == tensor.stride()
-        return (
-            (op(held[0], size, stride, held[0].storage_offset() + start), held[1]) if fits else None
-        )
+
+@implements(GridTensor, _aten.as_strided.default)
+def _as_strided_with_one_scale(
+    op: AtenOp,
+    tensor: GridTensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> object:
+    if tensor.grid_layout.block != (None, None):
+        return NotImplemented
+    start = 0 if storage_offset is None else storage_offset - tensor.storage_offset()
+
+    def change(direction: Direction, _: bool) -> Direction | None:
+        data = direction.data
+        if data.stride() != tensor.stride():
+            # Data that was made of the other direction lies in another order.
+            return None
+        strided = op(data, size, stride, data.storage_offset() + start)
+        return Direction(strided, direction.scales)
 
     return tensor.changed(change, part=True)
 
 
 @implements(GridTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
-def _transpose(op: Any, tensor: GridTensor, *args: Any) -> Any:
-    # Which dimension comes where, told by strides.
-    numbered = torch.empty_strided((2,) * tensor.dim(), tuple(range(tensor.dim())), device="meta")
-    order = op(numbered, *args).stride()
-    if tensor.grid_layout.block == (None, None) or order == tuple(range(tensor.dim())):
-        return tensor.changed(lambda held, _: (op(held[0], *args), held[1]))
+def _transpose(op: AtenOp, tensor: GridTensor, *args: object) -> object:
+    # Torch tells the order of dimensions on an example, whose strides are their numbers.
+    numbers = tuple(range(tensor.dim()))
+    example = torch.empty_strided((2,) * tensor.dim(), numbers, device="meta")
+    order: tuple[int, ...] = op(example, *args).stride()
+    if tensor.grid_layout.block == (None, None) or order == numbers:
+        return tensor.changed(
+            lambda direction, _: Direction(op(direction.data, *args), direction.scales)
+        )
+    if order != (1, 0):
+        return NotImplemented
     # Blocks along the rows of a matrix lie along the columns of its transpose.
-    swap = order == (1, 0)
-    return (
-        tensor.changed(lambda held, _: (held[0].t(), held[1].t()), swap=True)
-        if swap
-        else NotImplemented
+    return tensor.changed(
+        lambda direction, _: Direction(direction.data.t(), direction.scales.t()), swap=True
     )
 
 
 @implements(GridTensor, _aten.clone.default)
-def _clone_on_grid(op: Any, tensor: GridTensor, *, memory_format: Any = None) -> Any:
+def _clone_on_grid(
+    op: AtenOp, tensor: GridTensor, *, memory_format: torch.memory_format | None = None
+) -> object:
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
-    # In the order of the tensor, and of memory that is the clone's own.
+    # A view counts writes together with the tensor, and a copy of it by itself.
     view = tensor.changed(
-        lambda held, _: (held[0].clone(memory_format=memory_format), held[1].clone())
+        lambda direction, _: Direction(
+            direction.data.clone(memory_format=memory_format), direction.scales.clone()
+        )
     )
     return view.clone_storage()

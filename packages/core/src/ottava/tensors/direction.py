@@ -1,0 +1,97 @@
+"""One direction of quantized data: the bytes of elements, and the scales of their blocks.
+
+A tensor may have two directions, whose blocks lie along its rows and along its columns. Storages
+hold a direction as it is *stored*, in the form that products read. Views and conversions want it
+*in the order of the tensor*: data of the tensor's shape, and scales on the grid over it. The two
+forms differ only in columnwise data that a layout transposes, and each is a view of the other.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ottava import kernels
+from ottava.kernels.reference import spread
+from ottava.layout import Block, Layout, Size, as_matrix_shape
+
+
+class Direction(NamedTuple):
+    """Data and scales of one direction."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+
+
+def in_order(
+    stored: tuple[torch.Tensor, torch.Tensor], layout: Layout, columnwise: bool
+) -> Direction:
+    """A stored direction in the order of the tensor: views."""
+    data, scales = stored
+    if not (columnwise and layout.transposed):
+        return Direction(data, scales)
+    if data.dim():
+        data = data.movedim(0, -1)
+    return Direction(data, scales.t())
+
+
+def as_stored(
+    ordered: tuple[torch.Tensor, torch.Tensor], layout: Layout, columnwise: bool
+) -> Direction:
+    """The inverse of :func:`in_order`: views."""
+    data, scales = ordered
+    if not (columnwise and layout.transposed):
+        return Direction(data, scales)
+    if data.dim():
+        data = data.movedim(-1, 0)
+    return Direction(data, scales.t())
+
+
+def zeros(
+    layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device
+) -> Direction:
+    """A stored direction of zeros, with scales of one."""
+    data_shape = layout.data_shape(shape, columnwise)
+    scale_shape = layout.scale_shape(shape, columnwise)
+    data = torch.zeros(data_shape, dtype=torch.uint8, device=device)
+    scales = torch.ones(scale_shape, dtype=layout.stored_scale, device=device)
+    return Direction(data, scales)
+
+
+def from_other_usage(other: Direction, layout: Layout, columnwise: bool) -> Direction:
+    """The stored direction of one usage, made of that of the other usage.
+
+    Both hold the same values, because the layout shares scales over squares.
+
+    Args:
+        other: the direction of the other usage, in the order of the tensor.
+        columnwise: whether the result serves the columnwise usage.
+    """
+    scales = _scales_from_other_usage(other, layout, columnwise)
+    data, scales = as_stored((other.data, scales), layout, columnwise)
+    if not layout.transposed:
+        return Direction(data, scales)
+    # The elements lie in memory in the order of the other usage, so they are copied.
+    if columnwise and data.dim():
+        return Direction(kernels.transpose(other.data), scales.contiguous())
+    return Direction(data.contiguous(), scales.contiguous())
+
+
+def _scales_from_other_usage(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
+    """The scales in the order of the tensor: one of each square, repeated for its new blocks."""
+    if layout.block == (None, None):
+        return other.scales
+    old_rows, old_columns = _blocks_in_a_square(layout, layout.block_of(not columnwise))
+    blocks = _blocks_in_a_square(layout, layout.block_of(columnwise))
+    grid = layout.grid(as_matrix_shape(other.data.shape), columnwise)
+    return spread(other.scales[::old_rows, ::old_columns], blocks, grid)
+
+
+def _blocks_in_a_square(layout: Layout, block: Block) -> Size:
+    """How many blocks a square has along its rows and along its columns."""
+    # No side is None: squares that are not the whole tensor have sizes.
+    rows, columns = (
+        (side or 1) // (block_side or 1)
+        for side, block_side in zip(layout.shared or layout.block, block, strict=True)
+    )
+    return rows, columns
