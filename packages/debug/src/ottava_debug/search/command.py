@@ -8,7 +8,7 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from ottava.cli.output import Json, console, say, show_json, table
 from ottava_debug.output import RECIPE_FILE, Force, Output, check_outputs, progress_bar, write_text
-from ottava_debug.references import made, resolve
+from ottava_debug.references import call, resolve
 
 
 def bisect(
@@ -58,13 +58,13 @@ def bisect(
     check_outputs(outputs, (BUNDLE, recipe), force)
     step = Bundle.read(BUNDLE)
     function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
-    model_made = None if model is None else made("--model", model)
+    own_model = None if model is None else call("--model", model)
     # The number of replays is an estimate, which gets better as the search goes on.
     with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
-        task = progress.add_task("Products" if model_made is None else "Replays, about", total=None)
+        task = progress.add_task("Products" if own_model is None else "Replays, about", total=None)
         report = search(
             step,
-            model_made,
+            own_model,
             measure=measure,
             loss=function,
             recipe=recipe,
