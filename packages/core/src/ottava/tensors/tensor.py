@@ -68,7 +68,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     common_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
     # The group on which this tensor's shards agreed on their scales.
-    _shard_group: object = None
+    _shard_group: str | None = None
 
     def __new__(
         cls,
