@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ottava import Layout, kernels
-from ottava.gemm import Side, gemm, multiply, scaled
+from ottava.gemm import LayerProduct, Side, gemm, multiply, scaled
 from ottava.gemm import scratch as memory
 from ottava.gemm.decoded import decoded_mm
 from ottava.gemm.scratch import Scratch
@@ -73,7 +73,7 @@ def test_large_operands_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scratch, "LARGEST", 10_000)
     monkeypatch.setattr(memory, "scratch", Scratch())
     decoded_products(1, 64)
-    assert 0 < max(buffer.numel() for buffer in memory.scratch.buffers) <= 10_000
+    assert 0 < max(buffer.numel() for buffer in memory.scratch.buffers) <= 1 << 14
 
 
 # -- what is decided at the first product of two layouts and shapes --
@@ -107,15 +107,40 @@ def test_planned_products_have_the_bytes_of_the_operator(recipe: str, dtype: tor
     for kind, a, b, columns in (("fprop", x, w, 24), ("dgrad", dy, w, 64), ("wgrad", dy, x, 64)):
         for given in (None, F32, torch.bfloat16, torch.float16):
             bias = None if given is None else torch.randn(columns).to(given)
-            made = [multiply(a, b, kind, dtype, bias) for _ in range(2)]  # type: ignore[arg-type]
-            # Where torch.autocast is on, or somebody looks on, nothing is planned.
+            expected = multiply(a, b, kind, dtype, bias)  # type: ignore[arg-type]
+            product = LayerProduct(kind, dtype)  # type: ignore[arg-type]
+            made = [product(a, b, bias) for _ in range(2)]
+            # Where torch.autocast is on, or dispatch is observed, Python multiplies.
             for region in (torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
                 with region:
-                    made.append(multiply(a, b, kind, dtype, bias))  # type: ignore[arg-type]
-            assert all(torch.equal(each, made[0]) and each.dtype == dtype for each in made), (
+                    made.append(product(a, b, bias))
+            # The memory of a plan is that of one thread.
+            with ThreadPoolExecutor(1) as threads:
+                made.append(threads.submit(product, a, b, bias).result())
+            assert all(torch.equal(each, expected) and each.dtype == dtype for each in made), (
                 kind,
                 given,
             )
+
+
+@each_layout
+def test_a_product_that_is_added_rounds_once(recipe: str) -> None:
+    x, dy = operands(recipe)[0], operands(recipe, 24)[0]
+    product = LayerProduct("wgrad", torch.bfloat16, accumulates=True)
+    start = torch.randn(24, 64)
+    expected = start + multiply(dy, x, "wgrad", F32)
+    for _ in range(2):
+        out = start.clone()
+        assert product(dy, x, None, out) is out
+        assert torch.equal(out, expected)
+
+
+@each_layout
+def test_operands_of_another_layout_are_planned_anew(recipe: str) -> None:
+    product = LayerProduct("fprop", F32)
+    for other in (recipe, "tensor", "blocks", recipe):
+        x, w = operands(other)
+        assert torch.equal(product(x, w), multiply(x, w, "fprop", F32))
 
 
 @each_layout
@@ -131,9 +156,11 @@ def test_a_setting_that_changes_is_seen(recipe: str, monkeypatch: pytest.MonkeyP
         lambda bias, a, *rest, **o: seen.append(str(a.dtype)) or addmm(bias, a, *rest, **o),
     )
 
+    planned = LayerProduct("fprop", torch.bfloat16)
+
     def dtypes() -> list[str]:
         seen.clear()
-        gemm(x, w, out_dtype=torch.bfloat16)
+        planned(x, w)
         return list(seen)
 
     for product in (torch.bfloat16, F32, torch.bfloat16):
@@ -149,10 +176,11 @@ def test_what_is_scaled_by_the_library_is_not_planned(monkeypatch: pytest.Monkey
     calls: list[str] = []
     original = scaled.scaled_mm
     monkeypatch.setattr(scaled, "scaled_mm", lambda *args: calls.append("") or original(*args))
-    gemm(x, w)
+    planned = LayerProduct("fprop", torch.bfloat16)
+    planned(x, w)
     with scaled_products():
-        gemm(x, w)
-    gemm(x, w)
+        planned(x, w)
+    planned(x, w)
     assert len(calls) == 1
 
 
@@ -160,13 +188,14 @@ def test_what_is_scaled_by_the_library_is_not_planned(monkeypatch: pytest.Monkey
 def test_a_plan_asks_python_little(recipe: str) -> None:
     x, w = operands(recipe)
     bias = torch.randn(24)
-    multiply(x, w, "fprop", F32, bias)
+    product = LayerProduct("fprop", F32)
+    product(x, w, bias)
     calls: list[str] = []
     sys.setprofile(
         lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None
     )
     try:
-        multiply(x, w, "fprop", F32, bias)
+        product(x, w, bias)
     finally:
         sys.setprofile(None)
     assert len(calls) <= 18, calls
@@ -178,28 +207,25 @@ def test_a_plan_that_was_made_in_inference_mode_serves_training(
 ) -> None:
     monkeypatch.setattr(memory, "scratch", Scratch())
     x, w = operands(recipe)
+    product = LayerProduct("fprop", F32)
     with torch.inference_mode():
-        expected = gemm(x, w, out_dtype=F32).clone()
-    (plan,) = memory.scratch.plans.values()
-    assert not plan.left.values.is_inference()
-    assert not plan.right.values.is_inference()
-    made = gemm(x, w, out_dtype=F32)
+        expected = product(x, w).clone()
+    assert not any(buffer.is_inference() for buffer in memory.scratch.buffers)
+    made = product(x, w)
     assert torch.equal(made, expected)
     assert not made.is_inference()
 
 
 @each_layout
-def test_plans_are_no_more_than_so_many(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scratch, "PLANS", 3)
+def test_memory_that_has_grown_since_leaves_products_as_they_are(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory, "scratch", Scratch())
     pairs = [operands(recipe, size) for size in (32, 64, 96, 128, 160)]
-    first = [gemm(*pair, out_dtype=F32) for pair in pairs]
-    # Their memory has grown since, and they were given up.
-    assert all(
-        torch.equal(gemm(*pair, out_dtype=F32), made)
-        for pair, made in zip(pairs, first, strict=True)
-    )
-    assert 0 < len(memory.scratch.plans) <= 3
+    products = [LayerProduct("fprop", F32) for _ in pairs]
+    for _ in range(2):
+        for product, (x, w) in zip(products, pairs, strict=True):
+            assert torch.equal(product(x, w), multiply(x, w, "fprop", F32))
 
 
 @each_layout

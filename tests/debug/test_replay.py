@@ -16,7 +16,7 @@ from ottava.errors import CheckpointError, UsageError
 from ottava_custom import CustomRecipe
 from ottava_debug.bundle import Bundle, digest
 from ottava_debug.capturing import capture
-from ottava_debug.recorder import taken
+from ottava_debug.recorder import values_of
 from ottava_debug.search.bisect import bisect
 from ottava_debug.search.replay import Replay
 
@@ -315,9 +315,11 @@ def test_digests_are_of_the_direction_that_a_product_takes() -> None:
         quantizer.with_usage(side == "rows", side == "columns").quantize(values)
         for side in ("rows", "columns")
     )
-    assert digest(taken(both, "fprop", "weight")) == digest(taken(rows, "fprop", "weight"))
-    assert digest(taken(both, "dgrad", "weight")) == digest(taken(columns, "dgrad", "weight"))
-    assert digest(taken(both, "fprop", "weight")) != digest(taken(both, "dgrad", "weight"))
+    assert digest(values_of(both, "fprop", "weight")) == digest(values_of(rows, "fprop", "weight"))
+    assert digest(values_of(both, "dgrad", "weight")) == digest(
+        values_of(columns, "dgrad", "weight")
+    )
+    assert digest(values_of(both, "fprop", "weight")) != digest(values_of(both, "dgrad", "weight"))
 
 
 # -- what is refused --

@@ -34,9 +34,9 @@ def quantizer_of(name: str, tensor_type: str = "input", **usages: bool) -> Any:
 
 def operand_of(quantizer: Any, x: torch.Tensor) -> Operand:
     with torch.no_grad():
-        made = quantizer.quantize_operand(x, torch.bfloat16)
-    assert isinstance(made, Operand)
-    return made
+        operand = quantizer.quantization(x.device, torch.bfloat16)(x)
+    assert isinstance(operand, Operand)
+    return operand
 
 
 @each_recipe
@@ -109,7 +109,7 @@ def test_a_class_with_operands_of_its_own_gives_storages() -> None:
 
     quantizer = Own(ottava.Layout(E4M3, (1, 32)))
     quantizer.internal = True
-    made = quantizer.quantize_operand(torch.ones(4, 64), torch.float32)
+    made = quantizer.quantization(torch.device("cpu"), torch.float32)(torch.ones(4, 64))
     assert isinstance(made, OwnValues)
 
 
@@ -120,7 +120,7 @@ def test_a_subclass_with_another_quantize_impl_is_asked_for_it() -> None:
 
     quantizer = Doubling(E4M3)
     quantizer.internal = True
-    made = quantizer.quantize_operand(torch.ones(4, 64), torch.float32)
+    made = quantizer.quantization(torch.device("cpu"), torch.float32)(torch.ones(4, 64))
     assert torch.equal(made.dequantize(), torch.full((4, 64), 2.0))
 
 

@@ -173,10 +173,13 @@ def recomputed_forward(
 def test_microbatches_quantize_the_weight_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Linear(16, 8, recipe=delayed())
     casts: list[tuple[int, ...]] = []
-    cast = for_layers.cast
-    monkeypatch.setattr(
-        for_layers, "cast", lambda x, *a: (casts.append(tuple(x.shape)), cast(x, *a))[1]
-    )
+    cast_slot = for_layers.cast_slot
+
+    def counting(x: torch.Tensor, **options: Any) -> Any:
+        casts.append(tuple(x.shape))
+        return cast_slot(x, **options)
+
+    monkeypatch.setattr(for_layers, "cast_slot", counting)
     for first in (True, False, False):
         layer(batch(3), is_first_microbatch=first).sum().backward()
     assert casts.count((8, 16)) == 1

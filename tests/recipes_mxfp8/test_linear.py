@@ -114,11 +114,9 @@ def test_what_needs_no_gradient_is_neither_quantized_nor_saved(
     made: list[tuple[tuple[int, ...], bool, bool]] = []
     quantize = for_layers.grid_quantize
 
-    def counting(
-        x: torch.Tensor, fp8_dtype: torch.dtype, rowwise: bool, columnwise: bool, *options: Any
-    ) -> Any:
+    def counting(x: torch.Tensor, text: str, rowwise: bool, columnwise: bool) -> Any:
         made.append((tuple(x.shape), rowwise, columnwise))
-        return quantize(x, fp8_dtype, rowwise, columnwise, *options)
+        return quantize(x, text, rowwise, columnwise)
 
     monkeypatch.setattr(for_layers, "grid_quantize", counting)
     x = torch.randn(64, 96, dtype=torch.bfloat16)

@@ -116,6 +116,12 @@ PyObject* python_does_it() {
     Py_RETURN_NONE;
 }
 
+// The memory of data with one scale.
+struct PerTensor {
+    uint8_t *data, *transposed;
+    float* scale_inv;
+};
+
 // Results, in a tuple with None for what is not wanted.
 template <int count>
 class Results {
@@ -147,6 +153,17 @@ public:
         return static_cast<uint8_t*>(add(place, shape, x.ndim, dlpack::kUint8));
     }
 
+    // Data of rows and of columns, and beside both the one scale that they have.
+    PerTensor add_per_tensor(const View& x, bool rowwise, bool turned) {
+        PerTensor made{nullptr, nullptr, nullptr};
+        if (rowwise) made.data = add_data(0, x, false);
+        if (turned) made.transposed = add_data(2, x, true);
+        const int place = rowwise ? 1 : 3;
+        made.scale_inv = static_cast<float*>(add(place, nullptr, 0, dlpack::kFloat32));
+        if (rowwise && turned && !failed_) repeat(1, 3);
+        return made;
+    }
+
     // Runs a kernel over so many elements, and gives the results.
     template <class Kernel>
     PyObject* after(int64_t elements, Kernel kernel) {
@@ -159,6 +176,12 @@ public:
     static constexpr int32_t kDims = 32;
 
 private:
+    void repeat(int from, int to) {
+        PyObject* const tensor = PyTuple_GET_ITEM(tuple_.get(), from);
+        Py_DECREF(PyTuple_GET_ITEM(tuple_.get(), to));
+        PyTuple_SET_ITEM(tuple_.get(), to, Py_NewRef(tensor));
+    }
+
     Owned tuple_;
     bool failed_ = false;
 };
@@ -167,45 +190,43 @@ bool is_true(PyObject* object) {
     return object == Py_True;
 }
 
-// (x, scale, amax, saturated, format, rowwise, transposed, slot) -> (data, transpose, scale_inv)
+// (x, scale, amax, saturated, format, rowwise, transposed, slot)
+// -> (rowwise data, scale_inv, columnwise data, scale_inv), with the same scale_inv twice
 PyObject* cast_operand(PyObject* const* given) {
     Source x;
     float *scale = nullptr, *amax = nullptr;
     int64_t* saturated = nullptr;
     const bool rowwise = is_true(given[5]), turned = is_true(given[6]);
     const long slot = PyLong_AsLong(given[7]);
-    if (!x.open(given[0]) || (turned && (x.view.ndim == 0 || x.view.ndim > Results<3>::kDims)) ||
+    if (!x.open(given[0]) || (turned && (x.view.ndim == 0 || x.view.ndim > Results<4>::kDims)) ||
         given[1] == Py_None || !x.state(given[1], slot, dlpack::kFloat32, scale) ||
         !x.state(given[2], slot, dlpack::kFloat32, amax) ||
         !x.state(given[3], slot, dlpack::kInt64, saturated))
         return python_does_it();
     const Fp8 format = fp8_of(static_cast<int>(PyLong_AsLong(given[4])));
-    Results<3> made;
-    uint8_t* data = rowwise ? made.add_data(0, x.view, false) : nullptr;
-    uint8_t* transposed = turned ? made.add_data(1, x.view, true) : nullptr;
-    float* scale_inv = static_cast<float*>(made.add(2, nullptr, 0, dlpack::kFloat32));
-    return made.after(x.view.size, [&] {
-        cast(x.view.data, x.dtype, x.view.rows(), x.view.cols(), scale, amax, saturated, scale_inv,
-             data, transposed, format, x.threads);
+    Results<4> results;
+    const PerTensor made = results.add_per_tensor(x.view, rowwise, turned);
+    return results.after(x.view.size, [&] {
+        cast(x.view.data, x.dtype, x.view.rows(), x.view.cols(), scale, amax, saturated,
+             made.scale_inv, made.data, made.transposed, format, x.threads);
     });
 }
 
-// (x, format, epsilon, force_pow_2, rowwise, transposed) -> (data, transpose, scale_inv)
+// (x, format, epsilon, force_pow_2, rowwise, transposed)
+// -> (rowwise data, scale_inv, columnwise data, scale_inv), with the same scale_inv twice
 PyObject* quantize_operand(PyObject* const* given) {
     Source x;
     const bool rowwise = is_true(given[4]), turned = is_true(given[5]);
-    if (!x.open(given[0]) || (turned && (x.view.ndim == 0 || x.view.ndim > Results<3>::kDims)))
+    if (!x.open(given[0]) || (turned && (x.view.ndim == 0 || x.view.ndim > Results<4>::kDims)))
         return python_does_it();
     const Fp8 format = fp8_of(static_cast<int>(PyLong_AsLong(given[1])));
     const float epsilon = static_cast<float>(PyFloat_AsDouble(given[2]));
     const bool force_pow_2 = is_true(given[3]);
-    Results<3> made;
-    uint8_t* data = rowwise ? made.add_data(0, x.view, false) : nullptr;
-    uint8_t* transposed = turned ? made.add_data(1, x.view, true) : nullptr;
-    float* scale_inv = static_cast<float*>(made.add(2, nullptr, 0, dlpack::kFloat32));
-    return made.after(x.view.size, [&] {
+    Results<4> results;
+    const PerTensor made = results.add_per_tensor(x.view, rowwise, turned);
+    return results.after(x.view.size, [&] {
         quantize(x.view.data, x.dtype, x.view.rows(), x.view.cols(), epsilon, force_pow_2, nullptr,
-                 nullptr, scale_inv, data, transposed, format, x.threads);
+                 nullptr, made.scale_inv, made.data, made.transposed, format, x.threads);
     });
 }
 
@@ -238,7 +259,8 @@ PyObject* grid_operand(PyObject* const* given) {
     });
 }
 
-// What does not change between products of operands of the same layouts and shapes.
+// What does not change between products of operands of the same layouts and shapes. Its memory for
+// decoded values is that of the thread which made it, and serves this thread alone.
 class ProductPlan {
 public:
     ProductPlan(const py::tuple& left, const py::tuple& right, py::object multiply,
@@ -246,6 +268,7 @@ public:
         : sides{side_of(left), side_of(right)},
           multiply(std::move(multiply)),
           dtype(std::move(dtype)),
+          thread(PyThread_get_thread_ident()),
           finishes(finished >= 0),
           scaled(!sides[0].folded || !sides[1].folded),
           out(finishes ? ottava::dtype_of(finished) : Dtype::float32) {
@@ -279,6 +302,7 @@ public:
     const Side sides[2];
     const py::object multiply;  // what Python multiplies the values with, and what it is told
     const py::object dtype;
+    const unsigned long thread;
     const bool finishes;          // whether torch's sums are finished here
     const bool scaled;            // by scales that multiply them
     const Dtype out;              // and the dtype of the result then
@@ -398,7 +422,8 @@ PyObject* planned_product(PyObject* const* given) {
     if (torch.exchange == nullptr || observed() || autocast_enabled()) return python_does_it();
     const ProductPlan& plan = *py::handle(given[0]).cast<const ProductPlan*>();
     ProductInputs inputs;
-    if (!inputs.open(plan, given)) return python_does_it();
+    if (plan.thread != PyThread_get_thread_ident() || !inputs.open(plan, given))
+        return python_does_it();
     const int threads = torch_threads();
     decode_sides(plan, inputs, threads);
     if (!plan.finishes) {

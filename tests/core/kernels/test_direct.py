@@ -263,7 +263,7 @@ def check_for_layers(
     data, transpose, _, scale_inv, _ = kernels.quantize(
         x, fp8, 0.0, True, rowwise=True, transposed=transposed
     )
-    expected = data if rowwise else None, transpose if transposed else None, scale_inv
+    expected = sides(data, transpose, scale_inv, rowwise, transposed)
     assert_contiguous(for_layers.quantize(x, fp8, 0.0, True, rowwise, transposed), expected, note)
     # Another order in memory.
     other = x.t().contiguous().t() if x.dim() == 2 else x
@@ -279,7 +279,7 @@ def check_for_layers(
     data, transpose, scale_inv = kernels.cast_amax(
         x, scale, amaxes[0], fp8, saturated=counts[0], transposed=transposed
     )
-    expected = data if rowwise else None, transpose if transposed else None, scale_inv
+    expected = sides(data, transpose, scale_inv, rowwise, transposed)
     made = for_layers.cast(x, scale, amaxes[1], counts[1], fp8, rowwise, transposed)
     assert_contiguous(made, expected, note)
     assert_same((amaxes[1], counts[1]), (amaxes[0], counts[0]), note=note)
@@ -288,6 +288,13 @@ def check_for_layers(
         for_layers.cast(x, scale, None, None, fp8, rowwise, transposed), expected, note
     )
     assert scale == 3.0
+
+
+def sides(data: Any, transpose: Any, scale_inv: Any, rowwise: bool, transposed: bool) -> Any:
+    """Data and the one scale of rows, then of columns, as they are asked for."""
+    rows = (data, scale_inv) if rowwise else (None, None)
+    columns = (transpose, scale_inv) if transposed else (None, None)
+    return *rows, *columns
 
 
 def assert_contiguous(made: Any, expected: Any, note: Any) -> None:

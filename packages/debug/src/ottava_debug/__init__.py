@@ -23,8 +23,7 @@ _NAMES = {
     "bundle": "Bundle",
     "capturing": "capture",
     "features": "DisableFP8GEMM DisableFP8Layer DumpTensors FakeQuant Feature LogFp8TensorStats "
-    "LogTensorStats "
-    "PerTensorScaling",
+    "LogTensorStats PerTensorScaling",
     "features.statistics": "Statistic",
     "manager": "on_error",
     "measures": "Measures compare",

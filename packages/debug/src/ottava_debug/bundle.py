@@ -96,13 +96,18 @@ class Bundle:
             UsageError: the file cannot be written. Then nothing has changed.
             DTypeError: a tensor cannot be stored in a safetensors file.
         """
-        values = {
-            f"{group}/{name}": t for group in _GROUPS for name, t in getattr(self, group).items()
+        tensors = {
+            f"{group}/{name}": tensor
+            for group in _GROUPS
+            for name, tensor in getattr(self, group).items()
         }
-        told = {name: getattr(self, name) for name in _JSON} | {"version": _VERSION}
-        told["calls"] = [asdict(call) for call in self.calls]
-        told |= {name: None if told[name] is None else repr(told[name]) for name in _FLOATS}
-        save_file(values, path, metadata={METADATA_KEY: json.dumps(told)})
+        entries: dict[str, Any] = {name: getattr(self, name) for name in _JSON}
+        entries["version"] = _VERSION
+        entries["calls"] = [asdict(call) for call in self.calls]
+        for name in _FLOATS:
+            # JSON has no NaN.
+            entries[name] = None if entries[name] is None else repr(entries[name])
+        save_file(tensors, path, metadata={METADATA_KEY: json.dumps(entries)})
 
     @classmethod
     def read(cls, path: AnyPath) -> "Bundle":
@@ -114,18 +119,21 @@ class Bundle:
         tensors, metadata = read_tensors(path)
         with named(as_path(path)):
             if METADATA_KEY not in metadata:
-                remedy = "`ottava analyze` reads checkpoints"
-                raise CheckpointError("this is no captured step", expected=_FOREIGN, remedy=remedy)
-            told = _parsed(metadata[METADATA_KEY])
+                raise CheckpointError(
+                    "this is no captured step",
+                    expected=_FOREIGN,
+                    remedy="`ottava analyze` reads checkpoints",
+                )
+            entries = _entries(metadata[METADATA_KEY])
             groups: dict[str, Any] = {group: {} for group in _GROUPS}
             for name, value in unflatten_state_dict(tensors, metadata).items():
                 group, _, rest = name.partition("/")
                 if group not in groups or (group != "state" and type(value) is not torch.Tensor):
                     raise CheckpointError(f"it has a tensor {name!r:.200}", expected=_FOREIGN)
                 groups[group][rest] = value
-            made = cls(**groups, **told)
-            _check(made)
-            return made
+            step = cls(**groups, **entries)
+            _check(step)
+            return step
 
 
 _GROUPS = ("state", "buffers", "operands", "tensors")
@@ -149,76 +157,87 @@ _JSON: dict[str, Any] = {
 }
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _entries(text: str) -> dict[str, Any]:
     """The entries of the JSON description, with checked types; tensors are checked elsewhere."""
     try:
-        told = json.loads(text)
-        version = told.pop("version")
+        entries = json.loads(text)
+        version = entries.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(
             "the description of the step is damaged", expected=_FOREIGN
         ) from error
     if version != _VERSION:
-        what = f"the step is of version {version!r:.80}"
         raise CheckpointError(
-            what,
+            f"the step is of version {version!r:.80}",
             expected=f"version {_VERSION}",
             remedy="read it with the ottava-debug that wrote it",
         )
     wrong = [
-        name for name, kind in _JSON.items() if name not in told or not isinstance(told[name], kind)
+        name
+        for name, kind in _JSON.items()
+        if name not in entries or not isinstance(entries[name], kind)
     ]
-    if wrong or len(told) != len(_JSON):
-        what = (
-            f"{(wrong or sorted(set(told) - set(_JSON)))[0]!r:.80} of the step is not as it "
-            f"should be"
+    wrong += sorted(set(entries) - set(_JSON))
+    if wrong:
+        raise CheckpointError(
+            f"{wrong[0]!r:.80} of the step is not as it should be", expected=_FOREIGN
         )
-        raise CheckpointError(what, expected=_FOREIGN)
     for name in ("events", "training", "frozen"):
-        if not all(isinstance(entry, str) for entry in told[name]):
-            raise CheckpointError(f"{name!r} of the step has {told[name]!r:.80}", expected="texts")
+        if not all(isinstance(entry, str) for entry in entries[name]):
+            raise CheckpointError(
+                f"{name!r} of the step has {entries[name]!r:.80}", expected="texts"
+            )
     try:
-        told["calls"] = [LayerCall(**call) for call in told["calls"]]
-        told |= {name: None if told[name] is None else float(told[name]) for name in _FLOATS}
+        entries["calls"] = [LayerCall(**call) for call in entries["calls"]]
+        for name in _FLOATS:
+            entries[name] = None if entries[name] is None else float(entries[name])
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             "the calls of the step are not as they should be", expected=_FOREIGN
         ) from error
-    return told  # type: ignore[no-any-return]
+    return entries  # type: ignore[no-any-return]
 
 
 def _check(step: Bundle) -> None:
     """Check that the entries of a step fit together."""
+    wrong_entries: dict[str, list[Any]] = {
+        "layers": _bad_layers(step),
+        "calls": _bad_calls(step),
+        "events": _bad_events(step),
+        "arguments": [each for each in step.arguments if not _are_arguments(each)],
+        "dtypes": [step.autocast] if step.autocast not in ("", *DTYPES) else [],
+        "loss functions": [step.loss_name] if step.loss_name not in ("", *LOSSES) else [],
+    }
+    for kind, wrong in wrong_entries.items():
+        if wrong:
+            raise CheckpointError(
+                f"the {kind} of the step have {wrong[0]!r:.80}", expected=_FOREIGN
+            )
+    for name in ("recipes", "layers", "calls", "arguments"):
+        if not getattr(step, name):
+            raise CheckpointError(f"the step has no {name}", expected=_FOREIGN)
+    for number, call in enumerate(step.calls):
+        _check_operands(step, number, needed=bool(call.digests))
+
+
+def _bad_layers(step: Bundle) -> list[str]:
+    """The layers whose recipe is none of the step's."""
     numbers = range(len(step.recipes))
-    bad_layers = [
+    return [
         name
         for name, number in step.layers.items()
         if type(number) is not int or number not in numbers
     ]
-    bad_calls = [
-        c for c in step.calls if not isinstance(c.layer, str) or c.layer not in step.layers
+
+
+def _bad_calls(step: Bundle) -> list[LayerCall]:
+    return [
+        call
+        for call in step.calls
+        if not isinstance(call.layer, str)
+        or call.layer not in step.layers
+        or not isinstance(call.digests, dict)
     ]
-    bad_calls += [c for c in step.calls if not isinstance(c.digests, dict)]
-    bad_arguments = [said for said in step.arguments if not _are_arguments(said)]
-    bad_dtypes = [step.autocast] if step.autocast not in ("", *DTYPES) else []
-    bad_losses = [step.loss_name] if step.loss_name not in ("", *LOSSES) else []
-    found: dict[str, list[Any]] = {
-        "layers": bad_layers,
-        "calls": bad_calls,
-        "events": _bad_events(step),
-    }
-    found |= {"arguments": bad_arguments, "dtypes": bad_dtypes, "loss functions": bad_losses}
-    for what, wrong in found.items():
-        if wrong:
-            raise CheckpointError(
-                f"the {what} of the step have {wrong[0]!r:.80}", expected=_FOREIGN
-            )
-    if missing := [
-        name for name in ("recipes", "layers", "calls", "arguments") if not getattr(step, name)
-    ]:
-        raise CheckpointError(f"the step has no {missing[0]}", expected=_FOREIGN)
-    for number, call in enumerate(step.calls):
-        _check_operands(step, number, needed=bool(call.digests))
 
 
 def _bad_events(step: Bundle) -> list[str]:
@@ -252,27 +271,21 @@ def _check_operands(step: Bundle, number: int, needed: bool) -> None:
     for tensor, values in (("activation", activation), ("gradient", gradient)):
         if values is None:
             continue
-        if (
-            values.dim() != 2
-            or not values.is_floating_point()
-            or activation is None
-            or len(values) != len(activation)
-        ):
-            what = (
-                f"the {tensor} of call {number} is {dtype_name(values.dtype)} {list(values.shape)}"
-            )
+        is_matrix = values.dim() == 2 and values.is_floating_point()
+        if not is_matrix or activation is None or len(values) != len(activation):
             raise CheckpointError(
-                what, expected="matrices in high precision, of as many rows as each other"
+                f"the {tensor} of call {number} is {dtype_name(values.dtype)} {list(values.shape)}",
+                expected="matrices in high precision, of as many rows as each other",
             )
 
 
-def _are_arguments(said: Any) -> bool:
-    """Whether ``said`` is a tuple and a dict, described by :mod:`ottava_debug.trees`."""
+def _are_arguments(data: Any) -> bool:
+    """Whether ``data`` is a tuple and a dict, described by :mod:`ottava_debug.trees`."""
     kinds = {"args": "tuple", "kwargs": "dict"}
-    if not isinstance(said, dict) or set(said) != set(kinds):
+    if not isinstance(data, dict) or set(data) != set(kinds):
         return False
     return all(
-        isinstance(said[key], dict) and set(said[key]) == {kind} for key, kind in kinds.items()
+        isinstance(data[key], dict) and set(data[key]) == {kind} for key, kind in kinds.items()
     )
 
 
@@ -283,11 +296,10 @@ def digest(values: torch.Tensor) -> str:
     another GPU stores in another order has the same digest.
     """
     plain = values.detach().to("cpu", torch.float32).contiguous()
-    found = hashlib.blake2b(repr(tuple(plain.shape)).encode(), digest_size=16)
-    found.update(
-        (ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()) if plain.numel() else b""
-    )
-    return found.hexdigest()
+    fingerprint = hashlib.blake2b(repr(tuple(plain.shape)).encode(), digest_size=16)
+    if plain.numel():
+        fingerprint.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+    return fingerprint.hexdigest()
 
 
 def norm_of(tensors: Mapping[str, torch.Tensor]) -> float:

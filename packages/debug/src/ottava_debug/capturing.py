@@ -4,6 +4,7 @@ import platform
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,11 +86,11 @@ class capture:
         if not isinstance(model, torch.nn.Module):
             raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
         if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-            what, remedy = (
+            raise UsageError(
                 "the model is compiled",
-                "capture the one that was compiled, in eager mode",
+                expected="a model in eager mode",
+                remedy="capture the one that was compiled, in eager mode",
             )
-            raise UsageError(what, expected="a model in eager mode", remedy=remedy)
         if any(hasattr(p, "to_local") for p in model.parameters()):
             raise UsageError(
                 "the model is sharded",
@@ -99,9 +100,10 @@ class capture:
         if loss is not None and loss not in LOSSES:
             raise OptionError(f"loss is {loss!r}", expected=f"None, or one of {', '.join(LOSSES)}")
         if loss is not None and targets is None:
-            remedy = "give targets=, or leave out loss= where the model gives its loss"
             raise OptionError(
-                f"loss is {loss!r}, and there are no targets", expected="targets", remedy=remedy
+                f"loss is {loss!r}, and there are no targets",
+                expected="targets",
+                remedy="give targets=, or leave out loss= where the model gives its loss",
             )
         check_file_target(path)
         self._model, self._path, self._above, self._when = model, path, above, when
@@ -116,38 +118,24 @@ class capture:
 
     def __enter__(self) -> "capture":
         if current_region() is not None:
-            remedy = "enter capture first: a step that has begun cannot be begun again"
-            raise UsageError("capture is inside an autocast block or a forward pass", remedy=remedy)
-        step, model = self._step, self._model
-        modules = dict(model.named_modules())
-        names = {
-            id(module): name
-            for name, module in modules.items()
-            if isinstance(module, ottava.nn.Linear)
-        }
+            raise UsageError(
+                "capture is inside an autocast block or a forward pass",
+                remedy="enter capture first: a step that has begun cannot be begun again",
+            )
+        model = self._model
         # Parameters are read at the end of the block, so their versions tell whether they were
         # changed. Buffers are copied now, because the step itself changes them.
         self._before = {name: version_of(p) for name, p in model.named_parameters()}
         self._had_gradients = any(
             p.grad is not None and bool(p.grad.any()) for p in model.parameters()
         )
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        step.state = {
-            name: _copied(name, v, name in parameters) for name, v in model.state_dict().items()
+        self._describe_model()
+        self._step.tensors |= random_state()
+        names = {
+            id(module): name
+            for name, module in model.named_modules()
+            if isinstance(module, ottava.nn.Linear)
         }
-        buffers = {
-            name: b for name, b in model.named_buffers() if name not in step.state and b is not None
-        }
-        step.buffers = {name: _copied(name, b, parameter=False) for name, b in buffers.items()}
-        step.training = [name for name, module in modules.items() if module.training]
-        step.frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        step.device = next((p.device.type for p in model.parameters()), "cpu")
-        step.versions = {
-            "ottava": ottava.__version__,
-            "torch": str(torch.__version__),
-            "machine": platform.machine(),
-        }
-        step.tensors |= random_state()
         self._recorder = Recorder(names)
         self._watch = Watch(self._recorder)
         self._hooks = [
@@ -155,6 +143,28 @@ class capture:
             model.register_forward_hook(self._leave_model, always_call=True),
         ]
         return self
+
+    def _describe_model(self) -> None:
+        """Put the state of the model before the step into the bundle."""
+        step, model = self._step, self._model
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        step.state = {
+            name: _value(name, value, is_parameter=name in parameters)
+            for name, value in model.state_dict().items()
+        }
+        step.buffers = {
+            name: _value(name, buffer, is_parameter=False)
+            for name, buffer in model.named_buffers()
+            if name not in step.state and buffer is not None
+        }
+        step.training = [name for name, module in model.named_modules() if module.training]
+        step.frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        step.device = next((p.device.type for p in model.parameters()), "cpu")
+        step.versions = {
+            "ottava": ottava.__version__,
+            "torch": str(torch.__version__),
+            "machine": platform.machine(),
+        }
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
@@ -174,7 +184,8 @@ class capture:
         finally:
             # The recorded tensors take as much memory as the step did, so they are released.
             self._step, self._recorder = Bundle(), Recorder({})
-            self.loss = self.loss.detach() if isinstance(self.loss, torch.Tensor) else self.loss
+            if isinstance(self.loss, torch.Tensor):
+                self.loss = self.loss.detach()
 
     def _close(self) -> None:
         """Remove the watch and the hooks from the model."""
@@ -193,28 +204,26 @@ class capture:
         if torch.is_autocast_enabled(device):
             step.autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
         name = f"call.{len(step.arguments)}"
-        said = {
-            key: flatten(v, f"{name}.{key}", step.tensors)
-            for key, v in (("args", args), ("kwargs", kwargs))
+        arguments = {
+            "args": flatten(args, f"{name}.args", step.tensors),
+            "kwargs": flatten(kwargs, f"{name}.kwargs", step.tensors),
         }
         step.events.append(f"forward {len(step.arguments)}")
-        step.arguments.append(said)
+        step.arguments.append(arguments)
 
     def _leave_model(self, model: Any, args: Any, output: Any) -> Any:
         self._depth -= 1
         if self._depth or not torch.is_grad_enabled():
             return output
         output = ends(output)
-        found = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         number = len(self._step.arguments) - 1
-        given = loss_in(output)
-        self.loss = self.loss if given is None else given
-        for place, tensor in enumerate(found):
-            tensor.register_hook(
-                lambda gradient, key=f"seed.{number}.{place}": self._note_gradient(
-                    number, key, gradient
-                )
-            )
+        loss = loss_in(output)
+        if loss is not None:
+            self.loss = loss
+        outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        for place, tensor in enumerate(outputs):
+            key = f"seed.{number}.{place}"
+            tensor.register_hook(partial(self._note_gradient, number, key))
         return output
 
     def _note_gradient(self, number: int, key: str, gradient: torch.Tensor) -> None:
@@ -232,32 +241,31 @@ class capture:
             name for name, p in model.named_parameters() if version_of(p) != self._before.get(name)
         ]
         if changed:
-            what = f"the parameter {changed[0]!r} was changed in the block"
             raise UsageError(
-                what,
+                f"the parameter {changed[0]!r} was changed in the block",
                 expected="forward and backward only",
                 remedy="call optimizer.step() after the block",
             )
-        loss = self.loss
-        step.loss = (
-            None
-            if loss is None
-            else float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        )
+        if isinstance(self.loss, torch.Tensor):
+            step.loss = float(self.loss.detach())
+        elif self.loss is not None:
+            step.loss = float(self.loss)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         if gradients and not self._had_gradients:
             self.grad_norm = step.grad_norm = norm_of(gradients)
-        if self._wanted():
+        if self._is_wanted():
             self._put_operands()
             step.write(self._path)
             self.written = True
 
-    def _wanted(self) -> bool:
+    def _is_wanted(self) -> bool:
+        """Whether ``above`` and ``when`` let the file be written."""
         if self._above is not None:
             if self._step.loss is None:
-                remedy = "set step.loss = loss in the block, of `with capture(...) as step`"
                 raise UsageError(
-                    "no loss is known", expected="one to compare with above", remedy=remedy
+                    "no loss is known",
+                    expected="one to compare with above",
+                    remedy="set step.loss = loss in the block, of `with capture(...) as step`",
                 )
             if self._step.loss <= self._above:
                 return False
@@ -268,51 +276,50 @@ class capture:
         # A pass whose quantizer raised has no observed tensors, and is kept.
         passes = [record for record in self._recorder.passes if record.digests or not record.seen]
         if not passes:
-            remedy = "convert the model, or run it inside ottava.autocast(recipe) in the block"
             raise UsageError(
-                "no layer of the model quantized an operand", expected="a recipe", remedy=remedy
+                "no layer of the model quantized an operand",
+                expected="a recipe",
+                remedy="convert the model, or run it inside ottava.autocast(recipe) in the block",
             )
-        known: list[Any] = []
+        recipes: list[Any] = []
         for record in passes:
-            number = next(
-                (i for i, recipe in enumerate(known) if recipe.same_as(record.recipe)), len(known)
-            )
-            known += [record.recipe] if number == len(known) else []
-            step.layers[record.name] = number
-        step.recipes = [describe(recipe) for recipe in known]
+            equal = [i for i, recipe in enumerate(recipes) if recipe.same_as(record.recipe)]
+            if not equal:
+                recipes.append(record.recipe)
+            step.layers[record.name] = equal[0] if equal else len(recipes) - 1
+        step.recipes = [describe(recipe) for recipe in recipes]
         step.calls = [LayerCall(record.name, record.digests) for record in passes]
         step.operands = {
             f"{i}.{name}": t for i, record in enumerate(passes) for name, t in record.values.items()
         }
 
 
-def _copied(name: str, value: Any, parameter: bool) -> Any:
+def _value(name: str, value: Any, *, is_parameter: bool) -> Any:
     """A copy of a value of the model; a parameter is returned itself, because it is read when the
     file is written."""
     if not isinstance(value, torch.Tensor):
-        what, expected = f"{name!r} in the state dict is a {type(value).__name__}", "tensors"
         raise DTypeError(
-            what, expected=expected, remedy="keep what modules add by get_extra_state elsewhere"
+            f"{name!r} in the state dict is a {type(value).__name__}",
+            expected="tensors",
+            remedy="keep what modules add by get_extra_state elsewhere",
         )
-    for held in held_tensors(value):
-        check_memory(name, held)
-    return value if parameter else value.detach().to("cpu", copy=True)
+    for inner in held_tensors(value):
+        check_memory(name, inner)
+    return value if is_parameter else value.detach().to("cpu", copy=True)
 
 
 def random_state() -> dict[str, torch.Tensor]:
     """The states of torch's and Python's random generators, by name."""
-    found = {"random.cpu": torch.get_rng_state()}
+    states = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found |= {
-            f"random.cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())
-        }
+        for number, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"random.cuda.{number}"] = state
     _, numbers, gauss = random.getstate()
     # The last of the numbers is a position. ``gauss`` is the next normal number, if one is stored.
-    found["random.python"] = torch.tensor(numbers, dtype=torch.int64)
-    found["random.python.next"] = torch.tensor(
-        [] if gauss is None else [gauss], dtype=torch.float64
-    )
-    return found
+    states["random.python"] = torch.tensor(numbers, dtype=torch.int64)
+    next_normal = [] if gauss is None else [gauss]
+    states["random.python.next"] = torch.tensor(next_normal, dtype=torch.float64)
+    return states
 
 
 def set_random_state(tensors: dict[str, torch.Tensor]) -> None:
@@ -325,13 +332,10 @@ def set_random_state(tensors: dict[str, torch.Tensor]) -> None:
     """
     with translated("the states of random generators are damaged", "what capture writes"):
         torch.set_rng_state(tensors["random.cpu"].clone())
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         for name, state in tensors.items():
             device = name.removeprefix("random.cuda.")
-            if (
-                device != name
-                and torch.cuda.is_available()
-                and int(device) < torch.cuda.device_count()
-            ):
+            if device != name and int(device) < devices:
                 torch.cuda.set_rng_state(state.clone(), int(device))
         gauss = tensors["random.python.next"].tolist()
         random.setstate((3, tuple(tensors["random.python"].tolist()), gauss[0] if gauss else None))

@@ -82,23 +82,25 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("tag:yaml.org,2002:map", _Loader.construct_yaml_map)
 
 
-def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
+def read(configuration: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     """The sections of a file, or of a dict.
 
     Raises:
         OptionError: the file cannot be read, is not YAML, is not a mapping, is nested too deeply,
             or is larger than a recipe file may be. The message names the line where one is known.
     """
-    if isinstance(given, Mapping):
-        return Located(located(given, "the configuration"), "the configuration")
-    source = str(os.fspath(given))
+    if isinstance(configuration, Mapping):
+        return Located(located(configuration, "the configuration"), "the configuration")
+    source = str(os.fspath(configuration))
     expected = "sections, as name: {enabled: True, layers: …, transformer_engine: …}"
     text = read_text(source, "a YAML file", "use fewer sections, and patterns of layers")
     try:
-        root = _constructed(text, source)
+        root = _load(text, source)
     except yaml.YAMLError as error:
-        what = f"{_line(source, error)}: not YAML: {getattr(error, 'problem', error)}"
-        raise OptionError(what, expected=expected) from error
+        problem = getattr(error, "problem", error)
+        raise OptionError(
+            f"{_line(source, error)}: not YAML: {problem}", expected=expected
+        ) from error
     except OptionError:
         raise
     except ValueError as error:
@@ -109,7 +111,7 @@ def read(given: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     return root
 
 
-def _constructed(text: str, source: str) -> Any:
+def _load(text: str, source: str) -> Any:
     loader = _Loader(text)
     loader.source = source
     return loader.get_single_data()
@@ -120,22 +122,22 @@ def _line(source: str, error: yaml.YAMLError) -> str:
     return f"{source}, line {mark.line + 1}" if mark else source
 
 
-def located(given: Any, source: str) -> Any:
-    """``given`` with all dicts in it as :class:`Located`, and all tuples as lists."""
-    if isinstance(given, Mapping):
-        return Located({str(key): located(value, source) for key, value in given.items()}, source)
-    if isinstance(given, (list, tuple)):
-        return [located(item, source) for item in given]
-    return given
+def located(value: Any, source: str) -> Any:
+    """``value`` with all dicts in it as :class:`Located`, and all tuples as lists."""
+    if isinstance(value, Mapping):
+        return Located({str(key): located(item, source) for key, item in value.items()}, source)
+    if isinstance(value, (list, tuple)):
+        return [located(item, source) for item in value]
+    return value
 
 
-def plain(given: Any) -> Any:
-    """``given`` with all mappings in it as plain dicts."""
-    if isinstance(given, Mapping):
-        return {key: plain(value) for key, value in given.items()}
-    if isinstance(given, list):
-        return [plain(item) for item in given]
-    return given
+def plain(value: Any) -> Any:
+    """``value`` with all mappings in it as plain dicts."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
 
 
 def kind_of(value: Any) -> str:
@@ -149,45 +151,47 @@ def kind_of(value: Any) -> str:
     return repr(value)[:80]
 
 
-def unknown(where: str, what: str, given: object, known: Iterable[str]) -> OptionError:
-    """The error about a name that is not one of those ``known``; it suggests the nearest one."""
-    names = sorted(map(str, known))
-    near = difflib.get_close_matches(str(given), names, n=1)
+def unknown(where: str, problem: str, name: object, allowed: Iterable[str]) -> OptionError:
+    """The error about a name that is not one of those ``allowed``; it suggests the nearest one."""
+    names = sorted(map(str, allowed))
+    near = difflib.get_close_matches(str(name), names, n=1)
     remedy = f"use {near[0]!r}" if near else ""
-    what = f"{where}: {what}" if where else what
-    return OptionError(f"{what} {given!r}", expected=f"one of {', '.join(names)}", remedy=remedy)
+    prefix = f"{where}: " if where else ""
+    return OptionError(
+        f"{prefix}{problem} {name!r}", expected=f"one of {', '.join(names)}", remedy=remedy
+    )
 
 
-def mapping(parent: Located, key: str, what: str) -> Located:
+def mapping(parent: Located, key: str, title: str) -> Located:
     """The mapping at a key."""
     value = parent[key]
     if not isinstance(value, Located):
         raise OptionError(
-            f"{parent.where(key)}: {what}: {key} is {kind_of(value)}", expected="a mapping"
+            f"{parent.where(key)}: {title}: {key} is {kind_of(value)}", expected="a mapping"
         )
     return value
 
 
-def names(parent: Located, key: str, what: str, known: Iterable[str]) -> list[str]:
-    """The names at a key, whose value is one of the ``known`` names, a list of them, or ``all``.
+def names(parent: Located, key: str, title: str, allowed: Iterable[str]) -> list[str]:
+    """The names at a key, whose value is one of the ``allowed`` names, a list of them, or ``all``.
 
     Raises:
-        OptionError: a name is not known.
+        OptionError: a name is not allowed.
     """
     value = parent[key]
-    chosen = value if isinstance(value, list) else [value]
-    known = list(known)
-    for name in chosen:
-        if name not in known and name != "all":
-            raise unknown(parent.where(key), f"{what}: {key} has", name, known)
-    return known if "all" in chosen else chosen
+    requested = value if isinstance(value, list) else [value]
+    allowed = list(allowed)
+    for name in requested:
+        if name not in allowed and name != "all":
+            raise unknown(parent.where(key), f"{title}: {key} has", name, allowed)
+    return allowed if "all" in requested else requested
 
 
-def truth(parent: Located, key: str, what: str) -> bool:
+def truth(parent: Located, key: str, title: str) -> bool:
     """The boolean at a key."""
     value = parent[key]
     if not isinstance(value, bool):
         raise OptionError(
-            f"{parent.where(key)}: {what}: {key} is {kind_of(value)}", expected="True or False"
+            f"{parent.where(key)}: {title}: {key} is {kind_of(value)}", expected="True or False"
         )
     return value

@@ -87,13 +87,13 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
                 Registry.register_namespace_api(namespace)(Namespace)
         try:
             super()._load_namespace_apis_and_features(feature_dirs)
-        except SystemExit as left:
+        except SystemExit as exit_error:
             self.close()
-            error = left.__context__ or left
-            text = (
-                f"a feature in {feature_dirs} cannot be imported: {type(error).__name__}: {error}"
-            )
-            raise PluginError(text, expected="modules that can be imported") from error
+            error = exit_error.__context__ or exit_error
+            raise PluginError(
+                f"a feature in {feature_dirs} cannot be imported: {type(error).__name__}: {error}",
+                expected="modules that can be imported",
+            ) from error
         for namespace in NAMESPACES:
             for feature in FEATURES:
                 # A user's feature of this name, from feature_dirs, is registered already and stays.
@@ -113,8 +113,10 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
             return
         try:
             root = read(self.config_file)
-            known = {name: data.features for name, data in Registry.data.items() if name != "base"}
-            enabled = enabled_in(root, known, Registry.data["base"].features, _on_error)
+            features = {
+                name: data.features for name, data in Registry.data.items() if name != "base"
+            }
+            enabled = enabled_in(root, features, Registry.data["base"].features, _on_error)
             if remaining := for_nvdlfw(root):
                 ConfigManager._load_config(remaining, registry_data=Registry.data)
             self.session = Session(

@@ -132,15 +132,15 @@ class Comparison:
     #: Attribute -> the operation that combines two comparisons: ``sum``, ``min`` or ``max``.
     together: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("count", "not_finite", "nonzero", "zeroed", "clamped"), "sum"),
-        **dict.fromkeys(("signal", "made", "dot", "noise"), "sum"),
+        **dict.fromkeys(("signal", "quantized_signal", "dot", "noise"), "sum"),
         **dict.fromkeys(("amax", "broken"), "max"),
-        "known": "min",
+        "knows_elements": "min",
     }
 
     def __init__(self) -> None:
         self.count = self.not_finite = self.nonzero = self.zeroed = self.clamped = 0
-        self.amax = self.signal = self.made = self.dot = self.noise = 0.0
-        self.broken, self.known = False, True
+        self.amax = self.signal = self.quantized_signal = self.dot = self.noise = 0.0
+        self.broken, self.knows_elements = False, True
 
     def add(
         self,
@@ -165,10 +165,14 @@ class Comparison:
                 f"quantized has shape {tuple(quantized.shape)}", expected=f"{tuple(values.shape)}"
             )
         self.count += values.numel()
-        self.known &= elements is not None
-        data = iter(()) if elements is None else _flat(elements[0])
-        for x, q in zip(_flat(values), _flat(quantized), strict=True):
-            self._add(x, q, next(data, None), elements[1] if elements else None)
+        self.knows_elements &= elements is not None
+        pairs = zip(_flat(values), _flat(quantized), strict=True)
+        if elements is None:
+            for x, q in pairs:
+                self._add(x, q, None, None)
+        else:
+            for (x, q), data in zip(pairs, _flat(elements[0]), strict=True):
+                self._add(x, q, data, elements[1])
 
     def _add(
         self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: _Element | None
@@ -186,16 +190,18 @@ class Comparison:
         rows[0], rows[1] = x, q
         torch.sub(rows[0], rows[1], out=rows[2])
         # The matrix product computes all sums of products in one pass.
-        (signal, dot, _), (_, made, _), (_, _, noise) = (rows @ rows.t()).tolist()
-        self.broken |= not math.isfinite(made)
+        (signal, dot, _), (_, quantized_signal, _), (_, _, noise) = (rows @ rows.t()).tolist()
+        self.broken |= not math.isfinite(quantized_signal)
         nonzero = int(x.count_nonzero())
         self.nonzero += nonzero
         if data is not None and element is not None:
             self.clamped += _clamped(rows[0], rows[1], data, element)
         # No product of two float32 numbers underflows in float64.
         self.zeroed += nonzero - int(rows[0].mul_(rows[1]).count_nonzero())
-        self.signal, self.made = self.signal + signal, self.made + made
-        self.dot, self.noise = self.dot + dot, self.noise + noise
+        self.signal += signal
+        self.quantized_signal += quantized_signal
+        self.dot += dot
+        self.noise += noise
 
     def take(self, numbers: Mapping[str, float]) -> None:
         """Set the attributes of :attr:`together` to these numbers, each converted to its own
@@ -207,7 +213,7 @@ class Comparison:
         """The measures of all tensors that were added."""
         exact = not self.broken and self.noise == 0
         saturation = None
-        if self.known or exact:
+        if self.knows_elements or exact:
             saturation = 100 * self.clamped / max(self.count - self.not_finite, 1)
         return Measures(
             count=self.count,
@@ -229,9 +235,10 @@ class Comparison:
     def _cosine(self, exact: bool) -> float:
         if exact:
             return 1.0
-        if self.broken or self.signal == 0 or self.made == 0:
+        if self.broken or self.signal == 0 or self.quantized_signal == 0:
             return 0.0
-        return min(1.0, max(-1.0, self.dot / (math.sqrt(self.signal) * math.sqrt(self.made))))
+        cosine = self.dot / (math.sqrt(self.signal) * math.sqrt(self.quantized_signal))
+        return min(1.0, max(-1.0, cosine))
 
 
 def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -269,7 +276,9 @@ def _elements(quantized: QuantizedTensorStorage) -> _Elements | None:
         dtype = native_dtype(quantized, inner)
         if tensor is not None and dtype in ELEMENTS:
             data = inner.by_rows(tensor)
-            return (data, ELEMENTS[dtype]) if data.shape == quantized.shape else None
+            if data.shape != quantized.shape:
+                return None
+            return data, ELEMENTS[dtype]
     return None
 
 

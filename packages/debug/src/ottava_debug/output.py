@@ -82,17 +82,17 @@ def check_outputs(
             suffix.
         UsageError: a file exists, or cannot be written.
     """
-    written = [(option, path, kind) for option, path, kind in outputs if path is not None]
-    for option, path, kind in written:
+    files = [(option, path, kind) for option, path, kind in outputs if path is not None]
+    for option, path, kind in files:
         check_file_target(path)
         if kind is RECIPE_FILE:
             check_suffix(path, option)
-        if any(os.path.exists(read) and _is_same(path, read) for read in inputs if read):
+        if any(os.path.exists(other) and _is_same(path, other) for other in inputs if other):
             raise OptionError(f"{option} is {path}, which is read", expected="another file")
-    for (one, path, _), (other, second, _) in combinations(written, 2):
+    for (one, path, _), (other, second, _) in combinations(files, 2):
         if _is_same(path, second):
             raise OptionError(f"{one} and {other} are both {path}", expected="a file for each")
-    for _, path, kind in written:
+    for _, path, kind in files:
         if os.path.exists(path) and not force and not _is_of_kind(path, kind):
             expected = f"a new file, or a {kind.title}" if kind.head else "a new file"
             raise UsageError(f"{path} exists", expected=expected, remedy="--force replaces it")
@@ -163,8 +163,13 @@ def progress_bar(*columns: ProgressColumn) -> Iterator[Progress]:
     """
     # The bar goes to standard error, so that standard output has only the results.
     terminal = console(stderr=True)
-    shown = (PlainColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
     with Progress(
-        *shown, console=terminal, disable=not terminal.is_terminal, transient=True
+        PlainColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=terminal,
+        disable=not terminal.is_terminal,
+        transient=True,
     ) as progress:
         yield progress

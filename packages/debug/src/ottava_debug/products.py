@@ -24,6 +24,7 @@ from ottava.nn.function import (
     quantized_linear,
 )
 from ottava.nn.high_precision import high_precision_linear
+from ottava.nn.plan import plan_for
 from ottava.tensors import QuantizedTensorStorage
 from ottava.torch_private import unsafe_view
 
@@ -159,7 +160,7 @@ def _inspector(layer: Any) -> Callable[..., torch.Tensor] | None:
             return partial(_inspected_when_run, layer)
         return None
     inspections = _inspections(layer)
-    return partial(_inspected_linear, inspections) if inspections else None
+    return partial(_inspected_linear, layer, inspections) if inspections else None
 
 
 def _inspections(layer: Any) -> list[Inspection]:
@@ -175,10 +176,11 @@ def _inspections(layer: Any) -> list[Inspection]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _inspected_when_run(layer: Any, *arguments: Any) -> torch.Tensor:
-    return _inspected_linear(_inspections(layer), *arguments)
+    return _inspected_linear(layer, _inspections(layer), *arguments)
 
 
 def _inspected_linear(
+    layer: Any,
     inspections: list[Inspection],
     x: Any,
     weight: Any,
@@ -193,7 +195,8 @@ def _inspected_linear(
     if not products.modified and not any(products.quantized_operands.values()):
         return _in_high_precision(products, x, weight, bias)
     if not inspections:
-        return quantized_linear(x, weight, bias, call, dtype, kept, main_grad, observed)
+        plan = plan_for(layer, call, x, weight, bias, compiling=False)
+        return quantized_linear(x, weight, bias, plan, kept, main_grad, observed)
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     with without_autocast(x.device.type):

@@ -51,14 +51,8 @@ def build(data: Any) -> Recipe:
         UsageError: the recipe held functions, which data cannot describe.
         RecipeNotFoundError, OptionError, PluginError: see :func:`ottava.get_recipe`.
     """
-    kinds = {"words": (str,), "name": (str, dict), "file": (str, str)}
-    keys = {"words": ("words",), "name": ("name", "options"), "file": ("file", "text")}
-    kind = next(
-        (key for key in kinds if isinstance(data, dict) and set(data) == set(keys[key])), None
-    )
-    if kind is None or not all(
-        isinstance(data[key], of) for key, of in zip(keys[kind], kinds[kind], strict=True)
-    ):
+    kind = next((kind for kind in _KINDS if _is_of_kind(data, kind)), None)
+    if kind is None:
         raise CheckpointError(
             f"a recipe is described as {data!r:.80}", expected="what capture writes"
         )
@@ -76,6 +70,21 @@ def build(data: Any) -> Recipe:
         )
     options = {str(name): _number(value) for name, value in data["options"].items()}
     return ottava.get_recipe(data["name"], **options)
+
+
+# Kind of description -> its entries, and their types.
+_KINDS: dict[str, dict[str, type]] = {
+    "words": {"words": str},
+    "name": {"name": str, "options": dict},
+    "file": {"file": str, "text": str},
+}
+
+
+def _is_of_kind(data: Any, kind: str) -> bool:
+    types = _KINDS[kind]
+    if not isinstance(data, dict) or set(data) != set(types):
+        return False
+    return all(isinstance(data[key], own_type) for key, own_type in types.items())
 
 
 def _plain(value: Any) -> Any:

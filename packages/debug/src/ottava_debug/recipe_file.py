@@ -5,7 +5,7 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -57,14 +57,8 @@ class Keep:
     direction: str | None = None
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("role", self.role, OF_LINEAR),
-            ("direction", self.direction, SIDES),
-        ):
-            if value is not None and value not in known:
-                raise OptionError(
-                    f"{name} is {value!r}", expected=f"one of {', '.join(known)}, or None"
-                )
+        _check_one_of("role", self.role, OF_LINEAR)
+        _check_one_of("direction", self.direction, SIDES)
         if self.direction is not None and self.role is None:
             raise OptionError(f"direction {self.direction!r} of no role", expected="a role with it")
 
@@ -76,9 +70,14 @@ class Keep:
             OptionError: :data:`OPERANDS` does not list the GEMM and the operand.
         """
         if (gemm, tensor) not in OPERANDS:
-            known = ", ".join(" ".join(pair) for pair in OPERANDS)
-            raise OptionError(f"the operand {tensor!r} of {gemm!r}", expected=f"one of {known}")
+            pairs = ", ".join(" ".join(pair) for pair in OPERANDS)
+            raise OptionError(f"the operand {tensor!r} of {gemm!r}", expected=f"one of {pairs}")
         return cls(layer, reason, *OPERANDS[gemm, tensor])
+
+
+def _check_one_of(name: str, value: str | None, words: Sequence[str]) -> None:
+    if value is not None and value not in words:
+        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(words)}, or None")
 
 
 def write_recipe_file(
@@ -127,7 +126,8 @@ def recipe_text(
             may be.
         RecipeNotFoundError, PluginError: see :func:`ottava.get_recipe`.
     """
-    recipe, served = get_recipe(default, **options or {}), _served(default, options or {})
+    recipe = get_recipe(default, **options or {})
+    expression = _expression(default, options or {})
     layers: dict[str, list[Keep]] = {}
     for keep in keeps:
         layers.setdefault(keep.layer, []).append(keep)
@@ -136,30 +136,29 @@ def recipe_text(
     inside = Counter(name[: dot.start()] for name in layers for dot in re.finditer(r"\.", name))
     # The empty name is the model itself, which contains all others.
     inside[""] = len(layers)
-    lines = [*_comment(about), f"default: {served}"]
+    lines = [*_comment(about), f"default: {expression}"]
     for name in sorted(layers, key=lambda name: inside[name]):
-        lines += [
-            "",
-            *(["layers:"] if "layers:" not in lines else []),
-            *_rule(name, layers[name], recipe, served),
-        ]
+        lines.append("")
+        if "layers:" not in lines:
+            lines.append("layers:")
+        lines += _rule(name, layers[name], recipe, expression)
     text = "\n".join(lines) + "\n"
     # Reading the text raises its errors before anything is written.
     FileFactory("the recipe file.yaml", text)
     return text
 
 
-def _served(default: str, options: Mapping[str, Any]) -> str:
+def _expression(default: str, options: Mapping[str, Any]) -> str:
     """The expression for the default recipe in the file."""
     if is_path(default):
         default, options = "custom", {"file": os.fspath(default), **options}
     if not options:
         return _text(default)
-    named = {key: getattr(value, "name", value) for key, value in options.items()}
-    written = [
-        f"{_text(key)}: {_text(value)}" for key, value in {"recipe": default, **named}.items()
+    values = {key: getattr(value, "name", value) for key, value in options.items()}
+    entries = [
+        f"{_text(key)}: {_text(value)}" for key, value in {"recipe": default, **values}.items()
     ]
-    return "{" + ", ".join(written) + "}"
+    return "{" + ", ".join(entries) + "}"
 
 
 def _text(value: Any) -> str:
@@ -174,45 +173,46 @@ def _text(value: Any) -> str:
 
 def _comment(text: str, indent: str = "") -> list[str]:
     """Comment lines for any text."""
-    shown = [
-        "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
-        for line in text.splitlines()
-    ]
-    return [
-        f"{indent}# {part}" for line in shown for part in textwrap.wrap(line, _WIDTH - len(indent))
-    ]
+    lines: list[str] = []
+    for line in text.splitlines():
+        printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        lines += textwrap.wrap(printable, _WIDTH - len(indent))
+    return [f"{indent}# {line}" for line in lines]
 
 
-def _rule(name: str, keeps: list[Keep], recipe: Recipe, served: str) -> list[str]:
+def _rule(name: str, keeps: list[Keep], recipe: Recipe, expression: str) -> list[str]:
+    """The lines of the rule for a layer; ``expression`` is that of the default recipe."""
     pattern = re.sub(r"([*?[])", r"[\1]", name) or "*"
     match = f"  - match: {_text(pattern)}"
-    whole = [keep for keep in keeps if keep.role is None]
-    if whole:
-        return [
-            *(line for keep in keeps for line in _comment(keep.reason, "  ")),
-            match,
-            "    all: identity",
-        ]
+    if any(keep.role is None for keep in keeps):
+        comments = [line for keep in keeps for line in _comment(keep.reason, "  ")]
+        return [*comments, match, "    all: identity"]
     lines = [match]
     for role in OF_LINEAR:
-        reasons = [keep.reason for keep in keeps if keep.role == role]
-        if not reasons:
-            continue
-        kept = {keep.direction for keep in keeps if keep.role == role}
-        sides = [side for side in SIDES if None in kept or side in kept]
-        if len(sides) == 1 and not _serves_one_side(recipe, QuantizerRole("linear", role, name)):
-            reasons.append(
-                f"Only {sides[0]} data need it, but the recipe cannot serve the other direction "
-                f"alone."
-            )
-            sides = list(SIDES)
-        expressions = [f"{side}: {'identity' if side in sides else served}" for side in SIDES]
-        expression = "identity" if len(sides) == len(SIDES) else "{" + ", ".join(expressions) + "}"
-        lines += [
-            *(line for reason in reasons for line in _comment(reason, "    ")),
-            f"    {role}: {expression}",
-        ]
+        of_role = [keep for keep in keeps if keep.role == role]
+        if of_role:
+            lines += _rule_of_role(QuantizerRole("linear", role, name), of_role, recipe, expression)
     return lines
+
+
+def _rule_of_role(
+    role: QuantizerRole, keeps: list[Keep], recipe: Recipe, expression: str
+) -> list[str]:
+    """The lines of a rule for one role of a layer, which ``keeps`` are about."""
+    reasons = [keep.reason for keep in keeps]
+    directions = {keep.direction for keep in keeps}
+    sides = [side for side in SIDES if None in directions or side in directions]
+    if len(sides) == 1 and not _serves_one_side(recipe, role):
+        reasons.append(
+            f"Only {sides[0]} data need it, but the recipe cannot serve the other direction alone."
+        )
+        sides = list(SIDES)
+    value = "identity"
+    if len(sides) < len(SIDES):
+        entries = [f"{side}: {'identity' if side in sides else expression}" for side in SIDES]
+        value = "{" + ", ".join(entries) + "}"
+    comments = [line for reason in reasons for line in _comment(reason, "    ")]
+    return [*comments, f"    {role.tensor_type}: {value}"]
 
 
 def _serves_one_side(recipe: Recipe, role: QuantizerRole) -> bool:

@@ -11,7 +11,7 @@ from ottava_debug.measures import direction_of
 from ottava_debug.products import BY_COLUMN, OPERANDS, Inspection
 
 
-def taken(quantized: QuantizedTensorStorage, gemm: str, tensor: str) -> torch.Tensor:
+def values_of(quantized: QuantizedTensorStorage, gemm: str, tensor: str) -> torch.Tensor:
     """The float32 values of a quantized operand, in the direction that product ``gemm`` reads."""
     return direction_of(quantized, (gemm, tensor) in BY_COLUMN).dequantize(torch.float32)
 
@@ -101,7 +101,7 @@ class Recording(Inspection):
         if tensor not in record.seen and not self._is_parameter(tensor, values):
             record.values[tensor] = values.detach().to("cpu", copy=True)
         if quantized is not None:
-            record.digests[f"{gemm}.{tensor}"] = digest(taken(quantized, gemm, tensor))
+            record.digests[f"{gemm}.{tensor}"] = digest(values_of(quantized, gemm, tensor))
 
     def _is_parameter(self, tensor: str, values: torch.Tensor) -> bool:
         """Whether ``values`` are the layer's parameter, which the model's state contains."""

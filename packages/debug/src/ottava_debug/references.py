@@ -32,7 +32,7 @@ def resolve(option: str, reference: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def made(option: str, reference: str) -> Any:
+def call(option: str, reference: str) -> Any:
     """The result of the callable that ``reference`` names, called without arguments.
 
     Raises:

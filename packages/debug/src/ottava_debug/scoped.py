@@ -26,11 +26,11 @@ Layers = str | Iterable[str] | Callable[[str, Any], bool] | None
 Stats = str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 
-def _listed(names: Any) -> list[Any]:
+def _as_list(names: Any) -> list[Any]:
     return [names] if isinstance(names, str) else list(names)
 
 
-class Chosen:
+class LayerSelection:
     """The chosen layers of a model, with the interface of a section's selector."""
 
     def __init__(self, model: torch.nn.Module, layers: Layers) -> None:
@@ -47,12 +47,12 @@ class Chosen:
         self.unmatched: dict[str, str] = {}
         self.of_model = list(every.values())
         if layers is None:
-            chosen = every
+            selected = every
         elif callable(layers):
-            chosen = {module: name for module, name in every.items() if layers(name, module)}
+            selected = {module: name for module, name in every.items() if layers(name, module)}
         else:
-            patterns = _listed(layers)
-            chosen = {
+            patterns = _as_list(layers)
+            selected = {
                 module: name
                 for module, name in every.items()
                 if any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -62,9 +62,9 @@ class Chosen:
                 for p in patterns
                 if not any(fnmatchcase(name, p) for name in every.values())
             }
-        self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary(chosen)
+        self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary(selected)
         # Compiled code identifies layers by their own names.
-        self.own_names = {str(layer.name) for layer in chosen}
+        self.own_names = {str(layer.name) for layer in selected}
 
     def matches(self, name: str) -> bool:
         """Whether a layer of this name is chosen."""
@@ -84,7 +84,7 @@ class Run:
         layers: Layers,
         features: Iterable[tuple[Feature, dict[str, Any]]],
     ) -> None:
-        chosen: Any = Chosen(model, layers)
+        selection: Any = LayerSelection(model, layers)
         self.iteration = 0
         enabled = []
         for feature, options in features:
@@ -92,11 +92,11 @@ class Run:
             title = type(feature).__name__
             targets = feature.targets(Located(config, "the arguments"), title)
             policy = str(options.get("on_error", "raise"))
-            enabled.append(Enabled(title, "ottava", feature, config, chosen, targets, policy))
+            enabled.append(Enabled(title, "ottava", feature, config, selection, targets, policy))
         self._session = Session(
-            enabled, lambda: self.iteration, chosen.names.get, chosen.own_names.__contains__
+            enabled, lambda: self.iteration, selection.names.get, selection.own_names.__contains__
         )
-        self._session.warn_of_unmatched("Layers of the model", chosen.of_model)
+        self._session.warn_of_unmatched("Layers of the model", selection.of_model)
 
     def step(self) -> None:
         """Begin the next step; ranges of steps count these calls."""
@@ -144,8 +144,13 @@ def fake_quant(
     Raises:
         OptionError: a name or a value is not allowed, or the model has no layers of Ottava.
     """
-    given = {"gemms": _listed(gemms), "tensors": _listed(tensors), "quant_format": quant_format}
-    return Run(model, layers, [(FakeQuant(), given | steps | {"on_error": on_error})])
+    options = {
+        "gemms": _as_list(gemms),
+        "tensors": _as_list(tensors),
+        "quant_format": quant_format,
+        "on_error": on_error,
+    }
+    return Run(model, layers, [(FakeQuant(), options | steps)])
 
 
 def high_precision(
@@ -157,11 +162,8 @@ def high_precision(
     **steps: Any,
 ) -> Run:
     """Compute products in high precision; arguments and errors are those of :func:`fake_quant`."""
-    return Run(
-        model,
-        layers,
-        [(DisableFP8GEMM(), {"gemms": _listed(gemms)} | steps | {"on_error": on_error})],
-    )
+    options = {"gemms": _as_list(gemms), "on_error": on_error}
+    return Run(model, layers, [(DisableFP8GEMM(), options | steps)])
 
 
 class Statistics(Run):
@@ -244,31 +246,32 @@ def statistics(
             group.
         DTypeError: ``tb_writer`` has no ``add_scalar``.
     """
-    found: list[Statistic] = []
-    names = [stats] if isinstance(stats, Mapping) else _listed(stats)
+    collected: list[Statistic] = []
+    names = [stats] if isinstance(stats, Mapping) else _as_list(stats)
     group = _group_of(reduce)
     writers: list[Any] = of_tensorboard(tb_writer)
     file = None if log_dir is None else StatisticsFile(log_dir)
-    writers += [] if file is None else [file]
+    if file is not None:
+        writers.append(file)
 
     def sink(each: Statistic) -> None:
-        found.append(each)
+        collected.append(each)
         write(each, writers)
 
     of_quantized = [name for name in names if isinstance(name, str) and _is_of_quantized(name)]
     of_values = [name for name in names if name not in of_quantized]
-    common = {"tensors": _listed(tensors), "freq": freq, "on_error": on_error} | steps
-    chosen: list[tuple[Feature, dict[str, Any]]] = []
+    common = {"tensors": _as_list(tensors), "freq": freq, "on_error": on_error} | steps
+    features: list[tuple[Feature, dict[str, Any]]] = []
     if of_values or not of_quantized:
-        chosen.append((LogTensorStats(sink, group), {"stats": of_values, **common}))
+        features.append((LogTensorStats(sink, group), {"stats": of_values, **common}))
     if of_quantized:
-        chosen.append((LogFp8TensorStats(sink, group), {"stats": of_quantized, **common}))
+        features.append((LogFp8TensorStats(sink, group), {"stats": of_quantized, **common}))
     try:
-        run = Statistics(model, layers, chosen)
+        run = Statistics(model, layers, features)
     except BaseException:
         if file is not None:
             file.close()
         raise
-    run.found = found
+    run.found = collected
     run.file = file
     return run

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ottava.errors import OptionError
-from ottava_debug.features.base import COMMON, Feature, checked
+from ottava_debug.features.base import COMMON, Feature, value_at
 from ottava_debug.located import Located, mapping, plain, truth, unknown
 from ottava_debug.selectors import Selector
 from ottava_debug.session import Enabled
@@ -15,18 +15,18 @@ from ottava_debug.session import Enabled
 #: The keys under which sections enable features for Ottava's layers.
 NAMESPACES = ("transformer_engine", "ottava")
 #: Namespace -> its features by name.
-Known = Mapping[str, Mapping[str, Any]]
+FeaturesByName = Mapping[str, Mapping[str, Any]]
 _SECTION = ("enabled", "layers", "on_error")
 
 
 def enabled_in(
-    root: Located, known: Known, others: Mapping[str, Any], on_error: str
+    root: Located, registry: FeaturesByName, others: Mapping[str, Any], on_error: str
 ) -> list[Enabled]:
     """The features of the enabled sections, in their order.
 
     Args:
         root: the sections.
-        known: the features of :data:`NAMESPACES` and of other namespaces.
+        registry: the features of :data:`NAMESPACES` and of other namespaces.
         others: nvdlfw-inspect's own features, which stand in a section without a namespace.
         on_error: the policy where neither a section nor a feature sets ``on_error``; see
             :func:`ottava_debug.on_error`.
@@ -37,26 +37,26 @@ def enabled_in(
     """
     features: list[Enabled] = []
     for name in root:
-        what = f"section {name!r}"
-        section = mapping(root, name, what)
+        title = f"section {name!r}"
+        section = mapping(root, name, title)
         if "enabled" not in section:
             raise OptionError(
-                f"{root.where(name)}: {what} has no enabled", expected="enabled: True or False"
+                f"{root.where(name)}: {title} has no enabled", expected="enabled: True or False"
             )
-        if not truth(section, "enabled", what):
+        if not truth(section, "enabled", title):
             continue
         if "layers" not in section:
             raise OptionError(
-                f"{root.where(name)}: {what} has no layers", expected="layers: which it is for"
+                f"{root.where(name)}: {title} has no layers", expected="layers: which it is for"
             )
-        selector = Selector(mapping(section, "layers", what), what)
-        policy = _policy(section, what, on_error)
+        selector = Selector(mapping(section, "layers", title), title)
+        policy = _policy(section, title, on_error)
         for key in section:
-            if key in known:
-                features += _features(section, key, known[key], selector, what, policy)
+            if key in registry:
+                features += _features(section, key, registry[key], selector, title, policy)
             elif key not in _SECTION and key not in others:
                 raise unknown(
-                    section.where(key), f"{what} has no key", key, [*_SECTION, *known, *others]
+                    section.where(key), f"{title} has no key", key, [*_SECTION, *registry, *others]
                 )
     return features
 
@@ -64,25 +64,27 @@ def enabled_in(
 def _features(
     section: Located,
     namespace: str,
-    known: Mapping[str, Any],
+    known_features: Mapping[str, Any],
     selector: Selector,
-    what: str,
+    section_title: str,
     on_error: str,
 ) -> list[Enabled]:
-    enabled = []
-    features = mapping(section, namespace, what)
+    """The features that a section enables in a namespace."""
+    enabled: list[Enabled] = []
+    features = mapping(section, namespace, section_title)
     for name in features:
-        title = f"{what}, {name}"
-        if name not in known:
-            raise unknown(features.where(name), f"{what}: {namespace} has no feature", name, known)
-        config = mapping(features, name, what)
+        title = f"{section_title}, {name}"
+        if name not in known_features:
+            problem = f"{section_title}: {namespace} has no feature"
+            raise unknown(features.where(name), problem, name, known_features)
+        config = mapping(features, name, section_title)
         if "enabled" not in config:
             raise OptionError(
                 f"{features.where(name)}: {title} has no enabled", expected="enabled: True or False"
             )
         if not truth(config, "enabled", title):
             continue
-        feature = known[name]
+        feature = known_features[name]
         targets = feature.targets(config, title) if isinstance(feature, Feature) else None
         policy = _policy(config, title, on_error)
         located_title = f"{features.where(name)}: {title}"
@@ -93,10 +95,10 @@ def _features(
     return enabled
 
 
-def _policy(section: Located, what: str, default: str) -> str:
+def _policy(section: Located, title: str, default: str) -> str:
     if "on_error" not in section:
         return default
-    return str(checked(section, "on_error", COMMON["on_error"], what))
+    return str(value_at(section, "on_error", COMMON["on_error"], title))
 
 
 def for_nvdlfw(root: Located) -> dict[str, Any]:

@@ -26,8 +26,8 @@ class Selector:
     """The layers of a section.
 
     Args:
-        given: the section's ``layers``.
-        what: the name of the section in errors.
+        layers: the section's ``layers``.
+        title: the name of the section in errors.
 
     Attributes:
         unmatched: the patterns, numbers and names that no layer has matched so far -> their place
@@ -37,20 +37,20 @@ class Selector:
         OptionError: a key or a value is not allowed; the message names the line.
     """
 
-    def __init__(self, given: Located, what: str) -> None:
-        for key in given:
+    def __init__(self, layers: Located, title: str) -> None:
+        for key in layers:
             if key not in _KEYS:
-                raise unknown(given.where(key), f"{what}: layers has no key", key, _KEYS)
-        if not given:
+                raise unknown(layers.where(key), f"{title}: layers has no key", key, _KEYS)
+        if not layers:
             raise OptionError(
-                f"{given.where()}: {what}: layers is empty", expected=f"one of {', '.join(_KEYS)}"
+                f"{layers.where()}: {title}: layers is empty", expected=f"one of {', '.join(_KEYS)}"
             )
-        self._tests = {key: self._read(given, key, what) for key in _KEYS if key in given}
+        self._tests = {key: self._read(layers, key, title) for key in _KEYS if key in layers}
         for alone in _KEYS[:2]:
             if alone in self._tests:
                 self._tests = {alone: self._tests[alone]}
         self.unmatched = {
-            f"{key} {label!r}": given.where(key)
+            f"{key} {label!r}": layers.where(key)
             for key, tests in self._tests.items()
             for label in tests
             if label != _ALL
@@ -69,9 +69,9 @@ class Selector:
             selected = selected and bool(matching)
         return selected
 
-    def _read(self, given: Located, key: str, what: str) -> dict[object, Test]:
-        value = given[key]
-        where = f"{given.where(key)}: {what}: {key}"
+    def _read(self, layers: Located, key: str, title: str) -> dict[object, Test]:
+        value = layers[key]
+        where = f"{layers.where(key)}: {title}: {key}"
         if key == "layer_name_regex_pattern":
             try:
                 pattern = re.compile(value)

@@ -84,8 +84,10 @@ class Enabled:
                 "gemm_parsing": gemm is not None,
                 "tensor_parsing": tensor is not None,
             }
-            call |= {"gemm": gemm} if gemm else {}
-            call |= {"tensor_name": tensor} if tensor else {}
+            if gemm:
+                call["gemm"] = gemm
+            if tensor:
+                call["tensor_name"] = tensor
             status, options = self.feature.parse_config_and_api(dict(self.config), **call)
             self._configs[gemm, tensor] = (options or self.config) if status else None
         return self._configs[gemm, tensor]
@@ -227,10 +229,10 @@ class Session:
         self._end_step()
         self.warn_of_unmatched("Layers that ran", self._plans)
 
-    def warn_of_unmatched(self, known: str, names: Iterable[str]) -> None:
+    def warn_of_unmatched(self, introduction: str, names: Iterable[str]) -> None:
         """Warn, at the first call only, of patterns that matched no layer.
 
-        The warnings list some of the ``names``, introduced by ``known``.
+        The warnings list some of the ``names``, introduced by ``introduction``.
         """
         if self._warned_of_unmatched:
             return
@@ -241,7 +243,9 @@ class Session:
             unmatched |= enabled.selector.unmatched
         for pattern, where in unmatched.items():
             warnings.warn(
-                f"{where}: {pattern} matches no layer. {known}: {some}", UserWarning, stacklevel=3
+                f"{where}: {pattern} matches no layer. {introduction}: {some}",
+                UserWarning,
+                stacklevel=3,
             )
 
     def close(self) -> None:

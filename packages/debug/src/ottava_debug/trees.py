@@ -58,7 +58,7 @@ def unflatten(data: Any, tensors: Mapping[str, torch.Tensor], device: Any, depth
     if data is None or type(data) in (bool, int, str):
         return data
     kind, entry = next(iter(data.items())) if isinstance(data, dict) and data else (None, None)
-    if depth > _MAX_DEPTH or kind not in _READ:
+    if depth > _MAX_DEPTH or kind not in _DECODERS:
         raise CheckpointError(
             f"an argument is described as {data!r:.80}", expected="what capture writes"
         )
@@ -68,20 +68,20 @@ def unflatten(data: Any, tensors: Mapping[str, torch.Tensor], device: Any, depth
             if tensor.dtype.is_floating_point:
                 tensor.requires_grad_(data["requires_grad"] is True)
             return tensor
-        return _READ[kind](entry, lambda value: unflatten(value, tensors, device, depth + 1))
+        return _DECODERS[kind](entry, lambda value: unflatten(value, tensors, device, depth + 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"an argument is described as {data!r:.80}", expected="what capture writes"
         ) from error
 
 
-_READ: dict[str | None, Any] = {
+_DECODERS: dict[str | None, Any] = {
     "tensor": None,
-    "float": lambda entry, read: float(entry),
-    "dtype": lambda entry, read: DTYPES[entry],
-    "list": lambda entry, read: [read(value) for value in entry],
-    "tuple": lambda entry, read: tuple(read(value) for value in entry),
-    "dict": lambda entry, read: {key: read(value) for key, value in entry.items()},
+    "float": lambda entry, decode: float(entry),
+    "dtype": lambda entry, decode: DTYPES[entry],
+    "list": lambda entry, decode: [decode(value) for value in entry],
+    "tuple": lambda entry, decode: tuple(decode(value) for value in entry),
+    "dict": lambda entry, decode: {key: decode(value) for key, value in entry.items()},
 }
 
 
@@ -99,10 +99,10 @@ def _ends(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.view_as(output) if output.requires_grad else output
     if isinstance(output, MutableMapping):
-        copied = copy.copy(output)
+        result = copy.copy(output)
         for key, value in output.items():
-            copied[key] = _ends(value)
-        return copied
+            result[key] = _ends(value)
+        return result
     if isinstance(output, (list, tuple)):
         values = [_ends(value) for value in output]
         return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from ottava.errors import DeviceError, OptionError, OttavaError, UsageError, tex
 from ottava.filesystem import check_file_target
 from ottava.kernels.products import product_dtype
 from ottava.recipes.registry import RECIPE, plugin_statuses
-from ottava_demo.data import load_corpus
+from ottava_demo.data import Corpus, load_corpus
 from ottava_demo.model import SIZES
 from ottava_demo.report import FILES, Skipped, check_libraries, table, write
 from ottava_demo.training import Run, train
@@ -29,6 +31,11 @@ _SHORTER = " --steps, --recipe and --size tiny make it shorter; Ctrl-C ends it."
 
 
 def _device(name: str) -> str:
+    """The device that the demo trains on for ``--device name``.
+
+    Raises:
+        DeviceError: there is no such device, or the demo does not know it.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return "cuda" if gpus else "cpu"
@@ -39,20 +46,21 @@ def _device(name: str) -> str:
         device = torch.device("meta")
     if device.type == "cpu":
         return "cpu"
-    cuda = device.type == "cuda"
-    if cuda and (device.index or 0) < gpus:
+    if device.type == "cuda" and (device.index or 0) < gpus:
         return str(device)
+    raise _unknown_device(name, gpus, is_gpu=device.type == "cuda")
+
+
+def _unknown_device(name: str, gpus: int, *, is_gpu: bool) -> DeviceError:
     available = ["auto", "cpu"]
     if gpus:
         available += ["cuda", *(f"cuda:{number}" for number in range(gpus))]
-    problem = f"device {name!r}"
-    if cuda:
+    problem, remedy = f"device {name!r}", ""
+    if is_gpu:
         problem += f", and torch sees {gpus or 'no'} GPU(s)"
-    raise DeviceError(
-        problem,
-        expected=f"one of {', '.join(available)}",
-        remedy="check the driver, and that torch is built for CUDA" if cuda and not gpus else "",
-    )
+    if is_gpu and not gpus:
+        remedy = "check the driver, and that torch is built for CUDA"
+    return DeviceError(problem, expected=f"one of {', '.join(available)}", remedy=remedy)
 
 
 def _choose(requested: list[str] | None) -> tuple[list[str], list[Skipped]]:
@@ -104,22 +112,46 @@ def _make_folder(out: Path) -> None:
         ) from error
 
 
-def _forecast(task: Task, runs: int, left: int, elapsed: float) -> str | None:
-    """A sentence about how long all runs will take; None where that is short or not known yet.
+class _Forecast:
+    """Says once how long all runs will take, if that is long.
 
-    Recipes differ several times in pace, so a forecast is made from the first steps of each run.
-    It assumes that the ``left`` runs after the one of ``task`` keep its pace. ``elapsed`` is in
-    seconds.
+    Args:
+        progress: shows the runs.
+        runs: the number of all runs.
+        steps: the number of steps of each run.
     """
-    steps = task.total or 0
-    if task.speed is None or task.completed != min(1 + _FIRST_STEPS, steps):
-        return None
-    minutes = round((elapsed + (steps * (1 + left) - task.completed) / task.speed) / 60)
-    if minutes <= _LONG_MINUTES:
-        return None
-    length = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
-    subject = f"{runs} runs" if runs > 1 else "the run"
-    return f"At the pace of these steps {subject} will take about {length}.{_SHORTER}"
+
+    def __init__(self, progress: Progress, runs: int, steps: int) -> None:
+        self._progress, self._runs, self._steps = progress, runs, steps
+        self._start = time.perf_counter()
+        self._announced = False
+
+    def update(self, task: Task, later_runs: int) -> None:
+        """Called after each step of a run, which ``later_runs`` runs follow."""
+        if self._announced:
+            return
+        minutes = self._minutes(task, later_runs)
+        if minutes is not None and minutes > _LONG_MINUTES:
+            self._progress.console.print(self._sentence(minutes), soft_wrap=True)
+            self._announced = True
+
+    def _minutes(self, task: Task, later_runs: int) -> int | None:
+        """How long all runs take, if the later runs keep the pace of this one.
+
+        Recipes differ several times in pace, so the first steps of each run are asked; None at any
+        other step.
+        """
+        if task.speed is None or task.completed != min(1 + _FIRST_STEPS, self._steps):
+            return None
+        elapsed = time.perf_counter() - self._start
+        later_steps = self._steps * (1 + later_runs) - task.completed
+        return round((elapsed + later_steps / task.speed) / 60)
+
+    def _sentence(self, minutes: int) -> str:
+        hours, rest = divmod(minutes, 60)
+        length = f"{hours} h {rest} min" if hours else f"{minutes} min"
+        subject = f"{self._runs} runs" if self._runs > 1 else "the run"
+        return f"At the pace of these steps {subject} will take about {length}.{_SHORTER}"
 
 
 def run_demo(
@@ -150,58 +182,9 @@ def run_demo(
     product_dtype(torch.bfloat16, torch.device(place))
     corpus = load_corpus()
     _make_folder(out)
-
-    runs: list[Run] = []
-    columns = (
-        PlainColumn("{task.description:>10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        PlainColumn("loss {task.fields[loss]:.3f}"),
-        TimeRemainingColumn(),
-    )
-    failures = 0
-    announced = False
-    # A run's pace is the mean over all its steps, because a single step can take minutes.
-    with Progress(
-        *columns, console=console(), speed_estimate_period=math.inf, get_time=time.perf_counter
-    ) as progress:
-        start = time.perf_counter()
-        for number, recipe in enumerate([None, *names]):
-            task = progress.add_task(recipe or "bf16", total=steps, loss=math.nan)
-
-            def advance(loss: float, number: int = number, task: TaskID = task) -> None:
-                nonlocal announced
-                progress.update(task, advance=1, loss=loss)
-                if announced:
-                    return
-                left = len(names) - number
-                elapsed = time.perf_counter() - start
-                forecast = _forecast(progress.tasks[task], 1 + len(names), left, elapsed)
-                if forecast is not None:
-                    progress.console.print(forecast, soft_wrap=True)
-                    announced = True
-
-            try:
-                runs.append(
-                    train(
-                        recipe,
-                        corpus,
-                        size=size,
-                        steps=steps,
-                        device=place,
-                        seed=seed,
-                        progress=advance,
-                    )
-                )
-            except Exception as error:
-                # A failing recipe that nobody asked for by name must not lose the other results.
-                if recipe is None or recipes:
-                    raise
-                failures += 1
-                skipped.append(
-                    Skipped(recipe, f"failed in training: {type(error).__name__}: {text_of(error)}")
-                )
-                say(f"{recipe} {skipped[-1].reason}", stderr=True)
+    training = _Training(corpus, size=size, steps=steps, device=place, seed=seed)
+    runs, failures = _train_all(training, names, are_required=bool(recipes))
+    skipped += failures
     console().print(table(runs, skipped))
     summary = f"{size} model, {steps} steps, seed {seed}, on {place}, torch {torch.__version__}."
     try:
@@ -213,3 +196,72 @@ def run_demo(
     if broken:
         say(f"Not finite: {', '.join(broken)}")
     return 1 if broken or failures else 0
+
+
+@dataclass(frozen=True)
+class _Training:
+    """What all runs have in common; see :func:`ottava_demo.training.train`."""
+
+    corpus: Corpus
+    size: str
+    steps: int
+    device: str
+    seed: int
+
+    def run(self, recipe: str | None, progress: Callable[[float], None]) -> Run:
+        """Train once, with a recipe or in BF16 alone."""
+        return train(
+            recipe,
+            self.corpus,
+            size=self.size,
+            steps=self.steps,
+            device=self.device,
+            seed=self.seed,
+            progress=progress,
+        )
+
+
+def _train_all(
+    training: _Training, names: list[str], *, are_required: bool
+) -> tuple[list[Run], list[Skipped]]:
+    """Train in BF16 and in each recipe, and show the progress.
+
+    Returns:
+        The runs, and the recipes that failed, unless they are required: then the error is raised.
+    """
+    runs: list[Run] = []
+    failures: list[Skipped] = []
+    with _progress() as progress:
+        forecast = _Forecast(progress, 1 + len(names), training.steps)
+        for number, recipe in enumerate([None, *names]):
+            task = progress.add_task(recipe or "bf16", total=training.steps, loss=math.nan)
+            later_runs = len(names) - number
+
+            def advance(loss: float, later_runs: int = later_runs, task: TaskID = task) -> None:
+                progress.update(task, advance=1, loss=loss)
+                forecast.update(progress.tasks[task], later_runs)
+
+            try:
+                runs.append(training.run(recipe, advance))
+            except Exception as error:
+                # A failing recipe that nobody asked for by name must not lose the other results.
+                if recipe is None or are_required:
+                    raise
+                reason = f"failed in training: {type(error).__name__}: {text_of(error)}"
+                failures.append(Skipped(recipe, reason))
+                say(f"{recipe} {reason}", stderr=True)
+    return runs, failures
+
+
+def _progress() -> Progress:
+    # A run's pace is the mean over all its steps, because a single step can take minutes.
+    return Progress(
+        PlainColumn("{task.description:>10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        PlainColumn("loss {task.fields[loss]:.3f}"),
+        TimeRemainingColumn(),
+        console=console(),
+        speed_estimate_period=math.inf,
+        get_time=time.perf_counter,
+    )

@@ -4,9 +4,10 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -23,6 +24,9 @@ from ottava.errors import (
 )
 from ottava.filesystem import check_file_target
 from ottava.recipes.registry import list_recipes
+
+if TYPE_CHECKING:
+    from ottava_integrations.converting import Conversion
 
 _Texts = list[str] | None
 
@@ -100,59 +104,71 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Convert the tensors of a file to another recipe, or to high precision."""
-    from ottava_integrations.converting import HIGH_PRECISION_NAMES, KINDS, convert_file
+    from ottava_integrations.converting import convert_file
 
     if OUT.exists() and not force:
         raise UsageError(f"{OUT} exists", expected="a new file", remedy="--force replaces it")
     # The target is checked first, because making the model can take long.
     check_file_target(OUT)
-    known = [*(spec.name for spec in list_recipes()), *HIGH_PRECISION_NAMES]
     # The progress goes to standard error, so that standard output has the table alone.
     errors = console(stderr=True)
     columns = (*Progress.get_default_columns(), DownloadColumn())
-    try:
-        options = parse_options(option or [])
-        with Progress(
+    with (
+        _other_remedy(),
+        Progress(
             *columns, console=errors, disable=not errors.is_terminal, transient=True
-        ) as progress:
-            task = progress.add_task("Converting", total=None)
-            conversion = convert_file(
-                IN,
-                OUT,
-                recipe,
-                options=options,
-                include=include or None,
-                exclude=exclude or None,
-                model=None if model is None else make_model(model),
-                columnwise=columnwise,
-                prefix=prefix,
-                progress=lambda read, total: progress.update(task, completed=read, total=total),
-            )
+        ) as progress,
+    ):
+        options = parse_options(option or [])
+        task = progress.add_task("Converting", total=None)
+        conversion = convert_file(
+            IN,
+            OUT,
+            recipe,
+            options=options,
+            include=include or None,
+            exclude=exclude or None,
+            model=None if model is None else make_model(model),
+            columnwise=columnwise,
+            prefix=prefix,
+            progress=lambda read, total: progress.update(task, completed=read, total=total),
+        )
+    _print(conversion)
+    say(f"Written: {OUT}")
+
+
+@contextmanager
+def _other_remedy() -> Iterator[None]:
+    """Replace the remedy of a recipe that is not found: its name may be misspelled, so the error
+    must not propose to install a package with that name."""
+    from ottava_integrations.converting import HIGH_PRECISION_NAMES
+
+    names = [*(spec.name for spec in list_recipes()), *HIGH_PRECISION_NAMES]
+    try:
+        yield
     except RecipeNotFoundError as error:
-        # The name may be misspelled, so the error must not propose to install a package with it.
         if "no installed package" not in error.what:
             raise
-        expected = f"one of {', '.join(known)}"
         raise RecipeNotFoundError(
-            error.what, expected, "`ottava recipes` lists what is installed"
+            error.what, f"one of {', '.join(names)}", "`ottava recipes` lists what is installed"
         ) from error
+
+
+def _print(conversion: "Conversion") -> None:
+    """Print how many tensors had each outcome, and the names of those that a user may ask for."""
+    from ottava_integrations.converting import KINDS
+
     words = {"copied": "copied as they are", "dropped": "dropped: scaling state of another recipe"}
-    counts = [
-        (words.get(kind, kind), str(len(names)))
-        for kind in KINDS
-        if (names := getattr(conversion, kind))
-    ]
-    counts += [
-        ("bytes before", decimal(conversion.bytes_before)),
-        ("bytes after", decimal(conversion.bytes_after)),
-    ]
+    counts: list[tuple[str, str]] = []
+    for kind in KINDS:
+        if names := getattr(conversion, kind):
+            counts.append((words.get(kind, kind), str(len(names))))
+    counts.append(("bytes before", decimal(conversion.bytes_before)))
+    counts.append(("bytes after", decimal(conversion.bytes_after)))
     console().print(
         table(f"Converted to {conversion.recipe}", ("tensors", "number"), counts, right=("number",))
     )
-    for title, listed in (
-        ("Quantized", conversion.quantized),
-        ("Left alone, named as embeddings", conversion.skipped),
-    ):
-        if listed:
-            say(f"{title}: {', '.join(grouped(listed))}")
-    say(f"Written: {OUT}")
+    if conversion.quantized:
+        say(f"Quantized: {', '.join(grouped(conversion.quantized))}")
+    if conversion.skipped:
+        say(f"Left alone, named as embeddings: {', '.join(grouped(conversion.skipped))}")

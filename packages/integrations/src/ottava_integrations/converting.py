@@ -28,7 +28,7 @@ from ottava.nn import Linear, convert
 from ottava.nn.loading import OF_STATE
 from ottava.recipes import QuantizerRole, get_recipe
 from ottava.recipes.base import Recipe, as_recipe
-from ottava.tensors import QuantizedTensorStorage
+from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_integrations.reading import read_state
 
 #: Names of high-precision dtypes that may be given in place of a recipe's name.
@@ -123,103 +123,165 @@ def convert_file(
         UsageError: the target cannot be written, or two tensors would have one name.
     """
     check_file_target(target)
-    for argument, patterns in (("include", include), ("exclude", exclude)):
-        sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
-        if patterns is not None and not (
-            sequence and all(isinstance(pattern, str) for pattern in patterns)
-        ):
-            raise DTypeError(f"{argument} is {patterns!r}", expected="a list of patterns")
-    target_name, resolved, dtype = _target(recipe, dict(options or {}))
+    _check_patterns("include", include)
+    _check_patterns("exclude", exclude)
+    goal = _goal(recipe, dict(options or {}))
+    state, metadata = _read_source(source, prefix)
+    keeps_state = _keeps_state(goal.recipe, state)
+    with named(as_path(source)):
+        names, skipped = _selection(state, goal.recipe, model, include, exclude)
+        if goal.recipe is not None:
+            _check_layers(goal.recipe, state)
+        results = _convert_all(state, names, goal, columnwise, keeps_state, progress)
+    save_file(results.tensors, target, metadata=metadata)
+    return Conversion(
+        goal.name,
+        **results.names_by_kind(),
+        skipped=skipped,
+        bytes_before=results.bytes_before,
+        bytes_after=results.bytes_after,
+    )
+
+
+def _check_patterns(argument: str, patterns: Any) -> None:
+    """Raises DTypeError unless ``patterns`` is None or a sequence of texts."""
+    if patterns is None:
+        return
+    is_sequence = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+    if not is_sequence or not all(isinstance(pattern, str) for pattern in patterns):
+        raise DTypeError(f"{argument} is {patterns!r}", expected="a list of patterns")
+
+
+def _read_source(source: AnyPath, prefix: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of the source whose names begin with ``prefix``, and the texts of its header."""
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
     state, metadata = read_state(source)
     foreign = find_codes(state, as_path(source))
     foreign.refuse(source, [name for name in foreign.scales if name.startswith(prefix)])
-    state = _beginning_with(prefix, state) if prefix else state
-    keeps_state = _keeps_state(resolved, state)
-    kinds: dict[str, str] = {}
-    tensors: dict[str, Any] = {}
-    report = progress or (lambda read, total: None)
-    # Names that share one tensor in the source, and are converted alike, share one in the target.
-    written: dict[Any, tuple[str, Any]] = {}
-    with named(as_path(source)):
-        chosen, skipped = _chosen(state, resolved, model, include, exclude)
-        if resolved is not None:
-            weights = [
-                name
-                for name, value in state.items()
-                if f".{name}".endswith(".weight") and value.dim() == 2
-            ]
-            layers = [name.removesuffix("weight").removesuffix(".") for name in weights]
-            resolved.check_layers(layers)
-        sizes = {place_of(value): value.nbytes for value in state.values()}
-        total = sum(sizes.values())
-        read = 0
-        for name, value in state.items():
-            report(read, total)
-            key = (place_of(value), name in chosen)
-            read += sizes.pop(key[0], 0)
-            if OF_STATE.search(name) and not keeps_state:
-                kinds[name] = "dropped"
-                continue
-            if key not in written:
-                with of_any_class(name), torch.no_grad():
-                    to = (resolved, dtype) if name in chosen else (None, None)
-                    written[key] = _converted(name, value, *to, columnwise)
-            kinds[name], tensors[name] = written[key]
-        report(total, total)
-        after = sum(value.nbytes for _, value in written.values())
-    save_file(tensors, target, metadata=metadata)
-    names = {kind: tuple(name for name in kinds if kinds[name] == kind) for kind in KINDS}
-    return Conversion(target_name, **names, skipped=skipped, bytes_before=total, bytes_after=after)
+    if prefix:
+        state = _beginning_with(prefix, state)
+    return state, metadata
 
 
-def _target(
-    recipe: Recipe | str, options: dict[str, Any]
-) -> tuple[str, Recipe | None, torch.dtype | None]:
-    """The target's name, and its recipe or its high-precision dtype; the other of them is None."""
+def _check_layers(recipe: Recipe, state: Mapping[str, Any]) -> None:
+    """Let the recipe check that its patterns of layers fit those of the matrices in ``state``."""
+    weights = [name for name, value in state.items() if _is_weight(name, value)]
+    recipe.check_layers([name.removesuffix("weight").removesuffix(".") for name in weights])
+
+
+def _is_weight(name: str, value: Any) -> bool:
+    """Whether a tensor is a matrix named ``weight`` or ``*.weight``."""
+    return f".{name}".endswith(".weight") and value.dim() == 2
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """What tensors are converted to: a recipe or a high-precision dtype; the other one is None."""
+
+    name: str
+    recipe: Recipe | None
+    dtype: torch.dtype | None
+
+
+#: Without a recipe and a dtype, a tensor becomes one in high precision, of its own dtype.
+_OWN_DTYPE = _Goal("", None, None)
+
+
+def _goal(recipe: Recipe | str, options: Mapping[str, Any]) -> _Goal:
     dtype = HIGH_PRECISION_NAMES.get(recipe) if isinstance(recipe, str) else None
     if options and (dtype or not isinstance(recipe, str)):
         raise OptionError(
             f"options {', '.join(map(repr, options))} without the name of a recipe", expected="none"
         )
-    if isinstance(recipe, str):
-        return recipe, None if dtype else get_recipe(recipe, **options), dtype
-    resolved = as_recipe(recipe)
-    return resolved.name, resolved, None
+    if not isinstance(recipe, str):
+        resolved = as_recipe(recipe)
+        return _Goal(resolved.name, resolved, None)
+    if dtype is not None:
+        return _Goal(recipe, None, dtype)
+    return _Goal(recipe, get_recipe(recipe, **options), None)
 
 
-def _converted(
-    name: str, value: Any, recipe: Recipe | None, dtype: torch.dtype | None, columnwise: bool
-) -> tuple[str, Any]:
-    """One of :data:`KINDS`, and the converted tensor.
+@dataclass
+class _Results:
+    """The converted tensors by name, and which of :data:`KINDS` each tensor of the source is."""
 
-    Without a recipe the tensor is cast to ``dtype``, which is its own by default.
-    """
-    quantized = isinstance(value, QuantizedTensorStorage)
-    values = value.dequantize(torch.float32) if quantized else value
-    if recipe is None:
-        dtype = dtype or value.dtype
-        kind = "copied" if dtype == value.dtype else "cast"
-        return ("dequantized" if quantized else kind), values.to(dtype)
-    quantizer = recipe.quantizer(
-        QuantizerRole("linear", "weight", name.removesuffix(".weight"))
-    ).copy()
-    quantizer.set_usage(rowwise=True, columnwise=columnwise)
-    quantizer.internal = False
+    tensors: dict[str, Any]
+    kinds: dict[str, str]
+    bytes_before: int
+    bytes_after: int = 0
+
+    def names_by_kind(self) -> dict[str, Any]:
+        """The names of the tensors of each kind."""
+        return {
+            kind: tuple(name for name, own in self.kinds.items() if own == kind) for kind in KINDS
+        }
+
+
+def _convert_all(
+    state: Mapping[str, Any],
+    names: set[str],
+    goal: _Goal,
+    columnwise: bool,
+    keeps_state: bool,
+    progress: Callable[[int, int], None] | None,
+) -> _Results:
+    """Convert the tensors with ``names`` to the goal, and the others to high precision."""
+    report = progress or (lambda read, total: None)
+    sizes = {place_of(value): value.nbytes for value in state.values()}
+    results = _Results({}, {}, bytes_before=sum(sizes.values()))
+    # Names that share one tensor in the source, and are converted alike, share one in the target.
+    shared: dict[Any, tuple[str, Any]] = {}
+    read = 0
+    for name, value in state.items():
+        report(read, results.bytes_before)
+        place = place_of(value)
+        read += sizes.pop(place, 0)
+        if OF_STATE.search(name) and not keeps_state:
+            results.kinds[name] = "dropped"
+            continue
+        key = (place, name in names)
+        if key not in shared:
+            own_goal = goal if name in names else _OWN_DTYPE
+            with of_any_class(name), torch.no_grad():
+                shared[key] = _convert(name, value, own_goal, columnwise)
+        results.kinds[name], results.tensors[name] = shared[key]
+    report(results.bytes_before, results.bytes_before)
+    results.bytes_after = sum(tensor.nbytes for _, tensor in shared.values())
+    return results
+
+
+def _convert(name: str, value: Any, goal: _Goal, columnwise: bool) -> tuple[str, Any]:
+    """One of :data:`KINDS`, and the converted tensor."""
+    was_quantized = isinstance(value, QuantizedTensorStorage)
+    values = value.dequantize(torch.float32) if was_quantized else value
+    if goal.recipe is None:
+        dtype = goal.dtype or value.dtype
+        same_dtype = "copied" if dtype == value.dtype else "cast"
+        return ("dequantized" if was_quantized else same_dtype), values.to(dtype)
+    quantizer = _quantizer(goal.recipe, name, columnwise)
     problem = f"{name!r} of shape {tuple(value.shape)} cannot be quantized"
     remedy = "exclude it, or tell its authors"
     with translated(problem, "a tensor that the recipe takes", remedy, to=UsageError):
         quantizer.initialize(values)
         result = quantizer.quantize(values, dtype=value.dtype)
-        if quantized and _changes_nothing(value, result):
+        if was_quantized and _changes_nothing(value, result):
             return "copied", value
         # A recipe may keep a tensor in high precision, and then its storage has the same values.
         plain = values.to(value.dtype)
-        kept_plain = all(inner.dtype == plain.dtype for inner in held_tensors(result))
-        if kept_plain and _same(result, plain, rtol=0):
-            return ("dequantized" if quantized else "copied"), plain
+        is_plain = all(inner.dtype == plain.dtype for inner in held_tensors(result))
+        if is_plain and _same(result, plain, rtol=0):
+            return ("dequantized" if was_quantized else "copied"), plain
         return "quantized", result
+
+
+def _quantizer(recipe: Recipe, name: str, columnwise: bool) -> Quantizer:
+    """A quantizer of the recipe for the weight with a name, for tensors with rowwise data."""
+    role = QuantizerRole("linear", "weight", name.removesuffix(".weight"))
+    quantizer = recipe.quantizer(role).copy()
+    quantizer.set_usage(rowwise=True, columnwise=columnwise)
+    quantizer.internal = False
+    return quantizer
 
 
 def _changes_nothing(old: Any, new: Any) -> bool:
@@ -228,11 +290,12 @@ def _changes_nothing(old: Any, new: Any) -> bool:
     Then the bytes of ``old`` stay, because its columnwise data, for example, was made of the values
     from before the first quantization. Usages of ``old`` that ``new`` lacks are removed.
     """
-    specs = [tensor.flatten_storage()[1] for tensor in (old, new)]
-    if (specs[0].cls, specs[0].static) != (specs[1].cls, specs[1].static):
+    old_spec, new_spec = (tensor.flatten_storage()[1] for tensor in (old, new))
+    if (old_spec.cls, old_spec.static) != (new_spec.cls, new_spec.static):
         return False
     with suppress(UsageError):
-        old.update_usage(**{f"{usage}_usage": wanted for usage, wanted in new.get_usages().items()})
+        usages = new.get_usages()
+        old.update_usage(rowwise_usage=usages["rowwise"], columnwise_usage=usages["columnwise"])
     same = _same(new, old.dequantize(torch.float32), rtol=2**-22)
     return same and bool(old.get_usages() == new.get_usages())
 
@@ -268,7 +331,7 @@ def _beginning_with(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return selected
 
 
-def _chosen(
+def _selection(
     state: dict[str, Any],
     recipe: Recipe | None,
     model: torch.nn.Module | None,
@@ -279,56 +342,78 @@ def _chosen(
 
     The latter are left alone.
     """
-    candidates: list[str] = []
+    candidates = _candidates(state, recipe)
+    if model is not None:
+        return _weights_of_model(model, recipe, candidates, include, exclude), ()
+    skipped: tuple[str, ...] = ()
+    if include is not None:
+        names = _matches(candidates, include)
+    elif recipe is None:
+        names = {*candidates}
+    else:
+        names, skipped = _default_selection(state, candidates)
+    return names - _matches(candidates, exclude or ()), skipped
+
+
+def _candidates(state: Mapping[str, Any], recipe: Recipe | None) -> list[str]:
+    """The names of tensors that can be converted: those of floats, without scaling state."""
     dtypes = HIGH_PRECISION if recipe is not None else (*HIGH_PRECISION, *FLOAT8)
+    candidates: list[str] = []
     for name, value in state.items():
         with of_any_class(name):
             if value.dtype in dtypes and not OF_STATE.search(name):
                 candidates.append(name)
-    if model is not None:
-        if recipe is None:
-            raise OptionError(
-                "a model, to convert to high precision", expected="a model for a recipe alone"
-            )
-        modules = convert(model, recipe, include=include, exclude=exclude).named_modules(
-            remove_duplicate=False
+    return candidates
+
+
+def _weights_of_model(
+    model: torch.nn.Module,
+    recipe: Recipe | None,
+    candidates: Sequence[str],
+    include: _Patterns,
+    exclude: _Patterns,
+) -> set[str]:
+    """The weights of the layers that :func:`ottava.convert` swaps in the model."""
+    if recipe is None:
+        raise OptionError(
+            "a model, to convert to high precision", expected="a model for a recipe alone"
         )
-        layers = [
-            name
-            for name, module in modules
-            if isinstance(module, Linear)
-            and module.recipe is recipe
-            and not module.weight_is_transposed
-        ]
-        weights = {f"{name}.weight".lstrip(".") for name in layers}
-        if missing := sorted(weights - {*candidates}):
-            raise CheckpointError(
-                f"the file misses {listed(missing)}", expected="every weight of the model"
-            )
-        return weights, ()
+    swapped = convert(model, recipe, include=include, exclude=exclude)
+    layers = [
+        name
+        for name, module in swapped.named_modules(remove_duplicate=False)
+        if isinstance(module, Linear)
+        and module.recipe is recipe
+        and not module.weight_is_transposed
+    ]
+    weights = {f"{name}.weight".lstrip(".") for name in layers}
+    if absent := sorted(weights - {*candidates}):
+        raise CheckpointError(
+            f"the file misses {listed(absent)}", expected="every weight of the model"
+        )
+    return weights
 
-    def fitting(patterns: Sequence[str]) -> set[str]:
-        matches = {pattern: fnmatch.filter(candidates, pattern) for pattern in patterns}
-        if useless := [pattern for pattern, names in matches.items() if not names]:
-            raise OptionError(
-                f"pattern {useless[0]!r} fits no tensor that can be converted",
-                f"one of {listed(candidates)}",
-            )
-        return {name for names in matches.values() for name in names}
 
-    skipped: tuple[str, ...] = ()
+def _matches(candidates: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    """The candidates that a pattern fits; raises OptionError for a pattern that fits none."""
+    matches = {pattern: fnmatch.filter(candidates, pattern) for pattern in patterns}
+    if useless := [pattern for pattern, names in matches.items() if not names]:
+        raise OptionError(
+            f"pattern {useless[0]!r} fits no tensor that can be converted",
+            f"one of {listed(candidates)}",
+        )
+    return {name for names in matches.values() for name in names}
+
+
+def _default_selection(
+    state: Mapping[str, Any], candidates: Sequence[str]
+) -> tuple[set[str], tuple[str, ...]]:
+    """The tensors that are quantized in the source. If none is: the weights, without embeddings,
+    and the embeddings that are left alone."""
     quantized = {name for name in candidates if isinstance(state[name], QuantizedTensorStorage)}
-    if include is not None:
-        chosen = fitting(include)
-    elif recipe is None:
-        chosen = {*candidates}
-    elif quantized:
-        chosen = quantized
-    else:
-        matrices = [
-            name for name in candidates if state[name].dim() == 2 and f".{name}".endswith(".weight")
-        ]
-        embeddings = {place_of(state[name]) for name in matrices if _EMBEDDING.search(name)}
-        skipped = tuple(name for name in matrices if place_of(state[name]) in embeddings)
-        chosen = {*matrices} - {*skipped}
-    return chosen - fitting(exclude or ()), skipped
+    if quantized:
+        return quantized, ()
+    weights = [name for name in candidates if _is_weight(name, state[name])]
+    embeddings = {place_of(state[name]) for name in weights if _EMBEDDING.search(name)}
+    skipped = tuple(name for name in weights if place_of(state[name]) in embeddings)
+    return {*weights} - {*skipped}, skipped

@@ -48,9 +48,9 @@ def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
     files: Any = _files(location) if single.is_dir() else {single: ()}
     for file, names in files.items():
         tensors, metadata = read_tensors(file)
-        if missing := [name for name in names if name not in tensors]:
+        if absent := [name for name in names if name not in tensors]:
             raise CheckpointError(
-                f"{file} has no tensor {missing[0]!r}",
+                f"{file} has no tensor {absent[0]!r}",
                 expected=f"the tensors that {_FOLDER_INDEX} lists",
             )
         with named(file):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +14,7 @@ from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.kernels import for_layers
 from ottava.layout import Layout
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
+from ottava.tensors.operand import SideTensors
 from ottava.tensors.quantizer import epsilon_option, flag_option
 
 
@@ -86,22 +89,29 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         copy.amax_reduction_group = group
         return copy
 
-    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
-        wanted = self.wanted(tensor)
+    def kernel(self, rowwise: bool, columnwise: bool) -> Callable[[torch.Tensor], SideTensors]:
         if self.with_amax_reduction:
-            return self._with_reduced_amax(tensor, *wanted)
-        return for_layers.quantize(
-            tensor, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales, *wanted
+            return partial(self._quantize_reduced, rowwise=rowwise, columnwise=columnwise)
+        return partial(
+            for_layers.quantize,
+            fp8_dtype=self.fp8_dtype,
+            epsilon=self.amax_epsilon,
+            force_pow_2=self.force_pow_2_scales,
+            rowwise=rowwise,
+            transposed=columnwise,
         )
 
-    def _with_reduced_amax(
-        self, tensor: torch.Tensor, with_data: bool, with_transpose: bool
-    ) -> for_layers.Quantized:
+    def _quantize_reduced(
+        self, tensor: torch.Tensor, rowwise: bool, columnwise: bool
+    ) -> SideTensors:
+        """With the amax of all ranks."""
         amax = reduce_amax(kernels.amax(tensor), self.amax_reduction_group)
         scale, scale_inv = kernels.scale_from_amax(
             amax, self.fp8_dtype, self.amax_epsilon, self.force_pow_2_scales
         )
-        if not with_transpose:
-            return kernels.cast(tensor, scale, self.fp8_dtype), None, scale_inv
+        if not columnwise:
+            return kernels.cast(tensor, scale, self.fp8_dtype), scale_inv, None, None
         data, transpose = kernels.cast_transpose(tensor, scale, self.fp8_dtype)
-        return data if with_data else None, transpose, scale_inv
+        if not rowwise:
+            return None, None, transpose, scale_inv
+        return data, scale_inv, transpose, scale_inv

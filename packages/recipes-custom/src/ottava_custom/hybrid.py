@@ -21,8 +21,8 @@ def side_of(recipe: Recipe, role: QuantizerRole, side: str) -> Quantizer:
 
     Where the recipe keeps wgrad in high precision, the operands of wgrad are not quantized.
     """
-    of_wgrad = side == "columnwise" and role.tensor_type != "weight"
-    if recipe.wgrad_high_precision and of_wgrad:
+    wgrad_reads_it = side == "columnwise" and role.tensor_type != "weight"
+    if recipe.wgrad_high_precision and wgrad_reads_it:
         return IdentityQuantizer()
     return recipe.quantizer(role)
 
@@ -41,8 +41,10 @@ def quantizer_for_side(
     if isinstance(quantizer, QuantizerRequest):
         quantizer = side_of(quantizer.recipe, role, side)
     if quantizer is None:
-        what = f"there is no quantizer for {role.tensor_type!r} of layer {role.name!r}"
-        raise OptionError(what, expected="a quantizer, for either direction")
+        raise OptionError(
+            f"there is no quantizer for {role.tensor_type!r} of layer {role.name!r}",
+            expected="a quantizer, for either direction",
+        )
     if quantizer.stateful:
         raise OptionError(
             "a recipe that keeps state cannot serve one direction",
@@ -53,11 +55,13 @@ def quantizer_for_side(
 
 
 class _BothSides(ShardRule):
-    """Rows are independent of each other where those of both sides are."""
+    """Rows are independent of each other where they are so on both sides."""
 
     def independent_rows(self, quantizer: Any) -> int | None:
-        rows = [rule_of(side).independent_rows(side) for side in quantizer.sides]
-        return None if None in rows else math.lcm(*filter(None, rows))
+        rowwise, columnwise = (rule_of(side).independent_rows(side) for side in quantizer.sides)
+        if rowwise is None or columnwise is None:
+            return None
+        return math.lcm(rowwise, columnwise)
 
 
 class HybridQuantizer(Quantizer):
@@ -125,16 +129,16 @@ class HybridQuantizer(Quantizer):
         return self.columnwise_quantizer if columnwise else self.rowwise_quantizer
 
     def for_shards(self, group: Any) -> HybridQuantizer:
-        copied = self.copy()
-        copied.rowwise_quantizer = self.rowwise_quantizer.for_shards(group)
-        copied.columnwise_quantizer = self.columnwise_quantizer.for_shards(group)
-        return copied
+        copy = self.copy()
+        copy.rowwise_quantizer = self.rowwise_quantizer.for_shards(group)
+        copy.columnwise_quantizer = self.columnwise_quantizer.for_shards(group)
+        return copy
 
     def is_alike(self, other: Quantizer) -> bool:
         if not isinstance(other, HybridQuantizer):
             return False
         pairs = zip(self.sides, other.sides, strict=True)
-        return all(mine.is_alike(its) for mine, its in pairs)
+        return all(own.is_alike(others) for own, others in pairs)
 
     def quantize_impl(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
@@ -151,33 +155,35 @@ class HybridQuantizer(Quantizer):
         return cls.of_sides(rows, columns, shape=tuple(tensor.shape), dtype=dtype, quantizer=self)
 
     def _quantize_columns(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
-        """The columns; of a tensor with the elements that are written and gathered by rows."""
+        """The columnwise storage. That of a tensor holds elements, which can be written to and
+        gathered."""
         quantizer = self.columnwise_quantizer
         columns = quantizer.quantize_impl(tensor, dtype)
         if self.internal or _holds_elements(columns):
             return columns
-        # A transpose alone is made of such elements.
+        # The storage holds a transpose alone, which is derived from the elements of the rows.
         return quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
 
 
 def _as_side(side: str, quantizer: Quantizer) -> Quantizer:
     """A copy of a quantizer that serves one side of a hybrid."""
-    what = f"{side}_quantizer is a {type(quantizer).__name__}"
+    kind = f"{side}_quantizer is a {type(quantizer).__name__}"
     if not isinstance(quantizer, Quantizer) or isinstance(quantizer, HybridQuantizer):
-        raise DTypeError(what, expected="an ottava.Quantizer that is no hybrid itself")
+        raise DTypeError(kind, expected="an ottava.Quantizer that is no hybrid itself")
     if quantizer.stateful:
         raise OptionError(
-            f"{what}, which keeps state",
+            f"{kind}, which keeps state",
             expected="a quantizer without state",
             remedy="use it for a whole role: return an ottava.QuantizerRequest from the factory",
         )
-    copied = quantizer.copy()
-    copied.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
-    copied.internal = True
-    return copied
+    own = quantizer.copy()
+    own.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
+    own.internal = True
+    return own
 
 
 def _holds_elements(storage: QuantizedTensorStorage) -> bool:
+    """Whether the storage holds an inner tensor that shards gather."""
     return any(
         inner.gather and getattr(storage, inner.attribute) is not None
         for inner in storage.inner_tensors

@@ -1,18 +1,25 @@
 """Tensors whose rows and columns were quantized by different quantizers.
 
-There is a class for each pair of storage classes, because core derives everything from what a class
-declares: the names of tensors in files, how many tensors a backward pass takes back, and what
-``__tensor_unflatten__`` builds, to which torch passes no instance. :func:`hybrid_class` joins the
-two declarations: each inner tensor and each static field of a side keeps its name, with
-``rowwise_`` or ``columnwise_`` before it.
+There is a class for each pair of storage classes, and not one class that holds two storages. The
+declaration of inner tensors is needed where there is no instance yet: to check the arguments of a
+constructor, to read a file, to load a pickle, to take tensors back in a backward pass, to build
+what FSDP2 gathered, and in ``__tensor_unflatten__``, to which torch passes no instance. Each of
+these places has a class and asks it. A pair that were not a class would have to be one in all but
+name: it would declare inner tensors, be called, be found by its name in a file, and be a safe
+global of ``torch.load``.
+
+:func:`hybrid_class` joins the declarations of a pair: each inner tensor and each static field of a
+side keeps its name, with ``rowwise_`` or ``columnwise_`` before it. The tensors of a side lie flat
+in the hybrid, because core reads and writes them by the attributes that a class declares.
+:meth:`HybridTensorStorage.side` puts them into a storage of the side, which does everything else.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import torch
 
@@ -32,6 +39,7 @@ from ottava.tensors.storage import storage_classes
 Side = Literal["rowwise", "columnwise"]
 SIDES: tuple[Side, Side] = ("rowwise", "columnwise")
 _Kind = type[QuantizedTensorStorage]
+_DTYPE = "_dtype"
 
 
 class HybridTensorStorage(QuantizedTensorStorage):
@@ -67,18 +75,20 @@ class HybridTensorStorage(QuantizedTensorStorage):
     @classmethod
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
         # Files have elements in dtypes of their own, and storages hold them as bytes.
-        checked = dict(declared)
+        arguments = dict(declared)
         for name, value in declared.items():
             if isinstance(value, torch.Tensor) and value.element_size() == 1:
-                checked[name] = value.view(torch.uint8)
-        return checked
+                arguments[name] = value.view(torch.uint8)
+        return arguments
 
     def _hold(self, declared: dict[str, Any], quantizer: Any) -> None:
-        if any(_declares_names_alone(kind) for kind in self.kinds):
-            inner_tensors: list[InnerTensor] = []
-            for side, kind in zip(SIDES, self.kinds, strict=True):
-                inner_tensors += _inner_tensors_of_side(side, kind, declared)
-            self.inner_tensors = tuple(inner_tensors)  # type: ignore[misc]
+        if any(_has_layouts(kind) for kind in self.kinds):
+            # The declaration of the class has names; the layouts of the sides say the rest.
+            self.inner_tensors = tuple(  # type: ignore[misc]
+                inner
+                for side, kind in zip(SIDES, self.kinds, strict=True)
+                for inner in _inner_tensors_of_side(side, kind, declared)
+            )
         super()._hold(declared, quantizer)
 
     def side(self, columnwise: bool) -> QuantizedTensorStorage:
@@ -93,14 +103,7 @@ class HybridTensorStorage(QuantizedTensorStorage):
         if not self.get_usages()[side]:
             raise self._without(side)
         tensors = [getattr(self, _attribute(side, inner.attribute)) for inner in kind.inner_tensors]
-        static: list[Any] = []
-        for field in kind.static_fields:
-            name = (
-                field.attribute
-                if field.attribute == "_dtype"
-                else _attribute(side, field.attribute)
-            )
-            static.append(getattr(self, name))
+        static = [getattr(self, _attribute(side, field.attribute)) for field in kind.static_fields]
         quantizer: Quantizer | None = getattr(self._quantizer, f"{side}_quantizer", None)
         storage: QuantizedTensorStorage = StorageSpec(kind, tuple(static), quantizer).build(tensors)
         return storage
@@ -145,16 +148,19 @@ class HybridTensorStorage(QuantizedTensorStorage):
 
 
 def _attribute(side: Side, attribute: str) -> str:
+    """Where a hybrid holds an attribute of a side. Both sides have its nominal dtype."""
+    if attribute == _DTYPE:
+        return attribute
     return f"_{side}_{attribute.lstrip('_')}"
 
 
-def _fields_of(kind: _Kind) -> list[StaticField]:
-    """The static fields of a side without the nominal dtype, which is that of the hybrid."""
-    return [field for field in kind.static_fields if field.attribute != "_dtype"]
+def _fields_of_side(kind: _Kind) -> list[StaticField]:
+    """The static fields of a class that a hybrid holds for each side."""
+    return [field for field in kind.static_fields if field.attribute != _DTYPE]
 
 
 def _arguments_of_side(side: Side, storage: QuantizedTensorStorage) -> dict[str, Any]:
-    """What the constructor of a hybrid is given for a side: inner tensors and static values."""
+    """The arguments of a hybrid's constructor for a side: inner tensors and static values."""
     tensors = {inner: getattr(storage, inner.attribute) for inner in storage.inner_tensors}
     has_elements = any(inner.gather and tensor is not None for inner, tensor in tensors.items())
     arguments: dict[str, Any] = {}
@@ -162,33 +168,33 @@ def _arguments_of_side(side: Side, storage: QuantizedTensorStorage) -> dict[str,
         # A transpose beside its elements would have to be made again whenever these are written.
         if not (has_elements and storage.is_derived(inner)):
             arguments[f"{side}_{inner.argument}"] = tensor
-    for field in _fields_of(type(storage)):
+    for field in _fields_of_side(type(storage)):
         arguments[f"{side}_{field.argument}"] = getattr(storage, field.attribute)
     return arguments
 
 
-def _declares_names_alone(kind: _Kind) -> bool:
-    """Whether the class declares names of inner tensors, and the layout of its data all else."""
+def _has_layouts(kind: _Kind) -> TypeGuard[type[GridTensorStorage]]:
+    """Whether the class declares names of inner tensors, and a layout of each instance the rest."""
     gathers = any(inner.gather for inner in kind.inner_tensors)
     return issubclass(kind, GridTensorStorage) and not gathers
 
 
 def _inner_tensors_of_side(
-    side: Side, kind: _Kind, declared: dict[str, Any]
-) -> Sequence[InnerTensor]:
-    """The declaration of a side in a hybrid that holds ``declared``, by its layout if it has
-    one."""
+    side: Side, kind: _Kind, declared: Mapping[str, Any]
+) -> list[InnerTensor]:
+    """The inner tensors of a side, in a hybrid that is given the arguments ``declared``."""
     inner_tensors = kind.inner_tensors
-    if _declares_names_alone(kind) and issubclass(kind, GridTensorStorage):
-        fields = {f.argument: declared[f"{side}_{f.argument}"] for f in _fields_of(kind)}
-        if None not in fields.values():
-            inner_tensors = inner_tensors_of(kind.layout_of(fields))
-    return [_declared(side, inner) for inner in inner_tensors]
+    if _has_layouts(kind):
+        fields = _fields_of_side(kind)
+        static = {field.argument: declared[f"{side}_{field.argument}"] for field in fields}
+        # A side that is not held has no layout.
+        if None not in static.values():
+            inner_tensors = inner_tensors_of(kind.layout_of(static))
+    return [_inner_tensor(side, inner) for inner in inner_tensors]
 
 
-def _declared(side: Side, inner: InnerTensor) -> InnerTensor:
-    """The declaration of a side's inner tensor in a hybrid, where it serves the usage of the
-    side."""
+def _inner_tensor(side: Side, inner: InnerTensor) -> InnerTensor:
+    """The declaration in a hybrid of an inner tensor of a side."""
     native = inner.native
     if isinstance(native, str):
         native = _attribute(side, native)
@@ -199,6 +205,13 @@ def _declared(side: Side, inner: InnerTensor) -> InnerTensor:
         usage="both" if inner.shared else side,
         native=native,
     )
+
+
+def _static_field(side: Side, field: StaticField) -> StaticField:
+    """The declaration in a hybrid of a static field of a side."""
+    attribute, argument = _attribute(side, field.attribute), f"{side}_{field.argument}"
+    # A side that is not held has no static values.
+    return StaticField(attribute, argument, usage=side, default=None)
 
 
 _classes: dict[tuple[_Kind, _Kind, bool], type[HybridTensorStorage]] = {}
@@ -214,16 +227,10 @@ def hybrid_class(rowwise: _Kind, columnwise: _Kind, *, tensor: bool) -> type[Hyb
 
 def _make_class(rowwise: _Kind, columnwise: _Kind, tensor: bool) -> type[HybridTensorStorage]:
     inner_tensors: list[InnerTensor] = []
-    static_fields: list[StaticField] = []
-    if not tensor:
-        # Tensors know their shape and dtype.
-        static_fields += [StaticField("_shape", "shape"), StaticField("_dtype", "dtype")]
+    static_fields = [StaticField("_shape", "shape"), StaticField(_DTYPE, "dtype")]
     for side, kind in zip(SIDES, (rowwise, columnwise), strict=True):
-        inner_tensors += [_declared(side, inner) for inner in kind.inner_tensors]
-        for field in _fields_of(kind):
-            name, argument = _attribute(side, field.attribute), f"{side}_{field.argument}"
-            # A side that is not held has no static values.
-            static_fields.append(StaticField(name, argument, usage=side, default=None))
+        inner_tensors += [_inner_tensor(side, inner) for inner in kind.inner_tensors]
+        static_fields += [_static_field(side, field) for field in _fields_of_side(kind)]
     own_name = "HybridTensor" if tensor else "HybridTensorStorage"
     # Pickles and files find the class by this name, errors show the short one.
     full_name = f"{own_name}[{_reference(rowwise)},{_reference(columnwise)}]"
@@ -256,8 +263,8 @@ def __getattr__(name: str) -> Any:
         for reference in references:
             if reference not in storage_classes():
                 import_offered(reference.partition(":")[0])
-        known = storage_classes()
-        if set(references) <= set(known):
-            rowwise, columnwise = (known[reference] for reference in references)
+        classes = storage_classes()
+        if set(references) <= set(classes):
+            rowwise, columnwise = (classes[reference] for reference in references)
             return hybrid_class(rowwise, columnwise, tensor=own_name == "HybridTensor")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -173,7 +173,8 @@ class Evaluations:
                 f"its largest value is {excess:.3g} times what its scale of delayed scaling can "
                 f"represent, and evaluation moves no scale. {_REMEDY}",
                 UserWarning,
-                stacklevel=6,
+                # The line that calls the layer.
+                stacklevel=9,
             )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from ottava.formats import fp8_format
 from ottava.kernels import for_layers
 from ottava.kernels.checks import check_device
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+from ottava.tensors.operand import SideTensors
 from ottava.torch_private import foreach_maximum_
 
 
@@ -181,18 +183,26 @@ class Float8Quantizer(Float8QuantizerBase):
             tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
         return dst
 
-    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
+    def kernel(self, rowwise: bool, columnwise: bool) -> Callable[[torch.Tensor], SideTensors]:
+        return partial(self._cast, rowwise=rowwise, columnwise=columnwise)
+
+    def _cast(self, tensor: torch.Tensor, rowwise: bool, columnwise: bool) -> SideTensors:
         scale = self.scale
         if self.fits and self.amax is not None:
-            amax = kernels.amax(tensor)
-            if self.shard_group is not None:
-                amax = reduce_amax(amax, self.shard_group)
-            own = kernels.scale_from_amax(amax, self.fp8_dtype)[0]
-            if self.unset and not tensor.is_meta:
-                self._start_with(own)
-            scale = torch.minimum(self.scale, own.reshape(scale.shape))
-        wanted = self.wanted(tensor)
-        return for_layers.cast(tensor, scale, self.amax, self.saturated, self.fp8_dtype, *wanted)
+            scale = self._fitting_scale(tensor)
+        return for_layers.cast(
+            tensor, scale, self.amax, self.saturated, self.fp8_dtype, rowwise, columnwise
+        )
+
+    def _fitting_scale(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The scale, or the one that the tensor's own amax gives, if that is smaller."""
+        amax = kernels.amax(tensor)
+        if self.shard_group is not None:
+            amax = reduce_amax(amax, self.shard_group)
+        own = kernels.scale_from_amax(amax, self.fp8_dtype)[0]
+        if self.unset and not tensor.is_meta:
+            self._start_with(own)
+        return torch.minimum(self.scale, own.reshape(self.scale.shape))
 
 
 class SlotQuantizer(Float8Quantizer):
@@ -240,23 +250,17 @@ class SlotQuantizer(Float8Quantizer):
         check_device(scale, self.scale.device, "the weight")
         super()._start_with(scale)
 
-    def quantize_tensors(self, tensor: torch.Tensor) -> for_layers.Quantized:
+    def kernel(self, rowwise: bool, columnwise: bool) -> Callable[[torch.Tensor], SideTensors]:
         if self.fits:
-            return super().quantize_tensors(tensor)
-        buffers = self.buffers
-        amax = None
-        saturated = None
-        if self.recording:
-            amax = buffers["amax_history"]
-            saturated = buffers["saturated"]
-        return for_layers.cast(
-            tensor,
-            buffers["scale"],
-            amax,
-            saturated,
-            self.fp8_dtype,
-            *self.wanted(tensor),
-            self.slot,
+            return super().kernel(rowwise, columnwise)
+        return partial(
+            for_layers.cast_slot,
+            buffers=self.buffers,
+            slot=self.slot,
+            recording=self.recording,
+            fp8_dtype=self.fp8_dtype,
+            rowwise=rowwise,
+            transposed=columnwise,
         )
 
 

@@ -81,6 +81,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             for role in roles
             if recipe.given(role) is not None
         }
+        # Whoever supplied one may change it between calls.
+        self.keeps_quantizers = not self.given
         self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
         # A model may be built under another default dtype or device, so both are set explicitly.
         exact: Any = {"dtype": torch.float32, "device": "cpu"}
@@ -140,22 +142,24 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             recording=recording,
         )
 
+    def opens_evaluation(self) -> bool:
+        # Each evaluating pass comes here, so this reads ``__dict__`` as a forward pass does.
+        evaluations: Evaluations = self.__dict__["evaluations"]
+        scale: Any = self._buffers["scale"]
+        return evaluations.opens(scale)
+
     def evaluation_quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool
     ) -> Quantizer:
-        # Each evaluating pass comes here, so this reads ``__dict__`` as a forward pass does.
-        attributes: dict[str, Any] = self.__dict__
-        evaluations: Evaluations = attributes["evaluations"]
-        scale: Any = self._buffers["scale"]
-        if tensor_type in self.given or not evaluations.opens(scale):
+        if tensor_type in self.given or not self.opens_evaluation():
             return self.quantizer(
                 tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False
             )
-        cache: dict[Any, SlotQuantizer] = attributes["_cache"]
+        cache: dict[Any, SlotQuantizer] = self.__dict__["_cache"]
         key = ("evaluation", tensor_type, rowwise, columnwise)
         if key not in cache:
             cache[key] = self._slot_quantizer(
-                evaluations.buffers, tensor_type, rowwise, columnwise, recording=True
+                self.evaluations.buffers, tensor_type, rowwise, columnwise, recording=True
             )
         return cache[key]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ottava import kernels
-from ottava.collectives import spans_ranks
+from ottava.collectives import process_groups_ready, spans_ranks
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, ShapeError
 from ottava.formats import fp8_format
@@ -26,7 +26,7 @@ def update(
     Raises:
         ShapeError, DTypeError: a function of the recipe did not return one float32 for each slot.
     """
-    reduces = recipe.reduce_amax and spans_ranks(amax_reduction_group)
+    reduces = recipe.reduce_amax and process_groups_ready() and spans_ranks(amax_reduction_group)
     if len(states) == 1 and not (reduces or recipe.by_functions):
         # A step with one layer begins in each forward pass of the layer, so this path is short.
         (state,) = states

@@ -8,8 +8,8 @@ gathered are equal on all ranks. Derived ones, such as transposes, are left out.
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TypedDict
 
 import torch
 
@@ -38,48 +38,55 @@ from ottava.tensors.declaration import InnerTensor, as_data, native_dtype
 from ottava.tensors.quantizer import as_device
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage, storage_classes
+from ottava.torch_private import Private, is_distributed
 
-#: The JSON description of one quantized tensor: its class ``"module:Class"``, the arguments of its
-#: inner tensors, and the static fields by argument.
-Entry = dict[str, Any]
-_ENTRY = {"class": str, "tensors": list, "static": dict}
+#: A tensor of a state dict.
+Value = torch.Tensor | QuantizedTensorStorage
+#: The description of one quantized tensor as JSON. ``class`` is ``"module:Class"``, ``tensors`` are
+#: the arguments of its inner tensors, and ``static`` has the static fields by argument.
+Entry = TypedDict("Entry", {"class": str, "tensors": list[str], "static": dict[str, object]})
 _VERSION = 1
 _Sizes = Sequence[int]
 
 
-def check_entry(entry: Any) -> Entry:
+def check_entry(entry: object) -> Entry:
     """The entry of a quantized tensor; ValueError, KeyError or TypeError if it has another form."""
-    texts = all(isinstance(argument, str) for argument in entry["tensors"])
-    if not texts or not all(isinstance(entry[key], kind) for key, kind in _ENTRY.items()):
+    if not isinstance(entry, dict):
+        raise TypeError("it is no object")
+    name, tensors, static = entry["class"], entry["tensors"], entry["static"]
+    if not isinstance(name, str) or not isinstance(tensors, list) or not isinstance(static, dict):
         raise ValueError("it is of another kind")
-    return {key: entry[key] for key in _ENTRY}
+    if not all(isinstance(argument, str) for argument in tensors):
+        raise ValueError("it is of another kind")
+    return {"class": name, "tensors": tensors, "static": static}
 
 
 def described(
     quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """The metadata for quantized tensors, and for aliases: names of tensors stored under others."""
-    body = {"quantized": quantized, "version": _VERSION} | ({"aliases": aliases} if aliases else {})
+    body: dict[str, object] = {"quantized": quantized, "version": _VERSION}
+    if aliases:
+        body["aliases"] = aliases
     return {METADATA_KEY: json.dumps(body, sort_keys=True)}
 
 
 def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
     with translated("the metadata of quantized tensors is damaged", "what was saved"):
-        read: Any = json.loads(text)
-        version, aliases = (
-            read["version"],
-            {name: str(stored) for name, stored in read.get("aliases", {}).items()},
-        )
+        body = json.loads(text)
+        version = body["version"]
+        aliases = {name: str(stored) for name, stored in body.get("aliases", {}).items()}
         if version != _VERSION:
-            what = f"the metadata of quantized tensors has version {version!r:.80}"
             raise CheckpointError(
-                what, f"version {_VERSION}", "read it with the ottava that wrote it"
+                f"the metadata of quantized tensors has version {version!r:.80}",
+                f"version {_VERSION}",
+                "read it with the ottava that wrote it",
             )
-        return {name: check_entry(entry) for name, entry in read["quantized"].items()}, aliases
+        return {name: check_entry(entry) for name, entry in body["quantized"].items()}, aliases
 
 
 def flatten_state_dict(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Value],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Plain tensors by name, and the metadata that :func:`unflatten_state_dict` needs to restore
     the state dict.
@@ -99,7 +106,7 @@ def flatten_state_dict(
 
 
 def flatten_values(
-    state_dict: Mapping[str, Any], *, derived: bool = True
+    state_dict: Mapping[str, Value], *, derived: bool = True
 ) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
     """As :func:`flatten_state_dict`, but with entries instead of metadata, and without derived
     tensors if ``derived`` is False."""
@@ -118,19 +125,21 @@ def flatten_values(
                 f"{name!r} is a {type(value).__name__}", expected="a state dict of tensors by name"
             )
         with torch.no_grad():
-            made, entries = _flatten_value(name, value, derived)
-        if taken := made.keys() & tensors.keys():
+            inner, entry = _flatten_value(name, value, derived)
+        twice = inner.keys() & tensors.keys()
+        if twice:
             raise UsageError(
-                f"two tensors would have the name {min(taken)!r}", remedy="rename one of them"
+                f"two tensors would have the name {min(twice)!r}", remedy="rename one of them"
             )
-        tensors |= made
-        quantized |= entries
+        tensors |= inner
+        if entry is not None:
+            quantized[name] = entry
     return tensors, quantized
 
 
 def unflatten_state_dict(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None
-) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
+) -> dict[str, Value]:
     """The state dict from which :func:`flatten_state_dict` made ``tensors`` and ``metadata``.
 
     Quantized tensors have no quantizers; loading copies their bytes into the tensors of a model.
@@ -140,25 +149,28 @@ def unflatten_state_dict(
             that is missing.
         OttavaError: the class of a quantized tensor refuses its tensors.
     """
-    text = (metadata or {}).get(METADATA_KEY)
-    quantized, aliases = ({}, {}) if text is None else _decode_description(text)
-    state: dict[str, Any] = dict(tensors)
+    quantized: dict[str, Entry] = {}
+    aliases: dict[str, str] = {}
+    if metadata is not None and METADATA_KEY in metadata:
+        quantized, aliases = _decode_description(metadata[METADATA_KEY])
+    state = dict(tensors)
     for alias, stored in aliases.items():
         if stored not in tensors or alias in tensors:
             raise CheckpointError(
                 f"damaged metadata: {alias!r} is said to be {stored!r}", "one of the two, stored"
             )
         state[alias] = tensors[stored]
-    made = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
-    if both := state.keys() & made.keys():
+    storages = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
+    twice = state.keys() & storages.keys()
+    if twice:
         raise CheckpointError(
-            f"{min(both)!r} is both a tensor and a quantized one", expected="one tensor of a name"
+            f"{min(twice)!r} is both a tensor and a quantized one", expected="one tensor of a name"
         )
-    return state | made
+    return {**state, **storages}
 
 
 def save_file(
-    state_dict: Mapping[str, Any], path: AnyPath, *, metadata: Mapping[str, str] | None = None
+    state_dict: Mapping[str, Value], path: AnyPath, *, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a state dict, which may have quantized tensors, as one safetensors file.
 
@@ -179,23 +191,20 @@ def save_file(
         UsageError: two tensors would have one name, the storage of a tensor was resized to less
             than it needs, or the file cannot be written. Nothing has changed then.
     """
-    for name, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
-        if hasattr(value, "to_local"):
-            remedy = (
-                "save with save_sharded, or gather them: get_model_state_dict with "
-                "full_state_dict=True"
-            )
-            raise DTypeError(f"{name!r} is sharded", "whole tensors", remedy)
     texts = {} if metadata is None else metadata
-    if not isinstance(texts, Mapping) or not all(
-        isinstance(text, str) for entry in texts.items() for text in entry
-    ):
-        raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
+    _check_whole(state_dict)
+    _check_texts(texts)
     tensors, quantized = flatten_values(state_dict)
-    first: dict[Any, str] = {}
-    names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
-    aliases = {name: stored for name, stored in names.items() if stored != name}
-    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    # Names of one tensor: the first name stores it, and the others are aliases.
+    first_names: dict[Hashable, str] = {}
+    aliases: dict[str, str] = {}
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        first = first_names.setdefault(place_of(tensor), name)
+        if first == name:
+            stored[name] = tensor
+        else:
+            aliases[name] = first
     place = check_file_target(path)
     unwritten = translated(
         f"{path} cannot be written", "a file in a folder, and room", to=UsageError, of=OSError
@@ -207,9 +216,29 @@ def save_file(
         partial.put_file("tensors")
 
 
-def load_file(
-    path: AnyPath, device: str | int = "cpu", *, verify: bool = True
-) -> dict[str, torch.Tensor | QuantizedTensorStorage]:
+def _check_whole(state_dict: Mapping[str, Value]) -> None:
+    """Raise DTypeError if a tensor is sharded. Another object than a mapping is refused later."""
+    if not isinstance(state_dict, Mapping):
+        return
+    for name, value in state_dict.items():
+        if is_distributed(value):
+            raise DTypeError(
+                f"{name!r} is sharded",
+                "whole tensors",
+                "save with save_sharded, or gather them: get_model_state_dict with "
+                "full_state_dict=True",
+            )
+
+
+def _check_texts(metadata: object) -> None:
+    right = isinstance(metadata, Mapping) and all(
+        isinstance(text, str) for pair in metadata.items() for text in pair
+    )
+    if not right:
+        raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
+
+
+def load_file(path: AnyPath, device: str | int = "cpu", *, verify: bool = True) -> dict[str, Value]:
     """The state dict of a safetensors file. Files of other tools give plain tensors.
 
     For weights that another tool has quantized, these are the data and the scales as in the file.
@@ -235,50 +264,51 @@ def load_file(
     ):
         torch.empty(0, device=place)
     tensors, metadata = read_tensors(path, verify=verify)
+    moved = {name: tensor.to(place) for name, tensor in tensors.items()}
     with named(as_path(path)):
-        return unflatten_state_dict(
-            {name: tensor.to(place) for name, tensor in tensors.items()}, metadata
-        )
+        return unflatten_state_dict(moved, metadata)
 
 
-def held_tensors(value: Any) -> list[torch.Tensor]:
+def held_tensors(value: Value) -> list[torch.Tensor]:
     """The inner tensors of a quantized tensor; for a plain tensor, the tensor itself."""
-    return (
-        [t for t in value.inner_list() if t is not None]
-        if isinstance(value, QuantizedTensorStorage)
-        else [value]
-    )
+    if isinstance(value, QuantizedTensorStorage):
+        return [tensor for tensor in value.inner_list() if tensor is not None]
+    return [value]
 
 
-def place_of(value: Any) -> Any:
+def place_of(value: Value) -> Hashable:
     """A key that is equal for two names of one tensor: where its bytes are, and how they are
     read."""
-    held = [
-        (t.device, t.data_ptr() or id(t), t.is_conj(), t.is_neg(), t) for t in held_tensors(value)
-    ]
-    return tuple((*place, t.dtype, tuple(t.shape), t.stride()) for *place, t in held)
+    return tuple(
+        (
+            tensor.device,
+            tensor.data_ptr() or id(tensor),
+            tensor.is_conj(),
+            tensor.is_neg(),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
+        for tensor in held_tensors(value)
+    )
 
 
 def _unflatten_tensor(
     name: str, entry: Entry, tensors: dict[str, torch.Tensor]
 ) -> QuantizedTensorStorage:
     """Make a quantized tensor from its inner tensors, which are removed from ``tensors``."""
-    for key in (f"{name}.{argument}" for argument in entry["tensors"]):
+    arguments = dict.fromkeys(entry["tensors"])
+    for key in (f"{name}.{argument}" for argument in arguments):
         if key not in tensors:
             raise CheckpointError(
                 f"tensor {key!r} is missing", expected=f"every inner tensor of {name!r}"
             )
     cls = _find_class(name, entry)
-    if not entry["tensors"] or not {*entry["tensors"]} <= {
-        declared.argument for declared in cls.inner_tensors
-    }:
+    if not arguments or not arguments.keys() <= {inner.argument for inner in cls.inner_tensors}:
         raise CheckpointError(
             f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class"
         )
-    held = {
-        argument: tensors.pop(f"{name}.{argument}") for argument in dict.fromkeys(entry["tensors"])
-    }
-    inner: list[torch.Tensor | None] = []
+    stored = {argument: tensors.pop(f"{name}.{argument}") for argument in arguments}
     # The class may belong to another package, and the values come from a file.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
         fields = {
@@ -287,19 +317,30 @@ def _unflatten_tensor(
         }
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
-        for declared in cls.inner_tensors:
-            # A storage holds 8-bit data as uint8.
-            native = (
-                fields[declared.native] if isinstance(declared.native, str) else declared.native
-            )
-            tensor = held.get(declared.argument)
-            inner.append(
-                tensor if native is None else as_data(tensor, native, repr(declared.argument))
-            )
-        return StorageSpec(cls, tuple(fields.values()), None).build(inner)  # type: ignore[no-any-return]
+        inner_tensors = [
+            _as_stored(inner, stored.get(inner.argument), fields) for inner in cls.inner_tensors
+        ]
+        storage: QuantizedTensorStorage
+        storage = StorageSpec(cls, tuple(fields.values()), None).build(inner_tensors)
+        return storage
 
 
-def _encode_static(value: Any) -> Any:
+def _as_stored(
+    inner: InnerTensor, tensor: torch.Tensor | None, fields: Mapping[str, object]
+) -> torch.Tensor | None:
+    """A tensor of a file in the dtype in which a storage has it: uint8 for 8-bit data."""
+    dtype: object = inner.native
+    if isinstance(inner.native, str):
+        dtype = fields[inner.native]
+    if dtype is None:
+        return tensor
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{inner.native!r} is {dtype!r:.80}")
+    return as_data(tensor, dtype, repr(inner.argument))
+
+
+def _encode_static(value: object) -> object:
+    """A static field as JSON."""
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, tuple):
@@ -311,10 +352,12 @@ def _encode_static(value: Any) -> Any:
     )
 
 
-def _decode_static(value: Any) -> Any:
+def _decode_static(value: object) -> object:
     if isinstance(value, dict):
         return DTYPES[str(value["dtype"])]
-    return tuple(_decode_static(entry) for entry in value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(_decode_static(entry) for entry in value)
+    return value
 
 
 def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
@@ -325,99 +368,150 @@ def _find_class(name: str, entry: Entry) -> type[QuantizedTensorStorage]:
         with contextlib.suppress(Exception, SystemExit):
             getattr(import_offered(module), attribute, None)
     if entry["class"] not in storage_classes():
-        what = f"{name!r} is a {entry['class']!r:.200}, which is not installed"
         raise CheckpointError(
-            what, remedy=f"install the package that has the module {module!r:.200}"
+            f"{name!r} is a {entry['class']!r:.200}, which is not installed",
+            remedy=f"install the package that has the module {module!r:.200}",
         )
     return storage_classes()[entry["class"]]
 
 
 def _flatten_value(
-    name: str, value: Any, derived: bool
-) -> tuple[dict[str, torch.Tensor], dict[str, Entry]]:
+    name: str, value: Value, derived: bool
+) -> tuple[dict[str, torch.Tensor], Entry | None]:
     """Plain tensors by name for one tensor, sharded in the same way, and an entry if it is
     quantized.
 
     Nothing is copied.
     """
-    sharded = hasattr(value, "to_local")
-    local: Any = value.to_local() if sharded else value
-    # ``gather_quantized`` wraps a weight in high precision, which is saved as the plain tensor.
-    unwrap = getattr(local, "high_precision", None)
-    local = unwrap() if callable(unwrap) and isinstance(local, torch.Tensor) else local
+    sharded = value if isinstance(value, torch.Tensor) and is_distributed(value) else None
+    local = _local_value(value)
     if not isinstance(local, QuantizedTensorStorage):
         check_dense(name, local)
-        return {
-            name: _sharded(name, value, local, tuple(value.shape))[0] if sharded else local.detach()
-        }, {}
-    inner, spec = local.flatten_storage()
-    held = [
-        (declared, t)
-        for declared, t in zip(local.inner_tensors, inner, strict=True)
-        if t is not None
+        if sharded is None:
+            return {name: local.detach()}, None
+        return {name: _sharded(name, sharded, local, tuple(sharded.shape))[0]}, None
+    derived = derived and sharded is None
+    tensors: dict[str, torch.Tensor] = {}
+    for inner, data in _saved_inner(name, local, derived):
+        check_memory(f"{name}.{inner.argument}", data)
+        native = native_dtype(local, inner)
+        plain = data if native is None else data.view(native)
+        if sharded is not None and inner.gather:
+            plain = _sharded_inner(name, sharded, local, inner, plain)
+        tensors[inner.argument] = plain.detach()
+    entry = _entry_of(local, list(tensors))
+    if sharded is not None and "shape" in entry["static"]:
+        entry["static"]["shape"] = list(sharded.shape)
+    return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, entry
+
+
+def _local_value(value: Value) -> Value:
+    """This rank's shard of a sharded tensor, or the tensor; a weight in high precision unwrapped.
+
+    ``gather_quantized`` wraps such a weight, which is saved as the plain tensor.
+    """
+    local: Value = value
+    to_local: Callable[[], torch.Tensor] | None = getattr(value, "to_local", None)
+    if to_local is not None:
+        local = to_local()
+    unwrap: Callable[[], torch.Tensor] | None = getattr(local, "high_precision", None)
+    if callable(unwrap) and isinstance(local, torch.Tensor):
+        return unwrap()
+    return local
+
+
+def _saved_inner(
+    name: str, storage: QuantizedTensorStorage, derived: bool
+) -> list[tuple[InnerTensor, torch.Tensor]]:
+    """The inner tensors of a storage that are saved, and with ``derived`` those that derive from
+    them.
+
+    Raises:
+        UsageError: the storage has no data from which the others derive.
+    """
+    inner_tensors = [
+        (inner, tensor)
+        for inner, tensor in zip(storage.inner_tensors, storage.inner_list(), strict=True)
+        if tensor is not None
     ]
-    derived = derived and not sharded
-    if not any(derived or declared.gather for declared, _ in held):
-        what = f"{name!r} holds {'only what derives from its elements' if held else 'no data'}"
+    if not any(derived or inner.gather for inner, _ in inner_tensors):
+        content = "only what derives from its elements" if inner_tensors else "no data"
         raise UsageError(
-            what,
+            f"{name!r} holds {content}",
             expected="rowwise data",
             remedy="keep the rowwise usage of weights; do not clear them",
         )
-    static = zip(spec.cls.all_static_fields(), spec.static, strict=True)
-    fields = {declared.argument: _encode_static(entry) for declared, entry in static}
-    if sharded and "shape" in fields:
-        fields["shape"] = list(value.shape)
-    tensors: dict[str, torch.Tensor] = {}
-    for declared, tensor in held:
-        if not derived and local.is_derived(declared):
-            continue
-        check_memory(f"{name}.{declared.argument}", tensor)
-        native = native_dtype(local, declared)
-        made = tensor if native is None else tensor.view(native)
-        if sharded and declared.gather:
-            rows, first = sharded_rows(
-                name, declared, tensor, local.shape, value.shape, _begin(name, value)
-            )
-            # Transposed inner tensors have the rows in their second dimension.
-            dim = int(declared.transposed)
-            made, begin = _sharded(
-                name, value, made, (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]), dim
-            )
-            if tensor.numel() and begin[dim] != first:
-                what = f"the shards of {name!r} are no shards of {declared.argument!r}"
-                raise ShapeError(what, expected="as many blocks on each rank but the last")
-        tensors[declared.argument] = made.detach()
-    entry = {
-        "class": f"{spec.cls.__module__}:{spec.cls.__qualname__}",
-        "tensors": list(tensors),
-        "static": fields,
+    if derived:
+        return inner_tensors
+    return [(inner, tensor) for inner, tensor in inner_tensors if not storage.is_derived(inner)]
+
+
+def _entry_of(storage: QuantizedTensorStorage, arguments: list[str]) -> Entry:
+    spec = storage.flatten_storage()[1]
+    cls = spec.cls
+    return {
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "tensors": arguments,
+        "static": {
+            field.argument: _encode_static(value)
+            for field, value in zip(cls.all_static_fields(), spec.static, strict=True)
+        },
     }
-    return {f"{name}.{argument}": tensor for argument, tensor in tensors.items()}, {name: entry}
+
+
+def _sharded_inner(
+    name: str,
+    whole: torch.Tensor,
+    local: QuantizedTensorStorage,
+    inner: InnerTensor,
+    data: torch.Tensor,
+) -> torch.Tensor:
+    """An inner tensor of a shard, sharded as the quantized tensor ``whole`` is.
+
+    Raises:
+        ShapeError: the shards of the tensor are no shards of the inner tensor.
+    """
+    begin = _begin(name, whole)
+    rows, first = sharded_rows(name, inner, data, local.shape, whole.shape, begin)
+    # Transposed inner tensors have the rows in their second dimension.
+    dim = int(inner.transposed)
+    shape = (*data.shape[:dim], rows, *data.shape[dim + 1 :])
+    tensor, begin_of_data = _sharded(name, whole, data, shape, dim)
+    if data.numel() and begin_of_data[dim] != first:
+        raise ShapeError(
+            f"the shards of {name!r} are no shards of {inner.argument!r}",
+            expected="as many blocks on each rank but the last",
+        )
+    return tensor
 
 
 def _sharded(
-    name: str, value: Any, local: torch.Tensor, shape: tuple[int, ...], dim: int = 0
+    name: str, whole: Private, local: torch.Tensor, shape: tuple[int, ...], dim: int = 0
 ) -> tuple[torch.Tensor, _Sizes]:
-    """A tensor that is sharded along ``dim`` as ``value`` is by rows; and where this rank's shard
-    begins."""
-    sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
-    placements = [type(p)(dim) if dim and p.is_shard() else p for p in value.placements]
-    made = type(value).from_local(
-        local.detach(), value.device_mesh, placements, run_check=False, **sizes
+    """A DTensor that is sharded along ``dim`` as the DTensor ``whole`` is by rows; and where this
+    rank's shard begins."""
+    placements = whole.placements
+    if dim:
+        placements = [type(p)(dim) if p.is_shard() else p for p in placements]
+    tensor: torch.Tensor = type(whole).from_local(
+        local.detach(),
+        whole.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
-    return made, _begin(name, made)
+    return tensor, _begin(name, tensor)
 
 
-def _begin(name: str, value: Any) -> _Sizes:
-    """The offsets of this rank's shard in a sharded tensor."""
+def _begin(name: str, tensor: Private) -> _Sizes:
+    """The offsets of this rank's shard in a DTensor."""
     expected = "shards and replicas, as of a DTensor, over a mesh with all ranks"
     with translated(f"{name!r} cannot be saved in shards", expected, to=UsageError):
-        (box,) = value.__create_chunk_list__()
-        if tuple(box.sizes) != tuple(value.to_local().shape) or any(
-            p.is_partial() for p in value.placements
-        ):
-            raise ValueError(f"{value.placements} make no single box of it on this rank")
+        (box,) = tensor.__create_chunk_list__()
+        partial = any(placement.is_partial() for placement in tensor.placements)
+        if partial or tuple(box.sizes) != tuple(tensor.to_local().shape):
+            raise ValueError(f"{tensor.placements} make no single box of it on this rank")
         return tuple(box.offsets)
 
 
@@ -443,7 +537,8 @@ def sharded_rows(
         check_blocks(
             [inner], shape, range(offsets[0], offsets[0] + local[0]), f"the shard of {name!r}"
         )
-    rows, first, own = (row_of(inner, shape, row) for row in (shape[0], offsets[0], local[0]))
-    if (found := inner.by_rows(tensor).shape[0]) != own:
-        raise ShapeError(f"{inner.argument!r} of {name!r} has {found} rows", expected=str(own))
-    return rows, first
+    count = inner.by_rows(tensor).shape[0]
+    expected = row_of(inner, shape, local[0])
+    if count != expected:
+        raise ShapeError(f"{inner.argument!r} of {name!r} has {count} rows", expected=str(expected))
+    return row_of(inner, shape, shape[0]), row_of(inner, shape, offsets[0])

@@ -1,16 +1,20 @@
 """Whole models in one file: everything is read and checked before the first byte of a model
-changes."""
+changes.
+
+:func:`load_model` reads the file, compares the names, brings each value into the form of its
+target, tries the small states of recipes in copies, and only then loads.
+"""
 
 import contextlib
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from ottava.checkpoint.files import check_memory
-from ottava.checkpoint.flatten import held_tensors, load_file, save_file
+from ottava.checkpoint.flatten import Value, held_tensors, load_file, save_file
 from ottava.checkpoint.published import Codes, find_codes, weight_of
 from ottava.errors import (
     CheckpointError,
@@ -29,7 +33,9 @@ from ottava.nn.loading import OF_STATE, layers_with_state
 from ottava.recipes.state import RecipeState
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage
 from ottava.tensors.declaration import check_flag
-from ottava.torch_private import foreach_copy_, may_refuse_to_load
+from ottava.torch_private import foreach_copy_, is_distributed, may_refuse_to_load
+
+_T = TypeVar("_T")
 
 
 def save_model(model: torch.nn.Module, path: AnyPath) -> None:
@@ -39,7 +45,7 @@ def save_model(model: torch.nn.Module, path: AnyPath) -> None:
 
 def load_model(
     model: torch.nn.Module, path: AnyPath, *, strict: bool = True, verify: bool = True
-) -> tuple[list[str], ...]:
+) -> tuple[list[str], list[str]]:
     """Load a safetensors file into a model's parameters and buffers, or change nothing.
 
     The whole file is checked and compared with the model: names, shapes and kinds. Only then the
@@ -66,78 +72,117 @@ def load_model(
         OttavaError: as of :func:`load_file`, or names, shapes or kinds are not those of the model.
     """
     check_flag("strict", strict)
-    targets: dict[str, Any] = _module(model).state_dict(keep_vars=True)
+    targets = _targets_of(_module(model))
+    state = load_file(path, verify=verify)
+    codes = find_codes(state, as_path(path))
+    codes.refuse(path, _misread(codes, targets, state, strict))
+    with named(as_path(path)):
+        missing, unexpected = _differing_names(model, targets, state)
+        if strict:
+            _check_names(missing, unexpected)
+        for name in unexpected:
+            del state[name]
+        recipe_states = _recipe_states(model)
+        for name, value in state.items():
+            if name in targets and not name.startswith(tuple(recipe_states)):
+                with of_any_class(name):
+                    state[name] = _fitting(name, targets[name], value)
+        for prefix, recipe_state in recipe_states.items():
+            _try_state(prefix, recipe_state, state)
+        _write(model, targets, state)
+    return missing, unexpected
+
+
+def _targets_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model to load into, by name.
+
+    Raises:
+        DTypeError, UsageError: one of them is not a whole tensor with memory.
+    """
+    targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     for name, tensor in targets.items():
-        what = f"{name!r} of the model is"
-        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "to_local"):
+        subject = f"{name!r} of the model is"
+        if not isinstance(tensor, torch.Tensor) or is_distributed(tensor):
             raise DTypeError(
-                f"{what} a {type(tensor).__name__}",
+                f"{subject} a {type(tensor).__name__}",
                 expected="whole tensors",
                 remedy="use load_sharded",
             )
         if tensor.is_meta:
             raise UsageError(
-                f"{what} on meta",
+                f"{subject} on meta",
                 expected="memory to load into",
                 remedy="call model.to_empty first",
             )
-    state: dict[str, Any] = load_file(path, verify=verify)
-    codes = find_codes(state, as_path(path))
-    codes.refuse(path, _misread(codes, targets, state, strict))
-    modules = dict(model.named_modules(remove_duplicate=False))
-    # Some state may differ: a layer without a recipe keeps it for a recipe that a region sets
-    # later, and a layer whose state is not in the file starts afresh.
-    bare = {n: m for n, m in modules.items() if isinstance(m, Linear) and m.recipe is None}
-    waiting = tuple(
-        f"{n}.recipe_state.".lstrip(".")
-        for n, m in bare.items()
-        if "recipe_state" not in m._modules
-    )
-    afresh = layers_with_state(targets) - layers_with_state(state)
-    waiting += tuple(f"{layer}recipe_state." for layer in afresh if f"{layer}weight" in state)
-    with named(as_path(path)):
-        missing = [name for name in targets if name not in state and not name.startswith(waiting)]
-        unexpected = [
-            name for name in state if name not in targets and not name.startswith(waiting)
-        ]
-        differing = {"the file misses": missing, "the model has no place for": unexpected}
-        if strict and (missing or unexpected):
-            what = "; ".join(
-                f"{whose} {listed(names)}" for whose, names in differing.items() if names
-            )
-            raise CheckpointError(
-                what, expected="the names of the model", remedy="strict=False leaves them"
-            )
-        state = {name: value for name, value in state.items() if name not in unexpected}
-        own: dict[str, Any] = {
-            f"{n}.": m for n, m in modules.items() if n and isinstance(m, RecipeState)
-        }
-        for name in [name for name in state if name in targets and not name.startswith(tuple(own))]:
-            with of_any_class(name):
-                state[name] = _fitting(name, targets[name], state[name])
-        for prefix, module in own.items():
-            # Loading is tried in a copy, because the state of a recipe is small and may accept
-            # other shapes.
-            found = {
-                name.removeprefix(prefix): value
-                for name, value in state.items()
-                if name.startswith(prefix)
-            }
-            if any(isinstance(value, QuantizedTensorStorage) for value in found.values()):
-                raise DTypeError(
-                    f"something of {prefix!r} is quantized",
-                    expected="plain tensors, as in the model",
-                )
-            with warnings.catch_warnings(action="ignore"):
-                with translated(
-                    f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError
-                ):
-                    copy.deepcopy(module).load_state_dict(found, strict=False)
-        _write(model, targets, state)
+    return targets
+
+
+def _differing_names(
+    model: torch.nn.Module, targets: Mapping[str, torch.Tensor], state: Mapping[str, Value]
+) -> tuple[list[str], list[str]]:
+    """The names of the model that the file misses, and those of the file that the model misses.
+
+    Names of scaling states that may differ count as equal: a layer without a recipe keeps the state
+    for a recipe that a region sets later, and a layer whose state is not in the file starts afresh.
+    """
+    may_differ = [
+        f"{name}.recipe_state.".lstrip(".")
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Linear)
+        and module.recipe is None
+        and "recipe_state" not in module._modules
+    ]
+    for layer in layers_with_state(targets) - layers_with_state(state):
+        if f"{layer}weight" in state:
+            may_differ.append(f"{layer}recipe_state.")
+    prefixes = tuple(may_differ)
+    missing = [n for n in targets if n not in state and not n.startswith(prefixes)]
+    unexpected = [n for n in state if n not in targets and not n.startswith(prefixes)]
     return missing, unexpected
 
 
-def without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
+def _check_names(missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise CheckpointError if there are any names that only the model or only the file has."""
+    faults = []
+    if missing:
+        faults.append(f"the file misses {listed(missing)}")
+    if unexpected:
+        faults.append(f"the model has no place for {listed(unexpected)}")
+    if faults:
+        raise CheckpointError(
+            "; ".join(faults),
+            expected="the names of the model",
+            remedy="strict=False leaves them",
+        )
+
+
+def _recipe_states(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The states of recipes in a model, by the prefix of the names of their tensors."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = [name for name, module in modules.items() if name and isinstance(module, RecipeState)]
+    return {f"{name}.": modules[name] for name in names}
+
+
+def _try_state(prefix: str, recipe_state: torch.nn.Module, state: Mapping[str, Value]) -> None:
+    """Load the state of a recipe into a copy, which is small and may accept other shapes.
+
+    Raises:
+        DTypeError: a value is quantized.
+        CheckpointError: the copy refuses the values.
+    """
+    values = {
+        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
+    }
+    if any(isinstance(value, QuantizedTensorStorage) for value in values.values()):
+        raise DTypeError(
+            f"something of {prefix!r} is quantized", expected="plain tensors, as in the model"
+        )
+    refused = translated(f"{prefix!r} cannot be loaded", "the state of its recipe", of=RuntimeError)
+    with warnings.catch_warnings(action="ignore"), refused:
+        copy.deepcopy(recipe_state).load_state_dict(values, strict=False)
+
+
+def without_state(state_dict: dict[str, _T]) -> dict[str, _T]:
     """A state dict without the state of recipes, which loads strictly into a model in high
     precision.
 
@@ -149,154 +194,193 @@ def without_state(state_dict: dict[str, Any]) -> dict[str, Any]:
             f"the state dict is a {type(state_dict).__name__}",
             expected="what model.state_dict() gives",
         )
-    # Copied with its attributes: torch keeps the versions of modules there.
-    kept = copy.copy(state_dict)
-    for name in [name for name in kept if OF_STATE.search(name)]:
-        del kept[name]
-    return kept
+    # The copy has the attributes of the dict, in which torch keeps the versions of modules.
+    rest = copy.copy(state_dict)
+    for name in state_dict:
+        if OF_STATE.search(name):
+            del rest[name]
+    return rest
 
 
-def _module(model: Any) -> torch.nn.Module:
+def _module(model: object) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"the model is a {type(model).__name__}", expected="a torch.nn.Module")
     return model
 
 
 def _misread(
-    codes: Codes, targets: Mapping[str, Any], state: Mapping[str, Any], strict: bool
+    codes: Codes,
+    targets: Mapping[str, torch.Tensor],
+    state: Mapping[str, Value],
+    strict: bool,
 ) -> list[str]:
     """The names of data of other tools that the model would take for values.
 
     With ``strict`` these are all names that the model has no place for.
     """
-
-    def has_place(name: str) -> bool:
+    misread = []
+    for name, scales in codes.scales.items():
         target = targets.get(name)
-        own = target is not None and target.dtype == codes.dtypes[name]
-        return own and all(scale in targets for scale in codes.scales[name] if scale in state)
+        same_dtype = target is not None and target.dtype == codes.dtypes[name]
+        if same_dtype and all(scale in targets for scale in scales if scale in state):
+            continue
+        if strict or name in targets or weight_of(name) in targets:
+            misread.append(name)
+    return misread
 
-    lost = [name for name in codes.scales if not has_place(name)]
-    return [n for n in lost if strict or not targets.keys().isdisjoint((n, weight_of(n)))]
 
+def _fitting(name: str, target: torch.Tensor, value: Value) -> Value:
+    """The value in the form in which it is copied into the target.
 
-def _fitting(name: str, target: Any, value: Any) -> Any:
-    """The value in the form in which it is copied into the target; an error if it does not fit."""
+    Raises:
+        ShapeError, DTypeError, UsageError: it does not fit.
+    """
     check_writable(name, target)
     if tuple(value.size()) != tuple(target.shape):
         raise ShapeError(
             f"{name!r} has shape {tuple(value.size())}",
             expected=f"{tuple(target.shape)}, the model's",
         )
-    quantized = isinstance(value, QuantizedTensorStorage)
-    if not isinstance(target, QuantizedTensor):
-        if quantized:
-            value = value.dequantize(
-                target.dtype if target.dtype in HIGH_PRECISION else torch.float32
-            )
-        dtypes = [target.dtype, value.dtype]
-        if (
-            len(
-                {
-                    "float" if d.is_floating_point else "complex" if d.is_complex else d
-                    for d in dtypes
-                }
-            )
-            > 1
-        ):
-            raise DTypeError(
-                f"{name!r} is of {value.dtype}", expected=f"{target.dtype}, as in the model"
-            )
-        return value
+    if isinstance(target, QuantizedTensor):
+        return _fitting_quantized(name, target, value)
+    plain = value
+    if isinstance(value, QuantizedTensorStorage):
+        plain = value.dequantize(_high_precision(target.dtype))
+    if _kind_of(plain.dtype) != _kind_of(target.dtype):
+        raise DTypeError(
+            f"{name!r} is of {plain.dtype}", expected=f"{target.dtype}, as in the model"
+        )
+    return plain
+
+
+def _high_precision(dtype: torch.dtype) -> torch.dtype:
+    if dtype in HIGH_PRECISION:
+        return dtype
+    return torch.float32
+
+
+def _kind_of(dtype: torch.dtype) -> str | torch.dtype:
+    """Equal for dtypes between which torch copies without changing the meaning of values."""
+    if dtype.is_floating_point:
+        return "float"
+    if dtype.is_complex:
+        return "complex"
+    return dtype
+
+
+def _fitting_quantized(name: str, target: QuantizedTensor, value: Value) -> Value:
+    """:func:`_fitting` for a target that is quantized.
+
+    Returns:
+        A quantized tensor whose bytes the target adopts, or values in high precision that the
+        target's quantizer quantizes.
+    """
     if not any(target.get_usages().values()):
         raise UsageError(f"{name!r} of the model holds no data", remedy="it was cleared or saved")
     if isinstance(value, QuantizedTensor):
-        if not target.adopts_bytes_of(value) and value.inner_tensors == target.inner_tensors:
-            # The target's device may need further usages; some of them can be derived from the
-            # bytes.
-            value = value.to(target.device)
-            with contextlib.suppress(UsageError):
-                value.update_usage(
-                    **{
-                        f"{usage}_usage": held or None
-                        for usage, held in target.get_usages().items()
-                    }
-                )
+        value = _with_usages_of(target, value)
         if target.adopts_bytes_of(value):
             return value
     if target._quantizer is None:
-        what = (
-            f"{name!r} of the model has no quantizer, and the file has another kind of data for it"
+        raise UsageError(
+            f"{name!r} of the model has no quantizer, and the file has another kind of data for it",
+            expected="a quantizer",
+            remedy="set one with update_quantizer()",
         )
-        raise UsageError(what, expected="a quantizer", remedy="set one with update_quantizer()")
-    if not quantized and not value.dtype.is_floating_point:
+    if isinstance(value, QuantizedTensorStorage):
+        return value.dequantize(torch.float32)
+    if not value.dtype.is_floating_point:
         raise DTypeError(
             f"{name!r} is of {value.dtype}", expected="floating-point values to quantize"
         )
-    values = value.dequantize(torch.float32) if quantized else value
-    return values if values.dtype in HIGH_PRECISION else values.to(torch.float32)
+    return value.to(_high_precision(value.dtype))
 
 
-def _write(model: torch.nn.Module, targets: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def _with_usages_of(target: QuantizedTensor, value: QuantizedTensor) -> QuantizedTensor:
+    """The value with the usages of the target, as far as they can be derived from its bytes."""
+    if target.adopts_bytes_of(value) or value.inner_tensors != target.inner_tensors:
+        return value
+    # On another device the tensor may need further usages.
+    moved = value.to(target.device)
+    if not isinstance(moved, QuantizedTensor):
+        return value
+    usages = {f"{usage}_usage": True for usage, has in target.get_usages().items() if has}
+    with contextlib.suppress(UsageError):
+        moved.update_usage(**usages)
+    return moved
+
+
+def _write(
+    model: torch.nn.Module, targets: Mapping[str, torch.Tensor], state: Mapping[str, Value]
+) -> None:
     """Load checked values into the modules, and restore the old values if a module refuses."""
-    waiting = [
-        (layer._binding, layer._binding.loaded)
-        for layer in model.modules()
-        if isinstance(layer, Linear)
-    ]
-    # The states of recipes were tried in copies, and copying bytes cannot fail.
-    refusing = any(
-        may_refuse_to_load(module)
-        for module in model.modules()
-        if not isinstance(module, RecipeState)
-    )
-    for name in state.keys() & targets.keys():
-        adopts = isinstance(targets[name], QuantizedTensor) and isinstance(
-            state[name], QuantizedTensor
-        )
-        refusing |= not adopts and type(targets[name]) not in (torch.Tensor, torch.nn.Parameter)
-    with torch.no_grad():
-        before = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()] if refusing else []
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    loaded_before = [layer._binding.loaded for layer in layers]
+    old_values: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if _may_refuse(model, targets, state):
+        with torch.no_grad():
+            old_values = [(tensor, _on_the_cpu(tensor)) for tensor in targets.values()]
     # Ctrl-C waits until everything is loaded.
     with uninterrupted(), translated("a module refuses its values", "values that all modules take"):
         try:
             model.load_state_dict(state, strict=False)
         except BaseException:
-            with torch.no_grad():
-                for tensor, values in before:
-                    (
-                        tensor.copy_from_storage
-                        if isinstance(tensor, QuantizedTensor)
-                        else tensor.copy_
-                    )(values)
-            for binding, loaded in waiting:
-                binding.loaded = loaded
+            _restore(old_values)
+            for layer, loaded in zip(layers, loaded_before, strict=True):
+                layer._binding.loaded = loaded
             raise
 
 
-def _on_the_cpu(tensor: Any) -> Any:
+def _may_refuse(
+    model: torch.nn.Module, targets: Mapping[str, torch.Tensor], state: Mapping[str, Value]
+) -> bool:
+    """Whether a module could still refuse its values: by hooks or a loading method of its own, or
+    because they are quantized while they are copied."""
+    for module in model.modules():
+        # The states of recipes were tried in copies.
+        if not isinstance(module, RecipeState) and may_refuse_to_load(module):
+            return True
+    for name in state.keys() & targets.keys():
+        target = targets[name]
+        # Copying bytes cannot fail.
+        adopts = isinstance(target, QuantizedTensor) and isinstance(state[name], QuantizedTensor)
+        if not adopts and type(target) not in (torch.Tensor, torch.nn.Parameter):
+            return True
+    return False
+
+
+def _restore(old_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        for tensor, values in old_values:
+            if isinstance(tensor, QuantizedTensor) and isinstance(values, QuantizedTensor):
+                tensor.copy_from_storage(values)
+            else:
+                tensor.copy_(values)
+
+
+def _on_the_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in an 8-bit float format as a uint8 view, because few ops support such formats;
     another tensor itself."""
-    return (
-        tensor.view(torch.uint8)
-        if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
-        else tensor
-    )
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)
+    return tensor
 
 
-def check_writable(name: str, value: Any) -> None:
+def check_writable(name: str, value: Value) -> None:
     """Check that a tensor can be written, by writing one element with its own value.
 
     So an error of torch is raised before any value changes.
+
+    Raises:
+        UsageError: it is an expanded view, was made in inference mode, or has no memory.
     """
     for tensor in held_tensors(value):
-        if any(
-            stride == 0 and size > 1
-            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
+        sides = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(stride == 0 and size > 1 for size, stride in sides):
             raise UsageError(
                 f"{name!r} is an expanded view: several of its elements are one", remedy="clone it"
             )
@@ -314,9 +398,9 @@ def check_writable(name: str, value: Any) -> None:
 def write_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy into each tensor its new value, in one call into torch, which Ctrl-C cannot
     interrupt."""
-    if pairs:
-        targets, values = zip(
-            *[(_as_bytes(target), _as_bytes(value)) for target, value in pairs], strict=True
-        )
-        with uninterrupted(), torch.no_grad():
-            foreach_copy_(targets, values)
+    if not pairs:
+        return
+    targets = [_as_bytes(target) for target, _ in pairs]
+    values = [_as_bytes(value) for _, value in pairs]
+    with uninterrupted(), torch.no_grad():
+        foreach_copy_(targets, values)

@@ -1,11 +1,22 @@
-"""Weights of which every rank has a shard: FSDP2's hooks, and quantized weights from sharded master
-weights."""
+"""Weights of which every rank has a shard.
+
+Two ways lead to a quantized weight, and one rule serves both: the bytes and scales are those that
+quantizing the whole weight at once would give.
+
+- An optimizer has sharded master weights, as ZeRO does, and writes the quantized weights after each
+  step: ``master_weights``.
+- FSDP2 gathers a weight in each pass. A quantized weight sends its bytes: ``hooks``. A weight in
+  high precision is quantized shard by shard before it is sent: ``high_precision_weight`` and
+  ``quantized_on_gather``.
+
+Both quantize shards by ``rules``, whose unit is the job of ``shards``: one shard, and where its
+data and scales go. ``agreement`` compares the ranks before the first gather, ``layers`` asks a
+layer for its recipe, and ``fsdp2`` alone reads what is private in FSDP2.
+"""
 
 from ottava.collectives import all_reduce_max as reduce_amax
 from ottava.distributed.high_precision_weight import HighPrecisionWeight, gather_quantized
-from ottava.distributed.rules import GridShards, PerTensorShards, ShardBatch, ShardRule, rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput
-from ottava.distributed.weights import (
+from ottava.distributed.master_weights import (
     MasterWeights,
     cast_master_weights_to_fp8,
     is_custom,
@@ -13,6 +24,8 @@ from ottava.distributed.weights import (
     quantize_master_weights,
     replace_raw_data,
 )
+from ottava.distributed.rules import GridShards, PerTensorShards, ShardBatch, ShardRule, rule_of
+from ottava.distributed.shards import ShardJob, ShardOutput
 
 __all__ = [
     "GridShards",
@@ -21,12 +34,14 @@ __all__ = [
     "PerTensorShards",
     "ShardBatch",
     "ShardJob",
-]
-__all__ += ["ShardOutput", "ShardRule"]
-__all__ += [
+    "ShardOutput",
+    "ShardRule",
     "cast_master_weights_to_fp8",
     "gather_quantized",
     "is_custom",
     "post_all_gather_processing",
+    "quantize_master_weights",
+    "reduce_amax",
+    "replace_raw_data",
+    "rule_of",
 ]
-__all__ += ["quantize_master_weights", "reduce_amax", "replace_raw_data", "rule_of"]

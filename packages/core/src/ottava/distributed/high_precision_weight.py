@@ -1,12 +1,18 @@
-"""``HighPrecisionWeight``: a weight whose shards FSDP2 gathers as quantized bytes.
+"""``HighPrecisionWeight``: a weight in high precision that FSDP2 gathers as quantized bytes.
 
-The weight stays in high precision. Each rank quantizes its shard as it is gathered, with scales
-that all ranks share.
+The optimizer works on high-precision shards. At each gather a rank quantizes its shard, with scales
+that all ranks share (:mod:`ottava.distributed.quantized_on_gather`), and sends the bytes as if the
+weight were quantized (:mod:`ottava.distributed.hooks`)::
+
+    high-precision shard ── quantize_together ──> quantized shard ── pre_all_gather ──> bytes
+
+Where a recipe cannot quantize shards, the values themselves are gathered, and the layer quantizes
+the whole weight.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +27,9 @@ from ottava.distributed.hooks import (
     post_all_gather,
     pre_all_gather,
 )
-from ottava.distributed.quantized_shards import (
+from ottava.distributed.layers import gather_quantizer, is_converted
+from ottava.distributed.quantized_on_gather import (
     ShardedWeight,
-    bound_quantizer,
     gathers_quantized,
     quantize_together,
     take_quantized,
@@ -32,13 +38,19 @@ from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, StorageSpec
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, tree_map
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
+#: A module, and the name of one of its parameters.
+Place = tuple[torch.nn.Module, str]
 _aten = torch.ops.aten
 _ONE_RECIPE = "bind the recipe before fully_shard, and keep it then"
 
-# What gives a weight of the same kind: views, copies, and what sharding and materializing make new
-# ones with.
-_KEEPS_CLASS = {
+# The operators whose results are weights of this class: views, copies, and those that sharding and
+# materializing make new weights with.
+_KEEPS_CLASS: set[object] = {
     _aten.alias.default,
     _aten.as_strided.default,
     _aten.view.default,
@@ -59,19 +71,27 @@ _KEEPS_CLASS = {
 class HighPrecisionWeight(torch.Tensor):
     """A weight in high precision whose shards ``fully_shard`` quantizes when it gathers them.
 
-    It behaves as the tensor that it holds: optimizers, clipping and initialization work on
-    high-precision values, and pickles and state dicts hold plain tensors. What comes of a gather is
-    a quantized tensor, by the recipe that is bound to the layer.
-    :func:`ottava.distributed.gather_quantized` makes them.
+    The weight behaves as the plain tensor that it wraps: optimizers, clipping and initialization
+    work on high-precision values, and pickles and state dicts have plain tensors. A gather gives a
+    quantized tensor, by the recipe that is bound to the layer.
+    :func:`ottava.distributed.gather_quantized` makes such weights.
     """
 
     _plain: torch.Tensor
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, requires_grad: bool = False) -> "HighPrecisionWeight":
-        about = {"dtype": values.dtype, "device": values.device, "layout": values.layout}
-        about |= {"strides": values.stride(), "storage_offset": values.storage_offset()}
-        return make_wrapper_subclass(cls, values.shape, **about, requires_grad=requires_grad)  # type: ignore[no-any-return]
+        weight: HighPrecisionWeight = make_wrapper_subclass(
+            cls,
+            values.shape,
+            dtype=values.dtype,
+            device=values.device,
+            layout=values.layout,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            requires_grad=requires_grad,
+        )
+        return weight
 
     def __init__(self, values: torch.Tensor, requires_grad: bool = False) -> None:
         self._plain = values
@@ -81,7 +101,7 @@ class HighPrecisionWeight(torch.Tensor):
         return self._plain
 
     @property
-    def data(self) -> Any:
+    def data(self) -> torch.Tensor:
         """An alias without gradient; setting it takes over other values of the same shape."""
         return self.detach()
 
@@ -89,7 +109,9 @@ class HighPrecisionWeight(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor) or isinstance(value, QuantizedTensorStorage):
             raise DTypeError(f"new data is a {type(value).__name__}", expected="a plain tensor")
-        plain = value._plain if isinstance(value, HighPrecisionWeight) else value.detach()
+        plain = value.detach()
+        if isinstance(value, HighPrecisionWeight):
+            plain = value._plain
         if plain.shape != self.shape:
             raise ShapeError(
                 f"new data has shape {tuple(plain.shape)}", expected=str(tuple(self.shape))
@@ -98,49 +120,64 @@ class HighPrecisionWeight(torch.Tensor):
         torch.Tensor.data.__set__(self, HighPrecisionWeight(plain))  # type: ignore[attr-defined]
         self._plain = plain
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["_plain"], None
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Any], context: Any, size: Any, stride: Any
+        inner: dict[str, torch.Tensor], context: None, size: torch.Size, stride: Sequence[int]
     ) -> "HighPrecisionWeight":
         return HighPrecisionWeight(inner["_plain"])
 
     __torch_function__ = disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        plain = tree_map(
-            lambda v: v._plain if isinstance(v, HighPrecisionWeight) else v, (args, kwargs or {})
-        )
-        result = func(*plain[0], **plain[1])
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        plain_args, plain_kwargs = tree_map(_unwrapped, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
         if func in _KEEPS_CLASS:
-            return tree_map(lambda r: cls(r) if isinstance(r, torch.Tensor) else r, result)
+            return tree_map(_wrapped, result)
         if args and isinstance(args[0], cls) and result is args[0]._plain:
             # An in-place op returns its argument, so the wrapper is returned for it.
             return args[0]
         return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
+        plain = self._plain.detach().requires_grad_(self.requires_grad)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-any-return]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"HighPrecisionWeight({self._plain!r})"
 
     def fsdp_pre_all_gather(
-        self, mesh: Any, orig_size: torch.Size, stride: Sequence[int], module: Any, mp_policy: Any
+        self,
+        mesh: "DeviceMesh",
+        orig_size: torch.Size,
+        stride: Sequence[int],
+        module: torch.nn.Module,
+        mp_policy: "MixedPrecisionPolicy",
     ) -> tuple[tuple[torch.Tensor, ...], GatherPlan | torch.Size]:
-        """What this rank sends, padded to the length of the longest shard, and what the next hook
-        needs: a plan, or the size of the whole where the values themselves are sent."""
+        """The tensors that this rank sends, padded to the length of the longest shard.
+
+        Returns:
+            The tensors; and a plan for the next hook, or the size of the whole weight where the
+            values themselves are sent.
+        """
         dtype = mp_policy.param_dtype or self.dtype
-        group, values = mesh.get_group(), self._plain
+        group = mesh.get_group()
+        values = self._plain
         world = dist.get_world_size(group)
         compare_weights(self, orig_size, group, module)
         check_shard(values.shape, orig_size, module)
         shard = take_quantized(module, values, dtype)
         if shard is None:
-            if not gathers_quantized(bound_quantizer(module), orig_size, world):
+            if not gathers_quantized(gather_quantizer(module), orig_size, world):
                 rows = math.ceil(orig_size[0] / world)
                 return (padded(values.to(dtype), rows).contiguous(),), orig_size
             weights = [ShardedWeight(values, orig_size, module), *_gathered_with(module)]
@@ -150,23 +187,41 @@ class HighPrecisionWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self,
         outputs: Sequence[torch.Tensor],
-        metadata: Any,
+        metadata: GatherPlan | torch.Size,
         param_dtype: torch.dtype,
         *,
-        out: Any = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole weight, quantized, of dtype ``param_dtype`` around the bytes, or ``out``
-        brought up to date."""
-        plan = metadata if isinstance(metadata, GatherPlan) else None
-        if out is not None:
-            _check_kind(out, plan)
-        if plan is not None:
-            return post_all_gather(plan, outputs, param_dtype, out)
-        # FSDP fills the same memory at every gather, so that one view of it stays the weight.
-        return None if out is not None else (outputs[0][: metadata[0]].view(metadata), ())
+        """The whole weight around the gathered tensors, of nominal dtype ``param_dtype``.
+
+        With ``out``, the weight of an earlier gather, that one is brought up to date and the result
+        is None.
+        """
+        if isinstance(metadata, GatherPlan):
+            if out is None:
+                return post_all_gather(metadata, outputs, param_dtype, None)
+            return post_all_gather(metadata, outputs, param_dtype, _same_form(out, metadata))
+        if out is None:
+            return outputs[0][: metadata[0]].view(metadata), ()
+        if isinstance(out, QuantizedTensor):
+            raise _other_kind(out, torch.Tensor)
+        # FSDP fills the same memory at every gather, and ``out`` is a view of it.
+        return None
 
 
-def _gathered_with(module: Any) -> list[ShardedWeight]:
+def _unwrapped(value: object) -> object:
+    if isinstance(value, HighPrecisionWeight):
+        return value._plain
+    return value
+
+
+def _wrapped(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return HighPrecisionWeight(value)
+    return value
+
+
+def _gathered_with(module: torch.nn.Module) -> list[ShardedWeight]:
     """The other weights in high precision that FSDP gathers together with a layer's."""
     return [
         ShardedWeight(shard.high_precision(), size, owner)
@@ -175,31 +230,27 @@ def _gathered_with(module: Any) -> list[ShardedWeight]:
     ]
 
 
-def _check_kind(weight: Any, plan: GatherPlan | None) -> None:
-    """Refuse to bring a gathered weight up to date with bytes of another kind.
+def _same_form(weight: torch.Tensor, plan: GatherPlan) -> QuantizedTensor:
+    """``weight`` itself, a gathered weight, if it is of the class and format of a plan.
 
-    Args:
-        plan: of the gather; None where values in high precision were gathered.
+    Raises:
+        UsageError: it is of another class or format.
     """
-    was_quantized = isinstance(weight, QuantizedTensor)
-    if plan is None:
-        kind: type = torch.Tensor
-        same = not was_quantized
-    else:
-        kind = plan.spec.cls
-        same = was_quantized and isinstance(weight, kind)
-    if not same:
-        raise UsageError(
-            f"a weight that was gathered as a {type(weight).__name__} is gathered as a "
-            f"{kind.__name__}",
-            "one kind of weight",
-            _ONE_RECIPE,
-        )
-    if plan is not None:
-        _check_format(weight, plan.spec)
+    if not isinstance(weight, QuantizedTensor) or not isinstance(weight, plan.spec.cls):
+        raise _other_kind(weight, plan.spec.cls)
+    _check_format(weight, plan.spec)
+    return weight
 
 
-def _check_format(weight: Any, spec: StorageSpec) -> None:
+def _other_kind(weight: torch.Tensor, kind: type) -> UsageError:
+    return UsageError(
+        f"a weight that was gathered as a {type(weight).__name__} is gathered as a {kind.__name__}",
+        "one kind of weight",
+        _ONE_RECIPE,
+    )
+
+
+def _check_format(weight: QuantizedTensor, spec: StorageSpec) -> None:
     """Refuse to bring a weight up to date with bytes of another format."""
     fields = weight.own_fields
     before = {field.argument: getattr(weight, field.attribute) for field in fields}
@@ -213,8 +264,7 @@ def _check_format(weight: Any, spec: StorageSpec) -> None:
 
 
 def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
-    """Have ``fully_shard`` gather the weights of converted layers as quantized bytes, and return
-    the model.
+    """Have ``fully_shard`` gather the weights of converted layers as quantized bytes.
 
     The weights stay in high precision; each rank quantizes its shard when it is gathered, by the
     recipe that is bound to the layer, with the scales of the whole weight. Call it between
@@ -223,10 +273,13 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
     are, and so do those that a module of another kind shares (an embedding, say).
 
     Args:
-        model: converted, not yet sharded.
-        recomputes: the forward pass is recomputed in the backward pass, by activation
-            checkpointing. Each gather then brings what serves rows and columns, where these have
-            data of their own (blocks that are no squares).
+        model: a converted model that is not yet sharded.
+        recomputes: whether the forward pass is recomputed in the backward pass, by activation
+            checkpointing. Each gather then brings rowwise and columnwise data, where they differ
+            (blocks that are no squares).
+
+    Returns:
+        The model.
 
     Raises:
         DTypeError: ``model`` is no module, or ``recomputes`` no bool.
@@ -237,35 +290,46 @@ def gather_quantized(model: ModelT, *, recomputes: bool = False) -> ModelT:
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
     if not isinstance(recomputes, bool):
         raise DTypeError(f"recomputes is {recomputes!r}", expected="True or False")
-    owners: dict[Any, list[tuple[torch.nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append((module, name))
-    chosen = {weight: places for weight, places in owners.items() if all(map(_is_gathered, places))}
-    if not chosen:
+    weights = {
+        parameter: places
+        for parameter, places in _places_of_parameters(model).items()
+        if all(_is_weight_of_layer(place) for place in places)
+    }
+    if not weights:
         raise UsageError(
             "no layer of the model has a recipe bound", "layers of ottava.convert(model, recipe)"
         )
-    if any(map(torch_private.is_distributed, chosen)):
+    if any(map(torch_private.is_distributed, weights)):
         raise UsageError(
             "the model is sharded already",
             "a model before fully_shard",
             "call gather_quantized first",
         )
-    for weight, places in chosen.items():
+    for weight, places in weights.items():
+        parameter = weight
         if not isinstance(weight, (QuantizedTensorStorage, HighPrecisionWeight)):
-            weight = torch.nn.Parameter(
+            parameter = torch.nn.Parameter(
                 HighPrecisionWeight(weight.detach()), requires_grad=weight.requires_grad
             )
         for module, name in places:
             module.recomputes = recomputes  # type: ignore[assignment]
-            module._parameters[name] = weight
+            module._parameters[name] = parameter
     return model
 
 
-def _is_gathered(place: tuple[torch.nn.Module, str]) -> bool:
+def _places_of_parameters(model: torch.nn.Module) -> dict[torch.nn.Parameter, list[Place]]:
+    """Each parameter of a model, once, with all of its places."""
+    places: dict[torch.nn.Parameter, list[Place]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    return places
+
+
+def _is_weight_of_layer(place: Place) -> bool:
     """Whether a parameter is the weight of a layer that quantizes it."""
     module, name = place
-    bound = hasattr(module, "_binding") and getattr(module, "recipe", None) is not None
-    return name == "weight" and bound and not getattr(module, "weight_is_transposed", False)
+    if name != "weight" or not is_converted(module):
+        return False
+    return getattr(module, "recipe", None) is not None and not module.weight_is_transposed

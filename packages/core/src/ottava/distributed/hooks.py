@@ -1,15 +1,22 @@
-"""FSDP2's hooks of quantized tensors, derived from the storage declaration.
+"""FSDP2's gather hooks of quantized tensors, derived from the storage declaration.
 
-A gather moves the inner tensors that are declared with ``gather=True``, as bytes, and builds the
-whole tensor around them; what derives from them is made again. Inner tensors that serve every usage
-and are not gathered (the scale of a per-tensor recipe) are the same on every shard: checked at the
-first gather, and kept so by :meth:`ottava.Quantizer.for_shards` from then on.
+A rank sends its shards of the inner tensors that are declared with ``gather=True``, as bytes. The
+whole tensor is built around the gathered bytes; tensors that derive from them, such as a transpose,
+are rebuilt::
+
+    shard ── pre_all_gather ──> bytes of inner tensors, padded ──> FSDP's all-gather ──┐
+                 └─────────────> GatherPlan: shapes, scales, fields ────────────────┐  │
+    whole weight <────────────────────────────────────────────── post_all_gather <──┴──┘
+
+Inner tensors that serve every usage and are not gathered, as the scale of a per-tensor recipe, are
+the same on every shard. That is checked at the first gather, and from then on
+:meth:`ottava.Quantizer.for_shards` keeps it so.
 """
 
 import math
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,9 +24,11 @@ import torch.distributed as dist
 from ottava.collectives import all_reduce_max
 from ottava.distributed import fsdp2
 from ottava.distributed.agreement import compare_weights
+from ottava.distributed.layers import is_converted
 from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError, listed
+from ottava.recipes.execution import NO_BACKWARD
 from ottava.tensors import (
     InnerTensor,
     QuantizedTensor,
@@ -31,24 +40,55 @@ from ottava.torch_private import (
     graph_task_id,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class SentTensor(NamedTuple):
+    """An inner tensor that is gathered.
+
+    Attributes:
+        inner: the declaration.
+        shape: the shape of a rank's shard, rows first.
+        padded: whether each rank sends its shard as one row with padding at the end.
+    """
+
+    inner: InnerTensor
+    shape: torch.Size
+    padded: bool
+
 
 class GatherPlan(NamedTuple):
-    """What the hook after a gather needs to know: which inner tensors come, with the shape of a
-    rank's shard and whether that is padded, and everything that does not."""
+    """What the hook after a gather needs besides the gathered bytes.
 
-    inner: tuple[tuple[InnerTensor, torch.Size, bool], ...]
+    Attributes:
+        sent: the inner tensors that are gathered.
+        shared: the inner tensors that are not gathered, by argument; None for those that the whole
+            lacks.
+        spec: the class, the static fields and the quantizer of the whole.
+        size: the size of the whole.
+    """
+
+    sent: tuple[SentTensor, ...]
     shared: dict[str, torch.Tensor | None]
     spec: StorageSpec
     size: torch.Size
 
 
-def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
-    """Refuse what gather hooks do not allow: shards of columns, and fewer of them after the forward
-    pass."""
+def check_shard(shape: Sequence[int], size: Sequence[int], module: torch.nn.Module) -> None:
+    """Refuse shards of columns, and fewer shards after the forward pass, because gather hooks do
+    not allow them.
+
+    Raises:
+        ShapeError: a shard of ``shape`` is not rows of a weight of ``size``.
+        UsageError: FSDP reshards to fewer ranks.
+    """
     if tuple(shape[1:]) != tuple(size[1:]):
-        what = f"a weight of shape {tuple(size)} has shards of {tuple(shape)}"
         raise ShapeError(
-            what, "shards of rows, the default of fully_shard", "leave shard_placement_fn out"
+            f"a weight of shape {tuple(size)} has shards of {tuple(shape)}",
+            "shards of rows, the default of fully_shard",
+            "leave shard_placement_fn out",
         )
     if fsdp2.resharded_to_fewer(module):
         raise UsageError(
@@ -60,22 +100,21 @@ def check_shard(shape: Sequence[int], size: Sequence[int], module: Any) -> None:
 def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
     """``values`` with zeros up to ``rows`` rows."""
     missing = rows - values.shape[0]
-    return (
-        torch.nn.functional.pad(values, [0, 0] * (values.dim() - 1) + [0, missing])
-        if missing
-        else values
-    )
+    if missing == 0:
+        return values
+    other_dimensions = [0, 0] * (values.dim() - 1)
+    return torch.nn.functional.pad(values, [*other_dimensions, 0, missing])
 
 
 def pre_all_gather(
-    tensor: QuantizedTensor, mesh: Any, size: torch.Size, module: Any
+    tensor: QuantizedTensor, mesh: "DeviceMesh", size: torch.Size, module: torch.nn.Module
 ) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
-    """What this rank sends, padded to the length of the longest shard, and the plan.
+    """The bytes that this rank sends, padded to the length of the longest shard, and the plan.
 
     Args:
         tensor: this rank's shard.
         mesh: FSDP's device mesh.
-        size: of the whole weight.
+        size: the size of the whole weight.
         module: the layer that owns the weight.
 
     Raises:
@@ -85,48 +124,58 @@ def pre_all_gather(
     group = mesh.get_group()
     world = dist.get_world_size(group)
     if world > 1:
-        # Before the ranks compare their weights: one whose shard no blocks make has no hook, and
-        # takes no part.
+        # This comes before the ranks compare their weights, because a rank whose shard makes no
+        # blocks has no hook and takes no part in the comparison.
         _check_rows(tensor, size, world)
     compare_weights(tensor, size, group, module)
     check_shard(tensor.shape, size, module)
-    binding = getattr(module, "_binding", None)
-    if binding is not None:
-        binding.own_shard(module, tensor)
+    if is_converted(module):
+        module._binding.own_shard(module, tensor)
     _agree(tensor, size, group, module)
     fsdp2.drop_flat_copies(module)
     gathered = _to_gather(tensor, module)
-    # With one rank nothing is gathered: FSDP copies the first input, and no other.
-    sent = dict(list(gathered.items())[: None if world > 1 else 1])
+    lengths = gathered
+    if world == 1:
+        # FSDP gathers nothing: it copies the first input, and no other.
+        first = next(iter(gathered))
+        lengths = {first: gathered[first]}
+    rows = math.ceil(size[0] / world)
     inputs: list[torch.Tensor] = []
-    coming: list[tuple[InnerTensor, torch.Size, bool]] = []
-    for inner, count in sent.items():
+    sent: list[SentTensor] = []
+    for inner, length in lengths.items():
         data = inner.by_rows(getattr(tensor, inner.attribute))
         if not inner.block_rows:
-            data = padded(data, math.ceil(size[0] / world))
-        missing = count - data.numel() if world > 1 else 0
-        coming.append((inner, data.shape, missing > 0))
+            data = padded(data, rows)
+        missing = length - data.numel() if world > 1 else 0
+        sent.append(SentTensor(inner, data.shape, missing > 0))
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
-        data = data.contiguous()
-        inputs.append(data.view(torch.uint8) if data.element_size() == 1 else data)
+        inputs.append(_as_bytes(data.contiguous()))
     spec = tensor.flatten_storage()[1]
-    return tuple(inputs), GatherPlan(tuple(coming), _staying(tensor, gathered, sent), spec, size)
+    shared = _not_sent(tensor, gathered, lengths)
+    return tuple(inputs), GatherPlan(tuple(sent), shared, spec, size)
 
 
-def _staying(
+def _as_bytes(data: torch.Tensor) -> torch.Tensor:
+    """8-bit data as uint8, because collectives do not know float8; other data as it is."""
+    if data.element_size() == 1:
+        return data.view(torch.uint8)
+    return data
+
+
+def _not_sent(
     tensor: QuantizedTensor, gathered: Collection[InnerTensor], sent: Collection[InnerTensor]
 ) -> dict[str, torch.Tensor | None]:
     """The inner tensors that are not sent, by argument; None for those that the whole lacks."""
-    # Scales without the data that they are of say nothing.
+    # The whole needs no scales of a usage whose data it lacks.
     usages = {"both", *(inner.usage for inner in gathered)}
-    staying: dict[str, torch.Tensor | None] = {}
+    inner_tensors: dict[str, torch.Tensor | None] = {}
     for inner in tensor.inner_tensors:
         if inner in sent:
             continue
         serves = inner in gathered or (inner.shared and inner.usage in usages)
-        staying[inner.argument] = getattr(tensor, inner.attribute) if serves else None
-    return staying
+        inner_tensors[inner.argument] = getattr(tensor, inner.attribute) if serves else None
+    return inner_tensors
 
 
 def post_all_gather(
@@ -138,62 +187,67 @@ def post_all_gather(
     """The whole tensor around the gathered bytes.
 
     Args:
+        plan: the plan of :func:`pre_all_gather`.
         outputs: the gathered inputs of all ranks.
         dtype: the high-precision dtype that the whole tensor stands for.
-        out: a tensor whose bytes were refilled, and which the rest follows; None makes one.
+        out: the whole tensor of an earlier gather, whose memory FSDP has filled again and whose
+            other inner tensors are replaced; None makes a new one.
 
     Returns:
         The tensor, and no tensors for FSDP to free; None with ``out``.
     """
-    arrived: dict[str, torch.Tensor] = {}
-    for (inner, shape, is_padded), output in zip(plan.inner, outputs, strict=True):
+    inner_tensors = dict(plan.shared)
+    for (inner, shape, is_padded), output in zip(plan.sent, outputs, strict=True):
+        rows = output
         if is_padded:
             # Each rank sent its shard as one row, with the padding at its end.
-            output = output[:, : shape.numel()].reshape(-1, *shape[1:])
+            rows = rows[:, : shape.numel()].reshape(-1, *shape[1:])
         if inner.block_rows is None:
             # Only the last rank that has rows is padded, so that all padding lies at the end.
-            output = output[: plan.size[0]]
-        arrived[inner.argument] = inner.as_held(output)
-    inner_tensors = plan.shared | arrived
+            rows = rows[: plan.size[0]]
+        inner_tensors[inner.argument] = inner.as_held(rows)
     if out is not None:
         for inner in out.inner_tensors:
             if inner.shared or inner.gather:
                 setattr(out, inner.attribute, inner_tensors[inner.argument])
         out.mark_written()
         return None
-    cls: Any = plan.spec.cls
     fields = {
         field.argument: value
-        for field, value in zip(cls.all_static_fields(), plan.spec.static, strict=True)
+        for field, value in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)
     }
-    about = {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
-    whole: QuantizedTensor = cls(**inner_tensors | fields | about)
+    fields |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
+    whole: QuantizedTensor = plan.spec.cls(**inner_tensors, **fields)
     # FSDP frees the gathered bytes after the pass, so that a transpose is made only where it is
     # read.
     whole.rebuilds_derived = False
     return whole, ()
 
 
-def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
-    """What is sent, and how many elements of each: rows in a forward pass, columns in a backward
-    pass, or both."""
-    tensors = {
-        inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather
-    }
-    both = {inner: int(data.numel()) for inner, data in tensors.items() if data is not None}
+def _to_gather(tensor: QuantizedTensor, module: torch.nn.Module) -> dict[InnerTensor, int]:
+    """The inner tensors that are gathered, and how many elements of each.
+
+    They are those of rows in a forward pass and of columns in a backward pass, or both.
+
+    Raises:
+        UsageError: the tensor holds none.
+    """
+    tensors = _gatherable(tensor)
+    both = {inner: data.numel() for inner, data in tensors.items()}
     if not both:
         raise UsageError(
             f"{type(tensor).__name__} holds no inner tensor that can be gathered",
             "one declared with gather=True",
             "keep the rowwise usage of sharded weights",
         )
-    rowwise = {inner: count for inner, count in both.items() if inner.usage != "columnwise"}
-    columnwise = {inner: count for inner, count in both.items() if inner.usage != "rowwise"}
+    rowwise = {inner: length for inner, length in both.items() if inner.usage != "columnwise"}
+    columnwise = {inner: length for inner, length in both.items() if inner.usage != "rowwise"}
     if both in (rowwise, columnwise):
         return both
     if tensor.rowwise_serves_columnwise:
         return rowwise
-    # FSDP allocates once, so that what is gathered in turns must have the same dtypes and lengths.
+    # FSDP allocates memory once, so that tensors that are gathered in turns must have the same
+    # dtypes and lengths.
     row_dtypes = [tensors[inner].dtype for inner in rowwise]
     column_dtypes = [tensors[inner].dtype for inner in columnwise]
     if row_dtypes != column_dtypes or not KNOWS_BACKWARD:
@@ -202,24 +256,42 @@ def _to_gather(tensor: QuantizedTensor, module: Any) -> dict[InnerTensor, int]:
         # One gather serves both passes.
         return both
     lengths = map(max, rowwise.values(), columnwise.values())
-    return dict(zip(rowwise if graph_task_id() == -1 else columnwise, lengths, strict=True))
+    in_forward = graph_task_id() == NO_BACKWARD
+    return dict(zip(rowwise if in_forward else columnwise, lengths, strict=True))
+
+
+def _gatherable(tensor: QuantizedTensor) -> dict[InnerTensor, torch.Tensor]:
+    """The inner tensors that ``tensor`` holds and a gather can move."""
+    tensors: dict[InnerTensor, torch.Tensor | None] = {
+        inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather
+    }
+    return {inner: data for inner, data in tensors.items() if data is not None}
 
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the
     first; a ShapeError."""
-    values = {
-        inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather
-    }
-    coming = [
-        inner
-        for inner, value in values.items()
-        if value is not None or tensor.rowwise_serves_columnwise
-    ]
-    for inner in coming if size[0] % world else ():
-        value = values[inner]
-        # FSDP asks for the padded size of the parameter itself.
-        of_other_size = value is not None and inner.by_rows(value).shape[1:] != tensor.shape[1:]
+    tensors = _gatherable(tensor)
+    coming = list(tensors)
+    if tensor.rowwise_serves_columnwise:
+        coming = [inner for inner in tensor.inner_tensors if inner.gather]
+    if size[0] % world:
+        _check_uneven(tensor, coming, size, world)
+    # The rows of the first rank are checked, so that all ranks raise the same error.
+    rows = range(math.ceil(size[0] / world))
+    check_blocks(coming, size, rows, f"a shard of a {type(tensor).__name__}")
+
+
+def _check_uneven(
+    tensor: QuantizedTensor, coming: Sequence[InnerTensor], size: torch.Size, world: int
+) -> None:
+    """Refuse uneven shards of inner tensors that FSDP cannot pad; a ShapeError.
+
+    FSDP asks for the padded size of the parameter itself.
+    """
+    for inner in coming:
+        data: torch.Tensor | None = getattr(tensor, inner.attribute)
+        of_other_size = data is not None and inner.by_rows(data).shape[1:] != tensor.shape[1:]
         if inner.block_rows or of_other_size:
             raise ShapeError(
                 f"{size[0]} rows are sharded over {world} ranks, and {inner.argument!r} has "
@@ -227,9 +299,6 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
                 f"a number of rows that {world} divides",
                 "keep the weight in high precision, or choose its rows so",
             )
-    # Those of the first rank, so that all ranks say the same.
-    rows = range(math.ceil(size[0] / world))
-    check_blocks(coming, size, rows, f"a shard of a {type(tensor).__name__}")
 
 
 # Module -> the name of the group whose ranks have compared the scales of a weight, and the size of
@@ -239,22 +308,26 @@ _agreed: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[str, torch.Size]]]
 )
 
 
-def _agree(tensor: QuantizedTensor, size: torch.Size, group: Any, module: Any) -> None:
-    """At the first gather, check that all shards hold the same scales, and have the quantizer keep
+def _agree(
+    tensor: QuantizedTensor, size: torch.Size, group: "ProcessGroup", module: torch.nn.Module
+) -> None:
+    """At the first gather, check that all shards have the same scales, and have the quantizer keep
     it so.
 
     Args:
         tensor: this rank's shard.
-        size: of the whole weight.
+        size: the size of the whole weight.
+        group: the ranks that have the shards.
+        module: the layer that owns the weight.
 
     Raises:
         UsageError: the scales differ, on all ranks; or the quantizer cannot keep them alike.
     """
-    # The name is kept, not the group, because a tensor must not keep a destroyed group alive.
+    # The name is stored, not the group, because a tensor must not keep a destroyed group alive.
     name = group.group_name
     if tensor._shard_group == name:
         return
-    agreed = _agreed.setdefault(module, set()) if isinstance(module, torch.nn.Module) else set()
+    agreed = _agreed.setdefault(module, set())
     # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the
     # others have not: a second comparison would wait for them forever.
     if (name, size) not in agreed:
@@ -264,12 +337,12 @@ def _agree(tensor: QuantizedTensor, size: torch.Size, group: Any, module: Any) -
         tensor.update_quantizer(tensor._quantizer.for_shards(name))
     agreed.add((name, size))
     tensor._shard_group = name
-    # FSDP pads an uneven shard, so that it is a view; zeros are the same at any scale, so that it
-    # may have its own.
+    # FSDP pads an uneven shard, so that the shard is a view. The view may have a scale of its own,
+    # because the padding is zero at any scale.
     tensor._whole = None
 
 
-def _compare_scales(tensor: QuantizedTensor, group: Any) -> None:
+def _compare_scales(tensor: QuantizedTensor, group: "ProcessGroup") -> None:
     """Refuse shards whose scales differ, by one all-reduce; a UsageError on all ranks."""
     shared = tensor.shared_inner()
     if not shared:

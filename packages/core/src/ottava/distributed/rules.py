@@ -1,27 +1,35 @@
 """The rule by which a class of quantizers quantizes shards, and batches of shards that follow it.
 
-Quantizing all shards gives the data and scales of the whole weight. Where scales follow from
-amaxes, each rank computes the amaxes of its shard, one all-reduce(MAX) turns them into those of the
-whole weight, and each rank casts its shard. For every other quantizer one all-gather brings the
-shards to every rank, and each rank quantizes the whole weight.
+Quantizing all shards gives the data and scales of the whole weight::
+
+    ShardRule   declared by a class of quantizers: do amaxes suffice, do rows suffice?
+    ShardBatch  many shards of one class, where amaxes suffice:
+                amaxes of the shards ── one all-reduce(MAX) ──> amaxes of the weights ──> cast
+    GatheredBatch  all other shards:
+                values of the shards ── one all-gather ──> whole weights ──> quantize
+    ShardBatches   a mix of both; one all-reduce serves all batches
+
+:class:`GridShards` is the rule of quantizers with a layout, and :class:`GridBatch` its batch.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Hashable, Sequence
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 
 from ottava import kernels
-from ottava.collectives import all_gather, all_reduce_max, process_groups_ready
+from ottava.collectives import Group, all_gather, all_reduce_max, process_groups_ready
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import DTypeError
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import Shards
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, Size, as_matrix_shape
+from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import foreach_copy_
 
 
@@ -71,21 +79,21 @@ class ShardRule:
         self.options = tuple(options)
         self._rows = rows
 
-    def batch_for(self, quantizer: Any) -> type[ShardBatch] | None:
+    def batch_for(self, quantizer: Quantizer) -> type[ShardBatch] | None:
         """:attr:`batch` for this quantizer of the class."""
         return self.batch
 
-    def one_amax(self, quantizer: Any) -> bool:
+    def one_amax(self, quantizer: Quantizer) -> bool:
         """Whether one amax, reduced over all shards, suffices to quantize a shard like a whole
         weight."""
         return False
 
-    def independent_rows(self, quantizer: Any) -> int | None:
+    def independent_rows(self, quantizer: Quantizer) -> int | None:
         """The number of rows that ``quantizer`` quantizes the same alone as in the whole matrix;
         None if there is no such number."""
         return self._rows
 
-    def rows_of_blocks(self, quantizer: Any) -> int:
+    def rows_of_blocks(self, quantizer: Quantizer) -> int:
         """The number of rows that the rows of a quantized shard must be a multiple of."""
         return self.independent_rows(quantizer) or 1
 
@@ -120,7 +128,23 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
     return _UNDECLARED
 
 
+#: A function from shards and their reduced amaxes to the factors that multiply elements and the
+#: scales that are stored, both of the shape of the amaxes.
 Scales = Callable[[Sequence[ShardJob], torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def layout_of(quantizer: Quantizer) -> Layout:
+    """The attribute ``layout`` of a quantizer.
+
+    Raises:
+        DTypeError: the quantizer has no layout.
+    """
+    layout = getattr(quantizer, "layout", None)
+    if not isinstance(layout, Layout):
+        raise DTypeError(
+            f"a {type(quantizer).__name__} has no layout", "an ottava.Layout, for GridShards"
+        )
+    return layout
 
 
 def scales_of_layout(
@@ -130,9 +154,30 @@ def scales_of_layout(
 
     Both follow from the layout of the jobs, and have the shape of ``amaxes``.
     """
-    quantizer: Any = jobs[0].quantizer
-    scale, stored = kernels.grid_scales(amaxes, quantizer.layout, jobs[0].dtype)
-    return stored if scale is None else scale, stored
+    scale, stored = kernels.grid_scales(amaxes, layout_of(jobs[0].quantizer), jobs[0].dtype)
+    if scale is None:
+        return stored, stored
+    return scale, stored
+
+
+#: Two tensors of which one is for the other.
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _SharedScale(NamedTuple):
+    """The scales of one usage of a weight whose layout shares scales between blocks.
+
+    Attributes:
+        blocks: the scale of each block, which is written.
+        areas: the scale of each area of blocks.
+        columnwise: the usage.
+        matrix: rows and columns of the weight.
+    """
+
+    blocks: torch.Tensor
+    areas: torch.Tensor
+    columnwise: bool
+    matrix: Size
 
 
 class GridBatch(ShardBatch):
@@ -144,68 +189,87 @@ class GridBatch(ShardBatch):
 
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         super().__init__(jobs)
-        quantizer: Any = jobs[0].quantizer
-        rule: Any = rule_of(quantizer)
-        self._scales: Scales = rule.scales
-        self._layout: Layout = quantizer.layout
-        layout = self._layout
-        matrices = [as_matrix_shape(job.shape) for job in jobs]
+        quantizer = jobs[0].quantizer
+        self._scales: Scales = getattr(rule_of(quantizer), "scales", scales_of_layout)
+        self._layout = layout_of(quantizer)
+        self._matrices = [as_matrix_shape(job.shape) for job in jobs]
         self._shards = (
             Shards(
                 [job.shard for job in jobs],
                 [job.dtype for job in jobs],
-                matrices,
+                self._matrices,
                 [job.start_offset for job in jobs],
             ),
-            [layout.text] * len(jobs),
+            [self._layout.text] * len(jobs),
         )
-        sides = (False,) if layout.square else (False, True)
-        grids = [layout.grid(matrix, side, shared=True) for matrix in matrices for side in sides]
-        lengths = [math.prod(grid) for grid in grids]
-        # The buffers of the factors that multiply elements and of the stored scales; one buffer
-        # serves both for E8M0. Each cast writes into them, because creating a view of them for each
-        # weight takes longer than casting a small weight.
-        count = 2 if layout.scale is torch.float32 else 1
-        self._scale_buffers = [
-            jobs[0].shard.new_empty(sum(lengths), dtype=layout.stored_scale) for _ in range(count)
-        ]
-        views = [
-            [flat.view(grid) for flat, grid in zip(buffer.split(lengths), grids, strict=True)]
-            for buffer in self._scale_buffers
-        ]
-        # For a layout whose blocks share scales: the scales of blocks, the shared scales, whether
-        # they are columnwise, and the matrix.
-        self._spread: list[tuple[torch.Tensor, torch.Tensor, bool, Size]] = []
+        self._scale_buffers: list[torch.Tensor] = []
+        self._scale_views = self._allocate_scales()
+        self._shared_scales: list[_SharedScale] = []
         # For each usage and job, the factors and the data that the cast writes.
-        self._pairs: tuple[list[Any], list[Any]] = [None] * len(jobs), [None] * len(jobs)
+        self._pairs: tuple[list[_Pair | None], list[_Pair | None]]
+        self._pairs = [None] * len(jobs), [None] * len(jobs)
         # The holders' tensors of scales, and the values for each.
-        self._stored: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for at, job in enumerate(jobs):
-            holder = job.output.holder
-            data = {
-                inner.usage: own
-                for inner, own in zip(holder.raw_inner(), job.output.data, strict=True)
-            }
-            scales = {
-                inner.usage: inner
-                for inner in holder.inner_tensors
-                if inner.argument.endswith("scale_inv")
-            }
-            for columnwise, usage in enumerate(("rowwise", "columnwise")):
-                if usage not in data:
-                    continue
-                own = [view[len(sides) * at + columnwise * (len(sides) - 1)] for view in views]
-                if layout.shared is not None:
-                    common = own
-                    grid = layout.grid(matrices[at], bool(columnwise))
-                    own = [each.new_empty(grid) for each in common]
-                    self._spread += [
-                        (o, c, bool(columnwise), matrices[at])
-                        for o, c in zip(own, common, strict=True)
-                    ]
-                self._pairs[columnwise][at] = own[0], data[usage]
-                inner = scales[usage] if usage in scales else scales["both"]
-                self._stored += job.output.places(inner, own[-1])
+        self._stored: list[_Pair] = []
+        for number in range(len(jobs)):
+            self._plan_writes(number)
+
+    def _allocate_scales(self) -> dict[tuple[int, bool], list[torch.Tensor]]:
+        """Buffers for the scales of all weights.
+
+        The first buffer has the factors that multiply elements, the last one the stored scales;
+        they are one buffer for E8M0. Each cast writes into them, because creating a view of them
+        for each weight takes longer than casting a small weight.
+
+        Returns:
+            For each job and usage, its view of each buffer. Blocks that are squares have views for
+            the rowwise usage alone.
+        """
+        layout = self._layout
+        usages = (False,) if layout.square else (False, True)
+        keys = [(number, usage) for number in range(len(self.jobs)) for usage in usages]
+        grids = [layout.grid(self._matrices[number], usage, shared=True) for number, usage in keys]
+        lengths = [math.prod(grid) for grid in grids]
+        count = 2 if layout.scale is torch.float32 else 1
+        views: dict[tuple[int, bool], list[torch.Tensor]] = {key: [] for key in keys}
+        for _ in range(count):
+            buffer = self.jobs[0].shard.new_empty(sum(lengths), dtype=layout.stored_scale)
+            self._scale_buffers.append(buffer)
+            for key, flat, grid in zip(keys, buffer.split(lengths), grids, strict=True):
+                views[key].append(flat.view(grid))
+        return views
+
+    def _plan_writes(self, number: int) -> None:
+        """Note which tensors the cast of a job reads and writes."""
+        output = self.jobs[number].output
+        data = {
+            inner.usage: own
+            for inner, own in zip(output.holder.raw_inner(), output.data, strict=True)
+        }
+        scales: dict[str, InnerTensor] = {
+            inner.usage: inner
+            for inner in output.holder.inner_tensors
+            if inner.argument.endswith("scale_inv")
+        }
+        for columnwise, usage in ((False, "rowwise"), (True, "columnwise")):
+            if usage not in data:
+                continue
+            factors, stored = self._scales_of(number, columnwise)
+            self._pairs[columnwise][number] = factors, data[usage]
+            self._stored += output.places(scales.get(usage) or scales["both"], stored)
+
+    def _scales_of(self, number: int, columnwise: bool) -> _Pair:
+        """The tensors of factors and of stored scales for one usage of a job, one for each
+        block."""
+        views = self._scale_views[number, columnwise and not self._layout.square]
+        if self._layout.shared is not None:
+            matrix = self._matrices[number]
+            grid = self._layout.grid(matrix, columnwise)
+            areas, views = views, [view.new_empty(grid) for view in views]
+            self._shared_scales += [
+                _SharedScale(blocks, area, columnwise, matrix)
+                for blocks, area in zip(views, areas, strict=True)
+            ]
+        return views[0], views[-1]
 
     def amaxes(self) -> torch.Tensor:
         amaxes = torch.zeros_like(self._scale_buffers[0], dtype=torch.float32)
@@ -216,8 +280,10 @@ class GridBatch(ShardBatch):
         factors, stored = self._scales(self.jobs, amaxes)
         self._scale_buffers[0].copy_(factors)
         self._scale_buffers[-1].copy_(stored)
-        for spread, common, columnwise, matrix in self._spread:
-            spread.copy_(for_blocks(common, self._layout, columnwise, matrix))
+        for scale in self._shared_scales:
+            scale.blocks.copy_(
+                for_blocks(scale.areas, self._layout, scale.columnwise, scale.matrix)
+            )
         if self._stored:
             foreach_copy_(*map(list, zip(*self._stored, strict=True)))
         backend_module(amaxes.device.type).grid_multi_cast(*self._shards, *self._pairs)
@@ -245,28 +311,29 @@ class GridShards(ShardRule):
         super().__init__(options=options)
         self.scales = scales
 
-    def batch_for(self, quantizer: Any) -> type[ShardBatch] | None:
-        # Transposed columns with their own scales cannot be written shard by shard, because a range
-        # of the weight is scattered over them.
-        scattered = (
-            quantizer.columnwise_usage
-            and quantizer.layout.transposed
-            and not quantizer.layout.square
-        )
-        return None if scattered else self.batch
+    def batch_for(self, quantizer: Quantizer) -> type[ShardBatch] | None:
+        layout = layout_of(quantizer)
+        if quantizer.columnwise_usage and layout.transposed and not layout.square:
+            # Transposed columns with their own scales cannot be written shard by shard, because a
+            # range of the weight is scattered over them.
+            return None
+        return self.batch
 
-    def one_amax(self, quantizer: Any) -> bool:
-        return bool(quantizer.layout.block == (None, None))
+    def one_amax(self, quantizer: Quantizer) -> bool:
+        return layout_of(quantizer).block == (None, None)
 
-    def _heights(self, quantizer: Any) -> list[int | None]:
+    def _heights(self, quantizer: Quantizer) -> list[int | None]:
         """The number of rows that share a scale, in each direction; None for all rows."""
-        sides = (False, True) if quantizer.columnwise_usage else (False,)
-        return [quantizer.layout.block_of(columnwise, shared=True)[0] for columnwise in sides]
+        layout = layout_of(quantizer)
+        usages = (False, True) if quantizer.columnwise_usage else (False,)
+        return [layout.block_of(columnwise, shared=True)[0] for columnwise in usages]
 
-    def independent_rows(self, quantizer: Any) -> int | None:
-        return None if None in self._heights(quantizer) else self.rows_of_blocks(quantizer)
+    def independent_rows(self, quantizer: Quantizer) -> int | None:
+        if None in self._heights(quantizer):
+            return None
+        return self.rows_of_blocks(quantizer)
 
-    def rows_of_blocks(self, quantizer: Any) -> int:
+    def rows_of_blocks(self, quantizer: Quantizer) -> int:
         return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
 
 
@@ -333,22 +400,28 @@ class ShardBatches(NamedTuple):
 
     @classmethod
     def of(cls, jobs: Sequence[ShardJob]) -> Self:
-        """The batches of ``jobs``; the jobs of a batch agree in the options that their rule
-        names."""
-        together: dict[Any, list[ShardJob]] = {}
+        """The batches of ``jobs``.
+
+        The jobs of a batch agree in the options that their rule names.
+        """
+        reduced: dict[Hashable, tuple[type[ShardBatch], list[ShardJob]]] = {}
+        gathered: list[ShardJob] = []
         for job in jobs:
-            quantizer: Any = job.quantizer
+            quantizer = job.quantizer
             rule = rule_of(quantizer)
             batch = rule.batch_for(quantizer)
-            options = (getattr(quantizer, name) for name in rule.options)
+            if batch is None:
+                gathered.append(job)
+                continue
+            options = tuple(getattr(quantizer, name) for name in rule.options)
             layout = getattr(quantizer, "layout", None)
-            key = batch and (batch, type(quantizer), job.dtype, layout, *options)
-            together.setdefault(key, []).append(job)
-        others = together.pop(None, None)
-        reduced = tuple(batch(own) for (batch, *_), own in together.items())
-        return cls(reduced, None if others is None else GatheredBatch(others))
+            key = (batch, type(quantizer), job.dtype, layout, options)
+            _, own = reduced.setdefault(key, (batch, []))
+            own.append(job)
+        batches = tuple(batch(own) for batch, own in reduced.values())
+        return cls(batches, GatheredBatch(gathered) if gathered else None)
 
-    def quantize(self, group: Any) -> None:
+    def quantize(self, group: Group) -> None:
         """Quantize all shards.
 
         One all-reduce over ``group`` serves all amaxes, and one all-gather all values that are
@@ -364,15 +437,20 @@ class ShardBatches(NamedTuple):
         *amaxes, units = self.amaxes(group, own_units)
         self.cast(amaxes)
         padded = torch.nn.functional.pad(values, [0, int(units.item()) * unit - values.numel()])
-        self.gathered.cast(list(all_gather(padded, group)) if process_groups_ready() else [padded])
+        if process_groups_ready():
+            self.gathered.cast(list(all_gather(padded, group)))
+        else:
+            self.gathered.cast([padded])
 
-    def amaxes(self, group: Any, *more: torch.Tensor) -> list[torch.Tensor]:
+    def amaxes(self, group: Group, *more: torch.Tensor) -> list[torch.Tensor]:
         """The amaxes of each batch, and ``more``, reduced over ``group`` in one
         all-reduce(MAX)."""
         own = [*(batch.amaxes() for batch in self.reduced), *more]
         if not own or not process_groups_ready():
             return own
-        packed = all_reduce_max(own[0] if len(own) == 1 else torch.cat(own), group)
+        if len(own) == 1:
+            return [all_reduce_max(own[0], group)]
+        packed = all_reduce_max(torch.cat(own), group)
         return list(packed.split([amaxes.numel() for amaxes in own]))
 
     def cast(self, amaxes: Sequence[torch.Tensor]) -> None:
@@ -381,12 +459,12 @@ class ShardBatches(NamedTuple):
             batch.cast(own)
 
 
-def requantize(written: Sequence[tuple[Any, torch.Tensor]]) -> None:
+def requantize(written: Sequence[tuple[QuantizedTensor, torch.Tensor]]) -> None:
     """Quantize new values into tensors, given as (tensor, values).
 
     Shards that share a scale are reduced together, once for each group.
     """
-    together: dict[Any, list[ShardJob]] = {}
+    together: dict[str, list[ShardJob]] = {}
     for target, values in written:
         group, quantizer = target._shard_group, target._quantizer
         if group is None or quantizer is None or not rule_of(quantizer).one_amax(quantizer):

@@ -1,13 +1,20 @@
-"""One shard of a weight that is to be quantized: its values, and where its data and scales go.
+"""``ShardJob``: one shard of a weight that is to be quantized, and where the results go.
 
-A shard is a range of the flattened weight.
+A shard is a range of the flattened weight. Its elements are written into a range of the weight's
+data, and its scales into the holder, which is the whole weight or has some rows of it::
+
+    flattened weight   |............|== shard ==|..................|
+                       0            start_offset
+    holder (whole)     |-------------------------------------------|  or
+    holder (rows)                   |-----------|
+
+The functions below check that rows cut no blocks, that buffers fit, and that no two places overlap.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -116,18 +123,21 @@ def ordered_bytes(holder: QuantizedTensorStorage, name: str) -> tuple[InnerTenso
             message calls the holder ``name``.
     """
     raw = holder.raw_inner()
-    for inner in raw:
-        ordered = not (inner.transposed or holder.is_derived(inner))
-        if ordered:
-            data: torch.Tensor = getattr(holder, inner.attribute)
-            ordered = data.is_contiguous() and data.shape == holder.size()
-        if not ordered:
-            raise UsageError(
-                f"the bytes of {name} are not in the order of its elements",
-                "contiguous data that is not transposed",
-                "keep the rowwise usage of such weights",
-            )
+    if not all(_is_ordered(holder, inner) for inner in raw):
+        raise UsageError(
+            f"the bytes of {name} are not in the order of its elements",
+            "contiguous data that is not transposed",
+            "keep the rowwise usage of such weights",
+        )
     return raw
+
+
+def _is_ordered(holder: QuantizedTensorStorage, inner: InnerTensor) -> bool:
+    """Whether an inner tensor has the elements in the order of the flattened tensor."""
+    if inner.transposed or holder.is_derived(inner):
+        return False
+    data: torch.Tensor = getattr(holder, inner.attribute)
+    return data.is_contiguous() and data.shape == holder.size()
 
 
 def shard_output(
@@ -146,14 +156,15 @@ def shard_output(
     row = math.prod(shape[1:])
     if own == tuple(shape):
         elements = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
-        return ShardOutput(holder, elements, range(shape[0] if shape else 1))
+        # A scalar counts as one row.
+        return ShardOutput(holder, elements, range(math.prod(shape[:1])))
     if own[1:] != tuple(shape[1:]) or count != math.prod(own) or (count and start_offset % row):
         raise ShapeError(
             f"{name} has shape {own}, its shard of the weight {count} elements from "
             f"{start_offset} on",
             expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
         )
-    first = start_offset // row if row else 0
+    first = start_offset // max(row, 1)
     rows = range(first, first + own[0])
     if count:
         check_blocks(holder.inner_tensors, shape, rows, name)
@@ -201,7 +212,7 @@ def check_blocks(
 
 
 def check_bytes(
-    buffer: Any, storage: QuantizedTensorStorage, inner: InnerTensor, count: int, name: str
+    buffer: object, storage: QuantizedTensorStorage, inner: InnerTensor, count: int, name: str
 ) -> torch.Tensor:
     """``buffer`` itself, if it can take ``count`` elements of an inner tensor of ``storage``.
 
@@ -210,9 +221,8 @@ def check_bytes(
     """
     dtypes = torch.uint8, getattr(storage, inner.attribute).dtype, native_dtype(storage, inner)
     if not isinstance(buffer, torch.Tensor) or buffer.dtype not in dtypes:
-        raise DTypeError(
-            f"{name} is of {getattr(buffer, 'dtype', type(buffer).__name__)}", "torch.uint8"
-        )
+        kind = getattr(buffer, "dtype", type(buffer).__name__)
+        raise DTypeError(f"{name} is of {kind}", "torch.uint8")
     if buffer.numel() != count:
         raise ShapeError(f"{name} has {buffer.numel()} elements", expected=f"{count}")
     check_device(buffer, storage.device, name)

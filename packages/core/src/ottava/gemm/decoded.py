@@ -13,7 +13,6 @@ import torch
 
 from ottava.gemm import scratch as memory
 from ottava.gemm.operators import define
-from ottava.gemm.planned import folds, planned_mm
 from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_module
 from ottava.kernels.reference import spread
@@ -30,6 +29,11 @@ class Decoded(NamedTuple):
     values: Tensor
     scales: Tensor | None
     block: Block = dense.WHOLE
+
+
+def folds(layout: Layout) -> bool:
+    """Whether scales are part of the decoded values: powers of two, of blocks."""
+    return layout.rounding != "nearest" and layout.block != dense.WHOLE
 
 
 def _decoded(place: int, side: Side, dtype: torch.dtype) -> Decoded:
@@ -52,11 +56,6 @@ def _decoded(place: int, side: Side, dtype: torch.dtype) -> Decoded:
 def _multiply(
     a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype
 ) -> Tensor:
-    if a.layout and b.layout:
-        # Compiled code comes here without having asked for a plan.
-        planned = planned_mm(a, b, bias, out_dtype)
-        if planned is not None:
-            return planned
     left, right = _decoded(0, a, compute), _decoded(1, b, compute)
     if left.block == right.block == dense.WHOLE:
         return dense.product(

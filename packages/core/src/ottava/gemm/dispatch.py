@@ -1,9 +1,8 @@
 """The three GEMMs, and which product computes one: the first that takes both operands.
 
 1. ``qgemm`` of a quantizer whose user defined it.
-2. The planned product of the CPU, of two sides with elements.
-3. The product of hardware that multiplies such elements as they are.
-4. The product of the decoded values, which takes everything.
+2. The product of hardware that multiplies such elements as they are.
+3. The product of the decoded values, which takes everything.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from ottava.errors import DeviceError, OptionError, ShapeError
 from ottava.gemm.decoded import decoded_mm
 from ottava.gemm.operand import Matrix, dense_side, side_of, stored
-from ottava.gemm.planned import planned_mm
 from ottava.gemm.scaled import product_of
 from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype, check_fits
@@ -29,9 +27,9 @@ from ottava.tensors.storage import QuantizedTensorStorage
 Tensor = torch.Tensor
 GemmType = Literal["fprop", "dgrad", "wgrad"]
 
-# GEMM -> whether the rows of a are what is summed over, and whether those of b are: their
-# columnwise usage.
-_GEMMS: dict[str, tuple[bool, bool]] = {
+#: GEMM -> whether the product sums over the rows of ``a``, and whether over those of ``b``: whether
+#: it reads their columnwise data.
+BY_COLUMN: dict[str, tuple[bool, bool]] = {
     "fprop": (False, False),
     "dgrad": (False, True),
     "wgrad": (True, True),
@@ -71,7 +69,7 @@ def gemm(
         OptionError: unknown ``gemm_type``, or ``accumulate`` without ``out``.
         ShapeError, DTypeError, DeviceError: operands that do not fit together.
     """
-    if not isinstance(gemm_type, str) or gemm_type not in _GEMMS:
+    if not isinstance(gemm_type, str) or gemm_type not in BY_COLUMN:
         raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
     if accumulate and out is None:
         raise OptionError(
@@ -80,7 +78,7 @@ def gemm(
             remedy="pass out=main_grad",
         )
     sizes: list[int] = []
-    for name, x, summed in zip("ab", (a, b), _GEMMS[gemm_type], strict=True):
+    for name, x, summed in zip("ab", (a, b), BY_COLUMN[gemm_type], strict=True):
         if not isinstance(x, QuantizedTensorStorage):
             check_high_precision(x, f"operand {name}")
         if not (size := tuple(x.size())):
@@ -133,12 +131,9 @@ def multiply(
 def _product(
     a: Matrix, b: Matrix, gemm_type: GemmType, dtype: torch.dtype, bias: Tensor | None, fast: bool
 ) -> Tensor:
-    a_by_column, b_by_column = _GEMMS[gemm_type]
+    a_by_column, b_by_column = BY_COLUMN[gemm_type]
     left, right = side_of(a, a_by_column), side_of(b, b_by_column)
     if left is not None and right is not None:
-        result = planned_mm(left, right, bias, dtype)
-        if result is not None:
-            return result
         of_elements = product_of(left, right)
         if of_elements is not None:
             return of_elements(left, right, bias, dtype, fast)
@@ -153,6 +148,11 @@ def _product(
 
 def _is_exact_in_bfloat16(x: Matrix) -> bool:
     return isinstance(x, QuantizedTensorStorage | Operand) or x.dtype == torch.bfloat16
+
+
+def has_own_product(x: QuantizedTensorStorage) -> bool:
+    """Whether the quantizer of a storage multiplies by its user's ``qgemm``."""
+    return _custom_quantizer(x) is not None
 
 
 def _custom_quantizer(x: Matrix) -> Quantizer | None:

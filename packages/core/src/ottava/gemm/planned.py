@@ -1,28 +1,34 @@
-"""The product of elements on a CPU, by a plan.
+"""The products of a layer's plan, each decided at its first call.
 
-A plan is made at the first product of two layouts and shapes: into which memory each side is
-decoded, in which dtype, and what multiplies. The compiled module then decodes, multiplies and
-finishes in one call of ``planned_product``.
+On a CPU that decides into which memory each side is decoded, in which dtype, and what multiplies.
+The compiled module then decodes, multiplies and finishes in one call of ``planned_product``. On
+hardware that multiplies FP8 elements it decides which product takes them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from ottava.formats import FP8
 from ottava.gemm import scratch as memory
+from ottava.gemm.decoded import folds
+from ottava.gemm.dispatch import BY_COLUMN, GemmType, has_own_product, multiply
+from ottava.gemm.operand import Matrix, side_of
 from ottava.gemm.scaled import product_of
 from ottava.kernels import backends
 from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_for, backend_module
 from ottava.kernels.compiled import DTYPE_CODES, known
 from ottava.kernels.direct import is_direct
-from ottava.layout import Layout
-from ottava.tensors.operand import Side
+from ottava.tensors.operand import Operand, Side
+from ottava.tensors.storage import QuantizedTensorStorage
 
 Tensor = torch.Tensor
+Multiply = Callable[[Side, Side, Tensor | None], Tensor | None]
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
@@ -51,72 +57,142 @@ class PlannedSide(NamedTuple):
     values: Tensor
 
 
-class Plan(NamedTuple):
-    """What does not change between products of two layouts and shapes."""
+class LayerProduct:
+    """One of the three products of a layer, decided at its first call.
 
-    left: PlannedSide
-    right: PlannedSide
-    planned_product: Any  # of the compiled module
-    native: Any  # its ProductPlan
+    A layer makes it for operands of the same shapes. It decides anew where these come in other
+    layouts, or where a setting has changed.
 
-    def multiply(self, a: Side, b: Side, bias: Tensor | None) -> Tensor | None:
-        """``a · bᵀ`` plus the bias; None where the compiled module leaves it to Python."""
-        return self.planned_product(  # type: ignore[no-any-return]
-            self.native, a.values, a.scales, b.values, b.scales, bias
+    Args:
+        gemm_type: ``fprop``, ``dgrad`` or ``wgrad``.
+        out_dtype: of the result.
+        accumulates: whether the result is added to a tensor, so that the product stays float32
+            until the sum.
+        use_split_accumulator: False allows fast accumulation where the hardware has it.
+    """
+
+    __slots__ = (
+        "_a_by_column",
+        "_b_by_column",
+        "_changes",
+        "_dtype",
+        "_gemm_type",
+        "_layouts",
+        "_multiply",
+        "_out_dtype",
+        "_split",
+    )
+
+    def __init__(
+        self,
+        gemm_type: GemmType,
+        out_dtype: torch.dtype,
+        *,
+        accumulates: bool = False,
+        use_split_accumulator: bool = True,
+    ) -> None:
+        self._gemm_type: GemmType = gemm_type
+        self._a_by_column, self._b_by_column = BY_COLUMN[gemm_type]
+        self._out_dtype = out_dtype
+        self._dtype = torch.float32 if accumulates else out_dtype
+        self._split = use_split_accumulator
+        # What was decided, and for which layouts and settings.
+        self._multiply: Multiply | None = None
+        self._layouts: tuple[str, str] | None = None
+        self._changes = -1
+
+    def __call__(
+        self, a: Matrix, b: Matrix, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """The product ``[outer of a, outer of b]`` plus ``bias``; added to ``out``, if there is
+        one."""
+        if not _is_compiling():
+            left = self._side(a, self._a_by_column)
+            right = self._side(b, self._b_by_column)
+            if left is not None and right is not None:
+                result = self._planned(left, right, bias)
+                if result is not None:
+                    return result if out is None else out.add_(result)
+        return multiply(
+            a, b, self._gemm_type, self._out_dtype, bias, out, out is not None, self._split
         )
 
-
-def planned_mm(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor | None:
-    """``round(a[M, K] · b[N, K]ᵀ + bias)`` on a CPU where nobody looks at operators; None for other
-    sides."""
-    left, right = a.values, b.values
-    # The compiled module checks for the remaining observers (profiler, function modes).
-    if not left.is_cpu or _is_compiling() or type(left) is not Tensor:
+    @staticmethod
+    def _side(x: Matrix, by_column: bool) -> Side | None:
+        if isinstance(x, Operand):
+            return x.columns if by_column else x.rows
+        if isinstance(x, QuantizedTensorStorage) and not has_own_product(x):
+            return side_of(x, by_column)
         return None
-    bias_dtype = None if bias is None else bias.dtype
-    key = (
-        a.layout,
-        left.shape,
-        a.columnwise,
-        b.layout,
-        right.shape,
-        b.columnwise,
-        bias_dtype,
-        out_dtype,
-        # A plan does not outlive a change of the settings that it was made under.
-        backends.changes,
-    )
-    plans = memory.scratch.plans
-    if key not in plans:
-        if not is_direct(left, right):
+
+    def _planned(self, left: Side, right: Side, bias: Tensor | None) -> Tensor | None:
+        """None where :func:`multiply` computes it."""
+        if self._changes != backends.changes or self._layouts != (left.layout, right.layout):
+            # The operators that a mode or a profiler observes are those of multiply.
+            if not is_direct(left.values, right.values):
+                return None
+            self._decide(left, right, bias)
+        if self._multiply is None:
             return None
-        if len(plans) >= memory.scratch.PLANS:
-            plans.clear()
+        return self._multiply(left, right, bias)
+
+    def _decide(self, left: Side, right: Side, bias: Tensor | None) -> None:
+        self._multiply = self._decision(left, right, bias)
+        self._layouts, self._changes = (left.layout, right.layout), backends.changes
+
+    def _decision(self, left: Side, right: Side, bias: Tensor | None) -> Multiply | None:
+        of_elements = product_of(left, right)
+        if of_elements is not None:
+            return partial(_of_elements, of_elements, self._dtype, not self._split)
+        bias_dtype = None if bias is None else bias.dtype
         with torch.inference_mode(False):
-            plan = _plan(a, b, bias_dtype, out_dtype)
-        plans[key] = plan
-    plan = plans[key]
-    return None if plan is None else plan.multiply(a, b, bias)
+            plan = _decoding_plan(left, right, bias_dtype, self._dtype)
+        return None if plan is None else plan.multiply
 
 
-def _plan(a: Side, b: Side, bias_dtype: torch.dtype | None, out_dtype: torch.dtype) -> Plan | None:
+def _of_elements(
+    product: Callable[..., Tensor],
+    dtype: torch.dtype,
+    fast: bool,
+    left: Side,
+    right: Side,
+    bias: Tensor | None,
+) -> Tensor:
+    return product(left, right, bias, dtype, fast)
+
+
+class DecodingPlan(NamedTuple):
+    """A product of the CPU: the compiled module decodes both sides, multiplies and finishes."""
+
+    planned_product: Callable[..., Tensor | None]
+    native: object  # the compiled module's ProductPlan
+
+    def multiply(self, a: Side, b: Side, bias: Tensor | None) -> Tensor | None:
+        """``a · bᵀ`` plus the bias; None where the compiled module leaves it to Python: in another
+        thread, or where dispatch is observed."""
+        return self.planned_product(self.native, a.values, a.scales, b.values, b.scales, bias)
+
+
+def _decoding_plan(
+    a: Side, b: Side, bias_dtype: torch.dtype | None, out_dtype: torch.dtype
+) -> DecodingPlan | None:
     """The plan for sides like these; None where another product serves them."""
     device = a.values.device
-    if backend_for(device.type) == "reference" or product_of(a, b) is not None:
+    if device.type != "cpu" or backend_for("cpu") == "reference":
         return None
     compute = dense.compute_dtype(device, out_dtype)
     left, right = _planned_side(0, a, compute), _planned_side(1, b, compute)
     if left is None or right is None:
         return None
     scaled = not (left.folded and right.folded)
-    multiply = dense.product_for(compute, device, out_dtype, bias_dtype, scaled)
+    product = dense.product_for(compute, device, out_dtype, bias_dtype, scaled)
     # The module finishes float32 sums that scales multiply, or that are the result.
     finishes = compute is torch.float32 and (scaled or compute is out_dtype)
-    native = backend_module(device.type).native
-    native_plan = native.ProductPlan(
-        left, right, multiply, out_dtype, DTYPE_CODES[out_dtype] if finishes else -1
+    native = backend_module("cpu").native
+    plan = native.ProductPlan(
+        left, right, product, out_dtype, DTYPE_CODES[out_dtype] if finishes else -1
     )
-    return Plan(left, right, native.planned_product, native_plan)
+    return DecodingPlan(native.planned_product, plan)
 
 
 def _planned_side(place: int, side: Side, compute: torch.dtype) -> PlannedSide | None:
@@ -141,8 +217,3 @@ def _planned_side(place: int, side: Side, compute: torch.dtype) -> PlannedSide |
         DTYPE_CODES[compute],
         outer_first if place == 0 else outer_first.t(),
     )
-
-
-def folds(layout: Layout) -> bool:
-    """Whether scales are part of the decoded values: powers of two, of blocks."""
-    return layout.rounding != "nearest" and layout.block != dense.WHOLE

@@ -129,9 +129,6 @@ _BLOCKS: dict[_Scales, _Blocks] = {
     ),
 }
 
-# What was found for two layouts and hardware.
-_choices: dict[tuple[str, str, int], Callable[..., Tensor] | None] = {}
-
 
 def multiplies_fp8(operand: Tensor) -> bool:
     """Whether FP8 operands where ``operand`` is are multiplied as such."""
@@ -143,12 +140,7 @@ def product_of(a: Side, b: Side) -> Callable[..., Tensor] | None:
     decoded."""
     if not multiplies_fp8(a.values):
         return None
-    key = a.layout, b.layout, capability(a.values)
-    # A graph is not to be made again because of a choice that was added since.
-    choices = {} if torch.compiler.is_compiling() else _choices
-    if key not in choices:
-        choices[key] = _choice(*key)
-    return choices[key]
+    return _choice(a.layout, b.layout, capability(a.values))
 
 
 def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | None:

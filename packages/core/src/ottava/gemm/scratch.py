@@ -4,7 +4,6 @@ the time of a small layer."""
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 
@@ -12,18 +11,14 @@ Tensor = torch.Tensor
 
 
 class Scratch(threading.local):
-    """Two buffers of a thread, one for each side of its current product, and the plans that have
-    views of them."""
+    """Two buffers of a thread, one for each side of its current product."""
 
     #: Bytes. A larger operand gets memory of its own, since its product takes much longer than the
     #: page faults.
     LARGEST = 32 << 20
-    #: Sizes that never repeat, as those of texts, would otherwise make more and more plans.
-    PLANS = 1024
 
     def __init__(self) -> None:
         self.buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
-        self.plans: dict[Any, Any] = {}
 
     def empty(self, place: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory of the shape of ``like`` for side ``place`` (0 or 1) of a product, until the next
@@ -32,11 +27,15 @@ class Scratch(threading.local):
         if like.device.type != "cpu" or size > self.LARGEST:
             return like.new_empty(like.shape, dtype=dtype)
         if self.buffers[place].numel() < size:
-            # Plans have views of the buffer that is replaced.
-            self.plans.clear()
-            with torch.inference_mode(False):
-                self.buffers[place] = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._grow(place, size)
         return self.buffers[place][:size].view(dtype).view(like.shape)
+
+    def _grow(self, place: int, size: int) -> None:
+        # Products that were planned before keep the buffers of their time alive. The powers of two
+        # up to the largest add up to twice that.
+        power = 1 << (size - 1).bit_length()
+        with torch.inference_mode(False):
+            self.buffers[place] = torch.empty(power, dtype=torch.uint8, device="cpu")
 
 
 scratch = Scratch()

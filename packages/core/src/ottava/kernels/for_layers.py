@@ -8,7 +8,7 @@ do it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,9 +17,11 @@ from ottava.kernels import backends, table
 from ottava.kernels.checks import Maybe, Tensor, check_scalar
 from ottava.torch_private import graph_task_id
 
-#: Data, the transpose and ``scale_inv``; None for what is not wanted.
-Quantized = tuple[Maybe, Maybe, Tensor]
+#: Data and scales of rows, then data and scales of columns; None for what is not made. One scale
+#: serves both.
+Quantized = tuple[Maybe, Maybe, Maybe, Maybe]
 
+_ABSENT = None, None
 _CODES = {dtype: ELEMENTS[dtype].code for dtype in FP8}
 # What Dynamo traces must not call compiled modules. Others who trace have tensors that these leave
 # to Python.
@@ -34,18 +36,18 @@ def quantize(
     rowwise: bool,
     transposed: bool,
 ) -> Quantized:
-    """:func:`ottava.kernels.quantize`, without the scale and the amax."""
+    """:func:`ottava.kernels.quantize` by one scale for the tensor; columns are the transpose."""
     if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
         native, code = backends._loaded["cpu"].native, _CODES[fp8_dtype]
-        made: Quantized | None = native.quantize_operand(
+        quantized: Quantized | None = native.quantize_operand(
             x, code, epsilon, force_pow_2, rowwise, transposed
         )
-        if made is not None:
-            return made
-    data, turned, _, scale_inv, _ = table.quantize.for_layer(
+        if quantized is not None:
+            return quantized
+    data, transpose, _, scale_inv, _ = table.quantize.for_layer(
         x, fp8_dtype, epsilon, force_pow_2, rowwise, transposed
     )
-    return data if rowwise else None, turned if transposed else None, scale_inv
+    return _of_both(data, transpose, scale_inv, rowwise, transposed)
 
 
 def cast(
@@ -56,11 +58,8 @@ def cast(
     fp8_dtype: torch.dtype,
     rowwise: bool,
     transposed: bool,
-    slot: int = -1,
 ) -> Quantized:
-    """With a known scale; with ``amax`` it records as :func:`ottava.kernels.cast_amax` does. With a
-    ``slot`` the three are the buffers of a layer's state: ``[slots]``, of the amaxes the first row
-    of ``[steps, slots]``.
+    """With a known scale; with ``amax`` it records as :func:`ottava.kernels.cast_amax` does.
 
     Raises:
         DTypeError, ShapeError, DeviceError: the scale, the amax or the counter are not what they
@@ -69,42 +68,83 @@ def cast(
     """
     if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
         native, code = backends._loaded["cpu"].native, _CODES[fp8_dtype]
-        made: Quantized | None = native.cast_operand(
-            x, scale, amax, saturated, code, rowwise, transposed, slot
+        quantized: Quantized | None = native.cast_operand(
+            x, scale, amax, saturated, code, rowwise, transposed, -1
         )
-        if made is not None:
-            return made
-    if slot >= 0:
-        scale, saturated = scale[slot], None if saturated is None else saturated[slot]
-        amax = None if amax is None else amax[0, slot]
-    device, floats = x.device, torch.float32
-    for state, what, dtype in (
-        (scale, "scale", floats),
-        (amax, "amax", floats),
-        (saturated, "saturated", torch.int64),
-    ):
-        if state is not None and not (
-            state.dtype is dtype and state.device == device and state.numel() == 1
-        ):
-            check_scalar(state, x, what, dtype)
-    data, turned, scale_inv = table.cast_amax.for_layer(
+        if quantized is not None:
+            return quantized
+    _check_state(x, scale, "scale", torch.float32)
+    _check_state(x, amax, "amax", torch.float32)
+    _check_state(x, saturated, "saturated", torch.int64)
+    data, transpose, scale_inv = table.cast_amax.for_layer(
         x, scale, amax, saturated, fp8_dtype, rowwise, transposed
     )
-    return data if rowwise else None, turned if transposed else None, scale_inv
+    return _of_both(data, transpose, scale_inv, rowwise, transposed)
 
 
-def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> tuple[Maybe, ...]:
-    """:func:`ottava.kernels.grid_quantize` of the layout's text, with None for what is not asked
-    for."""
+def cast_slot(
+    x: Tensor,
+    buffers: Mapping[str, Tensor],
+    slot: int,
+    recording: bool,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    transposed: bool,
+) -> Quantized:
+    """:func:`cast` with the scale of a slot of a layer's state; ``recording`` also takes the amax
+    and the counter of the slot.
+
+    Args:
+        buffers: ``scale [slots]``, ``amax_history [steps, slots]``, whose first row is that of this
+            step, and ``saturated [slots]``.
+    """
+    scale, amax, saturated = buffers["scale"], None, None
+    if recording:
+        amax, saturated = buffers["amax_history"], buffers["saturated"]
+    if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
+        native, code = backends._loaded["cpu"].native, _CODES[fp8_dtype]
+        quantized: Quantized | None = native.cast_operand(
+            x, scale, amax, saturated, code, rowwise, transposed, slot
+        )
+        if quantized is not None:
+            return quantized
+    if amax is not None and saturated is not None:
+        amax, saturated = amax[0, slot], saturated[slot]
+    return cast(x, scale[slot], amax, saturated, fp8_dtype, rowwise, transposed)
+
+
+def _check_state(x: Tensor, state: Maybe, name: str, dtype: torch.dtype) -> None:
+    if state is None:
+        return
+    if state.dtype is dtype and state.device == x.device and state.numel() == 1:
+        return
+    check_scalar(state, x, name, dtype)
+
+
+def _of_both(
+    data: Maybe, transpose: Maybe, scale_inv: Tensor, rowwise: bool, transposed: bool
+) -> Quantized:
+    """Of the results of an operator, which has no None: those that were asked for."""
+    rows = (data, scale_inv) if rowwise else _ABSENT
+    columns = (transpose, scale_inv) if transposed else _ABSENT
+    return *rows, *columns
+
+
+def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Quantized:
+    """:func:`ottava.kernels.grid_quantize` by the layout of a text."""
     if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
         cpu = backends._loaded["cpu"]
-        made: tuple[Maybe, ...] | None = cpu.native.grid_quantize_operand(
+        quantized: Quantized | None = cpu.native.grid_quantize_operand(
             x, cpu.plan(text), rowwise, columnwise
         )
-        if made is not None:
-            return made
-    written, nothing = table.grid_quantize.for_layer(x, text, rowwise, columnwise), (None, None)
-    return *(written[:2] if rowwise else nothing), *(written[2:] if columnwise else nothing)
+        if quantized is not None:
+            return quantized
+    data, scales, column_data, column_scales = table.grid_quantize.for_layer(
+        x, text, rowwise, columnwise
+    )
+    rows = (data, scales) if rowwise else _ABSENT
+    columns = (column_data, column_scales) if columnwise else _ABSENT
+    return *rows, *columns
 
 
 def update_slots(

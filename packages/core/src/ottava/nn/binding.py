@@ -1,32 +1,23 @@
-"""What a layer runs under: the recipe that is bound to it, the states that it keeps, and the call
-that is asked for."""
+"""What a layer keeps: the recipe that is bound to it, the states and plans of its calls, and the
+weight for microbatches."""
 
 import warnings
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
-from ottava.nn.call import (
-    Call,
-    call_of,
-    enter_step,
-    is_of_step,
-    resolve_microbatch,
-    resolve_recipe,
-    sees_no_values,
-    sees_recomputation,
-    take_part,
-    warn_of_another_pass,
-)
+from ottava.nn.call import Call, take_part
 from ottava.nn.checks import check_not_parallel
 from ottava.nn.converted import begin_ahead
 from ottava.nn.layer import Layer, label_of
+from ottava.nn.plan import Plan
 from ottava.recipes.base import Recipe, asked_once
 from ottava.recipes.execution import NO_BACKWARD, backward_task
 from ottava.recipes.mixed import layer_state
-from ottava.recipes.region import current_region, regions
+from ottava.recipes.region import current_region
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import Phase, RecipeState
 from ottava.recipes.step import Step
@@ -34,10 +25,7 @@ from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import (
-    dispatch_modes,
-    graph_task_id,
     is_distributed,
-    is_exporting,
     local_tensor,
 )
 
@@ -62,6 +50,8 @@ class Binding:
         step: of the converted model that the layer is in, if it is in any.
         loaded: the state that a checkpoint held, by name, until a region brings its recipe.
         kept: the weight for microbatches; None when the weight or the recipe has changed.
+        last: the last forward pass of a step, which activation checkpointing repeats.
+        plans: how calls of each kind compute under the state, by what makes the kind.
     """
 
     recipe: Recipe | None = None
@@ -71,57 +61,14 @@ class Binding:
     kept: KeptWeight | None = None
     # The subjects of the warnings that were given: "weight", "recipe".
     _warned_of: frozenset[str] = frozenset()
-    # The last forward pass of a step, which activation checkpointing repeats.
-    _last: Call | None = None
+    last: Call | None = None
+
+    def __init__(self) -> None:
+        self.plans: dict[Hashable, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group cannot be pickled, and a file has no need of a weight that can be
-        # quantized again.
-        return self.__dict__ | {"_last": None, "kept": None}
-
-    # -- the call --
-
-    def call(
-        self, layer: Layer, input: torch.Tensor, first: bool | None, observed: bool, compiling: bool
-    ) -> Call:
-        """What a forward pass of the layer runs under, which takes part in the step of its region.
-
-        Args:
-            input: of the forward pass, ``[*, in_features]``.
-            first: what its caller says of the microbatch.
-            observed: whether dispatch is observed, by a mode, a profiler or a compiler.
-            compiling: whether the observer is a compiler.
-        """
-        task = NO_BACKWARD if compiling else graph_task_id()
-        region = regions.stack[-1] if regions.stack else None
-        # Only a recomputation reads the last call: a compiler would guard on one that is read.
-        last = None if task == NO_BACKWARD else self._last
-        first, of_block = resolve_microbatch(first, last, task)
-        recipe, group, calibrating = resolve_recipe(self.recipe, last, region, task)
-        state = None if recipe is None else self.state_for(layer, recipe, group)
-        if state is not None and sees_no_values(state, compiling):
-            recipe = state = None
-        if task != NO_BACKWARD:
-            recording = sees_recomputation(state)
-            return Call(recipe, state, group, recording, calibrating, first, recomputed=True)
-
-        # An exported program has no backward pass.
-        grad_enabled = torch.is_grad_enabled() and not (compiling and is_exporting())
-        training, evaluating = grad_enabled, False
-        if state is not None and state.stateful:
-            training = is_of_step(layer, input, region, grad_enabled, observed, compiling)
-            enter_step(layer, state, region, training, compiling)
-            if training and grad_enabled and not (compiling or calibrating):
-                warn_of_another_pass(layer, state)
-            # Modes may trace, and what they trace is to change nothing.
-            traced = compiling or (observed and bool(dispatch_modes()))
-            evaluating = not (grad_enabled or training or traced)
-        pass_of_step = grad_enabled, calibrating, first, False, of_block, training, evaluating
-        call = call_of((recipe, state, group, *pass_of_step))
-        if not compiling and (grad_enabled or layer.training):
-            # What is recomputed of a calibrating pass computes in high precision, as that did.
-            self._last = call._replace(recipe=None) if calibrating else call
-        return call
+        # A process group cannot be pickled, and a file has no need of what can be made again.
+        return self.__dict__ | {"last": None, "kept": None, "plans": {}}
 
     # -- recipes and states --
 
@@ -158,11 +105,8 @@ class Binding:
     def state_for(self, layer: Layer, recipe: Recipe, group: Any = None) -> RecipeState:
         """The state in use, the stateful one that was in use before, or a new one."""
         state = self.state
-        if state is not None:
-            # Most calls are answered by a look at three fields.
-            same = state.recipe is recipe and state.factory is recipe._factory
-            if (same and state.amax_reduction_group is group) or state.serves(recipe, group):
-                return state
+        if state is not None and state.serves(recipe, group):
+            return state
         owned = _owned_state(layer)
         if owned is not None and owned.serves(recipe, group):
             state = owned
@@ -181,6 +125,7 @@ class Binding:
     def _use(self, layer: Layer, state: RecipeState | None) -> None:
         """Put a state into use; a stateful one becomes the layer's."""
         self.state = state
+        self.plans.clear()
         if not isinstance(state, torch.nn.Module):
             return
         if self.loaded is not None:

@@ -19,7 +19,13 @@ from ottava.recipes.execution import (
 from ottava.recipes.region import Region, regions
 from ottava.recipes.state import Phase, RecipeState
 from ottava.recipes.step import begin_alone
-from ottava.torch_private import KNOWS_BACKWARD, PIPELINES
+from ottava.torch_private import (
+    KNOWS_BACKWARD,
+    PIPELINES,
+    dispatch_modes,
+    graph_task_id,
+    is_exporting,
+)
 
 
 class Call(NamedTuple):
@@ -56,6 +62,61 @@ class Call(NamedTuple):
 
 #: Builds a Call of a tuple of all its fields, without the cost of NamedTuple's ``__new__``.
 call_of: Callable[[tuple[Any, ...]], Call] = partial(tuple.__new__, Call)
+
+
+def resolve_call(
+    layer: Layer, input: torch.Tensor, first: bool | None, observed: bool, compiling: bool
+) -> Call:
+    """What a forward pass of a layer runs under, which takes part in the step of its region.
+
+    Args:
+        input: of the forward pass, ``[*, in_features]``.
+        first: what its caller says of the microbatch.
+        observed: whether dispatch is observed, by a mode, a profiler or a compiler.
+        compiling: whether the observer is a compiler.
+    """
+    binding = layer._binding
+    task = NO_BACKWARD if compiling else graph_task_id()
+    region = regions.stack[-1] if regions.stack else None
+    # Only a recomputation reads the last call: a compiler would guard on one that is read.
+    last = None if task == NO_BACKWARD else binding.last
+    first, of_block = resolve_microbatch(first, last, task)
+    recipe, group, calibrating = resolve_recipe(binding.recipe, last, region, task)
+    state: RecipeState | None = None
+    if recipe is not None:
+        state = binding.state
+        if state is None or not _serves_as_it_is(state, recipe, group):
+            state = binding.state_for(layer, recipe, group)
+        if sees_no_values(state, compiling):
+            recipe = state = None
+    if task != NO_BACKWARD:
+        recording = sees_recomputation(state)
+        return Call(recipe, state, group, recording, calibrating, first, recomputed=True)
+
+    # An exported program has no backward pass.
+    grad_enabled = torch.is_grad_enabled() and not (compiling and is_exporting())
+    training, evaluating = grad_enabled, False
+    if state is not None and state.stateful:
+        training = is_of_step(layer, input, region, grad_enabled, observed, compiling)
+        enter_step(layer, state, region, training, compiling)
+        if training and grad_enabled and not (compiling or calibrating):
+            warn_of_another_pass(layer, state)
+        # Modes may trace, and what they trace is to change nothing.
+        traced = compiling or (observed and bool(dispatch_modes()))
+        evaluating = not (grad_enabled or training or traced) and state.opens_evaluation()
+    pass_of_step = grad_enabled, calibrating, first, False, of_block, training, evaluating
+    call = call_of((recipe, state, group, *pass_of_step))
+    if not compiling and (grad_enabled or layer.training):
+        # What is recomputed of a calibrating pass computes in high precision, as that did.
+        binding.last = call._replace(recipe=None) if calibrating else call
+    return call
+
+
+def _serves_as_it_is(state: RecipeState, recipe: Recipe, group: Any) -> bool:
+    """Whether a state serves by a look at three fields, as it does in most calls."""
+    if state.recipe is not recipe or state.factory is not recipe._factory:
+        return False
+    return state.amax_reduction_group is group
 
 
 def resolve_microbatch(

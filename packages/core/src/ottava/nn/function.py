@@ -11,182 +11,102 @@
     db = dy.sum(0)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ottava.errors import UsageError
-from ottava.gemm import as_matrix
-from ottava.gemm import multiply as gemm
-from ottava.kernels.table import rounded, sum_rows
-from ottava.nn.call import Call
-from ottava.recipes.mixed import MixedState
-from ottava.recipes.state import RecipeState
+from ottava.gemm.operand import as_matrix
+from ottava.kernels.table import sum_rows
+from ottava.nn.plan import Plan
 from ottava.tensors.operand import Operand
-from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.saving import SavedSpec, rebuild_saved
+from ottava.tensors.saving import SavedSpec
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.torch_private import is_exporting, unsafe_view
+from ottava.torch_private import unsafe_view
 
 Tensor = torch.Tensor
 _Quantized = Operand | QuantizedTensorStorage
+#: Tensors to save, and what rebuilds an operand of them; None rebuilds a plain tensor.
+_Saved = tuple[Sequence[Tensor | None], SavedSpec]
+_NOTHING: _Saved = ((None,), None)
 #: ``inspector(layer)`` gives what takes the place of :func:`quantized_linear` in a forward pass, or
 #: None to leave the layer as it is. :func:`ottava.debug.set_inspector` puts it here.
 inspector: Callable[[Any], Callable[..., Tensor] | None] | None = None
 
 
-class ForwardPlan(NamedTuple):
-    """What one forward pass of a layer computes with.
+class Pass(NamedTuple):
+    """What one forward pass has of its own.
 
     Attributes:
-        call: the recipe's state, and whether it records or evaluates.
-        dtype: the dtype of the output, and the nominal dtype of the operands.
+        plan: how calls like this one compute.
         kept: the weight as an earlier microbatch quantized it, or None.
         main_grad: the tensor that the gradient of the weight is added to, or None.
         observed: whether a compiler, a mode or a profiler observes dispatch.
-        grad_enabled: whether a backward pass may follow.
     """
 
-    call: Call
-    dtype: torch.dtype
+    plan: Plan
     kept: QuantizedTensorStorage | None
     main_grad: Tensor | None
     observed: bool
-    grad_enabled: bool
-
-    def quantizer(self, tensor_type: str, columnwise: bool) -> Quantizer:
-        """The quantizer of the input or of the weight: for fprop and, with ``columnwise``, for the
-        product of the backward pass that reads the tensor."""
-        state: Any = self.call.state
-        quantizer: Quantizer
-        if self.call.evaluating:
-            quantizer = state.evaluation_quantizer(tensor_type, rowwise=True, columnwise=False)
-        else:
-            recording = self.call.recording
-            quantizer = state.quantizer(
-                tensor_type, rowwise=True, columnwise=columnwise, recording=recording
-            )
-        return quantizer
-
-
-class BackwardPlan(NamedTuple):
-    """What the backward pass needs besides the saved tensors.
-
-    Attributes:
-        state: the recipe's state, which has the quantizer of ``grad_output``.
-        dtype: the dtype of the products.
-        input_spec, weight_spec: rebuild the operands from the saved tensors.
-        main_grad: the tensor that the gradient of the weight is added to, or None.
-        weight: the weight that is told of that addition; None without ``main_grad``.
-        x_shape, x_dtype, weight_dtype: the shape and the dtypes of the gradients.
-        bias_dtype: the dtype of the gradient of the bias; None if the bias needs none.
-    """
-
-    state: RecipeState
-    dtype: torch.dtype
-    input_spec: SavedSpec
-    weight_spec: SavedSpec
-    main_grad: Tensor | None
-    weight: Any
-    x_shape: torch.Size
-    x_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
 
 
 def quantized_linear(
     x: Tensor,
-    weight: Any,
+    weight: Tensor,
     bias: Tensor | None,
-    call: Call,
-    dtype: torch.dtype,
+    plan: Plan,
     kept: QuantizedTensorStorage | None,
     main_grad: Tensor | None,
     observed: bool,
 ) -> Tensor:
-    """``y = x · wᵀ + b`` in ``dtype``. The gradient of the weight is added to ``main_grad``, if
-    there is one; ``kept`` is the weight if it is quantized already; ``observed`` says that a
-    compiler, a mode or a profiler looks on."""
-    grad_enabled = torch.is_grad_enabled() and not (observed and is_exporting())
-    plan = ForwardPlan(call, dtype, kept, main_grad, observed, grad_enabled)
-    state: Any = call.state
-    if observed and torch.compiler.is_compiling():
-        x_needs, w_needs = (grad_enabled and tensor.requires_grad for tensor in (x, weight))
-        _read_numbers(state, x_needs, w_needs)
-    if observed:
-        y: Tensor = LinearFunction.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call]
-    elif grad_enabled:
-        y = _apply(x, weight, bias, plan)
+    """``y = x · wᵀ + b`` as the plan says; the other arguments are those of a :class:`Pass`."""
+    one_pass = Pass(plan, kept, main_grad, observed)
+    if plan.amp_dtype is None:
+        return _quantized_linear(x, weight, bias, one_pass)
+    with torch.autocast(device_type=weight.device.type, enabled=False):
+        return _quantized_linear(x, weight, bias, one_pass)
+
+
+def _quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: Pass) -> Tensor:
+    if one_pass.observed:
+        y: Tensor = LinearFunction.apply(x, weight, bias, one_pass)  # type: ignore[no-untyped-call]
+    elif torch.is_grad_enabled():
+        y = _apply(x, weight, bias, one_pass)
     else:
         # No backward pass follows, so that nothing is saved.
-        y, _, _ = _forward(x, weight, bias, plan, False, False)
-    if call.evaluating:
-        state.note_evaluation(weight)
+        y, _, _ = _forward(x, weight, bias, one_pass)
+    plan = one_pass.plan
+    if plan.evaluating:
+        plan.state.note_evaluation(weight)
     return y
 
 
-def _read_numbers(state: Any, x_needs: bool, w_needs: bool) -> None:
-    """Read the floats of the quantizers that a layer is about to use.
-
-    Under ``torch.compile(dynamic=True)`` a float is an input of the graph. The compiler keeps a
-    float that is first read inside an autograd function as a part of that function's graph, and
-    fails when the next call reads it.
-    """
-    usages = {
-        "input": (True, w_needs),
-        "weight": (True, x_needs),
-        "grad_output": (x_needs, w_needs),
-    }
-    for name, (rowwise, columnwise) in usages.items():
-        part = state.serving[name] if isinstance(state, MixedState) else state
-        if not part.stateful and (rowwise or columnwise):
-            _read_floats(
-                part.quantizer(name, rowwise=rowwise, columnwise=columnwise, recording=False)
-            )
-
-
-def _read_floats(quantizer: Quantizer) -> None:
-    for name in vars(quantizer):
-        value = getattr(quantizer, name)
-        if isinstance(value, Quantizer):
-            _read_floats(value)
-        elif isinstance(value, float):
-            # An attribute is read when something is done with it.
-            value + 0.0
-
-
 def _forward(
-    x: Tensor, weight: Any, bias: Tensor | None, plan: ForwardPlan, x_needs: bool, w_needs: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: Pass
 ) -> tuple[Tensor, _Quantized, _Quantized]:
     """The output and its quantized operands, with what the backward pass needs for the gradients of
     both."""
-    state: Any = plan.call.state
+    plan, kept, _, observed = one_pass
     matrix = x if x.dim() == 2 else as_matrix(x)
-    quantizer = plan.quantizer("input", w_needs and "input" not in state.wgrad_unquantized)
-    qx = quantizer.quantize_operand(_as_stored(matrix, quantizer), plan.dtype)
+    qx = plan.quantize_input(matrix)
     qw: _Quantized
     if isinstance(weight, QuantizedTensorStorage):
         qw = weight
-    elif plan.kept is not None:
-        qw = plan.kept
+    elif kept is not None:
+        qw = kept
     else:
-        qw = plan.quantizer("weight", x_needs).quantize_operand(weight, plan.dtype)
-    if plan.observed and bias is not None:
+        assert plan.quantize_weight is not None
+        qw = plan.quantize_weight(weight)
+    if observed and bias is not None:
         # An exported program would give the bias a gradient, and nothing else one.
         bias = bias.detach()
-    y = gemm(qx, qw, "fprop", out_dtype=plan.dtype, bias=bias, use_split_accumulator=False)
-    compiling = plan.observed and torch.compiler.is_compiling()
+    y = plan.fprop(qx, qw, bias)
+    compiling = observed and torch.compiler.is_compiling()
     if matrix is not x or compiling or y._base is not None:
         # The output must not be a view, because an activation, say, may modify it in place.
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
     return y, qx, qw
-
-
-def _as_stored(x: Tensor, quantizer: Quantizer) -> Tensor:
-    """``x`` as memory holds it: kernels read that, but a compiler may fuse a user's quantizer with
-    what made ``x``, and leave out its rounding."""
-    return rounded(x) if quantizer.custom else x
 
 
 class LinearFunction(torch.autograd.Function):
@@ -195,45 +115,26 @@ class LinearFunction(torch.autograd.Function):
     input saved in high precision."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ForwardPlan
-    ) -> Tensor:
-        x_needs, w_needs, b_needs, _ = ctx.needs_input_grad
-        x_needs, w_needs = plan.grad_enabled and x_needs, plan.grad_enabled and w_needs
-        y, qx, qw = _forward(x, weight, bias, plan, x_needs, w_needs)
-        state: Any = plan.call.state
-        # (tensors, spec) of an operand; one absent tensor where no gradient needs it.
-        of_x: Any = ([None], None)
-        of_w = of_x
-        primary: Any = None
-        if w_needs and "input" in state.wgrad_unquantized:
-            of_x = ([as_matrix(x.detach()).to(plan.dtype)], None)
-        elif w_needs:
-            of_x = qx.flatten_columnwise()
-        if x_needs and isinstance(weight, QuantizedTensorStorage):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: Pass) -> Tensor:
+        plan = one_pass.plan
+        y, qx, qw = _forward(x, weight, bias, one_pass)
+        x_tensors, ctx.x_spec = _saved_input(x, qx, plan)
+        w_tensors, ctx.w_spec = _NOTHING
+        primary: Tensor | None = None
+        if plan.x_needs and isinstance(weight, QuantizedTensorStorage):
             # An FP8-primary weight is saved as the parameter itself, so that autograd notices a
             # write to it.
             primary = weight
-        elif x_needs and plan.kept is not None:
-            # Its rows stay, because later microbatches read them.
-            of_w = plan.kept.flatten_storage()
-        elif x_needs:
-            of_w = qw.flatten_columnwise()
-        ctx.save_for_backward(*of_x[0], *of_w[0], primary)
+        elif plan.x_needs:
+            w_tensors, ctx.w_spec = _saved_weight(qw, one_pass)
+        ctx.save_for_backward(*x_tensors, *w_tensors, primary)
         # Without the kept weight: the graph outlives the backward pass, and would keep it for as
         # long.
-        ctx.plan = BackwardPlan(
-            state,
-            plan.dtype,
-            of_x[1],
-            of_w[1],
-            plan.main_grad,
-            None if plan.main_grad is None else weight,
-            x.shape,
-            x.dtype,
-            weight.dtype,
-            bias.dtype if bias is not None and b_needs else None,
-        )
+        ctx.plan = plan
+        ctx.main_grad = one_pass.main_grad
+        # Told of what is added to its main_grad.
+        ctx.weight = None if one_pass.main_grad is None else weight
+        ctx.bias_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[2] else None
         return y
 
     @staticmethod
@@ -244,58 +145,70 @@ class LinearFunction(torch.autograd.Function):
         return _gradients(ctx, *grads)
 
 
-def _gradients(ctx: Any, *grads: Tensor) -> Any:
-    (dy,) = grads
-    plan: BackwardPlan = ctx.plan
+def _saved_input(x: Tensor, qx: _Quantized, plan: Plan) -> _Saved:
+    if plan.saves_input:
+        return (as_matrix(x.detach()).to(plan.dtype),), None
+    return qx.flatten_columnwise() if plan.w_needs else _NOTHING
+
+
+def _saved_weight(qw: _Quantized, one_pass: Pass) -> _Saved:
+    if one_pass.kept is not None:
+        # Its rows stay, because later microbatches read them.
+        return one_pass.kept.flatten_storage()
+    return qw.flatten_columnwise()
+
+
+def _restored(tensors: Sequence[Tensor | None], spec: SavedSpec) -> Any:
+    return tensors[0] if spec is None else spec.rebuild(tensors)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> Any:
+    plan: Plan = ctx.plan
     compiling = torch.compiler.is_compiling()
-    state = plan.state
-    if state.stateful and not compiling:
-        state.note_backward()
+    if plan.state.stateful and not compiling:
+        plan.state.note_backward()
     tensors = ctx.saved_tensors
-    qx, qw = rebuild_saved(tensors, (plan.input_spec, plan.weight_spec))
-    if qw is None:
-        # The last saved tensor is the FP8-primary weight, if the layer has one.
-        qw = tensors[-1]
+    end_of_x = 1 if ctx.x_spec is None else ctx.x_spec.tensor_count
     dy = dy if dy.dim() == 2 else as_matrix(dy)
-    wgrad_quantized = qx is not None and "grad_output" not in state.wgrad_unquantized
-    qdy: Any = None
-    if qw is not None or wgrad_quantized:
-        quantizer = state.quantizer(
-            "grad_output", rowwise=qw is not None, columnwise=wgrad_quantized
-        )
-        qdy = quantizer.quantize_operand(_as_stored(dy, quantizer), plan.dtype)
+    qdy: Any = None if plan.quantize_grad_output is None else plan.quantize_grad_output(dy)
     dx = dw = db = None
-    if qw is not None:
-        dx = _input_gradient(qdy, qw, plan)
-    if qx is not None:
-        dw = _weight_gradient(qdy if wgrad_quantized else dy.to(plan.dtype), qx, plan)
-    if plan.bias_dtype is not None:
-        db = _bias_gradient(dy, plan.bias_dtype, compiling)
+    if plan.x_needs:
+        # The last saved tensor is the FP8-primary weight, if the layer has one.
+        primary = tensors[-1]
+        weight = _restored(tensors[end_of_x:-1], ctx.w_spec) if primary is None else primary
+        dx = _input_gradient(qdy, weight, plan)
+    if plan.w_needs:
+        x = _restored(tensors[:end_of_x], ctx.x_spec)
+        dw = _weight_gradient(qdy if plan.wgrad_quantized else dy.to(plan.dtype), x, ctx)
+    if ctx.bias_dtype is not None:
+        db = _bias_gradient(dy, ctx.bias_dtype, compiling)
     return dx, dw, db, None
 
 
-def _input_gradient(dy: Any, weight: Any, plan: BackwardPlan) -> Tensor:
-    dx = gemm(dy, weight, "dgrad", out_dtype=plan.dtype)
+def _input_gradient(dy: _Quantized, weight: _Quantized, plan: Plan) -> Tensor:
+    dx = plan.dgrad(dy, weight)
     if dx.dtype is not plan.x_dtype:
         dx = dx.to(plan.x_dtype)
     return dx if len(plan.x_shape) == 2 else dx.view(plan.x_shape)
 
 
-def _weight_gradient(dy: Any, x: Any, plan: BackwardPlan) -> Tensor | None:
+def _weight_gradient(dy: Any, x: Any, ctx: Any) -> Tensor | None:
     """None where it is added to ``main_grad``."""
-    if plan.main_grad is not None:
-        gemm(dy, x, "wgrad", out_dtype=plan.dtype, out=plan.main_grad, accumulate=True)
-        note_added(plan.weight)
+    plan: Plan = ctx.plan
+    if ctx.main_grad is not None:
+        plan.wgrad(dy, x, None, ctx.main_grad)
+        note_added(ctx.weight)
         return None
-    dw = gemm(dy, x, "wgrad", out_dtype=plan.dtype)
-    return dw if dw.dtype is plan.weight_dtype else dw.to(plan.weight_dtype)
+    dw = plan.wgrad(dy, x)
+    return dw if dw.dtype is plan.w_dtype else dw.to(plan.w_dtype)
 
 
 def _bias_gradient(dy: Tensor, dtype: torch.dtype, compiling: bool) -> Tensor:
     # A GPU sums bfloat16 in float32 and rounds once, up to 2 GiB; elsewhere the float32 sum has to
     # be asked for.
     narrow = dy.is_cuda and dy.dtype == dtype and dy.numel() * dy.element_size() < 2**31
-    db = sum_rows(dy, dy.dtype if narrow else torch.float32, compiling)
+    sum_dtype = dy.dtype if narrow else torch.float32
+    db = sum_rows(dy, sum_dtype) if compiling else dy.sum(0, dtype=sum_dtype)
     return db if db.dtype is dtype else db.to(dtype)
 
 

@@ -7,23 +7,19 @@ import torch
 
 from ottava.errors import DTypeError, OptionError, UsageError
 from ottava.kernels.direct import in_dual_level, is_direct
+from ottava.kernels.products import without_autocast
 from ottava.nn import function
 from ottava.nn.binding import Binding
-from ottava.nn.call import Call
-from ottava.nn.checks import (
-    autocast_dtype,
-    check_not_parallel,
-    check_plain_operands,
-    check_use,
-    checked_dtype,
-    main_grad_of,
-)
+from ottava.nn.call import Call, resolve_call
+from ottava.nn.checks import autocast_dtype, check_not_parallel, check_use, main_grad_of
 from ottava.nn.function import IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.layer import label_of
 from ottava.nn.loading import fill_in_states
+from ottava.nn.plan import plan_for
 from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe, asked_once
+from ottava.recipes.state import RecipeState
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.dequantized_view import DequantizedView
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -125,32 +121,23 @@ class Linear(torch.nn.Linear):
                 f"is_first_microbatch is {is_first_microbatch!r:.80}",
                 expected="True, False or None",
             )
-        # Asked once: whether somebody looks at what is called, a compiler perhaps.
+        # Whether a compiler, a mode or a profiler observes what is called.
         observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
-        call = self._binding.call(self, input, is_first_microbatch, observed, compiling)
+        call = resolve_call(self, input, is_first_microbatch, observed, compiling)
         state = call.state
         inspected = None if function.inspector is None else function.inspector(self)
         if state is None:
             return self._high_precision(input, call, inspected)
-        # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
-        own: Any = self._parameters
-        weight: Any = self.weight if (found := own.get("weight")) is None else found
-        if type(input) is not torch.Tensor or type(weight) is not torch.nn.Parameter:
-            check_plain_operands(self, ("input", input), ("weight", weight))
-        if self.weight_is_transposed:
-            weight = weight.t()
-        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401 - asked for only there
-        amp_dtype = autocast_dtype(weight, compiling)
-        dtype = checked_dtype(self, input, weight, bias, amp_dtype)
+        weight, bias = self._operands()
+        plan = plan_for(self, call, input, weight, bias, compiling)
         primary = isinstance(weight, QuantizedTensorStorage)
-        if primary and state.stateful and not compiling:
+        if isinstance(weight, QuantizedTensorStorage) and state.stateful and not compiling:
             quantizer = state.weight_quantizer(weight)
             if quantizer is not None:
                 weight.update_quantizer(quantizer)
         if call.calibrating:
-            for name, tensor in (("input", input), ("weight", self._plain_weight())):
-                state.quantizer(name, rowwise=True, columnwise=True).calibrate(tensor.detach())
+            self._calibrate(input, state)
             return self._high_precision(input, call, inspected)
         if state.keeps_values and call.first is None and not primary:
             return self._high_precision(input, call, inspected)
@@ -158,20 +145,45 @@ class Linear(torch.nn.Linear):
             check_use(self, input, weight, bias)
         if isinstance(input, (QuantizedTensorStorage, DequantizedView)):
             input = input.dequantize()
-        grad_enabled, kept = torch.is_grad_enabled(), None
+        kept = None
         if primary:
-            state.use_gathered(weight, recording=call.recording)
-            if grad_enabled and not compiling and weight.rebuilds_derived:
-                with torch.no_grad():
-                    weight.rebuild_derived()
+            self._use_primary(weight, call, compiling)
         elif call.first is not None:
-            kept = self._binding.kept_weight(call, weight, dtype)
-        main_grad = main_grad_of(self, grad_enabled) if self.fuse_wgrad_accumulation else None
-        product = inspected or quantized_linear
-        if amp_dtype is None:
-            return product(input, weight, bias, call, dtype, kept, main_grad, observed)
-        with torch.autocast(device_type=weight.device.type, enabled=False):
-            return product(input, weight, bias, call, dtype, kept, main_grad, observed)
+            kept = self._binding.kept_weight(call, weight, plan.dtype)
+        main_grad = None
+        if self.fuse_wgrad_accumulation:
+            main_grad = main_grad_of(self, torch.is_grad_enabled())
+        if inspected is not None:
+            with without_autocast(weight.device.type):
+                return inspected(input, weight, bias, call, plan.dtype, kept, main_grad, observed)
+        return quantized_linear(input, weight, bias, plan, kept, main_grad, observed)
+
+    def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight as ``[out_features, in_features]``, and the bias."""
+        # A module searches several places for an attribute. (Parametrizations put these elsewhere.)
+        own = self._parameters
+        weight: torch.Tensor | None = own.get("weight")
+        if weight is None:
+            weight = self.weight
+        if self.weight_is_transposed:
+            weight = weight.t()
+        if "bias" in own:
+            return weight, own["bias"]
+        return weight, self.bias
+
+    def _calibrate(self, input: torch.Tensor, state: RecipeState) -> None:
+        """Have the state observe the operands of a pass in high precision."""
+        for name, tensor in (("input", input), ("weight", self._plain_weight())):
+            quantizer = state.quantizer(name, rowwise=True, columnwise=True)
+            quantizer.calibrate(tensor.detach())
+
+    def _use_primary(self, weight: Any, call: Call, compiling: bool) -> None:
+        """Have a weight that is kept quantized be ready for this pass."""
+        assert call.state is not None
+        call.state.use_gathered(weight, recording=call.recording)
+        if torch.is_grad_enabled() and not compiling and weight.rebuilds_derived:
+            with torch.no_grad():
+                weight.rebuild_derived()
 
     def _matrix(self) -> torch.Tensor:
         """The weight as ``[out_features, in_features]``."""
@@ -196,6 +208,7 @@ class Linear(torch.nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._binding.kept = None
+        self._binding.plans.clear()
         apply: Any = super()._apply
         apply_to_layer(self, fn, lambda fn: apply(fn, recurse))
         return self

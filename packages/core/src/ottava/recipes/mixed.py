@@ -100,6 +100,7 @@ class MixedState(torch.nn.Module, RecipeState):
             self.serving |= {role.tensor_type: part for role in roles}
             if isinstance(part, torch.nn.Module):
                 self.add_module(self._name_for(part), part)
+        self.keeps_quantizers = all(part.keeps_quantizers for part in self.serving.values())
 
     def _name_for(self, part: RecipeState) -> str:
         name: str = part.recipe._label.replace(".", "_")
@@ -133,6 +134,11 @@ class MixedState(torch.nn.Module, RecipeState):
     ) -> Quantizer:
         part = self.serving[tensor_type]
         return part.evaluation_quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise)
+
+    def opens_evaluation(self) -> bool:
+        # All of them open, whatever the first one says.
+        opened = [part.opens_evaluation() for part in self.parts()]
+        return all(opened)
 
     def note_evaluation(self, weight: torch.Tensor) -> None:
         for part in self.parts():

@@ -111,6 +111,9 @@ class RecipeState:
     shared_by_copies: ClassVar[tuple[str, ...]] = ("factory",)
     #: The :class:`ottava.Recipe`. Any, because its module imports this one.
     recipe: Any
+    #: Whether :meth:`quantizer` always gives the same quantizers for the same arguments. Layers ask
+    #: for them once; with False in each forward pass.
+    keeps_quantizers: bool = True
     #: Operands of wgrad that are not quantized: those whose recipes say so.
     wgrad_unquantized: tuple[str, ...] = ()
     # The quantizer factory that was put over the recipe when this was made.
@@ -175,6 +178,12 @@ class RecipeState:
         Compiled evaluation does not ask for it.
         """
         return self.quantizer(tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False)
+
+    def opens_evaluation(self) -> bool:
+        """Called before a forward pass of an evaluation, for states with :attr:`stateful`: whether
+        the pass has the :meth:`evaluation_quantizer` of its operands, else those of
+        :meth:`quantizer`."""
+        return True
 
     def note_evaluation(self, weight: "torch.Tensor") -> None:
         """Called after a forward pass that asked for :meth:`evaluation_quantizer`, and used

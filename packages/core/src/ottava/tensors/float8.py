@@ -12,6 +12,7 @@ import torch
 
 from ottava.errors import OptionError, ShapeError
 from ottava.formats import FP8, fp8_format
+from ottava.kernels.backends import changed
 from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.kernels.products import capability_of_index
 from ottava.layout import Layout
@@ -20,7 +21,7 @@ from ottava.tensors.direction import zeros
 from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_quantizer import GridQuantizer, InnerTensors
 from ottava.tensors.grid_tensor import GridTensor
-from ottava.tensors.operand import Operand, Side
+from ottava.tensors.operand import Operand
 from ottava.tensors.quantizer import Quantizer, fp8_option
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -58,10 +59,12 @@ def columnwise_layout(layout: Literal["transpose", "shared"]) -> Iterator[None]:
     if layout not in ("transpose", "shared"):
         raise OptionError(f"columnwise layout {layout!r}", expected="transpose or shared")
     previous, forced = forced, layout
+    changed()
     try:
         yield
     finally:
         forced = previous
+        changed()
 
 
 class Float8TensorStorage(GridTensorStorage):
@@ -184,22 +187,9 @@ class Float8QuantizerBase(GridQuantizer):
     def static_fields(self) -> dict[str, Any]:
         return {"fp8_dtype": self.fp8_dtype}
 
-    def operand_of(self, tensors: InnerTensors, dtype: torch.dtype) -> Operand:
-        data, transpose, scale_inv = tensors
-        if transpose is None and data is not None and not columnwise_is_transpose(data.device):
-            text = _LAYOUTS[self.fp8_dtype, False].text
-            rows, columns = (
-                Side(data, scale_inv, text),
-                Side(data, scale_inv, text, columnwise=True),
-            )
-            return Operand(rows, columns, self, dtype)
-        text = _LAYOUTS[self.fp8_dtype, True].text
-        return Operand(
-            None if data is None else Side(data, scale_inv, text),
-            None if transpose is None else Side(transpose, scale_inv, text, columnwise=True),
-            self,
-            dtype,
-        )
+    def layout_on(self, device: torch.device, dims: int) -> Layout:
+        transposed = dims > 0 and columnwise_is_transpose(device)
+        return _LAYOUTS[self.fp8_dtype, transposed]
 
     def tensors_of(self, operand: Operand) -> InnerTensors:
         rows, columns = operand.rows, operand.columns
@@ -210,17 +200,10 @@ class Float8QuantizerBase(GridQuantizer):
             return columns.values, None, columns.scales
         return data, columns.values, columns.scales
 
-    def wanted(self, tensor: torch.Tensor) -> tuple[bool, bool]:
-        """:meth:`needs` of a tensor."""
-        if tensor.is_cpu and forced is None:
-            return True, False
-        return self.needs(tensor.device, tensor.dim())
-
     def needs(self, device: torch.device, dims: int = 1) -> tuple[bool, bool]:
         """``(data, transpose)``: which buffers the usages set need on ``device``; without ``dims``
         data alone."""
-        transposed = self.columnwise_usage and dims > 0 and columnwise_is_transpose(device)
-        return self.rowwise_usage or not transposed, transposed
+        return self._directions(self.layout_on(device, dims))
 
     def wrap(
         self,

@@ -1,6 +1,7 @@
 """``GridQuantizer``: a quantizer that is a layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,13 +16,17 @@ from ottava.tensors.direction import as_stored, zeros
 from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_declaration import inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
-from ottava.tensors.operand import Operand, Side
+from ottava.tensors.operand import Operand, Quantization, Side, SideTensors
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 
 #: Inner tensors in the order of the declaration.
 InnerTensors = Sequence[torch.Tensor | None]
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def _data_and_scales(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -90,82 +95,94 @@ class GridQuantizer(Quantizer):
     def quantize_impl(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
-        return self._wrap(self.quantize_tensors(tensor), dtype or tensor.dtype)
+        quantize = self._quantization(tensor.device, dtype or tensor.dtype, tensor.dim())
+        return self.storage_of(quantize(tensor))
 
-    def quantize_operand(
-        self, matrix: torch.Tensor, dtype: torch.dtype
-    ) -> Operand | QuantizedTensorStorage:
+    def quantization(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], Operand | QuantizedTensorStorage]:
         if self.custom or not self.storage_class.is_plain_operand:
             # Its products read a storage.
-            return self.quantize_impl(matrix, dtype)
-        return self.operand_of(self.quantize_tensors(matrix), dtype)
+            return partial(self.quantize_impl, dtype=dtype)
+        return self._quantization(device, dtype, dims=2)
 
-    def quantize_tensors(self, tensor: torch.Tensor) -> InnerTensors:
-        """Data and scales of rows, then of columns, in the order in which storages declare them;
-        None for what is not made."""
-        if self.amax_reduction_group is not None and process_groups_ready():
-            return self._quantize_reduced(tensor)
-        return for_layers.grid_quantize(tensor, self.layout.text, *self._sides())
+    def _quantization(self, device: torch.device, dtype: torch.dtype, dims: int) -> Quantization:
+        layout = self.layout_on(device, dims)
+        return Quantization(self.kernel(*self._directions(layout)), layout, self, dtype)
 
-    def operand_of(self, tensors: InnerTensors, dtype: torch.dtype) -> Operand:
-        """The operand of a matrix that :meth:`quantize_tensors` made these tensors of."""
-        data, scales, column_data, column_scales = tensors
-        text = self.layout.text
-        rows = None if data is None else Side(data, scales, text)
-        if rows is not None and self.layout.one_buffer:
-            return Operand(rows, rows._replace(columnwise=True), self, dtype)
-        columns = None
-        if column_data is not None:
-            columns = Side(column_data, column_scales, text, columnwise=True)
-        return Operand(rows, columns, self, dtype)
+    def _directions(self, layout: Layout) -> tuple[bool, bool]:
+        """Whether data of rows and of columns are made: of rows alone where one buffer serves both
+        usages."""
+        if layout.one_buffer:
+            return True, False
+        return self.rowwise_usage, self.columnwise_usage
+
+    def layout_on(self, device: torch.device, dims: int) -> Layout:
+        """The layout of what is made of tensors with so many dimensions on ``device``."""
+        return self.layout
+
+    def kernel(self, rowwise: bool, columnwise: bool) -> Callable[[torch.Tensor], SideTensors]:
+        """What makes data and scales of rows, of columns or of both, of a tensor."""
+        if self.amax_reduction_group is None:
+            return partial(
+                for_layers.grid_quantize,
+                text=self.layout.text,
+                rowwise=rowwise,
+                columnwise=columnwise,
+            )
+        return partial(self._quantize_reduced, rowwise=rowwise, columnwise=columnwise)
 
     def storage_of(self, operand: Operand) -> QuantizedTensorStorage:
         """The storage around the tensors of an operand of this quantizer."""
         return self._wrap(self.tensors_of(operand), operand.dtype)
 
     def tensors_of(self, operand: Operand) -> InnerTensors:
-        """What :meth:`operand_of` was given; None for what the operand has no more."""
+        """The inner tensors of the operand's storage, in the order of the declaration; None for
+        what the operand does not have."""
         rows = _data_and_scales(operand.rows)
         columns = _data_and_scales(operand.columns)
         if not self.layout.one_buffer:
             return *rows, *columns
-        return *(columns if operand.rows is None else rows), None, None
+        if operand.rows is None:
+            rows = columns
+        return *rows, None, None
 
-    def _sides(self) -> tuple[bool, bool]:
-        """Whether rows and columns are made: rows alone where one buffer serves both usages."""
-        return (
-            (True, False) if self.layout.one_buffer else (self.rowwise_usage, self.columnwise_usage)
-        )
-
-    def _quantize_reduced(self, tensor: torch.Tensor) -> list[torch.Tensor | None]:
+    def _quantize_reduced(
+        self, tensor: torch.Tensor, rowwise: bool, columnwise: bool
+    ) -> SideTensors:
         """With the amaxes of all ranks where a scale spans the rows."""
+        if not process_groups_ready():
+            return for_layers.grid_quantize(tensor, self.layout.text, rowwise, columnwise)
         layout, matrix = self.layout, as_matrix_shape(tensor.shape)
+        directions = rowwise, columnwise
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
-        amaxes = list(
-            kernels.grid_multi_amax(*place).split(kernels.grid_amax_sizes(*matrix, layout))
-        )
-        for at, wanted in enumerate(self._sides()[: len(amaxes)]):
+        sizes = kernels.grid_amax_sizes(*matrix, layout)
+        amaxes = list(kernels.grid_multi_amax(*place).split(sizes))
+        for direction, wanted in enumerate(directions[: len(amaxes)]):
             # Of squares one amax serves both directions.
-            if layout.block_of(bool(at))[0] is None and (wanted or layout.square):
-                amaxes[at] = all_reduce_max(amaxes[at], self.amax_reduction_group)
-        made: list[Any] = [None] * 4
+            spans_rows = layout.block_of(bool(direction))[0] is None
+            if spans_rows and (wanted or layout.square):
+                amaxes[direction] = all_reduce_max(amaxes[direction], self.amax_reduction_group)
+        results: list[torch.Tensor | None] = [None] * 4
         pairs: list[list[Any]] = [[None], [None]]
-        for columnwise in [
-            side for side, wanted in zip((False, True), self._sides(), strict=True) if wanted
-        ]:
-            amax = amaxes[columnwise and not layout.square].view(
-                layout.grid(matrix, columnwise, shared=True)
-            )
+        for by_column in [bool(direction) for direction in (0, 1) if directions[direction]]:
+            amax = amaxes[by_column and not layout.square]
+            amax = amax.view(layout.grid(matrix, by_column, shared=True))
             scale, scale_inv = kernels.grid_scales(
-                for_blocks(amax, layout, columnwise, matrix), layout, tensor.dtype
+                for_blocks(amax, layout, by_column, matrix), layout, tensor.dtype
             )
             data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
-            pairs[columnwise] = [((scale_inv if scale is None else scale).contiguous(), data)]
-            made[2 * columnwise : 2 * columnwise + 2] = as_stored(
-                (data, scale_inv), layout, columnwise
-            )
+            multiplier = scale_inv if scale is None else scale
+            pairs[by_column] = [(multiplier.contiguous(), data)]
+            side = as_stored((data, scale_inv), layout, by_column)
+            results[2 * by_column : 2 * by_column + 2] = side
         kernels.grid_multi_cast(*place, *pairs)
-        return [None if part is None else part.contiguous() for part in made]
+        return (
+            _contiguous(results[0]),
+            _contiguous(results[1]),
+            _contiguous(results[2]),
+            _contiguous(results[3]),
+        )
 
     def _wrap(self, tensors: InnerTensors, dtype: torch.dtype) -> QuantizedTensorStorage:
         """Inner tensors in the order of the declaration, which fit together: a bare storage is not
@@ -187,7 +204,10 @@ class GridQuantizer(Quantizer):
     def empty_impl(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> QuantizedTensorStorage:
-        made: list[torch.Tensor | None] = []
-        for columnwise, wanted in zip((False, True), self._sides(), strict=True):
-            made += zeros(self.layout, shape, columnwise, device) if wanted else (None, None)
-        return self._wrap(made, dtype)
+        tensors: list[torch.Tensor | None] = []
+        for columnwise, wanted in zip((False, True), self._directions(self.layout), strict=True):
+            if wanted:
+                tensors += zeros(self.layout, shape, columnwise, device)
+            else:
+                tensors += None, None
+        return self._wrap(tensors, dtype)

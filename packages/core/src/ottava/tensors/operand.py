@@ -7,9 +7,8 @@ files; :meth:`Operand.stored` makes it where a product asks for one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,18 +84,61 @@ class Operand(NamedTuple):
         return (columns.values, columns.scales), spec
 
 
-@dataclass(frozen=True, slots=True)
-class ColumnsSpec:
+class ColumnsSpec(NamedTuple):
     """What is left of an operand's columns when their two tensors are saved."""
 
     layout: str
     quantizer: Any
     dtype: torch.dtype
-
     #: How many tensors :meth:`rebuild` takes.
-    tensor_count: ClassVar[int] = 2
+    tensor_count: int = 2
 
     def rebuild(self, tensors: Sequence[Any]) -> Operand:
         """An operand that has columns alone."""
         values, scales = tensors
         return Operand(None, Side(values, scales, self.layout, True), self.quantizer, self.dtype)
+
+
+#: Data and scales of rows, then data and scales of columns; None for what is not made.
+SideTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Quantization:
+    """Makes operands of the matrices that one role of a layer brings, on one device.
+
+    A quantizer makes it once for a layer's plan. What the quantizer's options, the usages and the
+    device decide is decided then.
+
+    Args:
+        kernel: gives the tensors of a matrix.
+        layout: of the elements.
+        quantizer: the ``GridQuantizer`` that makes this.
+        dtype: the nominal dtype of the operands.
+    """
+
+    __slots__ = ("_dtype", "_kernel", "_one_buffer", "_quantizer", "_text")
+
+    def __init__(
+        self,
+        kernel: Callable[[Tensor], SideTensors],
+        layout: Layout,
+        quantizer: Any,
+        dtype: torch.dtype,
+    ) -> None:
+        self._kernel = kernel
+        self._text = layout.text
+        self._one_buffer = layout.one_buffer
+        self._quantizer = quantizer
+        self._dtype = dtype
+
+    def __call__(self, matrix: Tensor) -> Operand:
+        """The operand of a matrix."""
+        data, scales, column_data, column_scales = self._kernel(matrix)
+        if self._one_buffer:
+            column_data, column_scales = data, scales
+        rows = columns = None
+        if data is not None:
+            rows = Side(data, scales, self._text)
+        if column_data is not None:
+            columns = Side(column_data, column_scales, self._text, True)
+        return Operand(rows, columns, self._quantizer, self._dtype)

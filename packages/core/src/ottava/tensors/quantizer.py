@@ -132,8 +132,8 @@ class Quantizer(ABC):
         resolved = inspect.getattr_static(cls, "quantize_impl")
         if inspect.isfunction(resolved) and _takes_no_dtype(resolved):
             cls.quantize_impl = _with_dtype(resolved)  # type: ignore[method-assign]
-        if _is_newer(cls, "quantize_impl", than="quantize_operand"):
-            cls.quantize_operand = Quantizer.quantize_operand  # type: ignore[method-assign]
+        if _is_newer(cls, "quantize_impl", than="quantization"):
+            cls.quantization = Quantizer.quantization  # type: ignore[method-assign]
 
     @abstractmethod
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
@@ -144,16 +144,20 @@ class Quantizer(ABC):
         dtype by themselves.
         """
 
-    def quantize_operand(
-        self, matrix: torch.Tensor, dtype: torch.dtype
-    ) -> Operand | QuantizedTensorStorage:
-        """Quantize an operand of a layer, ``[rows, columns]``, for the usages set: what
-        :meth:`quantize_impl` makes, or the same tensors without a storage around them.
+    def quantization(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], Operand | QuantizedTensorStorage]:
+        """What a layer calls with each matrix ``[rows, columns]`` on ``device``: it gives what
+        :meth:`quantize_impl` does, or the same tensors without a storage around them.
 
-        It holds for the :meth:`quantize_impl` of the class that defines it: a subclass with another
-        one gets this default, or defines its own.
+        A layer asks for it once, and keeps it. It holds for the :meth:`quantize_impl` of the class
+        that defines it: a subclass with another one gets this default, or defines its own.
+
+        Args:
+            device: of the matrices.
+            dtype: the nominal dtype of the results.
         """
-        return self.quantize_impl(matrix, dtype)
+        return functools.partial(self.quantize_impl, dtype=dtype)
 
     def make_empty(
         self,

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ottava.errors import OptionError, UsageError
 from ottava_debug.analysis import sources
-from ottava_debug.analysis.measuring import Series, candidates, repeated
-from ottava_debug.analysis.report import THRESHOLD, Analysis
+from ottava_debug.analysis.measuring import Candidate, Series, candidates, repetitions
+from ottava_debug.analysis.report import THRESHOLD, Analysis, Skipped, TensorReport
 from ottava_debug.losses import LOSSES, Loss
 
 #: ``progress(unit, done, total)``; the unit is ``"elements"`` of weights, or ``"steps"``.
@@ -61,56 +62,97 @@ def analyze(
         RecipeNotFoundError, PluginError: a named recipe cannot be loaded.
     """
     _check(source, model, data, loss, steps, threshold)
-    tried, unavailable = candidates(recipes)
-    if not tried:
+    trials, unavailable = candidates(recipes)
+    if not trials:
         raise UsageError(
             "there is no recipe to try", expected="one", remedy="pip install ottava-recipes-current"
         )
-    tell: Progress = progress or (lambda what, done, total: None)
+    report: Progress = progress or (lambda unit, done, total: None)
+    subject = _subject(source, model)
+    tensors = _weight_reports(subject.weights, trials, report)
+    skipped = subject.skipped
+    step_count = 0
+    if subject.model is not None and data is not None:
+        # This import is local, because it takes seconds.
+        from ottava_debug.analysis.captured import capture
+
+        step_series, step_count, missed = capture(
+            subject.model, data, loss, steps, trials, lambda done: report("steps", done, steps)
+        )
+        tensors = _by_layer([*tensors, *(series.report() for series in step_series)], subject)
+        skipped = [*skipped, *missed]
+    repeats = repetitions(trials, tensors) if recipes is None else []
+    repeat_names = {skip.name for skip in repeats}
+    names = tuple(trial.name for trial in trials if trial.name not in repeat_names)
+    return Analysis(
+        subject.name,
+        names,
+        tuple(tensor.under(names) for tensor in tensors),
+        tuple(dict.fromkeys(skipped)),
+        (*unavailable, *repeats),
+        step_count,
+        threshold,
+    )
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is analyzed.
+
+    Attributes:
+        name: the name of the checkpoint or the model.
+        weights: the weights ``[out, in]`` by the names of their layers.
+        skipped: the tensors that are left out.
+        model: a copy of the model in high precision; None without a model.
+    """
+
+    name: str
+    weights: Mapping[str, torch.Tensor]
+    skipped: list[Skipped]
+    model: torch.nn.Module | None = None
+
+
+def _subject(source: Any, model: torch.nn.Module | None) -> _Subject:
     state = None if source is None else sources.read(source)
     if model is None:
-        weights, skipped = sources.weights(state or {})
-    else:
-        # This import is local, because it takes seconds.
-        from ottava_debug.analysis import captured
+        return _Subject(_name(source, None), *sources.weights(state or {}))
+    # This import is local, because it takes seconds.
+    from ottava_debug.analysis import captured
 
-        if state is not None:
-            sources.check_values(source, state)
-        model = captured.in_high_precision(model, state)
-        weights, skipped = captured.weights_of(model)
-    total, done = sum(weight.numel() for weight in weights.values()), 0
-    tensors = []
-    tell("elements", 0, total)
+    if state is not None:
+        sources.check_values(source, state)
+    copy = captured.in_high_precision(model, state)
+    return _Subject(_name(source, copy), *captured.weights_of(copy), copy)
+
+
+def _name(source: Any, model: torch.nn.Module | None) -> str:
+    if source is None:
+        return type(model).__name__
+    if isinstance(source, Mapping):
+        return "a state dict"
+    return str(source)
+
+
+def _weight_reports(
+    weights: Mapping[str, torch.Tensor], trials: Sequence[Candidate], report: Progress
+) -> list[TensorReport]:
+    total = sum(weight.numel() for weight in weights.values())
+    done = 0
+    tensors: list[TensorReport] = []
+    report("elements", 0, total)
     for layer, weight in weights.items():
-        series = Series(layer, "weight", tried)
+        series = Series(layer, "weight", trials)
         series.add(weight)
         tensors.append(series.report())
         done += weight.numel()
-        tell("elements", done, total)
-    taken = 0
-    if model is not None and data is not None:
-        found, taken, missed = captured.captured(
-            model, data, loss, steps, tried, lambda n: tell("steps", n, steps)
-        )
-        tensors += [series.report() for series in found]
-        skipped += missed
-        place = {layer: number for number, layer in enumerate(weights)}
-        tensors.sort(key=lambda tensor: place.get(tensor.layer, len(place)))
-    named = (
-        type(model).__name__
-        if source is None
-        else "a state dict"
-        if isinstance(source, Mapping)
-        else str(source)
-    )
-    repeating = repeated(tried, tensors) if recipes is None else []
-    left_out = {skip.name for skip in repeating}
-    names = tuple(candidate.name for candidate in tried if candidate.name not in left_out)
-    tensors = [tensor.under(names) for tensor in tensors]
-    left = tuple(dict.fromkeys(skipped))
-    return Analysis(
-        named, names, tuple(tensors), left, (*unavailable, *repeating), taken, threshold
-    )
+        report("elements", done, total)
+    return tensors
+
+
+def _by_layer(tensors: Sequence[TensorReport], subject: _Subject) -> list[TensorReport]:
+    """The tensors in the order of the layers; the weight of a layer comes first."""
+    place = {layer: number for number, layer in enumerate(subject.weights)}
+    return sorted(tensors, key=lambda tensor: place.get(tensor.layer, len(place)))
 
 
 def _check(source: Any, model: Any, data: Any, loss: Any, steps: int, threshold: float) -> None:
@@ -126,9 +168,6 @@ def _check(source: Any, model: Any, data: Any, loss: Any, steps: int, threshold:
         )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps is {steps!r}", expected="a positive integer")
-    if (
-        isinstance(threshold, bool)
-        or not isinstance(threshold, (int, float))
-        or not math.isfinite(threshold)
-    ):
+    is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+    if not is_number or not math.isfinite(threshold):
         raise OptionError(f"threshold is {threshold!r}", expected="a number of dB")

@@ -33,27 +33,31 @@ def in_high_precision(model: torch.nn.Module, state: Mapping[str, Any] | None) -
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"the model is a {type(model).__name__}", expected="a torch.nn.Module")
-    copied = copy.deepcopy(model)
+    own_model = copy.deepcopy(model)
     if state is not None:
-        _load(copied, state)
+        _load(own_model, state)
     with warnings.catch_warnings(action="ignore"):
-        return ottava.convert(copied, CustomRecipe(identity_factory))
+        return ottava.convert(own_model, CustomRecipe(identity_factory))
 
 
 def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    plain = {
-        n: v.dequantize() if isinstance(v, QuantizedTensorStorage) else v for n, v in state.items()
-    }
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        is_quantized = isinstance(value, QuantizedTensorStorage)
+        plain[name] = value.dequantize() if is_quantized else value
     try:
-        missing = model.load_state_dict(plain, strict=False).missing_keys
+        absent = model.load_state_dict(plain, strict=False).missing_keys
     except RuntimeError as error:
-        what = f"the checkpoint does not fit the model: {text_of(error)}"
-        raise CheckpointError(what, expected="a checkpoint of the model") from error
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if lacking := [name for name in missing if name in parameters]:
-        what = f"the checkpoint has nothing for {listed(lacking)}"
         raise CheckpointError(
-            what, expected="every parameter of the model", remedy="--model makes another model"
+            f"the checkpoint does not fit the model: {text_of(error)}",
+            expected="a checkpoint of the model",
+        ) from error
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if absent_parameters := [name for name in absent if name in parameters]:
+        raise CheckpointError(
+            f"the checkpoint has nothing for {listed(absent_parameters)}",
+            expected="every parameter of the model",
+            remedy="--model makes another model",
         )
 
 
@@ -78,12 +82,9 @@ def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Sk
             )
         else:
             weights[name] = weight.t() if module.weight_is_transposed else weight
-    left = (
-        weight
-        for weight in conversion_report(model).left_out
-        if weight.name.rpartition(".")[0] not in weights
-    )
-    skipped += [Skipped(weight.name, weight.reason) for weight in left]
+    for weight_report in conversion_report(model).left_out:
+        if weight_report.name.rpartition(".")[0] not in weights:
+            skipped.append(Skipped(weight_report.name, weight_report.reason))
     if not weights:
         raise UsageError(
             "the model has no linear layer with a weight in high precision",
@@ -96,18 +97,68 @@ class _Look(Inspection):
     """Passes on the input and the gradient of one pass of a layer, each once."""
 
     def __init__(self, take: Callable[[str, torch.Tensor], None]) -> None:
-        self._take, self._taken = take, {"weight"}
+        self._take = take
+        self._roles = {"weight"}
 
     def observe(
         self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
     ) -> None:
         role = ROLES.get(tensor)
-        if role is not None and role not in self._taken:
-            self._taken.add(role)
+        if role is not None and role not in self._roles:
+            self._roles.add(role)
             self._take(role, values)
 
 
-def captured(
+class _Gatherer:
+    """Gathers the inputs and gradients of a model's layers, a series for each.
+
+    Attributes:
+        names: the names of the layers.
+        series: (layer, role) -> the series of its values.
+    """
+
+    def __init__(self, model: torch.nn.Module, recipes: Sequence[Candidate]) -> None:
+        self.names: dict[Any, str] = {
+            module: name for name, module in model.named_modules() if isinstance(module, Linear)
+        }
+        self.series: dict[tuple[str, str], Series] = {}
+        self._recipes = recipes
+        self._gradients: list[tuple[str, torch.Tensor]] = []
+
+    def inspection(self, layer: Any) -> Inspection | None:
+        """The inspection of a layer; None for one that is not the model's."""
+        name = self.names.get(layer)
+        return None if name is None else _Look(partial(self._take, name))
+
+    def _take(self, name: str, role: str, values: torch.Tensor) -> None:
+        if role == "grad_output":
+            # The values are added after the backward pass, because a recipe with state cannot begin
+            # a step inside it.
+            self._gradients.append((name, values))
+        else:
+            self._add(name, role, values)
+
+    def end_step(self) -> None:
+        """Add the gradients of a step, after its backward pass."""
+        while self._gradients:
+            name, values = self._gradients.pop(0)
+            self._add(name, "grad_output", values)
+
+    def _add(self, name: str, role: str, values: torch.Tensor) -> None:
+        if not values.numel():
+            return
+        if (name, role) not in self.series:
+            self.series[name, role] = Series(name, role, self._recipes)
+        self.series[name, role].add(values)
+
+    def in_order(self) -> list[Series]:
+        """The series in the order of the layers, the input of a layer before its gradient."""
+        place = {name: number for number, name in enumerate(self.names.values())}
+        keys = sorted(self.series, key=lambda key: (place[key[0]], key[1] == "grad_output"))
+        return [self.series[key] for key in keys]
+
+
+def capture(
     model: torch.nn.Module,
     batches: Iterable[Any],
     loss: Loss | str | None,
@@ -124,55 +175,30 @@ def captured(
     Raises:
         UsageError: there is no batch, or the model or the loss fails.
     """
-    names = {module: name for name, module in model.named_modules() if isinstance(module, Linear)}
-    series: dict[tuple[str, str], Series] = {}
-
-    gradients: list[tuple[str, str, torch.Tensor]] = []
-
-    def add(name: str, role: str, values: torch.Tensor) -> None:
-        if values.numel():
-            if (name, role) not in series:
-                series[name, role] = Series(name, role, recipes)
-            series[name, role].add(values)
-
-    def take(name: str, role: str, values: torch.Tensor) -> None:
-        if role == "grad_output":
-            # The values are added after the backward pass, because a recipe with state cannot begin
-            # a step inside it.
-            gradients.append((name, role, values))
-        else:
-            add(name, role, values)
-
-    def watcher(layer: Any) -> Inspection | None:
-        name = names.get(layer)
-        return None if name is None else _Look(partial(take, name))
-
-    done, backward = 0, False
+    gatherer = _Gatherer(model, recipes)
+    step_count, has_backward = 0, False
     with torch.enable_grad():
-        for done, batch in enumerate(_taken(batches, steps), 1):
-            with Watch(watcher):
-                backward |= _step(model, batch, loss)
-            while gradients:
-                add(*gradients.pop(0))
-            progress(done)
-    if not done:
+        for batch in _first(batches, steps):
+            with Watch(gatherer.inspection):
+                has_backward |= _step(model, batch, loss)
+            gatherer.end_step()
+            step_count += 1
+            progress(step_count)
+    if not step_count:
         raise UsageError("the data have no batch", expected="an iterable of at least one")
-    order = {name: place for place, name in enumerate(names.values())}
-    found = [
-        series[key]
-        for key in sorted(series, key=lambda key: (order[key[0]], key[1] == "grad_output"))
-    ]
     skipped = [
-        Skipped(name, "not called in the steps") for name in order if (name, "input") not in series
+        Skipped(name, "not called in the steps")
+        for name in gatherer.names.values()
+        if (name, "input") not in gatherer.series
     ]
-    if not backward:
+    if not has_backward:
         skipped.append(
             Skipped("gradients", "the model gives no loss, and no loss function was named")
         )
-    return found, done, skipped
+    return gatherer.in_order(), step_count, skipped
 
 
-def _taken(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+def _first(batches: Iterable[Any], steps: int) -> Iterator[Any]:
     with translated("the data fail", "an iterable of batches", to=UsageError, of=ANYTHING):
         yield from itertools.islice(batches, steps)
 
@@ -182,13 +208,15 @@ def _step(model: torch.nn.Module, batch: Any, loss: Loss | str | None) -> bool:
     function = LOSSES[loss] if isinstance(loss, str) else loss
     inputs, targets = batch if function is not None and _is_pair(batch) else (batch, batch)
     try:
-        output = _called(model, inputs)
+        output = _call(model, inputs)
         value = loss_in(output) if function is None else function(output, targets)
         if value is not None:
             value.backward()
     except ANYTHING as error:
-        what = f"a step fails: {type(error).__name__}: {text_of(error)}"
-        raise UsageError(what, expected="batches that the model and the loss take") from error
+        raise UsageError(
+            f"a step fails: {type(error).__name__}: {text_of(error)}",
+            expected="batches that the model and the loss take",
+        ) from error
     finally:
         model.zero_grad(set_to_none=True)
     return value is not None
@@ -198,7 +226,10 @@ def _is_pair(batch: Any) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
-def _called(model: torch.nn.Module, inputs: Any) -> Any:
+def _call(model: torch.nn.Module, inputs: Any) -> Any:
+    """The output of the model for inputs: one argument, a tuple of them, or a mapping."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)

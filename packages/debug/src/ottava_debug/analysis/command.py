@@ -15,8 +15,7 @@ def analyze(
         _Paths,
         typer.Argument(
             help="A safetensors file, a folder of such, a file of torch.save, or a sharded "
-            "checkpoint. "
-            "With --model it may be left out: the weights are those of the model then."
+            "checkpoint. With --model it may be left out: the weights are those of the model then."
         ),
     ] = None,
     recipe: Annotated[
@@ -36,17 +35,15 @@ def analyze(
         str | None,
         typer.Option(
             help="Batches for the model, to look at real inputs and gradients: module:callable, "
-            "what gives an iterable "
-            "of them, or a file of tensors, one batch by the names of the model's arguments, and "
-            "targets."
+            "what gives an iterable of them, or a file of tensors, one batch by the names of the "
+            "model's arguments, and targets."
         ),
     ] = None,
     loss: Annotated[
         str | None,
         typer.Option(
             help="What a batch's gradients are of: cross_entropy, mse, or module:callable, of the "
-            "output and the "
-            "targets. By default what the model gives as its loss."
+            "output and the targets. By default what the model gives as its loss."
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="The most batches to take.")] = 3,

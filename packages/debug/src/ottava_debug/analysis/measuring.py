@@ -25,45 +25,45 @@ class Candidate:
     recipe: Recipe
 
 
-def candidates(asked: Sequence[str] | None) -> tuple[list[Candidate], list[Skipped]]:
+def candidates(names: Sequence[str] | None) -> tuple[list[Candidate], list[Skipped]]:
     """The recipes to try, and those that are left out.
 
-    ``asked`` are names of recipes or paths of recipe files. None stands for all installed recipes
+    ``names`` are names of recipes or paths of recipe files. None stands for all installed recipes
     that need no options.
 
     Raises:
-        OttavaError: a recipe in ``asked`` cannot be loaded; see :func:`ottava.get_recipe`.
+        OttavaError: a named recipe cannot be loaded; see :func:`ottava.get_recipe`.
     """
-    if asked is not None:
-        return [Candidate(name, ottava.get_recipe(name)) for name in dict.fromkeys(asked)], []
-    found, unavailable = [], []
+    if names is not None:
+        return [Candidate(name, ottava.get_recipe(name)) for name in dict.fromkeys(names)], []
+    recipes: list[Candidate] = []
+    unavailable: list[Skipped] = []
     for spec in list_recipes():
         try:
-            found.append(Candidate(spec.name, ottava.get_recipe(spec.name)))
+            recipes.append(Candidate(spec.name, ottava.get_recipe(spec.name)))
         except OttavaError as error:
             unavailable.append(Skipped(spec.name, text_of(error)))
-    return found, unavailable
+    return recipes, unavailable
 
 
-def repeated(tried: Sequence[Candidate], tensors: Sequence[TensorReport]) -> list[Skipped]:
+def repetitions(recipes: Sequence[Candidate], tensors: Sequence[TensorReport]) -> list[Skipped]:
     """The recipes that only repeat another one.
 
     These are recipes that read recipe files, and without a file quantize every tensor as another
     recipe without state does.
     """
     readers = {spec.name for spec in list_recipes() if spec.file_suffixes}
-    stateless = [candidate.name for candidate in tried if not candidate.recipe.stateful]
-    found = []
+    stateless = [candidate.name for candidate in recipes if not candidate.recipe.stateful]
+    repeats: list[Skipped] = []
     for name in stateless:
         if name not in readers:
             continue
         others = [other for other in stateless if other not in readers]
         same = [other for other in others if all(t.noise[name] == t.noise[other] for t in tensors)]
         if same:
-            found.append(
-                Skipped(name, f"without a file it makes of all tensors what {same[0]} makes")
-            )
-    return found
+            reason = f"without a file it makes of all tensors what {same[0]} makes"
+            repeats.append(Skipped(name, reason))
+    return repeats
 
 
 class Series:
@@ -80,7 +80,8 @@ class Series:
         self._trials = {
             candidate.name: _Trial(layer, role, candidate.recipe) for candidate in recipes
         }
-        self._seen = Comparison()
+        # The tensor compared with itself, which counts its elements.
+        self._own = Comparison()
         self._exponents: Counter[int] = Counter()
         self._values: Any = None
 
@@ -88,20 +89,23 @@ class Series:
     def add(self, values: torch.Tensor) -> None:
         """Add the values of a step, a matrix in high precision."""
         self._values = values.to("meta")
-        self._seen.add(values, values)
+        self._own.add(values, values)
         self._exponents.update(exponents(values))
         for trial in self._trials.values():
             trial.add(values)
 
     def report(self) -> TensorReport:
         """The report over all steps."""
-        seen, values = self._seen, self._values
-        dtype = str(values.dtype).removeprefix("torch.")
-        noise = {name: trial.noise() for name, trial in self._trials.items()}
-        counts = dict(sorted(self._exponents.items()))
-        own = seen.count, seen.not_finite, seen.amax
         return TensorReport(
-            self._layer, self._role, tuple(values.shape), dtype, *own, counts, noise
+            layer=self._layer,
+            role=self._role,
+            shape=tuple(self._values.shape),
+            dtype=str(self._values.dtype).removeprefix("torch."),
+            count=self._own.count,
+            not_finite=self._own.not_finite,
+            amax=self._own.amax,
+            exponents=dict(sorted(self._exponents.items())),
+            noise={name: trial.noise() for name, trial in self._trials.items()},
         )
 
 
@@ -131,23 +135,21 @@ class _Trial:
                 self._state.to(values.device)
                 # A first step only records, because the initial scales of a training are of no
                 # interest.
-                self._quantized(values)
+                self._quantize(values)
         if self._state.stateful:
             begin([self._state], None)
-        quantized = self._quantized(values)
+        quantized = self._quantize(values)
         self._rows.add(values, quantized, columnwise=False)
         if quantized.get_usages()["columnwise"] and not quantized.rowwise_serves_columnwise:
             self._columns.add(values, quantized, columnwise=True)
 
-    def _quantized(self, values: torch.Tensor) -> Any:
+    def _quantize(self, values: torch.Tensor) -> Any:
         columnwise = self._role not in self._state.wgrad_unquantized
-        return self._state.quantizer(self._role, rowwise=True, columnwise=columnwise).quantize(
-            values
-        )
+        quantizer = self._state.quantizer(self._role, rowwise=True, columnwise=columnwise)
+        return quantizer.quantize(values)
 
     def noise(self) -> Noise:
         if self._error:
             return Noise(error=self._error)
-        return Noise(
-            self._rows.measures(), self._columns.measures() if self._columns.count else None
-        )
+        columns = self._columns.measures() if self._columns.count else None
+        return Noise(self._rows.measures(), columns)

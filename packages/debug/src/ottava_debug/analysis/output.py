@@ -44,8 +44,8 @@ def suggestion(report: Analysis, recipe: str | None = None) -> str:
     Errors are those of :meth:`Analysis.complaints` and
     :func:`ottava_debug.recipe_file.recipe_text`.
     """
-    chosen = recipe or report.best_recipe()
-    return recipe_text(report.keeps(chosen), chosen, about=_about(report))
+    base = recipe or report.best_recipe()
+    return recipe_text(report.keeps(base), base, about=_about(report))
 
 
 def write_suggestion(report: Analysis, path: AnyPath, recipe: str | None = None) -> CustomRecipe:
@@ -55,8 +55,8 @@ def write_suggestion(report: Analysis, path: AnyPath, recipe: str | None = None)
         OptionError: the recipe is not in the report, or the file has another suffix or cannot be
             written.
     """
-    chosen = recipe or report.best_recipe()
-    return write_recipe_file(path, report.keeps(chosen), chosen, about=_about(report))
+    base = recipe or report.best_recipe()
+    return write_recipe_file(path, report.keeps(base), base, about=_about(report))
 
 
 def _about(report: Analysis) -> str:

@@ -1,13 +1,20 @@
 """The report as one HTML page that requests nothing else."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from ottava.formats import E4M3
-from ottava_debug.analysis.report import Analysis, Noise, TensorReport, most_underflow
+from ottava_debug.analysis.report import (
+    Analysis,
+    Noise,
+    Summary,
+    TensorReport,
+    most_underflow,
+)
 from ottava_debug.analysis.terminal import decibels, notes, percent
 from ottava_debug.output import rendered
 
@@ -46,10 +53,9 @@ class Metric:
         value = self.coloured(noise)
         if value is None:
             return 4
-        reached = [
-            value >= bound if self.more_is_better else value <= bound for bound in self.bounds
-        ]
-        return sum(reached)
+        if self.more_is_better:
+            return sum(value >= bound for bound in self.bounds)
+        return sum(value <= bound for bound in self.bounds)
 
 
 def metrics(threshold: float) -> tuple[Metric, ...]:
@@ -76,51 +82,21 @@ def metrics(threshold: float) -> tuple[Metric, ...]:
 
 def page(report: Analysis, suggestion: str) -> str:
     """The page; ``suggestion`` is the text of the recipe file."""
-    shown = metrics(report.threshold)
+    columns = metrics(report.threshold)
     axis = _axis(report.tensors)
-    rows = [
-        {
-            "tensor": tensor,
-            "amax": f"{tensor.amax:.4g}",
-            "histogram": _histogram(tensor, axis),
-            "cells": [
-                _cell(tensor.noise[name], shown, report.threshold) for name in report.recipes
-            ],
-        }
-        for tensor in report.tensors
-    ]
-    worst = [
-        {
-            "tensor": tensor,
-            "recipe": name,
-            "texts": [m.text(m.value(tensor.noise[name])) for m in shown],
-            "bad": bool(tensor.noise[name].complaint(report.threshold)),
-        }
-        for tensor, name in report.worst(_WORST)
-    ]
-    summaries = [
-        {
-            "recipe": s.recipe,
-            "texts": [
-                decibels(s.sqnr),
-                decibels(s.lowest_sqnr),
-                percent(s.underflow),
-                percent(s.saturation),
-            ],
-            "kept": len(s.kept),
-        }
-        for s in report.summaries()
-    ]
+    best = report.best_recipe()
     return rendered(
         __package__,
         report=report,
-        rows=rows,
-        metrics=shown,
-        worst=worst,
-        summaries=summaries,
-        best=report.best_recipe(),
+        rows=[_row(tensor, report, columns, axis) for tensor in report.tensors],
+        metrics=columns,
+        worst=[
+            _worst(tensor, name, columns, report.threshold) for tensor, name in report.worst(_WORST)
+        ],
+        summaries=[_summary(summary) for summary in report.summaries()],
+        best=best,
         reason=report.why_best(),
-        kept=report.keeps(report.best_recipe()),
+        kept=report.keeps(best),
         suggestion=suggestion,
         notes=list(notes(report)),
         limit=most_underflow(report.threshold),
@@ -132,15 +108,51 @@ def page(report: Analysis, suggestion: str) -> str:
     )
 
 
-def _cell(noise: Noise, shown: tuple[Metric, ...], threshold: float) -> dict[str, str]:
+def _row(
+    tensor: TensorReport, report: Analysis, columns: tuple[Metric, ...], axis: tuple[int, int]
+) -> dict[str, Any]:
+    """A row of the heat map, with a cell for each recipe."""
+    return {
+        "tensor": tensor,
+        "amax": f"{tensor.amax:.4g}",
+        "histogram": _histogram(tensor, axis),
+        "cells": [_cell(tensor.noise[name], columns, report.threshold) for name in report.recipes],
+    }
+
+
+def _worst(
+    tensor: TensorReport, recipe: str, columns: tuple[Metric, ...], threshold: float
+) -> dict[str, Any]:
+    """A row of the table of the worst tensors."""
+    noise = tensor.noise[recipe]
+    return {
+        "tensor": tensor,
+        "recipe": recipe,
+        "texts": [metric.text(metric.value(noise)) for metric in columns],
+        "bad": bool(noise.complaint(threshold)),
+    }
+
+
+def _summary(summary: Summary) -> dict[str, Any]:
+    """A row of the table of recipes."""
+    texts = [
+        decibels(summary.sqnr),
+        decibels(summary.lowest_sqnr),
+        percent(summary.underflow),
+        percent(summary.saturation),
+    ]
+    return {"recipe": summary.recipe, "texts": texts, "kept": len(summary.kept)}
+
+
+def _cell(noise: Noise, columns: tuple[Metric, ...], threshold: float) -> dict[str, str]:
     """A cell of the heat map: the text, the colour and the sorting value of each metric."""
-    values = [metric.value(noise) for metric in shown]
-    pairs = list(zip(shown, values, strict=True))
+    values = [metric.value(noise) for metric in columns]
+    pairs = list(zip(columns, values, strict=True))
     texts = ["fails" if noise.error else metric.text(value) for metric, value in pairs]
     return {
         "text": texts[0],
         "texts": "|".join(texts),
-        "colours": "".join(str(metric.colour(noise)) for metric in shown),
+        "colours": "".join(str(metric.colour(noise)) for metric in columns),
         "numbers": "|".join("" if value is None else f"{value:.6g}" for value in values),
         "complaint": noise.complaint(threshold),
     }
@@ -165,17 +177,15 @@ def _histogram(tensor: TensorReport, axis: tuple[int, int]) -> dict[str, str]:
     for exponent, count in _counts(tensor.exponents, first).items():
         tall = _HEIGHT * math.log1p(count) / math.log1p(highest)
         kind = "lost" if exponent + 1 <= lost else "reached"
-        paths[kind] += (
-            f"M{(exponent - first) * _BAR} "
-            f"{_HEIGHT}v-{min(tall, _HEIGHT):.3g}h{_BAR - 1}V{_HEIGHT}z"
-        )
+        left = (exponent - first) * _BAR
+        paths[kind] += f"M{left} {_HEIGHT}v-{min(tall, _HEIGHT):.3g}h{_BAR - 1}V{_HEIGHT}z"
     lowest = min(tensor.exponents)
     return paths | {"words": f"values from 2^{lowest} to 2^{max(tensor.exponents) + 1}"}
 
 
 def _counts(exponents: Mapping[int, int], first: int) -> dict[int, int]:
-    found: dict[int, int] = {}
+    """The histogram, with the exponents below ``first`` counted as ``first``."""
+    counts: Counter[int] = Counter()
     for exponent, count in exponents.items():
-        place = max(exponent, first)
-        found[place] = found.get(place, 0) + count
-    return found
+        counts[max(exponent, first)] += count
+    return counts

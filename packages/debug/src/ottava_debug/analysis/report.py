@@ -41,6 +41,12 @@ def _decibels(rank: tuple[int, float]) -> str:
     return "exact" if rank[1] == -math.inf else f"{-rank[1]:.1f} dB"
 
 
+def _largest(shares: Sequence[float | None]) -> float | None:
+    """The largest of the shares; None where one of them is not known."""
+    numbers = [share for share in shares if share is not None]
+    return max(numbers) if len(numbers) == len(shares) else None
+
+
 @dataclass(frozen=True)
 class Noise:
     """The loss of one tensor under one recipe.
@@ -82,8 +88,8 @@ class Noise:
     @property
     def saturation(self) -> float | None:
         """Percent, in the worse direction; None where it is not known."""
-        known = [side.saturation for side in self.sides if side.saturation is not None]
-        return max(known) if known and len(known) == len(self.sides) else None
+        shares = [side.saturation for side in self.sides]
+        return _largest(shares) if shares else None
 
     @property
     def cosine(self) -> float:
@@ -100,14 +106,14 @@ class Noise:
         """The reason why the tensor is not good enough, in words; empty where it is."""
         if self.error:
             return f"fails: {self.error}"
-        limit, said = most_underflow(threshold), []
+        limit, reasons = most_underflow(threshold), []
         if self.not_finite:
-            said.append(f"{self.not_finite} of {self.sides[0].count} values are NaN or infinite")
+            reasons.append(f"{self.not_finite} of {self.sides[0].count} values are NaN or infinite")
         elif self.sqnr < threshold:
-            said.append(f"SQNR {self.sqnr:.1f} dB < {threshold:g} dB")
+            reasons.append(f"SQNR {self.sqnr:.1f} dB < {threshold:g} dB")
         if self.underflow > limit:
-            said.append(f"underflow {self.underflow:.1f} % > {limit:.1f} %")
-        return ", ".join(said)
+            reasons.append(f"underflow {self.underflow:.1f} % > {limit:.1f} %")
+        return ", ".join(reasons)
 
 
 @dataclass(frozen=True)
@@ -207,11 +213,11 @@ class Analysis:
                 f"recipe {recipe!r} is not in the report",
                 expected=f"one of {', '.join(self.recipes)}",
             )
-        found: dict[str, list[str]] = {}
+        reasons: dict[str, list[str]] = {}
         for tensor in self.tensors:
             if complaint := tensor.noise[recipe].complaint(self.threshold):
-                found.setdefault(tensor.layer, []).append(f"{tensor.role}: {complaint}")
-        return found
+                reasons.setdefault(tensor.layer, []).append(f"{tensor.role}: {complaint}")
+        return reasons
 
     def keeps(self, recipe: str) -> list[Keep]:
         """The layers that a recipe file has to keep in high precision, in order; errors are those
@@ -222,17 +228,19 @@ class Analysis:
 
     def summaries(self) -> list[Summary]:
         """A summary for each recipe."""
-        found = []
-        for recipe in self.recipes:
-            noises = [tensor.noise[recipe] for tensor in self.tensors]
-            clamped = [noise.saturation for noise in noises]
-            known = [value for value in clamped if value is not None]
-            ratios = [noise.sqnr for noise in noises]
-            worst = max(known) if len(known) == len(clamped) else None
-            most = max(noise.underflow for noise in noises)
-            kept = tuple(self.complaints(recipe))
-            found.append(Summary(recipe, median(ratios), min(ratios), most, worst, kept))
-        return found
+        return [self._summary(recipe) for recipe in self.recipes]
+
+    def _summary(self, recipe: str) -> Summary:
+        noises = [tensor.noise[recipe] for tensor in self.tensors]
+        ratios = [noise.sqnr for noise in noises]
+        return Summary(
+            recipe=recipe,
+            sqnr=median(ratios),
+            lowest_sqnr=min(ratios),
+            underflow=max(noise.underflow for noise in noises),
+            saturation=_largest([noise.saturation for noise in noises]),
+            kept=tuple(self.complaints(recipe)),
+        )
 
     def best_recipe(self) -> str:
         """The recipe that leaves the fewest elements of weights in high precision.
@@ -251,9 +259,9 @@ class Analysis:
         finite = [tensor for tensor in self.tensors if not tensor.not_finite]
         ranks = {}
         for recipe in self.recipes:
-            kept = sum(weights.get(layer, 0) for layer in self.complaints(recipe))
+            elements = sum(weights.get(layer, 0) for layer in self.complaints(recipe))
             quality = min((tensor.noise[recipe].quality for tensor in finite), default=0.0)
-            ranks[recipe] = kept, -quality
+            ranks[recipe] = elements, -quality
         return ranks
 
     def why_best(self) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.progress import TaskProgressColumn
+from rich.progress import TaskID, TaskProgressColumn
 
 from ottava.cli.output import console, say
 from ottava.errors import OptionError
@@ -14,7 +14,7 @@ from ottava_debug.analysis.analyze import analyze
 from ottava_debug.analysis.terminal import sentences, summary_table, tensor_table
 from ottava_debug.losses import LOSSES
 from ottava_debug.output import RECIPE_FILE, Output, check_outputs, progress_bar
-from ottava_debug.references import made, resolve
+from ottava_debug.references import call, resolve
 from ottava_integrations import read_state
 
 _TARGETS = "targets"
@@ -48,19 +48,19 @@ def run(
         raise OptionError(f"--base {base!r}", expected=f"one of {', '.join(options['recipes'])}")
     function = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
     with progress_bar(TaskProgressColumn()) as bar:
-        tasks = {}
+        tasks: dict[str, TaskID] = {}
 
-        def tell(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(_WORDS[what], total=total)
-            bar.update(tasks[what], completed=done)
+        def show_progress(unit: str, done: int, total: int) -> None:
+            if unit not in tasks:
+                tasks[unit] = bar.add_task(_WORDS[unit], total=total)
+            bar.update(tasks[unit], completed=done)
 
         report = analyze(
             checkpoint,
-            model=None if model is None else made("--model", model),
+            model=None if model is None else call("--model", model),
             data=None if data is None else _batches(data, loss is not None),
             loss=function,
-            progress=tell,
+            progress=show_progress,
             **options,
         )
     # This raises, before anything is shown, if ``base`` is not in the report.
@@ -87,6 +87,8 @@ def _batches(data: str, pairs: bool) -> Any:
     With ``pairs`` a batch from a file is a pair with its targets, if the file has any.
     """
     if not Path(data).is_file():
-        return made("--data", data)
+        return call("--data", data)
     batch = dict(read_state(Path(data))[0])
-    return [(batch, batch.pop(_TARGETS))] if pairs and _TARGETS in batch else [batch]
+    if pairs and _TARGETS in batch:
+        return [(batch, batch.pop(_TARGETS))]
+    return [batch]

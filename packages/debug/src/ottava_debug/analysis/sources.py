@@ -55,11 +55,14 @@ def read(source: Any) -> Mapping[str, Any]:
                 )
         return source
     path = as_path(source)
-    whole = not path.is_dir() or any((path / name).exists() for name in _WHOLE)
-    state = read_state(path)[0] if whole else _read_folder(path)
+    is_one = not path.is_dir() or any((path / name).exists() for name in _WHOLE)
+    state = read_state(path)[0] if is_one else _read_folder(path)
     if _OPERAND in state:
-        remedy = "`ottava bisect` reads it; torch.save a model's state dict, say"
-        raise CheckpointError(f"{path} is a captured step", expected="a checkpoint", remedy=remedy)
+        raise CheckpointError(
+            f"{path} is a captured step",
+            expected="a checkpoint",
+            remedy="`ottava bisect` reads it; torch.save a model's state dict, say",
+        )
     return state
 
 
@@ -77,21 +80,22 @@ def check_values(source: Any, state: Mapping[str, Any]) -> None:
 def _read_folder(folder: Path) -> dict[str, Any]:
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob(_BY_TORCH))
     if not files:
-        remedy = "name the folder that holds them, or a file"
         raise CheckpointError(
-            f"{folder} has no safetensors file", f"such files, or {_BY_TORCH}", remedy
+            f"{folder} has no safetensors file",
+            expected=f"such files, or {_BY_TORCH}",
+            remedy="name the folder that holds them, or a file",
         )
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for file in files:
         state = read_state(file)[0]
-        if both := found.keys() & state.keys():
-            what, remedy = (
+        if both := tensors.keys() & state.keys():
+            raise CheckpointError(
                 f"{folder} has {min(both)!r} in several files",
-                "name the file that is meant",
+                expected="each tensor once",
+                remedy="name the file that is meant",
             )
-            raise CheckpointError(what, expected="each tensor once", remedy=remedy)
-        found |= state
-    return found
+        tensors |= state
+    return tensors
 
 
 def weights(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[Skipped]]:
@@ -106,22 +110,22 @@ def weights(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[Ski
     looked_up = {
         place_of(v): n for n, v in state.items() if n.endswith(_WEIGHT) and _LOOKED_UP.search(n)
     }
-    chosen: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     skipped: list[Skipped] = []
     for name, value in state.items():
         reason = _reason(name, value, looked_up)
         if reason:
             skipped.append(Skipped(name, reason))
         else:
-            chosen[name.removesuffix(_WEIGHT).removesuffix(".")] = value
-    if not chosen:
+            weights[name.removesuffix(_WEIGHT).removesuffix(".")] = value
+    if not weights:
         raise UsageError(
             "nothing that was read is a weight of a product"
             + "".join(f"; {s.name}: {s.reason}" for s in skipped[:_MANY]),
             expected=f"matrices in float32, bfloat16 or float16 that are named *.{_WEIGHT}",
             remedy="--model names the layers of a model whose names differ",
         )
-    return chosen, skipped
+    return weights, skipped
 
 
 def _reason(name: str, value: Any, looked_up: Mapping[Any, str]) -> str:
@@ -135,8 +139,8 @@ def _reason(name: str, value: Any, looked_up: Mapping[Any, str]) -> str:
     if value.dtype == torch.float64:
         return "float64, which no recipe quantizes: float32, bfloat16 and float16 are"
     if value.dtype not in HIGH_PRECISION:
-        what = str(value.dtype).removeprefix("torch.")
-        return f"{what} is no high precision: indices, or quantized by another tool"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} is no high precision: indices, or quantized by another tool"
     if not f".{name}".endswith(f".{_WEIGHT}"):
         return f"not named {_WEIGHT}"
     if not value.numel():

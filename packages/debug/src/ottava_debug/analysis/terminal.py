@@ -55,16 +55,16 @@ def summary_table(report: Analysis) -> Table:
 
 def tensor_table(report: Analysis, rows: int) -> Table:
     """The worst tensors under any recipe, at most ``rows`` of them."""
-    made = Table(
+    worst = Table(
         title=f"The worst tensors, each under its worst recipe ({MARK}: needs high precision)"
     )
-    made.add_column("layer (tensor, recipe)", overflow="fold")
+    worst.add_column("layer (tensor, recipe)", overflow="fold")
     for head in ("SQNR (dB)", "underflow", "saturated", "cosine"):
-        made.add_column(head, no_wrap=True, justify="right")
+        worst.add_column(head, no_wrap=True, justify="right")
     for tensor, name in report.worst(rows):
-        what = f"{tensor.layer or '(root)'} ({tensor.role}, {name})"
-        made.add_row(escaped(what), *_cells(tensor.noise[name], report.threshold))
-    return made
+        title = f"{tensor.layer or '(root)'} ({tensor.role}, {name})"
+        worst.add_row(escaped(title), *_cells(tensor.noise[name], report.threshold))
+    return worst
 
 
 def _cells(noise: Noise, threshold: float) -> tuple[str, ...]:
@@ -104,14 +104,16 @@ def notes(report: Analysis) -> Iterator[str]:
     recipes that failed."""
     for tensor in report.tensors:
         if tensor.not_finite:
-            what = f"{tensor.layer or '(root)'} ({tensor.role})"
+            title = f"{tensor.layer or '(root)'} ({tensor.role})"
             yield (
-                f"{what}: {tensor.not_finite} of {tensor.count} values are NaN or infinite, in "
+                f"{title}: {tensor.not_finite} of {tensor.count} values are NaN or infinite, in "
                 f"high precision too."
             )
     for reason, count in Counter(skip.reason for skip in report.skipped).items():
         names = grouped([skip.name for skip in report.skipped if skip.reason == reason])
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        yield f"Left out ({count}), {reason}: {shown}"
+        text = ", ".join(names[:4])
+        if len(names) > 4:
+            text += f" and {len(names) - 4} more"
+        yield f"Left out ({count}), {reason}: {text}"
     for skip in report.unavailable:
         yield f"Recipe {skip.name} left out: {skip.reason}"

@@ -34,18 +34,21 @@ def _ranges(value: Any) -> list[tuple[int, int]]:
     expected = "ascending pairs [start, end], ends included, no overlap, the last end -1 for none"
     pairs = value if isinstance(value, list) else [value]
     for number, pair in enumerate(pairs):
-        ordered = (
-            isinstance(pair, (list, tuple))
-            and len(pair) == 2
-            and all(type(step) is int for step in pair)
-        )
-        if not ordered or not (
-            0 <= pair[0] <= pair[1] or (pair[1] == -1 and number == len(pairs) - 1)
-        ):
+        if not _is_range(pair, is_last=number == len(pairs) - 1):
             raise OptionError(f"has {kind_of(pair)}", expected=expected)
         if number and pairs[number - 1][1] > pair[0]:
             raise OptionError(f"has {kind_of(pair)} after {pairs[number - 1]!r}", expected=expected)
     return [(start, end) for start, end in pairs]
+
+
+def _is_range(pair: Any, *, is_last: bool) -> bool:
+    """Whether a value is a pair of steps ``[start, end]``; the end of the last one may be -1."""
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        return False
+    if not all(type(step) is int for step in pair):
+        return False
+    start, end = pair
+    return 0 <= start <= end or (end == -1 and is_last)
 
 
 def _on_error(value: Any) -> str:
@@ -64,16 +67,16 @@ COMMON: dict[str, Check] = {
 }
 
 
-def checked(given: Located, key: str, check: Check, what: str) -> Any:
+def value_at(config: Located, key: str, check: Check, title: str) -> Any:
     """The checked value at a key.
 
     Raises:
-        OptionError: the value is not allowed; the message names ``what``, the key and the line.
+        OptionError: the value is not allowed; the message names ``title``, the key and the line.
     """
     try:
-        return check(given[key])
+        return check(config[key])
     except OttavaError as error:
-        text = f"{given.where(key)}: {what}: {key} {error.what}"
+        text = f"{config.where(key)}: {title}: {key} {error.what}"
         raise OptionError(text, expected=error.expected, remedy=error.remedy) from error
 
 
@@ -138,47 +141,47 @@ class Feature:
     options: ClassVar[dict[str, Check]] = {}
     required: ClassVar[tuple[str, ...]] = ()
 
-    def targets(self, config: Mapping[str, Any], what: str) -> list[Target]:
+    def targets(self, config: Mapping[str, Any], title: str) -> list[Target]:
         """The pairs of products and tensors that a configuration names, with their options.
 
         Args:
             config: the feature's options in the configuration.
-            what: the name of the feature in errors.
+            title: the name of the feature in errors.
 
         Raises:
             OptionError: a key or value is not allowed; the message names the line.
         """
         located = config if isinstance(config, Located) else Located(config)
         if "enabled" in located:
-            truth(located, "enabled", what)
+            truth(located, "enabled", title)
         targets = []
-        for gemm, at_gemm in self._gemms(located, what):
+        for gemm, at_gemm in self._gemms(located, title):
             tensors = TENSORS.get(str(gemm), EVERY_TENSOR)
-            for tensor, at_tensor in self._tensors(at_gemm, what):
-                options = self._checked(at_tensor, what)
+            for tensor, at_tensor in self._tensors(at_gemm, title):
+                options = self._options(at_tensor, title)
                 # A list of tensors for several products may name tensors that only some have.
                 if tensor is None or tensor in tensors:
                     targets.append(Target(gemm, tensor, options))
         has_empty_list = [] in (located.get("gemms"), located.get("tensors"))
         if not targets and not has_empty_list:
             raise OptionError(
-                f"{located.where()}: {what} names no tensor of the products that it names",
+                f"{located.where()}: {title} names no tensor of the products that it names",
                 expected=_pairs(),
             )
         return targets
 
-    def _gemms(self, given: Located, what: str) -> Iterable[tuple[str | None, Located]]:
+    def _gemms(self, config: Located, title: str) -> Iterable[tuple[str | None, Located]]:
         if self.by_gemm:
-            return self._levels(given, "gemm", GEMMS, what)
-        return [(None, given)]
+            return self._levels(config, "gemm", GEMMS, title)
+        return [(None, config)]
 
-    def _tensors(self, given: Located, what: str) -> Iterable[tuple[str | None, Located]]:
+    def _tensors(self, config: Located, title: str) -> Iterable[tuple[str | None, Located]]:
         if self.by_tensor:
-            return self._levels(given, "tensor", EVERY_TENSOR, what)
-        return [(None, given)]
+            return self._levels(config, "tensor", EVERY_TENSOR, title)
+        return [(None, config)]
 
     def _levels(
-        self, given: Located, key: str, known: tuple[str, ...], what: str
+        self, config: Located, key: str, every: tuple[str, ...], title: str
     ) -> Iterator[tuple[str, Located]]:
         """The named products (``key`` ``"gemm"``) or tensors, each with its configuration.
 
@@ -186,45 +189,47 @@ class Feature:
         """
         several = f"{key}s"
         structure = f"{key}s_struct"
-        if structure in given:
-            if not isinstance(given[structure], list) or not given[structure]:
-                where = f"{given.where(structure)}: {what}: {structure}"
+        if structure in config:
+            if not isinstance(config[structure], list) or not config[structure]:
+                where = f"{config.where(structure)}: {title}: {structure}"
                 raise OptionError(
-                    f"{where} is {kind_of(given[structure])}",
+                    f"{where} is {kind_of(config[structure])}",
                     expected=f"a list of mappings with {key}",
                 )
-            for item in given[structure]:
+            for item in config[structure]:
                 if not isinstance(item, Located) or key not in item:
-                    where = item.where() if isinstance(item, Located) else given.where(structure)
+                    where = item.where() if isinstance(item, Located) else config.where(structure)
                     raise OptionError(
-                        f"{where}: {what}: an item of {structure} has no {key}",
+                        f"{where}: {title}: an item of {structure} has no {key}",
                         expected=f"{key}: NAME",
                     )
-                for name in names(item, key, what, known):
-                    yield name, item.over(given, key, several, structure)
-        elif several in given:
-            for name in names(given, several, what, known):
-                yield name, given.over(Located({}), several)
+                for name in names(item, key, title, every):
+                    yield name, item.over(config, key, several, structure)
+        elif several in config:
+            for name in names(config, several, title, every):
+                yield name, config.over(Located({}), several)
         else:
-            self._check_keys(given, what)
-            expected = f"{several}: [{', '.join(known)}], or {structure}"
-            raise OptionError(f"{given.where()}: {what} names no {several}", expected=expected)
+            self._check_keys(config, title)
+            expected = f"{several}: [{', '.join(every)}], or {structure}"
+            raise OptionError(f"{config.where()}: {title} names no {several}", expected=expected)
 
-    def _check_keys(self, given: Located, what: str) -> None:
+    def _check_keys(self, config: Located, title: str) -> None:
         levels = ["gemms", "gemms_struct"] if self.by_gemm else []
         levels += ["tensors", "tensors_struct"] if self.by_tensor else []
-        known = [*COMMON, *self.options, "enabled", *levels]
-        for key in given:
-            if key not in known:
-                raise unknown(given.where(key), f"{what} has no key", key, known)
+        allowed = [*COMMON, *self.options, "enabled", *levels]
+        for key in config:
+            if key not in allowed:
+                raise unknown(config.where(key), f"{title} has no key", key, allowed)
 
-    def _checked(self, given: Located, what: str) -> dict[str, Any]:
-        self._check_keys(given, what)
+    def _options(self, config: Located, title: str) -> dict[str, Any]:
+        self._check_keys(config, title)
         checks = {**COMMON, **self.options}
-        options = {key: checked(given, key, checks[key], what) for key in given if key in checks}
+        options = {
+            key: value_at(config, key, checks[key], title) for key in config if key in checks
+        }
         for key in self.required:
             if key not in options:
-                raise OptionError(f"{given.where()}: {what} has no {key}", expected=f"{key}: …")
+                raise OptionError(f"{config.where()}: {title} has no {key}", expected=f"{key}: …")
         return options
 
     def put_together(self) -> None:

@@ -23,11 +23,9 @@ from ottava_debug.located import kind_of
 #: The folder in ``log_dir``.
 FOLDER = "tensor_dumps"
 # The options that choose what is written.
-_HIGH_PRECISION, _QUANTIZED, _INTERNALS = (
-    "high_precision_tensor",
-    "quantized_tensor",
-    "dump_quantized_internals",
-)
+_HIGH_PRECISION = "high_precision_tensor"
+_QUANTIZED = "quantized_tensor"
+_INTERNALS = "dump_quantized_internals"
 # The largest number of characters of a layer's name in the name of a file.
 _LONGEST = 100
 
@@ -87,23 +85,23 @@ class DumpTensors(Feature):
         self._weights: set[Any] = set()
         self._warned: set[tuple[str, str]] = set()
 
-    def targets(self, config: Mapping[str, Any], what: str) -> list[Target]:
+    def targets(self, config: Mapping[str, Any], title: str) -> list[Target]:
         """The tensors to write.
 
         Raises:
             OptionError: see :meth:`Feature.targets`; or the options choose nothing to write.
         """
-        targets = super().targets(config, what)
+        targets = super().targets(config, title)
         for target in targets:
             entries = {key for key in self.options if target.options.get(key)}
             if not entries:
                 raise OptionError(
-                    f"{what}: nothing of {target.tensor} is to be written",
+                    f"{title}: nothing of {target.tensor} is to be written",
                     expected=f"{_HIGH_PRECISION}: True, {_QUANTIZED}: True, or both",
                 )
             if _INTERNALS in entries and _QUANTIZED not in entries:
                 raise OptionError(
-                    f"{what}: {_INTERNALS} without {_QUANTIZED}",
+                    f"{title}: {_INTERNALS} without {_QUANTIZED}",
                     expected=f"{_QUANTIZED}: True, too",
                 )
         return targets

@@ -61,17 +61,17 @@ class PerTensorScaling(Feature):
     by_gemm = by_tensor = True
     options: ClassVar[dict[str, Check]] = {"margin": _margin}
 
-    def targets(self, config: Mapping[str, Any], what: str) -> list[Target]:
+    def targets(self, config: Mapping[str, Any], title: str) -> list[Target]:
         """The pairs of products and operands.
 
         Raises:
             OptionError: see :meth:`Feature.targets`; or a tensor is the result of a product.
         """
-        targets = super().targets(config, what)
+        targets = super().targets(config, title)
         for target in targets:
             if target.tensor not in ROLES:
                 raise OptionError(
-                    f"{what}: {target.tensor} is the result of a product",
+                    f"{title}: {target.tensor} is the result of a product",
                     expected=f"operands: {', '.join(ROLES)}",
                 )
         return targets

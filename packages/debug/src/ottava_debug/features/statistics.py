@@ -58,21 +58,21 @@ class Statistic(NamedTuple):
     value: float | dict[int, int]
 
 
-def write(found: Statistic, loggers: Iterable[Any]) -> None:
+def write(statistic: Statistic, loggers: Iterable[Any]) -> None:
     """Log a statistic as nvdlfw-inspect does, under ``LAYER_TENSOR_STAT``.
 
     A histogram is written as a histogram by a logger that has a TensorBoard writer for histograms.
     Other loggers get a number for each exponent, under ``LAYER_TENSOR_STAT_EXPONENT``.
     """
-    name = f"{found.layer}_{found.tensor}_{found.stat}"
+    name = f"{statistic.layer}_{statistic.tensor}_{statistic.stat}"
     for logger in loggers:
-        if not isinstance(found.value, dict):
-            logger.log_scalar(name, found.value, found.step)
+        if not isinstance(statistic.value, dict):
+            logger.log_scalar(name, statistic.value, statistic.step)
         elif hasattr(writer := getattr(logger, "tb_writer", None), "add_histogram"):
-            _write_histogram(writer, name, found.value, found.step)
+            _write_histogram(writer, name, statistic.value, statistic.step)
         else:
-            for exponent, count in found.value.items():
-                logger.log_scalar(f"{name}_{exponent}", count, found.step)
+            for exponent, count in statistic.value.items():
+                logger.log_scalar(f"{name}_{exponent}", count, statistic.step)
 
 
 def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) -> None:
@@ -118,7 +118,7 @@ class _Statistics(Feature):
         sink: Callable[[Statistic], None] | None = None,
         group: Callable[[], Any] | None = reduction_group,
     ) -> None:
-        self._sink = sink or (lambda found: write(found, MetricLogger.enabled_loggers))
+        self._sink = sink or (lambda statistic: write(statistic, MetricLogger.enabled_loggers))
         self._group = group
         self._is_together = False
         # (step, layer, tensor) -> the requested statistics, and (recipe, columnwise) -> sums.
@@ -126,23 +126,23 @@ class _Statistics(Feature):
         # (layer, (recipe, columnwise)) of the weights that were counted in this step.
         self._weights: set[tuple[Any, Any]] = set()
 
-    def _is_counted(self, layer: Any, name: str, tensor: str, of: Any) -> bool:
+    def _is_counted(self, layer: Any, name: str, tensor: str, kind: Any) -> bool:
         """Whether this is a weight that an earlier microbatch of the step has counted."""
         if tensor != "weight":
             return False
         # Layers with the same name have different weights, so the layer itself is the key.
-        weight = (name if layer is None else layer, of)
-        counted = weight in self._weights
+        weight = (name if layer is None else layer, kind)
+        is_counted = weight in self._weights
         self._weights.add(weight)
-        return counted
+        return is_counted
 
     def _sums(
-        self, key: tuple[int, str, str], stats: Sequence[_Stat], of: Any, make: Callable[[], Any]
+        self, key: tuple[int, str, str], stats: Sequence[_Stat], kind: Any, make: Callable[[], Any]
     ) -> Any:
         sums = self._collected.setdefault(key, (stats, {}))[1]
-        if of not in sums:
-            sums[of] = make()
-        return sums[of]
+        if kind not in sums:
+            sums[kind] = make()
+        return sums[kind]
 
     def _spans_ranks(self) -> bool:
         return self._group is not None and spans_ranks(self._group())
@@ -156,9 +156,9 @@ class _Statistics(Feature):
         if self._group is None or not self._spans_ranks():
             return
         own = {
-            (*key, *of): sums
+            (*key, *kind): sums
             for key, (_, by_kind) in self._collected.items()
-            for of, sums in by_kind.items()
+            for kind, sums in by_kind.items()
             if key[2] != "weight"
         }
         combined = put_together({key: sums.numbers() for key, sums in own.items()}, self._group())
@@ -205,16 +205,16 @@ def _plain_stats(value: Any) -> tuple[_Stat, ...]:
     return tuple(stats)
 
 
-def _of_blocks(given: Any) -> str:
+def _of_blocks(value: Any) -> str:
     """The name of the blockwise statistic, from its name alone or from ``{name: options}``."""
     expected = f"{{{BLOCKWISE}: {{block_size: {BLOCK_SIZE}, dims: {BLOCK_DIMS}}}}}"
-    if isinstance(given, str):
+    if isinstance(value, str):
         return blockwise_name(BLOCK_SIZE, BLOCK_DIMS)
-    if list(given) != [BLOCKWISE]:
+    if list(value) != [BLOCKWISE]:
         raise OptionError(
-            f"has a mapping of {', '.join(map(str, given)) or 'nothing'}", expected=expected
+            f"has a mapping of {', '.join(map(str, value)) or 'nothing'}", expected=expected
         )
-    options = {} if given[BLOCKWISE] is None else given[BLOCKWISE]
+    options = {} if value[BLOCKWISE] is None else value[BLOCKWISE]
     if not isinstance(options, Mapping):
         raise OptionError(f"has {BLOCKWISE}: {kind_of(options)}", expected=expected)
     for key in options:
@@ -235,10 +235,10 @@ def _of_blocks(given: Any) -> str:
 
 
 def _quantized_stats(value: Any) -> tuple[_Stat, ...]:
-    return tuple(_parsed(str(name)) for name in _names(value))
+    return tuple(_quantized_stat(str(name)) for name in _names(value))
 
 
-def _parsed(text: str) -> _Stat:
+def _quantized_stat(text: str) -> _Stat:
     columnwise = text.endswith(_COLUMNWISE)
     rest = text.removesuffix(_COLUMNWISE)
     stat = next(
@@ -250,9 +250,9 @@ def _parsed(text: str) -> _Stat:
     if not before:
         return _Stat(text, stat, None, columnwise)
     recipe = _RECIPES.get(before.removesuffix("_"), before.removesuffix("_"))
-    known = [spec.name for spec in list_recipes() if spec.name != "custom"]
-    if not before.endswith("_") or recipe not in known:
-        raise _unknown(text, [*QUANTIZED, *(f"{name}_{stat}" for name in known)])
+    recipes = [spec.name for spec in list_recipes() if spec.name != "custom"]
+    if not before.endswith("_") or recipe not in recipes:
+        raise _unknown(text, [*QUANTIZED, *(f"{name}_{stat}" for name in recipes)])
     return _Stat(text, stat, recipe, columnwise)
 
 
@@ -263,8 +263,8 @@ def _names(value: Any) -> list[Any]:
     return list(value)
 
 
-def _unknown(text: str, known: Iterable[str]) -> OptionError:
-    return unknown("", "has", text, known)
+def _unknown(text: str, names: Iterable[str]) -> OptionError:
+    return unknown("", "has", text, names)
 
 
 class LogTensorStats(_Statistics):
@@ -402,8 +402,8 @@ class LogFp8TensorStats(_Statistics):
         if recipe:
             direction += f" by {recipe!r}"
         warnings.warn(
-            f"{tensor} of layer {layer!r} is not quantized {direction}: there are no statistics of "
-            f"that",
+            f"{tensor} of layer {layer!r} is not quantized {direction}: there are no statistics "
+            f"of that",
             UserWarning,
             stacklevel=2,
         )

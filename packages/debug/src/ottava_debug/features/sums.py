@@ -115,8 +115,9 @@ _NO_SCALES = Scales(*(NEUTRAL[how] for how in _OF_SCALES.values()))
 
 
 def _overflows(lost: Comparison) -> float | None:
-    known = lost.measures().saturation is not None
-    return 100 * lost.clamped / lost.count if known else None
+    if lost.measures().saturation is None:
+        return None
+    return 100 * lost.clamped / lost.count
 
 
 def _mse(lost: Comparison) -> float:
@@ -178,11 +179,11 @@ def block_range(matrix: torch.Tensor, block: tuple[int, int]) -> float:
     rows, columns = matrix.shape
     high, wide = min(block[0], rows), min(block[1], columns)
     magnitudes = matrix.abs()
-    counted = magnitudes.isfinite() & (magnitudes > 0)
+    is_counted = magnitudes.isfinite() & (magnitudes > 0)
     padding = (0, -columns % wide, 0, -rows % high)
     shape = (-1, high, (columns + padding[1]) // wide, wide)
     largest, smallest = (
-        torch.nn.functional.pad(magnitudes.masked_fill(~counted, fill), padding, value=fill)
+        torch.nn.functional.pad(magnitudes.masked_fill(~is_counted, fill), padding, value=fill)
         .view(shape)
         .transpose(1, 2)
         .flatten(2)
@@ -327,8 +328,11 @@ def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> Scales | Non
     layout = getattr(quantized, "grid_layout", None)
     if operand is None or layout is None or not operand[1].numel():
         return None
-    stored = operand[1]
-    values = (stored.view(layout.scale) if stored.dtype == torch.uint8 else stored).float()
-    shown = stored.view(torch.uint8) if layout.scale == torch.float8_e8m0fnu else values
-    ends = [*values.aminmax(), *shown.aminmax()]
+    scales = operand[1]
+    if scales.dtype == torch.uint8:
+        scales = scales.view(layout.scale)
+    values = scales.float()
+    # E8M0 scales are shown as bytes.
+    bytes_or_values = scales.view(torch.uint8) if layout.scale == torch.float8_e8m0fnu else values
+    ends = [*values.aminmax(), *bytes_or_values.aminmax()]
     return Scales(*torch.stack([end.double() for end in ends]).tolist())

@@ -20,7 +20,7 @@ from ottava_debug.recipe_data import build, describe
 from ottava_debug.recipe_file import Keep, recipe_text
 from ottava_debug.search.culprits import Progress, Search
 from ottava_debug.search.measure import MEASURES
-from ottava_debug.search.operands import Comparison
+from ottava_debug.search.operands import Comparison, Operand
 from ottava_debug.search.products import Products
 from ottava_debug.search.replay import Replay
 from ottava_debug.search.report import Finding, Report, reason
@@ -28,6 +28,9 @@ from ottava_debug.search.report import Finding, Report, reason
 #: The relative distance by which an operand may move the result of its product, without the model.
 PRODUCT_TOLERANCE = 0.3
 FEWEST_REPLAYS = 10
+_PRODUCT_WORDS = (
+    "‖z - z₀‖ / ‖z₀‖ of a product's result z, the operand alone quantized; z₀ in high precision"
+)
 # Sums in another order move an operand by a relative distance far below this.
 _ROUNDING = 0.1
 
@@ -71,6 +74,33 @@ def bisect(
         CheckpointError: the bundle cannot be read, or the model is not the captured one.
         UsageError: the recipe or a loss function has to be passed.
     """
+    _check_options(measure, loss, tolerance, max_replays)
+    step = bundle if isinstance(bundle, Bundle) else Bundle.read(bundle)
+    own_recipe = None if recipe is None else as_recipe(recipe)
+    start = time.perf_counter()
+    if model is None:
+        report = _without_model(step, own_recipe, tolerance or PRODUCT_TOLERANCE, progress)
+    else:
+        function = LOSSES[loss] if isinstance(loss, str) else loss
+        is_captured = _is_captured(own_recipe, step)
+        replay = Replay(step, _model(model), loss=function, recipe=own_recipe, fed=is_captured)
+        if measure == "loss" and not replay.knows_loss:
+            raise UsageError(
+                "the loss of the step is not known",
+                expected="a loss function, or a model that gives the loss",
+                remedy="give loss=, or --loss for the command",
+            )
+        search = Search(
+            replay, measure, tolerance or MEASURES[measure].tolerance, max_replays, progress
+        )
+        report = _with_model(step, replay, own_recipe, measure, search, function)
+    report.seconds = time.perf_counter() - start
+    return report
+
+
+def _check_options(
+    measure: str, loss: Loss | str | None, tolerance: float | None, max_replays: int
+) -> None:
     if measure not in MEASURES:
         raise OptionError(f"measure is {measure!r}", expected=f"one of {', '.join(MEASURES)}")
     if tolerance is not None and not tolerance > 0:
@@ -81,47 +111,28 @@ def bisect(
         raise OptionError(
             f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function"
         )
-    step = bundle if isinstance(bundle, Bundle) else Bundle.read(bundle)
-    given = None if recipe is None else as_recipe(recipe)
-    start = time.perf_counter()
-    if model is None:
-        report = _without_model(step, given, tolerance or PRODUCT_TOLERANCE, progress)
-    else:
-        function = LOSSES[loss] if isinstance(loss, str) else loss
-        replay = Replay(
-            step, _made(model), loss=function, recipe=given, fed=_is_captured(given, step)
-        )
-        if measure == "loss" and not replay.knows_loss:
-            what, remedy = (
-                "the loss of the step is not known",
-                "give loss=, or --loss for the command",
-            )
-            raise UsageError(
-                what, expected="a loss function, or a model that gives the loss", remedy=remedy
-            )
-        search = Search(
-            replay, measure, tolerance or MEASURES[measure].tolerance, max_replays, progress
-        )
-        report = _with_model(step, replay, given, measure, search, function)
-    report.seconds = time.perf_counter() - start
-    return report
 
 
-def _is_captured(given: Recipe | None, step: Bundle) -> bool:
+def _is_captured(recipe: Recipe | None, step: Bundle) -> bool:
     """Whether a recipe is the captured one; a captured recipe that data cannot describe counts as
     the same."""
-    return given is None or all(
-        "words" in said or build(said).same_as(given) for said in step.recipes
-    )
+    if recipe is None:
+        return True
+    descriptions = [description for description in step.recipes if "words" not in description]
+    return all(build(description).same_as(recipe) for description in descriptions)
 
 
-def _made(model: Any) -> torch.nn.Module:
-    made = model if isinstance(model, torch.nn.Module) else model() if callable(model) else model
-    if not isinstance(made, torch.nn.Module):
+def _model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """The model, or the model that a function returns."""
+    result: Any = model
+    if not isinstance(model, torch.nn.Module) and callable(model):
+        result = model()
+    if not isinstance(result, torch.nn.Module):
         raise DTypeError(
-            f"the model is a {type(made).__name__}", expected="a torch.nn.Module, or what makes one"
+            f"the model is a {type(result).__name__}",
+            expected="a torch.nn.Module, or what makes one",
         )
-    return made
+    return result
 
 
 def _with_model(
@@ -132,43 +143,16 @@ def _with_model(
     search: Search,
     loss: Loss | None,
 ) -> Report:
-    seen, report = replay.comparison, search.run()
+    report = search.run()
     if replay.broken:
         report.findings[:0] = [
-            Finding(
-                (o.layer,),
-                o.gemm,
-                o.tensor,
-                f"its quantizer raises {type(e).__name__}: {text_of(e)}",
-                inf,
-                report.before,
-            )
-            for o, e in replay.broken.items()
+            _broken_finding(operand, error, report.before)
+            for operand, error in replay.broken.items()
         ]
         report.before, report.value = inf, nan
     report.captured = {"loss": step.loss, "grad-norm": step.grad_norm}.get(measure)
-    report.operands = _told(seen)
-    if seen.equal < seen.operands:
-        what = (
-            f"{seen.operands - seen.equal} of {seen.operands} operands arrived otherwise than "
-            f"captured, by up to"
-        )
-        report.notes.append(
-            f"{what} {seen.difference:.1e} of their size; the captured ones took their place"
-        )
-    if seen.difference > _ROUNDING:
-        report.notes.append(
-            "that is more than the order of sums does: dropout on another device, for example, "
-            "differs"
-        )
-    if seen.other_bytes:
-        report.notes.append(
-            f"quantized bytes are not the captured ones: {listed([*map(str, seen.other_bytes)])}"
-        )
-    if report.noisy:
-        report.notes.append(
-            f"gradients that are noise in high precision do not count: {listed(report.noisy)}"
-        )
+    report.operands = _operand_counts(replay.comparison)
+    report.notes += _notes(replay.comparison, report.noisy)
     _put_recipe(report, recipe or _bound(replay), replay.layers)
     if report.recipe_file:
         _verify(report, replay, step, loss, search)
@@ -176,47 +160,78 @@ def _with_model(
     return report
 
 
+def _broken_finding(operand: Operand, error: Exception, distance: float) -> Finding:
+    """The finding for an operand whose quantizer raises."""
+    text = f"its quantizer raises {type(error).__name__}: {text_of(error)}"
+    return Finding((operand.layer,), operand.gemm, operand.tensor, text, inf, distance)
+
+
+def _notes(comparison: Comparison, noisy: tuple[str, ...]) -> list[str]:
+    """Notes on how the replay differs from the captured step."""
+    notes: list[str] = []
+    if comparison.equal < comparison.operands:
+        notes.append(
+            f"{comparison.operands - comparison.equal} of {comparison.operands} operands arrived "
+            f"otherwise than captured, by up to {comparison.difference:.1e} of their size; the "
+            f"captured ones took their place"
+        )
+    if comparison.difference > _ROUNDING:
+        notes.append(
+            "that is more than the order of sums does: dropout on another device, for example, "
+            "differs"
+        )
+    if comparison.other_bytes:
+        operands = listed([str(operand) for operand in comparison.other_bytes])
+        notes.append(f"quantized bytes are not the captured ones: {operands}")
+    if noisy:
+        notes.append(f"gradients that are noise in high precision do not count: {listed(noisy)}")
+    return notes
+
+
 def _without_model(
-    step: Bundle, given: Recipe | None, tolerance: float, progress: Progress | None
+    step: Bundle, recipe: Recipe | None, tolerance: float, progress: Progress | None
 ) -> Report:
-    made = Products(step, given, progress)
-    words = (
-        "‖z - z₀‖ / ‖z₀‖ of a product's result z, the operand alone quantized; z₀ in high precision"
-    )
-    report = Report("products", words, tolerance, operands=_told(made.comparison))
-    report.before = max(made.errors.values(), default=0.0)
-    for operand, error in sorted(made.errors.items(), key=lambda entry: -entry[1]):
+    products = Products(step, recipe, progress)
+    comparison = products.comparison
+    report = Report("products", _PRODUCT_WORDS, tolerance, operands=_operand_counts(comparison))
+    report.before = max(products.errors.values(), default=0.0)
+    for operand, error in sorted(products.errors.items(), key=lambda entry: -entry[1]):
         if error > tolerance:
-            why = reason([operand], made.comparison)
-            statistics = made.comparison.statistics[operand]
             report.findings.append(
-                Finding((operand.layer,), *operand[1:], why, error, statistics=statistics)
+                Finding(
+                    (operand.layer,),
+                    operand.gemm,
+                    operand.tensor,
+                    reason([operand], comparison),
+                    error,
+                    statistics=comparison.statistics[operand],
+                )
             )
         else:
             report.after = max(report.after, error)
     report.notes = [
         "products by themselves: how much a finding matters to the step, the model would tell"
     ]
-    if made.comparison.other_bytes:
+    if comparison.other_bytes:
         report.notes.append(
-            f"{len(made.comparison.other_bytes)} operands have other quantized bytes than captured"
+            f"{len(comparison.other_bytes)} operands have other quantized bytes than captured"
         )
-    if given is not None and made.comparison.stateful:
+    if recipe is not None and comparison.stateful:
         report.notes.append(
             "scales of earlier steps, which the step has of its own recipe only, start afresh"
         )
-    recipes = [given] if given is not None else [build(said) for said in step.recipes]
+    recipes = [recipe] if recipe is not None else [build(data) for data in step.recipes]
     _put_recipe(report, recipes[0] if len(recipes) == 1 else None, {})
     return report
 
 
-def _told(seen: Comparison) -> dict[str, Any]:
+def _operand_counts(comparison: Comparison) -> dict[str, Any]:
     return {
-        "operands": seen.operands,
-        "arrived_equal": seen.equal,
-        "largest_difference": seen.difference,
-        "quantized": seen.products,
-        "other_bytes": [str(operand) for operand in seen.other_bytes],
+        "operands": comparison.operands,
+        "arrived_equal": comparison.equal,
+        "largest_difference": comparison.difference,
+        "quantized": comparison.products,
+        "other_bytes": [str(operand) for operand in comparison.other_bytes],
     }
 
 
@@ -226,7 +241,8 @@ def _told(seen: Comparison) -> dict[str, Any]:
 def _bound(replay: Replay) -> Recipe | None:
     """The recipe of the layers; None if they have several."""
     recipes: list[Any] = [layer.recipe for layer in replay.layers.values()]
-    return recipes[0] if all(recipe.same_as(recipes[0]) for recipe in recipes) else None
+    first: Recipe = recipes[0]
+    return first if all(recipe.same_as(first) for recipe in recipes) else None
 
 
 def _put_recipe(report: Report, recipe: Recipe | None, layers: Mapping[str, Any]) -> None:
@@ -234,12 +250,9 @@ def _put_recipe(report: Report, recipe: Recipe | None, layers: Mapping[str, Any]
     there is none."""
     if not report.findings:
         return
+    blamed = [name for finding in report.findings for name in finding.layers]
     # Recipe files match the layers' own names, which convert sets.
-    names = {
-        name: getattr(layers.get(name), "name", "") or name
-        for f in report.findings
-        for name in f.layers
-    }
+    names = {name: getattr(layers.get(name), "name", "") or name for name in blamed}
     if unnamed := [name for name in names if name in layers and not layers[name].name]:
         report.notes.append(
             f"no recipe file finds {listed(unnamed)}, made without a name: ottava.nn.Linear(..., "
@@ -249,12 +262,12 @@ def _put_recipe(report: Report, recipe: Recipe | None, layers: Mapping[str, Any]
         report.notes.append("no recipe file: layers run under several recipes")
         return
     keeps = [
-        Keep.of_operand(names[name], f.reason, f.gemm, f.tensor)
-        for f in report.findings
-        for name in f.layers
+        Keep.of_operand(names[name], finding.reason, finding.gemm, finding.tensor)
+        for finding in report.findings
+        for name in finding.layers
     ]
     try:
-        name, options = _named(recipe)
+        name, options = _name_and_options(recipe)
         about = (
             f"Keeps in high precision what `ottava bisect` found to break a step, by "
             f"{report.measure}."
@@ -264,38 +277,35 @@ def _put_recipe(report: Report, recipe: Recipe | None, layers: Mapping[str, Any]
         report.notes.append(f"no recipe file: {error.what}")
 
 
-def _named(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+def _name_and_options(recipe: Recipe) -> tuple[str, dict[str, Any]]:
     """The name of a recipe, or the path of its file, and the options that differ from the
     defaults."""
-    said = describe(recipe)
-    if "file" in said:
-        return said["file"], {}
-    if "name" not in said:
+    data = describe(recipe)
+    if "file" in data:
+        return data["file"], {}
+    if "name" not in data:
         raise UsageError("the recipe holds functions, which a file cannot say")
-    default = describe(get_recipe(said["name"])).get("options", {})
-    return said["name"], {
-        key: value for key, value in said["options"].items() if value != default.get(key)
-    }
+    defaults = describe(get_recipe(data["name"])).get("options", {})
+    options = {key: value for key, value in data["options"].items() if value != defaults.get(key)}
+    return data["name"], options
 
 
 def _verify(
     report: Report, replay: Replay, step: Bundle, loss: Loss | None, search: Search
 ) -> None:
     """Replay the step under the recipe file itself."""
-    fixed, measure = (
-        CustomRecipe(FileFactory("fixed.yaml", report.recipe_file)),
-        MEASURES[report.measure],
-    )
+    recipe = CustomRecipe(FileFactory("fixed.yaml", report.recipe_file))
     model = copy.deepcopy(replay.model)
     for name in replay.layers:
         layer = model.get_submodule(name)
         layer.name = layer.name or name
     try:
-        again = Replay(step, model, loss=loss, recipe=fixed, fed=False, scales=replay.scales)
+        again = Replay(step, model, loss=loss, recipe=recipe, fed=False, scales=replay.scales)
     except OttavaError as error:
         report.notes.append(f"the recipe file was not tried: {error.what}")
         return
     replay.replays += again.replays
-    report.verified = measure.distance(again.first, search.reference, search.noisy)
+    distance = MEASURES[report.measure].distance
+    report.verified = distance(again.first, search.reference, search.noisy)
     if report.verified > report.tolerance >= report.after:
         report.notes.append("under the recipe file the step is still wrong")

@@ -8,7 +8,7 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from ottava.cli.output import Json, console, say, show_json, table
 from ottava_debug.output import RECIPE_FILE, Force, Output, check_outputs, progress_bar, write_text
-from ottava_debug.references import made, resolve
+from ottava_debug.references import call, resolve
 
 
 def bisect(
@@ -58,26 +58,25 @@ def bisect(
     check_outputs(outputs, (BUNDLE, recipe), force)
     step = Bundle.read(BUNDLE)
     function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
-    model_made = None if model is None else made("--model", model)
+    own_model = None if model is None else call("--model", model)
     # The number of replays is an estimate, which gets better as the search goes on.
     with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
-        task = progress.add_task("Products" if model_made is None else "Replays, about", total=None)
+        unit = "Products" if own_model is None else "Replays, about"
+        task = progress.add_task(unit, total=None)
         report = search(
             step,
-            model_made,
+            own_model,
             measure=measure,
             loss=function,
             recipe=recipe,
             tolerance=tolerance,
             max_replays=max_replays,
-            progress=lambda done, expected: progress.update(task, completed=done, total=expected),
+            progress=lambda count, total: progress.update(task, completed=count, total=total),
         )
-    for path, text in (
-        (recipe_file, report.recipe_file),
-        (html, page(report, BUNDLE.name) if html else ""),
-    ):
-        if path is not None and text:
-            write_text(path, text)
+    if recipe_file is not None and report.recipe_file:
+        write_text(recipe_file, report.recipe_file)
+    if html is not None:
+        write_text(html, page(report, BUNDLE.name))
     if as_json:
         show_json(report.as_json())
     else:
@@ -100,8 +99,9 @@ def _show(report: Any, recipe_file: Path | None, html: Path | None) -> None:
     if report.recipe_file and recipe_file is None:
         text = "The recipe file that keeps them in high precision (--recipe-file writes it):"
         say(f"{text}\n\n{report.recipe_file}", lines=True)
-    for path in (recipe_file if report.recipe_file else None, html):
-        if path is not None:
-            say(f"Written: {path}")
+    if recipe_file is not None and report.recipe_file:
+        say(f"Written: {recipe_file}")
+    if html is not None:
+        say(f"Written: {html}")
     replays = f"{report.replays} replays, " if report.replays else ""
     say(f"{replays}{report.seconds:.1f} s")

@@ -85,7 +85,7 @@ class Search:
         The findings are complete unless the notes say that the rest is spread over many operands,
         or that the search stopped.
         """
-        every, found = frozenset(self._all), set[Operand]()
+        every, culprits = frozenset(self._all), set[Operand]()
         report = Report(
             self._name, self._measure.words, self._tolerance, before=self._distance(every)
         )
@@ -98,38 +98,38 @@ class Search:
             return report
         try:
             while report.after > self._tolerance:
-                findings = self._round(every - found, report.after)
+                findings = self._round(every - culprits, report.after)
                 if not findings:
                     report.notes.append(_SPREAD)
                     break
-                found |= {operand for finding in findings for operand in finding.operands}
+                culprits |= {operand for finding in findings for operand in finding.operands}
                 report.findings += findings
-                report.after = self._distance(every - found)
-            report.findings = self._explained(report.findings, self._look(every - found))
+                report.after = self._distance(every - culprits)
+            report.findings = self._explain(report.findings, self._look(every - culprits))
         except _OutOfReplaysError:
             report.notes.append(
                 f"stopped after {self._replay.replays} replays: more may be to blame"
             )
             if report.findings:
                 report.notes.append("the reasons are of the step with nothing in high precision")
-                report.findings = self._explained(report.findings, self._replay.comparison)
+                report.findings = self._explain(report.findings, self._replay.comparison)
         report.value, report.reference = self._values[every], self._values[frozenset()]
-        report.kept = self._values.get(every - found, math.nan)
+        report.kept = self._values.get(every - culprits, math.nan)
         return report
 
-    # -- why --
+    # -- the reasons --
 
     def _look(
         self, quantized: _Operands, shrunk: Mapping[Operand, float] = MappingProxyType({})
     ) -> Comparison:
         """The loss that operands in high precision would have by quantization, while ``quantized``
         are quantized."""
-        found = Comparison()
+        comparison = Comparison()
         if len(quantized) < len(self._all):
-            self._run(quantized, look=found, shrunk=shrunk)
-        return found
+            self._run(quantized, look=comparison, shrunk=shrunk)
+        return comparison
 
-    def _explained(self, findings: list[Finding], seen: Comparison) -> list[Finding]:
+    def _explain(self, findings: list[Finding], comparison: Comparison) -> list[Finding]:
         """The findings with their reasons.
 
         The result of a product with a weight that has outgrown its scale is likely to outgrow its
@@ -137,39 +137,44 @@ class Search:
         enough: the other operand is then within its range.
         """
         clamped = [
-            o
+            operand
             for finding in findings
-            for o in finding.operands
-            if o in seen.stateful and is_clamped(o, seen)
+            for operand in finding.operands
+            if operand in comparison.stateful and is_clamped(operand, comparison)
         ]
-        statistics = seen.statistics
-        shrunk = {o: seen.largest[o] / statistics[o].amax for o in clamped if o.tensor == "weight"}
+        factors = {
+            operand: comparison.largest[operand] / comparison.statistics[operand].amax
+            for operand in clamped
+            if operand.tensor == "weight"
+        }
         after = Comparison()
-        if shrunk and len(clamped) > len(shrunk) and self._replay.replays < self._most:
-            after = self._look(
-                frozenset(self._all) - {o for f in findings for o in f.operands}, shrunk
-            )
-        made = []
+        if factors and len(clamped) > len(factors) and self._replay.replays < self._most:
+            blamed = {operand for finding in findings for operand in finding.operands}
+            after = self._look(frozenset(self._all) - blamed, factors)
+        weights = tuple(dict.fromkeys(f"{operand.layer}: weight" for operand in factors))
+        consequences = {
+            operand
+            for operand in clamped
+            if operand not in factors
+            and operand in after.statistics
+            and not is_clamped(operand, after)
+        }
+        explained: list[Finding] = []
         for finding in findings:
-            worst = worst_of(finding.operands, seen)
-            why, follows = reason(finding.operands, seen, finding.partners), dict[str, None]()
-            if (
-                worst in clamped
-                and worst not in shrunk
-                and worst in after.statistics
-                and not is_clamped(worst, after)
-            ):
-                follows = dict.fromkeys(f"{o.layer}: weight" for o in shrunk)
-                why += (
+            worst = worst_of(finding.operands, comparison)
+            text = reason(finding.operands, comparison, finding.partners)
+            follows: tuple[str, ...] = ()
+            if worst in consequences:
+                follows = weights
+                text += (
                     f"; a consequence of {', '.join(follows)}: within its range, nothing is "
                     f"clamped here"
                 )
-            made.append(
-                replace(finding, reason=why, statistics=statistics[worst], follows=tuple(follows))
-            )
-        return made
+            statistics = comparison.statistics[worst]
+            explained.append(replace(finding, reason=text, statistics=statistics, follows=follows))
+        return explained
 
-    # -- what --
+    # -- the culprits --
 
     def _round(self, rest: _Operands, wrong: float) -> list[Finding]:
         """The fewest operands of ``rest`` that bring the distance down from ``wrong``.
@@ -204,8 +209,8 @@ class Search:
         Where the layers are many, a culprit is all operands of a kind.
         """
 
-        def fixed(kept: Iterable[Operand]) -> bool:
-            return self._distance(rest - {*kept}) <= threshold
+        def is_right_without(operands: Iterable[Operand]) -> bool:
+            return self._distance(rest - {*operands}) <= threshold
 
         kinds: dict[tuple[str, str], list[Operand]] = {}
         for operand in self._all:
@@ -213,12 +218,12 @@ class Search:
                 kinds.setdefault((operand.gemm, operand.tensor), []).append(operand)
         self._expect(_questions(len(kinds)) + _questions(len(rest)))
         blamed = smallest(
-            list(kinds.values()), lambda some: fixed(o for kind in some for o in kind)
+            list(kinds.values()), lambda some: is_right_without(o for kind in some for o in kind)
         )
         suspects = [operand for operand in self._all if any(operand in kind for kind in blamed)]
         self._expect(_questions(len(suspects)))
         try:
-            return [[operand] for operand in smallest(suspects, fixed, MOST)]
+            return [[operand] for operand in smallest(suspects, is_right_without, MOST)]
         except TooManyError:
             # A kind is not to blame if most of its operands lose little.
             statistics = self._replay.comparison.statistics

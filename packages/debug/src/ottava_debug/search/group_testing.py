@@ -28,25 +28,25 @@ def smallest(
     Raises:
         TooManyError: more than ``most`` are needed.
     """
-    found = 0
+    count = 0
 
-    def search(held: tuple[T, ...], asked: bool, rest: tuple[T, ...]) -> tuple[T, ...]:
-        """The candidates of ``rest`` that are needed in addition to ``held``.
+    def search(base: tuple[T, ...], is_new: bool, rest: tuple[T, ...]) -> tuple[T, ...]:
+        """The candidates of ``rest`` that are needed in addition to ``base``.
 
-        ``asked`` is whether ``held`` alone has to be tested.
+        ``is_new`` is whether ``base`` alone has to be tested.
         """
-        nonlocal found
-        if asked and enough(held):
+        nonlocal count
+        if is_new and enough(base):
             return ()
         if len(rest) == 1:
-            found += 1
-            if most is not None and found > most:
+            count += 1
+            if most is not None and count > most:
                 raise TooManyError
             return rest
         half = (len(rest) + 1) // 2
         early, late = rest[:half], rest[half:]
-        of_late = search((*held, *early), True, late)
-        of_early = search((*held, *of_late), bool(of_late), early)
+        of_late = search((*base, *early), True, late)
+        of_early = search((*base, *of_late), bool(of_late), early)
         return (*of_early, *of_late)
 
     return list(search((), True, tuple(candidates))) if candidates else []

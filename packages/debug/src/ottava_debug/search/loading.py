@@ -18,7 +18,7 @@ from ottava_debug.recipe_data import build
 _SAME = {"expected": "the model that was captured", "remedy": "give the same model"}
 
 
-def converted(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> torch.nn.Module:
+def convert_model(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> torch.nn.Module:
     """The model with its captured layers converted to the recipe.
 
     With None the layers keep their own recipes if all have one, and otherwise get the captured
@@ -29,23 +29,23 @@ def converted(model: torch.nn.Module, step: Bundle, recipe: Recipe | None) -> to
         UsageError: a captured recipe cannot be built from data.
     """
     modules = dict(model.named_modules())
-    if missing := [name for name in step.layers if name not in modules]:
-        raise CheckpointError(f"the model has no module {missing[0]!r}", **_SAME)
+    if absent := [name for name in step.layers if name not in modules]:
+        raise CheckpointError(f"the model has no module {absent[0]!r}", **_SAME)
     linear = (torch.nn.Linear, ottava.nn.Linear)
     for name in step.layers:
         if not isinstance(modules[name], linear):
             raise CheckpointError(
                 f"module {name!r} of the model is a {type(modules[name]).__name__}", **_SAME
             )
-    bound = [getattr(modules[name], "recipe", None) for name in step.layers]
-    if recipe is None and all(isinstance(found, Recipe) for found in bound):
+    recipes = [getattr(modules[name], "recipe", None) for name in step.layers]
+    if recipe is None and all(isinstance(own, Recipe) for own in recipes):
         return model
-    for number, said in enumerate(step.recipes):
-        names = {name for name, of in step.layers.items() if of == number}
+    for number, data in enumerate(step.recipes):
+        names = {name for name, own_number in step.layers.items() if own_number == number}
         with warnings.catch_warnings():
             # The user saw the warnings about layers that are not converted before the capture.
             warnings.simplefilter("ignore")
-            model = ottava.convert(model, recipe or build(said), include=partial(_is_among, names))
+            model = ottava.convert(model, recipe or build(data), include=partial(_is_among, names))
     return model
 
 
@@ -87,17 +87,17 @@ def fitting_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, An
     Scaling state of another recipe is carried over slot by slot.
     """
     own = model.state_dict()
-    made = {
+    fitting = {
         name: value for name, value in state.items() if name in own or not OF_STATE.search(name)
     }
     for name, value in own.items():
-        held = made.get(name)
-        if OF_STATE.search(name) and (held is None or held.shape != value.shape):
-            made[name] = _carried(model, name, value, state)
-    return made
+        captured = fitting.get(name)
+        if OF_STATE.search(name) and (captured is None or captured.shape != value.shape):
+            fitting[name] = _slots_of(model, name, value, state)
+    return fitting
 
 
-def _carried(
+def _slots_of(
     model: torch.nn.Module, name: str, value: torch.Tensor, state: dict[str, Any]
 ) -> torch.Tensor:
     """A buffer for a state that serves some roles of a layer, from a captured state of all roles.
@@ -108,8 +108,8 @@ def _carried(
     layer, _, rest = name.partition(".recipe_state.")
     part, _, buffer = f"recipe_state.{rest}".rpartition(".")
     slots = getattr(model.get_submodule(f"{layer}.{part}"), "slots", None)
-    held = state.get(f"{layer}.recipe_state.{buffer}")
-    if not isinstance(slots, dict) or held is None or held.shape[-1] != len(OF_LINEAR):
+    captured = state.get(f"{layer}.recipe_state.{buffer}")
+    if not isinstance(slots, dict) or captured is None or captured.shape[-1] != len(OF_LINEAR):
         return value.clone()
-    carried: torch.Tensor = held[..., [OF_LINEAR.index(role) for role in slots]]
-    return carried.to(value)
+    own_slots: torch.Tensor = captured[..., [OF_LINEAR.index(role) for role in slots]]
+    return own_slots.to(value)

@@ -57,13 +57,13 @@ def _norm_distance(outcome: Outcome, reference: Outcome, noisy: frozenset[str]) 
 
 def relative_distances(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     """Parameter -> ``‖g - g₀‖ / ‖g₀‖``, for each whose reference gradient ``g₀`` is not zero."""
-    found: dict[str, float] = {}
+    distances: dict[str, float] = {}
     for name, right in reference.gradients.items():
         size = float(right.double().norm())
         if size:
             distance = float((outcome.gradients[name].double() - right.double()).norm()) / size
-            found[name] = distance if math.isfinite(distance) else math.inf
-    return found
+            distances[name] = distance if math.isfinite(distance) else math.inf
+    return distances
 
 
 def _gradient_distance(outcome: Outcome, reference: Outcome, noisy: frozenset[str]) -> float:
@@ -97,15 +97,15 @@ MEASURES = {
 }
 
 
-def loss_of_operand(made: Measures) -> float:
+def loss_of_operand(measures: Measures) -> float:
     """The loss of an operand by quantization, as one number that orders operands.
 
     It is the largest of three: the share of values that become zero, the share of clamped values,
     and the noise-to-signal ratio of amplitudes. The ratio alone would not suffice, because outliers
     hide all other losses in it.
     """
-    if math.isfinite(made.sqnr):
-        noise = 10 ** (-max(made.sqnr, -600) / 20)
+    if math.isfinite(measures.sqnr):
+        noise = 10 ** (-max(measures.sqnr, -600) / 20)
     else:
-        noise = 0.0 if made.sqnr > 0 else math.inf
-    return max(made.underflow / 100, (made.saturation or 0.0) / 100, noise)
+        noise = 0.0 if measures.sqnr > 0 else math.inf
+    return max(measures.underflow / 100, (measures.saturation or 0.0) / 100, noise)

@@ -1,6 +1,7 @@
 """The operands of products: the captured ones, and those that arrive in replays."""
 
 import copy
+import math
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -14,7 +15,7 @@ from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import Bundle, digest
 from ottava_debug.measures import Measures, compare
 from ottava_debug.products import BY_COLUMN, ROLES
-from ottava_debug.recorder import Recorder, Recording, taken
+from ottava_debug.recorder import Recorder, Recording, values_of
 from ottava_debug.search.measure import loss_of_operand
 
 _NUDGE = 2.0**-9
@@ -62,22 +63,20 @@ def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
     columnwise = operand[1:] in BY_COLUMN
     fresh: Any = copy.deepcopy(state)
     fresh.reset()
-    of_fresh = lossy.call._replace(state=fresh)
+    fresh_call = lossy.call._replace(state=fresh)
 
-    def quantized() -> Any:
-        return quantizer_of(of_fresh, operand.gemm, operand.tensor).quantize_impl(
-            values, values.dtype
-        )
+    def quantize() -> Any:
+        quantizer = quantizer_of(fresh_call, operand.gemm, operand.tensor)
+        return quantizer.quantize_impl(values, values.dtype)
 
-    initial = quantized()
-    if digest(taken(initial, *operand[1:])) != lossy.digest:
+    initial = quantize()
+    if digest(values_of(initial, operand.gemm, operand.tensor)) != lossy.digest:
         return False
     observer = fresh.quantizer(ROLES[operand.tensor], rowwise=not columnwise, columnwise=columnwise)
     observer.quantize_impl(values, values.dtype)
     begin([fresh], None)
-    before, after = (
-        compare(values, made, columnwise=columnwise) for made in (initial, quantized())
-    )
+    before = compare(values, initial, columnwise=columnwise)
+    after = compare(values, quantize(), columnwise=columnwise)
     return loss_of_operand(after) < loss_of_operand(before) / 2
 
 
@@ -117,28 +116,31 @@ class Comparison:
         operand: Operand,
         values: torch.Tensor,
         quantized: Any,
-        expected: str | None,
+        captured: str | None,
     ) -> None:
-        """Record a quantized operand of a product; ``expected`` is its captured digest, or None."""
+        """Record a quantized operand of a product; ``captured`` is its captured digest, or None."""
         columnwise = operand[1:] in BY_COLUMN
-        made, worst = (
-            compare(values, quantized, columnwise=columnwise),
-            self.statistics.get(operand),
-        )
-        found = taken(quantized, *operand[1:])
-        if worst is None or loss_of_operand(made) > loss_of_operand(worst):
-            top = found.abs().max() if found.numel() else torch.zeros(())
-            ratios = (found / values)[found.abs() < top]
-            self.statistics[operand], self.largest[operand] = made, float(top)
-            self.gains[operand] = float(ratios[ratios.isfinite() & (ratios != 0)].nanmedian())
-            if loss_of_operand(made) > _MUCH:
-                self.lossy[operand] = Lossy(call, values.detach().clone(), digest(found))
+        measures = compare(values, quantized, columnwise=columnwise)
+        worst = self.statistics.get(operand)
+        own_values = values_of(quantized, operand.gemm, operand.tensor)
+        if worst is None or loss_of_operand(measures) > loss_of_operand(worst):
+            self.statistics[operand] = measures
+            self._note_range(operand, values, own_values)
+            if loss_of_operand(measures) > _MUCH:
+                self.lossy[operand] = Lossy(call, values.detach().clone(), digest(own_values))
         recipe: Any = call.recipe
         if recipe.stateful or quantizer_of(call, operand.gemm, operand.tensor).stateful:
             self.stateful.add(operand)
-        if expected is not None:
+        if captured is not None:
             self.products += 1
-            self.other_bytes += [operand] * (digest(found) != expected)
+            if digest(own_values) != captured:
+                self.other_bytes.append(operand)
+
+    def _note_range(self, operand: Operand, values: torch.Tensor, quantized: torch.Tensor) -> None:
+        top = quantized.abs().max() if quantized.numel() else torch.zeros(())
+        ratios = (quantized / values)[quantized.abs() < top]
+        self.largest[operand] = float(top)
+        self.gains[operand] = float(ratios[ratios.isfinite() & (ratios != 0)].nanmedian())
 
     def is_initial(self, operand: Operand) -> bool:
         """Whether an operand loses by the initial scale of its state, because no step came
@@ -166,47 +168,41 @@ class CapturedOperands:
         for number, call in enumerate(step.calls if fed else ()):
             key = call.layer, counts.get(call.layer, 0)
             counts[call.layer] = key[1] + 1
-            held = {
-                tensor: step.operands.get(f"{number}.{tensor}")
-                for tensor in ("activation", "gradient")
-            }
             self._captured[key] = {
-                tensor: values for tensor, values in held.items() if values is not None
+                tensor: step.operands[f"{number}.{tensor}"]
+                for tensor in ("activation", "gradient")
+                if f"{number}.{tensor}" in step.operands
             }
             self._digests[key] = call.digests
 
     def missing(self, recorder: Recorder) -> tuple[str, int] | None:
         """The layer and number of a captured call that the replay did not make, if there is one."""
-        made = {(p.name, p.number) for p in recorder.passes}
-        return min((key for key in self._captured if key not in made), default=None)
+        own_calls = {(each.name, each.number) for each in recorder.passes}
+        return min((key for key in self._captured if key not in own_calls), default=None)
 
     def meet(self, key: tuple[str, int], tensor: str, values: torch.Tensor) -> torch.Tensor:
         """The captured operand, which replaces ``values`` in the first replay."""
         captured = self._captured.get(key, {}).get(tensor)
-        if captured is None or (*key, tensor) in self._arrived:
-            return values if captured is None else captured.to(values)
+        if captured is None:
+            return values
+        if (*key, tensor) in self._arrived:
+            return captured.to(values)
         if captured.shape != values.shape:
-            what = f"{tensor} of layer {key[0]!r} is {list(values.shape)}"
             raise CheckpointError(
-                what,
+                f"{tensor} of layer {key[0]!r} is {list(values.shape)}",
                 expected=f"{list(captured.shape)}, as was captured",
                 remedy="give the same model",
             )
-        wanted, found = captured.to(values), self.comparison
-        found.operands += 1
-        if bool(_same(wanted, values).all()):
-            found.equal += 1
+        captured, comparison = captured.to(values), self.comparison
+        comparison.operands += 1
+        if bool(_same(captured, values).all()):
+            comparison.equal += 1
             self._captured[key].pop(tensor)
             return values
         self._arrived[*key, tensor] = values.detach().clone()
-        size = float(wanted.double().norm())
-        difference = (
-            float((values.double() - wanted.double()).norm()) / size if size else float("inf")
-        )
-        found.difference = (
-            max(found.difference, difference) if difference == difference else float("inf")
-        )
-        return wanted
+        difference = _relative_difference(values, captured)
+        comparison.difference = max(comparison.difference, difference)
+        return captured
 
     def moved(self, key: tuple[str, int], tensor: str, values: torch.Tensor) -> torch.Tensor:
         """The captured operand in a later replay, moved by the difference between ``values`` and
@@ -218,7 +214,7 @@ class CapturedOperands:
         moved = torch.where(_same(values, before), captured, values + (captured - before))
         return torch.where(_same(captured, before), values, moved)
 
-    def expected(self, key: tuple[str, int], operand: Operand) -> str | None:
+    def digest(self, key: tuple[str, int], operand: Operand) -> str | None:
         """The captured digest of a quantized operand; None where none was captured."""
         return self._digests.get(key, {}).get(f"{operand.gemm}.{operand.tensor}")
 
@@ -281,8 +277,8 @@ class First(Recording):
     ) -> None:
         if quantized is not None:
             operand = Operand(self._name, gemm, tensor)
-            expected = self._operands.expected(self.key, operand)
-            self._operands.comparison.note(self.call, operand, values, quantized, expected)
+            captured = self._operands.digest(self.key, operand)
+            self._operands.comparison.note(self.call, operand, values, quantized, captured)
 
 
 class Switched(First):
@@ -328,13 +324,20 @@ class Switched(First):
         self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
     ) -> None:
         operand = Operand(self._name, gemm, tensor)
-        if (
-            self._look is not None
-            and operand in self._operands.comparison.statistics
-            and quantized is None
-        ):
-            made = quantizer_of(self.call, gemm, tensor).quantize_impl(values, values.dtype)
-            self._look.note(self.call, operand, values, made, None)
+        if self._look is None or quantized is not None:
+            return
+        if operand in self._operands.comparison.statistics:
+            storage = quantizer_of(self.call, gemm, tensor).quantize_impl(values, values.dtype)
+            self._look.note(self.call, operand, values, storage, None)
+
+
+def _relative_difference(values: torch.Tensor, reference: torch.Tensor) -> float:
+    """``‖values - reference‖ / ‖reference‖``; infinite where that is no number."""
+    size = float(reference.double().norm())
+    if not size:
+        return math.inf
+    difference = float((values.double() - reference.double()).norm()) / size
+    return math.inf if math.isnan(difference) else difference
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

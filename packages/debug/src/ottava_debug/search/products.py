@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,15 +18,17 @@ from ottava_debug.search.operands import Comparison, Operand
 
 
 class _Product(Inspection):
-    """Records the results of the three products, with the chosen operands quantized and
+    """Records the results of the three products, with some operands quantized and
     observed."""
 
-    def __init__(self, chosen: Any, look: Callable[..., None] | None = None) -> None:
-        self._chosen, self._look = chosen, look
+    def __init__(
+        self, operands: Collection[tuple[str, str]], look: Callable[..., None] | None = None
+    ) -> None:
+        self._operands, self._look = operands, look
         self.results: dict[str, torch.Tensor] = {}
 
     def quantizes(self, gemm: str, tensor: str) -> bool:
-        return (gemm, tensor) in self._chosen
+        return (gemm, tensor) in self._operands
 
     def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
         if tensor == TENSORS[gemm][2]:
@@ -62,7 +64,7 @@ class Products:
     ) -> None:
         self.comparison, self.errors = Comparison(), dict[Operand, float]()
         self._step, self._recipe = step, recipe
-        recipes = [recipe or build(said) for said in step.recipes]
+        recipes = [recipe or build(data) for data in step.recipes]
         for number, call in enumerate(step.calls):
             if f"{number}.activation" not in step.operands:
                 continue  # a quantizer had raised
@@ -72,84 +74,93 @@ class Products:
                 progress(number + 1, len(step.calls))
 
     def _run(self, number: int, recipe: Recipe) -> None:
-        call, found = self._step.calls[number], self.comparison
+        call, comparison = self._step.calls[number], self.comparison
 
         def look(gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
-            expected = call.digests.get(f"{gemm}.{tensor}") if self._recipe is None else None
-            found.note(looking.call, Operand(call.layer, gemm, tensor), values, quantized, expected)
+            digest = call.digests.get(f"{gemm}.{tensor}") if self._recipe is None else None
+            operand = Operand(call.layer, gemm, tensor)
+            comparison.note(observer.call, operand, values, quantized, digest)
 
-        held = [
-            self._step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")
-        ]
-        found.operands += sum(values is not None for values in held)
-        found.equal = found.operands
-        looking = _Product(OPERANDS, look)
-        what = f"a product of layer {call.layer!r} cannot be computed"
+        comparison.operands += sum(
+            f"{number}.{tensor}" in self._step.operands for tensor in ("activation", "gradient")
+        )
+        comparison.equal = comparison.operands
+        observer = _Product(OPERANDS, look)
         with translated(
-            what, "a recipe whose quantizers work", "give the model, or recipe=", to=UsageError
+            f"a product of layer {call.layer!r} cannot be computed",
+            "a recipe whose quantizers work",
+            "give the model, or recipe=",
+            to=UsageError,
         ):
-            self._results(number, recipe, looking)
+            self._results(number, recipe, observer)
         exact = self._results(number, recipe, _Product(()))
         for gemm, tensor in OPERANDS:
             operand = Operand(call.layer, gemm, tensor)
-            if gemm in exact and operand in found.statistics:
+            if gemm in exact and operand in comparison.statistics:
                 results = self._results(number, recipe, _Product({(gemm, tensor)}))
-                self.errors[operand] = max(
-                    self.errors.get(operand, 0.0), _error(results[gemm], exact[gemm])
-                )
+                error = _error(results[gemm], exact[gemm])
+                self.errors[operand] = max(self.errors.get(operand, 0.0), error)
 
     def _results(
         self, number: int, recipe: Recipe, inspection: _Product
     ) -> dict[str, torch.Tensor]:
         """The results of the products of one call, by product."""
-        step, name = self._step, self._step.calls[number].layer
+        step = self._step
         activation, gradient = (
             step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")
         )
-        weight = _weight(step, number)
         assert activation is not None  # what is read is checked
-        layer = ottava.nn.Linear(
-            weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, name=name
-        )
-        prefix = f"{name}.recipe_state." if name else "recipe_state."
-        kept = {k.removeprefix(prefix): v for k, v in step.state.items() if k.startswith(prefix)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            layer.bind(recipe)
-            state = {f"recipe_state.{k}": v for k, v in kept.items() if self._recipe is None}
-            layer.load_state_dict({"weight": weight, **state}, strict=self._recipe is None)
+        layer = self._layer(number, recipe)
         dtype = DTYPES[step.autocast or "bfloat16"]
-        with Watch(lambda watched: inspection if watched is layer else None):
+        with Watch(lambda other: inspection if other is layer else None):
             with torch.autocast("cpu", dtype, enabled=bool(step.autocast)):
                 y = layer(activation.clone().requires_grad_())
             if gradient is not None:
                 y.backward(gradient.to(y.dtype))
         return inspection.results
 
+    def _layer(self, number: int, recipe: Recipe) -> ottava.nn.Linear:
+        """The layer of a call, with its captured weight and scaling state."""
+        name, weight = self._step.calls[number].layer, _weight(self._step, number)
+        layer = ottava.nn.Linear(
+            weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype, name=name
+        )
+        state: dict[str, Any] = {"weight": weight}
+        is_captured = self._recipe is None
+        if is_captured:
+            prefix = f"{name}." if name else ""
+            state |= {
+                key.removeprefix(prefix): value
+                for key, value in self._step.state.items()
+                if key.startswith(f"{prefix}recipe_state.")
+            }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer.bind(recipe)
+            layer.load_state_dict(state, strict=is_captured)
+        return layer
+
 
 def _weight(step: Bundle, number: int) -> torch.Tensor:
     """The weight of a call in high precision, ``[out, in]``."""
     name = step.calls[number].layer
-    found = step.operands.get(
-        f"{number}.weight", step.state.get(f"{name}.weight" if name else "weight")
-    )
-    if found is None:
+    parameter = step.state.get(f"{name}.weight" if name else "weight")
+    operand = step.operands.get(f"{number}.weight", parameter)
+    if operand is None:
         raise CheckpointError(
             f"the weight of layer {name!r} is missing", expected="a step that capture has written"
         )
-    weight: torch.Tensor = found.detach() if type(found) is torch.Tensor else found.dequantize()
+    is_plain = type(operand) is torch.Tensor
+    weight: torch.Tensor = operand.detach() if is_plain else operand.dequantize()
     activation, gradient = (
         step.operands.get(f"{number}.{tensor}") for tensor in ("activation", "gradient")
     )
-    ends = [held.shape[1] for held in (gradient, activation) if held is not None]
-    if (
-        not weight.is_floating_point()
-        or list(weight.shape)[-len(ends) :] != ends
-        or weight.dim() != 2
-    ):
-        what = f"the weight of layer {name!r} is {dtype_name(weight.dtype)} {list(weight.shape)}"
+    sizes = [other.shape[1] for other in (gradient, activation) if other is not None]
+    is_matrix = weight.is_floating_point() and weight.dim() == 2
+    if not is_matrix or list(weight.shape)[-len(sizes) :] != sizes:
         raise CheckpointError(
-            what, expected=f"high precision, [out, in] as of its operands, {ends}"
+            f"the weight of layer {name!r} is {dtype_name(weight.dtype)} {list(weight.shape)}",
+            expected=f"high precision, [out, in] as of its operands, {sizes}",
         )
     return weight
 

@@ -2,8 +2,9 @@
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +19,7 @@ from ottava_debug.capturing import set_random_state
 from ottava_debug.losses import LOSSES, Loss, loss_in
 from ottava_debug.products import Inspection, Watch
 from ottava_debug.recorder import Recorder
-from ottava_debug.search.loading import converted, fitting_state, restore
+from ottava_debug.search.loading import convert_model, fitting_state, restore
 from ottava_debug.search.measure import Outcome
 from ottava_debug.search.operands import (
     CapturedOperands,
@@ -81,7 +82,7 @@ class Replay:
         scales: dict[int, float] | None = None,
     ) -> None:
         self.step = step
-        self.model: Any = converted(model, step, recipe)
+        self.model: Any = convert_model(model, step, recipe)
         self.layers = {name: self.model.get_submodule(name) for name in step.layers}
         for layer in self.layers.values():
             layer.__dict__["fuse_wgrad_accumulation"] = False
@@ -95,13 +96,12 @@ class Replay:
         self._captured = CapturedOperands(step, fed)
         self.first, recorder = self._first()
         self.comparison = self._captured.comparison
-        if missing := self._captured.missing(recorder):
-            what = (
-                f"call {missing[1]} of layer {missing[0]!r} was captured, and the model did "
-                f"not make it"
-            )
+        if absent := self._captured.missing(recorder):
+            name, number = absent
             raise CheckpointError(
-                what, expected="the model that was captured", remedy="give the same model"
+                f"call {number} of layer {name!r} was captured, and the model did not make it",
+                expected="the model that was captured",
+                remedy="give the same model",
             )
         self.operands = tuple(self.comparison.statistics)
 
@@ -129,113 +129,131 @@ class Replay:
         Raises:
             UsageError: the model, the loss function or a quantizer raises an error.
         """
-        chosen = quantized if isinstance(quantized, (set, frozenset)) else frozenset(quantized)
         generator = torch.Generator().manual_seed(0) if nudged else None
-        inspect = partial(Switched, chosen=chosen, nudge=generator, look=look, shrunk=shrunk)
+        inspect = partial(
+            Switched, chosen=frozenset(quantized), nudge=generator, look=look, shrunk=shrunk
+        )
         return self._run(inspect, backward)[0]
 
     def _first(self) -> tuple[Outcome, Recorder]:
         """Run the first replay, again and again until no further quantizer raises; operands whose
         quantizers raise stay in high precision."""
         while True:
-            known = len(self.broken)
+            count = len(self.broken)
             try:
                 return self._run(First, backward=True)
             except UsageError:
-                if len(self.broken) == known:
+                if len(self.broken) == count:
                     raise
                 self._captured = CapturedOperands(self.step, self._fed)
 
     def _run(self, inspect: Callable[..., Inspection], backward: bool) -> tuple[Outcome, Recorder]:
         self.replays += 1
         restore(self.model, self.step, self._state)
-        begun = {"operands": self._captured, "broken": self.broken}
         names = {id(layer): name for name, layer in self.layers.items()}
-        recorder = Inspecting(names, partial(inspect, **begun))
-        what, remedy = (
-            "the step cannot be replayed",
-            "give the model of the step, and its loss function",
-        )
+        recorder = Inspecting(names, partial(inspect, operands=self._captured, broken=self.broken))
         with (
             Watch(recorder),
             self._surroundings(),
-            translated(what, "the captured step", remedy, to=UsageError),
+            translated(
+                "the step cannot be replayed",
+                "the captured step",
+                "give the model of the step, and its loss function",
+                to=UsageError,
+            ),
         ):
             loss = self._events(backward)
-        named = self.model.named_parameters()
-        gradients = {name: _gradient(p) for name, p in named if p.requires_grad} if backward else {}
-        for p in self.model.parameters():
-            p.grad = None
+        gradients: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            if backward and parameter.requires_grad:
+                gradients[name] = _gradient(parameter)
+        for parameter in self.model.parameters():
+            parameter.grad = None
         return Outcome(loss, gradients), recorder
 
     def _events(self, backward: bool) -> float:
         """Run the forward and backward passes in the captured order, and return the total loss."""
-        total, waiting, events = 0.0, [], self.step.events
-        for place, event in enumerate(events):
-            kind, number = event.split(" ")
+        total, passes = 0.0, list[_Pass]()
+        # The numbers of the passes at which the next backward pass begins.
+        starts: set[int] = set()
+        events = [event.split(" ") for event in self.step.events]
+        for place, (kind, text) in enumerate(events):
+            number = int(text)
             if kind == "forward":
-                said = self.step.arguments[int(number)]
-                args, kwargs = (
-                    unflatten(said[key], self.step.tensors, self.device)
-                    for key in ("args", "kwargs")
-                )
-                output = ends(self.model(*args, **kwargs))
-                found = self._losses(int(number), output)
-                self.knows_loss &= found is not None
-                total += float("nan") if found is None else float(found.detach())
-                waiting.append((int(number), output, found))
-            elif backward and not (
-                place + 1 < len(events) and events[place + 1].startswith("backward")
-            ):
-                # One backward pass starts from all outputs at which the captured one began.
-                began = {
-                    int(e.split(" ")[1]) for e in events[: place + 1] if e.startswith("backward")
-                }
-                self._backward([entry for entry in waiting if entry[0] in began])
-                waiting = [entry for entry in waiting if entry[0] not in began]
+                passes.append(self._forward(number))
+                total += passes[-1].loss_value
+                continue
+            starts.add(number)
+            # One backward pass starts from all outputs at which the captured one began.
+            is_last = place + 1 == len(events) or events[place + 1][0] != "backward"
+            if backward and is_last:
+                self._backward([each for each in passes if each.number in starts])
+                passes = [each for each in passes if each.number not in starts]
         return total
 
-    def _losses(self, number: int, output: Any) -> torch.Tensor | None:
+    def _forward(self, number: int) -> "_Pass":
+        """Call the model as in a captured call."""
+        arguments = self.step.arguments[number]
+        args = unflatten(arguments["args"], self.step.tensors, self.device)
+        kwargs = unflatten(arguments["kwargs"], self.step.tensors, self.device)
+        output = ends(self.model(*args, **kwargs))
+        loss = self._loss_of(number, output)
+        self.knows_loss &= loss is not None
+        return _Pass(number, output, loss)
+
+    def _loss_of(self, number: int, output: Any) -> torch.Tensor | None:
         if self._loss is None:
             return loss_in(output)
         targets = self._targets if len(self.step.arguments) == 1 else self._targets[number]
         return self._loss(output, targets)
 
-    def _backward(self, of: list[tuple[int, Any, torch.Tensor | None]]) -> None:
+    def _backward(self, passes: "Sequence[_Pass]") -> None:
         """Run the backward pass from the losses, scaled as in the captured step, or from the
         captured gradients."""
-        roots, seeds = [], []
-        for number, output, loss in of:
-            outputs = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
-            captured = [
-                self.step.tensors.get(f"seed.{number}.{place}") for place in range(len(outputs))
-            ]
-            if loss is None:
-                pairs = [
-                    (o, c.to(o)) for o, c in zip(outputs, captured, strict=True) if c is not None
-                ]
-                if not all(bool(c.isfinite().all()) for _, c in pairs):
-                    what = (
-                        "the captured gradients of the model's outputs are not finite, and no "
-                        "loss function is known"
-                    )
-                    raise UsageError(
-                        what,
-                        expected="a loss function",
-                        remedy="give loss=, or --loss for the command",
-                    )
-                roots += [o for o, _ in pairs]
-                seeds += [c for _, c in pairs]
+        roots: list[torch.Tensor] = []
+        seeds: list[torch.Tensor] = []
+        for each in passes:
+            if each.loss is None:
+                outputs, gradients = self._captured_gradients(each)
+                roots += outputs
+                seeds += gradients
             else:
-                if number not in self.scales:
-                    self.scales[number] = _scale(loss, outputs, captured, self._fed)
-                roots.append(loss)
-                seeds.append(torch.full_like(loss, self.scales[number]))
+                roots.append(each.loss)
+                seeds.append(torch.full_like(each.loss, self._scale(each, each.loss)))
         if not any(root.requires_grad for root in roots):
             raise CheckpointError(
                 "no output of the model needs a gradient", expected="parameters that are not frozen"
             )
         torch.autograd.backward(roots, seeds)
+
+    def _seeds(self, number: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The captured gradients of the outputs of a call."""
+        names = [f"seed.{number}.{place}" for place in range(len(outputs))]
+        return [self.step.tensors.get(name) for name in names]
+
+    def _captured_gradients(self, each: "_Pass") -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The outputs of a pass whose gradients were captured, and these gradients."""
+        seeds = self._seeds(each.number, each.outputs)
+        pairs = [
+            (output, seed.to(output))
+            for output, seed in zip(each.outputs, seeds, strict=True)
+            if seed is not None
+        ]
+        if not all(bool(gradient.isfinite().all()) for _, gradient in pairs):
+            raise UsageError(
+                "the captured gradients of the model's outputs are not finite, and no loss "
+                "function is known",
+                expected="a loss function",
+                remedy="give loss=, or --loss for the command",
+            )
+        return [output for output, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _scale(self, each: "_Pass", loss: torch.Tensor) -> float:
+        """The factor of the loss of a pass, which the first replay finds."""
+        if each.number not in self.scales:
+            seeds = self._seeds(each.number, each.outputs)
+            self.scales[each.number] = _scale(loss, each.outputs, seeds, self._fed)
+        return self.scales[each.number]
 
     # -- the step's surroundings --
 
@@ -255,16 +273,36 @@ class Replay:
                 random.setstate(before)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass of the model: its number, its output, and its loss if there is one."""
+
+    number: int
+    output: Any
+    loss: torch.Tensor | None
+
+    @property
+    def loss_value(self) -> float:
+        """The loss as a number; NaN where there is none."""
+        return math.nan if self.loss is None else float(self.loss.detach())
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """The tensors of the output at which a backward pass may begin."""
+        return [tensor for tensor in tensors_of(self.output) if tensor.requires_grad]
+
+
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    return (
-        torch.zeros(parameter.shape, device=parameter.device)
-        if parameter.grad is None
-        else parameter.grad
-    )
+    if parameter.grad is None:
+        return torch.zeros(parameter.shape, device=parameter.device)
+    return parameter.grad
 
 
 def _scale(
-    loss: torch.Tensor, outputs: list[torch.Tensor], captured: list[torch.Tensor | None], fed: bool
+    loss: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    captured: Sequence[torch.Tensor | None],
+    fed: bool,
 ) -> float:
     """The factor by which the captured step multiplied the loss, such as one over the number of
     microbatches.
@@ -272,40 +310,45 @@ def _scale(
     It follows from the gradients of the model's outputs, and is 1 where these are not known or not
     finite.
     """
-    known = [
-        (o, c)
-        for o, c in zip(outputs, captured, strict=True)
-        if c is not None and bool(c.isfinite().all())
-    ]
-    if not known or (len(known) == 1 and known[0][0] is loss):
-        return float(known[0][1]) if known else 1.0
-    found = torch.autograd.grad(loss, [o for o, _ in known], retain_graph=True, allow_unused=True)
     pairs = [
-        (f.double(), c.to(f).double())
-        for f, (_, c) in zip(found, known, strict=True)
-        if f is not None
+        (output, gradient)
+        for output, gradient in zip(outputs, captured, strict=True)
+        if gradient is not None and bool(gradient.isfinite().all())
     ]
-    ours, both = (
-        sum(float((f * f).sum()) for f, _ in pairs),
-        sum(float((f * c).sum()) for f, c in pairs),
-    )
-    theirs = sum(float((c * c).sum()) for _, c in pairs)
-    alike = both > 0.9 * (ours * theirs) ** 0.5
-    if not ours or not theirs or not (alike or fed):
+    if not pairs:
         return 1.0
-    if not alike:
-        what = "the loss function gives other gradients of the model's outputs than were captured"
+    if len(pairs) == 1 and pairs[0][0] is loss:
+        return float(pairs[0][1])
+    own = torch.autograd.grad(
+        loss, [output for output, _ in pairs], retain_graph=True, allow_unused=True
+    )
+    own_square = own_dot_captured = captured_square = 0.0
+    for gradient, (_, captured_gradient) in zip(own, pairs, strict=True):
+        if gradient is not None:
+            a, b = gradient.double(), captured_gradient.to(gradient).double()
+            own_square += float((a * a).sum())
+            own_dot_captured += float((a * b).sum())
+            captured_square += float((b * b).sum())
+    are_alike = own_dot_captured > 0.9 * (own_square * captured_square) ** 0.5
+    if not own_square or not captured_square or not (are_alike or fed):
+        return 1.0
+    if not are_alike:
         raise UsageError(
-            what,
+            "the loss function gives other gradients of the model's outputs than were captured",
             expected="the loss of the captured step",
             remedy="give its loss function and targets",
         )
-    ratio = both / ours
-    # A ratio close to a usual factor becomes that exact factor: gradient scales are powers of two,
-    # and the number of microbatches is a whole number. Under another recipe the ratio is less
-    # precise, because the model's outputs differ.
-    whole, within = max(1, round(max(ratio, 1 / ratio))), 0.01 if fed else 0.1
-    for exact in (2.0 ** round(math.log2(ratio)), float(whole) if ratio >= 1 else 1 / whole):
-        if abs(ratio / exact - 1) < within:
-            return exact
+    return _usual_factor(own_dot_captured / own_square, tolerance=0.01 if fed else 0.1)
+
+
+def _usual_factor(ratio: float, tolerance: float) -> float:
+    """The usual factor that is close to a ratio, or the ratio itself.
+
+    Gradient scales are powers of two, and the number of microbatches is a whole number. Under
+    another recipe the ratio is less precise, because the model's outputs differ.
+    """
+    whole = max(1, round(max(ratio, 1 / ratio)))
+    for factor in (2.0 ** round(math.log2(ratio)), float(whole) if ratio >= 1 else 1 / whole):
+        if abs(ratio / factor - 1) < tolerance:
+            return factor
     return ratio

@@ -50,6 +50,15 @@ class Finding:
         first = self.layers[0] or "the model"
         return first if len(self.layers) == 1 else f"{len(self.layers)} layers, {first} ..."
 
+    def row(self) -> tuple[str, ...]:
+        """The finding as texts, by :data:`COLUMNS`."""
+        without = "" if self.without is None else number(self.without)
+        return self.layer, self.tensor, self.gemm, number(self.alone), without
+
+    def sentence(self) -> str:
+        """The finding as a sentence."""
+        return f"{self.layer}, {self.tensor} in {self.gemm}: {self.reason}."
+
 
 @dataclass
 class Report:
@@ -104,49 +113,37 @@ class Report:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The findings as texts, by :data:`COLUMNS`."""
-        return [
-            (
-                f.layer,
-                f.tensor,
-                f.gemm,
-                number(f.alone),
-                "" if f.without is None else number(f.without),
-            )
-            for f in self.findings
-        ]
+        return [finding.row() for finding in self.findings]
 
     def reasons(self) -> list[str]:
         """The findings as sentences."""
-        return [f"{f.layer}, {f.tensor} in {f.gemm}: {f.reason}." for f in self.findings]
+        return [finding.sentence() for finding in self.findings]
 
     def sentence(self) -> str:
         """The result as a sentence."""
         if self.measure == "products":
-            one = len(self.findings) == 1
-            many = (
-                "1 operand moves the result of its"
-                if one
-                else f"{len(self.findings)} operands move the result of their"
-            )
-            return f"{many} product by more than {number(self.tolerance)} of it"
-        told = (
-            f"The {self.measure} is {number(self.value)}, in high precision "
-            f"{number(self.reference)}: a distance"
-        )
-        if self.measure == "grad-distance":
-            told = "The gradients are at a distance"
-        told, right = (
-            f"{told} of {number(self.before)}",
-            f"at most {number(self.tolerance)} is right",
-        )
+            return self._sentence_of_products()
+        right = f"at most {number(self.tolerance)} is right"
         if self.before <= self.tolerance:
-            return f"Nothing to find. {told} ({right})"
-        kept = (
-            f"with the findings in high precision {number(self.after)}"
-            if self.findings
-            else "nothing was found"
+            return f"Nothing to find. {self._distance()} ({right})"
+        rest = "nothing was found"
+        if self.findings:
+            rest = f"with the findings in high precision {number(self.after)}"
+        return f"{self._distance()}; {rest} ({right})"
+
+    def _distance(self) -> str:
+        if self.measure == "grad-distance":
+            return f"The gradients are at a distance of {number(self.before)}"
+        return (
+            f"The {self.measure} is {number(self.value)}, in high precision "
+            f"{number(self.reference)}: a distance of {number(self.before)}"
         )
-        return f"{told}; {kept} ({right})"
+
+    def _sentence_of_products(self) -> str:
+        operands = f"{len(self.findings)} operands move the result of their"
+        if len(self.findings) == 1:
+            operands = "1 operand moves the result of its"
+        return f"{operands} product by more than {number(self.tolerance)} of it"
 
 
 # 8-bit formats change values by a smaller share than this.
@@ -159,48 +156,57 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def reason(operands: Sequence[Operand], found: Comparison, partners: Sequence[str] = ()) -> str:
+def reason(
+    operands: Sequence[Operand], comparison: Comparison, partners: Sequence[str] = ()
+) -> str:
     """The reason why these operands do harm, as far as their losses tell."""
-    told = _cause(worst_of(operands, found), found)
-    return f"{told}; only together with {', '.join(partners)}" if partners else told
+    cause = _cause(worst_of(operands, comparison), comparison)
+    if partners:
+        return f"{cause}; only together with {', '.join(partners)}"
+    return cause
 
 
-def worst_of(operands: Sequence[Operand], found: Comparison) -> Operand:
+def worst_of(operands: Sequence[Operand], comparison: Comparison) -> Operand:
     """The operand that loses most."""
-    return max(operands, key=lambda operand: loss_of_operand(found.statistics[operand]))
+    return max(operands, key=lambda operand: loss_of_operand(comparison.statistics[operand]))
 
 
-def is_clamped(operand: Operand, found: Comparison) -> bool:
+def is_clamped(operand: Operand, comparison: Comparison) -> bool:
     """Whether an operand loses by values beyond the range, while its other values are right."""
-    saturation, sqnr = found.statistics[operand].saturation or 0.0, found.statistics[operand].sqnr
-    return not abs(found.gains[operand] - 1) > _OFF and (
-        saturation > 1 or (saturation > 0 and sqnr < 15)
-    )
+    if abs(comparison.gains[operand] - 1) > _OFF:
+        return False
+    measures = comparison.statistics[operand]
+    saturation = measures.saturation or 0.0
+    return saturation > 1 or (saturation > 0 and measures.sqnr < 15)
 
 
-def _cause(operand: Operand, found: Comparison) -> str:
-    made, gain = found.statistics[operand], found.gains[operand]
-    lost, initial = f"SQNR {made.sqnr:.1f} dB", found.is_initial(operand)
-    old = "of earlier steps, and " if operand in found.stateful else ""
-    old = "the initial one, which no step has set yet, and " if initial else old
-    if made.not_finite:
+def _cause(operand: Operand, comparison: Comparison) -> str:
+    measures, gain = comparison.statistics[operand], comparison.gains[operand]
+    if measures.not_finite:
         return (
-            f"{made.not_finite} of its {made.count} values are NaN or infinite before they are "
-            f"quantized"
+            f"{measures.not_finite} of its {measures.count} values are NaN or infinite before they "
+            f"are quantized"
         )
-    if is_clamped(operand, found):
-        share = f"{made.saturation:.3g} % of the values are clamped"
-        return f"{share}, {lost}: the scale is {old}too large (amax {made.amax:.3g})"
-    zeros = f"{made.underflow:.3g} % of the values become zero"
-    if made.underflow > 5 and (made.sqnr < 1 or initial):
-        return f"{zeros}, {lost}: the scale is {old}too small (amax {made.amax:.3g})"
-    if made.underflow > 5:
-        return f"{zeros}: an outlier, {made.amax:.3g}, takes the range ({lost})"
-    if made.sqnr < 15 and abs(gain - 1) > _OFF:
+    sqnr, amax = f"SQNR {measures.sqnr:.1f} dB", f"{measures.amax:.3g}"
+    is_initial = comparison.is_initial(operand)
+    origin = ""
+    if is_initial:
+        origin = "the initial one, which no step has set yet, and "
+    elif operand in comparison.stateful:
+        origin = "of earlier steps, and "
+    if is_clamped(operand, comparison):
+        share = f"{measures.saturation:.3g} % of the values are clamped"
+        return f"{share}, {sqnr}: the scale is {origin}too large (amax {amax})"
+    zeros = f"{measures.underflow:.3g} % of the values become zero"
+    if measures.underflow > 5 and (measures.sqnr < 1 or is_initial):
+        return f"{zeros}, {sqnr}: the scale is {origin}too small (amax {amax})"
+    if measures.underflow > 5:
+        return f"{zeros}: an outlier, {amax}, takes the range ({sqnr})"
+    if measures.sqnr < 15 and abs(gain - 1) > _OFF:
         return (
-            f"{lost} at a cosine of {made.cosine:.4f}: the quantizer gives the values times "
+            f"{sqnr} at a cosine of {measures.cosine:.4f}: the quantizer gives the values times "
             f"{gain:.2g}"
         )
-    if not made.sqnr >= 15:
-        return f"{lost}, and the values are within range: the quantizer gives others"
-    return f"it loses little by itself ({lost}), which is too much here"
+    if not measures.sqnr >= 15:
+        return f"{sqnr}, and the values are within range: the quantizer gives others"
+    return f"it loses little by itself ({sqnr}), which is too much here"

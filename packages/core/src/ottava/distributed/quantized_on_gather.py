@@ -1,20 +1,26 @@
-"""Shards of weights in high precision, which each rank quantizes when they are gathered.
+"""Shards of weights in high precision, quantized by each rank when FSDP2 gathers them.
 
-A shard that can be quantized by itself (rows of blocks) is. Where the scales depend on all shards,
-the amaxes of all parameters of a group are reduced at once, when the first of them is gathered.
-Where neither is possible (shards that cut blocks, a quantizer that has to see all values) the
-values themselves are gathered, and quantized by the layer.
+One weight of the group that is gathered next takes one of three ways, the same on every rank:
+
+1. Its shard can be quantized by itself, because its rows make whole blocks: no communication.
+2. Its scales depend on all shards, by amaxes: one all-reduce(MAX) serves all such weights of the
+   group, when the first of them is gathered. The shards of the others wait in a table until FSDP
+   asks for them.
+3. Neither is possible, because shards cut blocks or a quantizer has to see all values:
+   :func:`gathers_quantized` is False, the values themselves are gathered, and the layer quantizes
+   them.
 """
 
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ottava import torch_private
+from ottava.distributed.layers import gather_quantizer
 from ottava.distributed.rules import ShardBatches, rule_of
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import UsageError
@@ -23,10 +29,18 @@ from ottava.recipes.execution import NO_BACKWARD
 from ottava.tensors import QuantizedTensor, Quantizer
 from ottava.torch_private import graph_task_id
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class ShardedWeight(NamedTuple):
-    """A weight that FSDP gathers: this rank's values of it, in high precision, the size of the
-    whole, and the layer that owns it."""
+    """A weight in high precision that FSDP gathers.
+
+    Attributes:
+        values: this rank's shard.
+        size: the size of the whole weight.
+        module: the layer that owns the weight.
+    """
 
     values: torch.Tensor
     size: torch.Size
@@ -34,7 +48,7 @@ class ShardedWeight(NamedTuple):
 
 
 class _QuantizedShard(NamedTuple):
-    """A shard as it was quantized of the values of a version, in a dtype."""
+    """A quantized shard, for one version of the values and one nominal dtype."""
 
     version: int
     dtype: torch.dtype
@@ -52,32 +66,16 @@ class _Amaxes(NamedTuple):
 # Shards that were quantized with those of their group, until they are gathered.
 _quantized: weakref.WeakKeyDictionary[torch.nn.Module, _QuantizedShard]
 _quantized = weakref.WeakKeyDictionary()
-# By the first module of a group.
+# The first module of a group -> the amaxes of the group.
 _amaxes: weakref.WeakKeyDictionary[torch.nn.Module, _Amaxes] = weakref.WeakKeyDictionary()
 
 
-def bound_quantizer(module: Any) -> Quantizer:
-    """The quantizer of the recipe that is bound to a layer, for a gather of its weight.
-
-    Raises:
-        UsageError: no recipe is bound.
-    """
-    binding = getattr(module, "_binding", None)
-    quantizer: Quantizer | None = None if binding is None else binding.gather_quantizer(module)
-    if quantizer is None:
-        raise UsageError(
-            f"no recipe is bound to the {type(module).__name__} whose weight is gathered",
-            "a layer of ottava.convert(model, recipe)",
-            "convert it before gather_quantized(model)",
-        )
-    return quantizer
-
-
 def gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bool:
-    """Whether shards can be quantized where they are; the same on every rank.
+    """Whether each rank can quantize its own shard; the same on every rank.
 
     Args:
-        size: of the whole weight.
+        quantizer: the quantizer of the weight.
+        size: the size of the whole weight.
         world: the number of ranks that have shards.
     """
     rule = rule_of(quantizer)
@@ -85,7 +83,8 @@ def gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> boo
     if independent is None and rule.batch_for(quantizer) is None:
         return False
     if world == 1 or (independent is None and rule.one_amax(quantizer)):
-        # FSDP pads uneven shards, of which nothing but data is gathered then.
+        # FSDP pads uneven shards. With one scale for the tensor only data is gathered, so that the
+        # padding cuts no block.
         return True
     if size[0] % world or (independent is not None and len(size) == 1):
         return False
@@ -96,24 +95,29 @@ def gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> boo
 def take_quantized(
     module: torch.nn.Module, values: torch.Tensor, dtype: torch.dtype
 ) -> QuantizedTensor | None:
-    """The shard that was quantized together with the weight that was gathered first, once; None if
-    there is none of these values in this dtype."""
-    known = _quantized.pop(module, None)
-    if known is None or known[:2] != (torch_private.version_of(values), dtype):
+    """The shard that was quantized together with the first weight of the group, and is taken once.
+
+    None if there is no shard of these values in this dtype.
+    """
+    entry = _quantized.pop(module, None)
+    if entry is None:
         return None
-    return known.shard
+    if entry.dtype != dtype or entry.version != torch_private.version_of(values):
+        return None
+    return entry.shard
 
 
 def quantize_together(
-    weights: Sequence[ShardedWeight], param_dtype: torch.dtype | None, group: Any
+    weights: Sequence[ShardedWeight], param_dtype: torch.dtype | None, group: "ProcessGroup"
 ) -> QuantizedTensor:
-    """Quantize the shards of weights that are gathered together, with one all-reduce for all that
-    need any.
+    """Quantize the shards of weights that are gathered together.
+
+    One all-reduce serves all weights whose scales depend on all shards.
 
     Args:
-        weights: the first one is gathered now, and can be quantized where it is.
-        param_dtype: that FSDP casts parameters to; None leaves them.
-        group: process group of the ranks that have the shards.
+        weights: the first one is gathered now, and can be quantized by each rank.
+        param_dtype: the dtype that FSDP casts parameters to; None leaves them.
+        group: the ranks that have the shards.
 
     Returns:
         The shard of the first weight; :func:`take_quantized` gives those of the others.
@@ -121,12 +125,11 @@ def quantize_together(
     jobs: list[ShardJob] = []
     shards: dict[torch.nn.Module, _QuantizedShard] = {}
     for weight in weights:
-        quantizer = bound_quantizer(weight.module).with_usage(True, True)
+        quantizer = gather_quantizer(weight.module).with_usage(True, True)
         if not gathers_quantized(quantizer, weight.size, dist.get_world_size(group)):
             continue
         dtype = param_dtype or weight.values.dtype
         check_dtype(dtype, "a weight would be gathered in")
-        shard: Any
         if rule_of(quantizer).independent_rows(quantizer) is not None:
             shard = quantizer.quantize_impl(weight.values.to(dtype), dtype)
         else:
@@ -149,25 +152,34 @@ def quantize_together(
     return first.shard
 
 
-def _job(weight: ShardedWeight, quantizer: Quantizer, dtype: torch.dtype, group: Any) -> ShardJob:
+def _job(
+    weight: ShardedWeight, quantizer: Quantizer, dtype: torch.dtype, group: "ProcessGroup"
+) -> ShardJob:
     """A shard to quantize by scales that depend on all shards."""
     values, size = weight.values, weight.size
     check_high_precision(values, "a sharded weight")
     rows = math.ceil(size[0] / dist.get_world_size(group))
     start = min(dist.get_rank(group) * rows, size[0]) * math.prod(size[1:])
-    holder: Any = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
+    holder = quantizer.make_empty(values.shape, dtype=dtype, device=values.device)
     output = shard_output(holder, size, start, values.numel(), "a sharded weight")
     return ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output)
 
 
 def _amaxes_of(
-    batches: ShardBatches, shards: dict[torch.nn.Module, _QuantizedShard], group: Any
+    batches: ShardBatches,
+    shards: dict[torch.nn.Module, _QuantizedShard],
+    group: "ProcessGroup",
 ) -> list[torch.Tensor]:
-    """The amaxes of the weights, reduced over the ranks in a forward pass. A backward pass has
-    those of the forward pass, because the values are the same."""
+    """The amaxes of the weights, reduced over the ranks.
+
+    A backward pass uses those of the forward pass, because the values are the same.
+    """
     first = next(iter(shards))
     versions = [shard.version for shard in shards.values()]
-    known = _amaxes.get(first)
-    if graph_task_id() == NO_BACKWARD or known is None or known.versions != versions:
-        known = _amaxes[first] = _Amaxes(versions, batches.amaxes(group))
-    return known.amaxes
+    last = _amaxes.get(first)
+    in_backward = graph_task_id() != NO_BACKWARD
+    if in_backward and last is not None and last.versions == versions:
+        return last.amaxes
+    amaxes = batches.amaxes(group)
+    _amaxes[first] = _Amaxes(versions, amaxes)
+    return amaxes

@@ -1,0 +1,35 @@
+"""The recipe that is bound to a layer, asked when the weight of the layer is gathered."""
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+from ottava.errors import UsageError
+from ottava.tensors import Quantizer
+
+if TYPE_CHECKING:
+    # Quantized tensors are gathered in programs that import no layers.
+    from ottava.nn.layer import Layer
+
+
+def is_converted(module: torch.nn.Module) -> "TypeGuard[Layer]":
+    """Whether a module quantizes its operands, as those of ``ottava.convert`` do."""
+    return hasattr(module, "_binding")
+
+
+def gather_quantizer(module: torch.nn.Module) -> Quantizer:
+    """The quantizer of the recipe that is bound to a layer, for a gather of its weight.
+
+    Raises:
+        UsageError: no recipe is bound.
+    """
+    quantizer: Quantizer | None = None
+    if is_converted(module):
+        quantizer = module._binding.gather_quantizer(module)
+    if quantizer is None:
+        raise UsageError(
+            f"no recipe is bound to the {type(module).__name__} whose weight is gathered",
+            "a layer of ottava.convert(model, recipe)",
+            "convert it before gather_quantized(model)",
+        )
+    return quantizer
