@@ -67,8 +67,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """
 
     common_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
-    # The group on which this tensor's shards agreed on their scales.
-    _shard_group: object = None
+    # The name of the group on which this tensor's shards agreed on their scales.
+    _shard_group: str | None = None
 
     def __new__(
         cls,
