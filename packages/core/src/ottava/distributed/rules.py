@@ -466,7 +466,8 @@ def requantize(written: Sequence[tuple[QuantizedTensor, torch.Tensor]]) -> None:
     """
     together: dict[str, list[ShardJob]] = {}
     for target, values in written:
-        group, quantizer = target._shard_group, target._quantizer
+        group: str | None = target._shard_group
+        quantizer = target._quantizer
         if group is None or quantizer is None or not rule_of(quantizer).one_amax(quantizer):
             target.quantize_(values)
             continue
