@@ -11,7 +11,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from ottava.errors import DTypeError, OptionError, PluginError, check_takes, translated
-from ottava.recipes.registry import RECIPE, get_quantizer_factory, is_path, provided, reader_of
+from ottava.recipes.registry import (
+    RECIPE,
+    get_quantizer_factory,
+    import_by_name,
+    is_path,
+    reader_of,
+)
 from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule, words
 from ottava.recipes.state import RecipeState
 
@@ -251,7 +257,7 @@ def get_recipe(name: str | os.PathLike[str], **options: object) -> Recipe:
     if is_path(name):
         path = os.path.expanduser(name)
         name, options = reader_of(path), {"file": path, **options}
-    description, factory = provided(RECIPE, name)
+    description, factory = import_by_name(RECIPE, name)
     with translated(
         f"{description} cannot be built",
         "",

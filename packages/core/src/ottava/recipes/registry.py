@@ -287,7 +287,7 @@ def get_quantizer_factory(name: str) -> "Callable[[QuantizerRole], Any]":
         DuplicateRecipeError: two packages offer the name.
         RecipeNotFoundError: no installed package offers it.
     """
-    return provided(FACTORY, name)[1]
+    return import_by_name(FACTORY, name)[1]
 
 
 _FP8 = (
@@ -308,7 +308,7 @@ _NO_RECIPES = {
 }
 
 
-def provided(kind: str, name: object) -> tuple[str, Callable[..., object]]:
+def import_by_name(kind: str, name: object) -> tuple[str, Callable[..., object]]:
     """Import the recipe or factory that a package offers under a name.
 
     Returns:
@@ -322,14 +322,14 @@ def provided(kind: str, name: object) -> tuple[str, Callable[..., object]]:
     for status in plugin_statuses():
         for spec in status.offers:
             if (spec.kind, spec.name) == (kind, name):
-                return _imported(status, spec)
+                return _import_offer(status, spec)
         for spec, error in status.refused.items():
             if (spec.kind, spec.name) == (kind, name):
                 raise error.with_traceback(None)
     raise _not_found(kind, name)
 
 
-def _imported(status: PluginStatus, spec: Spec) -> tuple[str, Callable[..., object]]:
+def _import_offer(status: PluginStatus, spec: Spec) -> tuple[str, Callable[..., object]]:
     description = f"{spec.kind} {spec.name!r} of {status.distribution} {status.version}"
     with translated(
         f"{description} cannot be imported from {spec.factory}",

@@ -96,7 +96,7 @@ class Declaring(Protocol):
     def check_declared(cls, declared: Declared) -> Declared: ...
 
 
-def checked(cls: type[Declaring], keywords: Declared, **common: object) -> Declared:
+def check_keywords(cls: type[Declaring], keywords: Declared, **common: object) -> Declared:
     """The keywords of a storage's constructor, with those left out, as ``check_declared`` returns
     them.
 

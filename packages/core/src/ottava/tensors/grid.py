@@ -96,9 +96,10 @@ class GridTensorStorage(QuantizedTensorStorage):
         check_dtype(declared["dtype"])
         check_flag("values_from_columns", declared["values_from_columns"])
         rows, columns = checked_directions(declared, layout)
+        absent = (None, None)
         names = [inner.argument for inner in cls.inner_tensors]
-        checked = dict(declared)
-        checked |= zip(names, (*(rows or (None, None)), *(columns or (None, None))), strict=True)
+        tensors = (*(rows or absent), *(columns or absent))
+        checked = declared | dict(zip(names, tensors, strict=True))
         if "layout" in declared:
             checked["layout"] = layout.text
         return checked
@@ -113,7 +114,7 @@ class GridTensorStorage(QuantizedTensorStorage):
             self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
         super()._hold(declared, quantizer)
 
-    # -- columns that are made of rows: they are given as long as the rows stay as they are --
+    # -- columns that are made of rows: the storage has them as long as the rows stay as they are --
 
     def _derives_columns(self) -> bool:
         """Whether columns are made of rows: those of transposed squares are."""
@@ -130,9 +131,9 @@ class GridTensorStorage(QuantizedTensorStorage):
         """The columns that :meth:`_dated` gave; None where the rows changed since."""
         if not isinstance(columns, DerivedTensor):
             return columns
-        if columns.fresh(self._rows(), self._writes):
-            return columns.tensor
-        return None
+        # The attribute is read here, because this runs in each pass of a layer.
+        rows = getattr(self, self.data_names[0])
+        return columns.tensor if columns.fresh(rows, self._writes) else None
 
     @property
     def _columnwise_data(self) -> torch.Tensor | None:
@@ -168,7 +169,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         return data
 
     def direction(self, *, columnwise: bool) -> Direction | None:
-        """Stored data and scales of one direction; None where they are not held."""
+        """Stored data and scales of one direction; None where the storage has none."""
         # torch 2.11's compiler indexes with no bool.
         side = 1 if columnwise and not self.grid_layout.one_buffer else 0
         data: torch.Tensor | None = getattr(self, self.data_names[side])
@@ -189,7 +190,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         values.
 
         Raises:
-            UsageError: they are not held.
+            UsageError: the storage has neither.
         """
         direction = self.direction(columnwise=columnwise)
         if direction is not None:

@@ -24,7 +24,7 @@ from ottava.tensors.tensor import QuantizedTensor, blocks
 Change = Callable[[Direction, bool], Direction | None]
 
 
-def _view_by(
+def _try_view(
     function: Callable[..., torch.Tensor], tensor: torch.Tensor, *shape: tuple[int, ...]
 ) -> torch.Tensor | None:
     """The view that ``function`` gives; None where there is none."""
@@ -71,51 +71,43 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
 
     # -- views --
 
-    def changed(self, change: Change, *, swap: bool = False, part: bool = False) -> Self:
-        """A view of this tensor with every direction changed; NotImplemented where there is none.
+    def view_by(self, change: Change, *, swap: bool = False, part: bool = False) -> Self:
+        """A view of this tensor whose directions ``change`` gives; NotImplemented where there is
+        none.
 
         Args:
             swap: whether rows become columns, and columns rows.
             part: whether a scale of the view belongs to other elements of this tensor, too.
         """
         layout = self.grid_layout
-        directions: list[Direction | None] = [None, None]
+        rows, columns = self.ordered(columnwise=False), None
+        if not layout.one_buffer:
+            columns = self.ordered(columnwise=True)
         derived: Direction | None = None
-        rows = self.ordered(columnwise=False)
-        for columnwise in (False, True):
-            if layout.one_buffer and columnwise:
-                continue  # The rows serve both usages.
-            from_columns = columnwise != swap and not layout.one_buffer
-            source = self.ordered(columnwise=True) if from_columns else rows
+        if rows is not None and self._derives_columns():
+            # The view makes its columns of its rows.
+            derived, columns = columns, None
+        sources = [(rows, False), (columns, True)]
+        if swap and not layout.one_buffer:
+            sources.reverse()
+        directions: list[Direction | None] = []
+        for (source, from_columns), columnwise in zip(sources, (False, True), strict=True):
             if source is None:
+                directions.append(None)
                 continue
             result = change(source, from_columns)
-            stored = None if result is None else as_stored(result, layout, columnwise)
-            if from_columns and rows is not None and self._derives_columns():
-                # They are made of the rows again when they are asked for, unless they lie in memory
-                # as before.
-                if columnwise and stored is not None and stored.data.is_contiguous():
-                    derived = stored
-            elif stored is None:
+            if result is None:
                 return NotImplemented  # type: ignore[no-any-return]
-            else:
-                directions[int(columnwise)] = stored
-        return self._view_of(directions[0], directions[1], derived, swap=swap, part=part)
+            directions.append(as_stored(result, layout, columnwise))
+        view = self._view_of(directions[0], directions[1], swap=swap, part=part)
+        if derived is not None and not swap and view.numel() == self.numel():
+            view._take_derived(change(derived, True))
+        return view
 
     def _view_of(
-        self,
-        rows: Direction | None,
-        columns: Direction | None,
-        derived: Direction | None,
-        *,
-        swap: bool,
-        part: bool,
+        self, rows: Direction | None, columns: Direction | None, *, swap: bool, part: bool
     ) -> Self:
-        """A view of this tensor around stored directions.
-
-        Args:
-            derived: columns that are made of the rows, and go on being current.
-        """
+        """A view of this tensor around stored directions; arguments as of :meth:`view_by`."""
         arguments = self.get_metadata() | {"shape": None} | self._arguments_of(rows, columns)
         if swap:
             arguments["values_from_columns"] = not self._values_from_columns
@@ -124,12 +116,19 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         # Where one scale serves the whole tensor, the rest has that of the view, too.
         has_one_scale = self.grid_layout.block == (None, None)
         view.mark_view(self, part=part or (is_smaller and has_one_scale))
-        if derived is not None and not is_smaller:
-            view._put(rows, derived)
         return view
 
+    def _take_derived(self, columns: Direction | None) -> None:
+        """Use columns in the order of this tensor, if they lie in memory as columns do that are
+        made of its rows."""
+        if columns is None:
+            return
+        stored = as_stored(columns, self.grid_layout, True)
+        if stored.data.is_contiguous():
+            self._put(self.direction(columnwise=False), stored)
+
     def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        return self.changed(
+        return self.view_by(
             lambda direction, columnwise: self._reshaped_direction(direction, columnwise, function)
         )
 
@@ -140,7 +139,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         function: Callable[[torch.Tensor], torch.Tensor],
     ) -> Direction | None:
         layout = self.grid_layout
-        data = _view_by(function, direction.data)
+        data = _try_view(function, direction.data)
         if data is None:
             return None
         if layout.block == (None, None):
@@ -152,19 +151,19 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             if rows != 1 or side is None or columns % side or old_columns % side:
                 return None
         grid = layout.grid(as_matrix_shape(data.shape), columnwise)
-        scales = _view_by(torch.Tensor.view, direction.scales, grid)
+        scales = _try_view(torch.Tensor.view, direction.scales, grid)
         return None if scales is None else Direction(data, scales)
 
     def narrowed(self, dim: int, start: int, stop: int) -> Self:
         if (start, stop) == (0, self.shape[dim]):
-            return self.changed(lambda direction, _: direction)
+            return self.view_by(lambda direction, _: direction)
         axis = self._axis_of(dim)
         # A write to the part with another scale would change the values of the rest.
         part = False
         for columnwise in (False, True):
             if self.grid_layout.block_of(columnwise)[axis] is None:
                 part = part or self.direction(columnwise=columnwise) is not None
-        return self.changed(
+        return self.view_by(
             lambda direction, columnwise: self._narrowed_direction(
                 direction, columnwise, dim, start, stop
             ),
@@ -200,11 +199,11 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         if block[0] != 1:
             return None
         # Each row has scales of its own, which are narrowed as the data is.
-        by_dims = _view_by(torch.Tensor.view, scales, (*self.shape[:-1], scales.shape[1]))
+        by_dims = _try_view(torch.Tensor.view, scales, (*self.shape[:-1], scales.shape[1]))
         if by_dims is None:
             return None
         grid = layout.grid(as_matrix_shape(data.shape), columnwise)
-        rows = _view_by(torch.Tensor.view, by_dims.narrow(dim, start, stop - start), grid)
+        rows = _try_view(torch.Tensor.view, by_dims.narrow(dim, start, stop - start), grid)
         return None if rows is None else Direction(data, rows)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:

@@ -20,7 +20,7 @@ from ottava.tensors.declaration import (
     StaticField,
     Usage,
     check_flag,
-    checked,
+    check_keywords,
     native_dtype,
 )
 from ottava.tensors.saving import StorageSpec
@@ -100,7 +100,7 @@ class QuantizedTensorStorage:
         return GemmCache()
 
     def __init__(self, *, quantizer: StorageQuantizer | None = None, **declared: object) -> None:
-        self._hold(checked(type(self), declared), quantizer)
+        self._hold(check_keywords(type(self), declared), quantizer)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -16,8 +16,8 @@ from ottava.tensors.declaration import (
     Declared,
     InnerTensor,
     StaticField,
+    check_keywords,
     check_values_dtype,
-    checked,
     same_kind,
 )
 from ottava.tensors.dequantized_view import as_dequantized_views
@@ -67,7 +67,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """
 
     common_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
-    # The group on which this tensor's shards agreed on their scales.
+    # The name of the group on which this tensor's shards agreed on their scales.
     _shard_group: str | None = None
 
     def __new__(
@@ -82,7 +82,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if by_position:
             cls._refuse_values(by_position[0])
         check_dtype(dtype)
-        arguments = checked(cls, declared, dtype=dtype)
+        arguments = check_keywords(cls, declared, dtype=dtype)
         tensors: list[torch.Tensor | None] = [arguments[i.argument] for i in cls.inner_tensors]
         tensors_held = [tensor for tensor in tensors if tensor is not None]
         if not tensors_held:
@@ -394,11 +394,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return holder_of(self.inner_list())
 
     def data_ptr(self) -> int:
-        """The address of the first inner tensor that is held: codes lie there. 0 where nothing has
+        """The address of the first inner tensor, where bytes of elements lie; 0 where nothing has
         memory.
 
-        Weights have different addresses, and aliases of one weight, tied ones for example, the
-        same.
+        Different weights have different addresses. Aliases of one weight, such as tied weights,
+        have the same.
         """
         holder = self._holder()
         return 0 if holder is None else holder.data_ptr()
@@ -408,9 +408,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
         It is empty where nothing has memory, and inside of dispatch modes.
         """
-        holder = self._holder()
-        memory = None if holder is None else storage_of(holder)
-        return super().untyped_storage() if memory is None else memory
+        holder, memory = self._holder(), None
+        if holder is not None:
+            memory = storage_of(holder)
+        if memory is None:
+            return super().untyped_storage()
+        return memory
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         """Raises UsageError: the values lie in no memory that another library could read."""

@@ -168,7 +168,7 @@ def _empty_like(op: AtenOp, tensor: QuantizedTensor, **options: Unpack[_Options]
     return _new(_aten.new_empty.default, tensor, tensor.shape, **options)
 
 
-def _laid_out(tensor: QuantizedTensor) -> torch.Tensor:
+def _strided_values(tensor: QuantizedTensor) -> torch.Tensor:
     """The values where the strides of the tensor say that they lie."""
     values = tensor.dequantize()
     if (values.stride(), values.storage_offset()) == (tensor.stride(), 0):
@@ -190,7 +190,7 @@ def _same_elements(op: AtenOp, tensor: QuantizedTensor, *args: object, **kwargs:
         if view is not NotImplemented:
             return view
     if op in _VIEWS:
-        return op(_laid_out(tensor), *args, **kwargs)
+        return op(_strided_values(tensor), *args, **kwargs)
     return NotImplemented
 
 
@@ -258,7 +258,7 @@ def _as_strided(
             f"{own_offset + tensor.numel()}",
             remedy=remedy,
         )
-    values: torch.Tensor = op(_laid_out(tensor), size, stride, first)
+    values: torch.Tensor = op(_strided_values(tensor), size, stride, first)
     return values
 
 
@@ -276,7 +276,7 @@ def _view_with_one_scale(op: AtenOp, tensor: GridTensor, *args: object, **kwargs
     """Where one scale serves all, any view is one of the data."""
     if tensor.grid_layout.block != (None, None):
         return NotImplemented
-    return tensor.changed(
+    return tensor.view_by(
         lambda direction, _: Direction(op(direction.data, *args, **kwargs), direction.scales)
     )
 
@@ -301,7 +301,7 @@ def _as_strided_with_one_scale(
         strided = op(data, size, stride, data.storage_offset() + start)
         return Direction(strided, direction.scales)
 
-    return tensor.changed(change, part=True)
+    return tensor.view_by(change, part=True)
 
 
 @implements(GridTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
@@ -311,13 +311,13 @@ def _transpose(op: AtenOp, tensor: GridTensor, *args: object) -> object:
     example = torch.empty_strided((2,) * tensor.dim(), numbers, device="meta")
     order: tuple[int, ...] = op(example, *args).stride()
     if tensor.grid_layout.block == (None, None) or order == numbers:
-        return tensor.changed(
+        return tensor.view_by(
             lambda direction, _: Direction(op(direction.data, *args), direction.scales)
         )
     if order != (1, 0):
         return NotImplemented
     # Blocks along the rows of a matrix lie along the columns of its transpose.
-    return tensor.changed(
+    return tensor.view_by(
         lambda direction, _: Direction(direction.data.t(), direction.scales.t()), swap=True
     )
 
@@ -329,7 +329,7 @@ def _clone_on_grid(
     if memory_format in (None, torch.preserve_format):
         return NotImplemented
     # A view counts writes together with the tensor, and a copy of it by itself.
-    view = tensor.changed(
+    view = tensor.view_by(
         lambda direction, _: Direction(
             direction.data.clone(memory_format=memory_format), direction.scales.clone()
         )
