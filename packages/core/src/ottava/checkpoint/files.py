@@ -139,12 +139,12 @@ def _checksum(
     tensors: Mapping[str, torch.Tensor], sums: Iterable[int], metadata: Mapping[str, str]
 ) -> str:
     """The checksum of a file, given the CRC-32 of the bytes of each tensor."""
-    about = {
+    entries = {
         name: [dtype_name(tensor.dtype), list(tensor.shape), crc]
         for (name, tensor), crc in zip(tensors.items(), sums, strict=True)
     }
     texts = {key: text for key, text in metadata.items() if key != CHECKSUM_KEY}
-    body = json.dumps([texts, about], sort_keys=True, separators=(",", ":"))
+    body = json.dumps([texts, entries], sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(body.encode()):08x}"
 
 

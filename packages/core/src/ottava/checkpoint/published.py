@@ -61,7 +61,7 @@ FORMATS = {
     "mxfp4": Format("Hugging Face MXFP4", f"{_LOADED} Mxfp4Config(dequantize=True)"),
 }
 #: Patterns of the codes' and the scales' names, the dtypes of the scales (empty: any), the key in
-#: :data:`FORMATS` and what the title says besides. The first row that fits counts.
+#: :data:`FORMATS`, and an addition to its title. The first row that fits counts.
 _BY_NAMES: tuple[tuple[str, str, tuple[torch.dtype, ...], str, str], ...] = (
     (r"[._]data$", r"scale_inv$", (), "", _REWRITTEN),
     (r"", r"weight_scale_2$", (), "modelopt", "NVFP4"),
@@ -188,12 +188,12 @@ def _weights_of_scale(name: str) -> list[str]:
 def _named(scales: Mapping[str, tuple[str, ...]], dtypes: Mapping[str, torch.dtype]) -> Format:
     """The format, by names and dtypes."""
     name, scales_of_first = next(iter(scales.items()))
-    for codes, pattern, kinds, key, about in _BY_NAMES:
+    for codes, pattern, kinds, key, addition in _BY_NAMES:
         fitting = [scale for scale in scales_of_first if re.search(pattern, scale)]
         kind_fits = not kinds or any(dtypes.get(scale) in kinds for scale in fitting)
         if re.search(codes, name) and fitting and kind_fits:
-            known = FORMATS.get(key, Format(""))
-            return Format(f"{known.title} {about}".strip(), known.reader)
+            format = FORMATS.get(key, Format(""))
+            return Format(f"{format.title} {addition}".strip(), format.reader)
     raise AssertionError("the last row fits everything")
 
 
@@ -201,17 +201,17 @@ def _configured(folder: Path) -> Format | None:
     """The format that the configuration in a folder names; None without a configuration or a
     format."""
     config = _read(folder / _CONFIG)
-    about = _object(config, "quantization_config") or _object(config, "compression_config")
+    options = _object(config, "quantization_config") or _object(config, "compression_config")
     exported = _object(_read(folder / _MODELOPT_CONFIG), "quantization")
-    method = about.get("quant_method")
+    method = options.get("quant_method")
     if not isinstance(method, str):
         if not exported:
             return None
         method = "modelopt"
-    known = FORMATS.get(method, Format(f"{method!r:.80}"))
-    kinds = (about.get("format"), about.get("quant_algo"), exported.get("quant_algo"))
+    format = FORMATS.get(method, Format(f"{method!r:.80}"))
+    kinds = (options.get("format"), options.get("quant_algo"), exported.get("quant_algo"))
     kind = next((kind for kind in kinds if isinstance(kind, str)), "")
-    return Format(f"{known.title} {kind:.80}".strip(), known.reader)
+    return Format(f"{format.title} {kind:.80}".strip(), format.reader)
 
 
 def _names_in_index(folder: Path, path: Path) -> Sequence[str]:

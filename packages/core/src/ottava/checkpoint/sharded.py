@@ -1,29 +1,27 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded
 by any other.
 
-A state has two parts. Its tensors are written by ``storage.py``. Everything else is a tree of JSON,
-in which names stand for tensors. Each node of the tree is a dict with one key, its kind::
-
-    {"weight": tensor, "step": 3}  <->  {"dict": [["weight", {"tensor": "weight"}],
-                                                  ["step", {"value": 3}]]}
+A state has two parts. Its tensors are written by ``storage``, one file for each rank. Everything
+else is a tree of JSON (``state_tree``), which ``index`` holds together with the places of all
+tensors.
 """
 
 import contextlib
 import json
-import math
 import os
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ottava.checkpoint.files import DTYPES, crc32_of, dtype_name, in_memory
+from ottava.checkpoint.files import crc32_of, dtype_name, in_memory
 from ottava.checkpoint.flatten import Entry, Value, flatten_values
 from ottava.checkpoint.model import check_writable, write_all
+from ottava.checkpoint.state_tree import Node, decoded, encoded, leaves_of, merged
 from ottava.collectives import Group, Ranks
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
 from ottava.filesystem import AnyPath, Partial, as_path, remove_leftovers
@@ -33,143 +31,11 @@ from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import is_distributed, local_tensor
 
 if TYPE_CHECKING:
-    from ottava.checkpoint.storage import Description, FolderReader
+    from ottava.checkpoint.index import Description
+    from ottava.checkpoint.storage import FolderReader
 
 _State = Mapping[str, object]
-#: A node of a tree.
-_Node = dict[str, object]
 _STEP = re.compile(r"step-(\d+)")
-#: Kinds of nodes with entries -> the function that makes the container.
-_CONTAINERS: dict[object, Callable[..., object]] = {"dict": dict, "list": list, "tuple": tuple}
-
-
-def _encoded(value: object, tensors: dict[str, Value], path: tuple[object, ...] = ()) -> _Node:
-    """A nested state as a tree; the tensors are added to ``tensors``."""
-    name = ".".join(map(str, path))
-    if len(path) > 100:
-        raise DTypeError(f"{name[:50]!r} is nested too deep", expected="up to 100 levels")
-    if isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
-        if name in tensors:
-            raise UsageError(
-                f"two tensors would have the name {name!r}", remedy="rename one of them"
-            )
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        for key in value:
-            if isinstance(key, bool) or not isinstance(key, (str, int)):
-                raise DTypeError(
-                    f"{name!r} has the key {key!r}", expected="text and integers as keys"
-                )
-        pairs = [[key, _encoded(entry, tensors, (*path, key))] for key, entry in value.items()]
-        return {"dict": pairs}
-    if isinstance(value, (list, tuple)):
-        entries = [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]
-        return {"tuple" if isinstance(value, tuple) else "list": entries}
-    return {"value": _encoded_leaf(name, value)}
-
-
-def _encoded_leaf(name: str, value: object) -> object:
-    """A value that is no tensor and no container as JSON."""
-    if isinstance(value, torch.dtype):
-        return {"dtype": dtype_name(value)}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(float(value))}  # JSON has no infinities and no NaN
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise DTypeError(
-        f"{name!r} is a {type(value).__name__}",
-        expected="a tensor, number, text, bool, None or torch.dtype, or a dict, list or tuple of "
-        "them",
-        remedy="leave it out",
-    )
-
-
-class _OpenedNode(NamedTuple):
-    """A node of a tree.
-
-    Attributes:
-        kind: the kind: ``"tensor"``, ``"value"`` or a container.
-        content: the name of a tensor, a value, or the entries as JSON.
-        entries: the entries of a container, by key; empty for tensors and values.
-    """
-
-    kind: object
-    content: object
-    entries: dict[object, object]
-
-
-def _opened(node: object) -> _OpenedNode:
-    """A node in parts; TypeError or ValueError if it is no node."""
-    if not isinstance(node, dict):
-        raise TypeError("a node is no dict")
-    ((kind, content),) = node.items()
-    if kind == "dict":
-        return _OpenedNode(kind, content, dict(content))
-    if kind in _CONTAINERS:
-        return _OpenedNode(kind, content, dict(enumerate(content)))
-    return _OpenedNode(kind, content, {})
-
-
-def _decoded(node: object, tensors: Mapping[str, Value]) -> object:
-    """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError if the
-    tree is invalid."""
-    kind, content, entries = _opened(node)
-    if kind == "tensor":
-        if not isinstance(content, str):
-            raise TypeError("the name of a tensor is no text")
-        return tensors[content]
-    if kind == "value":
-        return _decoded_leaf(content)
-    values = {key: _decoded(entry, tensors) for key, entry in entries.items()}
-    container = _CONTAINERS[kind]
-    return container(values if kind == "dict" else values.values())
-
-
-def _decoded_leaf(content: object) -> object:
-    if not isinstance(content, dict):
-        return content
-    ((special, text),) = content.items()
-    if special == "float":
-        return float(text)
-    return DTYPES[text]
-
-
-def _leaves(node: object, path: str = "") -> dict[str, _Node]:
-    """Tensors, values and empty containers in a tree, by their names in error messages."""
-    entries = _opened(node).entries
-    if not entries and isinstance(node, dict):
-        return {path.removeprefix("."): node}
-    leaves: dict[str, _Node] = {}
-    for key, entry in entries.items():
-        leaves |= _leaves(entry, f"{path}.{key}")
-    return leaves
-
-
-def _has_tensors(node: object) -> bool:
-    return any("tensor" in leaf for leaf in _leaves(node).values())
-
-
-def _merged(target: object, saved: object) -> object:
-    """The target tree with the values of a saved tree.
-
-    Tensors, and entries that only the target has, stay.
-    """
-    ours, theirs = _opened(target), _opened(saved)
-    tensors = _has_tensors(target) or _has_tensors(saved)
-    same_kind = ours.kind == theirs.kind and ours.kind in _CONTAINERS
-    same_length = len(ours.entries) == len(theirs.entries)
-    if not same_kind or not (ours.kind == "dict" or tensors or same_length):
-        return target if tensors else saved
-    entries: dict[object, object] = {}
-    for key, entry in ours.entries.items():
-        entries[key] = _merged(entry, theirs.entries[key]) if key in theirs.entries else entry
-    for key, entry in theirs.entries.items():
-        if key not in ours.entries and not _has_tensors(entry):
-            entries[key] = entry
-    if ours.kind == "dict":
-        return {"dict": list(entries.items())}
-    return {ours.kind: list(entries.values())}
 
 
 class _FlatState:
@@ -187,7 +53,7 @@ class _FlatState:
         if not isinstance(state, Mapping):
             raise DTypeError(f"the state is a {type(state).__name__}", expected="a dict")
         self.values: dict[str, Value] = {}
-        self.tree = _encoded(state, self.values)
+        self.tree = encoded(state, self.values)
         self.tensors, self.quantized = flatten_values(self.values, derived=False)
         self.owners = {name: name for name in self.tensors}
         for name, entry in self.quantized.items():
@@ -275,7 +141,7 @@ def _differing(flat: _FlatState, ranks: Ranks) -> dict[str, list[str]]:
 
 def _texts_of(flat: _FlatState) -> dict[str, str]:
     """Everything of a state that has to be equal on all ranks, as JSON."""
-    parts: dict[str, object] = {**_leaves(flat.tree)}
+    parts: dict[str, object] = {**leaves_of(flat.tree)}
     for name, entry in flat.quantized.items():
         parts[f"{name} (quantized)"] = entry
     for name, tensor in flat.tensors.items():
@@ -330,7 +196,7 @@ def load_sharded(
 
     ranks = Ranks(group)
     reader = ranks.each(lambda: FolderReader(path))
-    flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
+    flat, result, saved_names = ranks.each(lambda: _matched(state, reader, strict, ranks))
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(
             f"{path} is not the same checkpoint on all ranks", expected="a shared file system"
@@ -339,7 +205,7 @@ def load_sharded(
     if verify:
         own_files = sorted(reader.index.files)[ranks.rank :: ranks.world]
     ranks.each(lambda: [reader.file(name, verify=True) for name in own_files])
-    pairs = ranks.each(lambda: _pairs(flat, stored, reader, ranks))
+    pairs = ranks.each(lambda: _pairs(flat, saved_names, reader, ranks))
     # Data derived from the bytes of quantized tensors is outdated now.
     for name in flat.quantized:
         storage = local_tensor(flat.values[name])
@@ -352,13 +218,13 @@ def load_sharded(
 
 
 def _pairs(
-    flat: _FlatState, stored: Mapping[str, str], reader: "FolderReader", ranks: Ranks
+    flat: _FlatState, saved_names: Mapping[str, str], reader: "FolderReader", ranks: Ranks
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of a tensor to write and its mapped new value.
 
     Args:
         flat: the state to load into.
-        stored: the name in the checkpoint of each tensor that is loaded.
+        saved_names: the name in the checkpoint of each tensor that is loaded.
         reader: the checkpoint.
         ranks: the ranks that load.
     """
@@ -367,9 +233,11 @@ def _pairs(
     largest = {
         name
         for name in description["largest"]
-        if name in stored and len(description["per_rank"][name]) != ranks.world
+        if name in saved_names and len(description["per_rank"][name]) != ranks.world
     }
-    shards = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
+    shards = {
+        saved: flat.tensors[name] for name, saved in saved_names.items() if name not in largest
+    }
     wholes = [
         (flat.tensors[name], reader.whole(name))
         for name in description["largest"]
@@ -391,12 +259,12 @@ def _matched(
     flat = _FlatState(state)
     path, description = reader.path, reader.index.description
     with translated(f"{path} describes no state", "what save_sharded wrote"):
-        tree = _merged(flat.tree, description["state"])
-        missing, unexpected = _differing_names(_leaves(tree), _leaves(description["state"]))
-        result = _decoded(tree, flat.values)
+        tree = merged(flat.tree, description["state"])
+        missing, unexpected = _differing_names(leaves_of(tree), leaves_of(description["state"]))
+        result = decoded(tree, flat.values)
     if strict:
         _check_names(path, missing, unexpected)
-    stored: dict[str, str] = {}
+    saved_names: dict[str, str] = {}
     for name, tensor in flat.tensors.items():
         owner = flat.owners[name]
         if owner in missing:
@@ -411,14 +279,14 @@ def _matched(
             )
         # If as many ranks saved tensors of their own, each rank loads its own; else that of rank 0.
         names = description["per_rank"].get(name, [])
-        stored[name] = names[ranks.rank] if len(names) == ranks.world else name
-        _check_same_shape(stored[name], tensor, reader)
+        saved_names[name] = names[ranks.rank] if len(names) == ranks.world else name
+        _check_same_shape(saved_names[name], tensor, reader)
         check_writable(owner, local_tensor(tensor))
-    return flat, result, stored
+    return flat, result, saved_names
 
 
 def _differing_names(
-    ours: Mapping[str, _Node], theirs: Mapping[str, _Node]
+    ours: Mapping[str, Node], theirs: Mapping[str, Node]
 ) -> tuple[list[str], list[str]]:
     """The names of the state that a checkpoint misses, and those of its tensors that the state
     misses.
@@ -555,7 +423,7 @@ def is_complete(path: AnyPath) -> bool:
     The bytes of the tensors are not read here; loading checks them. Raises DTypeError if ``path``
     is no path.
     """
-    from ottava.checkpoint.storage import read_index
+    from ottava.checkpoint.index import read_index
 
     with contextlib.suppress(CheckpointError):
         return bool(read_index(as_path(path)))

@@ -1,24 +1,18 @@
 """Storage of ``torch.distributed.checkpoint`` that pickles nothing: a safetensors file for each
 rank, and an index.
 
-The index, ``ottava.json``, is JSON with a checksum and contains no code. It is written last. A
-folder is not a checkpoint if the index is missing or damaged, or if a file has another length than
-the index says.
+The index (``index.py``) is written last, into a hidden folder that then gets the name of the
+checkpoint. So a folder with an index in order is a whole checkpoint.
 """
 
 import contextlib
 import fcntl
-import json
-import math
 import os
-import re
 import secrets
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -31,14 +25,21 @@ from torch.futures import Future
 
 from ottava.checkpoint.files import (
     CHECKSUM_KEY,
-    DTYPES,
     INDEX_NAME,
-    RESAVE,
     dtype_name,
     read_tensors,
     write_tensors,
 )
-from ottava.checkpoint.flatten import Entry, check_entry, described
+from ottava.checkpoint.flatten import described
+from ottava.checkpoint.index import (
+    FILE_NAME,
+    Description,
+    ShardEntry,
+    StoredShard,
+    TensorEntry,
+    encoded_index,
+    read_index,
+)
 from ottava.collectives import Ranks
 from ottava.errors import CheckpointError, translated
 from ottava.filesystem import (
@@ -47,205 +48,9 @@ from ottava.filesystem import (
     as_path,
     mode_of,
     opened,
-    read_bytes,
     sync,
     write_new,
 )
-
-_FILE_NAME = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]+)?\.safetensors")
-_VERSION = 2
-# The checksum is computed from all bytes that follow this start.
-_START = b'{"crc32":"%08x","checkpoint":'
-
-
-class Description(TypedDict):
-    """The state in a checkpoint.
-
-    Attributes:
-        state: the nested state, in which names stand for tensors (see ``sharded.py``).
-        quantized: the entries of quantized tensors, by name.
-        per_rank: the plain tensors that differ between ranks, with the name of each rank's tensor.
-        largest: those of them that the next step would have reduced by MAX.
-    """
-
-    state: dict[str, object]
-    quantized: dict[str, Entry]
-    per_rank: dict[str, list[str]]
-    largest: list[str]
-
-
-class _ShardEntry(TypedDict):
-    """A shard in the index as JSON."""
-
-    file: str
-    key: str
-    offsets: Sequence[int]
-    shape: Sequence[int]
-
-
-class _TensorEntry(TypedDict):
-    """A tensor in the index as JSON."""
-
-    dtype: str
-    shape: Sequence[int]
-    shards: list[_ShardEntry]
-
-
-class _Body(TypedDict):
-    """The index as JSON, without its checksum; ``files`` has lengths in bytes and checksums."""
-
-    version: int
-    files: dict[str, tuple[int, str]]
-    tensors: dict[str, _TensorEntry]
-    description: Description
-
-
-@dataclass
-class StoredShard(dcp.ChunkStorageMetadata):
-    """A block of a tensor, the file that holds it, and its name in the file."""
-
-    file: str
-    key: str
-
-
-@dataclass(frozen=True)
-class Index:
-    """The content of ``ottava.json``.
-
-    Attributes:
-        files: the length in bytes and the checksum of each file.
-        tensors: the tensors with their shards, which are :class:`StoredShard`.
-        description: the description of the state.
-        crc32: the checksum of the index itself.
-    """
-
-    files: dict[str, tuple[int, str]]
-    tensors: dict[str, dcp.TensorStorageMetadata]
-    description: Description
-    crc32: int
-
-    def shards(self, name: str) -> list[StoredShard]:
-        """The shards of a tensor."""
-        return [shard for shard in self.tensors[name].chunks if isinstance(shard, StoredShard)]
-
-
-def read_index(folder: Path, tries: int = 10) -> Index:
-    """The checked index of the checkpoint in ``folder``; all of its files exist with their full
-    lengths."""
-    path = folder / INDEX_NAME
-    with translated(
-        f"{path} cannot be read", "the index", "latest_checkpoint() finds the newest whole one"
-    ):
-        text = read_bytes(path)
-    with translated(f"{path} is damaged", "the index of a sharded checkpoint", "load another one"):
-        index = _decoded(path, text)
-    for name, (expected, _) in index.files.items():
-        file = folder / name
-        size = _size_of(file)
-        if size == expected:
-            continue
-        # A writer that replaces the checkpoint removes the old files; then read the new index.
-        with contextlib.suppress(OSError):
-            if tries > 1 and read_bytes(path) != text:
-                return read_index(folder, tries - 1)
-        raise CheckpointError(
-            f"{file} has {'no' if size is None else size} bytes",
-            expected=f"{expected}",
-            remedy="load another checkpoint",
-        )
-    return index
-
-
-def _size_of(file: Path) -> int | None:
-    """The length of a file in bytes; None if there is no such file."""
-    with translated(
-        f"{file} cannot be read", "a file of the checkpoint", "load another one", of=OSError
-    ):
-        with contextlib.suppress(FileNotFoundError):
-            if file.is_file():
-                return file.stat().st_size
-    return None
-
-
-def _decoded(path: Path, text: bytes) -> Index:
-    """The index in a JSON text; any exception if the text has another form."""
-    start = len(_START % 0)
-    crc32 = zlib.crc32(text[start:])
-    if text[:start] != _START % crc32:
-        raise ValueError("its checksum is another")
-    body: _Body = json.loads(text)["checkpoint"]
-    if body["version"] != _VERSION:
-        raise CheckpointError(
-            f"{path} has version {body['version']!r}", f"version {_VERSION}", RESAVE
-        )
-    files = {
-        name: (_sizes([size])[0], str(checksum)) for name, (size, checksum) in body["files"].items()
-    }
-    # The names come from a file and must not lead out of the folder.
-    if not all(map(_FILE_NAME.fullmatch, files)):
-        raise ValueError("it names other files than those of a checkpoint")
-    tensors = {name: _decoded_tensor(name, entry) for name, entry in body["tensors"].items()}
-    index = Index(files, tensors, body["description"], crc32)
-    for name in tensors:
-        if not all(shard.file in files for shard in index.shards(name)):
-            raise ValueError(f"the shards of {name!r} do not make the whole")
-    _check_description(index)
-    return index
-
-
-def _decoded_tensor(name: str, entry: _TensorEntry) -> dcp.TensorStorageMetadata:
-    name.encode()  # raises UnicodeError for half a character
-    shards: list[dcp.ChunkStorageMetadata] = [
-        StoredShard(
-            _sizes(shard["offsets"]), _sizes(shard["shape"]), shard["file"], str(shard["key"])
-        )
-        for shard in entry["shards"]
-    ]
-    properties = dcp.TensorProperties(dtype=DTYPES[entry["dtype"]])
-    tensor = dcp.TensorStorageMetadata(properties, _sizes(entry["shape"]), shards)
-    if not is_whole(tensor):
-        raise ValueError(f"the shards of {name!r} do not make the whole")
-    return tensor
-
-
-def _check_description(index: Index) -> None:
-    """Check that a description has the right form and names tensors of the index; any exception if
-    it does not."""
-    description = index.description
-    for entry in description["quantized"].values():
-        check_entry(entry)
-    right = isinstance(description["state"], dict)
-    right &= set(description["largest"]) <= set(description["per_rank"])
-    for names in description["per_rank"].values():
-        tensors = [index.tensors[name] for name in names]
-        right &= len({(tensor.properties.dtype, tensor.size) for tensor in tensors}) == 1
-    if not right:
-        raise ValueError("it does not describe files and the state")
-
-
-def _sizes(values: object) -> torch.Size:
-    if not isinstance(values, list) or any(
-        type(value) is not int or not 0 <= value < 1 << 60 for value in values
-    ):
-        raise ValueError(f"{values!r:.80} is no list of sizes")
-    return torch.Size(values)
-
-
-def is_whole(tensor: dcp.TensorStorageMetadata) -> bool:
-    """Whether shards lie inside of a tensor, begin at different places and together have its
-    size."""
-    for shard in tensor.chunks:
-        ends = [offset + size for offset, size in zip(shard.offsets, shard.sizes, strict=True)]
-        if len(ends) != len(tensor.size) or any(
-            end > size for end, size in zip(ends, tensor.size, strict=True)
-        ):
-            return False
-    with_elements = [shard for shard in tensor.chunks if math.prod(shard.sizes)]
-    size = sum(math.prod(shard.sizes) for shard in with_elements)
-    places = {shard.offsets for shard in with_elements}
-    return (
-        bool(tensor.chunks) and size == math.prod(tensor.size) and len(places) == len(with_elements)
-    )
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -290,7 +95,7 @@ def publish(partial: Partial, overwrite: bool) -> None:
             os.replace(source / INDEX_NAME, target / INDEX_NAME)
             sync(target)
             for old in os.listdir(target):
-                if _FILE_NAME.fullmatch(old) and old not in files:
+                if FILE_NAME.fullmatch(old) and old not in files:
                     (target / old).unlink(missing_ok=True)
     sync(target.parent)
 
@@ -362,7 +167,7 @@ class FolderWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         path, mode = plan.storage_data
         tensors: dict[str, torch.Tensor] = {}
-        shards: list[tuple[dcp.MetadataIndex, _ShardEntry]] = []
+        shards: list[tuple[dcp.MetadataIndex, ShardEntry]] = []
         for item in plan.items:
             shard = _shard_entry(item, path.name)
             if shard is None:
@@ -382,17 +187,17 @@ class FolderWriter(StorageWriter):
             with _written(path):
                 checksum = write_tensors(path, tensors, described({}), mode)
                 file = (path.stat().st_size, checksum)
-        written: Future[list[WriteResult]] = Future()
-        written.set_result(
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(
             [
                 WriteResult(index, tensors[shard["key"]].nbytes, (shard, file))
                 for index, shard in shards
             ]
         )
-        return written
+        return future
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        tensors: dict[str, _TensorEntry] = {
+        tensors: dict[str, TensorEntry] = {
             name: {
                 "dtype": dtype_name(tensor.properties.dtype),
                 "shape": tensor.size,
@@ -406,22 +211,15 @@ class FolderWriter(StorageWriter):
             shard, file = result.storage_data
             files[shard["file"]] = file
             tensors[result.index.fqn]["shards"].append(shard)
-        body: _Body = {
-            "version": _VERSION,
-            "files": files,
-            "tensors": tensors,
-            "description": self.description,
-        }
-        index = self.partial.path / INDEX_NAME
         with _written(self.path):
-            rest = json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"}\n"
-            write_new(index, _START % zlib.crc32(rest) + rest, self._mode)
+            text = encoded_index(files, tensors, self.description)
+            write_new(self.partial.path / INDEX_NAME, text, self._mode)
             # The index is checked before the folder gets its name.
             read_index(self.partial.path)
             publish(self.partial, self.overwrite)
 
 
-def _shard_entry(item: WriteItem, file: str) -> _ShardEntry | None:
+def _shard_entry(item: WriteItem, file: str) -> ShardEntry | None:
     """The shard that a rank writes to ``file``; None for the empty shard of a rank that has no
     rows."""
     data = item.tensor_data

@@ -105,12 +105,12 @@ def _quantizer(fp8_format: str) -> Quantizer:
                 expected="a quantizer from its fake_quantizer()",
             )
         return quantizer.copy()
-    known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
+    formats = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
     # The package of a recipe and its formats are named after the recipe.
     match = re.fullmatch(f"(.+)({E4M3.name}|{E5M2.name})", fp8_format)
     remedy = f"pip install ottava-recipes-{match[1].lower()}" if match else ""
     raise OptionError(
         f"no installed recipe serves the format {fp8_format!r}",
-        expected=", ".join(known),
+        expected=", ".join(formats),
         remedy=remedy,
     )
