@@ -137,6 +137,31 @@ def test_evaluation_changes_nothing() -> None:
     assert same(states(net), before)
 
 
+def test_an_evaluation_outside_of_regions_leaves_layers_in_their_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks that evaluate alone would otherwise reduce the layers one by one afterwards."""
+    layers = [Linear(16, 16, recipe=delayed()) for _ in range(2)]
+    net = torch.nn.Sequential(*layers)
+    counts: list[int] = []
+    update = DelayedScaling.update_states
+
+    def counting(self: Any, updated: Any, group: Any) -> None:
+        counts.append(len(updated))
+        update(self, updated, group)
+
+    monkeypatch.setattr(DelayedScaling, "update_states", counting)
+    for step in range(3):
+        with ottava.autocast():
+            net(batch(step)).sum().backward()
+        counts.clear()
+        with torch.no_grad():
+            net(batch(step))
+    with ottava.autocast():
+        net(batch(3))
+    assert counts == [2]
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputation_records_once(use_reentrant: bool) -> None:
     plain = ottava.convert(model(), delayed())

@@ -20,7 +20,7 @@ from ottava.kernels.checks import check_dtype, check_fits
 from ottava.kernels.products import compute_dtype, without_autocast
 from ottava.kernels.table import rounded
 from ottava.layout import as_matrix_shape
-from ottava.tensors.operand import Operand
+from ottava.tensors.operand import Side
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -139,7 +139,7 @@ def _product(
         of_elements = product_of(left, right)
         if of_elements is not None:
             return of_elements(left, right, bias, dtype, fast)
-    exact = _is_exact_in_bfloat16(a) and _is_exact_in_bfloat16(b)
+    exact = _is_exact_in_bfloat16(a, left) and _is_exact_in_bfloat16(b, right)
     compute = compute_dtype(a.device, dtype, exact)
     if left is None:
         left = dense_side(a, a_by_column, compute)
@@ -148,8 +148,10 @@ def _product(
     return decoded_mm(left, right, bias, dtype, compute)
 
 
-def _is_exact_in_bfloat16(x: Matrix) -> bool:
-    return isinstance(x, QuantizedTensorStorage | Operand) or x.dtype == torch.bfloat16
+def _is_exact_in_bfloat16(x: Matrix, side: Side | None) -> bool:
+    """Whether bfloat16 holds the values of an operand: elements fit, other values have the dtype of
+    the matrix."""
+    return side is not None or x.dtype == torch.bfloat16
 
 
 def has_own_product(x: QuantizedTensorStorage) -> bool:

@@ -37,7 +37,7 @@ class PlannedSide(NamedTuple):
 
     Attributes:
         element: the code of the element format.
-        rows, columns: of the stored data.
+        height, width: of the stored data.
         folded: whether scales are part of the decoded values.
         e8m0: whether scales are E8M0, else float32.
         block_rows, block_columns: of a stored block, 0 for all.
@@ -46,8 +46,8 @@ class PlannedSide(NamedTuple):
     """
 
     element: int
-    rows: int
-    columns: int
+    height: int
+    width: int
     folded: bool
     e8m0: bool
     block_rows: int
@@ -128,7 +128,7 @@ class LayerProduct:
     def _planned(self, left: Side, right: Side, bias: Tensor | None) -> Tensor | None:
         """None where :func:`multiply` computes it."""
         if self._changes != backends.changes or self._layouts != (left.layout, right.layout):
-            # The operators that a mode or a profiler observes are those of multiply.
+            # Nothing is decided while dispatch is observed. What is decided checks for itself.
             if not is_direct(left.values, right.values):
                 return None
             self._decide(left, right, bias)

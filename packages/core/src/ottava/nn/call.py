@@ -230,17 +230,16 @@ def is_of_step(
 def enter_step(
     layer: Layer, state: RecipeState, region: Region | None, training: bool, compiling: bool
 ) -> None:
-    """Have a stateful state take part in the step of its region; outside of any region, begin a
-    step of its own."""
+    """Have a stateful state take part in the step of its region. Outside of any region a pass in
+    training begins a step of its own, and an evaluation changes nothing."""
     if region is not None:
         take_part(layer, state, region, training, compiling)
         return
-    if training:
-        begin_alone(state, in_pipeline=not compiling and PIPELINES in sys.modules)
+    if not training:
+        return
+    begin_alone(state, in_pipeline=not compiling and PIPELINES in sys.modules)
     if not compiling:
-        went_back = state._phase is Phase.WENT_BACK and not training
-        phase = Phase.WENT_BACK if went_back else Phase.RAN
-        state.__dict__.update(step=None, _phase=phase)
+        state.__dict__.update(step=None, _phase=Phase.RAN)
 
 
 def take_part(
@@ -255,6 +254,7 @@ def take_part(
     if training or region.calibrating:
         region.step.join(layer, state, region.group, region.calibrating, compiling)
     elif not compiling and state._phase is Phase.SETTLED:
+        # A checkpoint that is loaded next has the state begin the next step of this region.
         state.step = region.step
 
 

@@ -103,7 +103,7 @@ def _forward(
         assert plan.quantize_weight is not None
         qw = plan.quantize_weight(weight)
     if observed and bias is not None:
-        # An exported program would give the bias a gradient, and nothing else one.
+        # torch.export would record a gradient of the bias alone, because the products are opaque.
         bias = bias.detach()
     y = plan.fprop(qx, qw, bias)
     compiling = observed and torch.compiler.is_compiling()
@@ -160,8 +160,7 @@ class LinearFunction(torch.autograd.Function):
         elif plan.x_needs:
             w_tensors, ctx.w_spec = _saved_weight(qw, one_pass)
         ctx.save_for_backward(*x_tensors, *w_tensors, primary)
-        # The weight of microbatches is left out: the graph outlives the backward pass, and would
-        # keep it for as long.
+        # The Pass is not kept: its quantized weight would live as long as the graph does.
         ctx.plan = plan
         ctx.main_grad = one_pass.main_grad
         ctx.weight = None
@@ -200,7 +199,7 @@ def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
     compiling = torch.compiler.is_compiling()
     if plan.state.stateful and not compiling:
         plan.state.note_backward()
-    # Read once: activation checkpointing gives them back no second time.
+    # Read once, because activation checkpointing frees saved tensors at the first read.
     tensors = ctx.saved_tensors
     if dy.dim() != 2:
         dy = as_matrix(dy)
@@ -346,6 +345,7 @@ class IntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: AddingContext, *grads: Tensor) -> tuple[None, None]:
-        ctx.target.add_(grads[0])
+        with torch.no_grad():
+            ctx.target.add_(grads[0])
         note_added(ctx.weight)
         return None, None

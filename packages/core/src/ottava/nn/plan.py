@@ -111,15 +111,31 @@ def plan_for(
     amp_dtype = None
     if compiling or any_autocast_enabled():
         amp_dtype = autocast_dtype(weight, compiling)
-    accumulates = layer.fuse_wgrad_accumulation
-    state = call.state
-    assert state is not None
-    changes = compiling or not state.keeps_quantizers
-    if changes or type(input) not in _PLAIN or input.is_nested:
-        # The sizes of a traced tensor need not be numbers.
-        return _make_plan(layer, call, input, weight, bias, amp_dtype, accumulates, compiling)
+    if compiling or type(input) not in _PLAIN or input.is_nested:
+        # The sizes of a traced tensor need not be numbers, and those of a nested one are none.
+        return _make_plan(layer, call, input, weight, bias, amp_dtype, compiling)
+    kind = _kind_of(layer, call, input, weight, bias, amp_dtype)
+    plans: dict[Hashable, Plan] = layer._binding.plans
+    plan = plans.get(kind)
+    if plan is None:
+        plan = _make_plan(layer, call, input, weight, bias, amp_dtype, compiling)
+        if len(plans) >= LIMIT:
+            plans.clear()
+        plans[kind] = plan
+    return plan
+
+
+def _kind_of(
+    layer: Layer,
+    call: Call,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    amp_dtype: torch.dtype | None,
+) -> Hashable:
+    """What calls have in common that one plan serves: all that a plan is decided by."""
     gradients = torch.is_grad_enabled()
-    key = (
+    return (
         call.recording,
         call.evaluating,
         input.shape,
@@ -134,17 +150,9 @@ def plan_for(
         gradients and weight.requires_grad,
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.layout),
         amp_dtype,
-        accumulates,
+        layer.fuse_wgrad_accumulation,
         backends.changes,
     )
-    plans: dict[Hashable, Plan] = layer._binding.plans
-    plan = plans.get(key)
-    if plan is None:
-        plan = _make_plan(layer, call, input, weight, bias, amp_dtype, accumulates, compiling)
-        if len(plans) >= LIMIT:
-            plans.clear()
-        plans[key] = plan
-    return plan
 
 
 def _make_plan(
@@ -154,7 +162,6 @@ def _make_plan(
     weight: Tensor,
     bias: Tensor | None,
     amp_dtype: torch.dtype | None,
-    accumulates: bool,
     compiling: bool,
 ) -> Plan:
     """Check the operands of a call, and decide how calls like it compute."""
@@ -169,7 +176,8 @@ def _make_plan(
         _read_numbers(state, x_needs, w_needs)
     saves_input = w_needs and "input" in state.wgrad_unquantized
     wgrad_quantized = w_needs and "grad_output" not in state.wgrad_unquantized
-    prepared = partial(_traced if compiling else _prepared, weight.device, dtype)
+    asks_later = compiling or (state.stateful and not state.keeps_quantizers)
+    prepared = partial(_asking_later if asks_later else _prepared, weight.device, dtype)
     columns_of_x = w_needs and not saves_input
     quantize_weight = quantize_grad_output = None
     if not isinstance(weight, QuantizedTensorStorage):
@@ -180,23 +188,23 @@ def _make_plan(
         )
     product = _operator if compiling else LayerProduct
     return Plan(
-        prepared(partial(_quantizer, call, state, "input", columns_of_x)),
-        quantize_weight,
-        quantize_grad_output,
-        product("fprop", dtype, use_split_accumulator=False),
-        product("dgrad", dtype),
-        product("wgrad", dtype, accumulates=accumulates),
-        state,
-        call.evaluating,
-        dtype,
-        amp_dtype,
-        x_needs,
-        w_needs,
-        saves_input,
-        wgrad_quantized,
-        input.shape,
-        input.dtype,
-        weight.dtype,
+        quantize_input=prepared(partial(_quantizer, call, state, "input", columns_of_x)),
+        quantize_weight=quantize_weight,
+        quantize_grad_output=quantize_grad_output,
+        fprop=product("fprop", dtype, use_split_accumulator=False),
+        dgrad=product("dgrad", dtype),
+        wgrad=product("wgrad", dtype, accumulates=layer.fuse_wgrad_accumulation),
+        state=state,
+        evaluating=call.evaluating,
+        dtype=dtype,
+        amp_dtype=amp_dtype,
+        x_needs=x_needs,
+        w_needs=w_needs,
+        saves_input=saves_input,
+        wgrad_quantized=wgrad_quantized,
+        x_shape=input.shape,
+        x_dtype=input.dtype,
+        w_dtype=weight.dtype,
     )
 
 
@@ -217,15 +225,18 @@ def _prepared(
     return quantizer().quantization(device, dtype)
 
 
-def _traced(
+def _asking_later(
     device: torch.device, dtype: torch.dtype, quantizer: Callable[[], Quantizer]
 ) -> Quantize:
-    """How a quantizer quantizes, asked where compiled code quantizes: the buffers that it reads and
-    writes are to be taken there, in the forward or in the backward graph."""
-    return partial(_quantize_traced, device, dtype, quantizer)
+    """How a quantizer quantizes that is asked for when a matrix is quantized.
+
+    A state may give another one each time. Compiled code takes the buffers of a state where it
+    quantizes, in the forward or in the backward graph.
+    """
+    return partial(_ask_and_quantize, device, dtype, quantizer)
 
 
-def _quantize_traced(
+def _ask_and_quantize(
     device: torch.device, dtype: torch.dtype, quantizer: Callable[[], Quantizer], matrix: Tensor
 ) -> Operand | QuantizedTensorStorage:
     own = quantizer()
@@ -243,7 +254,8 @@ def _operator(
     accumulates: bool = False,
     use_split_accumulator: bool = True,
 ) -> Product:
-    """A product as compiled code has it: its sums are added to ``out`` in one operator more."""
+    """A product as compiled code has it. Where ``accumulates``, whose sums stay float32 until they
+    are added, :func:`multiply` sees that by ``out``."""
 
     def product(
         a: Matrix, b: Matrix, bias: Tensor | None = None, out: Tensor | None = None

@@ -111,9 +111,10 @@ class RecipeState:
     shared_by_copies: ClassVar[tuple[str, ...]] = ("factory",)
     #: The :class:`ottava.Recipe`. Any, because its module imports this one.
     recipe: Any
-    #: Whether :meth:`quantizer` always gives the same quantizers for the same arguments. Layers ask
-    #: for them once; with False in each forward pass.
-    keeps_quantizers: bool = True
+    #: Of a stateful one: whether :meth:`quantizer` always gives the same quantizers for the same
+    #: arguments, which find the buffers that the state has by then. With True a layer asks for them
+    #: once, and with False in each forward pass.
+    keeps_quantizers: bool = False
     #: Operands of wgrad that are not quantized: those whose recipes say so.
     wgrad_unquantized: tuple[str, ...] = ()
     # The quantizer factory that was put over the recipe when this was made.

@@ -94,7 +94,8 @@ class Step:
 
     Invariants:
 
-    - A step has one all-reduce; the comparison of the ranks before the first one is extra.
+    - A step has one all-reduce for each recipe; the comparison of the ranks before the first one is
+      extra.
     - All quantizations of a step use one scale, those of recomputations included.
     - Evaluation, and a rank that evaluates alone, move nothing.
     - A state's life ends with its layer, not when a garbage collector runs (:class:`Members`).

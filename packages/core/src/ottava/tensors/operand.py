@@ -20,16 +20,16 @@ Above = Any
 
 
 class Side(NamedTuple):
-    """A matrix in one direction, as a product reads it.
+    """A matrix in one direction, as a product reads it: quantized, or in high precision.
 
     Attributes:
-        values: a matrix in high precision, or the bytes of elements; of columnwise data that a
-            layout transposes, the transpose.
-        scales: of elements, as they are stored; of high precision a float32 scalar that multiplies
-            the product, or None.
+        values: the bytes of the elements, transposed where the layout transposes columnwise data;
+            or the matrix in high precision.
+        scales: the scales of the elements, as they are stored; or a float32 scalar that multiplies
+            a matrix in high precision, or None.
         layout: the text of the layout of the elements; empty for high precision.
-        columnwise: whether the product sums over the rows of the matrix; of elements, whether these
-            are columnwise data.
+        columnwise: whether the product sums along the columns of the matrix, and reads columnwise
+            data if the side is quantized.
         source: the storage that owns the elements, whose cache keeps what products make of them;
             None if no later product meets them again.
     """
@@ -50,13 +50,16 @@ class Side(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A quantized matrix: a side for each usage that its quantizer was asked for.
+    """A quantized matrix: a side for each usage that its quantizer was asked for, or two where one
+    buffer serves both usages.
 
     Invariant, of each side: ``matrix ≈ float32(element) * scale`` of the element's block.
 
     Attributes:
-        rows: what fprop reads of an input or a weight, and dgrad of ``grad_output``.
-        columns: what dgrad reads of a weight, and wgrad of both its operands.
+        rows: for products that sum along each row: fprop reads those of an input and a weight,
+            dgrad those of ``grad_output``.
+        columns: for products that sum along each column: dgrad reads those of a weight, wgrad those
+            of both its operands.
         quantizer: the ``GridQuantizer`` that made it.
         dtype: the nominal dtype.
     """
