@@ -193,23 +193,22 @@ class GridBatch(ShardBatch):
         self._scales: Scales = getattr(rule_of(quantizer), "scales", scales_of_layout)
         self._layout = layout_of(quantizer)
         self._matrices = [as_matrix_shape(job.shape) for job in jobs]
-        self._shards = (
-            Shards(
-                [job.shard for job in jobs],
-                [job.dtype for job in jobs],
-                self._matrices,
-                [job.start_offset for job in jobs],
-            ),
-            [self._layout.text] * len(jobs),
+        self._shards = Shards(
+            [job.shard for job in jobs],
+            [job.dtype for job in jobs],
+            self._matrices,
+            [job.start_offset for job in jobs],
         )
+        self._layout_texts = [self._layout.text] * len(jobs)
         self._scale_buffers: list[torch.Tensor] = []
         self._scale_views = self._allocate_scales()
         self._shared_scales: list[_SharedScale] = []
         # For each usage and job, the factors and the data that the cast writes.
         self._pairs: tuple[list[_Pair | None], list[_Pair | None]]
         self._pairs = [None] * len(jobs), [None] * len(jobs)
-        # The holders' tensors of scales, and the values for each.
-        self._stored: list[_Pair] = []
+        # The holders' tensors of scales, and the stored scale that each of them gets.
+        self._scale_targets: list[torch.Tensor] = []
+        self._scale_values: list[torch.Tensor] = []
         for number in range(len(jobs)):
             self._plan_writes(number)
 
@@ -255,7 +254,9 @@ class GridBatch(ShardBatch):
                 continue
             factors, stored = self._scales_of(number, columnwise)
             self._pairs[columnwise][number] = factors, data[usage]
-            self._stored += output.places(scales.get(usage) or scales["both"], stored)
+            for target, values in output.places(scales.get(usage) or scales["both"], stored):
+                self._scale_targets.append(target)
+                self._scale_values.append(values)
 
     def _scales_of(self, number: int, columnwise: bool) -> _Pair:
         """The tensors of factors and of stored scales for one usage of a job, one for each
@@ -273,7 +274,8 @@ class GridBatch(ShardBatch):
 
     def amaxes(self) -> torch.Tensor:
         amaxes = torch.zeros_like(self._scale_buffers[0], dtype=torch.float32)
-        backend_module(amaxes.device.type).grid_multi_amax(*self._shards, amaxes)
+        backend = backend_module(amaxes.device.type)
+        backend.grid_multi_amax(self._shards, self._layout_texts, amaxes)
         return amaxes
 
     def cast(self, amaxes: torch.Tensor) -> None:
@@ -284,9 +286,11 @@ class GridBatch(ShardBatch):
             scale.blocks.copy_(
                 for_blocks(scale.areas, self._layout, scale.columnwise, scale.matrix)
             )
-        if self._stored:
-            foreach_copy_(*map(list, zip(*self._stored, strict=True)))
-        backend_module(amaxes.device.type).grid_multi_cast(*self._shards, *self._pairs)
+        if self._scale_targets:
+            foreach_copy_(self._scale_targets, self._scale_values)
+        rowwise, columnwise = self._pairs
+        backend = backend_module(amaxes.device.type)
+        backend.grid_multi_cast(self._shards, self._layout_texts, rowwise, columnwise)
         self.written()
 
 
