@@ -146,6 +146,11 @@ def test_a_plan_serves_new_values_and_follows_what_moved(quantizer: Any) -> None
     check()
     masters[0].mul_(2.0)
     check()
+    # Other tensors in the lists, as FSDP2 replaces the local tensors of its parameters.
+    masters[1] = torch.randn(24)
+    check()
+    weights[0] = quantizer.quantize(torch.ones(4, 6).bfloat16())
+    check()
 
 
 def test_a_plan_writes_nothing_before_it_is_asked(quantizer: Any) -> None:

@@ -204,7 +204,7 @@ class MasterWeights:
 
     This checks and looks up once what :func:`cast_master_weights_to_fp8` checks and looks up in
     each call. It keeps references to its tensors, and repeats the work when one of them has moved
-    to other memory.
+    to other memory, or another one has taken its place.
 
     Arguments and errors are those of :func:`cast_master_weights_to_fp8`. Nothing is written until
     :meth:`quantize`.
@@ -245,9 +245,8 @@ class MasterWeights:
             for inner in holder.inner_tensors
             if not holder.is_derived(inner)
         ]
-        self._masters = [local_tensor(m) for m in self.master_weights if m is not None]
         # The flat shard of a non-contiguous master is a copy, which each call has to repeat.
-        self._reusable = all(master.is_contiguous() for master in self._masters)
+        self._reusable = all(master.is_contiguous() for master in self._masters())
         self._prepared_addresses = self._addresses()
 
     def _arguments(self) -> list[WeightArguments]:
@@ -289,14 +288,20 @@ class MasterWeights:
             for number in range(count)
         ]
 
+    def _masters(self) -> list[torch.Tensor]:
+        """The master weights of this rank. FSDP2 may have replaced a local tensor by another one."""
+        return [local_tensor(master) for master in self.master_weights if master is not None]
+
     def _addresses(self) -> list[int | None]:
-        """The addresses of all tensors that are read or written, and the ids of the quantizers."""
+        """The addresses of all tensors that are read or written, and the ids of the weights and of
+        the quantizers."""
         tensors: list[torch.Tensor | None] = [
             *(getattr(holder, attribute) for holder, attribute in self._inner_tensors),
-            *self._masters,
+            *self._masters(),
         ]
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        return [*addresses, *(id(holder._quantizer) for holder in self._holders)]
+        weights = [id(local_tensor(weight)) for weight in self.model_weights]
+        return [*addresses, *weights, *(id(holder._quantizer) for holder in self._holders)]
 
     def quantize(self) -> None:
         """Write this rank's shards of the weights, and all scales, from the current values of the
