@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 import ottava
-from ottava.checkpoint import is_complete, load_sharded, save_sharded, storage
+from ottava.checkpoint import index, is_complete, load_sharded, save_sharded
 from ottava.errors import CheckpointError, UsageError
 
 
@@ -229,9 +229,9 @@ def test_a_write_that_torch_refuses_is_found_before_the_first_one(
     ],
 )
 def test_shards_make_the_whole(shape: Any, boxes: Any, right: bool) -> None:
-    shards: Any = [storage.StoredShard(*map(torch.Size, box), "file", "key") for box in boxes]
+    shards: Any = [index.StoredShard(*map(torch.Size, box), "file", "key") for box in boxes]
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), shards)
-    assert storage.is_whole(tensor) == right
+    assert index.is_whole(tensor) == right
 
 
 @pytest.mark.parametrize("name", ["x", "half \ud800"])

@@ -90,7 +90,7 @@ class BackendError(OttavaError, RuntimeError):
 
 @contextlib.contextmanager
 def translated(
-    what: str,
+    fault: str,
     expected: str,
     remedy: str = "",
     *,
@@ -110,25 +110,25 @@ def translated(
         # The texts of other classes are often a bare key or value, which says little by itself.
         if not isinstance(error, (OSError, RuntimeError)):
             text = f"{type(error).__name__}: {text}"
-        raise to(f"{what}: {text}", expected=expected, remedy=remedy) from error
+        raise to(f"{fault}: {text}", expected=expected, remedy=remedy) from error
 
 
 @contextlib.contextmanager
-def named(what: object) -> abc.Iterator[None]:
-    """Put ``what``, a file or a tensor, in front of errors of Ottava that do not name it."""
+def named(subject: object) -> abc.Iterator[None]:
+    """Put ``subject``, a file or a tensor, in front of errors of Ottava that do not name it."""
     try:
         yield
     except OttavaError as error:
-        if str(what) in error.what:
+        if str(subject) in error.what:
             raise
         raise type(error)(
-            f"{what}: {error.what}", expected=error.expected, remedy=error.remedy
+            f"{subject}: {error.what}", expected=error.expected, remedy=error.remedy
         ) from error
 
 
 def check_takes(
     function: object,
-    what: str,
+    name: str,
     expected: str,
     *arguments: object,
     refused: type | tuple[type, ...] = (),
@@ -136,13 +136,13 @@ def check_takes(
     """Check that ``function`` can be called with ``arguments`` and is not of a ``refused`` type.
 
     Raises:
-        DTypeError: it cannot, or is of a refused type. The message calls it ``what``.
+        DTypeError: it cannot, or is of a refused type. The message calls it ``name``.
     """
     if not callable(function) or isinstance(function, refused):
-        raise DTypeError(f"{what} is a {type(function).__name__}", expected=expected)
+        raise DTypeError(f"{name} is a {type(function).__name__}", expected=expected)
     # Some functions written in C have no signature.
     with (
-        translated(f"{what} cannot be called", expected, to=DTypeError, of=TypeError),
+        translated(f"{name} cannot be called", expected, to=DTypeError, of=TypeError),
         contextlib.suppress(ValueError),
     ):
         inspect.signature(function).bind(*arguments)

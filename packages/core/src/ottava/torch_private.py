@@ -261,10 +261,10 @@ def strange_keys(plain: Sequence[str]) -> int:
     """The bits of all dispatch keys except those named in ``plain``."""
     if _key_sets is None:
         return -1
-    known = 0
+    bits = 0
     for name in plain:
-        known |= _key_sets(getattr(torch._C.DispatchKey, name)).raw_repr()
-    return ~known
+        bits |= _key_sets(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return ~bits
 
 
 def constant_to_compiler(function: _Function) -> _Function:
@@ -285,9 +285,9 @@ is_exporting: Callable[[], bool] = constant_to_compiler(lambda: torch.compiler.i
 # The compiler calls this function while it traces. If it traced an exception instead, its own
 # error would hide the message.
 @constant_to_compiler
-def refuse_export(what: str, expected: str, remedy: str) -> None:
+def refuse_export(fault: str, expected: str, remedy: str) -> None:
     """Raise a UsageError in code that is being exported."""
-    raise UsageError(what, expected=expected, remedy=remedy)
+    raise UsageError(fault, expected=expected, remedy=remedy)
 
 
 def aten_overloads(*names: str) -> "list[OpOverload]":

@@ -133,19 +133,19 @@ class Choice:
     """The factory of :func:`by_layer` and :func:`by_tensor`.
 
     Attributes:
-        asked: the attribute of a role that patterns are compared with.
+        attribute: the attribute of a role that patterns are compared with.
         choices: patterns and their factories, in the order in which they are compared.
         default: the factory of roles that no pattern fits.
     """
 
-    asked: str
+    attribute: str
     choices: tuple[tuple[str, Factory], ...]
     default: Factory
 
     def __call__(self, role: QuantizerRole | str) -> Answer:
         """What the factory of the first pattern that fits returns."""
         role = QuantizerRole.of(role)
-        text = getattr(role, self.asked)
+        text = getattr(role, self.attribute)
         for pattern, factory in self.choices:
             if fits(text, pattern):
                 return factory(role)
@@ -157,7 +157,7 @@ class Choice:
         Raises:
             OptionError: a pattern fits none of ``names``; the message has the nearest that would.
         """
-        if self.asked == "name":
+        if self.attribute == "name":
             self._check_patterns(names)
         for factory in (*(factory for _, factory in self.choices), self.default):
             check = getattr(factory, "check_layers", None)
@@ -169,8 +169,10 @@ class Choice:
         otherwise = "the name of a linear layer, or of a module that it is in"
         for pattern, _ in self.choices:
             if not fits_some(pattern, modules):
-                what = f"pattern {pattern!r} of by_layer matches no layer of the model"
-                raise OptionError(what, expected=suggestion(pattern, names, otherwise))
+                raise OptionError(
+                    f"pattern {pattern!r} of by_layer matches no layer of the model",
+                    expected=suggestion(pattern, names, otherwise),
+                )
 
 
 def by_direction(forward: Factory | str, backward: Factory | str) -> Factory:
@@ -213,7 +215,9 @@ def as_factory(factory: Factory | str) -> Factory:
     a callable as it is."""
     if isinstance(factory, str):
         published = {spec.name for spec in list_quantizer_factories()}
-        return get_quantizer_factory(factory) if factory in published else mirror(factory)
+        if factory in published:
+            return get_quantizer_factory(factory)
+        return mirror(factory)
     if not callable(factory):
         raise DTypeError(
             f"the factory is a {type(factory).__name__}",

@@ -21,8 +21,8 @@ INPUT_EXCESS = 2.0
 GPU_INTERVAL = 16
 _REMEDY = (
     "If the weight was changed from outside, or the inputs are of another kind than those of "
-    "training, take new scales"
-    " in a calibrating pass: with torch.no_grad(), ottava.autocast(calibrating=True): model(batch)"
+    "training, take new scales in a calibrating pass: "
+    "with torch.no_grad(), ottava.autocast(calibrating=True): model(batch)"
 )
 
 

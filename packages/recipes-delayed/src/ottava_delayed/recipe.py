@@ -60,11 +60,8 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         # With a margin beyond 64, a format's maximum times 2^-margin would no longer be exact.
-        if (
-            isinstance(self.margin, bool)
-            or not isinstance(self.margin, (int, float))
-            or not -64 <= self.margin <= 64
-        ):
+        is_number = isinstance(self.margin, (int, float)) and not isinstance(self.margin, bool)
+        if not is_number or not -64 <= self.margin <= 64:
             raise OptionError(f"margin is {self.margin!r}", expected="a number from -64 to 64")
         if not isinstance(self.fp8_format, Format):
             raise OptionError(
@@ -74,26 +71,19 @@ class DelayedScaling(Recipe):
         length = self.amax_history_len
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             raise OptionError(f"amax_history_len is {length!r}", expected="a positive integer")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in (
-            "max",
-            "most_recent",
-        ):
+        amax_algorithm, scale_algorithm = self.amax_compute_algo, self.scaling_factor_compute_algo
+        if not callable(amax_algorithm) and amax_algorithm not in ("max", "most_recent"):
             raise OptionError(
-                f"amax_compute_algo is {self.amax_compute_algo!r}",
+                f"amax_compute_algo is {amax_algorithm!r}",
                 expected="'max', 'most_recent' or a function",
             )
-        if self.scaling_factor_compute_algo is not None and not callable(
-            self.scaling_factor_compute_algo
-        ):
+        if scale_algorithm is not None and not callable(scale_algorithm):
             raise OptionError(
-                f"scaling_factor_compute_algo is {self.scaling_factor_compute_algo!r}",
-                expected="None or a function",
+                f"scaling_factor_compute_algo is {scale_algorithm!r}", expected="None or a function"
             )
         if not isinstance(self.reduce_amax, bool):
             raise OptionError(f"reduce_amax is {self.reduce_amax!r}", expected="True or False")
-        by_functions = (
-            callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
-        )
+        by_functions = callable(amax_algorithm) or scale_algorithm is not None
         # The dataclass is frozen, so an ordinary assignment would raise.
         object.__setattr__(self, "by_functions", by_functions)
 

@@ -34,21 +34,21 @@ def _show_checks(as_json: bool) -> None:
     return console().print(table("Checks", columns, cells))
 
 
-def _expected(texts: list[str]) -> dict[str, str]:
+def _reasons(texts: list[str]) -> dict[str, str]:
     """Reasons by the names of checks, from texts ``CHECK=REASON``.
 
     Raises:
         OptionError: a text has another form, or names a check for the second time.
     """
-    expected: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for text in texts:
         name, equals, reason = text.partition("=")
-        if not equals or not name or name in expected:
+        if not equals or not name or name in reasons:
             raise OptionError(
                 f"--expect-failure {text!r}", expected="CHECK=REASON, each check once"
             )
-        expected[name] = reason
-    return expected
+        reasons[name] = reason
+    return reasons
 
 
 def _show_report(report: Any, as_json: bool) -> None:
@@ -119,7 +119,7 @@ def check_recipe(
         options=parse_options(option or []),
         only=check or None,
         skip_slow=fast,
-        expected_failures=_expected(expect_failure or []),
+        expected_failures=_reasons(expect_failure or []),
         layers=layer or (LAYER,),
     )
     _show_report(report, as_json)

@@ -42,12 +42,12 @@ def describe(error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*_FOREIGN, "<"))]
-    frame = (own or list(frames) or [None])[-1]  # type: ignore[list-item]
     lines = text_of(error).splitlines() or [""]
-    place = (
-        "" if frame is None else f", raised at {frame.filename}:{frame.lineno} in {frame.name}()"
-    )
-    return f"{type(error).__name__}: {lines[0]}{place}"
+    text = f"{type(error).__name__}: {lines[0]}"
+    if not frames:
+        return text
+    frame = (own or frames)[-1]
+    return f"{text}, raised at {frame.filename}:{frame.lineno} in {frame.name}()"
 
 
 # -- tensors to check with --
@@ -61,9 +61,9 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of many magnitudes and shape ``shape``, so that rows of a matrix differ in scale."""
     random = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(shape, generator=random) * torch.exp(torch.randn(shape, generator=random))
-    ).to(dtype)
+    values = torch.randn(shape, generator=random)
+    magnitudes = torch.exp(torch.randn(shape, generator=random))
+    return (values * magnitudes).to(dtype)
 
 
 # -- bytes --
@@ -72,13 +72,12 @@ def wide(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 def plain(value: Any) -> torch.Tensor:
     """The values of a quantized or a plain tensor in its nominal dtype, detached from the graph."""
     with torch.no_grad():
-        tensor: torch.Tensor = (
-            value.dequantize() if isinstance(value, QuantizedTensorStorage) else value
-        )
+        is_quantized = isinstance(value, QuantizedTensorStorage)
+        tensor: torch.Tensor = value.dequantize() if is_quantized else value
         return tensor.detach()
 
 
-def held(storage: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
+def inner_by_name(storage: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
     """The inner tensors that a storage holds, by the names of their attributes."""
     pairs = zip(storage.inner_tensors, storage.inner_list(), strict=True)
     return {inner.attribute: tensor for inner, tensor in pairs if tensor is not None}
@@ -90,7 +89,7 @@ def tensors_in(thing: Any) -> dict[str, torch.Tensor]:
         name: value for name, value in vars(thing).items() if isinstance(value, torch.Tensor)
     }
     if isinstance(thing, QuantizedTensorStorage):
-        tensors |= held(thing)
+        tensors |= inner_by_name(thing)
     return {
         name: value
         for name, value in tensors.items()
@@ -102,8 +101,15 @@ def snapshot(
     tensors: QuantizedTensorStorage | Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Copies of tensors, or of the inner tensors of a storage, by name."""
-    originals = held(tensors) if isinstance(tensors, QuantizedTensorStorage) else tensors
-    return {name: plain(tensor).clone() for name, tensor in originals.items()}
+    return {name: plain(tensor).clone() for name, tensor in _by_name(tensors).items()}
+
+
+def _by_name(
+    tensors: QuantizedTensorStorage | Mapping[str, torch.Tensor],
+) -> Mapping[str, torch.Tensor]:
+    if isinstance(tensors, QuantizedTensorStorage):
+        return inner_by_name(tensors)
+    return tensors
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -122,7 +128,7 @@ def difference(one: Any, other: Any) -> str | None:
 
     None where they are equal.
     """
-    mine, theirs = (held(t) if isinstance(t, QuantizedTensorStorage) else t for t in (one, other))
+    mine, theirs = _by_name(one), _by_name(other)
     if set(mine) != set(theirs):
         return str(sorted(set(mine) ^ set(theirs))[0])
     differing = [str(name) for name in mine if not same(mine[name], theirs[name])]
@@ -153,11 +159,11 @@ def flip(tensor: torch.Tensor) -> None:
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The relative error ``‖actual - expected‖ / ‖expected‖`` in the Frobenius norm."""
-    wanted = expected.detach().double()
-    if not wanted.numel():
+    reference = expected.detach().double()
+    if not reference.numel():
         return 0.0
-    error = torch.linalg.vector_norm(actual.detach().double() - wanted)
-    return float(error / torch.linalg.vector_norm(wanted).clamp(min=1e-300))
+    error = torch.linalg.vector_norm(actual.detach().double() - reference)
+    return float(error / torch.linalg.vector_norm(reference).clamp(min=1e-300))
 
 
 def _transposed(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
@@ -204,7 +210,7 @@ def explain(
 
 
 def close(
-    what: str,
+    title: str,
     actual: torch.Tensor,
     expected: torch.Tensor,
     bound: float,
@@ -214,7 +220,7 @@ def close(
     """Compare values in the Frobenius norm.
 
     Args:
-        what: the name of ``actual`` in messages.
+        title: the name of ``actual`` in messages.
         actual: the values to check.
         expected: the values that they should be near.
         bound: the largest ``‖actual - expected‖ / ‖expected‖`` that is allowed.
@@ -225,7 +231,7 @@ def close(
     """
     error = relative(actual, expected) if actual.shape == expected.shape else float("inf")
     if not error <= bound:
-        raise CheckFailed(f"{what} {explain(actual, expected, bound, before=before)}")
+        raise CheckFailed(f"{title} {explain(actual, expected, bound, before=before)}")
 
 
 def require_same(defect: str, ones: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:

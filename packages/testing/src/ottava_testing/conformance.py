@@ -24,8 +24,7 @@ from ottava_testing.table import Check
 _FAILED = "_ottava_failed"
 _RULE = (
     'a standard test may be overridden only with @pytest.mark.xfail(reason="why it fails") on the '
-    "method, strict; "
-    "or name the check in expected_failures"
+    "method, strict; or name the check in expected_failures"
 )
 
 
@@ -99,8 +98,8 @@ _STANDARD: dict[str, Callable[..., None]] = {}
 def subjects_of_class(cls: type[RecipeConformance]) -> list[Subject]:
     """The recipe that a class tests, for each of its layers; made once for all its tests."""
     if cls not in _subjects:
-        overridden = cls.make_recipe is not RecipeConformance.make_recipe
-        if overridden or isinstance(cls.recipe, ottava.Recipe) or cls.recipe is None:
+        has_own_recipe = cls.make_recipe is not RecipeConformance.make_recipe
+        if has_own_recipe or isinstance(cls.recipe, ottava.Recipe) or cls.recipe is None:
             _subjects[cls] = subjects_of(cls().make_recipe, {}, cls.spec, cls.layers)
         else:
             _subjects[cls] = subjects_of(cls.recipe, cls.options, cls.spec, cls.layers)
@@ -163,10 +162,8 @@ def _has_own(cls: type, name: str) -> bool:
 
 def hidden(cls: Any) -> bool:
     """Whether a class has a recipe to test and yet tells pytest not to collect it."""
-    base = RecipeConformance
-    return not getattr(cls, "__test__", True) and (
-        cls.recipe is not None or cls.make_recipe is not base.make_recipe
-    )
+    has_recipe = cls.recipe is not None or cls.make_recipe is not RecipeConformance.make_recipe
+    return has_recipe and not getattr(cls, "__test__", True)
 
 
 def _marks(thing: Any) -> list[pytest.Mark]:
@@ -262,28 +259,36 @@ def wrongly_left_out(item: Any, when: str, excinfo: Any) -> str | None:
         when: ``"setup"``, ``"call"`` or ``"teardown"``.
         excinfo: pytest's information on the exception that ended the test, or None.
     """
-    overridden = is_override(item.cls, item.originalname)
-    named = {check.method for check in list_checks() if check.name in item.cls.expected_failures}
-    if excinfo is not None and when == "call" and not overridden and item.originalname in named:
-        expected = excinfo.errisinstance(pytest.xfail.Exception)
-        if expected and vars(item.instance).get(_FAILED) == item.originalname:
-            return None
+    is_overridden = is_override(item.cls, item.originalname)
     if excinfo is None:
         return f"{when} skips it"
+    is_xfail = when == "call" and excinfo.errisinstance(pytest.xfail.Exception)
+    if is_xfail and not is_overridden and _is_expected(item) and _failed_in_check(item):
+        return None
     if excinfo.errisinstance(NotApplicable):
-        return (
-            "it does not apply, and is expected to fail: remove the override"
-            if overridden
-            else None
-        )
-    if when != "call" or not overridden or excinfo.errisinstance((Skipped, pytest.xfail.Exception)):
+        if is_overridden:
+            return "it does not apply, and is expected to fail: remove the override"
+        return None
+    is_skip = excinfo.errisinstance((Skipped, pytest.xfail.Exception))
+    if when != "call" or not is_overridden or is_skip:
         return f"{when} skips it, by a {excinfo.typename}"
-    if vars(item.instance).get(_FAILED) != item.originalname:
+    if not _failed_in_check(item):
         return (
             f"it fails without the standard check: call super().{item.originalname}(), and "
             f"nothing that fails before"
         )
     return None
+
+
+def _is_expected(item: Any) -> bool:
+    """Whether the class of a standard test expects its check to fail."""
+    names = item.cls.expected_failures
+    return any(check.method == item.originalname for check in list_checks() if check.name in names)
+
+
+def _failed_in_check(item: Any) -> bool:
+    """Whether a standard test has noted that its check failed."""
+    return bool(vars(item.instance).get(_FAILED) == item.originalname)
 
 
 def is_standard(item: Any) -> bool:

@@ -42,13 +42,13 @@ def outcome(subject: Subject, name: str) -> str | None:
     Raises:
         CheckFailed: another process cannot make the recipe.
     """
-    known: dict[str, str | None] = subject.kept.setdefault(_KEY, {})
-    if name not in known:
-        wanted = subject.wanted or RANK_BODIES
+    outcomes: dict[str, str | None] = subject.kept.setdefault(_KEY, {})
+    if name not in outcomes:
+        shared = {name, *(subject.wanted or RANK_BODIES)} - outcomes.keys()
         names = [
-            n
-            for n in RANK_BODIES
-            if n in (name, *wanted) and CHECKS[n].why_not(subject.spec) is None
+            each
+            for each in RANK_BODIES
+            if each in shared and CHECKS[each].why_not(subject.spec) is None
         ]
         source = pickle.dumps(subject.source())
 
@@ -56,10 +56,8 @@ def outcome(subject: Subject, name: str) -> str | None:
             (folder / "source.pickle").write_bytes(source)
             _save_weight(subject, folder)
 
-        known |= run_on_ranks(
-            "ottava_testing.checks.ranks:run", [n for n in names if n not in known], prepare=prepare
-        )
-    return known[name]
+        outcomes |= run_on_ranks("ottava_testing.checks.ranks:run", names, prepare=prepare)
+    return outcomes[name]
 
 
 def _save_weight(subject: Subject, folder: Path) -> None:
@@ -96,42 +94,48 @@ def run_on_ranks(
     Returns:
         The failure message by name, None where it passed.
     """
-    known: dict[str, str | None] = {}
+    outcomes: dict[str, str | None] = {}
     while names:
-        with tempfile.TemporaryDirectory() as path:
-            folder = Path(path)
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-            request = {
-                "body": body,
-                "names": names,
-                "world": world,
-                "path": sys.path,
-                "environment": environment,
-            }
-            (folder / "request.json").write_text(json.dumps(request))
-            prepare(folder)
-            ended, printed = _launcher().launch(folder, seconds)
-            reports = _reports(folder, world)
+        has_ended, log, reports = _launch(body, names, world, prepare, seconds)
         passed = [
             name
             for name in names
             if len(reports.get(name, {})) == world and not any(reports[name].values())
         ]
-        known.update(dict.fromkeys(passed))
+        outcomes.update(dict.fromkeys(passed))
         names = [name for name in names if name not in passed]
         if names:
-            failed = names.pop(0)
-            messages = [text for text in reports.get(failed, {}).values() if text]
+            failure = names.pop(0)
+            messages = [text for text in reports.get(failure, {}).values() if text]
             if messages:
-                known[failed] = messages[0]
-            elif ended:
-                known[failed] = f"{failed}: a process ended without a result\n{printed[-2000:]}"
+                outcomes[failure] = messages[0]
+            elif has_ended:
+                outcomes[failure] = f"{failure}: a process ended without a result\n{log[-2000:]}"
             else:
-                known[failed] = (
-                    f"{failed}: the processes did not end in {seconds:.0f} s: do the ranks wait "
+                outcomes[failure] = (
+                    f"{failure}: the processes did not end in {seconds:.0f} s: do the ranks wait "
                     f"for each other?"
                 )
-    return known
+    return outcomes
+
+
+def _launch(
+    body: str, names: list[str], world: int, prepare: Callable[[Path], None], seconds: float
+) -> tuple[bool, str, dict[str, dict[int, str]]]:
+    """Whether the ranks of one launch ended in time, what they printed, and their reports."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        request = {
+            "body": body,
+            "names": names,
+            "world": world,
+            "path": sys.path,
+            "environment": os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"},
+        }
+        (folder / "request.json").write_text(json.dumps(request))
+        prepare(folder)
+        has_ended, log = _launcher().launch(folder, seconds)
+        return has_ended, log, _reports(folder, world)
 
 
 class _Launcher:
@@ -183,9 +187,9 @@ class _Launcher:
                         os.killpg(int(answers[0]), signal.SIGKILL)
                 self.close()
         log = folder / "log"
-        printed = log.read_text(errors="replace") if log.exists() else ""
+        log_text = log.read_text(errors="replace") if log.exists() else ""
         self.errors.seek(0)
-        return None not in answers, printed + self.errors.read().decode(errors="replace")
+        return None not in answers, log_text + self.errors.read().decode(errors="replace")
 
     def _answer(self, seconds: float) -> str | None:
         """A line of the process: empty if it has ended, None if none came within ``seconds``."""

@@ -14,7 +14,7 @@ from ottava.errors import DTypeError, OptionError
 from ottava.recipes.spec import RecipeSpec
 from ottava_testing.checks import list_checks
 from ottava_testing.compare import CheckFailed, describe
-from ottava_testing.subject import LAYER, Given, Subject
+from ottava_testing.subject import LAYER, RecipeLike, Subject
 from ottava_testing.table import Check
 
 Outcome = Literal["passed", "failed", "expected", "not applicable"]
@@ -112,7 +112,7 @@ def run_check(check: Check, subject: Subject) -> None:
 
 
 def subjects_of(
-    given: Given, options: Mapping[str, Any], spec: RecipeSpec | None, layers: Any
+    recipe: RecipeLike, options: Mapping[str, Any], spec: RecipeSpec | None, layers: Any
 ) -> list[Subject]:
     """One subject for each name in ``layers``, with the recipe as a layer of that name gets it.
 
@@ -130,7 +130,7 @@ def subjects_of(
         raise DTypeError(f"layers is {names!r}", expected='a list of names, ["encoder.0", "head"]')
     if not names or len(set(names)) != len(names):
         raise OptionError(f"layers is {names!r}", expected="names of layers, each once")
-    return [Subject(given, options, spec, name) for name in names]  # type: ignore[arg-type]
+    return [Subject(recipe, options, spec, name) for name in names]  # type: ignore[arg-type]
 
 
 def why_not(check: Check, subjects: Sequence[Subject]) -> str | None:
@@ -157,23 +157,23 @@ def run_for_layers(check: Check, subjects: Sequence[Subject]) -> None:
             raise CheckFailed(f"layer {subject.layer_name!r}: {error}") from error.__cause__
 
 
-def find_checks(names: Iterable[str], what: str) -> list[Check]:
-    """The checks of these names; ``what`` says in messages where the names come from.
+def find_checks(names: Iterable[str], source: str) -> list[Check]:
+    """The checks of these names; ``source`` says in messages where the names come from.
 
     Raises:
         OptionError: no check has that name; the message has the nearest names.
     """
-    known = {check.name: check for check in list_checks()}
+    checks = {check.name: check for check in list_checks()}
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+        if name not in checks:
+            near = difflib.get_close_matches(str(name), checks, n=3, cutoff=0.4)
             expected = f"a name such as {', '.join(near)}" if near else "the name of a check"
             raise OptionError(
-                f"{what} {name!r} is no check",
+                f"{source} {name!r} is no check",
                 expected=expected,
                 remedy="`ottava check-recipe --list` has all names",
             )
-    return [known[name] for name in names]
+    return [checks[name] for name in names]
 
 
 def checked_failures(expected: Mapping[str, str] | None) -> dict[str, str]:
@@ -202,7 +202,7 @@ def checked_failures(expected: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def check_recipe(
-    recipe: Given,
+    recipe: RecipeLike,
     *,
     options: Mapping[str, Any] | None = None,
     spec: RecipeSpec | None = None,
@@ -229,37 +229,38 @@ def check_recipe(
             has no reason.
         RecipeNotFoundError, PluginError, DTypeError: ``recipe`` gives no recipe.
     """
-    expected = checked_failures(expected_failures)
-    chosen = list_checks() if only is None else find_checks(list(only), "only")
+    reasons = checked_failures(expected_failures)
+    checks = list_checks() if only is None else find_checks(list(only), "only")
     subjects = subjects_of(recipe, options or {}, spec, layers)
     for subject in subjects:
         subject.recipe()
-        subject.wanted = frozenset(check.name for check in chosen)
-    left_out = tuple(check.name for check in chosen if skip_slow and check.slow)
+        subject.wanted = frozenset(check.name for check in checks)
+    left_out = tuple(check.name for check in checks if skip_slow and check.slow)
     results = [
-        _result(check, subjects, expected.get(check.name))
-        for check in chosen
+        _result(check, subjects, reasons.get(check.name))
+        for check in checks
         if check.name not in left_out
     ]
     return Report(subjects[0].label, tuple(results), left_out)
 
 
 def _result(check: Check, subjects: Sequence[Subject], reason: str | None) -> Result:
-    no = why_not(check, subjects)
-    if no is not None and reason is None:
-        return Result(check.name, "not applicable", no, 0.0)
+    obstacle = why_not(check, subjects)
+    if obstacle is not None and reason is None:
+        return Result(check.name, "not applicable", obstacle, 0.0)
     start = time.perf_counter()
     try:
-        if no is not None:
+        if obstacle is not None:
             raise CheckFailed(
-                f"it is expected to fail, and does not apply: {no}; remove the expected failure"
+                f"it is expected to fail, and does not apply: {obstacle}; remove the expected "
+                f"failure"
             )
         run_for_layers(check, subjects)
         failure = ""
     except CheckFailed as error:
         failure = str(error)
     seconds = time.perf_counter() - start
-    if reason is None or no is not None:
+    if reason is None or obstacle is not None:
         return Result(check.name, "failed" if failure else "passed", failure, seconds)
     if failure:
         return Result(check.name, "expected", f"{reason} ({failure})", seconds)

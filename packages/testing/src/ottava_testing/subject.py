@@ -25,7 +25,7 @@ from ottava_testing.compare import CheckFailed
 ROLES = ("input", "weight", "grad_output")
 #: The default name of the layers that the checks make.
 LAYER = "layer"
-Given = str | Path | ottava.Recipe | Callable[[], ottava.Recipe]
+RecipeLike = str | Path | ottava.Recipe | Callable[[], ottava.Recipe]
 
 
 def _accept(names: Sequence[str]) -> None:
@@ -82,7 +82,7 @@ class Subject:
         RecipeNotFoundError, PluginError: as :func:`ottava.get_recipe`.
     """
 
-    given: Given
+    given: RecipeLike
     options: Mapping[str, Any] = field(default_factory=dict)
     spec: RecipeSpec = None  # type: ignore[assignment]
     layer_name: str = LAYER
@@ -180,9 +180,8 @@ class Subject:
         from ottava_testing.compare import wide
 
         for words, quantizer in self.quantizers(**usages):
-            values = wide(
-                48, 40, seed=3, dtype=torch.float32 if quantizer.internal else torch.bfloat16
-            )
+            dtype = torch.float32 if quantizer.internal else torch.bfloat16
+            values = wide(48, 40, seed=3, dtype=dtype)
             storage = quantizer(values)
             yield f"the {type(storage).__name__} that {words} gives", storage, values
 
@@ -262,10 +261,12 @@ class Subject:
         The model is converted, which names the layers ``"0"`` and ``"2"``. If the subject has a
         name for its layers, the model is not converted, and the layers keep that name.
         """
-        layers = [self.layer(width, rows, dtype=dtype, primary=primary, seed=seed)]
-        layers += [self.layer(rows, width, dtype=dtype, primary=primary, seed=seed + 1)]
-        net = torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1])
-        return ottava.convert(net, self.recipe()) if self.layer_name == LAYER else net
+        first = self.layer(width, rows, dtype=dtype, primary=primary, seed=seed)
+        second = self.layer(rows, width, dtype=dtype, primary=primary, seed=seed + 1)
+        net = torch.nn.Sequential(first, torch.nn.GELU(), second)
+        if self.layer_name == LAYER:
+            return ottava.convert(net, self.recipe())
+        return net
 
     # -- another process --
 
@@ -276,31 +277,31 @@ class Subject:
             CheckFailed: the recipe or its options cannot be pickled, or another process could not
                 import their classes.
         """
-        named = self.given if isinstance(self.given, str) else None
-        if named is not None and Path(named).exists():
-            named = str(Path(named).resolve())
-        recipe = b"" if named is not None else _pickled(self.recipe(), "the recipe")
-        options = _pickled(self.options, "the options of the recipe")
+        name = self.given if isinstance(self.given, str) else None
+        if name is not None and Path(name).exists():
+            name = str(Path(name).resolve())
+        recipe = b"" if name is not None else _pickle(self.recipe(), "the recipe")
+        options = _pickle(self.options, "the options of the recipe")
         return Source(
-            named, options, recipe, _modules_of(recipe, options), self.spec, self.layer_name
+            name, options, recipe, _modules_of(recipe, options), self.spec, self.layer_name
         )
 
     @classmethod
     def of_source(cls, source: Source) -> Subject:
         """The subject that a source describes, in another process."""
-        given: Given = pickle.loads(source.recipe) if source.name is None else source.name
+        given: RecipeLike = pickle.loads(source.recipe) if source.name is None else source.name
         return cls(given, pickle.loads(source.options), source.spec, source.layer_name)
 
 
-def _spec_of(given: Given, recipe: ottava.Recipe) -> RecipeSpec:
+def _spec_of(source: RecipeLike, recipe: ottava.Recipe) -> RecipeSpec:
     """The installed spec of a recipe, or one with the defaults of every flag."""
     specs = ottava.list_recipes()
-    if isinstance(given, str):
+    if isinstance(source, str):
         for spec in specs:
-            if spec.name == given:
+            if spec.name == source:
                 return spec
         for spec in specs:
-            if Path(given).suffix in spec.file_suffixes:
+            if Path(source).suffix in spec.file_suffixes:
                 return spec
     cls = type(recipe)
     reference = f"{cls.__module__}:{cls.__qualname__}"
@@ -316,8 +317,8 @@ def _spec_of(given: Given, recipe: ottava.Recipe) -> RecipeSpec:
     )
 
 
-def _pickled(value: Any, what: str) -> bytes:
-    """A value as a pickle; ``what`` names it in messages.
+def _pickle(value: Any, title: str) -> bytes:
+    """A value as a pickle; ``title`` names it in messages.
 
     Raises:
         CheckFailed: it cannot be pickled.
@@ -327,7 +328,7 @@ def _pickled(value: Any, what: str) -> bytes:
         pickle.Pickler(buffer).dump(value)
     except Exception as error:
         raise CheckFailed(
-            f"{what} cannot be sent to another process, which the checks on several processes "
+            f"{title} cannot be sent to another process, which the checks on several processes "
             f"need: {error}. Define its classes and functions at the top of a module, or check it "
             f"by the name that it is installed under"
         ) from error

@@ -1,8 +1,8 @@
 """safetensors files, written and read by the safetensors library.
 
 Ottava adds two entries to the metadata: ``ottava`` describes the quantized tensors, and
-``ottava.crc32`` is the checksum of everything else. One without the other is damage. So no single
-error turns a file into one of another tool, which has no checksum.
+``ottava.crc32`` is the checksum of everything else. A file that has only one of them is damaged. So
+no single error turns a file into one of another tool, which has no checksum.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
@@ -22,12 +22,15 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from ottava.errors import CheckpointError, DTypeError, UsageError, translated
 from ottava.filesystem import AnyPath, as_path, unreplaced
 
+_T = TypeVar("_T")
+
 METADATA_KEY, CHECKSUM_KEY = "ottava", "ottava.crc32"
 # A blank value stands for the checksum until the bytes are in the file. The search for the entry is
 # unique, because quotes inside of a text are escaped.
 _ENTRY, _BLANK = f'"{CHECKSUM_KEY}":"'.encode(), "0" * 8
 #: Bytes of a file that one thread holds at a time.
 _CHUNK = 1 << 20
+_INCOMPLETE = "something is missing from what was written"
 #: The file that makes a folder a sharded checkpoint.
 INDEX_NAME = "ottava.json"
 #: The remedy for checkpoints of formats that are no longer read.
@@ -58,16 +61,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_dense(name: str, tensor: torch.Tensor) -> None:
     """Raise DTypeError unless a tensor is dense, has values and has a dtype that safetensors
     knows."""
-    if tensor.is_nested or tensor.is_meta or tensor.layout != torch.strided:
-        kind = (
-            "nested"
-            if tensor.is_nested
-            else "on meta"
-            if tensor.is_meta
-            else f"of layout {tensor.layout}"
-        )
+    fault = ""
+    if tensor.is_nested:
+        fault = "nested"
+    elif tensor.is_meta:
+        fault = "on meta"
+    elif tensor.layout != torch.strided:
+        fault = f"of layout {tensor.layout}"
+    if fault:
         raise DTypeError(
-            f"{name!r} is {kind}",
+            f"{name!r} is {fault}",
             expected="a dense tensor with values",
             remedy="save what it is made of",
         )
@@ -89,17 +92,20 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
     needed = (last + 1) * tensor.element_size()
     with translated(f"{name!r} is a {type(tensor).__name__}", "a plain tensor", to=DTypeError):
-        held = tensor.untyped_storage().nbytes()
-    if needed > held:
-        what = f"{name!r} has no memory: its storage was resized to nothing"
-        if held:
-            what = f"{name!r} lies outside of its memory: its storage was resized to {held} bytes"
-        remedy = "use the tensor while it has memory, or give it memory and values"
-        raise UsageError(what, expected=f"a storage of {needed} bytes at least", remedy=remedy)
+        size = tensor.untyped_storage().nbytes()
+    if needed > size:
+        fault = "has no memory: its storage was resized to nothing"
+        if size:
+            fault = f"lies outside of its memory: its storage was resized to {size} bytes"
+        raise UsageError(
+            f"{name!r} {fault}",
+            expected=f"a storage of {needed} bytes at least",
+            remedy="use the tensor while it has memory, or give it memory and values",
+        )
 
 
 def in_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is contiguous and on the CPU, else such a copy.
+    """The tensor itself if it is contiguous and on the CPU, else a copy that is.
 
     Raises DTypeError if the tensor has no bytes.
     """
@@ -114,11 +120,9 @@ def in_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def crc32_of(tensor: torch.Tensor) -> int:
     """The CRC-32 of the bytes of a contiguous tensor on the CPU."""
-    return (
-        zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
-        if tensor.nbytes
-        else 0
-    )
+    if not tensor.nbytes:
+        return 0
+    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 def checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
@@ -135,16 +139,16 @@ def _checksum(
     tensors: Mapping[str, torch.Tensor], sums: Iterable[int], metadata: Mapping[str, str]
 ) -> str:
     """The checksum of a file, given the CRC-32 of the bytes of each tensor."""
-    about = {
+    entries = {
         name: [dtype_name(tensor.dtype), list(tensor.shape), crc]
         for (name, tensor), crc in zip(tensors.items(), sums, strict=True)
     }
     texts = {key: text for key, text in metadata.items() if key != CHECKSUM_KEY}
-    body = json.dumps([texts, about], sort_keys=True, separators=(",", ":"))
+    body = json.dumps([texts, entries], sort_keys=True, separators=(",", ":"))
     return f"{zlib.crc32(body.encode()):08x}"
 
 
-def _in_threads(function: Callable[[Any], int], values: Iterable[Any]) -> list[int]:
+def _in_threads(function: Callable[[_T], int], values: Iterable[_T]) -> list[int]:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         return list(threads.map(function, values))
 
@@ -177,10 +181,13 @@ def write_tensors(
         ):
             text.encode()
     specs = {
-        n: TensorSpec(
-            dtype=dtype_name(t.dtype), shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes
+        name: TensorSpec(
+            dtype=dtype_name(tensor.dtype),
+            shape=list(tensor.shape),
+            data_ptr=tensor.data_ptr(),
+            data_len=tensor.nbytes,
         )
-        for n, t in plain.items()
+        for name, tensor in plain.items()
     }
     try:
         serialize_file(specs, path, texts | {CHECKSUM_KEY: _BLANK})
@@ -189,49 +196,54 @@ def write_tensors(
     if mode is None:
         mode = stat.S_IMODE(path.parent.stat().st_mode) & 0o666
     with path.open("r+b") as file:
-        found = _sealed(file, plain, texts)
+        checksum = _seal(file, plain, texts)
         os.fchmod(file.fileno(), mode)
         os.fsync(file.fileno())
-    return found
+    return checksum
 
 
-def _sealed(file: BinaryIO, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> str:
-    """Replace the blank checksum of a file by that of its bytes, and return it.
+def _seal(file: BinaryIO, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> str:
+    """Replace the blank checksum of a file by that of its bytes, and return the checksum.
 
     Raises OSError if the file does not hold all tensors, although the write reported success.
     """
     length = int.from_bytes(file.read(8), "little")
     header = file.read(length)
+    ranges: list[tuple[int, int]] = []
     try:
         entries = json.loads(header)
-        ranges = [[8 + length + at for at in entries[name]["data_offsets"]] for name in tensors]
+        for name in tensors:
+            begin, end = entries[name]["data_offsets"]
+            ranges.append((8 + length + begin, 8 + length + end))
         place = 8 + header.index(_ENTRY + _BLANK.encode()) + len(_ENTRY)
     except (ValueError, KeyError) as error:
-        raise OSError("something is missing from what was written") from error
+        raise OSError(_INCOMPLETE) from error
     if [end - begin for begin, end in ranges] != [tensor.nbytes for tensor in tensors.values()]:
-        raise OSError("something is missing from what was written")
+        raise OSError(_INCOMPLETE)
     sums = _in_threads(partial(_crc32_in_file, file.fileno()), ranges)
-    found = _checksum(tensors, sums, texts)
+    checksum = _checksum(tensors, sums, texts)
     file.seek(place)
-    file.write(found.encode())
+    file.write(checksum.encode())
     file.flush()
-    return found
+    return checksum
 
 
 def _crc32_in_file(descriptor: int, place: tuple[int, int]) -> int:
     """The CRC-32 of a range of bytes of a file; OSError if the file ends before."""
     begin, end = place
-    found = 0
+    crc32 = 0
     while begin < end:
         chunk = os.pread(descriptor, min(_CHUNK, end - begin), begin)
         if not chunk:
-            raise OSError("something is missing from what was written")
-        found = zlib.crc32(chunk, found)
+            raise OSError(_INCOMPLETE)
+        crc32 = zlib.crc32(chunk, crc32)
         begin += len(chunk)
-    return found
+    return crc32
 
 
-def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any], dict[str, str]]:
+def read_tensors(
+    path: AnyPath, *, verify: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of a file, mapped into memory on the CPU, in the order of their bytes; and its
     metadata.
 
@@ -243,9 +255,8 @@ def read_tensors(path: AnyPath, *, verify: bool = True) -> tuple[dict[str, Any],
     # If the file is replaced in between, header and bytes may come from two files.
     with unreplaced(place):
         kind, remedy = looks_like(place)
-        with translated(
-            f"{place}: {kind or 'it is damaged, or no safetensors file'}", "a whole one", remedy
-        ):
+        fault = kind or "it is damaged, or no safetensors file"
+        with translated(f"{place}: {fault}", "a whole one", remedy):
             with safe_open(place, "pt") as file:
                 metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
@@ -258,23 +269,25 @@ def _check(
 ) -> None:
     if "ottava.digest" in metadata:
         raise CheckpointError(f"{path} is of an old format", expected=CHECKSUM_KEY, remedy=RESAVE)
-    claimed = metadata.get(CHECKSUM_KEY)
-    if (claimed is None) != (METADATA_KEY not in metadata):
-        held, other = (
-            (METADATA_KEY, CHECKSUM_KEY) if claimed is None else (CHECKSUM_KEY, METADATA_KEY)
-        )
-        what = f"{path}: the metadata has {held!r} but not {other!r}"
-        remedy = (
-            "write it with ottava.checkpoint.save_file; another tool has rewritten it, or it "
-            "is damaged"
-        )
+    keys = (METADATA_KEY, CHECKSUM_KEY)
+    present = [key for key in keys if key in metadata]
+    if len(present) == 1:
+        (absent,) = set(keys) - set(present)
         raise CheckpointError(
-            what, expected="both, or neither in a file of another tool", remedy=remedy
+            f"{path}: the metadata has {present[0]!r} but not {absent!r}",
+            expected="both, or neither in a file of another tool",
+            remedy="write it with ottava.checkpoint.save_file; another tool has rewritten it, or "
+            "it is damaged",
         )
-    if verify and claimed is not None and (found := checksum(tensors, metadata)) != claimed:
-        raise CheckpointError(
-            f"{path} is damaged: its checksum is {found}", f"{claimed:.80}", "load another one"
-        )
+    expected = metadata.get(CHECKSUM_KEY)
+    if verify and expected is not None:
+        actual = checksum(tensors, metadata)
+        if actual != expected:
+            raise CheckpointError(
+                f"{path} is damaged: its checksum is {actual}",
+                f"{expected:.80}",
+                "load another one",
+            )
     for name, tensor in tensors.items():
         # In memory of this dtype any other byte is undefined behaviour.
         if tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
@@ -284,13 +297,18 @@ def _check(
 
 
 def looks_like(path: Path) -> tuple[str, str]:
-    """A guess at the kind of a file that is not a safetensors file, and the remedy; else empty
-    texts."""
+    """A guess at the kind of a file that is not a safetensors file, and the remedy.
+
+    Both are empty texts for a file that may be one.
+    """
     with translated(f"{path} cannot be read", "a safetensors file"), path.open("rb") as file:
         start = file.read(64)
-    found = [
-        (f"this looks like {kind}", remedy)
-        for magic, kind, remedy in _MAGICS
-        if start.startswith(magic)
-    ]
-    return found[0] if found and start[8:9] != b"{" else ("" if start else "the file is empty", "")
+    if not start:
+        return "the file is empty", ""
+    # In a safetensors file, eight bytes of the header's length come before the header.
+    if start[8:9] == b"{":
+        return "", ""
+    for magic, kind, remedy in _MAGICS:
+        if start.startswith(magic):
+            return f"this looks like {kind}", remedy
+    return "", ""

@@ -75,7 +75,7 @@ def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
     with translated("the metadata of quantized tensors is damaged", "what was saved"):
         body = json.loads(text)
         version = body["version"]
-        aliases = {name: str(stored) for name, stored in body.get("aliases", {}).items()}
+        aliases = {name: str(first) for name, first in body.get("aliases", {}).items()}
         if version != _VERSION:
             raise CheckpointError(
                 f"the metadata of quantized tensors has version {version!r:.80}",
@@ -154,12 +154,12 @@ def unflatten_state_dict(
     if metadata is not None and METADATA_KEY in metadata:
         quantized, aliases = _decode_description(metadata[METADATA_KEY])
     state = dict(tensors)
-    for alias, stored in aliases.items():
-        if stored not in tensors or alias in tensors:
+    for alias, first in aliases.items():
+        if first not in tensors or alias in tensors:
             raise CheckpointError(
-                f"damaged metadata: {alias!r} is said to be {stored!r}", "one of the two, stored"
+                f"damaged metadata: {alias!r} is said to be {first!r}", "one of the two, stored"
             )
-        state[alias] = tensors[stored]
+        state[alias] = tensors[first]
     storages = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
     twice = state.keys() & storages.keys()
     if twice:
@@ -198,11 +198,11 @@ def save_file(
     # Names of one tensor: the first name stores it, and the others are aliases.
     first_names: dict[Hashable, str] = {}
     aliases: dict[str, str] = {}
-    stored: dict[str, torch.Tensor] = {}
+    unique: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         first = first_names.setdefault(place_of(tensor), name)
         if first == name:
-            stored[name] = tensor
+            unique[name] = tensor
         else:
             aliases[name] = first
     place = check_file_target(path)
@@ -211,8 +211,8 @@ def save_file(
     )
     with unwritten, Partial(place) as partial:
         # The new file has the permissions of the old one from its first byte on.
-        about = {**texts, **described(quantized, aliases)}
-        write_tensors(partial.path / "tensors", stored, about, mode_of(place))
+        texts = {**texts, **described(quantized, aliases)}
+        write_tensors(partial.path / "tensors", unique, texts, mode_of(place))
         partial.put_file("tensors")
 
 
@@ -264,9 +264,9 @@ def load_file(path: AnyPath, device: str | int = "cpu", *, verify: bool = True) 
     ):
         torch.empty(0, device=place)
     tensors, metadata = read_tensors(path, verify=verify)
-    moved = {name: tensor.to(place) for name, tensor in tensors.items()}
+    on_device = {name: tensor.to(place) for name, tensor in tensors.items()}
     with named(as_path(path)):
-        return unflatten_state_dict(moved, metadata)
+        return unflatten_state_dict(on_device, metadata)
 
 
 def held_tensors(value: Value) -> list[torch.Tensor]:
@@ -308,7 +308,7 @@ def _unflatten_tensor(
         raise CheckpointError(
             f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class"
         )
-    stored = {argument: tensors.pop(f"{name}.{argument}") for argument in arguments}
+    own = {argument: tensors.pop(f"{name}.{argument}") for argument in arguments}
     # The class may belong to another package, and the values come from a file.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
         fields = {
@@ -318,7 +318,7 @@ def _unflatten_tensor(
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
         inner_tensors = [
-            _as_stored(inner, stored.get(inner.argument), fields) for inner in cls.inner_tensors
+            _as_stored(inner, own.get(inner.argument), fields) for inner in cls.inner_tensors
         ]
         storage: QuantizedTensorStorage
         storage = StorageSpec(cls, tuple(fields.values()), None).build(inner_tensors)

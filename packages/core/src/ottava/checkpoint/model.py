@@ -301,13 +301,13 @@ def _with_usages_of(target: QuantizedTensor, value: QuantizedTensor) -> Quantize
     if target.adopts_bytes_of(value) or value.inner_tensors != target.inner_tensors:
         return value
     # On another device the tensor may need further usages.
-    moved = value.to(target.device)
-    if not isinstance(moved, QuantizedTensor):
+    on_device = value.to(target.device)
+    if not isinstance(on_device, QuantizedTensor):
         return value
     usages = {f"{usage}_usage": True for usage, has in target.get_usages().items() if has}
     with contextlib.suppress(UsageError):
-        moved.update_usage(**usages)
-    return moved
+        on_device.update_usage(**usages)
+    return on_device
 
 
 def _write(

@@ -7,15 +7,15 @@ the tensors, and by the configuration beside the file.
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ottava.checkpoint.files import dtype_name
+from ottava.checkpoint.flatten import Value
 from ottava.errors import CheckpointError
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -42,7 +42,7 @@ class Format:
     """A format of quantized weights.
 
     Attributes:
-        title: its name.
+        title: the name of the format.
         reader: how to load the values of such a checkpoint; empty if unknown.
     """
 
@@ -61,7 +61,7 @@ FORMATS = {
     "mxfp4": Format("Hugging Face MXFP4", f"{_LOADED} Mxfp4Config(dequantize=True)"),
 }
 #: Patterns of the codes' and the scales' names, the dtypes of the scales (empty: any), the key in
-#: :data:`FORMATS` and what the title says besides. The first row that fits counts.
+#: :data:`FORMATS`, and an addition to its title. The first row that fits counts.
 _BY_NAMES: tuple[tuple[str, str, tuple[torch.dtype, ...], str, str], ...] = (
     (r"[._]data$", r"scale_inv$", (), "", _REWRITTEN),
     (r"", r"weight_scale_2$", (), "modelopt", "NVFP4"),
@@ -82,10 +82,10 @@ class Codes:
     """The codes in a file.
 
     Attributes:
-        scales: the names of the codes -> those of their scales; none where the configuration alone
-            tells of scales.
+        scales: the names of the codes -> the names of their scales; no names where the
+            configuration alone tells of scales.
         dtypes: the dtypes of the codes, by name.
-        format: what they are in.
+        format: the format of the codes.
     """
 
     scales: Mapping[str, tuple[str, ...]]
@@ -94,25 +94,28 @@ class Codes:
 
     def refuse(self, path: object, names: Iterable[str]) -> None:
         """Raise CheckpointError if there are any ``names``, which are names of codes."""
-        refused = list(names)
-        if not refused:
+        codes = list(names)
+        if not codes:
             return
-        first = refused[0]
+        first = codes[0]
         scales = " and ".join(map(repr, self.scales[first])) or "other files"
-        more = f"; {len(refused) - 1} more tensors are such codes" if refused[1:] else ""
-        what = f"{path} holds codes of quantized weights"
-        unread = f"and Ottava does not read their format, {self.format.title}"
         example = f"{first!r} of {dtype_name(self.dtypes[first])} has its scales in {scales}"
+        if len(codes) > 1:
+            example += f"; {len(codes) - 1} more tensors are such codes"
         reader = self.format.reader or "dequantize this one with the tool that wrote it"
         raise CheckpointError(
-            f"{what}, {unread}: {example}{more}",
+            f"{path} holds codes of quantized weights, and Ottava does not read their format, "
+            f"{self.format.title}: {example}",
             expected="values in high precision, or weights that Ottava has quantized",
-            remedy=f"take the checkpoint in high precision that it was made of; or {reader}, save "
-            f"that",
+            remedy="take the checkpoint in high precision that it was made of; or "
+            f"{reader}, save that",
         )
 
 
-def find_codes(state: Mapping[str, Any], path: Path | None = None) -> Codes:
+_NO_CODES = Codes({}, {}, Format(""))
+
+
+def find_codes(state: Mapping[str, Value], path: Path | None = None) -> Codes:
     """The codes among the tensors of a checkpoint that another tool has quantized.
 
     Elements of 8-bit float formats that come without scales are values, and are not among them.
@@ -121,25 +124,41 @@ def find_codes(state: Mapping[str, Any], path: Path | None = None) -> Codes:
         state: tensors by name; quantized tensors of Ottava are left alone.
         path: the file or the folder that they are from. Nothing that is beside it is trusted.
     """
-    plain = {n: v.dtype for n, v in state.items() if not isinstance(v, QuantizedTensorStorage)}
-    kinds = (*FLOAT8, *_PACKED)
-    able = [name for name, dtype in plain.items() if dtype in kinds and not _is_scale(name)]
-    if not able:
-        return Codes({}, {}, Format(""))
-    folder = None if path is None else path if path.is_dir() else path.parent
-    by_weight: dict[str, list[str]] = {}
-    for name in dict.fromkeys([*plain, *(_other_names(folder, path) if folder else ())]):
-        for weight in _weights_of_scale(name):
-            by_weight.setdefault(weight, []).append(name)
-    found = {name: tuple(by_weight.get(weight_of(name), ())) for name in able}
-    configured = None if folder is None else _configured(folder)
-    # The configuration tells of scales that are in another file.
-    told = FLOAT8 if configured else ()
-    scales = {name: found[name] for name in able if found[name] or plain[name] in told}
+    dtypes = {n: v.dtype for n, v in state.items() if not isinstance(v, QuantizedTensorStorage)}
+    candidates = [
+        name
+        for name, dtype in dtypes.items()
+        if dtype in (*FLOAT8, *_PACKED) and not _is_scale(name)
+    ]
+    if not candidates:
+        return _NO_CODES
+    configured: Format | None = None
+    names = [*dtypes]
+    if path is not None:
+        folder = path if path.is_dir() else path.parent
+        configured = _configured(folder)
+        names += _names_in_index(folder, path)
+    scales_of_weight = _scales_by_weight(dict.fromkeys(names))
+    scales: dict[str, tuple[str, ...]] = {}
+    for name in candidates:
+        own = scales_of_weight.get(weight_of(name), [])
+        # The configuration tells of scales that are in another file.
+        if own or (configured is not None and dtypes[name] in FLOAT8):
+            scales[name] = tuple(own)
     if not scales:
-        return Codes({}, {}, Format(""))
-    dtypes = {name: plain[name] for name in scales}
-    return Codes(scales, dtypes, configured or _named(scales, plain))
+        return _NO_CODES
+    return Codes(
+        scales, {name: dtypes[name] for name in scales}, configured or _named(scales, dtypes)
+    )
+
+
+def _scales_by_weight(names: Iterable[str]) -> dict[str, list[str]]:
+    """Each possible name of a weight -> the names of its scales among ``names``."""
+    scales: dict[str, list[str]] = {}
+    for name in names:
+        for weight in _weights_of_scale(name):
+            scales.setdefault(weight, []).append(name)
+    return scales
 
 
 def weight_of(name: str) -> str:
@@ -159,8 +178,8 @@ def _weights_of_scale(name: str) -> list[str]:
         return []
     before = leaf[: word.start()].rstrip("_")
     if not before:
-        # `scale`, `scales`, `scale_inv`, `scale_weight` lie beside a weight, or in what holds
-        # codes.
+        # `scale`, `scales`, `scale_inv` and `scale_weight` lie beside a weight, or in a module that
+        # has codes.
         return [module, f"{module}{dot}weight"]
     parts = before.rsplit("_", _QUALIFIERS)
     return [module, *(module + dot + "_".join(parts[:count]) for count in range(1, len(parts) + 1))]
@@ -168,13 +187,13 @@ def _weights_of_scale(name: str) -> list[str]:
 
 def _named(scales: Mapping[str, tuple[str, ...]], dtypes: Mapping[str, torch.dtype]) -> Format:
     """The format, by names and dtypes."""
-    name, found = next(iter(scales.items()))
-    for codes, pattern, kinds, key, about in _BY_NAMES:
-        fitting = [scale for scale in found if re.search(pattern, scale)]
+    name, scales_of_first = next(iter(scales.items()))
+    for codes, pattern, kinds, key, addition in _BY_NAMES:
+        fitting = [scale for scale in scales_of_first if re.search(pattern, scale)]
         kind_fits = not kinds or any(dtypes.get(scale) in kinds for scale in fitting)
         if re.search(codes, name) and fitting and kind_fits:
-            known = FORMATS.get(key, Format(""))
-            return Format(f"{known.title} {about}".strip(), known.reader)
+            format = FORMATS.get(key, Format(""))
+            return Format(f"{format.title} {addition}".strip(), format.reader)
     raise AssertionError("the last row fits everything")
 
 
@@ -182,39 +201,42 @@ def _configured(folder: Path) -> Format | None:
     """The format that the configuration in a folder names; None without a configuration or a
     format."""
     config = _read(folder / _CONFIG)
-    keys = ("quantization_config", "compression_config")
-    about: dict[str, Any] = next((config[key] for key in keys if _is_object(config, key)), {})
-    method = about.get("quant_method")
-    exported = _read(folder / _MODELOPT_CONFIG)
-    exported = exported["quantization"] if _is_object(exported, "quantization") else {}
-    if not isinstance(method, str) and not exported:
-        return None
-    method = method if isinstance(method, str) else "modelopt"
-    known = FORMATS.get(method, Format(f"{method!r:.80}"))
-    kinds = (about.get("format"), about.get("quant_algo"), exported.get("quant_algo"))
+    options = _object(config, "quantization_config") or _object(config, "compression_config")
+    exported = _object(_read(folder / _MODELOPT_CONFIG), "quantization")
+    method = options.get("quant_method")
+    if not isinstance(method, str):
+        if not exported:
+            return None
+        method = "modelopt"
+    format = FORMATS.get(method, Format(f"{method!r:.80}"))
+    kinds = (options.get("format"), options.get("quant_algo"), exported.get("quant_algo"))
     kind = next((kind for kind in kinds if isinstance(kind, str)), "")
-    return Format(f"{known.title} {kind:.80}".strip(), known.reader)
+    return Format(f"{format.title} {kind:.80}".strip(), format.reader)
 
 
-def _other_names(folder: Path, path: Path | None) -> list[str]:
+def _names_in_index(folder: Path, path: Path) -> Sequence[str]:
     """The names of all tensors of a model, from an index of its files; empty without an index."""
     for index in sorted(folder.glob(_INDEX)):
-        told = _read(index)
-        files = told["weight_map"] if _is_object(told, "weight_map") else {}
-        if path == folder or (path is not None and path.name in files.values()):
+        files = _object(_read(index), "weight_map")
+        if path == folder or path.name in files.values():
             return list(files)
     return []
 
 
-def _is_object(told: Mapping[str, Any], key: str) -> bool:
-    return isinstance(told.get(key), dict)
+def _object(config: Mapping[str, object], key: str) -> dict[str, object]:
+    """The object at a key; empty if there is none."""
+    value = config.get(key)
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     """The JSON beside a checkpoint; empty if it cannot be read, because it belongs to other
     tools."""
-    told: Any = {}
     with suppress(OSError, ValueError, RecursionError):
         if path.is_file() and path.stat().st_size <= _MOST_BYTES:
-            told = json.loads(path.read_bytes())
-    return told if isinstance(told, dict) else {}
+            config = json.loads(path.read_bytes())
+            if isinstance(config, dict):
+                return config
+    return {}

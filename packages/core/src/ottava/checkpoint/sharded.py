@@ -1,159 +1,68 @@
 """Sharded checkpoints over ``torch.distributed.checkpoint``: saved by any number of ranks, loaded
 by any other.
 
-The values of a nested state that are not tensors are stored as JSON. Each node is a dict with one
-key, the kind of the node.
+A state has two parts. Its tensors are written by ``storage``, one file for each rank. Everything
+else is a tree of JSON (``state_tree``), which ``index`` holds together with the places of all
+tensors.
 """
 
 import contextlib
 import json
-import math
 import os
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ottava.checkpoint.files import DTYPES, crc32_of, dtype_name, in_memory
-from ottava.checkpoint.flatten import flatten_values
+from ottava.checkpoint.files import crc32_of, dtype_name, in_memory
+from ottava.checkpoint.flatten import Entry, Value, flatten_values
 from ottava.checkpoint.model import check_writable, write_all
-from ottava.collectives import Ranks
+from ottava.checkpoint.state_tree import Node, decoded, encoded, leaves_of, merged
+from ottava.collectives import Group, Ranks
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
 from ottava.filesystem import AnyPath, Partial, as_path, remove_leftovers
 from ottava.recipes.state import is_reduced_by_max
 from ottava.tensors.declaration import bump_versions
 from ottava.tensors.storage import QuantizedTensorStorage
-from ottava.torch_private import local_tensor
+from ottava.torch_private import is_distributed, local_tensor
 
-_State = Mapping[str, Any]
+if TYPE_CHECKING:
+    from ottava.checkpoint.index import Description
+    from ottava.checkpoint.storage import FolderReader
+
+_State = Mapping[str, object]
 _STEP = re.compile(r"step-(\d+)")
-#: Kinds of nodes with entries -> the function that makes the container.
-_CONTAINERS: dict[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
 
-def _encoded(value: Any, tensors: dict[str, Any], path: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """A nested state as JSON, in which names replace tensors; the tensors are added to
-    ``tensors``."""
-    name = ".".join(map(str, path))
-    if len(path) > 100:
-        raise DTypeError(f"{name[:50]!r} is nested too deep", expected="up to 100 levels")
-    if isinstance(value, (torch.Tensor, QuantizedTensorStorage)):
-        if name in tensors:
-            raise UsageError(
-                f"two tensors would have the name {name!r}", remedy="rename one of them"
-            )
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        if wrong := [
-            key for key in value if isinstance(key, bool) or not isinstance(key, (str, int))
-        ]:
-            raise DTypeError(
-                f"{name!r} has the key {wrong[0]!r}", expected="text and integers as keys"
-            )
-        return {
-            "dict": [[key, _encoded(entry, tensors, (*path, key))] for key, entry in value.items()]
-        }
-    if isinstance(value, (list, tuple)):
-        entries = [_encoded(entry, tensors, (*path, number)) for number, entry in enumerate(value)]
-        return {"tuple" if isinstance(value, tuple) else "list": entries}
-    if isinstance(value, torch.dtype):
-        return {"value": {"dtype": dtype_name(value)}}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"value": {"float": str(float(value))}}  # JSON has no infinities and no NaN
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value}
-    expected = "a tensor, number, text, bool, None or torch.dtype, or a dict, list or tuple of them"
-    raise DTypeError(
-        f"{name!r} is a {type(value).__name__}", expected=expected, remedy="leave it out"
-    )
+class _FlatState:
+    """A nested state in flat form. Nothing is copied.
 
+    Attributes:
+        tree: the state as JSON, in which names stand for tensors.
+        values: the tensors by name.
+        tensors: their plain tensors by name.
+        quantized: the entries of those that are quantized.
+        owners: the name in ``values`` of the owner of each plain tensor.
+    """
 
-def _opened(tree: Mapping[str, Any]) -> tuple[str, Any, dict[Any, Any]]:
-    """The kind of a node, its content, and its entries by key; tensors and values have no
-    entries."""
-    ((kind, held),) = tree.items()
-    return (
-        kind,
-        held,
-        dict(held if kind == "dict" else enumerate(held)) if kind in _CONTAINERS else {},
-    )
-
-
-def _decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError if the
-    tree is invalid."""
-    kind, held, entries = _opened(tree)
-    if kind == "value" and isinstance(held, dict):
-        ((special, text),) = held.items()
-        return float(text) if special == "float" else DTYPES[text]
-    if kind in ("value", "tensor"):
-        return held if kind == "value" else tensors[held]
-    made = {key: _decoded(entry, tensors) for key, entry in entries.items()}
-    return _CONTAINERS[kind](made if kind == "dict" else made.values())
-
-
-def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    """Tensors, values and empty containers in a tree, by their names in error messages."""
-    entries = _opened(tree)[2].items()
-    leaves = {
-        name: leaf
-        for key, entry in entries
-        for name, leaf in _leaves(entry, f"{path}.{key}").items()
-    }
-    return leaves if entries else {path.removeprefix("."): tree}
-
-
-def _has_tensors(tree: Any) -> bool:
-    return any("tensor" in leaf for leaf in _leaves(tree).values())
-
-
-def _merged(target: Any, saved: Any) -> Any:
-    """The target tree with the values of a saved tree. Tensors, and entries that only the target
-    has, stay."""
-    (kind, _, mine), (other, _, theirs) = _opened(target), _opened(saved)
-    tensors = _has_tensors(target) or _has_tensors(saved)
-    if (
-        kind != other
-        or kind not in _CONTAINERS
-        or not (kind == "dict" or tensors or len(mine) == len(theirs))
-    ):
-        return target if tensors else saved
-    made = {
-        key: _merged(entry, theirs[key]) if key in theirs else entry for key, entry in mine.items()
-    }
-    made |= {
-        key: entry for key, entry in theirs.items() if key not in mine and not _has_tensors(entry)
-    }
-    return {kind: list(made.items() if kind == "dict" else made.values())}
-
-
-class _Flat:
-    """A nested state as JSON, its tensors by name, and their plain tensors with the name of the
-    owner of each. Nothing is copied."""
-
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: object) -> None:
         if not isinstance(state, Mapping):
             raise DTypeError(f"the state is a {type(state).__name__}", expected="a dict")
-        self.values: dict[str, Any] = {}
-        self.tree = _encoded(state, self.values)
+        self.values: dict[str, Value] = {}
+        self.tree = encoded(state, self.values)
         self.tensors, self.quantized = flatten_values(self.values, derived=False)
-        inner = [
-            (name, argument)
-            for name, entry in self.quantized.items()
-            for argument in entry["tensors"]
-        ]
-        self.owners = {n: n for n in self.tensors} | {
-            f"{name}.{argument}": name for name, argument in inner
-        }
+        self.owners = {name: name for name in self.tensors}
+        for name, entry in self.quantized.items():
+            for argument in entry["tensors"]:
+                self.owners[f"{name}.{argument}"] = name
 
 
 def save_sharded(
-    state: _State, path: AnyPath, *, group: Any = None, overwrite: bool = False
+    state: _State, path: AnyPath, *, group: Group = None, overwrite: bool = False
 ) -> None:
     """Save a state as one checkpoint, which appears under ``path`` whole or not at all.
 
@@ -178,63 +87,85 @@ def save_sharded(
     from ottava.checkpoint.storage import FolderWriter
 
     ranks = Ranks(group)
-    folder, flat = ranks.each(lambda: (as_path(path), _Flat(state)))
+    folder, flat = ranks.each(lambda: (as_path(path), _FlatState(state)))
     per_rank = _differing(flat, ranks)
-    largest = [name for name in per_rank if is_reduced_by_max(name)]
-    description = {
+    description: Description = {
         "state": flat.tree,
         "quantized": flat.quantized,
         "per_rank": per_rank,
-        "largest": largest,
+        "largest": [name for name in per_rank if is_reduced_by_max(name)],
     }
-    tensors = {per_rank[n][ranks.rank] if n in per_rank else n: t for n, t in flat.tensors.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in flat.tensors.items():
+        if name in per_rank:
+            tensors[per_rank[name][ranks.rank]] = tensor
+        else:
+            tensors[name] = tensor
     ranks.each(lambda: FolderWriter(folder, overwrite, description).save(tensors, ranks))
 
 
-def _differing(flat: _Flat, ranks: Ranks) -> dict[str, list[str]]:
+def _differing(flat: _FlatState, ranks: Ranks) -> dict[str, list[str]]:
     """The plain tensors that differ between ranks, with the name of each rank's tensor in the
     files.
 
-    Raises UsageError if the ranks differ in names or values that have to be equal.
+    Raises:
+        UsageError: the ranks differ in names or values that have to be equal.
     """
     if ranks.world == 1:
         return {}
-    about: dict[str, Any] = _leaves(flat.tree) | {
-        f"{n} (quantized)": entry for n, entry in flat.quantized.items()
+    _check_equal(_texts_of(flat), ranks)
+    own_sums = {
+        name: crc32_of(in_memory(name, tensor))
+        for name, tensor in flat.tensors.items()
+        if not is_distributed(tensor)
     }
-    about |= {
-        name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in flat.tensors.items()
-    }
-    texts = {name: json.dumps(entry, sort_keys=True) for name, entry in about.items()}
-    if len(set(ranks.gather(zlib.crc32(json.dumps(texts, sort_keys=True).encode())))) > 1:
-        first, *others = ranks.gather(texts)
-        rank, other = next((rank, of) for rank, of in enumerate(others, 1) if of != first)
-        name = min(name for name in first | other if first.get(name) != other.get(name))
-        what = (
-            f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and "
-            f"{first.get(name)}"
-        )
-        expected = "the same names, shapes, dtypes and values besides tensors on all ranks"
-        raise UsageError(
-            what, expected=expected, remedy="save what each rank has of its own as tensors"
-        )
-    own = {
-        n: crc32_of(in_memory(n, t)) for n, t in flat.tensors.items() if not hasattr(t, "to_local")
-    }
-    sums, names = ranks.gather(own), {}
-    for name in (name for name in own if len({of[name] for of in sums}) > 1):
+    sums = ranks.gather(own_sums)
+    names: dict[str, list[str]] = {}
+    for name in own_sums:
+        if len({of_rank[name] for of_rank in sums}) == 1:
+            continue
         owner = flat.owners[name]
-        if hasattr(flat.values[owner], "to_local"):
-            what = f"the shards of {owner!r} have different {name.removeprefix(owner + '.')!r}"
-            raise UsageError(what, "one value for all of a weight", "set it before it is sharded")
-        names[name] = [name, *(f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world))]
-        if taken := set(names[name][1:]) & set(flat.tensors):
-            raise UsageError(f"a tensor has the name {min(taken)!r}", remedy="rename it")
+        if is_distributed(flat.values[owner]):
+            raise UsageError(
+                f"the shards of {owner!r} have different {name.removeprefix(owner + '.')!r}",
+                "one value for all of a weight",
+                "set it before it is sharded",
+            )
+        others = [f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world)]
+        twice = set(others) & set(flat.tensors)
+        if twice:
+            raise UsageError(f"a tensor has the name {min(twice)!r}", remedy="rename it")
+        names[name] = [name, *others]
     return names
 
 
+def _texts_of(flat: _FlatState) -> dict[str, str]:
+    """Everything of a state that has to be equal on all ranks, as JSON."""
+    parts: dict[str, object] = {**leaves_of(flat.tree)}
+    for name, entry in flat.quantized.items():
+        parts[f"{name} (quantized)"] = entry
+    for name, tensor in flat.tensors.items():
+        parts[name] = (tuple(tensor.shape), str(tensor.dtype))
+    return {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
+
+
+def _check_equal(texts: dict[str, str], ranks: Ranks) -> None:
+    """Raise UsageError if the texts of the ranks differ."""
+    checksum = zlib.crc32(json.dumps(texts, sort_keys=True).encode())
+    if len(set(ranks.gather(checksum))) == 1:
+        return
+    first, *others = ranks.gather(texts)
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    name = min(name for name in first | other if first.get(name) != other.get(name))
+    raise UsageError(
+        f"{name!r} of rank {rank} is not that of rank 0: {other.get(name)} and {first.get(name)}",
+        expected="the same names, shapes, dtypes and values besides tensors on all ranks",
+        remedy="save what each rank has of its own as tensors",
+    )
+
+
 def load_sharded(
-    state: _State, path: AnyPath, *, group: Any = None, strict: bool = True, verify: bool = True
+    state: _State, path: AnyPath, *, group: Group = None, strict: bool = True, verify: bool = True
 ) -> Any:
     """Load a checkpoint that any number of ranks saved into the tensors of ``state``, in place, or
     change nothing.
@@ -265,26 +196,16 @@ def load_sharded(
 
     ranks = Ranks(group)
     reader = ranks.each(lambda: FolderReader(path))
-    flat, result, stored = ranks.each(lambda: _matched(state, reader, strict, ranks))
+    flat, result, saved_names = ranks.each(lambda: _matched(state, reader, strict, ranks))
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(
             f"{path} is not the same checkpoint on all ranks", expected="a shared file system"
         )
-    mine = sorted(reader.index.files)[ranks.rank :: ranks.world] if verify else []
-    ranks.each(lambda: [reader.file(name, verify=True) for name in mine])
-    # Another number of ranks saved scaling state of its own: this one loads the largest values.
-    about = reader.index.description
-    largest = [
-        name
-        for name in about["largest"]
-        if name in stored and len(about["per_rank"][name]) != ranks.world
-    ]
-    shards = {there: flat.tensors[name] for name, there in stored.items() if name not in largest}
-    pairs = ranks.each(
-        lambda: (
-            reader.pairs(shards) + [(flat.tensors[name], reader.whole(name)) for name in largest]
-        )
-    )
+    own_files: list[str] = []
+    if verify:
+        own_files = sorted(reader.index.files)[ranks.rank :: ranks.world]
+    ranks.each(lambda: [reader.file(name, verify=True) for name in own_files])
+    pairs = ranks.each(lambda: _pairs(flat, saved_names, reader, ranks))
     # Data derived from the bytes of quantized tensors is outdated now.
     for name in flat.quantized:
         storage = local_tensor(flat.values[name])
@@ -296,42 +217,59 @@ def load_sharded(
     return result
 
 
+def _pairs(
+    flat: _FlatState, saved_names: Mapping[str, str], reader: "FolderReader", ranks: Ranks
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of a tensor to write and its mapped new value.
+
+    Args:
+        flat: the state to load into.
+        saved_names: the name in the checkpoint of each tensor that is loaded.
+        reader: the checkpoint.
+        ranks: the ranks that load.
+    """
+    description = reader.index.description
+    # Another number of ranks saved scaling state of its own: this one loads the largest values.
+    largest = {
+        name
+        for name in description["largest"]
+        if name in saved_names and len(description["per_rank"][name]) != ranks.world
+    }
+    shards = {
+        saved: flat.tensors[name] for name, saved in saved_names.items() if name not in largest
+    }
+    wholes = [
+        (flat.tensors[name], reader.whole(name))
+        for name in description["largest"]
+        if name in largest
+    ]
+    return reader.pairs(shards) + wholes
+
+
 def _matched(
-    state: _State, reader: Any, strict: bool, ranks: Ranks
-) -> tuple[_Flat, Any, dict[str, str]]:
-    """The state to load into, the result, and the name in the checkpoint of each tensor that is
-    loaded."""
-    flat, path, about = _Flat(state), reader.path, reader.index.description
+    state: _State, reader: "FolderReader", strict: bool, ranks: Ranks
+) -> tuple[_FlatState, object, dict[str, str]]:
+    """The state to load into, the result of the load, and the name in the checkpoint of each tensor
+    that is loaded.
+
+    Raises:
+        CheckpointError: names, kinds, shapes or dtypes differ.
+        UsageError: a tensor cannot be written to.
+    """
+    flat = _FlatState(state)
+    path, description = reader.path, reader.index.description
     with translated(f"{path} describes no state", "what save_sharded wrote"):
-        tree = _merged(flat.tree, about["state"])
-        ours, theirs = _leaves(tree), _leaves(about["state"])
-        held = [name for name, of in ours.items() if "tensor" in of or "value" in of]
-        missing = [
-            n for n in held if n not in theirs or ("tensor" in ours[n]) != ("tensor" in theirs[n])
-        ]
-        unexpected = [
-            name
-            for name, of in theirs.items()
-            if "tensor" in of and "tensor" not in ours.get(name, {})
-        ]
-        result = _decoded(tree, flat.values)
-    for what, names in ((f"{path} misses", missing), ("the state has no place for", unexpected)):
-        if strict and names:
-            remedy = "make the state that was saved: an optimizer has none before its first step"
-            raise CheckpointError(f"{what} {listed(names)}", f"the names of {path}", remedy)
-    stored = {}
+        tree = merged(flat.tree, description["state"])
+        missing, unexpected = _differing_names(leaves_of(tree), leaves_of(description["state"]))
+        result = decoded(tree, flat.values)
+    if strict:
+        _check_names(path, missing, unexpected)
+    saved_names: dict[str, str] = {}
     for name, tensor in flat.tensors.items():
-        if (owner := flat.owners[name]) in missing:
+        owner = flat.owners[name]
+        if owner in missing:
             continue
-        kinds = [of.get(owner) for of in (about["quantized"], flat.quantized)]
-        saved, expected = (
-            f"quantized, {of['class']} of {of['static']}" if of else "not quantized" for of in kinds
-        )
-        if saved != expected:
-            remedy = "make the model with the recipe that was saved, or convert the checkpoint"
-            raise CheckpointError(
-                f"{owner!r} of {path} is {saved}", f"{expected}, as in the state", remedy
-            )
+        _check_same_kind(owner, path, description["quantized"], flat.quantized)
         value = flat.values[owner]
         if isinstance(value, QuantizedTensorStorage) and value._whole is not None:
             raise UsageError(
@@ -339,22 +277,80 @@ def _matched(
                 "a whole one",
                 "load into the whole tensor",
             )
-        # Its own where each rank had its own and there are as many, else rank 0's.
-        own = about["per_rank"].get(name, [])
-        stored[name] = own[ranks.rank] if len(own) == ranks.world else name
-        found = reader.index.tensors.get(stored[name])
-        expected = f"shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}"
-        seen = (
-            f"shape {tuple(found.size)} and dtype {dtype_name(found.properties.dtype)}"
-            if found
-            else "no values"
-        )
-        if seen != expected:
-            raise CheckpointError(
-                f"{stored[name]!r} of {path} has {seen}", expected=f"{expected}, as in the state"
-            )
+        # If as many ranks saved tensors of their own, each rank loads its own; else that of rank 0.
+        names = description["per_rank"].get(name, [])
+        saved_names[name] = names[ranks.rank] if len(names) == ranks.world else name
+        _check_same_shape(saved_names[name], tensor, reader)
         check_writable(owner, local_tensor(tensor))
-    return flat, result, stored
+    return flat, result, saved_names
+
+
+def _differing_names(
+    ours: Mapping[str, Node], theirs: Mapping[str, Node]
+) -> tuple[list[str], list[str]]:
+    """The names of the state that a checkpoint misses, and those of its tensors that the state
+    misses.
+
+    Args:
+        ours: the leaves of the merged tree.
+        theirs: the leaves of the tree in the checkpoint.
+    """
+    missing = []
+    for name, leaf in ours.items():
+        if "tensor" not in leaf and "value" not in leaf:
+            continue
+        if name not in theirs or ("tensor" in leaf) != ("tensor" in theirs[name]):
+            missing.append(name)
+    unexpected = [
+        name
+        for name, leaf in theirs.items()
+        if "tensor" in leaf and "tensor" not in ours.get(name, {})
+    ]
+    return missing, unexpected
+
+
+def _check_names(path: Path, missing: list[str], unexpected: list[str]) -> None:
+    faults = {f"{path} misses": missing, "the state has no place for": unexpected}
+    for fault, names in faults.items():
+        if names:
+            raise CheckpointError(
+                f"{fault} {listed(names)}",
+                f"the names of {path}",
+                "make the state that was saved: an optimizer has none before its first step",
+            )
+
+
+def _check_same_kind(
+    name: str, path: Path, saved: Mapping[str, Entry], own: Mapping[str, Entry]
+) -> None:
+    """Raise CheckpointError unless a tensor is quantized as it was when it was saved."""
+    kind, expected = _kind_of(saved.get(name)), _kind_of(own.get(name))
+    if kind != expected:
+        raise CheckpointError(
+            f"{name!r} of {path} is {kind}",
+            f"{expected}, as in the state",
+            "make the model with the recipe that was saved, or convert the checkpoint",
+        )
+
+
+def _kind_of(entry: Entry | None) -> str:
+    if entry is None:
+        return "not quantized"
+    return f"quantized, {entry['class']} of {entry['static']}"
+
+
+def _check_same_shape(name: str, tensor: torch.Tensor, reader: "FolderReader") -> None:
+    """Raise CheckpointError unless the tensor ``name`` of a checkpoint can be copied into
+    ``tensor``."""
+    expected = f"shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}"
+    kind = "no values"
+    saved = reader.index.tensors.get(name)
+    if saved is not None:
+        kind = f"shape {tuple(saved.size)} and dtype {dtype_name(saved.properties.dtype)}"
+    if kind != expected:
+        raise CheckpointError(
+            f"{name!r} of {reader.path} has {kind}", expected=f"{expected}, as in the state"
+        )
 
 
 def save_step(
@@ -363,25 +359,31 @@ def save_step(
     step: int,
     *,
     keep: int | None = None,
-    group: Any = None,
+    group: Group = None,
     overwrite: bool = False,
 ) -> Path:
-    """:func:`save_sharded` as ``folder/step-0000100``, the path returned, for
-    :func:`latest_checkpoint`.
+    """:func:`save_sharded` as ``folder/step-0000100``, where :func:`latest_checkpoint` looks.
 
     Args:
         state, group, overwrite: as of :func:`save_sharded`.
-        folder: where the checkpoints of one training are; it is made.
-        step: the number, from 0; OptionError where it is none.
-        keep: how many whole checkpoints stay, this one and those with the highest numbers besides;
-            the others are removed, and so is what interrupted saves left. None is all; OptionError
-            where it is no number from 1.
+        folder: the folder of the checkpoints of one training; it is made.
+        step: the number of the step, from 0.
+        keep: how many whole checkpoints stay, at least 1: this one and those with the highest
+            numbers besides. The others are removed, and so are leftovers of interrupted saves.
+            None keeps all.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        OptionError: ``step`` or ``keep`` is no such number.
+        CheckpointError, DTypeError, ShapeError, UsageError: as of :func:`save_sharded`.
     """
 
     def check() -> Path:
-        for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(f"{name} is {value!r}", f"an integer from {least}")
+        _check_number("step", step, 0)
+        if keep is not None:
+            _check_number("keep", keep, 1)
         return as_path(folder) / f"step-{step:07d}"
 
     ranks = Ranks(group)
@@ -389,29 +391,39 @@ def save_step(
     save_sharded(state, path, group=group, overwrite=overwrite)
     if keep is not None and ranks.rank == 0:
         remove_leftovers(path.parent, ".step-")
-        for old in [old for old in _step_checkpoints(path.parent) if old != path][keep - 1 :]:
-            try:
-                with Partial(old) as doomed:
-                    # Under this name what is left of it is never taken for a checkpoint.
-                    os.rename(old, doomed.path / "removed")
-            except OSError as error:
-                # The checkpoint is whole; that an old one is still there must not stop a training.
-                warnings.warn(
-                    f"the old checkpoint {old} cannot be removed: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        others = [other for other in _step_checkpoints(path.parent) if other != path]
+        for old in others[keep - 1 :]:
+            _remove_old(old)
     return path
 
 
+def _check_number(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{name} is {value!r}", f"an integer from {least}")
+
+
+def _remove_old(checkpoint: Path) -> None:
+    """Remove a checkpoint, or warn: the new one is whole, so that a training goes on."""
+    try:
+        with Partial(checkpoint) as doomed:
+            # Under this name the rest of a removed checkpoint is never taken for one.
+            os.rename(checkpoint, doomed.path / "removed")
+    except OSError as error:
+        warnings.warn(
+            f"the old checkpoint {checkpoint} cannot be removed: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 def is_complete(path: AnyPath) -> bool:
-    """Whether ``path`` is a whole sharded checkpoint: its index is in order and every file is there
+    """Whether ``path`` is a whole sharded checkpoint: its index is in order, and every file exists
     in full length.
 
-    The bytes of the tensors are not read here; loading checks them. Raises DTypeError where
-    ``path`` is no path.
+    The bytes of the tensors are not read here; loading checks them. Raises DTypeError if ``path``
+    is no path.
     """
-    from ottava.checkpoint.storage import read_index
+    from ottava.checkpoint.index import read_index
 
     with contextlib.suppress(CheckpointError):
         return bool(read_index(as_path(path)))
@@ -419,20 +431,20 @@ def is_complete(path: AnyPath) -> bool:
 
 
 def latest_checkpoint(folder: AnyPath) -> Path | None:
-    """The whole checkpoint ``step-NUMBER`` with the highest number in ``folder``; None where there
-    is none.
+    """The whole checkpoint ``step-NUMBER`` with the highest number in ``folder``; None if there is
+    none.
 
-    One for which :func:`is_complete` is False is passed over. Raises DTypeError where ``folder`` is
-    no path.
+    Checkpoints for which :func:`is_complete` is False are passed over. Raises DTypeError if
+    ``folder`` is no path.
     """
     return next(_step_checkpoints(as_path(folder)), None)
 
 
 def _step_checkpoints(folder: Path) -> Iterator[Path]:
-    """The highest number first."""
-    found = [
-        (int(match[1]), path)
-        for path in folder.glob("step-*")
-        if (match := _STEP.fullmatch(path.name))
-    ]
-    return (path for _, path in sorted(found, reverse=True) if is_complete(path))
+    """The whole checkpoints in a folder, those with the highest numbers first."""
+    numbered: list[tuple[int, Path]] = []
+    for path in folder.glob("step-*"):
+        match = _STEP.fullmatch(path.name)
+        if match is not None:
+            numbered.append((int(match[1]), path))
+    return (path for _, path in sorted(numbered, reverse=True) if is_complete(path))

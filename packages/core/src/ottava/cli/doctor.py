@@ -1,5 +1,5 @@
-"""``ottava doctor`` shows what is installed and chosen, and compares the kernels with the
-reference."""
+"""``ottava doctor`` shows the installed packages and the chosen backends, and compares the kernels
+with the reference."""
 
 import os
 import platform
@@ -34,20 +34,25 @@ def _examined(name: str, examine: Callable[[], str]) -> Check:
 
 
 def _gpus() -> list[str]:
+    """The names of the GPUs with their compute capabilities."""
     import torch
 
-    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return [
-        "{} ({}.{})".format(torch.cuda.get_device_name(n), *torch.cuda.get_device_capability(n))
-        for n in numbers
-    ]
+    if not torch.cuda.is_available():
+        return []
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(number)
+        gpus.append(f"{torch.cuda.get_device_name(number)} ({major}.{minor})")
+    return gpus
 
 
 def _backend(name: str, status: str) -> Check:
     """A check of a backend. Missing CUDA kernels are a fault only on a machine with a GPU."""
     from ottava.kernels.backends import RUN_ON
 
-    ok, detail, gpus = status == "available", status, ", ".join(_gpus())
+    ok = status == "available"
+    detail = status
+    gpus = ", ".join(_gpus())
     # A backend that is not available cannot be imported.
     if ok and name == "cpu":
         from ottava import _cpu
@@ -60,7 +65,8 @@ def _backend(name: str, status: str) -> Check:
     elif name == "cuda" and gpus:
         detail = f"{gpus} would run the slow reference: {status}"
     elif name == "cuda":
-        ok, detail = True, f"{status}; torch sees no GPU that would need them"
+        ok = True
+        detail = f"{status}; torch sees no GPU that would need them"
     return Check(f"backend {name}", ok, detail)
 
 
@@ -68,9 +74,12 @@ def _products() -> str:
     from ottava.kernels.products import VARIABLE, multiplies_bfloat16
 
     fast = multiplies_bfloat16()
-    answer = f"torch has {'a' if fast else 'no'} fast one of bfloat16 here"
-    why = f"{VARIABLE} says so" if os.environ.get(VARIABLE) else answer
-    return f"in {'bfloat16' if fast else 'float32'}, since {why}"
+    dtype = "bfloat16" if fast else "float32"
+    article = "a" if fast else "no"
+    reason = f"torch has {article} fast one of bfloat16 here"
+    if os.environ.get(VARIABLE):
+        reason = f"{VARIABLE} says so"
+    return f"in {dtype}, since {reason}"
 
 
 def _private_names() -> Check:
@@ -103,24 +112,26 @@ def _self_test(device: str) -> Check:
 
     def results(dtype: torch.dtype) -> list[torch.Tensor]:
         blocks = ottava.Layout(dtype, (1, 32), ottava.E8M0.torch_dtype, "up")
-        made = [*kernels.cast_transpose(x, scale, dtype), *kernels.grid_quantize(x, blocks)]
+        data, transpose = kernels.cast_transpose(x, scale, dtype)
         # A decoded NaN may have any payload.
-        return [*made, kernels.decode(made[0], scale, dtype, torch.bfloat16).nan_to_num(nan=-1.0)]
+        values = kernels.decode(data, scale, dtype, torch.bfloat16).nan_to_num(nan=-1.0)
+        return [data, transpose, *kernels.grid_quantize(x, blocks), values]
 
     def compare() -> str:
         for fmt in (ottava.E4M3, ottava.E5M2):
-            got = results(fmt.torch_dtype)
+            own = results(fmt.torch_dtype)
             with kernels.use_backend("reference"):
-                want = results(fmt.torch_dtype)
-            if not all(map(torch.equal, got, want)):
+                reference = results(fmt.torch_dtype)
+            if not all(map(torch.equal, own, reference)):
                 raise BackendError(
                     f"{fmt.name}: bytes differ from the reference", remedy="reinstall ottava"
                 )
         return "every bfloat16 value, E4M3 and E5M2: bytes equal the reference"
 
-    return _examined(
-        "kernel self-test" if device == "cpu" else f"kernel self-test on {device}", compare
-    )
+    name = "kernel self-test"
+    if device != "cpu":
+        name += f" on {device}"
+    return _examined(name, compare)
 
 
 def _offer(spec: Spec) -> str:
@@ -159,7 +170,9 @@ def examine() -> list[Check]:
 
     from ottava.kernels import available_backends, backend_for
 
-    devices = ["cpu", *(["cuda"] if _gpus() else [])]
+    devices = ["cpu"]
+    if _gpus():
+        devices.append("cuda")
     return [
         Check("python", True, platform.python_version()),
         Check("torch", True, str(torch.__version__)),

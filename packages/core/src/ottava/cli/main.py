@@ -1,8 +1,8 @@
-"""The typer application. Commands import what they need when they run, so listing recipes imports
-no torch.
+"""The typer application.
 
-Other packages add commands through entry points of the group ``ottava.commands``: the name of a
-command, and a function for :mod:`typer`. These are imported when they run or are listed.
+Commands import the rest of Ottava when they run, so listing recipes imports no torch. Other
+packages add commands through entry points of the group ``ottava.commands``: the name of a command,
+and a function for :mod:`typer`. These are imported when they run or are listed.
 """
 
 import contextlib
@@ -25,14 +25,18 @@ from ottava.recipes.registry import PluginStatus, discover
 COMMANDS = "ottava.commands"
 # Commands of Ottava's own packages -> the package to install for each.
 _ELSEWHERE = {
+    "analyze": "ottava-debug",
+    "bisect": "ottava-debug",
     "check-recipe": "ottava-testing",
     "demo": "ottava-demo",
+    "export": "ottava-integrations",
     "new-recipe": "ottava-testing",
 }
-_ELSEWHERE |= {"analyze": "ottava-debug", "bisect": "ottava-debug", "export": "ottava-integrations"}
+#: A context or a command of click, whose module has another name in each version of typer.
+_Click = Any
 
 
-def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
+def _load(name: str, offers: list[PluginStatus]) -> Callable[..., object]:
     """The function of another package's command; an error if no package, or several, have it."""
     if not offers:
         package = _ELSEWHERE[name]
@@ -41,22 +45,33 @@ def _load(name: str, offers: list[PluginStatus]) -> Callable[..., Any]:
             expected=package,
             remedy=f"pip install {package}",
         )
-    owners = " and by ".join(f"{found.distribution} {found.version}" for found in offers)
+    owners = " and by ".join(f"{offer.distribution} {offer.version}" for offer in offers)
     if len(offers) > 1:
         raise PluginError(f"the command {name!r} is offered by {owners}", remedy="uninstall one")
-    what, remedy = (
+    with translated(
         f"the command {name!r} of {owners} cannot be imported",
+        "a function",
         "reinstall the package, or tell its authors",
-    )
-    with translated(what, "a function", remedy, to=PluginError, of=(Exception, SystemExit)):
-        return offers[0].entry.load()  # type: ignore[no-any-return]
+        to=PluginError,
+        of=(Exception, SystemExit),
+    ):
+        function: Callable[..., object] = offers[0].entry.load()
+        return function
 
 
-def _command(name: str, function: Callable[..., Any], text: str, **settings: Any) -> Any:
-    alone = typer.Typer(add_completion=False)
+def _command(
+    name: str,
+    function: Callable[..., object],
+    text: str,
+    context_settings: dict[str, bool] | None = None,
+) -> _Click:
+    app_of_one = typer.Typer(add_completion=False)
     # Brackets in the text of a plugin are not markup.
-    alone.command(name, help=escape(escaped(text, lines=True)), **settings)(function)
-    return typer.main.get_command(alone)
+    command = app_of_one.command(
+        name, help=escape(escaped(text, lines=True)), context_settings=context_settings
+    )
+    command(function)
+    return typer.main.get_command(app_of_one)
 
 
 @contextlib.contextmanager
@@ -74,17 +89,19 @@ def _escaped_errors() -> Iterator[None]:
 
 
 class _Commands(TyperGroup):
-    """Core's commands and those of other packages. Errors of Ottava are printed, with exit code
-    2."""
+    """Core's commands and those of other packages.
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    Errors of Ottava are printed, with exit code 2.
+    """
+
+    def list_commands(self, ctx: _Click) -> list[str]:
         others = {escaped(status.entry_point) for status in discover(COMMANDS)}
         return list(dict.fromkeys([*super().list_commands(ctx), *sorted(others)]))
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: _Click, cmd_name: str) -> _Click:
         if cmd_name in self.commands:
             return self.commands[cmd_name]
-        offers = [found for found in discover(COMMANDS) if escaped(found.entry_point) == cmd_name]
+        offers = [offer for offer in discover(COMMANDS) if escaped(offer.entry_point) == cmd_name]
         if not offers and cmd_name not in _ELSEWHERE:
             return None
         try:
@@ -105,11 +122,11 @@ class _Commands(TyperGroup):
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
         return _command(cmd_name, broken, text_of(failure), context_settings=anything)
 
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
+    def make_context(self, *arguments: Any, **options: Any) -> _Click:
         with _escaped_errors():
             return super().make_context(*arguments, **options)
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: _Click) -> object:
         try:
             with _escaped_errors():
                 return super().invoke(ctx)

@@ -1,14 +1,14 @@
-"""Output of commands: tables and sentences for people, JSON for programs. Also options of
+"""Output of commands: tables and sentences for people, JSON for programs; and options of
 recipes."""
 
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import TextColumn
+from rich.progress import Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,18 +18,24 @@ from ottava.errors import OptionError
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def parse_options(given: Sequence[str]) -> dict[str, Any]:
-    """Options of a recipe from texts ``key=value``; a value that is not JSON is a text."""
-    options: dict[str, Any] = {}
-    for text in given:
+#: The words of Python for values that JSON writes in another way.
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+def parse_options(texts: Sequence[str]) -> dict[str, object]:
+    """Options of a recipe from texts ``key=value``; a value that is not JSON is a text.
+
+    Raises:
+        OptionError: a text is not of this form, or a key is given twice.
+    """
+    options: dict[str, object] = {}
+    for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier() or key in options:
             raise OptionError(f"--option {text!r}", expected="key=value, each key once")
         options[key] = value
         with contextlib.suppress(ValueError, RecursionError):
-            options[key] = json.loads(
-                {"True": "true", "False": "false", "None": "null"}.get(value, value)
-            )
+            options[key] = json.loads(_WORDS.get(value, value))
     return options
 
 
@@ -43,8 +49,8 @@ def escaped(text: str, *, lines: bool = False) -> str:
         text: any text.
         lines: whether to keep ends of lines and tabs.
     """
-    kept = "\n\t" if lines else ""
-    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+    unchanged = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in unchanged else ascii(c)[1:-1] for c in text)
 
 
 class _Console(Console):
@@ -60,8 +66,8 @@ class PlainColumn(TextColumn):
     def __init__(self, text_format: str) -> None:
         super().__init__(text_format, markup=False)
 
-    def render(self, task: Any) -> Text:
-        # Before it is a Text, which would leave out some control characters.
+    def render(self, task: Task) -> Text:
+        # The text is escaped before it becomes a Text, which leaves out some control characters.
         return Text(escaped(self.text_format.format(task=task)), self.style, justify=self.justify)
 
 
@@ -75,9 +81,9 @@ def say(text: str, *, stderr: bool = False, lines: bool = False) -> None:
     console(stderr=stderr).print(escaped(text, lines=lines), soft_wrap=True)
 
 
-def show_json(value: Any) -> None:
+def show_json(value: object) -> None:
     """Print JSON, in ASCII."""
-    # The one control character that JSON leaves as it is.
+    # DEL is the one control character that JSON leaves as it is.
     print(json.dumps(value, indent=2).replace("\x7f", "\\u007f"))
 
 
@@ -91,9 +97,10 @@ def table(
 ) -> Table:
     """A table; the columns named in ``right`` are aligned there, and with ``lines`` cells have
     several lines."""
-    made = Table(title=escaped(title))
+    grid = Table(title=escaped(title))
     for column in columns:
-        made.add_column(column, overflow="fold", justify="right" if column in right else "left")
+        side: Literal["left", "right"] = "right" if column in right else "left"
+        grid.add_column(column, overflow="fold", justify=side)
     for row in rows:
-        made.add_row(*(escaped(cell, lines=lines) for cell in row))
-    return made
+        grid.add_row(*(escaped(cell, lines=lines) for cell in row))
+    return grid

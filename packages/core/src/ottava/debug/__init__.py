@@ -1,4 +1,4 @@
-"""Helps to find out what FP8 does to a model.
+"""Tools to find out how FP8 changes a model.
 
 ``fake_quantize`` gives the values of a tensor after quantizing and dequantizing. ``set_inspector``
 is a hook for a package that inspects the products of layers (``ottava-debug``).
@@ -9,7 +9,6 @@ formats belong to core.
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -53,17 +52,18 @@ def fake_quantize(
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     check_high_precision(tensor)
-    # A bare storage suffices, which takes less to make than a tensor, and is not traced.
+    # A bare storage suffices. It is cheaper to make than a tensor, and is not traced.
     quantizer = _quantizer(fp8_format)
     quantizer.internal = True
     if out is not None:
         check_tensor(out, "out", tensor.dtype)
         check_fits(out, tuple(tensor.shape), tensor.device, "out")
-    straight_through: Any = StraightThrough.apply
-    result: torch.Tensor = straight_through(
+    result: torch.Tensor = StraightThrough.apply(  # type: ignore[no-untyped-call]
         tensor, lambda t, dtype: quantizer.quantize(t.detach()).dequantize(dtype), tensor.dtype
     )
-    return result if out is None else out.copy_(result)
+    if out is None:
+        return result
+    return out.copy_(result)
 
 
 def set_inspector(inspector: Callable[[Linear], Callable[..., torch.Tensor] | None] | None) -> None:
@@ -105,12 +105,12 @@ def _quantizer(fp8_format: str) -> Quantizer:
                 expected="a quantizer from its fake_quantizer()",
             )
         return quantizer.copy()
-    known = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
+    formats = sorted({*_PER_TENSOR, *(name for spec in specs for name in spec.fake_quant_formats)})
     # The package of a recipe and its formats are named after the recipe.
     match = re.fullmatch(f"(.+)({E4M3.name}|{E5M2.name})", fp8_format)
     remedy = f"pip install ottava-recipes-{match[1].lower()}" if match else ""
     raise OptionError(
         f"no installed recipe serves the format {fp8_format!r}",
-        expected=", ".join(known),
+        expected=", ".join(formats),
         remedy=remedy,
     )

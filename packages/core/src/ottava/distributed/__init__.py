@@ -4,7 +4,8 @@ Two ways lead to a quantized weight, and one rule serves both: the bytes and sca
 quantizing the whole weight at once would give.
 
 - An optimizer has sharded master weights, as ZeRO does, and writes the quantized weights after each
-  step: ``master_weights``.
+  step: ``master_weights``, with the checks of ``checked_weights``. It moves the bytes of the
+  weights into its own buffers: ``raw_data``.
 - FSDP2 gathers a weight in each pass. A quantized weight sends its bytes: ``hooks``. A weight in
   high precision is quantized shard by shard before it is sent: ``high_precision_weight`` and
   ``quantized_on_gather``.
@@ -20,10 +21,9 @@ from ottava.distributed.master_weights import (
     MasterWeights,
     cast_master_weights_to_fp8,
     is_custom,
-    post_all_gather_processing,
     quantize_master_weights,
-    replace_raw_data,
 )
+from ottava.distributed.raw_data import post_all_gather_processing, replace_raw_data
 from ottava.distributed.rules import GridShards, PerTensorShards, ShardBatch, ShardRule, rule_of
 from ottava.distributed.shards import ShardJob, ShardOutput
 

@@ -133,26 +133,27 @@ def pre_all_gather(
         module._binding.own_shard(module, tensor)
     _agree(tensor, size, group, module)
     fsdp2.drop_flat_copies(module)
-    gathered = _to_gather(tensor, module)
-    lengths = gathered
+    lengths = _lengths_to_gather(tensor, module)
+    moved = list(lengths)
     if world == 1:
         # FSDP gathers nothing: it copies the first input, and no other.
-        first = next(iter(gathered))
-        lengths = {first: gathered[first]}
+        moved = moved[:1]
     rows = math.ceil(size[0] / world)
     inputs: list[torch.Tensor] = []
     sent: list[SentTensor] = []
-    for inner, length in lengths.items():
+    for inner in moved:
         data = inner.by_rows(getattr(tensor, inner.attribute))
         if not inner.block_rows:
             data = padded(data, rows)
-        missing = length - data.numel() if world > 1 else 0
+        missing = 0
+        if world > 1:
+            missing = lengths[inner] - data.numel()
         sent.append(SentTensor(inner, data.shape, missing > 0))
         if missing > 0:
             data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
         inputs.append(_as_bytes(data.contiguous()))
     spec = tensor.flatten_storage()[1]
-    shared = _not_sent(tensor, gathered, lengths)
+    shared = _not_sent(tensor, lengths, moved)
     return tuple(inputs), GatherPlan(tuple(sent), shared, spec, size)
 
 
@@ -166,7 +167,13 @@ def _as_bytes(data: torch.Tensor) -> torch.Tensor:
 def _not_sent(
     tensor: QuantizedTensor, gathered: Collection[InnerTensor], sent: Collection[InnerTensor]
 ) -> dict[str, torch.Tensor | None]:
-    """The inner tensors that are not sent, by argument; None for those that the whole lacks."""
+    """The inner tensors that are not sent, by argument; None for those that the whole lacks.
+
+    Args:
+        tensor: this rank's shard.
+        gathered: the inner tensors with data of the pass.
+        sent: those of them that FSDP moves.
+    """
     # The whole needs no scales of a usage whose data it lacks.
     usages = {"both", *(inner.usage for inner in gathered)}
     inner_tensors: dict[str, torch.Tensor | None] = {}
@@ -224,7 +231,7 @@ def post_all_gather(
     return whole, ()
 
 
-def _to_gather(tensor: QuantizedTensor, module: torch.nn.Module) -> dict[InnerTensor, int]:
+def _lengths_to_gather(tensor: QuantizedTensor, module: torch.nn.Module) -> dict[InnerTensor, int]:
     """The inner tensors that are gathered, and how many elements of each.
 
     They are those of rows in a forward pass and of columns in a backward pass, or both.
@@ -271,25 +278,24 @@ def _gatherable(tensor: QuantizedTensor) -> dict[InnerTensor, torch.Tensor]:
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the
     first; a ShapeError."""
-    tensors = _gatherable(tensor)
-    coming = list(tensors)
+    gathered = list(_gatherable(tensor))
     if tensor.rowwise_serves_columnwise:
-        coming = [inner for inner in tensor.inner_tensors if inner.gather]
+        gathered = [inner for inner in tensor.inner_tensors if inner.gather]
     if size[0] % world:
-        _check_uneven(tensor, coming, size, world)
+        _check_uneven(tensor, gathered, size, world)
     # The rows of the first rank are checked, so that all ranks raise the same error.
     rows = range(math.ceil(size[0] / world))
-    check_blocks(coming, size, rows, f"a shard of a {type(tensor).__name__}")
+    check_blocks(gathered, size, rows, f"a shard of a {type(tensor).__name__}")
 
 
 def _check_uneven(
-    tensor: QuantizedTensor, coming: Sequence[InnerTensor], size: torch.Size, world: int
+    tensor: QuantizedTensor, gathered: Sequence[InnerTensor], size: torch.Size, world: int
 ) -> None:
     """Refuse uneven shards of inner tensors that FSDP cannot pad; a ShapeError.
 
     FSDP asks for the padded size of the parameter itself.
     """
-    for inner in coming:
+    for inner in gathered:
         data: torch.Tensor | None = getattr(tensor, inner.attribute)
         of_other_size = data is not None and inner.by_rows(data).shape[1:] != tensor.shape[1:]
         if inner.block_rows or of_other_size:

@@ -459,15 +459,14 @@ class ShardBatches(NamedTuple):
             batch.cast(own)
 
 
-def requantize(written: Sequence[tuple[QuantizedTensor, torch.Tensor]]) -> None:
+def requantize(writes: Sequence[tuple[QuantizedTensor, torch.Tensor]]) -> None:
     """Quantize new values into tensors, given as (tensor, values).
 
     Shards that share a scale are reduced together, once for each group.
     """
     together: dict[str, list[ShardJob]] = {}
-    for target, values in written:
-        group: str | None = target._shard_group
-        quantizer = target._quantizer
+    for target, values in writes:
+        group, quantizer = target._shard_group, target._quantizer
         if group is None or quantizer is None or not rule_of(quantizer).one_amax(quantizer):
             target.quantize_(values)
             continue

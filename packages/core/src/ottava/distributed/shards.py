@@ -211,6 +211,14 @@ def check_blocks(
             )
 
 
+def check_kind(
+    value: object, kinds: type | tuple[type, ...], name: str, expected: str, remedy: str = ""
+) -> None:
+    """Raise DTypeError unless a value is of one of the types. The message calls it ``name``."""
+    if not isinstance(value, kinds):
+        raise DTypeError(f"{name} is a {type(value).__name__}", expected, remedy)
+
+
 def check_bytes(
     buffer: object, storage: QuantizedTensorStorage, inner: InnerTensor, count: int, name: str
 ) -> torch.Tensor:
@@ -231,16 +239,16 @@ def check_bytes(
     return buffer
 
 
-def check_places(written: Iterable[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> None:
-    """Refuse tensors that are written and overlap each other, or overlap tensors that are read.
+def check_places(targets: Iterable[torch.Tensor], sources: Sequence[torch.Tensor] = ()) -> None:
+    """Refuse targets that overlap each other or a source.
 
-    All are contiguous. A tensor that is read may lie exactly where one is written.
+    All tensors are contiguous. A source may lie exactly where a target lies.
 
     Raises:
         ShapeError: two of them overlap.
     """
-    places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in written if t.numel()]
-    places += {(t.data_ptr(), t.data_ptr() + t.nbytes) for t in read if t.numel()} - set(places)
+    places = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in targets if t.numel()]
+    places += {(t.data_ptr(), t.data_ptr() + t.nbytes) for t in sources if t.numel()} - set(places)
     if any(end > start for (_, end), (start, _) in pairwise(sorted(places))):
         raise ShapeError(
             "two places to write to or to read from overlap", expected="memory of its own for each"

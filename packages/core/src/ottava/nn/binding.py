@@ -12,7 +12,7 @@ from ottava.kernels.backends import backend_for
 from ottava.nn.call import Call, take_part
 from ottava.nn.checks import check_not_parallel
 from ottava.nn.converted import begin_ahead
-from ottava.nn.layer import Layer, label_of
+from ottava.nn.layer import Layer, label_of, owned_state
 from ottava.nn.plan import Plan
 from ottava.recipes.base import Recipe, asked_once
 from ottava.recipes.execution import NO_BACKWARD, backward_task
@@ -91,7 +91,7 @@ class Binding:
     def bind(self, layer: Layer, recipe: Recipe | None, prepared: RecipeState | None) -> None:
         """Bind a recipe, with the state that was prepared for it."""
         self.recipe, self.kept = recipe, None
-        owned = _owned_state(layer)
+        owned = owned_state(layer)
         if owned is not None and recipe is not None and owned.serves(recipe, None):
             prepared = owned
         elif owned is not None and prepared is not None and not prepared.stateful:
@@ -107,7 +107,7 @@ class Binding:
         state = self.state
         if state is not None and state.serves(recipe, group):
             return state
-        owned = _owned_state(layer)
+        owned = owned_state(layer)
         if owned is not None and owned.serves(recipe, group):
             state = owned
         else:
@@ -117,8 +117,8 @@ class Binding:
                     f"the scaling state of {label_of(layer)} is discarded: the recipe changed from "
                     f"{owned.recipe!r} to {recipe!r}, and the new one starts afresh"
                 )
-                warnings.warn(text, UserWarning, stacklevel=5)
-        self.warn_of_mismatch(layer, self.state, state, 6)
+                warnings.warn(text, UserWarning, stacklevel=7)
+        self.warn_of_mismatch(layer, self.state, state, 8)
         self._use(layer, state)
         return state
 
@@ -132,7 +132,7 @@ class Binding:
             _load_state(layer, state, self.loaded)
             self.loaded = None
             state._set_phase(Phase.RAN)
-        owned = _owned_state(layer)
+        owned = owned_state(layer)
         if owned is not None and owned is not state:
             owned._set_phase(Phase.SETTLED)
         layer._modules["recipe_state"] = state
@@ -154,7 +154,7 @@ class Binding:
         }
         if not of_state:
             return
-        owned = _owned_state(layer)
+        owned = owned_state(layer)
         if owned is not None:
             owned.begin_next(layer)
         elif self.recipe is None:
@@ -232,11 +232,6 @@ class Binding:
         if quantizer is not None:
             shard.update_quantizer(quantizer)
             shard._shard_group = None
-
-
-def _owned_state(layer: Layer) -> Any:
-    """The stateful state that is a submodule of the layer; None if it has none."""
-    return layer._modules.get("recipe_state")
 
 
 def _load_state(layer: Layer, state: Any, loaded: dict[str, torch.Tensor]) -> None:

@@ -2,12 +2,11 @@
 
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from ottava.errors import OptionError
 from ottava.nn.layer import Layer, label_of
 from ottava.recipes.base import Recipe
 from ottava.recipes.execution import (
@@ -60,10 +59,6 @@ class Call(NamedTuple):
     evaluating: bool = False
 
 
-#: Builds a Call of a tuple of all its fields, without the cost of NamedTuple's ``__new__``.
-call_of: Callable[[tuple[Any, ...]], Call] = partial(tuple.__new__, Call)
-
-
 def resolve_call(
     layer: Layer, input: torch.Tensor, first: bool | None, observed: bool, compiling: bool
 ) -> Call:
@@ -82,13 +77,9 @@ def resolve_call(
     last = None if task == NO_BACKWARD else binding.last
     first, of_block = resolve_microbatch(first, last, task)
     recipe, group, calibrating = resolve_recipe(binding.recipe, last, region, task)
-    state: RecipeState | None = None
-    if recipe is not None:
-        state = binding.state
-        if state is None or not _serves_as_it_is(state, recipe, group):
-            state = binding.state_for(layer, recipe, group)
-        if sees_no_values(state, compiling):
-            recipe = state = None
+    state = resolve_state(layer, recipe, group, compiling)
+    if state is None:
+        recipe = None
     if task != NO_BACKWARD:
         recording = sees_recomputation(state)
         return Call(recipe, state, group, recording, calibrating, first, recomputed=True)
@@ -104,19 +95,21 @@ def resolve_call(
         # Modes may trace, and what they trace is to change nothing.
         traced = compiling or (observed and bool(dispatch_modes()))
         evaluating = not (grad_enabled or training or traced) and state.opens_evaluation()
-    pass_of_step = grad_enabled, calibrating, first, False, of_block, training, evaluating
-    call = call_of((recipe, state, group, *pass_of_step))
+    call = Call(
+        recipe,
+        state,
+        group,
+        recording=grad_enabled,
+        calibrating=calibrating,
+        first=first,
+        of_block=of_block,
+        training=training,
+        evaluating=evaluating,
+    )
     if not compiling and (grad_enabled or layer.training):
         # What is recomputed of a calibrating pass computes in high precision, as that did.
         binding.last = call._replace(recipe=None) if calibrating else call
     return call
-
-
-def _serves_as_it_is(state: RecipeState, recipe: Recipe, group: Any) -> bool:
-    """Whether a state serves by a look at three fields, as it does in most calls."""
-    if state.recipe is not recipe or state.factory is not recipe._factory:
-        return False
-    return state.amax_reduction_group is group
 
 
 def resolve_microbatch(
@@ -128,8 +121,15 @@ def resolve_microbatch(
         first: what the caller says; None leaves it to the block around the call.
         last: the last call of a forward pass, which a recomputation repeats.
         task: the number of the backward pass that this runs in.
+
+    Raises:
+        OptionError: ``first`` is neither a bool nor None.
     """
     if first is not None:
+        if not isinstance(first, bool):
+            raise OptionError(
+                f"is_first_microbatch is {first!r:.80}", expected="True, False or None"
+            )
         return first, None
     if task != NO_BACKWARD:
         of_block = None if last is None else last.of_block
@@ -162,6 +162,20 @@ def resolve_recipe(
         return None, region.group, False
     recipe = bound if region.recipe is None else region.recipe
     return recipe, region.group, region.calibrating
+
+
+def resolve_state(
+    layer: Layer, recipe: Recipe | None, group: Any, compiling: bool
+) -> RecipeState | None:
+    """The layer's state for a recipe and a process group; None for high precision."""
+    if recipe is None:
+        return None
+    state: RecipeState | None = layer._binding.state
+    # Most calls are answered by a look at three fields.
+    same = state is not None and state.recipe is recipe and state.factory is recipe._factory
+    if state is None or not same or state.amax_reduction_group is not group:
+        state = layer._binding.state_for(layer, recipe, group)
+    return None if sees_no_values(state, compiling) else state
 
 
 def _decides_recomputation(region: Region | None, task: int) -> bool:
@@ -256,4 +270,4 @@ def warn_of_another_pass(layer: Layer, state: RecipeState) -> None:
         f"{label_of(layer)} runs another forward pass after a backward pass, in one region: scales "
         f"are updated at the entry of a region only; enter it anew for every step"
     )
-    warnings.warn(text, UserWarning, stacklevel=5)
+    warnings.warn(text, UserWarning, stacklevel=6)

@@ -2,14 +2,14 @@
 step.
 
 ``convert`` changes the class of a model, because only a class can put something around the whole
-call of a module. What else there is does not do it:
+call of a module. Hooks and a new ``forward`` cannot do that:
 
-- A forward pre-hook that is registered later with ``prepend=True`` runs before the hook that would
-  enter the region, and so does each global one. They would see the scales of the step before.
+- Other hooks may run before a forward pre-hook that enters the region: global ones, and those that
+  are registered later with ``prepend=True``. They would see the scales of the step before.
 - After a ``KeyboardInterrupt`` torch runs no forward hook, not even with ``always_call=True``. The
   region would stay open for the rest of the thread.
-- A ``forward`` that is put on the object leaves all hooks outside of the region, and in a copy it
-  still runs the model that it was made for.
+- A ``forward`` that is set on the object leaves all hooks outside of the region. In a copy of the
+  object it still runs the model that it was made for.
 
 The new class is derived from the model's own, has its name, and does nothing for objects that were
 not converted.
@@ -18,21 +18,25 @@ not converted.
 import abc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import SupportsIndex, cast
 
 import torch
 
+from ottava.nn.loading import OF_STATE, fill_in_states
 from ottava.recipes.execution import NO_BACKWARD, backward_task, is_taken_apart
 from ottava.recipes.region import Region, regions
 from ottava.recipes.step import Step, StepPhase
 from ottava.torch_private import pipeline_pass
+
+# The names of buffers that DistributedDataParallel leaves alone; torch's attribute of a model.
+_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 
 class ConvertedModel(torch.nn.Module):
     """The second base class of a converted model's class.
 
     Its forward pass, hooks included, is a region, at whose entry all layers below it begin a step.
-    A forward pass inside of another one's that contains it is no region.
+    Inside the forward pass of a converted model that contains it, it enters no region.
     """
 
     #: None for other instances, such as a slice of a ``Sequential``, which behave as unconverted
@@ -40,11 +44,11 @@ class ConvertedModel(torch.nn.Module):
     _ottava_step: Step | None = None
 
     def __init_subclass__(cls) -> None:
-        # Does not call the one of the converted class, which may register its subclasses, or ask
-        # for arguments.
+        # Does not call the method of the converted class, which may register its subclasses, or
+        # need arguments.
         pass
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         stack = regions.stack
         depth = len(stack)
         try:
@@ -54,85 +58,125 @@ class ConvertedModel(torch.nn.Module):
             # Not by a function, at whose beginning an interrupt could come first.
             del stack[depth:]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         # A pickle names classes. The class that was converted has a name, this one has none.
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *rest = reduced
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        constructor, arguments, *rest = reduced
         own, named = type(self), type(self).__bases__[1]
-        by_name = [named if value is own else value for value in (make, *arguments)]
-        return (_as_converted, tuple(by_name), *rest)
+        by_name = [named if value is own else value for value in (constructor, *arguments)]
+        return (_reconstructed, tuple(by_name), *rest)
 
 
-def begins_steps(model: Any) -> Step:
-    """Have the forward pass of a model be a region, and give the step that its layers begin."""
+def begin_steps(model: torch.nn.Module) -> Step:
+    """Have the forward pass of a model be a region, and give the step that its layers begin.
+
+    State dicts without states can be loaded into the model from now on.
+    """
+    if not isinstance(model, ConvertedModel):
+        model.register_load_state_dict_pre_hook(fill_in_states)
     step: Step = model.__dict__.setdefault("_ottava_step", Step())
     step.model = weakref.ref(_converted(model))
     # Ranks compare what they were converted to, also when that is done again.
     step.phase = StepPhase.NEW
+    _keep_from_broadcast(model)
     return step
 
 
-def unconverted(model: Any) -> None:
-    """Have the forward pass of a converted model begin no steps, and give the model its own class
-    back."""
+def end_steps(model: ConvertedModel) -> None:
+    """Undo :func:`begin_steps`: the forward pass begins no steps, and the model has its own class
+    again."""
     model.__dict__.pop("_ottava_step", None)
-    cls: Any = type(model)
+    cls = type(model)
     # A class that was derived from it since, by FSDP2 say, stays: without a step it does nothing.
     if cls.__bases__[:1] == (ConvertedModel,):
         model.__class__ = cls.__bases__[1]
+    ignored = getattr(model, _DDP_IGNORES, ())
+    model.__dict__[_DDP_IGNORES] = [name for name in ignored if not OF_STATE.search(name)]
 
 
-def _converted(model: Any) -> Any:
+def _keep_from_broadcast(model: torch.nn.Module) -> None:
+    """Have DistributedDataParallel leave the states alone.
+
+    It copies the first rank's buffers over those of the others at every forward pass. What these
+    have recorded would be lost before it is reduced.
+    """
+    names = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names = {name for name in names if OF_STATE.search(name)}
+    model.__dict__[_DDP_IGNORES] = sorted(names.union(getattr(model, _DDP_IGNORES, ())))
+
+
+def _converted(model: torch.nn.Module) -> ConvertedModel:
     """The model itself, of a class that derives from :class:`ConvertedModel`."""
     if not isinstance(model, ConvertedModel):
         model.__class__ = _converted_class(type(model))
-    return model
+    return cast(ConvertedModel, model)
 
 
-def _converted_class(cls: Any) -> type:
+def _converted_class(cls: type[torch.nn.Module]) -> type[ConvertedModel]:
     """The class of all converted models of a class, whose name and documentation it has."""
     bases = (ConvertedModel, cls)
     for subclass in cls.__subclasses__():
         if subclass.__bases__ == bases:
-            return subclass  # type: ignore[no-any-return]
-    namespace = {
+            return cast(type[ConvertedModel], subclass)
+    namespace: dict[str, object] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
     # Not made by the metaclass of the model's class, which may register its classes.
-    make: Any = type.__new__
-    if isinstance(cls, abc.ABCMeta):
-        make = abc.ABCMeta.__new__
-    return make(type(cls), cls.__name__, bases, namespace)  # type: ignore[no-any-return]
+    metaclass = type(cls)
+    if issubclass(metaclass, abc.ABCMeta):
+        derived: type = abc.ABCMeta.__new__(metaclass, cls.__name__, bases, namespace)
+    else:
+        derived = type.__new__(metaclass, cls.__name__, bases, namespace)
+    return derived
 
 
-def _as_converted(make: Callable[..., Any], *arguments: Any) -> Any:
+def _reconstructed(constructor: Callable[..., torch.nn.Module], *arguments: object) -> object:
     """A converted model as a pickle or a copy makes it."""
-    return _converted(make(*arguments))
+    return _converted(constructor(*arguments))
 
 
-def _enter(model: ConvertedModel, args: tuple[Any, ...]) -> None:
+def _enter(model: ConvertedModel, args: tuple[object, ...]) -> None:
     """Begin the step of a converted model, and enter the region of its forward pass."""
     step = model._ottava_step
     if step is None or _is_inside(model):
         return
     compiling, task = torch.compiler.is_compiling(), backward_task()
     training = task == NO_BACKWARD and _trains(model, args) and not is_taken_apart(compiling)
-    if compiling:
-        if training:
-            step.begin(None, model)
-    else:
-        if step.model is None:
-            # The step is that of a copy.
-            step.model = weakref.ref(model)
-        if step.enter_pipeline(pipeline_pass()) and training:
-            step.begin_forward(model)
-    regions.stack.append(Region(None, True, None, False, step, training, task, None, model))
+    if not compiling:
+        _begin_forward(step, model, training)
+    elif training:
+        step.begin(None, model)
+    region = Region(
+        recipe=None,
+        enabled=True,
+        group=None,
+        calibrating=False,
+        step=step,
+        began=training,
+        graph_task=task,
+        owner=None,
+        model=model,
+    )
+    regions.stack.append(region)
+
+
+def _begin_forward(step: Step, model: ConvertedModel, training: bool) -> None:
+    """Begin the step of a forward pass in eager mode, if it is one of training."""
+    if step.model is None:
+        # A copy of a model has a new step, which does not know the copy.
+        step.model = weakref.ref(model)
+    may_begin = step.enter_pipeline(pipeline_pass())
+    if may_begin and training:
+        step.begin_forward(model)
 
 
 def _is_inside(model: ConvertedModel) -> bool:
-    """Whether an ``autocast`` block, or a converted model that contains this one, is at work."""
+    """Whether the thread is in an ``autocast`` block, or in the forward pass of a converted model
+    that contains this one."""
     for region in regions.stack:
         if region.model is None or region.owner is not None:
             return True
@@ -141,7 +185,7 @@ def _is_inside(model: ConvertedModel) -> bool:
     return False
 
 
-def _trains(model: ConvertedModel, args: tuple[Any, ...]) -> bool:
+def _trains(model: ConvertedModel, args: tuple[object, ...]) -> bool:
     """Whether the forward pass with these arguments is one of a step."""
     if torch.is_grad_enabled():
         return True
@@ -156,8 +200,8 @@ def begin_ahead(step: Step | None) -> None:
     """Begin the step of a converted model, because FSDP gathers a weight of it before its forward
     pass.
 
-    No step begins in a region, in a backward pass, or for a model in evaluation. FSDP turns
-    gradients off, so that these cannot tell.
+    No step begins in a region, in a backward pass, or for a model in evaluation. Whether gradients
+    are enabled says nothing here, because FSDP turns them off.
     """
     if step is not None and not regions.stack and backward_task() == NO_BACKWARD:
         step.begin_ahead()

@@ -1,4 +1,5 @@
-"""The table of converters: what makes an Ottava layer of a module, by the module's class."""
+"""The table of converters: functions that make an Ottava layer of a module, by the module's
+class."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from ottava.tensors import QuantizedTensor
 Converter = Callable[[torch.nn.Module, str], Linear | str]
 # By class, or by its qualified name, so that the class need not be imported.
 _CONVERTERS: dict[type | str, Converter] = {}
-#: What can be called, with other arguments than a function of modules.
+#: Types of callables that take other arguments than a function of modules does.
 NO_FUNCTIONS = (type, torch.nn.Module)
 # Where tensor subclasses are defined that layers are known to work with: tensors that are traced,
 # DTensors, Ottava's.
@@ -47,7 +48,8 @@ def register_converter(cls: type[torch.nn.Module] | str, function: Converter) ->
     _CONVERTERS[cls] = function
 
 
-def _converter_of(cls: type) -> Any:
+def _converter_of(cls: type) -> Converter | None:
+    """The converter that is registered for a class itself, or for its name."""
     return _CONVERTERS.get(cls) or _CONVERTERS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
@@ -65,38 +67,65 @@ def refusal(module: torch.nn.Module) -> str | None:
         return "its forward was replaced on the instance, which would go on running the old module"
     if getattr(module, "weight", module) is None:
         return "it has no weight"
-    for weight in (p for p in module._parameters.values() if p is not None and p.dim() > 1):
-        cls = type(weight)
-        known = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
-        if not known and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            return (
-                f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with "
-                f"operators of its own"
-            )
-        if weight.dtype not in HIGH_PRECISION or weight.layout != torch.strided:
-            return f"its weight has dtype {weight.dtype} and layout {weight.layout}"
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.dim() > 1:
+            reason = _refusal_of_weight(parameter)
+            if reason is not None:
+                return reason
     return None
 
 
-def converted(module: torch.nn.Module, name: str) -> Linear | str:
-    """The layer that the converter makes of a module that :func:`refusal` has nothing against, or
-    why there is none."""
-    made = module if isinstance(module, Linear) else _converter_of(type(module))(module, name)
-    if isinstance(made, str) and made.strip():
-        return made
-    own = isinstance(made, Linear) and {*map(id, made.parameters())} == {
-        *map(id, module.parameters())
-    }
-    if not own or not all(
-        hasattr(made, key) for key in ("in_features", "out_features", "weight", "bias")
-    ):
-        found = f"{type(made).__module__}.{type(made).__qualname__}"
-        what = f"the converter for {type(module).__name__} returned for {name!r} a {found}"
-        expected = (
-            "an ottava.nn.Linear of the module's own parameters, with what a torch.nn.Linear has"
+def _refusal_of_weight(weight: torch.Tensor) -> str | None:
+    """Why a layer cannot compute with a weight, or None."""
+    cls = type(weight)
+    known = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
+    if not known and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return (
+            f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with "
+            f"operators of its own"
         )
-        raise DTypeError(what, expected=f"{expected}, or a string that says why not")
-    return made
+    if weight.dtype not in HIGH_PRECISION or weight.layout != torch.strided:
+        return f"its weight has dtype {weight.dtype} and layout {weight.layout}"
+    return None
+
+
+def layer_or_reason(module: torch.nn.Module, name: str) -> Linear | str:
+    """The layer that its converter makes of a module, or the converter's reason to leave the module
+    alone.
+
+    Args:
+        module: one that :func:`refusal` has nothing against.
+        name: the qualified name of the module.
+
+    Raises:
+        DTypeError: the converter returned no layer of the module's own parameters.
+    """
+    if isinstance(module, Linear):
+        return module
+    converter = _converter_of(type(module))
+    assert converter is not None
+    result: object = converter(module, name)
+    if isinstance(result, str) and result.strip():
+        return result
+    if isinstance(result, Linear) and _is_layer_of(result, module):
+        return result
+    cls = type(result)
+    raise DTypeError(
+        f"the converter for {type(module).__name__} returned for {name!r} a "
+        f"{cls.__module__}.{cls.__qualname__}",
+        expected="an ottava.nn.Linear of the module's own parameters, with what a torch.nn.Linear "
+        "has, or a string that says why not",
+    )
+
+
+def _is_layer_of(layer: Linear, module: torch.nn.Module) -> bool:
+    """Whether a layer has the parameters of a module, and the attributes of a
+    ``torch.nn.Linear``."""
+    parameters = {id(parameter) for parameter in module.parameters()}
+    if {id(parameter) for parameter in layer.parameters()} != parameters:
+        return False
+    attributes = ("in_features", "out_features", "weight", "bias")
+    return all(hasattr(layer, attribute) for attribute in attributes)
 
 
 class TransposedLinear(Linear):
@@ -114,22 +143,26 @@ class TransposedLinear(Linear):
 
     @classmethod
     def from_linear(cls, linear: torch.nn.Module, name: str = "") -> Linear:
-        """This class around a module with a ``bias`` or none: same parameters, hooks, mode. A
-        ShapeError where its ``weight`` is no matrix."""
+        """This class around a module with a ``bias`` or none: same parameters, hooks, mode.
+
+        Raises:
+            ShapeError: the module has no parameter ``weight`` that is a matrix.
+        """
         weight = getattr(linear, "_parameters", {}).get("weight")
         if weight is None or weight.dim() != 2:
             what = f"{type(linear).__name__} {name!r} has no parameter 'weight' of two dimensions"
             raise ShapeError(what, expected="a matrix [in_features, out_features]")
-        made = super().from_linear(linear, name)
-        made._parameters = {**linear._parameters, "bias": linear._parameters.get("bias")}
-        made.in_features, made.out_features = weight.shape
-        return made
+        layer = super().from_linear(linear, name)
+        layer._parameters = {**linear._parameters, "bias": linear._parameters.get("bias")}
+        layer.in_features, layer.out_features = weight.shape
+        return layer
 
     def reset_parameters(self) -> None:
-        """As :meth:`ottava.nn.Linear.reset_parameters`, which tells the layer's features by the
+        """As :meth:`ottava.nn.Linear.reset_parameters`, which takes the layer's features from the
         shape of the weight."""
-        weight: Any = self._parameters["weight"]
-        self._parameters["weight"] = weight.detach().t()
+        weight = self._parameters["weight"]
+        matrix = self.weight.detach().t()
+        self._parameters["weight"] = torch.nn.Parameter(matrix, requires_grad=False)
         try:
             super().reset_parameters()
         finally:

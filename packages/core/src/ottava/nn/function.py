@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Concatenate, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -30,9 +30,13 @@ _Quantized = Operand | QuantizedTensorStorage
 #: Tensors to save, and what rebuilds an operand of them; None rebuilds a plain tensor.
 _Saved = tuple[Sequence[Tensor | None], SavedSpec]
 _NOTHING: _Saved = ((None,), None)
-#: ``inspector(layer)`` gives what takes the place of :func:`quantized_linear` in a forward pass, or
-#: None to leave the layer as it is. :func:`ottava.debug.set_inspector` puts it here.
-inspector: Callable[[Any], Callable[..., Tensor] | None] | None = None
+#: Of the input, the weight, the bias, and the fourth argument, which has none.
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
+#: What computes a watched layer, in the place of :func:`quantized_linear`.
+Inspected = Callable[..., Tensor]
+#: ``inspector(layer)`` gives what computes the layer in a forward pass, or None to leave the layer
+#: as it is. :func:`ottava.debug.set_inspector` puts it here.
+inspector: Callable[..., Inspected | None] | None = None
 
 
 class Pass(NamedTuple):
@@ -109,13 +113,41 @@ def _forward(
     return y, qx, qw
 
 
+class Context(Protocol):
+    """What the forward pass leaves to the backward pass.
+
+    Attributes:
+        plan: how both compute.
+        x_spec, w_spec: rebuild the operands of the saved tensors.
+        main_grad: the tensor that the gradient of the weight is added to, or None.
+        weight: the weight that is told of that addition; None without ``main_grad``.
+        bias_dtype: the dtype of the gradient of the bias; None if the bias needs none.
+        needs_input_grad, saved_tensors: as torch has them.
+    """
+
+    plan: Plan
+    x_spec: SavedSpec
+    w_spec: SavedSpec
+    main_grad: Tensor | None
+    weight: Tensor | None
+    bias_dtype: torch.dtype | None
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+
+
 class LinearFunction(torch.autograd.Function):
-    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands. Saved for
-    backward are these, columnwise, as gradients need them; only a recipe that asks for it has its
-    input saved in high precision."""
+    """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands.
+
+    Saved for backward are the columns of the operands that gradients need. Only a recipe that asks
+    for it has its input saved in high precision.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: Pass) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: Pass
+    ) -> Tensor:
         plan = one_pass.plan
         y, qx, qw = _forward(x, weight, bias, one_pass)
         x_tensors, ctx.x_spec = _saved_input(x, qx, plan)
@@ -128,27 +160,32 @@ class LinearFunction(torch.autograd.Function):
         elif plan.x_needs:
             w_tensors, ctx.w_spec = _saved_weight(qw, one_pass)
         ctx.save_for_backward(*x_tensors, *w_tensors, primary)
-        # Without the kept weight: the graph outlives the backward pass, and would keep it for as
-        # long.
+        # The weight of microbatches is left out: the graph outlives the backward pass, and would
+        # keep it for as long.
         ctx.plan = plan
         ctx.main_grad = one_pass.main_grad
-        # Told of what is added to its main_grad.
-        ctx.weight = None if one_pass.main_grad is None else weight
-        ctx.bias_dtype = bias.dtype if bias is not None and ctx.needs_input_grad[2] else None
+        ctx.weight = None
+        if one_pass.main_grad is not None:
+            ctx.weight = weight
+        ctx.bias_dtype = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            ctx.bias_dtype = bias.dtype
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Context, *grads: Tensor) -> _Gradients:
         # Gradients are enabled where a second derivative may be asked for (create_graph=True).
         if torch.is_grad_enabled():
-            return constant_gradients(_gradients, ctx, grads)
+            return constant_gradients(_gradients, ctx, grads)  # type: ignore[return-value]
         return _gradients(ctx, *grads)
 
 
 def _saved_input(x: Tensor, qx: _Quantized, plan: Plan) -> _Saved:
     if plan.saves_input:
         return (as_matrix(x.detach()).to(plan.dtype),), None
-    return qx.flatten_columnwise() if plan.w_needs else _NOTHING
+    if plan.w_needs:
+        return qx.flatten_columnwise()
+    return _NOTHING
 
 
 def _saved_weight(qw: _Quantized, one_pass: Pass) -> _Saved:
@@ -158,61 +195,90 @@ def _saved_weight(qw: _Quantized, one_pass: Pass) -> _Saved:
     return qw.flatten_columnwise()
 
 
-def _restored(tensors: Sequence[Tensor | None], spec: SavedSpec) -> Any:
-    return tensors[0] if spec is None else spec.rebuild(tensors)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> Any:
-    plan: Plan = ctx.plan
+def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
+    plan = ctx.plan
     compiling = torch.compiler.is_compiling()
     if plan.state.stateful and not compiling:
         plan.state.note_backward()
+    # Read once: activation checkpointing gives them back no second time.
     tensors = ctx.saved_tensors
-    end_of_x = 1 if ctx.x_spec is None else ctx.x_spec.tensor_count
-    dy = dy if dy.dim() == 2 else as_matrix(dy)
-    qdy: Any = None if plan.quantize_grad_output is None else plan.quantize_grad_output(dy)
+    if dy.dim() != 2:
+        dy = as_matrix(dy)
+    dy_of_x: Tensor | _Quantized = dy
+    dy_of_w: Tensor | _Quantized = dy
+    if plan.quantize_grad_output is not None:
+        dy_of_x = dy_of_w = plan.quantize_grad_output(dy)
+    if not plan.wgrad_quantized:
+        dy_of_w = dy.to(plan.dtype)
     dx = dw = db = None
     if plan.x_needs:
-        # The last saved tensor is the FP8-primary weight, if the layer has one.
-        primary = tensors[-1]
-        weight = _restored(tensors[end_of_x:-1], ctx.w_spec) if primary is None else primary
-        dx = _input_gradient(qdy, weight, plan)
+        dx = _input_gradient(dy_of_x, _restored_weight(ctx, tensors), plan)
     if plan.w_needs:
-        x = _restored(tensors[:end_of_x], ctx.x_spec)
-        dw = _weight_gradient(qdy if plan.wgrad_quantized else dy.to(plan.dtype), x, ctx)
+        dw = _weight_gradient(dy_of_w, _restored_input(ctx, tensors), ctx)
     if ctx.bias_dtype is not None:
         db = _bias_gradient(dy, ctx.bias_dtype, compiling)
     return dx, dw, db, None
 
 
-def _input_gradient(dy: _Quantized, weight: _Quantized, plan: Plan) -> Tensor:
+def _restored_input(ctx: Context, tensors: Sequence[Tensor]) -> Tensor | _Quantized:
+    if ctx.x_spec is None:
+        return tensors[0]
+    return ctx.x_spec.rebuild(tensors[: ctx.x_spec.tensor_count])
+
+
+def _restored_weight(ctx: Context, tensors: Sequence[Tensor]) -> Tensor | _Quantized:
+    *tensors, primary = tensors
+    if ctx.w_spec is None:
+        return primary
+    return ctx.w_spec.rebuild(tensors[-ctx.w_spec.tensor_count :])
+
+
+def _input_gradient(dy: Tensor | _Quantized, weight: Tensor | _Quantized, plan: Plan) -> Tensor:
     dx = plan.dgrad(dy, weight)
     if dx.dtype is not plan.x_dtype:
         dx = dx.to(plan.x_dtype)
-    return dx if len(plan.x_shape) == 2 else dx.view(plan.x_shape)
+    if len(plan.x_shape) != 2:
+        dx = dx.view(plan.x_shape)
+    return dx
 
 
-def _weight_gradient(dy: Any, x: Any, ctx: Any) -> Tensor | None:
+def _weight_gradient(
+    dy: Tensor | _Quantized, x: Tensor | _Quantized, ctx: Context
+) -> Tensor | None:
     """None where it is added to ``main_grad``."""
-    plan: Plan = ctx.plan
     if ctx.main_grad is not None:
-        plan.wgrad(dy, x, None, ctx.main_grad)
+        ctx.plan.wgrad(dy, x, None, ctx.main_grad)
         note_added(ctx.weight)
         return None
-    dw = plan.wgrad(dy, x)
-    return dw if dw.dtype is plan.w_dtype else dw.to(plan.w_dtype)
+    dw = ctx.plan.wgrad(dy, x)
+    if dw.dtype is not ctx.plan.w_dtype:
+        dw = dw.to(ctx.plan.w_dtype)
+    return dw
 
 
 def _bias_gradient(dy: Tensor, dtype: torch.dtype, compiling: bool) -> Tensor:
-    # A GPU sums bfloat16 in float32 and rounds once, up to 2 GiB; elsewhere the float32 sum has to
-    # be asked for.
-    narrow = dy.is_cuda and dy.dtype == dtype and dy.numel() * dy.element_size() < 2**31
-    sum_dtype = dy.dtype if narrow else torch.float32
-    db = sum_rows(dy, sum_dtype) if compiling else dy.sum(0, dtype=sum_dtype)
-    return db if db.dtype is dtype else db.to(dtype)
+    sum_dtype = torch.float32
+    if dy.is_cuda and dy.dtype == dtype and dy.numel() * dy.element_size() < 2**31:
+        # A GPU sums bfloat16 in float32 and rounds once, up to 2 GiB; elsewhere the float32 sum
+        # has to be asked for.
+        sum_dtype = dy.dtype
+    if compiling:
+        db = sum_rows(dy, sum_dtype)
+    else:
+        db = dy.sum(0, dtype=sum_dtype)
+    if db.dtype is not dtype:
+        db = db.to(dtype)
+    return db
 
 
-def constant_gradients(backward: Callable[..., Any], ctx: Any, grads: tuple[Tensor, ...]) -> Any:
+ContextT = TypeVar("ContextT")
+
+
+def constant_gradients(
+    backward: Callable[Concatenate[ContextT, ...], Sequence[Tensor | None]],
+    ctx: ContextT,
+    grads: tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...]:
     """The gradients that ``backward(ctx, *grads)`` gives, which refuse to be differentiated.
 
     They depend on the operands even where the incoming gradient is a constant. torch's
@@ -222,9 +288,12 @@ def constant_gradients(backward: Callable[..., Any], ctx: Any, grads: tuple[Tens
     with torch.no_grad():
         gradients = backward(ctx, *grads)
     anchor = torch.empty(0, requires_grad=True)
-    refuse: Any = NoSecondDerivative.apply
-    sources = (anchor, *grads)
-    return tuple(None if gradient is None else refuse(gradient, *sources) for gradient in gradients)
+    constants: list[Tensor | None] = []
+    for gradient in gradients:
+        if gradient is not None:
+            gradient = NoSecondDerivative.apply(gradient, anchor, *grads)  # type: ignore[no-untyped-call]
+        constants.append(gradient)
+    return tuple(constants)
 
 
 class NoSecondDerivative(torch.autograd.Function):
@@ -232,11 +301,11 @@ class NoSecondDerivative(torch.autograd.Function):
     their graph."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+    def forward(ctx: object, gradient: Tensor, *sources: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: object, *grads: Tensor) -> NoReturn:
         what = "the gradients of a quantized layer were differentiated again"
         expected = "first derivatives, because quantized operands have no others"
         remedy = "compute what is differentiated twice in ottava.autocast(enabled=False)"
@@ -245,15 +314,23 @@ class NoSecondDerivative(torch.autograd.Function):
 
 # Function.apply takes two microseconds to find that no transform is active; this is what it calls
 # then.
-_apply: Any = super(torch.autograd.Function, LinearFunction).apply
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, LinearFunction).apply
 
 
-def note_added(weight: Any) -> None:
+def note_added(weight: Tensor | None) -> None:
     """Tell those who ask the weight that its gradient is in ``main_grad`` already."""
-    # A weight that is stored transposed comes as a view of the parameter.
-    for parameter in (weight, weight._base):
-        if hasattr(parameter, "grad_added_to_main_grad"):
-            parameter.grad_added_to_main_grad = True
+    while weight is not None:
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+        # A weight that is stored transposed comes as a view of the parameter.
+        weight = weight._base
+
+
+class AddingContext(Protocol):
+    """What :class:`IntoMainGrad` leaves to its backward pass."""
+
+    weight: Tensor
+    target: Tensor
 
 
 class IntoMainGrad(torch.autograd.Function):
@@ -261,16 +338,14 @@ class IntoMainGrad(torch.autograd.Function):
     ``main_grad``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, target: tuple[Tensor]) -> Tensor:
-        ctx.weight, ctx.target = weight, target
-        return (
-            weight.dequantize()
-            if isinstance(weight, QuantizedTensorStorage)
-            else weight.view_as(weight)
-        )
+    def forward(ctx: AddingContext, weight: Tensor, target: tuple[Tensor]) -> Tensor:
+        ctx.weight, (ctx.target,) = weight, target
+        if isinstance(weight, QuantizedTensorStorage):
+            return weight.dequantize()
+        return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.target[0].add_(grads[0])
+    def backward(ctx: AddingContext, *grads: Tensor) -> tuple[None, None]:
+        ctx.target.add_(grads[0])
         note_added(ctx.weight)
         return None, None

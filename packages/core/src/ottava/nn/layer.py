@@ -4,6 +4,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ottava.recipes.state import RecipeState
+
 
 class Layer(Protocol):
     """A layer whose products run on quantized operands.
@@ -22,6 +24,7 @@ class Layer(Protocol):
     weight_is_transposed: bool
     fuse_wgrad_accumulation: bool
     training: bool
+    # Any, because its room imports this one.
     _binding: Any
     _parameters: dict[str, torch.nn.Parameter | None]
     _modules: dict[str, torch.nn.Module | None]
@@ -31,3 +34,9 @@ def label_of(layer: Layer) -> str:
     """What errors call a layer."""
     kind = type(layer).__name__
     return f"{kind} {layer.name!r}" if layer.name else kind
+
+
+def owned_state(layer: Layer) -> RecipeState | None:
+    """The stateful state that is a submodule of the layer; None if it has none."""
+    state = layer._modules.get("recipe_state")
+    return state if isinstance(state, RecipeState) else None

@@ -1,28 +1,34 @@
 """``Linear``: ``torch.nn.Linear`` whose GEMMs run on quantized operands."""
 
 import os
-from typing import Any
+from typing import Self
 
 import torch
 
-from ottava.errors import DTypeError, OptionError, UsageError
+from ottava.errors import DTypeError, UsageError
 from ottava.kernels.direct import in_dual_level, is_direct
 from ottava.kernels.products import without_autocast
 from ottava.nn import function
 from ottava.nn.binding import Binding
 from ottava.nn.call import Call, resolve_call
-from ottava.nn.checks import autocast_dtype, check_not_parallel, check_use, main_grad_of
-from ottava.nn.function import IntoMainGrad, quantized_linear
+from ottava.nn.checks import (
+    autocast_dtype,
+    check_not_parallel,
+    check_use,
+    main_grad_of,
+)
+from ottava.nn.function import Inspected, IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
-from ottava.nn.layer import label_of
+from ottava.nn.layer import label_of, owned_state
 from ottava.nn.loading import fill_in_states
-from ottava.nn.plan import plan_for
-from ottava.nn.weight import apply_to_layer, gather_as, quantize_new_weight
+from ottava.nn.plan import Plan, plan_for
+from ottava.nn.weight import TensorFunction, apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe, asked_once
 from ottava.recipes.state import RecipeState
 from ottava.tensors.declaration import check_flag
 from ottava.tensors.dequantized_view import DequantizedView
 from ottava.tensors.storage import QuantizedTensorStorage
+from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import local_tensor
 
 
@@ -61,7 +67,7 @@ class Linear(torch.nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
         name: str = "",
@@ -84,9 +90,9 @@ class Linear(torch.nn.Linear):
             raise DTypeError(
                 f"the layer is a {type(linear).__name__}", expected="a torch.nn.Module"
             )
-        made = cls.__new__(cls)
-        made.__dict__ = linear.__dict__ | {"name": name, "_binding": Binding()}
-        return made
+        layer = cls.__new__(cls)
+        layer.__dict__ = linear.__dict__ | {"name": name, "_binding": Binding()}
+        return layer
 
     @property
     def recipe(self) -> Recipe | None:
@@ -96,10 +102,11 @@ class Linear(torch.nn.Linear):
     def bind(self, recipe: Recipe | str | os.PathLike[str] | None) -> None:
         """Bind a recipe (an object, or a name for :func:`~ottava.get_recipe`), or None for high
         precision."""
-        bound = None if recipe is None else as_recipe(recipe)
-        self._binding.bind(
-            self, bound, None if bound is None else self._binding.prepare(self, bound)
-        )
+        if recipe is None:
+            self._binding.bind(self, None, None)
+            return
+        bound = as_recipe(recipe)
+        self._binding.bind(self, bound, self._binding.prepare(self, bound))
 
     def forward(self, input: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
         """Apply the layer.
@@ -116,40 +123,28 @@ class Linear(torch.nn.Linear):
                 to be quantized.
             OptionError: ``is_first_microbatch`` is something else.
         """
-        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
-            raise OptionError(
-                f"is_first_microbatch is {is_first_microbatch!r:.80}",
-                expected="True, False or None",
-            )
         # Whether a compiler, a mode or a profiler observes what is called.
         observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
         call = resolve_call(self, input, is_first_microbatch, observed, compiling)
-        state = call.state
-        inspected = None if function.inspector is None else function.inspector(self)
-        if state is None:
+        inspected = None
+        if function.inspector is not None:
+            inspected = function.inspector(self)
+        if call.state is None:
             return self._high_precision(input, call, inspected)
         weight, bias = self._operands()
         plan = plan_for(self, call, input, weight, bias, compiling)
-        primary = isinstance(weight, QuantizedTensorStorage)
-        if isinstance(weight, QuantizedTensorStorage) and state.stateful and not compiling:
-            quantizer = state.weight_quantizer(weight)
-            if quantizer is not None:
-                weight.update_quantizer(quantizer)
+        if call.state.stateful and not compiling:
+            _take_quantizer(weight, call.state)
         if call.calibrating:
-            self._calibrate(input, state)
-            return self._high_precision(input, call, inspected)
-        if state.keeps_values and call.first is None and not primary:
+            self._calibrate(input, call.state)
+        if call.calibrating or _keeps_values(weight, call):
             return self._high_precision(input, call, inspected)
         if observed:
             check_use(self, input, weight, bias)
         if isinstance(input, (QuantizedTensorStorage, DequantizedView)):
             input = input.dequantize()
-        kept = None
-        if primary:
-            self._use_primary(weight, call, compiling)
-        elif call.first is not None:
-            kept = self._binding.kept_weight(call, weight, plan.dtype)
+        kept = self._kept_weight(weight, call, plan, compiling)
         main_grad = None
         if self.fuse_wgrad_accumulation:
             main_grad = main_grad_of(self, torch.is_grad_enabled())
@@ -177,43 +172,58 @@ class Linear(torch.nn.Linear):
             quantizer = state.quantizer(name, rowwise=True, columnwise=True)
             quantizer.calibrate(tensor.detach())
 
-    def _use_primary(self, weight: Any, call: Call, compiling: bool) -> None:
-        """Have a weight that is kept quantized be ready for this pass."""
-        assert call.state is not None
-        call.state.use_gathered(weight, recording=call.recording)
+    def _kept_weight(
+        self, weight: torch.Tensor, call: Call, plan: Plan, compiling: bool
+    ) -> QuantizedTensorStorage | None:
+        """The weight as it was quantized for the microbatches of a step, or None. An FP8-primary
+        weight is made ready for this pass instead."""
+        if not isinstance(weight, QuantizedTensor):
+            if call.first is None:
+                return None
+            return self._binding.kept_weight(call, weight, plan.dtype)
+        plan.state.use_gathered(weight, recording=call.recording)
         if torch.is_grad_enabled() and not compiling and weight.rebuilds_derived:
             with torch.no_grad():
                 weight.rebuild_derived()
+        return None
 
     def _matrix(self) -> torch.Tensor:
         """The weight as ``[out_features, in_features]``."""
-        return self.weight.t() if self.weight_is_transposed else self.weight
+        if self.weight_is_transposed:
+            return self.weight.t()
+        return self.weight
 
     def _plain_weight(self) -> torch.Tensor:
         weight = self._matrix()
-        return weight.dequantize() if isinstance(weight, QuantizedTensorStorage) else weight
+        if isinstance(weight, QuantizedTensorStorage):
+            return weight.dequantize()
+        return weight
 
-    def _high_precision(self, input: torch.Tensor, call: Call, inspected: Any) -> torch.Tensor:
+    def _high_precision(
+        self, input: torch.Tensor, call: Call, inspected: Inspected | None
+    ) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
         if inspected is not None:
             dtype = autocast_dtype(self.weight, False) or input.dtype
             rest = self.bias, call._replace(state=None), dtype, None, main_grad, True
-            return inspected(input, self._matrix(), *rest)  # type: ignore[no-any-return]
-        # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
-        into: Any = IntoMainGrad.apply
-        weight = self._plain_weight() if main_grad is None else into(self._matrix(), (main_grad,))
+            return inspected(input, self._matrix(), *rest)
+        if main_grad is None:
+            weight = self._plain_weight()
+        else:
+            # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
+            weight = IntoMainGrad.apply(self._matrix(), (main_grad,))  # type: ignore[no-untyped-call]
         return high_precision_linear(
             input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling())
         )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: TensorFunction, recurse: bool = True) -> Self:
         self._binding.kept = None
         self._binding.plans.clear()
-        apply: Any = super()._apply
-        apply_to_layer(self, fn, lambda fn: apply(fn, recurse))
+        apply = super()._apply
+        apply_to_layer(self, fn, lambda fn: apply(fn, recurse))  # type: ignore[no-untyped-call]
         return self
 
-    def _replicate_for_data_parallel(self) -> Any:
+    def _replicate_for_data_parallel(self) -> Self:
         if "recipe_state" in self._modules:
             what = (
                 f"torch.nn.DataParallel copies {label_of(self)} in each pass, and what its "
@@ -222,7 +232,7 @@ class Linear(torch.nn.Linear):
             raise UsageError(
                 what, "one process for each device", "use torch.nn.parallel.DistributedDataParallel"
             )
-        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call, no-any-return]
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if "_binding" in self.__dict__ and self.recipe is not None:
@@ -237,23 +247,23 @@ class Linear(torch.nn.Linear):
         """Initialize the weight and the bias again, and whatever a stateful recipe has learnt of
         them."""
         super().reset_parameters()
-        state: Any = self._modules.get("recipe_state")
+        state = owned_state(self)
         if state is not None:
             state.reset()
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: dict[str, torch.Tensor],
         prefix: str,
-        metadata: Any,
+        metadata: dict[str, object],
         strict: bool,
-        missing: Any,
-        unexpected: Any,
-        errors: Any,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         before = local_tensor(self.weight)
         fill_in_states(self, state_dict, prefix, metadata)
-        state: Any = self._modules.get("recipe_state")
+        state = owned_state(self)
         if state is not None and isinstance(before, QuantizedTensorStorage):
             state.expect_weight(state_dict, f"{prefix}recipe_state.")
         super()._load_from_state_dict(
@@ -263,12 +273,31 @@ class Linear(torch.nn.Linear):
         self._binding.kept = None
         self._binding.load(self, state_dict, f"{prefix}recipe_state.", unexpected)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, value in (self._binding.loaded or {}).items():
             destination[f"{prefix}recipe_state.{name}"] = value
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (
-            "" if self.recipe is None else f", recipe={self.recipe._label}"
-        )
+        text = super().extra_repr()
+        if self.recipe is None:
+            return text
+        return f"{text}, recipe={self.recipe._label}"
+
+
+def _take_quantizer(weight: torch.Tensor, state: RecipeState) -> None:
+    """Give an FP8-primary weight the quantizer that its state has for it."""
+    if not isinstance(weight, QuantizedTensor):
+        return
+    quantizer = state.weight_quantizer(weight)
+    if quantizer is not None:
+        weight.update_quantizer(quantizer)
+
+
+def _keeps_values(weight: torch.Tensor, call: Call) -> bool:
+    """Whether nothing is quantized in a pass, because all quantizers keep the values."""
+    if call.state is None or not call.state.keeps_values or call.first is not None:
+        return False
+    return not isinstance(weight, QuantizedTensor)

@@ -4,8 +4,7 @@ starts afresh."""
 import copy
 import re
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -18,44 +17,72 @@ OF_STATE = re.compile(r"(?:^|(?<=\.))recipe_state\.")
 
 
 def layers_with_state(names: Iterable[str]) -> set[str]:
-    """What the names of each layer whose state is in a state dict begin with: ``"0."``, or ``""``
-    for a lone layer."""
+    """The prefixes of the layers whose states are in a state dict: ``"0."``, or ``""`` for a lone
+    layer."""
     return {OF_STATE.split(name)[0] for name in names if OF_STATE.search(name)}
 
 
 def fill_in_states(
-    module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any
+    module: torch.nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    prefix: str,
+    metadata: Mapping[str, object],
+    *others: object,
 ) -> None:
-    """A hook of torch, called before a state dict is loaded into a converted model, or a layer. A
-    layer whose weight is in the dict, and whose state is not, gets a fresh one with the rest, and
-    one warning says so."""
-    present, filled = layers_with_state(state_dict), []
+    """Fill fresh states into a state dict that has the weights of layers and not their states.
+
+    A hook that torch calls before it loads a state dict into a converted model, or a layer. One
+    ``UserWarning`` names the layers.
+
+    Args:
+        prefix: of the names of the module's tensors in the state dict.
+        metadata: of the module; says whether tensors of the dict become the module's.
+        others: arguments of the hook that are not needed.
+    """
+    with_state = layers_with_state(state_dict)
+    assigns = bool(metadata.get("assign_to_params_buffers"))
+    filled: list[str] = []
     for name, layer in module.named_modules(
         prefix=prefix.removesuffix("."), remove_duplicate=False
     ):
-        state: Any = layer._modules.get("recipe_state")
-        own = f"{name}." if name else ""
-        weight = state_dict.get(f"{own}weight")
-        if not isinstance(state, RecipeState) or weight is None or own in present:
+        state = layer._modules.get("recipe_state")
+        layer_prefix = f"{name}." if name else ""
+        weight = state_dict.get(f"{layer_prefix}weight")
+        if not isinstance(state, RecipeState) or weight is None or layer_prefix in with_state:
             continue
-        # A copy, because what a module loads is for torch to change, and not before the whole dict
-        # was looked at.
-        fresh: Any = copy.deepcopy(state)
-        if metadata.get("assign_to_params_buffers") and any(
-            buffer.is_meta for buffer in fresh.buffers()
-        ):
-            fresh.to_empty(device=weight.device)
-        fresh.reset()
-        state_dict.update(
-            {f"{own}recipe_state.{key}": value for key, value in fresh.state_dict().items()}
-        )
+        for key, value in _fresh_values(state, assigns, weight).items():
+            state_dict[f"{layer_prefix}recipe_state.{key}"] = value
         filled.append(name)
     if filled:
-        # Layers that are loaded one by one all say the same, which Python then shows once.
-        layers = f"{len(filled)} layers ({listed(filled)})" if len(filled) > 1 else "a layer"
-        what = f"the state dict has no scaling state for {layers}: there it starts afresh"
-        warnings.warn(
-            f"{what}. To keep it, save the state dict of the converted model.",
-            UserWarning,
-            stacklevel=2,
-        )
+        _warn(filled)
+
+
+def _fresh_values(
+    state: RecipeState, assigns: bool, weight: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The initial values of a state, by name.
+
+    Args:
+        assigns: whether the values become the buffers of the state, which may be on meta.
+        weight: of the layer; tells the device of such buffers.
+    """
+    # A copy, because torch changes the state when it loads the dict.
+    fresh = copy.deepcopy(state)
+    assert isinstance(fresh, torch.nn.Module)
+    if assigns and any(buffer.is_meta for buffer in fresh.buffers()):
+        fresh.to_empty(device=weight.device)
+    fresh.reset()
+    return fresh.state_dict()
+
+
+def _warn(names: Sequence[str]) -> None:
+    # Layers that are loaded one by one all have the same text, which Python then shows once.
+    layers = "a layer"
+    if len(names) > 1:
+        layers = f"{len(names)} layers ({listed(names)})"
+    warnings.warn(
+        f"the state dict has no scaling state for {layers}: there it starts afresh. To keep it, "
+        f"save the state dict of the converted model.",
+        UserWarning,
+        stacklevel=3,
+    )

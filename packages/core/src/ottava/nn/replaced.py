@@ -1,79 +1,136 @@
 """Parameters that ``convert(primary=True)`` or ``revert`` replaced, looked for in the optimizers
 that step afterwards.
 
-An optimizer that was made before the conversion holds the parameters of before: it steps them,
-nothing reads them, and the weights of the layers stay as they are. A hook of torch's, which all
-optimizers run before a step, says so once. It is taken off as soon as nobody holds such a
-parameter, which is at once where optimizers are made afterwards.
+An optimizer that was made before the conversion has the replaced parameters: it steps them, no
+layer reads them, and the weights of the layers stay as they are. A hook that all optimizers of
+torch run before a step warns of that once. The hook is taken off as soon as no replaced parameter
+is alive, which is at once where optimizers are made afterwards.
 """
 
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ottava.errors import listed
 
-#: id of a replaced parameter -> the parameter, the layer and the name of the weight that took its
-#: place, and the call.
-_replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[Any], str, str]] = {}
-#: What takes the hook off, while it is on.
-_hook: list[Any] = []
+_T = TypeVar("_T")
 
 
-def watch(parameter: Any, layer: Any, name: str, by: str = "ottava.convert(primary=True)") -> None:
-    """Warn at the step of an optimizer that holds ``parameter``, which the weight of ``layer``
-    replaced in the call ``by``, and took over the gradient of."""
-    # One that is left would say that somebody still trains the parameter.
+class _Replacement(NamedTuple):
+    """A parameter that was replaced, and the weight that took its place.
+
+    Attributes:
+        parameter: the replaced parameter.
+        layer: the layer of the new weight.
+        weight_name: the qualified name of the new weight.
+        call: the call that replaced the parameter, as a warning shows it.
+    """
+
+    parameter: weakref.ref[torch.Tensor]
+    layer: weakref.ref[torch.nn.Module]
+    weight_name: str
+    call: str
+
+
+# By the id of the replaced parameter.
+_replacements: dict[int, _Replacement] = {}
+# What takes the hook off, while the hook is on.
+_hook: list[RemovableHandle] = []
+
+
+def watch(
+    parameter: torch.Tensor,
+    layer: torch.nn.Module,
+    name: str,
+    call: str = "ottava.convert(primary=True)",
+) -> None:
+    """Warn at the step of an optimizer that has a replaced parameter.
+
+    Args:
+        parameter: replaced by the weight of ``layer``, which has its gradient now.
+        layer: the layer of the new weight.
+        name: the qualified name of the layer.
+        call: the call that replaced the parameter, as the warning shows it.
+    """
+    # A gradient would say that somebody still trains the parameter.
     parameter.grad = None
     key = id(parameter)
-    gone = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
-    _replaced[key] = gone, weakref.ref(layer), f"{name}.weight" if name else "weight", by
+    weight_name = f"{name}.weight" if name else "weight"
+    _replacements[key] = _Replacement(
+        weakref.ref(parameter, lambda _: _replacements.pop(key, None)),
+        weakref.ref(layer),
+        weight_name,
+        call,
+    )
     if not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Warn of the replaced parameters of an optimizer, and forget them."""
     if torch.compiler.is_compiling():
         return
-    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    dead = {key: found for key, parameter in held.items() if (found := _trained(parameter, held))}
-    if dead:
-        trained = list(dead.values())
-        for key in dead:
-            del _replaced[key]
-        names, calls = [name for name, _ in trained], dict.fromkeys(by for _, by in trained)
-        what = f"{type(optimizer).__name__} holds parameters from before {' and '.join(calls)}"
-        effect = f"it does not train the weights that replaced them: {listed(names)}"
-        remedy = "make the optimizer after the conversion"
-        warnings.warn(f"{what}, so that {effect}; {remedy}", UserWarning, stacklevel=3)
-    if not _replaced and _hook:
+    parameters: list[torch.Tensor] = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    stale = _stale_replacements(parameters)
+    for key in stale:
+        del _replacements[key]
+    if stale:
+        _warn(optimizer, list(stale.values()))
+    if not _replacements and _hook:
         _hook.pop().remove()
 
 
-def _trained(parameter: Any, held: dict[int, Any]) -> tuple[str, str] | None:
-    """The name of the weight that replaced a parameter, has a gradient and is not held besides, and
-    the call that replaced it; None without one.
+def _stale_replacements(parameters: Sequence[torch.Tensor]) -> dict[int, _Replacement]:
+    """The replacements, by id, that an optimizer of these parameters does not know of."""
+    stepped = {id(parameter) for parameter in parameters}
+    stale: dict[int, _Replacement] = {}
+    for parameter in parameters:
+        replacement = _replacements.get(id(parameter))
+        # An id may be that of another object since.
+        if replacement is None or replacement.parameter() is not parameter:
+            continue
+        layer = replacement.layer()
+        if layer is None or id(layer.weight) in stepped:
+            continue
+        # A parameter that has a gradient itself is in use: a master, say, that is copied to the
+        # weight.
+        if parameter.grad is None and _has_gradient(layer):
+            stale[id(parameter)] = replacement
+    return stale
 
-    A parameter that has a gradient itself is one that somebody uses: a master, say, of which the
-    weight is a copy.
-    """
-    found = _replaced.get(id(parameter))
-    layer = None if found is None else found[1]()
-    if found is None or layer is None or found[0]() is not parameter or id(layer.weight) in held:
-        return None
-    if getattr(parameter, "grad", None) is not None:
-        return None
-    has_gradient = (
-        layer.weight.grad is not None or getattr(layer.weight, "main_grad", None) is not None
+
+def _has_gradient(layer: torch.nn.Module) -> bool:
+    """Whether the weight of a layer has a gradient, or memory for one that its owner clears."""
+    weight = layer.weight
+    return weight.grad is not None or getattr(weight, "main_grad", None) is not None
+
+
+def _warn(optimizer: torch.optim.Optimizer, stale: Sequence[_Replacement]) -> None:
+    """Warn of an optimizer that was made before the calls that replaced its parameters."""
+    names = listed([replacement.weight_name for replacement in stale])
+    calls = " and ".join(dict.fromkeys(replacement.call for replacement in stale))
+    warnings.warn(
+        f"{type(optimizer).__name__} holds parameters from before {calls}, so that it does not "
+        f"train the weights that replaced them: {names}; make the optimizer after the conversion",
+        UserWarning,
+        stacklevel=4,
     )
-    return found[2:] if has_gradient else None
 
 
-def swap(owned: Any, made: dict[Any, Any]) -> None:
-    """Put what was made of modules or parameters in their places."""
-    for name, old in list(owned.items()):  # of a dict, or of what a scripted module has for one
-        if old in made:
-            owned[name] = made[old]
+def swap(places: dict[str, _T | None], substitutes: Mapping[_T, _T]) -> None:
+    """Put substitutes in the places of modules or parameters.
+
+    A scripted module has a class of torch's in place of ``places``.
+    """
+    for name, value in list(places.items()):
+        if value is not None and value in substitutes:
+            places[name] = substitutes[value]

@@ -3,9 +3,9 @@ products that do not."""
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,7 +17,8 @@ from ottava.nn.linear import Linear
 from ottava.tensors import QuantizedTensor
 from ottava.torch_private import local_tensor
 
-# On a module: why `convert` left it alone, as it was told; nothing, on a model that was converted.
+#: The attribute of a module that says why ``convert`` left the module alone; it is empty on a model
+#: that was converted.
 LEFT_ALONE = "_ottava_left_alone"
 #: How the reason of a layer ends whose recipe quantizes nothing of it.
 KEEPS_OPERANDS = "which keeps its operands in high precision"
@@ -32,8 +33,13 @@ _NO_WEIGHT_OF_PRODUCTS = re.compile("bias|embed|position|token|scale|norm")
 
 @dataclass(frozen=True)
 class Decision:
-    """What is with one linear module: its qualified name, whether it runs under a recipe, and
-    which, or why not."""
+    """Whether one linear module runs under a recipe.
+
+    Attributes:
+        name: the qualified name of the module.
+        swapped: whether it runs under a recipe.
+        reason: the recipe, or why there is none.
+    """
 
     name: str
     swapped: bool
@@ -42,9 +48,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class ProductWeight:
-    """One parameter that takes part in products: its qualified name, its whole shape, its share of
-    the elements of all of them (0 to 1), the name of the recipe that its products run under (None
-    for high precision), and why."""
+    """One parameter that takes part in products.
+
+    Attributes:
+        name: the qualified name of the parameter.
+        shape: the shape of the whole parameter, also where it is sharded.
+        share: its share of the elements of all such parameters, 0 to 1.
+        recipe: the name of the recipe that its products run under; None for high precision.
+        reason: why they do.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -72,50 +84,56 @@ class ConversionReport:
     @property
     def swapped(self) -> tuple[str, ...]:
         """Qualified names of the modules that run under a recipe now."""
-        return tuple(d.name for d in self.decisions if d.swapped)
+        return tuple(decision.name for decision in self.decisions if decision.swapped)
 
     @property
     def skipped(self) -> dict[str, str]:
         """Qualified name -> reason, for linear modules that are left alone."""
-        return {d.name: d.reason for d in self.decisions if not d.swapped}
+        return {
+            decision.name: decision.reason for decision in self.decisions if not decision.swapped
+        }
 
     @property
     def left_out(self) -> tuple[ProductWeight, ...]:
         """The weights of products in high precision, largest first."""
-        return tuple(
-            sorted((w for w in self.weights if w.recipe is None), key=lambda weight: -weight.share)
-        )
+        weights = [weight for weight in self.weights if weight.recipe is None]
+        return tuple(sorted(weights, key=lambda weight: -weight.share))
 
     @property
     def share(self) -> float:
         """How many of the elements of all weights of products are multiplied quantized, 0 to 1; 0
         without any."""
-        sizes = [(math.prod(weight.shape), weight.recipe is not None) for weight in self.weights]
-        return sum(size for size, quantized in sizes if quantized) / (
-            sum(size for size, _ in sizes) or 1
+        total = sum(math.prod(weight.shape) for weight in self.weights)
+        quantized = sum(
+            math.prod(weight.shape) for weight in self.weights if weight.recipe is not None
         )
+        return quantized / (total or 1)
 
     def __str__(self) -> str:
-        under = f"under {self.recipe!r}" if self.recipe else "under a recipe"
-        modules = f"{len(self.swapped)} of {len(self.decisions)} linear modules run {under}"
-        share = f"{modules}, with {self.share:.1%} of the weights of products"
-        linear = [
-            (d.name or "(root)", "yes" if d.swapped else "no", d.reason) for d in self.decisions
+        recipe = repr(self.recipe) if self.recipe else "a recipe"
+        summary = (
+            f"{len(self.swapped)} of {len(self.decisions)} linear modules run under {recipe}, "
+            f"with {self.share:.1%} of the weights of products"
+        )
+        decisions = [
+            (decision.name or "(root)", "yes" if decision.swapped else "no", decision.reason)
+            for decision in self.decisions
         ]
-        others = [(w.name, str([*w.shape]), f"{w.share:.1%}", w.reason) for w in self.left_out]
-        parts = [[share]]
-        if linear:
-            parts.append(_table(("linear module", "recipe", "reason"), linear))
-        if others:
+        weights = [
+            (weight.name, str([*weight.shape]), f"{weight.share:.1%}", weight.reason)
+            for weight in self.left_out
+        ]
+        paragraphs = [summary]
+        if decisions:
+            paragraphs.append(_table(("linear module", "recipe", "reason"), decisions))
+        if weights:
             heads = ("weight in high precision", "shape", "share", "reason")
-            parts.append(_table(heads, others, right=("share",)))
-        return "\n\n".join("\n".join(part) for part in parts)
+            paragraphs.append(_table(heads, weights, right=("share",)))
+        return "\n\n".join(paragraphs)
 
 
-def _table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
-) -> list[str]:
-    """The lines of a table as plain text, its columns aligned, those in ``right`` by their ends."""
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> str:
+    """A table as plain text, its columns aligned to the left, those in ``right`` to the right."""
     columns = list(zip(heads, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     rules = ["-" * width for width in widths]
@@ -126,82 +144,122 @@ def _table(
             for head, cell, width in zip(heads, row, widths, strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
-    return lines
+    return "\n".join(lines)
+
+
+class _Products(NamedTuple):
+    """The products of one linear module.
+
+    Attributes:
+        bound: the name of the recipe that is bound to the module; None without one.
+        recipe: the name of the recipe that the products run under; None for high precision.
+        reason: why they do.
+    """
+
+    bound: str | None
+    recipe: str | None
+    reason: str
 
 
 def conversion_report(model: torch.nn.Module) -> ConversionReport:
-    """What of ``model`` runs quantized now, whether it was converted or built of Ottava's layers,
-    and what does not.
+    """Which layers and weights of ``model`` run quantized now, and which do not.
+
+    The model may be converted, or built of Ottava's layers.
 
     Parameters of two or more dimensions count as weights of products, except those of embeddings
     and norms, and those outside linear layers that are named as what is added or scaled by
     (``bias``, ``embed``, ``position``, ``token``, ``scale``, ``norm``) or have less than two
-    dimensions longer than 1. Regions (``ottava.autocast``) do not count. What is no module is a
-    DTypeError.
+    dimensions longer than 1. Regions (``ottava.autocast``) do not count.
+
+    Raises:
+        DTypeError: ``model`` is no module.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")
     modules = dict(model.named_modules())
-    default = "not converted"
-    if any(module.__dict__.get(LEFT_ALONE) == "" for module in modules.values()):
-        default += ": it was put there after the last conversion"
-    decisions, recipes = {}, set()
-    # Of linear modules: the recipe that their products run under (None for high precision), and
-    # why.
-    products: dict[str, tuple[str | None, str]] = {}
+    products: dict[str, _Products] = {}
     for name, module in modules.items():
-        recipe, bound = None, isinstance(module, Linear) and module.recipe is not None
-        if bound:
-            recipes.add(recipe := module.recipe._label)
-            reason = f"recipe bound: {recipe}"
-            state = module._binding.state
-            if state is not None and state.keeps_values and state.recipe is module.recipe:
-                recipe, reason = None, f"{reason}, {KEEPS_OPERANDS}"
-            if isinstance(local_tensor(module.weight), QuantizedTensor):
-                reason += "; the weight is kept quantized"
-            if isinstance(modules.get(name.rpartition(".")[0]), torch.nn.TransformerEncoderLayer):
-                reason += (
-                    "; evaluated without gradients its nn.TransformerEncoderLayer bypasses "
-                    "it, in high precision"
-                )
+        if isinstance(module, Linear) and module.recipe is not None:
+            parent = modules.get(name.rpartition(".")[0])
+            products[name] = _products_of_layer(module, module.recipe._label, parent)
         elif is_convertible(module):
-            unbound = "no recipe is bound" if isinstance(module, Linear) else default
-            reason = module.__dict__.get(LEFT_ALONE) or refusal(module) or unbound
-        else:
-            continue
-        decisions[name], products[name] = Decision(name, bound, reason), (recipe, reason)
-    return ConversionReport(
-        ", ".join(sorted(recipes)), (*decisions.values(),), (*_weights(modules, products),)
-    )
+            products[name] = _Products(None, None, _reason(module, modules))
+    recipes = {product.bound for product in products.values() if product.bound is not None}
+    decisions = [
+        Decision(name, product.bound is not None, product.reason)
+        for name, product in products.items()
+    ]
+    weights = tuple(_weights(modules, products))
+    return ConversionReport(", ".join(sorted(recipes)), tuple(decisions), weights)
+
+
+def _products_of_layer(layer: Linear, recipe: str, parent: torch.nn.Module | None) -> _Products:
+    """The products of a layer, to which the recipe of this name is bound."""
+    reason = f"recipe bound: {recipe}"
+    state = layer._binding.state
+    keeps = state is not None and state.keeps_values and state.recipe is layer.recipe
+    if keeps:
+        reason += f", {KEEPS_OPERANDS}"
+    if isinstance(local_tensor(layer.weight), QuantizedTensor):
+        reason += "; the weight is kept quantized"
+    if isinstance(parent, torch.nn.TransformerEncoderLayer):
+        reason += (
+            "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high "
+            "precision"
+        )
+    return _Products(recipe, None if keeps else recipe, reason)
+
+
+def _reason(module: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> str:
+    """Why no recipe is bound to a linear module, which is one of the ``modules`` of a model."""
+    choice: str | None = module.__dict__.get(LEFT_ALONE)
+    reason = choice or refusal(module)
+    if reason:
+        return reason
+    if isinstance(module, Linear):
+        return "no recipe is bound"
+    if any(other.__dict__.get(LEFT_ALONE) == "" for other in modules.values()):
+        return "not converted: it was put there after the last conversion"
+    return "not converted"
 
 
 def _weights(
-    modules: dict[str, Any], products: dict[str, tuple[str | None, str]]
+    modules: Mapping[str, torch.nn.Module], products: Mapping[str, _Products]
 ) -> Iterator[ProductWeight]:
-    # Each parameter with what is known of a product by it, of one in high precision if there is
-    # any.
-    found: dict[Any, tuple[str, str | None, str]] = {}
+    """The weights of the products of a model, whose linear modules have these products."""
+    uses: dict[torch.nn.Parameter, tuple[str, _Products]] = {}
     for path, module in modules.items():
-        parametrized = isinstance(module, ParametrizationList)
-        # What a parametrization keeps counts as the layer's.
-        name = path.rpartition("parametrizations.")[0].rstrip(".") if parametrized else path
-        recipe, reason = products.get(name, (None, f"{type(module).__name__} has no converter"))
+        name = path
+        if isinstance(module, ParametrizationList):
+            # The parameters of a parametrization count as the layer's.
+            name = path.rpartition("parametrizations.")[0].rstrip(".")
+        others = _Products(None, None, f"{type(module).__name__} has no converter")
+        use = products.get(name, others)
         for key, parameter in module._parameters.items():
             if parameter is None or not _multiplies(module, key, parameter, name in products):
                 continue
-            if parameter not in found or (found[parameter][1] is not None and recipe is None):
-                found[parameter] = f"{path}.{key}".strip("."), recipe, reason
-    total = sum(parameter.numel() for parameter in found) or 1
-    for parameter, (name, recipe, reason) in found.items():
-        yield ProductWeight(name, tuple(parameter.shape), parameter.numel() / total, recipe, reason)
+            # A parameter that several modules share counts as quantized if all its products are.
+            if parameter not in uses or (uses[parameter][1].recipe and use.recipe is None):
+                uses[parameter] = f"{path}.{key}".strip("."), use
+    total = sum(parameter.numel() for parameter in uses) or 1
+    for parameter, (name, use) in uses.items():
+        share = parameter.numel() / total
+        yield ProductWeight(name, tuple(parameter.shape), share, use.recipe, use.reason)
 
 
 def _multiplies(
     module: torch.nn.Module, key: str, parameter: torch.nn.Parameter, linear: bool
 ) -> bool:
-    """Whether a parameter is a weight of products, as far as one can see without running the
-    model."""
+    """Whether a parameter is a weight of products, as far as its module and its name tell.
+
+    Args:
+        key: the name of the parameter in the module.
+        linear: whether the module is a linear module.
+    """
     if is_lazy(parameter) or parameter.dim() < 2 or isinstance(module, _LOOKED_UP_OR_ELEMENTWISE):
         return False
-    other = "Embedding" in type(module).__name__ or _NO_WEIGHT_OF_PRODUCTS.search(key)
-    return linear or (not other and sum(size > 1 for size in parameter.shape) > 1)
+    if linear:
+        return True
+    if "Embedding" in type(module).__name__ or _NO_WEIGHT_OF_PRODUCTS.search(key):
+        return False
+    return sum(size > 1 for size in parameter.shape) > 1

@@ -49,16 +49,17 @@ class FileFactory:
     def __post_init__(self) -> None:
         file = os.path.abspath(self.path)
         if file in _reading.get():
-            expected = "files that do not lead back to themselves"
-            raise OptionError(f"{self.path} is read from itself", expected=expected)
+            raise OptionError(
+                f"{self.path} is read from itself",
+                expected="files that do not lead back to themselves",
+            )
         check_size(self.path, len(self.text.encode()))
         parse = _LANGUAGES[_suffix(self.path)]
         token = _reading.set((*_reading.get(), file))
         try:
             root = parse(self.path, self.text)
             if root is None or root.value is None:
-                expected = "the keys default and layers"
-                raise Place(self.path).error("the file is empty", expected)
+                raise Place(self.path).error("the file is empty", "the keys default and layers")
             object.__setattr__(self, "_rules", Schema().rules(root))
         finally:
             _reading.reset(token)
@@ -115,8 +116,9 @@ def load_factory(path: str | os.PathLike[str]) -> FileFactory:
             installed, or fails; the message names the place.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        what = f"the path is a {type(path).__name__}"
-        raise DTypeError(what, expected="the path of a recipe file")
+        raise DTypeError(
+            f"the path is a {type(path).__name__}", expected="the path of a recipe file"
+        )
     file = os.fspath(path)
     _suffix(file)
     return FileFactory(file, read_text(file))
@@ -125,6 +127,7 @@ def load_factory(path: str | os.PathLike[str]) -> FileFactory:
 def _suffix(path: str) -> str:
     suffix = os.path.splitext(path)[1].lower()
     if suffix not in _LANGUAGES:
-        what, expected = f"{path} has the suffix {suffix!r}", f"one of {', '.join(SUFFIXES)}"
-        raise OptionError(what, expected=expected)
+        raise OptionError(
+            f"{path} has the suffix {suffix!r}", expected=f"one of {', '.join(SUFFIXES)}"
+        )
     return suffix

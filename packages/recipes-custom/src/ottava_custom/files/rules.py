@@ -58,9 +58,9 @@ class Rule:
 
     def roles_of(self, entry: Entry) -> list[QuantizerRole]:
         """The roles for which the entry is asked: no entry that comes before it serves them."""
-        return [role for role in ROLES if entry in self._asked(role)]
+        return [role for role in ROLES if entry in self._candidates(role)]
 
-    def _asked(self, role: QuantizerRole) -> Iterator[Entry]:
+    def _candidates(self, role: QuantizerRole) -> Iterator[Entry]:
         for entry in self.entries_for(role):
             yield entry
             if entry.expression.total:
@@ -108,7 +108,9 @@ class Rules:
     def entries(self) -> list[Entry]:
         """The entries of all rules, and the default."""
         entries = [entry for rule in self.rules for entry in rule.entries.values()]
-        return entries if self.default is None else [*entries, self.default]
+        if self.default is not None:
+            entries.append(self.default)
+        return entries
 
     def resolve(self, role: QuantizerRole) -> tuple[Rule | None, Entry, Served]:
         """The rule (None for the default) and the entry that serve a role, and what the entry
@@ -118,15 +120,18 @@ class Rules:
             OptionError: nothing serves the role.
         """
         place, remedy = self.file, "add a default"
-        for rule, entry in self._asked(role):
+        for rule, entry in self._candidates(role):
             served = entry.expression.serve(role)
             if served is not None:
                 return rule, entry, served
             place, remedy = entry.place, "use a default that is a recipe or identity"
-        what = f"nothing serves {role.tensor_type!r} of layer {role.name!r}"
-        raise place.error(what, expected="a default that serves every role", remedy=remedy)
+        raise place.error(
+            f"nothing serves {role.tensor_type!r} of layer {role.name!r}",
+            expected="a default that serves every role",
+            remedy=remedy,
+        )
 
-    def _asked(self, role: QuantizerRole) -> Iterator[tuple[Rule | None, Entry]]:
+    def _candidates(self, role: QuantizerRole) -> Iterator[tuple[Rule | None, Entry]]:
         for rule in self.rules:
             if any(fits(role.name, pattern) for pattern in rule.patterns):
                 for entry in rule.entries_for(role):
@@ -148,10 +153,10 @@ class Rules:
     def _check_every_role_is_served(self) -> None:
         for_all = [rule for rule in self.rules if any(not p.strip("*") for p in rule.patterns)]
         roles = [QuantizerRole("linear", tensor_type) for tensor_type in OF_LINEAR]
-        missing = [r.tensor_type for r in roles if not any(rule.serves(r) for rule in for_all)]
-        if missing:
+        unserved = [r.tensor_type for r in roles if not any(rule.serves(r) for rule in for_all)]
+        if unserved:
             raise self.file.error(
-                f"nothing serves {', '.join(missing)} of layers that no rule names",
+                f"nothing serves {', '.join(unserved)} of layers that no rule names",
                 expected="the key default",
                 remedy="add a default; identity keeps high precision",
             )

@@ -119,9 +119,9 @@ class Schema:
                 entry.expression.check_roles(rule.roles_of(entry))
         if default is not None:
             default.expression.check_roles(ROLES)
-        found = Rules(Place(root.place.path), rules, default)
-        found.check()
-        return found
+        result = Rules(Place(root.place.path), rules, default)
+        result.check()
+        return result
 
     def _rule(self, number: int, node: Node) -> Rule:
         values = _check(node, "rule")
@@ -131,8 +131,9 @@ class Schema:
             patterns[str(pattern.value)] = pattern.place
         entries = {key: self._entry(key, node) for key in values if key != "match"}
         if not entries:
-            expected = f"one of {', '.join(SERVING)}"
-            raise node.place.error("the rule serves no role", expected=expected)
+            raise node.place.error(
+                "the rule serves no role", expected=f"one of {', '.join(SERVING)}"
+            )
         return Rule(number, node.place, patterns, entries)
 
     def _entry(self, key: str, parent: Node) -> Entry:
@@ -140,17 +141,17 @@ class Schema:
 
     def _expression(self, node: Node) -> Expression:
         if isinstance(node.value, str):
-            return self._named(node.place, node.value)
-        for key, read in self._mappings.items():
+            return self._of_name(node.place, node.value)
+        for key, make in self._mappings.items():
             if key in node.mapping:
-                return read(node)
+                return make(node)
         name = next(iter(node.mapping))
         remedy = ""
         if name in SERVING:
             remedy = 'roles are told apart in a rule; one with match "*" is for all layers'
         raise _unknown(node.keys[name], "what serves a role", name, self._mappings, remedy)
 
-    def _named(self, place: Place, name: str) -> Expression:
+    def _of_name(self, place: Place, name: str) -> Expression:
         """What a bare name stands for: identity, a recipe, or else a factory."""
         if name == "identity":
             return Identity(place)
@@ -162,14 +163,17 @@ class Schema:
             factories = [spec.name for spec in list_quantizer_factories()]
             if name in factories:
                 return self._published(place, name)
-            known = sorted({"identity", *(spec.name for spec in list_recipes()), *factories})
-            near = difflib.get_close_matches(name, known, n=1)
+            names = sorted({"identity", *(spec.name for spec in list_recipes()), *factories})
+            near = difflib.get_close_matches(name, names, n=1)
             remedy = error.remedy
             if near:
                 # A misspelled name must not become a command that installs whatever has that name.
                 remedy = f"use {near[0]!r}, or install the package that has {name!r}"
-            what = f"{place}: no installed recipe or quantizer factory is named {name!r}"
-            raise RecipeNotFoundError(what, f"one of {', '.join(known)}", remedy) from error
+            raise RecipeNotFoundError(
+                f"{place}: no installed recipe or quantizer factory is named {name!r}",
+                f"one of {', '.join(names)}",
+                remedy,
+            ) from error
 
     def _recipe(self, node: Node) -> Expression:
         values = _check(node, "recipe")
@@ -210,8 +214,9 @@ class Schema:
         columnwise = self._expression(values["columnwise"])
         for side in (rowwise, columnwise):
             if isinstance(side, Hybrid):
-                expected = "one quantizer for one direction"
-                raise side.place.error("a hybrid inside a hybrid", expected)
+                raise side.place.error(
+                    "a hybrid inside a hybrid", "one quantizer for one direction"
+                )
         return Hybrid(node.place, rowwise, columnwise)
 
 

@@ -53,9 +53,9 @@ class Place:
         """The line, or the path of the key."""
         return self.position if self.line is None else f"line {self.line}"
 
-    def error(self, what: str, expected: str = "", remedy: str = "") -> OptionError:
+    def error(self, problem: str, expected: str = "", remedy: str = "") -> OptionError:
         """An error that names this place."""
-        return OptionError(f"{self}: {what}", expected=expected, remedy=remedy)
+        return OptionError(f"{self}: {problem}", expected=expected, remedy=remedy)
 
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
@@ -63,8 +63,9 @@ class Place:
         try:
             yield
         except OttavaError as error:
-            what = f"{self}: {error.what}"
-            raise type(error)(what, expected=error.expected, remedy=error.remedy) from error
+            raise type(error)(
+                f"{self}: {error.what}", expected=error.expected, remedy=error.remedy
+            ) from error
         except Exception as error:
             error.add_note(str(self))
             raise
@@ -96,7 +97,9 @@ class Node:
         kind = _KINDS.get(type(self.value), "a date or a time")
         if isinstance(self.value, (list, dict)):
             return kind if self.value else f"{kind} without entries"
-        return f"{kind}, {self.value!r}" if isinstance(self.value, str) else f"{kind}, {self.value}"
+        if isinstance(self.value, str):
+            return f"{kind}, {self.value!r}"
+        return f"{kind}, {self.value}"
 
     def plain(self) -> object:
         """The value with plain values inside."""
@@ -133,12 +136,17 @@ def read_text(
             return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
-        what = f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8"
-        raise OptionError(what, expected="UTF-8", remedy="save the file as UTF-8") from error
+        raise OptionError(
+            f"{path}, line {line}: byte 0x{error.object[error.start]:02x} is not UTF-8",
+            expected="UTF-8",
+            remedy="save the file as UTF-8",
+        ) from error
     except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}"
-        remedy = "check the path and the permissions"
-        raise OptionError(what, expected=expected, remedy=remedy) from error
+        raise OptionError(
+            f"{path} cannot be read: {error.strerror}",
+            expected=expected,
+            remedy="check the path and the permissions",
+        ) from error
     # Opening a pipe would wait for its other end.
     raise OptionError(f"{path} is no regular file", expected=expected)
 
@@ -146,5 +154,8 @@ def read_text(
 def check_size(path: str, size: int, shorter: str = "use fewer patterns") -> None:
     """Raises OptionError for a file of more than :data:`MAX_BYTES`."""
     if size > MAX_BYTES:
-        what = f"{path} is larger than {MAX_BYTES} bytes"
-        raise OptionError(what, expected=f"at most {MAX_BYTES} bytes", remedy=shorter)
+        raise OptionError(
+            f"{path} is larger than {MAX_BYTES} bytes",
+            expected=f"at most {MAX_BYTES} bytes",
+            remedy=shorter,
+        )

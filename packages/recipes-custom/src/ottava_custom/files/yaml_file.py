@@ -60,8 +60,9 @@ def parse_yaml(path: str, text: str) -> Node | None:
         raise _syntax_error(path, error) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        what = f"character {chr(error.character)!r} is not allowed in YAML"
-        raise Place(path, f"line {line}", line).error(what, remedy="take it out") from error
+        raise Place(path, f"line {line}", line).error(
+            f"character {chr(error.character)!r} is not allowed in YAML", remedy="take it out"
+        ) from error
     except RecursionError as error:
         raise too_deep(Place(path)) from error
 
@@ -104,8 +105,10 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, path: str, depth: int) -> 
         if not isinstance(key.value, str):
             raise key.place.error(f"a key is {key}", expected="text", remedy="put it in quotes")
         if key.value in keys:
-            what = f"key {key.value!r} stands there twice, first in {keys[key.value].short}"
-            raise key.place.error(what, expected="each key once")
+            raise key.place.error(
+                f"key {key.value!r} stands there twice, first in {keys[key.value].short}",
+                expected="each key once",
+            )
         keys[key.value] = key.place
         values[key.value] = _node(loader, value_node, path, depth + 1)
     return Node(values, _place(path, node.start_mark), keys)

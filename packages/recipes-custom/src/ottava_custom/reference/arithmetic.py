@@ -17,8 +17,9 @@ _NAN = 0x7F
 def amax(x: torch.Tensor) -> torch.Tensor:
     """``max |x|`` in float32 as a scalar. NaN is ignored; the amax of no values is 0."""
     magnitudes = x.to(torch.float32).abs()
-    known = torch.where(magnitudes.isnan(), torch.zeros_like(magnitudes), magnitudes)
-    return known.max() if known.numel() else known.new_zeros(())
+    if not magnitudes.numel():
+        return magnitudes.new_zeros(())
+    return torch.where(magnitudes.isnan(), torch.zeros_like(magnitudes), magnitudes).max()
 
 
 def scale_from_amax(
@@ -47,8 +48,8 @@ def cast(x: torch.Tensor, scale: torch.Tensor, quant_dtype: torch.dtype) -> torc
     0x7F."""
     scaled = x.to(torch.float32) * scale
     largest = fp8_format(quant_dtype).max
-    unknown = scaled.isnan()
+    is_nan = scaled.isnan()
     # Values are clamped first, because torch does not saturate when it converts to E5M2.
-    within = torch.where(unknown, torch.zeros_like(scaled), scaled).clamp(-largest, largest)
+    within = torch.where(is_nan, torch.zeros_like(scaled), scaled).clamp(-largest, largest)
     data = within.to(quant_dtype).view(torch.uint8)
-    return torch.where(unknown, torch.full_like(data, _NAN), data)
+    return torch.where(is_nan, torch.full_like(data, _NAN), data)

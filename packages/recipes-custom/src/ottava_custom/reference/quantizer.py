@@ -75,9 +75,9 @@ class CurrentScalingQuantizerRef(Quantizer):
         return self.__dict__ | {"shard_group": None}
 
     def for_shards(self, group: Any) -> CurrentScalingQuantizerRef:
-        copied = self.copy()
-        copied.shard_group = group
-        return copied
+        copy = self.copy()
+        copy.shard_group = group
+        return copy
 
     def is_requantization_safe(self) -> bool:
         return True
@@ -145,14 +145,15 @@ class CurrentScalingQuantizerRef(Quantizer):
         columnwise, (turn_x, turn_w) = _GEMMS[gemm_type]
         left, left_scale = _operand(qx if qresult_x is None else qresult_x, sx, columnwise[0])
         right, right_scale = _operand(qw if qresult_w is None else qresult_w, sw, columnwise[1])
-        left, right = left.t() if turn_x else left, right.t() if turn_w else right
+        if turn_x:
+            left = left.t()
+        if turn_w:
+            right = right.t()
         _check_product(left, right, bias, out)
         result = mm(left, right)
-        scales = [
-            scale.to(torch.float32) for scale in (left_scale, right_scale) if scale is not None
-        ]
-        if scales:
-            result = result * (scales[0] * scales[1] if len(scales) == 2 else scales[0])
+        factor = _product_of_scales(left_scale, right_scale)
+        if factor is not None:
+            result = result * factor
         if bias is not None:
             result = result + bias.to(torch.float32)
         if out is None:
@@ -176,14 +177,28 @@ def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.
             "the scale of an operand is no tensor with one element",
             expected="a float32 tensor, or None",
         )
-    return as_matrix(x.detach().to(torch.float32)), scale if scale is None else scale.reshape(())
+    matrix = as_matrix(x.detach().to(torch.float32))
+    return matrix, None if scale is None else scale.reshape(())
+
+
+def _product_of_scales(
+    left: torch.Tensor | None, right: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The factor of a product, float32; None where neither operand has a scale."""
+    if left is None:
+        return None if right is None else right.to(torch.float32)
+    if right is None:
+        return left.to(torch.float32)
+    return left.to(torch.float32) * right.to(torch.float32)
 
 
 def _check_product(left: torch.Tensor, right: torch.Tensor, bias: Any, out: Any) -> None:
     """Raises a typed error where operands, bias and result do not fit together."""
     if left.shape[1] != right.shape[0]:
-        what = f"a product of {tuple(left.shape)} and {tuple(right.shape)}"
-        raise ShapeError(what, expected="equal reduced dimensions")
+        raise ShapeError(
+            f"a product of {tuple(left.shape)} and {tuple(right.shape)}",
+            expected="equal reduced dimensions",
+        )
     if bias is not None:
         check_fits(bias, (right.shape[1],), left.device, "bias")
     if out is not None:

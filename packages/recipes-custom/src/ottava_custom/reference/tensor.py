@@ -151,19 +151,17 @@ class CurrentScalingTensorRefStorage(SharedElements):
             UsageError: the product reads rows, and the storage was quantized for columns alone.
         """
         if not self._rowwise and not columnwise:
-            what = f"a {type(self).__name__} without rowwise data in a product that reads it"
-            expected = "an operand quantized for the usage"
             raise UsageError(
-                what,
-                expected=expected,
+                f"a {type(self).__name__} without rowwise data in a product that reads it",
+                expected="an operand quantized for the usage",
                 remedy="call quantizer.set_usage(rowwise=True) before quantizing",
             )
         return as_matrix(self.elements().to(dtype)), self._scale
 
     def replace_inner(self, inner: InnerTensor, tensor: torch.Tensor) -> None:
-        super().replace_inner(
-            inner, tensor.view(torch.uint8) if inner.argument == "data" else tensor
-        )
+        if inner.argument == "data":
+            tensor = tensor.view(torch.uint8)
+        super().replace_inner(inner, tensor)
 
 
 class CurrentScalingTensorRef(QuantizedTensor, CurrentScalingTensorRefStorage):
@@ -229,10 +227,13 @@ def _checked_data(
         rows = _shaped(rows, shape, "data")
         shape = rows.shape
     if columns is not None:
-        columns = _shaped(columns, None if shape is None else (*shape[-1:], *shape[:-1]), "data_t")
+        columns_shape = None if shape is None else (*shape[-1:], *shape[:-1])
+        columns = _shaped(columns, columns_shape, "data_t")
     if rows is not None or columns is None:
         return rows
-    return columns.movedim(0, -1).contiguous() if columns.dim() else columns
+    if columns.dim():
+        columns = columns.movedim(0, -1).contiguous()
+    return columns
 
 
 def _checked_scale(scale: Any, scale_t: Any, data: torch.Tensor | None) -> torch.Tensor | None:
@@ -241,8 +242,9 @@ def _checked_scale(scale: Any, scale_t: Any, data: torch.Tensor | None) -> torch
     if data is None and scale is None:
         return None
     if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        expected = "a float32 tensor with one element"
-        raise DTypeError("scale is not a float32 tensor", expected=expected)
+        raise DTypeError(
+            "scale is not a float32 tensor", expected="a float32 tensor with one element"
+        )
     if scale.numel() != 1:
         raise ShapeError(f"scale has shape {tuple(scale.shape)}", expected="one element")
     return scale.reshape(())

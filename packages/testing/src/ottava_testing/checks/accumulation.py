@@ -21,7 +21,7 @@ def _data() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return xs, [normal(24, 48, seed=60 + i) for i in range(_BATCHES)]
 
 
-def _expected(
+def _references(
     layer: Linear, xs: Sequence[torch.Tensor], dys: Sequence[torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
     return [reference(layer, x, dy) for x, dy in zip(xs, dys, strict=True)]
@@ -63,14 +63,14 @@ def _step(
 
 
 def _judge(
-    subject: Subject, what: str, actual: torch.Tensor | None, gradients: list[torch.Tensor]
+    subject: Subject, title: str, actual: torch.Tensor | None, gradients: list[torch.Tensor]
 ) -> None:
     """Compare an accumulated gradient with the sum of the microbatches' gradients.
 
     If it is that of a single microbatch, the message says which one.
     """
     start = "gradients are lost under accumulation:"
-    require(actual is not None, f"{start} {what} is missing after {_BATCHES} backward passes")
+    require(actual is not None, f"{start} {title} is missing after {_BATCHES} backward passes")
     assert actual is not None
     bound = max(subject.bound, 0.01)
     total = sum(gradients[1:], gradients[0])
@@ -78,10 +78,10 @@ def _judge(
         for gradient, which in ((gradients[-1], "last"), (gradients[0], "first")):
             near = relative(actual, gradient) <= max(2 * bound, 0.05)
             require(
-                not near, f"{start} after {_BATCHES} backward passes {what} is that of the {which}"
+                not near, f"{start} after {_BATCHES} backward passes {title} is that of the {which}"
             )
     close(
-        f"after {_BATCHES} backward passes {what}, which should be the sum of all,",
+        f"after {_BATCHES} backward passes {title}, which should be the sum of all,",
         actual,
         total,
         bound,
@@ -91,23 +91,23 @@ def _judge(
 def _accumulates(subject: Subject, *, primary: bool, together: bool) -> None:
     layer = subject.layer(40, 48, primary=primary)
     xs, dys = _data()
-    expected = _expected(layer, xs, dys)
+    references = _references(layer, xs, dys)
     dxs = _run(subject, layer, together=together)
     _judge(
         subject,
         "the weight's grad",
         layer.weight.grad,
-        [p["the gradient of the weight"] for p in expected],
+        [p["the gradient of the weight"] for p in references],
     )
     _judge(
         subject,
         "the bias's grad",
         layer.bias.grad,
-        [p["the gradient of the bias"] for p in expected],
+        [p["the gradient of the bias"] for p in references],
     )
-    for number, (dx, gradients) in enumerate(zip(dxs, expected, strict=True), start=1):
-        what = f"the gradient of microbatch {number}'s input"
-        close(what, dx, gradients["the gradient of the input"], max(subject.bound, 0.01))
+    for number, (dx, gradients) in enumerate(zip(dxs, references, strict=True), start=1):
+        title = f"the gradient of microbatch {number}'s input"
+        close(title, dx, gradients["the gradient of the input"], max(subject.bound, 0.01))
 
 
 @check(
@@ -160,6 +160,6 @@ def fused_accumulation(subject: Subject) -> None:
             weight: Any = layer.weight
             weight.main_grad = torch.zeros(48, 40)
             xs, dys = _data()
-            gradients = [p["the gradient of the weight"] for p in _expected(layer, xs, dys)]
+            gradients = [p["the gradient of the weight"] for p in _references(layer, xs, dys)]
             _run(subject, layer, together=together)
             _judge(subject, "weight.main_grad", weight.main_grad, gradients)

@@ -82,10 +82,10 @@ class _Keeps(torch.autograd.Function):
     """Saves quantized tensors for backward and multiplies the gradient by their values."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, quantized: Any, seen: list[Any]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, quantized: Any, restored: list[Any]) -> torch.Tensor:
         tensors, ctx.objects = prepare_for_saving(quantized, x, None)
         ctx.save_for_backward(*tensors)
-        ctx.seen = seen
+        ctx.seen = restored
         return x * plain(quantized)
 
     @staticmethod
@@ -104,25 +104,25 @@ def saved_for_backward(subject: Subject) -> None:
     """ctx.save_for_backward, with a second backward pass under retain_graph."""
     for words, storage, _ in subject.quantized():
         x = wide(48, 40, seed=7).requires_grad_()
-        seen: list[Any] = []
+        restored: list[Any] = []
         expected = plain(storage).clone()
-        y = _Keeps.apply(x, storage, seen)  # type: ignore[no-untyped-call]
+        y = _Keeps.apply(x, storage, restored)  # type: ignore[no-untyped-call]
         y.sum().backward(retain_graph=True)
         require(
             x.grad is not None and same(x.grad, expected.float()),
             f"{words}, saved for backward, comes back with other values",
         )
         require(
-            type(seen[0]) is type(storage),
-            f"{words}, saved for backward, comes back as a {type(seen[0]).__name__}",
+            type(restored[0]) is type(storage),
+            f"{words}, saved for backward, comes back as a {type(restored[0]).__name__}",
         )
         require(
-            seen[2] is None and torch.equal(seen[1], x),
+            restored[2] is None and torch.equal(restored[1], x),
             f"what was saved with {words} does not come back",
         )
         y.sum().backward()
         require(
-            same(plain(seen[3]), expected),
+            same(plain(restored[3]), expected),
             f"{words}, saved for backward, has other values in a second backward pass",
         )
         require(same(plain(storage), expected), f"{words} was changed by saving it for backward")

@@ -20,8 +20,8 @@ from ottava_testing.subject import Subject
 from ottava_testing.table import QUANTIZED_WEIGHTS, check
 
 
-def reload(value: Any, what: str) -> Any:
-    """A value after ``torch.save`` and ``torch.load(weights_only=True)``; ``what`` names it.
+def reload(value: Any, title: str) -> Any:
+    """A value after ``torch.save`` and ``torch.load(weights_only=True)``; ``title`` names it.
 
     Raises:
         CheckFailed: it cannot be pickled, or its pickle needs code.
@@ -32,17 +32,17 @@ def reload(value: Any, what: str) -> Any:
     except Exception as error:
         text = str(error).splitlines()[0]
         raise CheckFailed(
-            f"the pickle of {what} needs code that cannot be saved: {type(error).__name__}: {text}"
+            f"the pickle of {title} needs code that cannot be saved: {type(error).__name__}: {text}"
         ) from error
     functions = functions_in(buffer)
     require(
         not functions,
-        f"the pickle of {what} needs code ({', '.join(functions)}): loading it calls functions",
+        f"the pickle of {title} needs code ({', '.join(functions)}): loading it calls functions",
     )
-    return load(buffer, what)
+    return load(buffer, title)
 
 
-def load(file: BytesIO, what: str) -> Any:
+def load(file: BytesIO, title: str) -> Any:
     """The value in a file of ``torch.save``, loaded under ``weights_only=True``.
 
     Raises:
@@ -58,7 +58,7 @@ def load(file: BytesIO, what: str) -> Any:
         if unsafe:
             reason = f"it needs code ({', '.join(unsafe)})"
         raise CheckFailed(
-            f"torch.load(weights_only=True) refuses the pickle of {what}: {reason}"
+            f"torch.load(weights_only=True) refuses the pickle of {title}: {reason}"
         ) from error
 
 
@@ -77,10 +77,8 @@ def functions_in(file: BytesIO) -> list[str]:
             continue
         module, _, name = str(argument).partition(" ")
         value = getattr(sys.modules.get(module), name, None)
-        if isinstance(value, types.FunctionType) and module.partition(".")[0] not in (
-            "torch",
-            "ottava",
-        ):
+        is_own = module.partition(".")[0] in ("torch", "ottava")
+        if isinstance(value, types.FunctionType) and not is_own:
             functions.append(f"{module}.{name}")
     return sorted(set(functions))
 

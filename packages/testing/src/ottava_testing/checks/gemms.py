@@ -50,12 +50,12 @@ def operands(subject: Subject) -> None:
                         actual = matrix.float() if factor is None else matrix.float() * factor
                         expected = values.reshape(-1, shape[-1])
                         direction = "columnwise" if columnwise else "rowwise"
-                        what = (
+                        title = (
                             f"the {direction} operand (gemm_operand) of a {tuple(shape)} "
                             f"tensor by {words}"
                         )
-                        close(what, actual, expected, max(subject.bound, 0.02) * 1.5)
-                        close(what, actual, plain(quantized).reshape(expected.shape), 0.01)
+                        close(title, actual, expected, max(subject.bound, 0.02) * 1.5)
+                        close(title, actual, plain(quantized).reshape(expected.shape), 0.01)
 
 
 @check("products", "products", "The three products of a linear layer are those of the values")
@@ -77,10 +77,10 @@ def products(subject: Subject) -> None:
                         actual.dtype == dtype,
                         f"the {name} product with out_dtype={dtype} is of {actual.dtype}",
                     )
-                    what = f"the {name} product of {type(a).__name__} and {type(b).__name__}"
-                    close(what, actual, expected, subject.bound)
+                    title = f"the {name} product of {type(a).__name__} and {type(b).__name__}"
+                    close(title, actual, expected, subject.bound)
                     close(
-                        f"{what}, against the dequantized operands,",
+                        f"{title}, against the dequantized operands,",
                         actual,
                         product(plain(a), plain(b)),
                         0.02,

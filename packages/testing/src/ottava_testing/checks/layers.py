@@ -44,23 +44,24 @@ def reference(layer: Linear, x: torch.Tensor, dy: torch.Tensor) -> dict[str, tor
     x64, dy64 = x.double(), dy.double()
     rows, grads = x64.reshape(-1, x.shape[-1]), dy64.reshape(-1, dy.shape[-1])
     results = {
-        "the output": x64 @ w.t() + (0 if layer.bias is None else layer.bias.detach().double()),
+        "the output": x64 @ w.t(),
         "the gradient of the input": dy64 @ w,
         "the gradient of the weight": grads.t() @ rows,
     }
     if layer.bias is not None:
+        results["the output"] = results["the output"] + layer.bias.detach().double()
         results["the gradient of the bias"] = grads.sum(0)
     return results
 
 
-def _compare(subject: Subject, layer: Linear, x: torch.Tensor, dy: torch.Tensor, what: str) -> None:
+def _compare(subject: Subject, layer: Linear, x: torch.Tensor, dy: torch.Tensor, case: str) -> None:
     # After a few steps the scales of a stateful recipe, which come from past values, fit these.
     for _ in range(_WARM if subject.spec.stateful else 0):
         passes(layer, x, dy)
     actual, expected = passes(layer, x, dy), reference(layer, x, dy)
-    for name, wanted in expected.items():
-        require(name in actual, f"{name} is missing, {what}")
-        close(f"{name}, {what},", actual[name], wanted, max(subject.bound, 0.01))
+    for name, value in expected.items():
+        require(name in actual, f"{name} is missing, {case}")
+        close(f"{name}, {case},", actual[name], value, max(subject.bound, 0.01))
 
 
 @check(
@@ -115,19 +116,19 @@ def linear_shapes(subject: Subject) -> None:
     ):
         layer = subject.layer(columns, rows)
         x, dy = normal(*leading, columns, seed=1) + 1, normal(*leading, rows, seed=2) + 1
-        what = (
+        case = (
             f"of a layer with {columns} columns and {rows} rows for an input of shape "
             f"{tuple(x.shape)}"
         )
         for _ in range(_WARM if subject.spec.stateful else 0):
             passes(layer, x, dy)
         actual, expected = passes(layer, x, dy), reference(layer, x, dy)
-        for name, wanted in expected.items():
+        for name, value in expected.items():
             require(
-                actual[name].shape == wanted.shape,
-                f"{name} {what} has shape {tuple(actual[name].shape)}",
+                actual[name].shape == value.shape,
+                f"{name} {case} has shape {tuple(actual[name].shape)}",
             )
-            close(f"{name} {what}", actual[name], wanted, bound)
+            close(f"{name} {case}", actual[name], value, bound)
 
 
 @check(
@@ -154,15 +155,15 @@ def frozen_parts(subject: Subject) -> None:
             full["the gradient of the weight"],
         ),
     }
-    exact = subject.spec.deterministic
+    tolerance = 0.0 if subject.spec.deterministic else 2 * subject.bound
     for name, (one, two) in pairs.items():
         if one is None:
             raise CheckFailed(f"{name} is missing")
-        close(name, one, two, 0.0 if exact else 2 * subject.bound)
+        close(name, one, two, tolerance)
     with torch.no_grad():
         y = subject.layer(40, 48)(x)
     require(not y.requires_grad, "the output under no_grad requires a gradient")
-    close("the output under no_grad", y, full["the output"], 0.0 if exact else 2 * subject.bound)
+    close("the output under no_grad", y, full["the output"], tolerance)
 
 
 @check(
@@ -180,25 +181,22 @@ def convert_and_autocast(subject: Subject) -> None:
     linear, alone = torch.nn.Linear(40, 48), Linear(40, 48, name=bound.name)
     for layer in (linear, alone):
         layer.load_state_dict(values)
-    converted = ottava.convert(
-        torch.nn.Sequential(OrderedDict({bound.name: linear})), subject.recipe()
-    )
+    model = ottava.convert(torch.nn.Sequential(OrderedDict({bound.name: linear})), subject.recipe())
     expected = bound(x)
     with ottava.autocast(subject.recipe()):
         inside = alone(x)
     with ottava.autocast(enabled=False):
         outside = bound(x)
     tolerance = 0.0 if subject.spec.deterministic else 2 * subject.bound
-    close("the output of a converted layer", converted(x).detach(), expected, tolerance)
+    close("the output of a converted layer", model(x).detach(), expected, tolerance)
     close("the output of a layer inside autocast", inside.detach(), expected, tolerance)
     close("the output inside autocast(enabled=False)", outside.detach(), linear_of(bound, x), 1e-5)
 
 
 def linear_of(layer: Linear, x: torch.Tensor) -> torch.Tensor:
     """The output of a layer computed in high precision."""
-    return torch.nn.functional.linear(
-        x, plain(layer.weight), None if layer.bias is None else layer.bias.detach()
-    )
+    bias = None if layer.bias is None else layer.bias.detach()
+    return torch.nn.functional.linear(x, plain(layer.weight), bias)
 
 
 @check("kept-weight", "layers", "A weight quantized for the first microbatch serves those after it")
@@ -221,12 +219,12 @@ def kept_weight(subject: Subject) -> None:
             other.weight.grad,
         ),
     }
-    for name, (actual, wanted) in pairs.items():
+    for name, (actual, value) in pairs.items():
         require(
-            actual is not None and wanted is not None,
+            actual is not None and value is not None,
             f"{name}, with a weight that is kept, is missing",
         )
         assert actual is not None
-        assert wanted is not None
+        assert value is not None
         tolerance = 0.0 if subject.spec.deterministic else 2 * subject.bound
-        close(f"{name}, with a weight that is kept,", actual.detach(), wanted.detach(), tolerance)
+        close(f"{name}, with a weight that is kept,", actual.detach(), value.detach(), tolerance)

@@ -14,7 +14,7 @@ from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_testing.compare import (
     CheckFailed,
     difference,
-    held,
+    inner_by_name,
     overlap,
     require,
     same,
@@ -83,7 +83,7 @@ def _twice(subject: Subject, values: torch.Tensor) -> None:
         subject.quantizers(), subject.quantizers(), strict=True
     ):
         first = quantizer(values)
-        for what, other in (
+        for way, other in (
             ("", quantizer),
             (" by an equal quantizer", fresh),
             (" by a copy", quantizer.copy()),
@@ -92,7 +92,7 @@ def _twice(subject: Subject, values: torch.Tensor) -> None:
                 wrong = difference(first, other(values.clone()))
                 require(
                     wrong is None,
-                    f"quantizing the same tensor twice{what} gives different bytes in {wrong!r}: "
+                    f"quantizing the same tensor twice{way} gives different bytes in {wrong!r}: "
                     f"the cast of {words} is not deterministic",
                 )
 
@@ -115,27 +115,35 @@ def usages(subject: Subject) -> None:
             storage = quantizer(wide(48, 40))
             requested = {"rowwise": rowwise, "columnwise": columnwise}
             call = f"set_usage(rowwise={rowwise}, columnwise={columnwise})"
-            for name, wanted in requested.items():
+            for name, is_requested in requested.items():
                 served = storage.get_usages()[name]
                 require(
-                    served or not wanted,
+                    served or not is_requested,
                     f"{call} is ignored by {words}: the result serves no {name} usage",
                 )
-            usages_with_data = {
-                inner.usage
-                for inner in storage.inner_tensors
-                if getattr(storage, inner.attribute) is not None
-            }
-            usages_with_data &= {"rowwise", "columnwise"}
-            extra = usages_with_data if len(usages_with_data) == 2 else set()
-            if not columnwise:
-                extra = usages_with_data & {"columnwise"}
-            extra = extra - {name for name, wanted in requested.items() if wanted}
+            extra = _extra_usages(storage, rowwise, columnwise)
             require(
                 not extra,
                 f"{call} is ignored by {words}: the result holds {''.join(extra)} data all the "
                 f"same",
             )
+
+
+def _extra_usages(storage: QuantizedTensorStorage, rowwise: bool, columnwise: bool) -> set[str]:
+    """The usages for which a result holds data although they were not requested.
+
+    Rowwise data alone may serve a columnwise usage.
+    """
+    usages: set[str] = {
+        inner.usage
+        for inner in storage.inner_tensors
+        if getattr(storage, inner.attribute) is not None
+    }
+    if not columnwise:
+        return usages & {"columnwise"}
+    if not rowwise and usages >= {"rowwise", "columnwise"}:
+        return {"rowwise"}
+    return set()
 
 
 @check(
@@ -148,9 +156,9 @@ def usages_agree(subject: Subject) -> None:
     """Rowwise bytes do not depend on columnwise usage, nor the reverse."""
     for words, quantizer in subject.quantizers():
         values = wide(48, 40)
-        both = held(quantizer.with_usage(True, True)(values))
+        both = inner_by_name(quantizer.with_usage(True, True)(values))
         for rowwise, columnwise in _USAGES[:2]:
-            single = held(quantizer.with_usage(rowwise, columnwise)(values))
+            single = inner_by_name(quantizer.with_usage(rowwise, columnwise)(values))
             for name in set(single) & set(both):
                 name_of = "rowwise" if rowwise else "columnwise"
                 require(
@@ -170,7 +178,7 @@ def out(subject: Subject) -> None:
         first, second = wide(48, 40, seed=1), wide(48, 40, seed=2)
         target = quantizer(first)
         before = snapshot(target)
-        memory = {name: tensor.data_ptr() for name, tensor in held(target).items()}
+        memory = {name: tensor.data_ptr() for name, tensor in inner_by_name(target).items()}
         returned = quantizer.quantize(second, out=target)
         require(returned is target, f"out= is ignored by {words}: another object is returned")
         require(
@@ -181,7 +189,9 @@ def out(subject: Subject) -> None:
             wrong = difference(target, quantizer(second))
             require(wrong is None, f"{words} with out= writes another {wrong!r} than without")
         moved = [
-            name for name, tensor in held(target).items() if tensor.data_ptr() != memory.get(name)
+            name
+            for name, tensor in inner_by_name(target).items()
+            if tensor.data_ptr() != memory.get(name)
         ]
         require(
             not moved,
@@ -236,15 +246,14 @@ def make_empty(subject: Subject) -> None:
             require(tuple(empty.size()) == shape, f"{call} has shape {tuple(empty.size())}")
             require(empty.dtype == dtype, f"{call} has dtype {empty.dtype}")
             elsewhere = quantizer.make_empty(shape, dtype=dtype, device="meta")
-            left = [name for name, tensor in held(elsewhere).items() if not tensor.is_meta]
-            there = (
-                elsewhere.device.type == "meta" and tuple(elsewhere.size()) == shape and not left
-            )
+            others = [
+                name for name, tensor in inner_by_name(elsewhere).items() if not tensor.is_meta
+            ]
             require(
-                there,
-                f"{call} with device='meta' is on "
-                f"{elsewhere.device}{f', with {left} elsewhere' * bool(left)}",
+                elsewhere.device.type == "meta" and tuple(elsewhere.size()) == shape,
+                f"{call} with device='meta' is on {elsewhere.device}",
             )
+            require(not others, f"{call} with device='meta' has {others} elsewhere")
             values = wide(*shape, dtype=dtype)
             quantizer.update_quantized(values, empty)
             fresh = quantizer(values)
@@ -271,9 +280,9 @@ def results_are_apart(subject: Subject) -> None:
         require(same(first, untouched), f"{words} writes to the tensor that it quantizes")
         # Layers save bare storages for backward, and there autograd detects writes to the input.
         # Only tensors must not share its memory.
-        for name, tensor in held(result).items() if not quantizer.internal else ():
+        for name, tensor in inner_by_name(result).items():
             require(
-                not overlap(tensor, first),
+                quantizer.internal or not overlap(tensor, first),
                 f"{words} gives {name!r} in the memory of the tensor that it quantizes",
             )
         before = snapshot(result)
@@ -283,9 +292,9 @@ def results_are_apart(subject: Subject) -> None:
             wrong is None,
             f"{words} overwrites an earlier result: its {wrong!r} changed in the second call",
         )
-        for name, tensor in held(result).items():
+        for name, tensor in inner_by_name(result).items():
             # The scale of a stateful quantizer belongs to the quantizer and not to the result.
-            shared = overlap(tensor, held(other)[name])
+            shared = overlap(tensor, inner_by_name(other)[name])
             require(not shared, f"{words} gives two results that share the memory of {name!r}")
 
 
@@ -321,17 +330,17 @@ def copied(subject: Subject) -> None:
             _shares_nothing_mutable(words, quantizer, clone)
 
 
+def _is_shared(one: object, other: object) -> bool:
+    """Whether two values are one mutable value."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return overlap(one, other)
+    return one is other and isinstance(one, (list, dict, set, bytearray))
+
+
 def _shares_nothing_mutable(words: str, one: Quantizer, other: Quantizer) -> None:
     for name, value in vars(one).items():
-        theirs = vars(other).get(name)
-        shared = (
-            isinstance(value, torch.Tensor)
-            and isinstance(theirs, torch.Tensor)
-            and overlap(value, theirs)
-        )
-        shared = shared or (isinstance(value, (list, dict, set, bytearray)) and value is theirs)
         require(
-            not shared,
+            not _is_shared(value, vars(other).get(name)),
             f"copy() of {words} shares the mutable {name!r} with the original: what one writes "
             f"there, the other reads",
         )
@@ -352,12 +361,12 @@ def equality(subject: Subject) -> None:
                 f"{words} holds state, and equals another one with a state of its own",
             )
             continue
-        for what, equal in (("one made with the same options", other), ("its copy()", one.copy())):
+        for title, equal in (("one made with the same options", other), ("its copy()", one.copy())):
             require(
                 one == equal,
-                f"{words} does not equal {what}: does it hold state, or compare by identity?",
+                f"{words} does not equal {title}: does it hold state, or compare by identity?",
             )
-            require(hash(one) == hash(equal), f"{words} equals {what}, but their hashes differ")
+            require(hash(one) == hash(equal), f"{words} equals {title}, but their hashes differ")
         require(one == copy.deepcopy(one), f"{words} does not equal its deep copy")
         changed = one.copy()
         changed.set_usage(columnwise=False)

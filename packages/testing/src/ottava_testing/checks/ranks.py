@@ -20,7 +20,7 @@ from ottava_testing.checks.files import load
 from ottava_testing.compare import (
     CheckFailed,
     describe,
-    held,
+    inner_by_name,
     normal,
     plain,
     relative,
@@ -116,7 +116,7 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
         ]
         weights = [subject.weight(torch.zeros(m.shape, dtype=dtype)) for m in masters]
         expected = [
-            _written(copy.deepcopy(w), m.to(dtype)) for w, m in zip(weights, masters, strict=True)
+            _whole(copy.deepcopy(w), m.to(dtype)) for w, m in zip(weights, masters, strict=True)
         ]
         shards: list[torch.Tensor | None] = []
         offsets: list[int | None] = []
@@ -135,14 +135,14 @@ def sharded_master_weights(subject: Subject, mesh: Any, folder: Path) -> None:
             _same_shard(f"weight {number} ({dtype})", weight, whole, ranges[number])
 
 
-def _written(weight: Any, values: torch.Tensor) -> Any:
+def _whole(weight: Any, values: torch.Tensor) -> Any:
     """The weight after all of ``values`` were written to it in this process."""
     quantizer = weight._quantizer.with_usage(*weight.get_usages().values())
     weight.copy_from_storage(quantizer.quantize_impl(values, values.dtype))
     return weight
 
 
-def _same_shard(what: str, weight: Any, whole: Any, elements: tuple[int, int]) -> None:
+def _same_shard(title: str, weight: Any, whole: Any, elements: tuple[int, int]) -> None:
     raw = weight.raw_inner()
     first, last = elements
     for inner in weight.inner_tensors:
@@ -153,7 +153,7 @@ def _same_shard(what: str, weight: Any, whole: Any, elements: tuple[int, int]) -
             mine, theirs = (t.reshape(-1)[first:last] for t in (mine, theirs))
         require(
             same(mine, theirs),
-            f"{what} is quantized otherwise from shards than as a whole: {inner.attribute!r} "
+            f"{title} is quantized otherwise from shards than as a whole: {inner.attribute!r} "
             f"differs",
         )
 
@@ -168,10 +168,10 @@ def _sizes(subject: Subject, world: int) -> list[int]:
         (inner, getattr(weight, inner.attribute)) for inner in weight.inner_tensors if inner.gather
     ]
     blocks = [inner.block_rows for inner, _ in gathered if inner.block_rows]
-    padded = not blocks and all(
-        tensor is None or tensor.shape == weight.shape for _, tensor in gathered
-    )
-    return [world * math.lcm(32, *blocks), *([33] if padded else [])]
+    sizes = [world * math.lcm(32, *blocks)]
+    if not blocks and all(tensor is None or tensor.shape == weight.shape for _, tensor in gathered):
+        sizes.append(33)
+    return sizes
 
 
 def _shard(net: Any, mesh: Any, *, keep: bool = False) -> Any:
@@ -211,14 +211,19 @@ def _train(net: Any, width: int = 32, count: int = 3) -> list[tuple[str, torch.T
     return results
 
 
-_Seen = list[tuple[str, torch.Tensor]]
+_Named = list[tuple[str, torch.Tensor]]
 
 
-def _compare(subject: Subject, what: str, actual: _Seen, expected: _Seen) -> None:
+def _compare(subject: Subject, title: str, actual: _Named, expected: _Named) -> None:
     for (words, mine), (_, theirs) in zip(actual, expected, strict=True):
-        off = relative(mine, theirs)
-        right = same(mine, theirs) if subject.spec.deterministic else off <= 2 * subject.bound
-        require(right, f"{what}: {words} is off by {off:.3g} of its norm from that in one process")
+        error = relative(mine, theirs)
+        is_right = error <= 2 * subject.bound
+        if subject.spec.deterministic:
+            is_right = same(mine, theirs)
+        require(
+            is_right,
+            f"{title}: {words} is off by {error:.3g} of its norm from that in one process",
+        )
 
 
 @rank_check("fsdp2", "Layers whose weights FSDP2 shards in high precision train as in one process")
@@ -251,27 +256,27 @@ def fsdp2_quantized_weights(subject: Subject, mesh: Any, folder: Path) -> None:
         expected = _train(_uneven(alone), rows)
         for keep in (False, True):
             net = _shard(_uneven(copy.deepcopy(whole)), mesh, keep=keep)
-            what = (
-                f"under FSDP2 with weights that are kept quantized "
-                f"(reshard_after_forward={not keep}, {rows} rows)"
-            )
-            _compare(subject, f"{what} training differs", _train(net, rows), expected)
+            options = f"(reshard_after_forward={not keep}, {rows} rows)"
+            title = f"under FSDP2 with weights that are kept quantized {options}"
+            _compare(subject, f"{title} training differs", _train(net, rows), expected)
             for mine, theirs in zip((net[0], net[2]), (alone[0], alone[2]), strict=True):
                 mine.unshard()
-                _same_weight(subject, what, mine.weight, theirs.weight)
+                _same_weight(subject, title, mine.weight, theirs.weight)
                 mine.reshard()
 
 
-def _same_weight(subject: Subject, what: str, gathered: Any, whole: Any) -> None:
+def _same_weight(subject: Subject, title: str, gathered: Any, whole: Any) -> None:
     require(
-        type(gathered) is type(whole), f"{what} the gathered weight is a {type(gathered).__name__}"
+        type(gathered) is type(whole), f"{title} the gathered weight is a {type(gathered).__name__}"
     )
-    mine, theirs = held(gathered), held(whole)
-    for name in set(mine) & set(theirs) if subject.spec.deterministic else ():
-        right = same(mine[name], theirs[name])
+    mine, theirs = inner_by_name(gathered), inner_by_name(whole)
+    if not subject.spec.deterministic:
+        return
+    for name in set(mine) & set(theirs):
         require(
-            right,
-            f"{what} a shard is quantized otherwise than the whole: {name!r} of the weight differs",
+            same(mine[name], theirs[name]),
+            f"{title} a shard is quantized otherwise than the whole: {name!r} of the weight "
+            f"differs",
         )
 
 
@@ -291,11 +296,11 @@ def reduces_amaxes(subject: Subject, mesh: Any, folder: Path) -> None:
     probe = normal(24, 32, seed=50) * 5
     with torch.no_grad():
         y = model(probe)
-    everything = [torch.empty_like(y) for _ in range(dist.get_world_size())]
-    dist.all_gather(everything, y)
-    off = relative(everything[0], everything[1])
+    outputs = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+    dist.all_gather(outputs, y)
+    error = relative(outputs[0], outputs[1])
     require(
-        torch.equal(everything[0], everything[1]),
+        torch.equal(outputs[0], outputs[1]),
         f"ranks that saw other data quantize the same input otherwise: nothing is reduced (off by "
-        f"{off:.3g})",
+        f"{error:.3g})",
     )

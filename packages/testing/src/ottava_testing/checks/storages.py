@@ -21,7 +21,7 @@ from ottava_testing.compare import (
     close,
     difference,
     flip,
-    held,
+    inner_by_name,
     overlap,
     plain,
     relative,
@@ -46,14 +46,17 @@ def description(subject: Subject) -> None:
         require(storage.numel() == 48 * 40, f"{words} has {storage.numel()} elements")
         require(storage.dtype == values.dtype, f"{words} has dtype {storage.dtype}")
         require(storage.device == torch.device("cpu"), f"{words} is on {storage.device}")
-        expected = sum(t.numel() * t.element_size() for t in held(storage).values())
+        expected = sum(t.numel() * t.element_size() for t in inner_by_name(storage).values())
         require(
             storage.nbytes == expected,
             f"nbytes of {words} is {storage.nbytes}, its inner tensors have {expected}",
         )
         repr(storage)
         storage.clear()
-        require(not held(storage), f"clear() of {words} leaves {sorted(held(storage))}")
+        require(
+            not inner_by_name(storage),
+            f"clear() of {words} leaves {sorted(inner_by_name(storage))}",
+        )
         repr(storage)
 
 
@@ -69,21 +72,21 @@ def flatten(subject: Subject) -> None:
                 f"a static field of {words} cannot be hashed, so it is no constant: {error}"
             ) from error
         values = plain(storage)
-        for how, built in (
+        for how, rebuilt in (
             ("flattened", spec.build(tensors)),
             ("from its metadata", type(storage)(**_arguments(storage))),
         ):
             require(
-                type(built) is type(storage),
-                f"{words}, built again {how}, is a {type(built).__name__}",
+                type(rebuilt) is type(storage),
+                f"{words}, built again {how}, is a {type(rebuilt).__name__}",
             )
-            wrong = difference(built, storage)
+            wrong = difference(rebuilt, storage)
             require(wrong is None, f"{words}, built again {how}, has another {wrong!r}")
-            other = plain(built)
+            other = plain(rebuilt)
             equal = (
                 other.shape == values.shape and other.dtype == values.dtype and same(other, values)
             )
-            lost = sorted(set(tensors_in(storage)) - set(held(storage)))
+            lost = sorted(set(tensors_in(storage)) - set(inner_by_name(storage)))
             require(
                 equal,
                 f"{words}, built again {how}, has other values: what is not declared is lost "
@@ -92,12 +95,10 @@ def flatten(subject: Subject) -> None:
 
 
 def _arguments(storage: QuantizedTensorStorage) -> dict[str, Any]:
-    more = (
-        {"shape": tuple(storage.size()), "dtype": storage.dtype}
-        if isinstance(storage, QuantizedTensor)
-        else {}
-    )
-    return storage.get_metadata() | more
+    arguments = storage.get_metadata()
+    if isinstance(storage, QuantizedTensor):
+        arguments |= {"shape": tuple(storage.size()), "dtype": storage.dtype}
+    return arguments
 
 
 @check(
@@ -108,7 +109,10 @@ def save_and_restore(subject: Subject) -> None:
     for words, storage, _ in subject.quantized():
         expected, values = snapshot(storage), plain(storage).clone()
         tensors, stripped = storage.prepare_for_saving()
-        require(not held(storage), f"prepare_for_saving() of {words} keeps {sorted(held(storage))}")
+        require(
+            not inner_by_name(storage),
+            f"prepare_for_saving() of {words} keeps {sorted(inner_by_name(storage))}",
+        )
         rest = stripped.restore_from_saved([*tensors, torch.ones(3)])
         require(
             len(rest) == 1,
@@ -147,16 +151,16 @@ def clone_shares_nothing(subject: Subject) -> None:
                 "clone_storage()",
                 "copy.deepcopy()",
             ):
-                _copied(words, way, storage, function(storage))
+                _check_copy(words, way, storage, function(storage))
 
 
-def _copied(words: str, way: str, original: Any, copied: Any) -> None:
+def _check_copy(words: str, way: str, original: Any, clone: Any) -> None:
     cls = type(original).__name__
-    require(type(copied) is type(original), f"{way} of a {cls} gives a {type(copied).__name__}")
-    wrong = difference(copied, original)
+    require(type(clone) is type(original), f"{way} of a {cls} gives a {type(clone).__name__}")
+    wrong = difference(clone, original)
     require(wrong is None, f"{way} of a {cls} has another {wrong!r}: {words}")
-    require(copied.dtype == original.dtype, f"{way} of a {cls} has dtype {copied.dtype}")
-    mine, theirs = tensors_in(original), tensors_in(copied)
+    require(clone.dtype == original.dtype, f"{way} of a {cls} has dtype {clone.dtype}")
+    mine, theirs = tensors_in(original), tensors_in(clone)
     values = plain(original).clone()
     for name in sorted(set(mine) & set(theirs)):
         before = mine[name].clone()
@@ -174,7 +178,7 @@ def _copied(words: str, way: str, original: Any, copied: Any) -> None:
             same(plain(original), values),
             f"{way} of a {cls} is no copy: writing to its {name!r} changed the original",
         )
-    quantizer, other = original._quantizer, copied._quantizer
+    quantizer, other = original._quantizer, clone._quantizer
     if quantizer is not None:
         require(
             quantizer is not other,
@@ -185,7 +189,9 @@ def _copied(words: str, way: str, original: Any, copied: Any) -> None:
 @check("device-moves", "storages", "Moved to another device, all of a storage is there")
 def device_moves(subject: Subject) -> None:
     """Moves to the meta device, and to a GPU if there is one."""
-    devices = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
+    devices = ["meta"]
+    if torch.cuda.is_available():
+        devices.append("cuda")
     for words, storage, _ in subject.quantized():
         for device in devices:
             moves: dict[str, Any] = {
@@ -194,25 +200,25 @@ def device_moves(subject: Subject) -> None:
             if isinstance(storage, QuantizedTensor):
                 moves[f"to({device!r})"] = storage.to(device)
             for way, moved in moves.items():
-                _moved(f"{way} of {words}", storage, moved, device)
+                _check_move(f"{way} of {words}", storage, moved, device)
 
 
-def _moved(what: str, original: QuantizedTensorStorage, moved: Any, device: str) -> None:
-    require(type(moved) is type(original), f"{what} gives a {type(moved).__name__}")
-    require(moved.device.type == device, f"{what} is on {moved.device}")
+def _check_move(title: str, original: QuantizedTensorStorage, moved: Any, device: str) -> None:
+    require(type(moved) is type(original), f"{title} gives a {type(moved).__name__}")
+    require(moved.device.type == device, f"{title} is on {moved.device}")
     require(
-        set(held(moved)) == set(held(original)),
-        f"{what} loses {sorted(set(held(original)) ^ set(held(moved)))}",
+        set(inner_by_name(moved)) == set(inner_by_name(original)),
+        f"{title} loses {sorted(set(inner_by_name(original)) ^ set(inner_by_name(moved)))}",
     )
     for name, tensor in tensors_in(moved).items():
-        require(tensor.device.type == device, f"{what} leaves {name!r} on {tensor.device}")
+        require(tensor.device.type == device, f"{title} leaves {name!r} on {tensor.device}")
     require(
-        tuple(moved.size()) == tuple(original.size()), f"{what} has shape {tuple(moved.size())}"
+        tuple(moved.size()) == tuple(original.size()), f"{title} has shape {tuple(moved.size())}"
     )
     if device != "meta":
         wrong = difference(moved.apply_to_inner(lambda t: t.to("cpu")), original)
-        require(wrong is None, f"{what} and back changes {wrong!r}")
-        close(what, plain(moved).cpu(), plain(original), 1e-6)
+        require(wrong is None, f"{title} and back changes {wrong!r}")
+        close(title, plain(moved).cpu(), plain(original), 1e-6)
 
 
 @check(
@@ -233,18 +239,18 @@ def dropping_usages(subject: Subject) -> None:
                 storage.get_usages()[keep],
                 f"update_usage({drop}_usage=False) of {words} loses the {keep} usage",
             )
-            what = f"the product of the {keep} data of {words}, once the {drop} data is dropped,"
+            title = f"the product of the {keep} data of {words}, once the {drop} data is dropped,"
             close(
-                what,
+                title,
                 _product(subject, storage, keep),
                 expected,
                 0.0 if subject.spec.deterministic else subject.bound,
             )
             # If one copy of the data serves both usages, there is nothing to drop.
-            left = _held_for(storage, drop) if own else []
+            rest = _held_for(storage, drop) if own else []
             require(
-                not left,
-                f"update_usage({drop}_usage=False) of {words} does nothing: {left} is held all "
+                not rest,
+                f"update_usage({drop}_usage=False) of {words} does nothing: {rest} is held all "
                 f"the same",
             )
             require(
@@ -264,7 +270,7 @@ def dropping_usages(subject: Subject) -> None:
 
 
 def _held_for(storage: QuantizedTensorStorage, usage: str) -> list[str]:
-    tensors = held(storage)
+    tensors = inner_by_name(storage)
     return [
         t.attribute for t in storage.inner_tensors if t.usage == usage and t.attribute in tensors
     ]
@@ -308,15 +314,15 @@ def copying_in_place(subject: Subject) -> None:
         bound = min(0.5, 4 * subject.bound)
         close(f"{words}, after quantize_(),", plain(storage), values, bound, before=before)
         for usage in ("rowwise", "columnwise"):
-            what = (
+            title = (
                 f"the product that reads the {usage} data of {words}, after quantize_(), reads "
                 f"stale values: it"
             )
-            other = wide(16, 40 if usage == "rowwise" else 48, seed=1)
-            wanted = other @ (
-                plain(storage).float().t() if usage == "rowwise" else plain(storage).float()
-            )
-            close(what, _product(subject, storage, usage), wanted, 4 * bound / 3)
+            matrix = plain(storage).float()
+            if usage == "rowwise":
+                matrix = matrix.t()
+            product = wide(16, len(matrix), seed=1) @ matrix
+            close(title, _product(subject, storage, usage), product, 4 * bound / 3)
         close(
             f"an alias of {words}, after quantize_(),", plain(alias), values, bound, before=before
         )
@@ -336,9 +342,9 @@ def detach_is_an_alias(subject: Subject) -> None:
         alias = parameter.detach() if way == "detach()" else parameter.data
         require(type(alias) is type(parameter), f"{way} of a {cls} gives a {type(alias).__name__}")
         require(not alias.requires_grad, f"{way} of a {cls} requires a gradient")
-        for name, tensor in held(parameter).items():
+        for name, tensor in inner_by_name(parameter).items():
             require(
-                overlap(tensor, held(alias)[name]),
+                overlap(tensor, inner_by_name(alias)[name]),
                 f"{way} of a {cls} copies {name!r}: writes do not reach the original",
             )
         before, values = plain(parameter).clone(), wide(48, 40, seed=2)

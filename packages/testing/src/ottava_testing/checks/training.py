@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,10 @@ def activation_checkpointing(subject: Subject) -> None:
         expected = train(subject.model(primary=primary))
         for reentrant in (False, True):
             model = subject.model(primary=primary)
-            results = train(
-                model, run=lambda x, m=model, r=reentrant: checkpoint(m, x, use_reentrant=r)
-            )
-            words = (
-                f"use_reentrant={reentrant}{', weights that are kept quantized' if primary else ''}"
-            )
+            results = train(model, run=partial(checkpoint, model, use_reentrant=reentrant))
+            words = f"use_reentrant={reentrant}"
+            if primary:
+                words += ", weights that are kept quantized"
             equal(
                 subject,
                 f"with activation checkpointing ({words}) training is not what it is without",
@@ -118,14 +117,14 @@ def models_are_apart(subject: Subject) -> None:
     with torch.no_grad():
         for parameter in recipe_of_both.parameters():
             parameter.copy_(plain(parameter) * 8)
-    seen = []
+    results = []
     for number in range(3):
         step(recipe_of_both, optimizers[0], number + 10)
-        seen += step(model, optimizers[1], number)
-    seen += [plain(p).clone() for p in model.parameters()]
+        results += step(model, optimizers[1], number)
+    results += [plain(p).clone() for p in model.parameters()]
     require_same(
         "training another model in between changes the results: state is shared by models",
-        seen,
+        results,
         alone,
     )
 
@@ -136,18 +135,18 @@ def model_copies(subject: Subject) -> None:
     for primary in (False, True) if subject.spec.quantized_weights else (False,):
         model = subject.model(primary=primary)
         train(model, 2)
-        copied = copy.deepcopy(model)
-        before = [plain(p).clone() for p in copied.parameters()]
+        clone = copy.deepcopy(model)
+        before = [plain(p).clone() for p in clone.parameters()]
         results = train(model)
         require_same(
             "training a model changes its deep copy",
-            [plain(p) for p in copied.parameters()],
+            [plain(p) for p in clone.parameters()],
             before,
         )
         equal(
             subject,
             "a deep copy of a model trains otherwise than the model",
-            train(copied),
+            train(clone),
             results,
         )
 
@@ -190,9 +189,9 @@ def _follows(subject: Subject, model: torch.nn.Module, words: str) -> None:
             optimizer.step()
             losses.append(float(loss.detach()))
     actual, expected = losses[:25], losses[25:]
-    drop, wanted = actual[0] - actual[-1], expected[0] - expected[-1]
+    drop, expected_drop = actual[0] - actual[-1], expected[0] - expected[-1]
     require(
-        drop > 0.5 * wanted,
+        drop > 0.5 * expected_drop,
         f"training{words} does not follow high precision: in 25 steps the loss goes from "
         f"{actual[0]:.3g} to {actual[-1]:.3g}, there from {expected[0]:.3g} to {expected[-1]:.3g}",
     )

@@ -108,8 +108,8 @@ def in_place_ops(subject: Subject) -> None:
             _bound(subject),
             before=before,
         )
-        what = f"an alias of a {cls}, after the in-place op {name},"
-        close(what, plain(alias), expected, _bound(subject), before=before)
+        title = f"an alias of a {cls}, after the in-place op {name},"
+        close(title, plain(alias), expected, _bound(subject), before=before)
         itself = returned is parameter or name.startswith("_foreach")
         require(itself, f"the in-place op {name} on a {cls} returns something else")
 
@@ -148,13 +148,13 @@ def data_assignment(subject: Subject) -> None:
     """Code that swaps weights assigns .data."""
     parameter: Any = torch.nn.Parameter(subject.weight(wide(48, 40)))
     cls = type(parameter).__name__
-    for what, value in (
+    for kind, value in (
         ("a plain tensor", wide(48, 40, seed=5)),
         ("another", subject.weight(wide(48, 40, seed=6))),
     ):
         before, expected = plain(parameter).clone(), plain(value).clone()
         parameter.data = value
-        words = f"a {cls}, after its .data was set to {what},"
+        words = f"a {cls}, after its .data was set to {kind},"
         close(words, plain(parameter), expected, _bound(subject), before=before)
         require(type(parameter).__name__ == cls, f"{words} is a {type(parameter).__name__}")
 
@@ -224,25 +224,24 @@ def nothing_stale(subject: Subject) -> None:
                 weight.rebuild_derived()
                 expected = plain(weight).clone()
                 for direction, product in _products(subject, weight, x, dy).items():
-                    wanted = x @ expected.t() if direction == "fprop" else dy @ expected
-                    what = (
+                    expected_product = x @ expected.t() if direction == "fprop" else dy @ expected
+                    title = (
                         f"the {direction} product with a {cls}, after {name}, reads stale "
                         f"values: it"
                     )
-                    close(
-                        what, product, wanted, 4 * _bound(subject) / 3, before=products[direction]
-                    )
+                    bound, before = 4 * _bound(subject) / 3, products[direction]
+                    close(title, product, expected_product, bound, before=before)
 
 
 def _replacing(subject: Subject) -> dict[str, Write]:
     """Writes that change values so much that products of the old ones are far off."""
 
-    def loaded(w: Any, other: torch.Tensor) -> None:
+    def load(w: Any, other: torch.Tensor) -> None:
         holder = torch.nn.Module()
         holder.weight = w
         holder.load_state_dict({"weight": other})
 
-    def stepped(w: Any, other: torch.Tensor) -> None:
+    def step(w: Any, other: torch.Tensor) -> None:
         w.grad = other
         torch.optim.SGD([w], lr=2.0).step()
 
@@ -251,8 +250,8 @@ def _replacing(subject: Subject) -> dict[str, Write]:
         ".data = a plain tensor": lambda w, other: setattr(w, "data", other),
         ".data = another": lambda w, other: setattr(w, "data", subject.weight(other)),
         "quantize_": lambda w, other: w.quantize_(other),
-        "load_state_dict": loaded,
-        "an optimizer's step": stepped,
+        "load_state_dict": load,
+        "an optimizer's step": step,
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_testing.compare import close, held, normal, plain, require, wide
+from ottava_testing.compare import close, inner_by_name, normal, plain, require, wide
 from ottava_testing.subject import ROLES, Subject
 from ottava_testing.table import BLOCKS, DETERMINISTIC, FAKE_QUANTIZES, STATELESS, check
 
@@ -34,11 +34,11 @@ def accuracy(subject: Subject) -> None:
             for dtype in (torch.float32, torch.bfloat16):
                 values = normal(64, 96, seed=1, dtype=dtype)
                 actual = plain(quantizer(values))
-                what = (
+                title = (
                     f"what {words} gives, rowwise={rowwise} and columnwise={columnwise}, "
                     f"dequantized,"
                 )
-                close(what, actual, values, subject.bound)
+                close(title, actual, values, subject.bound)
 
 
 @check(
@@ -61,22 +61,22 @@ def empty_shapes(subject: Subject) -> None:
     """Sizes of 0 in any dimension."""
     for words, quantizer in subject.quantizers():
         for shape in _EMPTY:
-            what = f"an empty tensor of shape {shape} quantized by {words}"
+            title = f"an empty tensor of shape {shape} quantized by {words}"
             try:
-                _shape(what, quantizer, torch.zeros(shape), subject)
+                _shape(title, quantizer, torch.zeros(shape), subject)
             except (RuntimeError, IndexError, ZeroDivisionError) as error:
                 require(
-                    False, f"{what} fails: {type(error).__name__}: {str(error).splitlines()[0]}"
+                    False, f"{title} fails: {type(error).__name__}: {str(error).splitlines()[0]}"
                 )
 
 
-def _shape(what: str, quantizer: Quantizer, values: torch.Tensor, subject: Subject) -> None:
+def _shape(title: str, quantizer: Quantizer, values: torch.Tensor, subject: Subject) -> None:
     storage: QuantizedTensorStorage = quantizer(values)
     require(
-        tuple(storage.size()) == tuple(values.shape), f"{what} has shape {tuple(storage.size())}"
+        tuple(storage.size()) == tuple(values.shape), f"{title} has shape {tuple(storage.size())}"
     )
-    require(storage.numel() == values.numel(), f"{what} has {storage.numel()} elements")
-    close(f"{what}, dequantized,", plain(storage), values, _loose(subject))
+    require(storage.numel() == values.numel(), f"{title} has {storage.numel()} elements")
+    close(f"{title}, dequantized,", plain(storage), values, _loose(subject))
 
 
 def _layouts() -> dict[str, torch.Tensor]:
@@ -101,9 +101,9 @@ def non_contiguous(subject: Subject) -> None:
     for words, quantizer in subject.quantizers():
         for layout, values in _layouts().items():
             actual, expected = quantizer(values), quantizer(values.contiguous())
-            what = f"{layout} (not contiguous) is misread by {words}: it"
+            title = f"{layout} (not contiguous) is misread by {words}: it"
             close(
-                what,
+                title,
                 plain(actual),
                 plain(expected),
                 0.0 if subject.spec.deterministic else subject.bound,
@@ -125,14 +125,16 @@ def dtypes(subject: Subject) -> None:
                 values_dtype == dtype,
                 f"a {dtype} tensor quantized by {words} dequantizes to {values_dtype}",
             )
-            for wanted in _DTYPES:
-                values = storage.dequantize(wanted)
+            for other_dtype in _DTYPES:
+                values = storage.dequantize(other_dtype)
                 cls = type(storage).__name__
                 require(
-                    values.dtype == wanted,
-                    f"dequantize({wanted}) of a {cls} ignores dtype and gives {values.dtype}",
+                    values.dtype == other_dtype,
+                    f"dequantize({other_dtype}) of a {cls} ignores dtype and gives {values.dtype}",
                 )
-                close(f"dequantize({wanted}) of a {cls}", values.detach(), plain(storage), 0.01)
+                close(
+                    f"dequantize({other_dtype}) of a {cls}", values.detach(), plain(storage), 0.01
+                )
             as_bfloat16 = quantizer.quantize(wide(24, 40, dtype=dtype), dtype=torch.bfloat16)
             require(
                 as_bfloat16.dtype == torch.bfloat16,
@@ -166,12 +168,12 @@ def tiny_values(subject: Subject) -> None:
             values = normal(40, 48).clamp(-4, 4) * magnitude
             actual = plain(quantizer(values))
             largest = float(values.abs().max())
-            what = f"values of magnitude {magnitude} quantized by {words} dequantize to"
-            require(bool(torch.isfinite(actual).all()), f"{what} NaN or inf")
+            title = f"values of magnitude {magnitude} quantized by {words} dequantize to"
+            require(bool(torch.isfinite(actual).all()), f"{title} NaN or inf")
             largest_actual = float(actual.abs().max())
             require(
                 largest_actual <= max(2 * largest, 1e-37),
-                f"{what} {largest_actual:.3g} at most, in place of {largest:.3g}",
+                f"{title} {largest_actual:.3g} at most, in place of {largest:.3g}",
             )
 
 
@@ -205,11 +207,8 @@ def special_values(subject: Subject) -> None:
             values[1, 2] = special
             actual = plain(quantizer(values))
             value = float(actual[1, 2])
-            what = f"{special} quantized by {words} dequantizes to {value:.3g}"
-            shown = math.isnan(value) or (
-                math.isinf(value) if math.isnan(special) else value * special > 0
-            )
-            require(shown, f"{what}, which hides it")
+            title = f"{special} quantized by {words} dequantizes to {value:.3g}"
+            require(_shows(value, special), f"{title}, which hides it")
             everything = plain(quantizer(torch.full((64, 96), special)))
             require(
                 tuple(everything.shape) == (64, 96),
@@ -218,6 +217,15 @@ def special_values(subject: Subject) -> None:
     rows = (subject.spec.block_size or (None, None))[0]
     if rows is not None:
         _other_rows(subject, rows)
+
+
+def _shows(value: float, special: float) -> bool:
+    """Whether a dequantized value shows that the original was ``special``: NaN or infinite."""
+    if math.isnan(value):
+        return True
+    if math.isnan(special):
+        return math.isinf(value)
+    return value * special > 0
 
 
 def _other_rows(subject: Subject, rows: int) -> None:
@@ -229,16 +237,16 @@ def _other_rows(subject: Subject, rows: int) -> None:
             changed = values.clone()
             changed[0, 2] = special
             others = plain(quantizer(changed))[rows:]
-            what = (
+            title = (
                 f"one {special} among what the quantizer of 'input' with internal={internal} "
                 f"quantizes"
             )
             require(
                 bool(torch.isfinite(others).all()),
-                f"{what} makes NaN or inf of rows in other blocks",
+                f"{title} makes NaN or inf of rows in other blocks",
             )
             alone = torch.equal(others, clean) or not subject.spec.deterministic
-            require(alone, f"{what} changes rows in other blocks")
+            require(alone, f"{title} changes rows in other blocks")
 
 
 @check("blocks", "values", "A value changes the scale of its own block only", BLOCKS, DETERMINISTIC)
@@ -252,13 +260,13 @@ def blocks(subject: Subject) -> None:
     for internal in (True, False):
         quantizer = subject.quantizer("input", internal=internal, columnwise=False)
         before, after = (plain(quantizer(v)) for v in (values, changed))
-        what = (
+        title = (
             f"block_size={subject.spec.block_size} in the spec is not so: a value in the first "
             f"block changed"
         )
-        require(rows is None or torch.equal(before[rows:], after[rows:]), f"{what} rows of others")
+        require(rows is None or torch.equal(before[rows:], after[rows:]), f"{title} rows of others")
         apart = columns is None or torch.equal(before[:, columns:], after[:, columns:])
-        require(apart, f"{what} columns of others")
+        require(apart, f"{title} columns of others")
 
 
 @check(
@@ -296,12 +304,12 @@ def quantizing_on_meta(subject: Subject) -> None:
     for role in ROLES:
         quantizer = subject.quantizer(role)
         real, on_meta = quantizer(wide(48, 40)), quantizer(wide(48, 40).to("meta"))
-        what = f"the quantizer of {role!r} on the meta device"
-        for name, tensor in held(real).items():
-            other = held(on_meta).get(name)
-            require(other is not None and other.is_meta, f"{what} gives no {name!r} there")
+        title = f"the quantizer of {role!r} on the meta device"
+        for name, tensor in inner_by_name(real).items():
+            other = inner_by_name(on_meta).get(name)
+            require(other is not None and other.is_meta, f"{title} gives no {name!r} there")
             assert other is not None
             require(
-                other.shape == tensor.shape, f"{what} gives {name!r} of shape {tuple(other.shape)}"
+                other.shape == tensor.shape, f"{title} gives {name!r} of shape {tuple(other.shape)}"
             )
-            require(other.dtype == tensor.dtype, f"{what} gives {name!r} of {other.dtype}")
+            require(other.dtype == tensor.dtype, f"{title} gives {name!r} of {other.dtype}")
