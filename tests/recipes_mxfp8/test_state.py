@@ -16,7 +16,7 @@ import torch
 
 from ottava.errors import DTypeError, UsageError
 from ottava.gemm import side_of
-from ottava.gemm.scaled import _for_library, kept, swizzle
+from ottava.gemm.scaled import _for_library, cached, swizzle
 from ottava_mxfp8 import MXFP8Tensor
 from tests.recipes_mxfp8.blocks import (
     DTYPES,
@@ -191,7 +191,7 @@ def test_autograd_refuses_a_value_that_was_overwritten(kind: str) -> None:
 def kept_operand(q: MXFP8Tensor, columnwise: bool) -> Any:
     """What the library's GEMM is given of a direction, kept with the tensor."""
     operand: Any = side_of(q, columnwise)
-    return kept(operand, partial(_for_library, operand))
+    return cached(operand, partial(_for_library, operand))
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -125,7 +125,9 @@ def multiply(
     result = _product(a, b, gemm_type, dtype, bias, not use_split_accumulator)
     if out is None:
         return result
-    return out.add_(result) if accumulate else out.copy_(result)
+    if accumulate:
+        return out.add_(result)
+    return out.copy_(result)
 
 
 def _product(
@@ -160,13 +162,15 @@ def _custom_quantizer(x: Matrix) -> Quantizer | None:
     if not isinstance(x, QuantizedTensorStorage):
         return None
     quantizer: Quantizer | None = x._quantizer
-    return quantizer if quantizer is not None and quantizer.custom else None
+    if quantizer is None or not quantizer.custom:
+        return None
+    return quantizer
 
 
 def _product_of_user(
     owner: Quantizer,
-    a: Any,
-    b: Any,
+    a: Tensor | QuantizedTensorStorage,
+    b: Tensor | QuantizedTensorStorage,
     gemm_type: GemmType,
     result_dtype: torch.dtype,
     bias: Tensor | None,
@@ -181,7 +185,9 @@ def _product_of_user(
     return rounded(result) if out is None else result
 
 
-def _scale_of(x: Any) -> Tensor | None:
+def _scale_of(x: Tensor | QuantizedTensorStorage) -> Tensor | None:
     """The scale of an operand that has one. The view is made here, where the compiler sees it."""
     scalar = getattr(x, "_scalar", None)
-    return getattr(x, "_scale_inv", None) if scalar is None else scalar.view(1)
+    if scalar is None:
+        return getattr(x, "_scale_inv", None)
+    return scalar.view(1)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Products as operators, so that compiled code and whoever looks at operators see one."""
+"""Products as operators: compiled code, modes and profilers see one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _described(side: Side) -> tuple[Tensor | None, str, bool]:
     return side.scales, side.layout, side.columnwise
 
 
-def _sizes(a: Any, b: Any, *fields: Any) -> tuple[Any, Any, Any]:
+def _sizes(a: Any, b: Any, *fields: Any) -> tuple[int, int, int]:
     """Rows, columns and the reduced size, from the shapes of both values and the fields of both
     sides."""
     left, right = Side(a, *fields[:3]).is_turned(), Side(b, *fields[3:6]).is_turned()

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,12 @@ from ottava.gemm.operators import define
 from ottava.kernels import transpose
 from ottava.kernels.products import capability, finish
 from ottava.layout import Block, Layout
+from ottava.tensors.declaration import GemmCache
 from ottava.tensors.operand import Side
 from ottava.torch_private import scaled_mm
 
 Tensor = torch.Tensor
+CachedT = TypeVar("CachedT")
 _FLOAT32 = torch.float32
 # The multiple that the library wants of sizes and addresses.
 _MULTIPLE = 16
@@ -57,24 +59,29 @@ def _padded(data: Tensor, rows: int, columns: int) -> Tensor:
     padding = [0, -data.shape[1] % columns, 0, -data.shape[0] % rows]
     if any(padding):
         return F.pad(data, padding)
-    # The stride of a single row means nothing, except to the library.
-    plain = data.as_strided(data.shape, (data.shape[1], 1)) if data.shape[0] == 1 else data
-    return plain.clone() if plain.data_ptr() % 16 else plain
+    if data.shape[0] == 1:
+        # The stride of a single row means nothing, except to the library.
+        data = data.as_strided(data.shape, (data.shape[1], 1))
+    if data.data_ptr() % _MULTIPLE:
+        return data.clone()
+    return data
 
 
-def kept(weight: Side, make: Callable[[], Any], option: Any = None) -> Any:
+def cached(weight: Side, make: Callable[[], CachedT], option: object = None) -> CachedT:
     """What ``make`` gives of a weight, made again when that has been written to, or ``option`` is
     another."""
-    cache = None if weight.source is None else weight.source.gemm_cache()
+    cache: GemmCache | None = None
+    if weight.source is not None:
+        cache = weight.source.gemm_cache()
     # A graph that is replayed would never see a weight that has changed.
     if cache is None or (weight.values.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
     tensors = [tensor for tensor in (weight.values, weight.scales) if tensor is not None]
-    made = cache.get(weight.columnwise, tensors, make, option)
-    if isinstance(made, Tensor) and made.data_ptr() == weight.values.data_ptr():
+    entry = cache.get(weight.columnwise, tensors, make, option)
+    if isinstance(entry, Tensor) and entry.data_ptr() == weight.values.data_ptr():
         # The weight's own memory, which the cache would keep when the weight has other data.
         cache.entries.pop(weight.columnwise)
-    return made
+    return entry
 
 
 def swizzle(scales: Tensor) -> Tensor:
@@ -96,9 +103,9 @@ def _padded_columns(scales: Tensor, multiple: int) -> Tensor:
     the number of columns rounded up to a multiple."""
     rows, columns = scales.shape
     # Not as contiguous makes them: the strides of sizes of 1 are looked at, too.
-    made = scales.new_zeros((rows, columns + -columns % multiple))
-    made[:, :columns] = scales
-    return made.t()
+    padded = scales.new_zeros((rows, columns + -columns % multiple))
+    padded[:, :columns] = scales
+    return padded.t()
 
 
 class _Blocks(NamedTuple):
@@ -156,12 +163,14 @@ def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | Non
 def product(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """``round(a[M, K] · b[N, K]ᵀ * scales + bias)`` of one scale for the tensor, or for each row;
     with ``fast`` accumulation where the hardware has it."""
-    made = None
+    result = None
     # What is not a tensor of memory (a traced or a fake one) has no address to look at: its
     # operator has.
     if type(a.values) is Tensor and not torch.compiler.is_compiling():
-        made = _direct(a, b, bias, out_dtype, fast)
-    return _fitting(a, b, bias, out_dtype, fast) if made is None else made
+        result = _direct(a, b, bias, out_dtype, fast)
+    if result is None:
+        return _fitting(a, b, bias, out_dtype, fast)
+    return result
 
 
 def _rows(operand: Side) -> tuple[Tensor, Tensor]:
@@ -218,14 +227,19 @@ def _multiply(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fas
     if not fused or (in_blocks and out_dtype is torch.float16):
         # What the library would round before the bias is added, or has no product for.
         return finish(_multiply(a, b, None, _FLOAT32, fast), None, None, bias, out_dtype)
-    made = _in_blocks(a, b, out_dtype, fast) if in_blocks else _by_rows(a, b, bias, out_dtype, fast)
-    return made if made.shape == (rows, columns) else made[:rows, :columns].contiguous()
+    if in_blocks:
+        result = _in_blocks(a, b, out_dtype, fast)
+    else:
+        result = _by_rows(a, b, bias, out_dtype, fast)
+    if result.shape != (rows, columns):
+        return result[:rows, :columns].contiguous()
+    return result
 
 
 def _by_rows(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    made = _direct(a, b, bias, out_dtype, fast)
-    if made is not None:
-        return made
+    result = _direct(a, b, bias, out_dtype, fast)
+    if result is not None:
+        return result
     (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
     rows, columns = len(left), len(right)
     by_row = scale_a.numel() != 1 or scale_b.numel() != 1
@@ -245,19 +259,24 @@ def _by_rows(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast
     make = partial(fitted, right, _MULTIPLE, _MULTIPLE, views)
     # Only a weight, which is no operand of a product with columnwise data of both, is met again as
     # it was.
-    right = make() if a.columnwise else kept(b, make, views)
+    if a.columnwise:
+        right = make()
+    else:
+        right = cached(b, make, views)
     padding = [0, len(right) - columns]
     if by_row:
         scale_a, scale_b = scale_a.contiguous(), F.pad(scale_b, padding).unsqueeze(0)
     if bias is not None:
-        bias = (
-            F.pad(bias, padding)
-            if padding[1]
-            else bias
-            if _fuses(bias, out_dtype)
-            else bias.clone()
-        )
+        bias = _fitted_bias(bias, padding, out_dtype)
     return scaled_mm(left, right.t(), scale_a, scale_b, bias, None, out_dtype, fast)
+
+
+def _fitted_bias(bias: Tensor, padding: list[int], out_dtype: torch.dtype) -> Tensor:
+    if padding[1]:
+        return F.pad(bias, padding)
+    if _fuses(bias, out_dtype):
+        return bias
+    return bias.clone()
 
 
 def _blocks(operand: Side) -> _Blocks | None:
@@ -267,7 +286,11 @@ def _blocks(operand: Side) -> _Blocks | None:
 
 def _in_blocks(a: Side, b: Side, out_dtype: torch.dtype, fast: bool) -> Tensor:
     left, scale_a, of_a = _for_library(a)
-    right, scale_b, of_b = _for_library(b) if a.columnwise else kept(b, partial(_for_library, b))
+    make = partial(_for_library, b)
+    if a.columnwise:
+        right, scale_b, of_b = make()
+    else:
+        right, scale_b, of_b = cached(b, make)
     options: dict[str, Any] = {
         "output_dtype": out_dtype,
         "use_fast_accum": fast and of_a.swizzle is not None,

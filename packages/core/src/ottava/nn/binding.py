@@ -3,10 +3,11 @@ weight for microbatches."""
 
 import warnings
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ottava.collectives import Group
 from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
 from ottava.nn.call import Call, take_part
@@ -66,13 +67,13 @@ class Binding:
     def __init__(self) -> None:
         self.plans: dict[Hashable, Plan] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A process group cannot be pickled, and a file has no need of what can be made again.
         return self.__dict__ | {"last": None, "kept": None, "plans": {}}
 
     # -- recipes and states --
 
-    def prepare(self, layer: Layer, recipe: Recipe, group: Any = None) -> RecipeState:
+    def prepare(self, layer: Layer, recipe: Recipe, group: Group = None) -> RecipeState:
         """A new state for a recipe, which may refuse its options. Nothing is changed.
 
         Raises:
@@ -102,7 +103,7 @@ class Binding:
         self.warn_of_mismatch(layer, None, prepared, 5)
         self._use(layer, prepared)
 
-    def state_for(self, layer: Layer, recipe: Recipe, group: Any = None) -> RecipeState:
+    def state_for(self, layer: Layer, recipe: Recipe, group: Group = None) -> RecipeState:
         """The state in use, the stateful one that was in use before, or a new one."""
         state = self.state
         if state is not None and state.serves(recipe, group):
@@ -138,7 +139,7 @@ class Binding:
         layer._modules["recipe_state"] = state
 
     def load(
-        self, layer: Layer, state_dict: dict[str, Any], prefix: str, unexpected: list[str]
+        self, layer: Layer, state_dict: dict[str, torch.Tensor], prefix: str, unexpected: list[str]
     ) -> None:
         """Take note of a layer's state in a state dict, which torch loads where the layer has a
         state.
@@ -195,7 +196,8 @@ class Binding:
             weight: ``[out_features, in_features]``, in high precision.
             dtype: that the layer computes in.
         """
-        state: Any = call.state
+        state = call.state
+        assert state is not None
         kept = self.kept
         quantizes_again = call.first and not call.recomputed
         if kept is None or kept.by is not state or quantizes_again:
@@ -234,7 +236,7 @@ class Binding:
             shard._shard_group = None
 
 
-def _load_state(layer: Layer, state: Any, loaded: dict[str, torch.Tensor]) -> None:
+def _load_state(layer: Layer, state: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> None:
     """Load what a checkpoint held of a layer's state into a new one; a CheckpointError where it
     belongs to another recipe."""
     try:

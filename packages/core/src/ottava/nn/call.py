@@ -2,10 +2,11 @@
 
 import sys
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ottava.collectives import Group
 from ottava.errors import OptionError
 from ottava.nn.layer import Layer, label_of
 from ottava.recipes.base import Recipe
@@ -49,7 +50,7 @@ class Call(NamedTuple):
 
     recipe: Recipe | None = None
     state: RecipeState | None = None
-    group: Any = None
+    group: Group = None
     recording: bool = True
     calibrating: bool = False
     first: bool | None = None
@@ -141,7 +142,7 @@ def resolve_microbatch(
 
 def resolve_recipe(
     bound: Recipe | None, last: Call | None, region: Region | None, task: int
-) -> tuple[Recipe | None, Any, bool]:
+) -> tuple[Recipe | None, Group, bool]:
     """The recipe that a layer runs under, the process group, and whether it is calibrated.
 
     Args:
@@ -155,7 +156,9 @@ def resolve_recipe(
     if task != NO_BACKWARD and not _decides_recomputation(region, task):
         # A recomputation runs under the recipe of its forward pass, whatever region is around the
         # backward pass.
-        return (bound, None, False) if last is None else (last.recipe, last.group, False)
+        if last is None:
+            return bound, None, False
+        return last.recipe, last.group, False
     if region is None:
         return bound, None, False
     if not (region.enabled or region.calibrating):
@@ -165,7 +168,7 @@ def resolve_recipe(
 
 
 def resolve_state(
-    layer: Layer, recipe: Recipe | None, group: Any, compiling: bool
+    layer: Layer, recipe: Recipe | None, group: Group, compiling: bool
 ) -> RecipeState | None:
     """The layer's state for a recipe and a process group; None for high precision."""
     if recipe is None:

@@ -16,10 +16,10 @@ from ottava.kernels.backends import changed
 from ottava.kernels.checks import check_dtype, check_scalar
 from ottava.kernels.products import capability_of_index
 from ottava.layout import Layout
-from ottava.tensors.declaration import InnerTensor, StaticField, as_data
+from ottava.tensors.declaration import Declared, InnerTensor, StaticField, as_data
 from ottava.tensors.direction import zeros
 from ottava.tensors.grid import GridTensorStorage
-from ottava.tensors.grid_quantizer import GridQuantizer, InnerTensors
+from ottava.tensors.grid_quantizer import GridQuantizer, InnerTensors, data_and_scales
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.operand import Operand
 from ottava.tensors.quantizer import Quantizer, fp8_option
@@ -120,7 +120,7 @@ class Float8TensorStorage(GridTensorStorage):
         self._scalar = scale_inv.reshape(())
 
     @classmethod
-    def layout_of(cls, declared: dict[str, Any]) -> Layout:
+    def layout_of(cls, declared: Declared) -> Layout:
         data = declared["data"]
         # Data without a transpose may be met on a device that wants one: columns are made of it
         # there.
@@ -132,7 +132,7 @@ class Float8TensorStorage(GridTensorStorage):
         return _LAYOUTS[declared["fp8_dtype"], transposed]
 
     @classmethod
-    def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
+    def check_declared(cls, declared: Declared) -> Declared:
         fp8_dtype, scale_inv = declared.get("fp8_dtype"), declared["fp8_scale_inv"]
         fp8_format(fp8_dtype)  # type: ignore[arg-type]
         check_dtype(declared["dtype"])
@@ -140,15 +140,16 @@ class Float8TensorStorage(GridTensorStorage):
             as_data(declared[name], fp8_dtype, name)  # type: ignore[arg-type]
             for name in ("data", "data_transpose")
         )
-        held = transposed if data is None else data
-        expected = None if data is None else (*data.shape[-1:], *data.shape[:-1])
-        if expected is not None and transposed is not None and tuple(transposed.shape) != expected:
-            raise ShapeError(
-                f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected)
-            )
-        if held is not None or scale_inv is not None:
-            check_scalar(scale_inv, scale_inv if held is None else held, "fp8_scale_inv")
-            scale_inv = scale_inv.reshape(()) if scale_inv.dim() else scale_inv
+        if data is not None and transposed is not None:
+            expected = (*data.shape[-1:], *data.shape[:-1])
+            if tuple(transposed.shape) != expected:
+                raise ShapeError(
+                    f"data_transpose has shape {tuple(transposed.shape)}", expected=str(expected)
+                )
+        present = [tensor for tensor in (data, transposed, scale_inv) if tensor is not None]
+        if present:
+            check_scalar(scale_inv, present[0], "fp8_scale_inv")
+            scale_inv = scale_inv.reshape(())
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
 
 
@@ -184,7 +185,7 @@ class Float8QuantizerBase(GridQuantizer):
         """One scale for all elements; transposes are made of the data."""
         return _LAYOUTS[self.fp8_dtype, False]
 
-    def static_fields(self) -> dict[str, Any]:
+    def static_fields(self) -> Declared:
         return {"fp8_dtype": self.fp8_dtype}
 
     def layout_on(self, device: torch.device, dims: int) -> Layout:
@@ -192,10 +193,10 @@ class Float8QuantizerBase(GridQuantizer):
         return _LAYOUTS[self.fp8_dtype, transposed]
 
     def tensors_of(self, operand: Operand) -> InnerTensors:
-        rows, columns = operand.rows, operand.columns
-        data = None if rows is None else rows.values
+        data, scale_inv = data_and_scales(operand.rows)
+        columns = operand.columns
         if columns is None:
-            return data, None, None if rows is None else rows.scales
+            return data, None, scale_inv
         if Layout.of(columns.layout).one_buffer:
             return columns.values, None, columns.scales
         return data, columns.values, columns.scales
@@ -213,9 +214,17 @@ class Float8QuantizerBase(GridQuantizer):
         dtype: torch.dtype,
     ) -> QuantizedTensorStorage:
         """Checked data as a storage when ``internal``, else as a :class:`Float8Tensor`."""
-        made: Any = Float8TensorStorage if self.internal else Float8Tensor
-        about = {"fp8_dtype": self.fp8_dtype, "dtype": dtype, "quantizer": self}
-        return made(data=data, data_transpose=transpose, fp8_scale_inv=scale_inv, **about)  # type: ignore[no-any-return]
+        cls: type[Float8TensorStorage] = Float8Tensor
+        if self.internal:
+            cls = Float8TensorStorage
+        return cls(
+            data=data,
+            data_transpose=transpose,
+            fp8_scale_inv=scale_inv,
+            fp8_dtype=self.fp8_dtype,
+            dtype=dtype,
+            quantizer=self,
+        )
 
     def empty_impl(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -7,11 +7,12 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ottava import kernels
-from ottava.collectives import all_reduce_max, process_groups_ready
+from ottava.collectives import Group, all_reduce_max, process_groups_ready
 from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
+from ottava.tensors.declaration import Declared
 from ottava.tensors.direction import as_stored, zeros
 from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_declaration import inner_tensors_of
@@ -29,7 +30,8 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _data_and_scales(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def data_and_scales(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The tensors of a side; None for what there is not."""
     return (None, None) if side is None else (side.values, side.scales)
 
 
@@ -64,9 +66,9 @@ class GridQuantizer(Quantizer):
         # Known before code is compiled that makes such tensors.
         inner_tensors_of(layout)
         #: The ranks whose largest amax decides a scale that spans the rows; None: this one alone.
-        self.amax_reduction_group: Any = None
+        self.amax_reduction_group: Group = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A process group cannot be pickled.
         return self.__dict__ | {"amax_reduction_group": None}
 
@@ -81,11 +83,11 @@ class GridQuantizer(Quantizer):
     def is_requantization_safe(self) -> bool:
         return not self.stateful
 
-    def static_fields(self) -> dict[str, Any]:
+    def static_fields(self) -> Declared:
         """What the tensors of this quantizer are told besides data, scales and their dtype."""
         return {"layout": self.layout.text}
 
-    def for_shards(self, group: Any) -> Self:
+    def for_shards(self, group: Group) -> Self:
         copied = self.copy()
         # Only scales that span the rows depend on other shards.
         spanning = any(self.layout.block_of(columnwise)[0] is None for columnwise in (False, True))
@@ -139,8 +141,8 @@ class GridQuantizer(Quantizer):
     def tensors_of(self, operand: Operand) -> InnerTensors:
         """The inner tensors of the operand's storage, in the order of the declaration; None for
         what the operand does not have."""
-        rows = _data_and_scales(operand.rows)
-        columns = _data_and_scales(operand.columns)
+        rows = data_and_scales(operand.rows)
+        columns = data_and_scales(operand.columns)
         if not self.layout.one_buffer:
             return *rows, *columns
         if operand.rows is None:
@@ -164,7 +166,7 @@ class GridQuantizer(Quantizer):
             if spans_rows and (wanted or layout.square):
                 amaxes[direction] = all_reduce_max(amaxes[direction], self.amax_reduction_group)
         results: list[torch.Tensor | None] = [None] * 4
-        pairs: list[list[Any]] = [[None], [None]]
+        pairs: list[list[tuple[torch.Tensor, torch.Tensor] | None]] = [[None], [None]]
         for by_column in [bool(direction) for direction in (0, 1) if directions[direction]]:
             amax = amaxes[by_column and not layout.square]
             amax = amax.view(layout.grid(matrix, by_column, shared=True))

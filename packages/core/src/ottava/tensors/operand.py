@@ -15,6 +15,8 @@ import torch
 from ottava.layout import Layout
 
 Tensor = torch.Tensor
+# A quantizer or a storage: their rooms import this one.
+Above = Any
 
 
 class Side(NamedTuple):
@@ -36,7 +38,7 @@ class Side(NamedTuple):
     scales: Tensor | None = None
     layout: str = ""
     columnwise: bool = False
-    source: Any = None
+    source: Above = None
 
     def is_turned(self) -> bool:
         """Whether ``values`` are ``[reduced, outer]``: the product sums over their rows."""
@@ -61,7 +63,7 @@ class Operand(NamedTuple):
 
     rows: Side | None
     columns: Side | None
-    quantizer: Any
+    quantizer: Above
     dtype: torch.dtype
 
     @property
@@ -71,11 +73,11 @@ class Operand(NamedTuple):
         assert side is not None
         return side.values.device
 
-    def stored(self) -> Any:
+    def stored(self) -> Above:
         """A bare storage around the same tensors."""
         return self.quantizer.storage_of(self)
 
-    def flatten_columnwise(self) -> tuple[Sequence[Tensor | None], Any]:
+    def flatten_columnwise(self) -> tuple[Sequence[Tensor | None], Above]:
         """What the backward pass reads: tensors to save, and a spec that rebuilds an operand."""
         columns = self.columns
         if columns is None:
@@ -88,12 +90,12 @@ class ColumnsSpec(NamedTuple):
     """What is left of an operand's columns when their two tensors are saved."""
 
     layout: str
-    quantizer: Any
+    quantizer: Above
     dtype: torch.dtype
     #: How many tensors :meth:`rebuild` takes.
     tensor_count: int = 2
 
-    def rebuild(self, tensors: Sequence[Any]) -> Operand:
+    def rebuild(self, tensors: Sequence[Tensor]) -> Operand:
         """An operand that has columns alone."""
         values, scales = tensors
         return Operand(None, Side(values, scales, self.layout, True), self.quantizer, self.dtype)
@@ -122,7 +124,7 @@ class Quantization:
         self,
         kernel: Callable[[Tensor], SideTensors],
         layout: Layout,
-        quantizer: Any,
+        quantizer: Above,
         dtype: torch.dtype,
     ) -> None:
         self._kernel = kernel

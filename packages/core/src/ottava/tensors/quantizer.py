@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from ottava.collectives import Group
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import HIGH_PRECISION, check_high_precision
@@ -338,7 +339,7 @@ class Quantizer(ABC):
         each."""
         return self
 
-    def for_shards(self, group: object) -> "Quantizer":
+    def for_shards(self, group: Group) -> "Quantizer":
         """The quantizer of one shard of a tensor whose other shards lie on the ranks of ``group``.
 
         All shards of one tensor share one scale. A quantizer whose scale depends on all of the
