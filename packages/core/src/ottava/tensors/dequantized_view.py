@@ -195,8 +195,8 @@ class DequantizedView(torch.Tensor):
         return self._plain_tensor.clone().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.Tensor:
-        copied = memo[id(self)] = self._plain_tensor.clone().requires_grad_(self.requires_grad)
-        return copied
+        duplicate = memo[id(self)] = self._plain_tensor.clone().requires_grad_(self.requires_grad)
+        return duplicate
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"DequantizedView({self._plain_tensor!r}, of={self._of})"

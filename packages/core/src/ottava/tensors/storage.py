@@ -68,13 +68,15 @@ class QuantizedTensorStorage:
     """
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]] = ()
-    _inner_names: ClassVar[tuple[str, ...]] = ()  # their attributes, for the compiler of torch 2.11
+    # Their attributes, by themselves for the compiler of torch 2.11.
+    _inner_names: ClassVar[tuple[str, ...]] = ()
     static_fields: ClassVar[tuple[StaticField, ...]] = ()
-    #: What every instance knows by other means: quantized tensors their shape and dtype.
+    #: Static fields whose values instances know by other means: quantized tensors know their shape
+    #: and dtype.
     common_fields: ClassVar[tuple[StaticField, ...]] = ()
     #: The declared static fields without :attr:`common_fields`; set when the class is defined.
     own_fields: ClassVar[tuple[StaticField, ...]] = ()
-    #: Whether nothing but the declaration says how a bare storage is made; set when the class is
+    #: Whether the constructor is the one that follows from the declaration; set when the class is
     #: defined.
     declares_all: ClassVar[bool] = False
     #: True for a user-defined storage whose GEMM is its quantizer's ``qgemm``.
@@ -113,6 +115,8 @@ class QuantizedTensorStorage:
             field for field in cls.static_fields if field.attribute not in common
         )
 
+    # -- construction --
+
     @classmethod
     def check_declared(cls, declared: Declared) -> Declared:
         """Inner tensors, static fields and ``dtype``, by their arguments, in the form in which the
@@ -122,8 +126,8 @@ class QuantizedTensorStorage:
     def _hold(self, declared: Declared, quantizer: StorageQuantizer | None) -> None:
         self._writes = GemmCache()
         self._quantizer = quantizer
-        for own in self.own_fields:
-            setattr(self, own.attribute, declared[own.argument])
+        for field in self.own_fields:
+            setattr(self, field.attribute, declared[field.argument])
         self._put_inner([declared[inner.argument] for inner in self.inner_tensors])
 
     def _put_inner(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -143,6 +147,8 @@ class QuantizedTensorStorage:
     def all_static_fields(cls) -> tuple[StaticField, ...]:
         """The declared static fields; quantized tensors add those that every tensor has."""
         return cls.common_fields + cls.own_fields
+
+    # -- inner tensors and metadata --
 
     def inner_list(self) -> list[torch.Tensor | None]:
         """The inner tensors in the order of the declaration; None for those not held."""
@@ -237,6 +243,8 @@ class QuantizedTensorStorage:
         """Number of elements."""
         return math.prod(self.size())
 
+    # -- saving by value, copies and pickles --
+
     def flatten_storage(self) -> tuple[list[torch.Tensor | None], StorageSpec]:
         """The inner tensors, and a spec that builds a storage around them. Nothing is changed."""
         static = tuple([getattr(self, field.attribute) for field in self.all_static_fields()])
@@ -275,14 +283,16 @@ class QuantizedTensorStorage:
         return {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        copied = memo[id(self)] = self.clone_storage()
-        return copied
+        duplicate = memo[id(self)] = self.clone_storage()
+        return duplicate
 
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
         """:meth:`flatten_storage` for ``rebuild_saved``, of the columnwise usage alone, which a
         backward pass reads. The storage may give up its rowwise usage."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
+
+    # -- usages --
 
     def get_usages(self) -> dict[str, bool]:
         """Which usages the data held can serve, ``{"rowwise": …, "columnwise": …}``."""
@@ -337,6 +347,8 @@ class QuantizedTensorStorage:
             expected=f"a tensor quantized with {usage}=True",
             remedy=f"call quantizer.set_usage({usage}=True) before quantizing{more}",
         )
+
+    # -- values, and writes of other values --
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """High-precision values, in ``dtype`` or the nominal dtype."""
@@ -483,6 +495,8 @@ class QuantizedTensorStorage:
         """Count writes together with ``other``, an alias."""
         self._writes = other._writes
 
+    # -- operands of products --
+
     def gemm_operand(
         self, *, columnwise: bool, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -509,6 +523,8 @@ class QuantizedTensorStorage:
         """The cache of products of this operand; None in code that is being compiled, because a
         graph keeps no Python objects."""
         return None if torch.compiler.is_compiling() else self._writes
+
+    # -- elements, and inner tensors that derive from them --
 
     def raw_inner(self) -> tuple[InnerTensor, ...]:
         """The inner tensors held that are the elements in their order: for each usage the first

@@ -245,9 +245,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         arguments = tensor.get_metadata() | replaced
         arguments["shape"] = tuple(tensor.shape if shape is None else shape)
         arguments["dtype"] = dtype or tensor.dtype
-        alike = type(tensor)(**arguments, requires_grad=requires_grad)
-        alike._share_freshness(tensor)
-        return alike
+        result = type(tensor)(**arguments, requires_grad=requires_grad)
+        result._share_freshness(tensor)
+        return result
 
     def mark_view(self, of: QuantizedTensor, *, part: bool = False) -> None:
         """Note that this tensor is a view of another one, with which it shares memory.
@@ -460,10 +460,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return all(tensor.is_shared() for tensor in self.inner_list() if tensor is not None)
 
     def __copy__(self) -> Self:
-        copied = self.make_like(self)
+        duplicate = self.make_like(self)
         for name, value in self._extra().items():
-            setattr(copied, name, value)
-        return copied
+            setattr(duplicate, name, value)
+        return duplicate
 
     def _extra(self) -> dict[str, object]:
         extra = {name: self.__dict__[name] for name in _EXTRA_ATTRIBUTES if name in self.__dict__}
@@ -472,14 +472,14 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         if not self.is_leaf:
             raise UsageError("only leaf tensors can be deep-copied", remedy="call .detach() first")
-        copied = super().__deepcopy__(memo)
+        duplicate = super().__deepcopy__(memo)
         for name, value in self._extra().items():
             if isinstance(value, torch.Tensor):
                 value = value.clone()
-            setattr(copied, name, value)
+            setattr(duplicate, name, value)
         if self.grad is not None:
-            copied.grad = self.grad.clone()
-        return copied
+            duplicate.grad = self.grad.clone()
+        return duplicate
 
     __repr__ = QuantizedTensorStorage.__repr__  # type: ignore[assignment]
 

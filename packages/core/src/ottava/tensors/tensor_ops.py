@@ -78,12 +78,12 @@ def _to_copy(op: AtenOp, tensor: QuantizedTensor, **options: Unpack[_Options]) -
         return NotImplemented
     device = options.get("device")
     non_blocking = options.get("non_blocking") or False
-    moved = tensor.apply_to_inner(
+    result = tensor.apply_to_inner(
         lambda inner: inner.to(device=device, non_blocking=non_blocking, copy=True)
     )
     if dtype == tensor.dtype:
-        return moved
-    return moved.make_like(moved, dtype=dtype)
+        return result
+    return result.make_like(result, dtype=dtype)
 
 
 @_of_all(_aten.copy_.default)
@@ -173,10 +173,10 @@ def _strided_values(tensor: QuantizedTensor) -> torch.Tensor:
     values = tensor.dequantize()
     if (values.stride(), values.storage_offset()) == (tensor.stride(), 0):
         return values
-    placed = torch.empty_strided(
+    result = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
-    return placed.copy_(values)
+    return result.copy_(values)
 
 
 @_of_all(*_VIEWS, _aten.unsqueeze.default, _aten.expand.default)
