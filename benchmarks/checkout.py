@@ -94,11 +94,13 @@ def compile_modules(folder: Path, architectures: str | None = None) -> list[Path
         configure,
         [cmake, "--build", str(folder), "--parallel", str(os.cpu_count() or 2)],
     ):
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, env={"CUDACXX": nvcc} | os.environ
         )
-        if done.returncode:
-            raise BuildError(f"{' '.join(command)} failed\n{(done.stdout + done.stderr)[-6000:]}")
+        if process.returncode:
+            raise BuildError(
+                f"{' '.join(command)} failed\n{(process.stdout + process.stderr)[-6000:]}"
+            )
     return [next(folder.glob(f"{name}.*so")) for name in ("_cpu", "_cuda")]
 
 

@@ -107,11 +107,11 @@ def draw(path: Path, steps: int = 30) -> None:
         for _ in range(steps + 1):
             trainee.step(batch(corpus.train, shape.batch, shape.length, generator))
             run.step()
-    found = run.latest()
-    layers = list(dict.fromkeys(layer for layer, _, _ in found))
+    latest = run.latest()
+    layers = list(dict.fromkeys(layer for layer, _, _ in latest))
     figure, axes = plt.subplots(1, 3, figsize=(12, 5), sharey=True, layout="constrained")
     for axis, tensor in zip(axes, tensors, strict=True):
-        counts: list[dict[int, int]] = [found[layer, tensor, "exponents"] for layer in layers]  # type: ignore[misc]
+        counts: list[dict[int, int]] = [latest[layer, tensor, "exponents"] for layer in layers]  # type: ignore[misc]
         low, high = -52 if tensor == "gradient" else -26, max(max(each) for each in counts) + 1
         shares = [
             [each.get(e, 0) / sum(each.values()) or math.nan for e in range(low, high)]
@@ -128,7 +128,7 @@ def draw(path: Path, steps: int = 30) -> None:
         element = ottava.E5M2 if tensor == "gradient" else ottava.E4M3
         smallest = math.log2(element.min_subnormal / element.max)
         for row, layer in enumerate(layers):
-            amax = found[layer, tensor, "cur_amax"]
+            amax = latest[layer, tensor, "cur_amax"]
             assert isinstance(amax, float)
             # Values below half of the smallest element become zero.
             zero = math.log2(amax) + smallest - 1

@@ -19,7 +19,7 @@ from benchmarks.markdown import markdown
 from benchmarks.timing import Row, Run, Timing, interleaved, measure
 
 
-def _made(recipe: str, size: str, compiler: str | None) -> Run:
+def _runnable(recipe: str, size: str, compiler: str | None) -> Run:
     from ottava_demo.model import GPT, SIZES, VOCABULARY
 
     torch.manual_seed(0)
@@ -48,7 +48,8 @@ def timings(size: str = "small", *, compiler: str = "inductor") -> list[Timing]:
     torch.compiler.reset()
     return [
         Timing(
-            recipe, {name: lambda r=recipe, c=way: _made(r, size, c) for name, way in ways.items()}
+            recipe,
+            {name: lambda r=recipe, c=way: _runnable(r, size, c) for name, way in ways.items()},
         )
         for recipe in ("bf16", *recipes())
     ]

@@ -232,13 +232,8 @@ def main(
 ) -> None:
     """Build, check and time the CUDA backend; write JSON, print a table of the targets."""
     begin = time.monotonic()
-    chosen = only.split(",") if only else list(SECTIONS)
-    if unknown := sorted(set(chosen) - set(SECTIONS)):
-        raise typer.BadParameter(
-            f"{','.join(unknown)}: expected some of {', '.join(SECTIONS)}", param_hint="--only"
-        )
+    sections = _sections(only)
     import torch
-    from torch.utils.collect_env import get_env_info
 
     if not (rehearse or build_only or torch.cuda.is_available()):
         print(
@@ -252,31 +247,73 @@ def main(
         checkout.use(site)
     if build_only:
         return
-    import ottava
     from benchmarks.on_gpu.runner import Gpu, Rehearsal
+
+    if out is None:
+        out = Path(os.devnull) if rehearse else ROOT / "benchmarks" / "gpu_results.json"
+    if seed < 0:
+        seed = int(time.time()) % 100_000
+    results: Row = {"rehearsal": rehearse, "environment": _environment(rehearse), "seed": seed}
+    place = Rehearsal() if rehearse else Gpu()
+    _run_sections(sections, place, results, begin + budget_s, site, out)
+    _print("targets", results["targets"])
+    failures = _failures(results)
+    print(f"failed: {', '.join(failures) or 'nothing'}; {time.monotonic() - begin:.0f} s")
+    print("A rehearsal on the CPU: no figure above means anything." if rehearse else "")
+    raise typer.Exit(1 if failures else 0)
+
+
+def _sections(only: str) -> dict[str, float]:
+    """The weights of the sections that ``--only`` names; all without it."""
+    names = only.split(",") if only else list(SECTIONS)
+    if unknown := sorted(set(names) - set(SECTIONS)):
+        raise typer.BadParameter(
+            f"{','.join(unknown)}: expected some of {', '.join(SECTIONS)}", param_hint="--only"
+        )
+    return {name: weight for name, weight in SECTIONS.items() if name in names}
+
+
+def _environment(rehearse: bool) -> Row:
+    """The versions of what was measured, and the machine unless this is a rehearsal."""
+    import torch
+    from torch.utils.collect_env import get_env_info
+
+    import ottava
 
     git = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
     )
-    environment = {
+    environment: Row = {
         "sources": git.stdout.strip(),
         "ottava": ottava.__version__,
         "torch": torch.__version__,
     }
-    environment |= {} if rehearse else get_env_info()._asdict()
-    out = out or (Path(os.devnull) if rehearse else ROOT / "benchmarks" / "gpu_results.json")
-    seed = int(time.time()) % 100_000 if seed < 0 else seed
-    results: Row = {"rehearsal": rehearse, "environment": environment, "seed": seed}
-    place = Rehearsal() if rehearse else Gpu()
+    if not rehearse:
+        environment |= get_env_info()._asdict()
+    return environment
+
+
+def _run_sections(
+    weights: dict[str, float],
+    place: Any,
+    results: Row,
+    deadline: float,
+    site: Path | None,
+    out: Path,
+) -> None:
+    """Run the sections, each for its share of the time until ``deadline``.
+
+    ``results`` gets their rows and the targets, and is written to ``out`` after each section.
+    """
     rows: dict[str, list[Row]] = {name: [] for name in SECTIONS}
-    left = {name: weight for name, weight in SECTIONS.items() if name in chosen}
-    for section in list(left):
+    weight_left = sum(weights.values())
+    for section, weight in weights.items():
         start = time.monotonic()
-        weights = sum(left.values())
-        share = max(0.0, begin + budget_s - start) * left.pop(section) / weights
+        share = max(0.0, deadline - start) * weight / weight_left
+        weight_left -= weight
         results[section] = {"rows": rows[section], "share": share}
         try:
-            rows[section].extend(_rows(section, share, place, seed, site))
+            rows[section].extend(_rows(section, share, place, results["seed"], site))
         except Exception as error:
             traceback.print_exc()
             results[section]["error"] = f"{type(error).__name__}: {error}"
@@ -284,17 +321,16 @@ def main(
         _print(f"{section}: {time.monotonic() - start:.1f} s of {share:.0f}", rows[section])
         results["targets"] = _summary(rows)
         out.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
-    _print("targets", results["targets"])
-    # Targets of speed may be missed; their bounds are numbers, and those of checks are words.
-    failed = [name for name in SECTIONS if "error" in results.get(name, {})]
-    failed += [
-        row["target"]
-        for row in results["targets"]
-        if row["holds"] is False and row["bound"].isalpha()
-    ]
-    print(f"failed: {', '.join(failed) or 'nothing'}; {time.monotonic() - begin:.0f} s")
-    print("A rehearsal on the CPU: no figure above means anything." if rehearse else "")
-    raise typer.Exit(1 if failed else 0)
+
+
+def _failures(results: Row) -> list[str]:
+    """The sections that raised an error, and the checks that failed."""
+    failures = [name for name in SECTIONS if "error" in results.get(name, {})]
+    for row in results["targets"]:
+        # Targets of speed may be missed; their bounds are numbers, and those of checks are words.
+        if row["holds"] is False and row["bound"].isalpha():
+            failures.append(row["target"])
+    return failures
 
 
 if __name__ == "__main__":

@@ -142,14 +142,14 @@ def _steps(layer: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[st
     def backward() -> None:
         layer(leaf).backward(dy)
 
-    kept: Run = lambda: layer(leaf)  # noqa: E731
+    later_microbatch: Run = lambda: layer(leaf)  # noqa: E731
     if isinstance(layer, ottava.nn.Linear):
         layer(leaf, is_first_microbatch=True)
-        kept = lambda: layer(leaf, is_first_microbatch=False)  # noqa: E731
+        later_microbatch = lambda: layer(leaf, is_first_microbatch=False)  # noqa: E731
     return {
         "forward, no_grad": without_gradients,
         "forward": lambda: layer(leaf),
-        "forward, weight kept": kept,
+        "forward, weight kept": later_microbatch,
         "forward and backward": backward,
     }
 

@@ -32,10 +32,10 @@ def _torchao(recipe: str) -> Make:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         model = torch.nn.Sequential(_torch(torch.bfloat16)(n, device))
-        converted: torch.nn.Module = convert_to_float8_training(
+        float8_model: torch.nn.Module = convert_to_float8_training(
             model, config=Float8LinearConfig.from_recipe_name(recipe)
         )
-        return converted
+        return float8_model
 
     return make
 
@@ -78,7 +78,7 @@ def _step(module: torch.nn.Module, call: Any, n: int, device: torch.device) -> R
     return run
 
 
-def _made(name: str, n: int, device: torch.device, compiler: str) -> Run:
+def _runnable(name: str, n: int, device: torch.device, compiler: str) -> Run:
     module = alternatives()[name.removesuffix(" compiled")](n, device)
     if not name.endswith(" compiled"):
         return _step(module, module, n, device)
@@ -99,7 +99,7 @@ def timing(
     # Each size and recipe compiles the same function again, and torch limits the number of
     # recompilations.
     torch.compiler.reset()
-    chosen = list(names) or [
+    selection = list(names) or [
         "bf16",
         "float32",
         *recipes(),
@@ -107,7 +107,7 @@ def timing(
     ]
     return Timing(
         str(n),
-        {name: lambda name=name: _made(name, n, place, compiler) for name in chosen},
+        {name: lambda name=name: _runnable(name, n, place, compiler) for name in selection},
         flops=6.0 * n**3,
     )
 
@@ -135,7 +135,7 @@ def saved_bytes(forward: Callable[[], torch.Tensor], device: torch.device | None
     return sum(bytes_of.values())
 
 
-def _saved(name: str, n: int) -> int:
+def _saved_bytes(name: str, n: int) -> int:
     layer = alternatives()[name](n, torch.device("cpu"))
     x = torch.randn(n, n).to(next(layer.parameters()).dtype).requires_grad_()
     return saved_bytes(lambda: layer(x))
@@ -155,7 +155,9 @@ def table(rows: list[Row]) -> list[Row]:
                     "milliseconds": 1e3 * value,
                     "times bf16": value / seconds["bf16"],
                     "times float32": value / seconds["float32"],
-                    "saved bytes, of bf16": _saved(name, n) / _saved("bf16", n) if eager else None,
+                    "saved bytes, of bf16": _saved_bytes(name, n) / _saved_bytes("bf16", n)
+                    if eager
+                    else None,
                 }
             )
     return table_rows

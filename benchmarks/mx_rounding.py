@@ -166,8 +166,8 @@ def measure() -> tuple[list[Row], dict[str, float]]:
     ]
     for name, row in draws[0].items():
         for rule in RULES:
-            seen = sorted(draw[name][rule]["sqnr_db"] for draw in draws)
-            row[rule]["sqnr_range_db"] = [seen[0], seen[-1]]
+            result = sorted(draw[name][rule]["sqnr_db"] for draw in draws)
+            row[rule]["sqnr_range_db"] = [result[0], result[-1]]
         rows.append({"tensor": name, **row})
     for name, x in real.items():
         rows.append({"tensor": name, **compare(x, "E4M3")})
@@ -178,9 +178,9 @@ def measure() -> tuple[list[Row], dict[str, float]]:
     return rows, losses
 
 
-def _sqnr(seen: Row) -> str:
-    low, high = seen.get("sqnr_range_db", (0.0, 0.0))
-    return f"{seen['sqnr_db']:.2f}" + (f" ({low:.2f} to {high:.2f})" if high else "")
+def _sqnr(result: Row) -> str:
+    low, high = result.get("sqnr_range_db", (0.0, 0.0))
+    return f"{result['sqnr_db']:.2f}" + (f" ({low:.2f} to {high:.2f})" if high else "")
 
 
 def table(rows: list[Row]) -> str:
@@ -226,10 +226,10 @@ def draw(rows: list[Row], out: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 8), layout="constrained")
     for index, row in enumerate(rows):
         for rule, offset, color in (("up", -0.2, "#0072b2"), ("floor", 0.2, "#e69f00")):
-            seen = row[rule]
+            result = row[rule]
             label = rule if index == 0 else None
-            axes.barh(index + offset, seen["sqnr_db"], height=0.38, color=color, label=label)
-            low, high = seen.get("sqnr_range_db", [seen["sqnr_db"]] * 2)
+            axes.barh(index + offset, result["sqnr_db"], height=0.38, color=color, label=label)
+            low, high = result.get("sqnr_range_db", [result["sqnr_db"]] * 2)
             if high > low:
                 axes.plot(
                     (low, high),
@@ -239,11 +239,11 @@ def draw(rows: list[Row], out: Path) -> None:
                     marker="|",
                     markersize=6,
                 )
-            text = f"{seen['sqnr_db']:.2f}"
+            text = f"{result['sqnr_db']:.2f}"
             if rule == "floor":
-                text += f"   {seen['clamped_percent']:.2f} % clamped"
+                text += f"   {result['clamped_percent']:.2f} % clamped"
             axes.text(
-                max(seen["sqnr_db"], high) + 0.4, index + offset, text, va="center", fontsize=9
+                max(result["sqnr_db"], high) + 0.4, index + offset, text, va="center", fontsize=9
             )
     names = [f"{row['tensor']}\n{row['format']}, {row['block'].replace('x', '×')}" for row in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=9)

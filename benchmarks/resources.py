@@ -84,10 +84,10 @@ def demangled(names: Iterable[str]) -> dict[str, str]:
     program = find_tool("c++filt") or find_tool("cu++filt")
     if program is None or not mangled:
         return {name: name for name in mangled}
-    done = subprocess.run(
+    process = subprocess.run(
         [program], input="\n".join(mangled), capture_output=True, text=True, check=True
     )
-    lines = done.stdout.splitlines()
+    lines = process.stdout.splitlines()
     return {name: _short(text) for name, text in zip(mangled, lines, strict=True)}
 
 
@@ -130,17 +130,17 @@ def compile_one(source: Path, target: str, folder: Path) -> list[Kernel]:
     """
     cubin = folder / f"{source.stem}.{target}.cubin"
     machine = f"-gencode=arch=compute_{target},code=sm_{target}"
-    done = subprocess.run(
+    process = subprocess.run(
         [_nvcc(), *FLAGS, machine, "-o", str(cubin), str(source)], capture_output=True, text=True
     )
-    if done.returncode:
-        raise RuntimeError(f"{source.name} for sm_{target}:\n{done.stderr[-4000:]}")
-    return parse(source.name, done.stderr + done.stdout)
+    if process.returncode:
+        raise RuntimeError(f"{source.name} for sm_{target}:\n{process.stderr[-4000:]}")
+    return parse(source.name, process.stderr + process.stdout)
 
 
-def measure(wanted: list[str] | None = None, workers: int = 2) -> list[Kernel]:
-    """Every kernel of every file for the targets ``wanted``, by default all that nvcc supports."""
-    chosen = targets() if wanted is None else wanted
+def measure(requested: list[str] | None = None, workers: int = 2) -> list[Kernel]:
+    """Every kernel of every file for the requested targets, by default all that nvcc supports."""
+    selection = targets() if requested is None else requested
     with (
         tempfile.TemporaryDirectory() as folder,
         concurrent.futures.ThreadPoolExecutor(workers) as pool,
@@ -148,7 +148,7 @@ def measure(wanted: list[str] | None = None, workers: int = 2) -> list[Kernel]:
         jobs = [
             pool.submit(compile_one, source, target, Path(folder))
             for source in sources()
-            for target in chosen
+            for target in selection
         ]
         kernels = [kernel for job in jobs for kernel in job.result()]
     names = demangled({kernel.name for kernel in kernels})
@@ -189,7 +189,7 @@ def page(results: list[Kernel]) -> str:
         f"frame or spills"
     )
     kernels = len({(k.file, k.name) for k in results})
-    wanted = len({k.target for k in results})
+    targets_count = len({k.target for k in results})
     return "\n".join(
         [
             "# Registers and shared memory of the CUDA kernels",
@@ -198,7 +198,7 @@ def page(results: list[Kernel]) -> str:
             f"(nvcc {release()}) says of",
             "each kernel. Numbers are registers of a thread for each target, and bytes of shared "
             "memory of a block.",
-            f"{kernels} kernels for {wanted} targets: {words}.",
+            f"{kernels} kernels for {targets_count} targets: {words}.",
             "",
             table(results),
             "",

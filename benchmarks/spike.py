@@ -67,15 +67,17 @@ def main() -> None:
     )
     amax = next(iter(results.values()))["amax"]
     above.plot(amax, color="black", marker=".", linewidth=0.8, label="amax of the step's input")
-    for (name, seen), color in zip(results.items(), ("#e69f00", "#0072b2", "#009e73"), strict=True):
+    for (name, curves), color in zip(
+        results.items(), ("#e69f00", "#0072b2", "#009e73"), strict=True
+    ):
         above.step(
             range(STEPS),
-            seen["limit"],
+            curves["limit"],
             where="mid",
             color=color,
             label=f"largest value at this scale: {name}",
         )
-        below.plot(seen["clamped"], color=color, marker=".", linewidth=0.8)
+        below.plot(curves["clamped"], color=color, marker=".", linewidth=0.8)
     above.set_yscale("log")
     above.set_ylabel("magnitude")
     above.legend(fontsize=8)
@@ -86,8 +88,10 @@ def main() -> None:
         axes.spines[["top", "right"]].set_visible(False)
     above.set_title(f"One input {FACTOR:.0f} times larger, at step {SPIKE}")
     figure.savefig(out, dpi=130)
-    for name, seen in results.items():
-        print(f"{name}: clamped {max(seen['clamped'][1:]):.2f} % at the worst step after the first")
+    for name, curves in results.items():
+        print(
+            f"{name}: clamped {max(curves['clamped'][1:]):.2f} % at the worst step after the first"
+        )
     print(f"Picture {out}")
 
 

@@ -45,7 +45,7 @@ def tensors() -> dict[str, torch.Tensor]:
     outliers, rows = normal(), normal()
     outliers[:, 17::128] *= 1e5
     rows *= torch.exp(3 * torch.randn(SIZE, 1, generator=random, dtype=torch.float64))
-    named = {
+    values = {
         "Gaussian": normal(),
         "Student's t, 3 degrees": student,
         "lognormal, σ = 1": normal().exp() * signs[0],
@@ -53,7 +53,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "Gaussian, 4 columns 10⁵ times larger": outliers,
         "Gaussian, rows of lognormal size, σ = 3": rows,
     }
-    return {name: tensor.bfloat16() for name, tensor in named.items()}
+    return {name: tensor.bfloat16() for name, tensor in values.items()}
 
 
 def figures(x: torch.Tensor, scheme: str) -> tuple[float, float]:
@@ -85,7 +85,7 @@ def text() -> str:
     return f"\nOf whole tensors:\n\n{wholes}\n\nWhere every element counts alike:\n\n{alike}\n\n"
 
 
-def written(page: str) -> str:
+def with_results(page: str) -> str:
     """The page with new tables."""
     before, after = page.split(BEGIN)[0], page.split(END)[1]
     return f"{before}{BEGIN}\n{text()}{END}{after}"
@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sqnr", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"replace the tables of {PAGE.name}")
     if parser.parse_args().write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(with_results(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(text())
 

@@ -99,7 +99,7 @@ def _limit(element: torch.dtype) -> Tensor:
     )
 
 
-def _repeated(each: Tensor, times: Sequence[int], shape: Sequence[int]) -> Tensor:
+def _repeat(each: Tensor, times: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Each entry repeated over a rectangle; rectangles are cut where the shape ends."""
     return each.repeat_interleave(times[0], 0).repeat_interleave(times[1], 1)[
         : shape[0], : shape[1]
@@ -113,8 +113,8 @@ def _along_rows(x: Tensor, layout: Layout) -> Tensors:
     padded = torch.nn.functional.pad(x.double().abs(), (0, -k % across, 0, -m % down))
     largest = padded.view(-(-m // down), down, -(-k // across), across).amax((1, 3))
     times, grid = (down // block[0], across // block[1]), (-(-m // block[0]), -(-k // block[1]))
-    scale, stored = (_repeated(made, times, grid) for made in _of_amax(largest, layout))
-    scale = _repeated(scale, block, x.shape)
+    scale, stored = (_repeat(each, times, grid) for each in _of_amax(largest, layout))
+    scale = _repeat(scale, block, x.shape)
     if layout.element == torch.int8:
         return [
             _float32(torch.mul, x, scale).round().clamp(-127, 127).to(torch.int8).view(U8),
@@ -129,7 +129,7 @@ def _grid_quantize(x: Tensor, layout: Layout, rowwise: bool, columnwise: bool) -
     columns = _along_rows(x.t(), layout) if columnwise else [_EMPTY] * 2
     return [
         *rows,
-        *(columns if layout.transposed or not columnwise else [made.t() for made in columns]),
+        *(columns if layout.transposed or not columnwise else [each.t() for each in columns]),
     ]
 
 
@@ -137,7 +137,7 @@ def _grid_decode(
     data: Tensor, scales: Tensor, layout: Layout, dtype: torch.dtype, columnwise: bool
 ) -> Tensor:
     block = layout.stored_block(columnwise)
-    spread = _repeated(
+    spread = _repeat(
         scales, [own or size for own, size in zip(block, data.shape, strict=True)], data.shape
     )
     values = data.view(layout.element)

@@ -326,18 +326,18 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
     flags = dict.fromkeys(("force_pow_2", "rowwise", "columnwise", "transposed"), "bool")
 
     def outputs(d: Draw, a: Args, n: int) -> list[Tensor | None]:
-        given = [
+        arguments = [
             a[key].to("meta") if isinstance(a[key], Tensor) else a[key] for key in row.arguments
         ]
-        made = row.outputs(*given)
-        made = [made] if isinstance(made, Tensor) else made
-        return [None if x is None else _room(d, n, x.shape, x.dtype) for x in made]
+        results = row.outputs(*arguments)
+        results = [results] if isinstance(results, Tensor) else results
+        return [None if x is None else _room(d, n, x.shape, x.dtype) for x in results]
 
     def into(outputs: list[Tensor | None], **arguments: Any) -> None:
         row.into(outputs, *arguments.values())
 
-    declared = {key: flags.get(key, "") for key in (*row.arguments, "outputs")}
-    return into, declared, {"outputs": outputs, "layout": COMMON["text"]}
+    kinds = {key: flags.get(key, "") for key in (*row.arguments, "outputs")}
+    return into, kinds, {"outputs": outputs, "layout": COMMON["text"]}
 
 
 def kernel_cases(
@@ -351,33 +351,34 @@ def kernel_cases(
     Raises:
         KeyError: the table lacks an argument.
     """
-    (call, declared, drawn), plain = _kernel(name), callable(oracle)
-    own = OWN.get(name.removesuffix(" into"), {}) | drawn
-    (first, *others), flags = (
-        declared,
-        {key: (True, False) for key, kind in declared.items() if kind == "bool"},
-    )
-    source, known = SOURCES.get(first), COMMON | flags | own
+    call, kinds, drawers = _kernel(name)
+    plain = callable(oracle)
+    own = OWN.get(name.removesuffix(" into"), {}) | drawers
+    first, *others = kinds
+    flags = {key: (True, False) for key, kind in kinds.items() if kind == "bool"}
+    source, values = SOURCES.get(first), COMMON | flags | own
     needed = [*(key for key in own if key.startswith("_")), *([] if source else [first]), *others]
-    table = {key: known[key] for key in needed}
+    table = {key: values[key] for key in needed}
     choices = {key: value for key, value in table.items() if isinstance(value, tuple)}
-    options = [dict(zip(choices, chosen, strict=True)) for chosen in product(*choices.values())]
+    options = [
+        dict(zip(choices, combination, strict=True)) for combination in product(*choices.values())
+    ]
 
-    def make(draw: Draw, given: Any, option: Args, number: int) -> Args:
+    def make(draw: Draw, source_of: Any, option: Args, number: int) -> Args:
         draw.plain = plain
-        arguments = ({first: given(draw)} if given else {}) | option
+        arguments = ({first: source_of(draw)} if source_of else {}) | option
         for key, value in table.items():
             arguments[key] = arguments[key] if key in arguments else value(draw, arguments, number)  # type: ignore[operator]
-        return {key: arguments[key] for key in declared}
+        return {key: arguments[key] for key in kinds}
 
-    turns, found = cycle(options), list[Case]()
-    for label, dimensions, given in source(shapes, plain) if source else [("", 2, None)]:
+    turns, cases = cycle(options), list[Case]()
+    for label, dimensions, source_of in source(shapes, plain) if source else [("", 2, None)]:
         for option in islice(turns, min(each, len(options)) if source else len(options)):
             if _asks(name, option, dimensions):
                 words = ", ".join(f"{key} {str(value)[:40]}" for key, value in option.items())
-                arguments = partial(make, given=given, option=option, number=len(found))
-                found.append(Case(f"{label} {words}", arguments, lambda a: call(**a), oracle))
-    return found
+                arguments = partial(make, source_of=source_of, option=option, number=len(cases))
+                cases.append(Case(f"{label} {words}", arguments, lambda a: call(**a), oracle))
+    return cases
 
 
 def byte_cases(small: bool = False) -> dict[str, list[Case]]:
@@ -413,34 +414,31 @@ _LARGE |= {f"grid_quantize in {blocks}": (0, 0, 1, 1) for blocks in _LARGE_ON}
 def _large(name: str, shape: Shape, step: int) -> Case:
     kernel, _, blocks = name.partition(" in ")
     call, dims, (rows, columns) = getattr(kernels, kernel), _LARGE[name], shape
-    declared, options = (
-        inspect.signature(call).parameters,
-        _OPTIONS | {"layout": _LARGE_ON.get(blocks, MX)},
-    )
+    parameters = inspect.signature(call).parameters
+    options = _OPTIONS | {"layout": _LARGE_ON.get(blocks, MX)}
 
     def make(d: Draw) -> Args:
         x, codes = d.values((step, columns), BF16), d.integers(0, 127, (step, columns), U8)
         x[0, 0] = 3000.0  # the largest number, for the scale, of the last rows too
-        known = {
+        values = {
             "x": x,
             "data": codes,
             "scales": torch.full((step, -(-columns // 32)), 130, dtype=U8),
         }
-        known |= dict.fromkeys(("scale", "scale_inv"), torch.tensor(20.0))
-        return {key: value for key, value in known.items() if key in declared}
+        values |= dict.fromkeys(("scale", "scale_inv"), torch.tensor(20.0))
+        return {key: value for key, value in values.items() if key in parameters}
 
     def repeated(a: Args, count: int) -> Tensors:
-        given = {
+        arguments = {
             key: x.repeat(-(-count // step), 1)[:count] if x.dim() else x for key, x in a.items()
         }
-        return tensors(call(**given, **{k: v for k, v in options.items() if k in declared}))[
-            : len(dims)
-        ]
+        own_options = {key: value for key, value in options.items() if key in parameters}
+        return tensors(call(**arguments, **own_options))[: len(dims)]
 
-    def compare(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
+    def compare(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
         for i, dim in enumerate(dims):
-            one, end = (expected[n].to(got[i].device) for n in (i, len(dims) + i))
-            if not torch.equal(got[i], torch.cat([*[one] * (rows // step), end], dim)):
+            one, end = (expected[n].to(actual[i].device) for n in (i, len(dims) + i))
+            if not torch.equal(actual[i], torch.cat([*[one] * (rows // step), end], dim)):
                 return f"result {i} has other bytes"
         return None
 

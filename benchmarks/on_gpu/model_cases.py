@@ -97,18 +97,23 @@ def _product(
 
     def run(a: Args) -> Tensors:
         multiply = partial(gemm, *quantized(a), kind)
-        made = [multiply(out_dtype=dtype, use_split_accumulator=split) for split in (True, False)]
-        made += [
-            multiply(out_dtype=dtype, bias=a["bias"].to(given)) for given in (dtype, torch.float32)
+        results = [
+            multiply(out_dtype=dtype, use_split_accumulator=split) for split in (True, False)
         ]
-        return [*made, multiply(out=a["out"].to(dtype, copy=True), accumulate=True)]
+        results += [
+            multiply(out_dtype=dtype, bias=a["bias"].to(bias_dtype))
+            for bias_dtype in (dtype, torch.float32)
+        ]
+        return [*results, multiply(out=a["out"].to(dtype, copy=True), accumulate=True)]
 
     def exact(a: Args) -> Tensors:
         """The product of the operands' own values in float64."""
         x, y = (operand.dequantize(torch.float64) for operand in quantized(a))
-        made = (x.t() if kind == "wgrad" else x) @ (y.t() if kind == "fprop" else y)
-        biased = [made + a["bias"].to(given).double() for given in (dtype, torch.float32)]
-        return [made, made, *biased, made + a["out"].to(dtype).double()]
+        result = (x.t() if kind == "wgrad" else x) @ (y.t() if kind == "fprop" else y)
+        with_bias = [
+            result + a["bias"].to(bias_dtype).double() for bias_dtype in (dtype, torch.float32)
+        ]
+        return [result, result, *with_bias, result + a["out"].to(dtype).double()]
 
     bound = _BOUND + _ROUNDING[dtype]
     first = (0.0, 0.0) if integers else (bound, bound + -(-summed // 32) * _STEP)
@@ -144,8 +149,8 @@ def layer(
     """A bfloat16 layer, which is torch's own if there is no recipe."""
     torch.manual_seed(inner)
     kind: Any = torch.nn.Linear if recipe is None else partial(ottava.nn.Linear, recipe=recipe)
-    made: torch.nn.Module = kind(inner, outer, bias=bias, dtype=torch.bfloat16).to(device)
-    return made
+    module: torch.nn.Module = kind(inner, outer, bias=bias, dtype=torch.bfloat16).to(device)
+    return module
 
 
 def _pass(module: torch.nn.Module, x: Tensor, dy: Tensor) -> Tensors:
@@ -164,7 +169,7 @@ def _passes(recipe: str, outer: int, a: Args, capture: Any = _EAGER, compiler: s
     x, dy = (tensor.clone() for tensor in a["0"])
     # A layer with one output has no bias, because a sum with it could leave little more than
     # rounding errors.
-    module, made = layer(recipe, x.shape[-1], outer, x.device, bias=outer > 1), Tensors()
+    module, outputs = layer(recipe, x.shape[-1], outer, x.device, bias=outer > 1), Tensors()
     if compiler:
         torch.compiler.reset()
         module.compile(fullgraph=True, backend=compiler)
@@ -174,11 +179,11 @@ def _passes(recipe: str, outer: int, a: Args, capture: Any = _EAGER, compiler: s
         dy.copy_(new_dy)
         torch._foreach_mul_([weight.detach() for weight in module.parameters()], 1.25)
         replay()
-        made += [result.clone() for result in results]
-    return made
+        outputs += [result.clone() for result in results]
+    return outputs
 
 
-def _kept(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
+def _bytes_for_backward(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
     """The bytes that a forward pass keeps for the backward pass, if its caller drops the input."""
     model = torch.nn.Sequential(
         *(layer(recipe, size, size, place.device, bias=False) for _ in range(2))
@@ -199,11 +204,15 @@ def _losses(recipe: str, steps: int, a: Args) -> Tensor:
     )
 
 
-def _falls(got: Tensors, expected: Tensors) -> str | None:
+def _falls(actual: Tensors, expected: Tensors) -> str | None:
     """Check that losses follow the expected ones, and fall in a long training."""
-    far = ((got[0].cpu() - expected[0]) / expected[0]).abs().max()
-    falls = len(got[0]) < 30 or bool(got[0][-1] < 0.9 * got[0][0])
-    return None if far <= _LOSS and falls else f"off by {far:.2e}, from {got[0][0]} to {got[0][-1]}"
+    far = ((actual[0].cpu() - expected[0]) / expected[0]).abs().max()
+    falls = len(actual[0]) < 30 or bool(actual[0][-1] < 0.9 * actual[0][0])
+    return (
+        None
+        if far <= _LOSS and falls
+        else f"off by {far:.2e}, from {actual[0][0]} to {actual[0][-1]}"
+    )
 
 
 def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
@@ -211,12 +220,12 @@ def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
 
     Graphs and compiled code agree with eager mode, and less memory is kept than in bfloat16.
     """
-    steps, size, found = 4 if small else 30, 32 if small else 2048, dict[str, list[Case]]()
+    steps, size, cases = 4 if small else 30, 32 if small else 2048, dict[str, list[Case]]()
     nothing: Any = lambda d: {"": torch.empty(0)}  # noqa: E731
     near = within(*[_NEAR] * 12, few=_FEW)
 
-    def fewer(got: Any, bf16: Any) -> str | None:
-        return None if got[0] < bf16[0] else f"{got[0]} bytes, bfloat16 {bf16[0]}"
+    def fewer(actual: Any, bf16: Any) -> str | None:
+        return None if actual[0] < bf16[0] else f"{actual[0]} bytes, bfloat16 {bf16[0]}"
 
     def linear(recipe: str, shape: Shape, outer: int, **how: Any) -> Case:
         """Eager against the CPU; captured or compiled against eager on the same device."""
@@ -235,15 +244,19 @@ def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
 
     for recipe in recipes():
         sizes = ((64, 48), 32), ((3, 7, 33), 65), ((0, 16), 16), ((128, 256), 512), ((1, 17), 1)
-        found[f"Linear, {recipe}"] = [linear(recipe, *size) for size in sizes]
-        found[f"training, {recipe}"] = [
+        cases[f"Linear, {recipe}"] = [linear(recipe, *size) for size in sizes]
+        cases[f"training, {recipe}"] = [
             Case("losses", nothing, partial(_losses, recipe, steps), "cpu", _falls)
         ]
     for recipe in OWN:
-        found[f"in a graph, {recipe}"] = [linear(recipe, (64, 128), 256, capture=place.capture)]
-        found[f"compiled whole, {recipe}"] = [
+        cases[f"in a graph, {recipe}"] = [linear(recipe, (64, 128), 256, capture=place.capture)]
+        cases[f"compiled whole, {recipe}"] = [
             linear(recipe, (64, 128), 256, compiler=place.compiler)
         ]
-        kept, plain = (partial(_kept, place, which, size) for which in (recipe, None))
-        found[f"memory kept for backward, {recipe}"] = [Case("bytes", nothing, kept, plain, fewer)]
-    return found
+        own_bytes, plain = (
+            partial(_bytes_for_backward, place, which, size) for which in (recipe, None)
+        )
+        cases[f"memory kept for backward, {recipe}"] = [
+            Case("bytes", nothing, own_bytes, plain, fewer)
+        ]
+    return cases

@@ -201,13 +201,13 @@ def _bits(x: Tensor) -> Tensor:
     return (torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x).view(torch.uint8)
 
 
-def same_bytes(got: Tensors, expected: Tensors) -> str | None:
+def same_bytes(actual: Tensors, expected: Tensors) -> str | None:
     """A message unless all tensors are equal in bytes, shape and dtype."""
-    kinds = [[f"{x.dtype} {tuple(x.shape)}" for x in tensors] for tensors in (got, expected)]
+    kinds = [[f"{x.dtype} {tuple(x.shape)}" for x in tensors] for tensors in (actual, expected)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} instead of {kinds[1]}"
     for number, (mine, theirs) in enumerate(
-        zip(map(_bits, got), map(_bits, expected), strict=True)
+        zip(map(_bits, actual), map(_bits, expected), strict=True)
     ):
         if len(at := (mine != theirs).nonzero()):
             words = f"{len(at)} of {len(mine)} bytes differ, the first is {int(at[0])}"
@@ -215,9 +215,9 @@ def same_bytes(got: Tensors, expected: Tensors) -> str | None:
     return None
 
 
-def distance(got: Tensor, exact: Tensor) -> float:
+def distance(actual: Tensor, exact: Tensor) -> float:
     """``||got - exact|| / ||exact||``; infinite where ``got`` has a NaN, or shapes differ."""
-    mine, theirs = got.detach().cpu().double(), exact.detach().cpu().double()
+    mine, theirs = actual.detach().cpu().double(), exact.detach().cpu().double()
     if mine.shape != theirs.shape or not bool(mine.isfinite().all()):
         return float("inf")
     return (mine - theirs).norm().item() / (theirs.norm().item() or 1.0)
@@ -229,13 +229,15 @@ def within(*bounds: float, few: float = 0.0) -> Compare:
     Results of less than 64 elements may differ by ``few``, if that is more.
     """
 
-    def compare(got: Tensors, expected: Tensors) -> str | None:
-        for number, (bound, mine, theirs) in enumerate(zip(bounds, got, expected, strict=False)):
+    def compare(actual: Tensors, expected: Tensors) -> str | None:
+        for number, (bound, mine, theirs) in enumerate(zip(bounds, actual, expected, strict=False)):
             far, allowed = distance(mine, theirs), max(bound, few) if theirs.numel() < 64 else bound
             if not far <= allowed:
                 return f"result {number} is off by {far:.2e}, allowed {allowed:.2e}"
         return (
-            None if len(got) == len(expected) else f"{len(got)} results instead of {len(expected)}"
+            None
+            if len(actual) == len(expected)
+            else f"{len(actual)} results instead of {len(expected)}"
         )
 
     return compare
@@ -369,5 +371,5 @@ def run(
         (mode, name) for mode in modes for name in sorted(table, key=lambda name: len(table[name]))
     ]
     for number, (mode, name) in enumerate(plan):
-        left = max(0.0, stop - time.monotonic()) / (len(plan) - number)
-        yield check(name, table[name], place, mode, seed=seed, seconds=left)
+        seconds_left = max(0.0, stop - time.monotonic()) / (len(plan) - number)
+        yield check(name, table[name], place, mode, seed=seed, seconds=seconds_left)

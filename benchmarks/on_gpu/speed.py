@@ -32,32 +32,26 @@ def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     The times do not include the launches of small kernels.
     """
     stop, (big, medium) = time.monotonic() + seconds, (64, 32) if place.rehearsal else (LARGE, 4096)
-    few, kept = (
-        ("cast", "cast, transpose", "current scaling", "MX, rows and columns", "decode"),
-        list[Any](),
-    )
+    few = ("cast", "cast, transpose", "current scaling", "MX, rows and columns", "decode")
+    outputs: list[Any] = []
 
     def graph(run: Run) -> Run:
         results, replay = place.capture(run)
-        kept.append(results)  # each has memory of its own, as long as its graph is replayed
+        outputs.append(results)  # each has memory of its own, as long as its graph is replayed
         return replay
 
-    plan: list[tuple[int, torch.dtype, bool, tuple[str, ...]]] = [(big, torch.bfloat16, False, ())]
-    plan += [
+    plan: list[tuple[int, torch.dtype, bool, tuple[str, ...]]] = [
+        (big, torch.bfloat16, False, ()),
         (medium, torch.bfloat16, False, ()),
         (big, torch.float32, False, few),
         (big, torch.float16, False, few),
-    ]
-    for n, dtype, peers, only in [
-        *plan,
         (big, torch.bfloat16, True, ()),
         (0, torch.float32, False, ()),
-    ]:
-        sets = (
-            2
-            if peers or place.rehearsal
-            else min(24, max(2, -(-(512 << 20) // (3 * max(n, 1) ** 2))))
-        )
+    ]
+    for n, dtype, peers, only in plan:
+        sets = 2
+        if not (peers or place.rehearsal):
+            sets = min(24, max(2, -(-(512 << 20) // (3 * max(n, 1) ** 2))))
         options: dict[str, Any] = {
             "sets": sets,
             "compiler": place.compiler,
@@ -72,7 +66,7 @@ def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
             ):
                 row = measure(timing, place.medians, graph, stop)
                 yield row | {"size": n, "dtype": str(dtype)[6:], "peers": peers}
-                kept.clear()
+                outputs.clear()
 
 
 def linear_rows(place: Gpu, seconds: float) -> Iterator[Row]:
@@ -114,9 +108,13 @@ def demo_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     for name in (None, *recipes()):
         if time.monotonic() < stop:
             with place.serving():
-                found = run(name, steps=steps)
-            row = {"demo": name or "bf16", "validation": found.validation, "peak": found.peak_bytes}
-            yield row | {"tokens a second": found.tokens_per_second}
+                result = run(name, steps=steps)
+            row = {
+                "demo": name or "bf16",
+                "validation": result.validation,
+                "peak": result.peak_bytes,
+            }
+            yield row | {"tokens a second": result.tokens_per_second}
 
 
 def _target(name: str, bound: float, a: float | None, b: float | None, sign: str = "<=") -> Row:

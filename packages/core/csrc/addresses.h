@@ -1,5 +1,5 @@
-// What the bindings of both backends make of Python's integers: addresses, codes of dtypes and
-// formats, sizes.
+// The conversion of Python's integers in the bindings of both backends: addresses, codes of dtypes
+// and formats, sizes.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ inline Stored stored_of(int code) {
     return static_cast<Stored>(code);
 }
 
-// Negative sizes mean nothing; they come from a caller's mistake.
+// A negative size is a caller's mistake.
 inline int64_t size_of(int64_t n) {
     if (n < 0) throw std::invalid_argument("a size is negative: " + std::to_string(n));
     return n;

@@ -1,6 +1,6 @@
 // The module `ottava._cpu`: the operations of cpu/kernels.h over raw pointers. No libtorch: the
-// Python side passes addresses, sizes and codes, and owns every check on tensors. What is checked
-// here is only what a code could mean. operands.cpp has the few operations that take tensors, by
+// Python side passes addresses, sizes and codes, and owns every check on tensors. Only codes, sizes
+// and thread counts are checked here. operands.cpp has the few operations that take tensors, by
 // DLPack.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -27,7 +27,7 @@ using ottava::fp8_of;
 using ottava::size_of;
 using ottava::stored_of;
 
-// Thread counts below one mean nothing; they come from a caller's mistake.
+// A thread count below one is a caller's mistake.
 int threads_of(int threads) {
     if (threads < 1)
         throw std::invalid_argument("threads must be at least 1, not " + std::to_string(threads));
@@ -103,8 +103,8 @@ void grid_quantize(Address src, int dtype, int64_t rows, int64_t cols, int eleme
                    const ottava::SideArguments& column_side, int threads) {
     std::vector<ottava::GridSide> sides;
     for (const ottava::SideArguments* side : {&row_side, &column_side})
-        if (const ottava::GridSide made = ottava::side_of(*side); made.data != nullptr)
-            sides.push_back(made);
+        if (const ottava::GridSide grid_side = ottava::side_of(*side); grid_side.data != nullptr)
+            sides.push_back(grid_side);
     const ottava::ScaleRule rule{e8m0, floor, epsilon, largest};
     ottava::grid_quantize(at<const void>(src), dtype_of(dtype), size_of(rows), size_of(cols),
                           stored_of(element), rule, sides.data(), static_cast<int>(sides.size()),
@@ -167,10 +167,10 @@ std::vector<std::string> available_isas() {
 
 void set_isa(const std::string& name) {
     if (ottava::set_active_kernels(name.c_str())) return;
-    std::string known;
-    for (const std::string& other : available_isas()) known += (known.empty() ? "" : ", ") + other;
+    std::string names;
+    for (const std::string& other : available_isas()) names += (names.empty() ? "" : ", ") + other;
     throw std::invalid_argument("instruction set '" + name +
-                                "' is not available here; these are: " + known);
+                                "' is not available here; these are: " + names);
 }
 
 }  // namespace
@@ -196,7 +196,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("grid_multi_amax", &grid_multi_amax, Unlocked());
     m.def("grid_multi_cast", &grid_multi_cast, Unlocked());
     ottava::bind_operands(m);
-    // Why the build has no CUDA kernels; empty if it has.
+    // The reason why the build has no CUDA kernels; empty if it has them.
     m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);
     m.def("isa", [] { return std::string(ottava::active_kernels().name); });
     m.def("available_isas", &available_isas);

@@ -1,4 +1,5 @@
-// What the bindings of both backends make of Python's tuples that describe a grid of scales.
+// The conversion of Python's tuples that describe a grid of scales, in the bindings of both
+// backends.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@
 
 namespace ottava {
 
-// Rows and columns of a block and of a shared block, whether it is turned, addresses of data and
-// scales.
+// Rows and columns of a block and of a shared block, whether the side is turned, addresses of data
+// and scales.
 using SideTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, bool, Address, Address>;
 // None and () leave a side out.
 using SideArguments = std::optional<std::variant<std::tuple<>, SideTuple>>;
@@ -26,7 +27,7 @@ inline void check_shared(int64_t block, int64_t shared, const char* of) {
         " are none of " + std::to_string(block));
 }
 
-// Without data if it is left out.
+// The side of the arguments; a side that is left out has no data.
 inline GridSide side_of(const SideArguments& side) {
     if (!side.has_value() || side->index() == 0) return {};
     const auto& [rows, cols, shared_rows, shared_cols, turned, data, scales] = std::get<1>(*side);

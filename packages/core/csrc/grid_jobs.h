@@ -1,6 +1,6 @@
 // The quantizations and the shards on grids of scales, as both backends take them. Only plain
 // types, and nothing inline with external linkage (see numerics.h). A block has rows * columns
-// elements, 0 being all; those at edges may have fewer.
+// elements, and 0 stands for all rows or columns. Blocks at the edges may have fewer elements.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct GridBlock {
     int64_t rows, cols;
 };
 
-// The amaxes of the blocks of rows, and of those of columns unless both are the same.
+// The amaxes of the blocks of rows, and those of the blocks of columns unless both are the same.
 struct GridMultiAmax {
     GridShard shard;
     GridBlock by_row, by_column;
@@ -50,7 +50,7 @@ struct GridMultiCast {
     GridCastSide by_row, by_column;
 };
 
-// How many blocks `n` elements have, and a matrix.
+// The number of blocks of `n` elements, and of a matrix.
 static inline int64_t grid_blocks(int64_t n, int64_t block) {
     return block == 0 ? 1 : n / block + (n % block != 0);
 }
@@ -58,7 +58,7 @@ static inline int64_t grid_size(const GridShard& shard, const GridBlock& block) 
     return grid_blocks(shard.rows, block.rows) * grid_blocks(shard.cols, block.cols);
 }
 
-// How many amaxes a matrix has in all.
+// The number of all amaxes of a matrix.
 static inline int64_t grid_amax_count(const GridMultiAmax& job) {
     return grid_size(job.shard, job.by_row) +
            (job.square ? 0 : grid_size(job.shard, job.by_column));

@@ -1,5 +1,5 @@
-// What the bindings of both backends make of Python's lists of tensors: jobs, each checked before
-// anything is done.
+// The conversion of Python's lists of tensors to jobs, in the bindings of both backends. Each job
+// is checked before anything is computed.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ using Source = std::tuple<Address, int, int64_t, int>;
 using CastArguments = std::tuple<Source, int, Address>;
 // A shard: rows and columns of its matrix, and the element that it starts with.
 using Place = std::tuple<int64_t, int64_t, int64_t>;
-// Rows and columns of a block, 0 being all.
+// Rows and columns of a block; 0 stands for all.
 using Block = std::tuple<int64_t, int64_t>;
 // The amaxes of a shard: the blocks of rows and of columns, and whether both are the same.
 using GridAmaxArguments = std::tuple<Source, Place, Block, Block, bool>;
@@ -57,10 +57,10 @@ inline MultiCastJob cast_of(const CastArguments& arguments) {
 
 inline GridShard shard_of(const Source& source, const Place& place) {
     const auto& [rows, cols, start] = place;
-    const MultiSource held = source_of(source);
-    if (size_of(start) > size_of(rows) * size_of(cols) - held.count)
+    const MultiSource tensor = source_of(source);
+    if (size_of(start) > size_of(rows) * size_of(cols) - tensor.count)
         throw std::invalid_argument("a shard is not within its matrix");
-    return {held, rows, cols, start};
+    return {tensor, rows, cols, start};
 }
 
 inline GridBlock block_of(const Block& block) {
@@ -88,7 +88,7 @@ inline HistorySlots slots_of(const SlotArguments& arguments) {
     return {at<float>(scale), at<float>(history), size_of(count)};
 }
 
-// There must be place for exactly the amaxes that the jobs have.
+// The output must have room for exactly the amaxes of the jobs.
 inline void check_amaxes(const std::vector<GridMultiAmax>& jobs, int64_t total) {
     int64_t needed = 0;
     for (const GridMultiAmax& job : jobs) needed += grid_amax_count(job);

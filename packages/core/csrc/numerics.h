@@ -29,9 +29,9 @@ constexpr int32_t kInfinity = 0x7f800000;
 constexpr int32_t kQuietNan = 0x7fc00000;
 constexpr int32_t kLargestFinite = 0x7f7fffff;
 
-// A small float format as constants. `limit` is the float32 bit pattern that larger magnitudes are
-// clamped to: the largest value for the saturating FP8 formats, and for float16 the first power of
-// two beyond it, whose code is that of infinity.
+// A small float format as constants. Larger magnitudes are clamped to `limit`, a bit pattern of
+// float32. It is the largest value of the saturating FP8 formats; for float16 it is the first power
+// of two beyond the largest value, whose code is that of infinity.
 struct E4M3 {
     static constexpr int mantissa = 3, bias = 7, width = 8;
     static constexpr bool has_inf = false;
@@ -48,7 +48,7 @@ struct E5M2 {
     static constexpr int32_t nan_code = 0x7f;
 };
 
-// Whole numbers from -127 to 127, in two's complement; the one below is NaN.
+// Whole numbers from -127 to 127, in two's complement; -128 is NaN.
 struct Int8 {
     static constexpr int32_t limit = 0x42fe0000;
     static constexpr float maximum = 127.0f;
@@ -75,13 +75,13 @@ OTTAVA_HD To bits_as(From from) {
     return to;
 }
 
-// float32 -> code of `Format` in the low bits, round to nearest even. Beyond `limit` becomes
-// `limit`, NaN becomes the positive `nan_code`, the sign of zero is kept.
+// float32 -> code of `Format` in the low bits, rounded to nearest even. Magnitudes beyond `limit`
+// become `limit`, NaN becomes the positive `nan_code`, and zero keeps its sign.
 //
 // Adding a power of two 23 - mantissa binades above |x| leaves |x| rounded in the low bits of the
-// sum, done by the adder itself. Below the smallest normal that power stays put, which is what
-// makes subnormals. The mantissa of the addend also carries the exponent field of the code, so that
-// the sum's low bits are the whole code.
+// sum, done by the adder itself. Below the smallest normal that power stays the same, so that the
+// sum is rounded as a subnormal. The mantissa of the addend also carries the exponent field of the
+// code, so that the sum's low bits are the whole code.
 template <class Format, class F, class I>
 OTTAVA_HD I encode(F x) {
     constexpr int shift = 23 - Format::mantissa;
@@ -149,7 +149,7 @@ OTTAVA_HD F widen_int8(I code) {
     return bits_as<F>(byte == Int8::nan_code ? nan : bits_as<I>(value));
 }
 
-// The byte of an element in the low bits, of any of the formats.
+// The byte of an element of any format, in the low bits.
 template <class Format, class F, class I>
 OTTAVA_HD I encode_element(F x) {
     if constexpr (is_integer<Format>)
@@ -158,7 +158,7 @@ OTTAVA_HD I encode_element(F x) {
         return encode<Format, F, I>(x);
 }
 
-// float32 -> bfloat16 in the low 16 bits, round to nearest even; NaN becomes 0x7fc0.
+// float32 -> bfloat16 in the low 16 bits, rounded to nearest even; NaN becomes 0x7fc0.
 template <class F, class I>
 OTTAVA_HD I encode_bfloat16(F x) {
     const I bits = bits_as<I>(x);
@@ -183,7 +183,7 @@ OTTAVA_HD uint16_t to_half(float x) {
     return static_cast<uint16_t>(encode<Half, float, int32_t>(x));
 }
 
-// On the device a product may not be fused with what follows it.
+// On the device the compiler must not fuse the product with a following addition.
 OTTAVA_HD float multiply(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fmul_rn(a, b);
@@ -200,7 +200,7 @@ OTTAVA_HD float divide(float a, float b) {
 #endif
 }
 
-// Of vectors, on the host.
+// The quotient of vectors, on the host.
 template <class F>
 OTTAVA_HD F divide(F a, F b) {
     return a / b;
@@ -211,8 +211,8 @@ OTTAVA_HD uint8_t quantize_element(float x, float scale) {
     return static_cast<uint8_t>(encode<Format, float, int32_t>(multiply(x, scale)));
 }
 
-// float32(code) * scale_inv. The sign of the code is put on last, NaN included: then the result is
-// the same on machines whose invalid operations give NaNs of different signs.
+// float32(code) * scale_inv. The sign of the code is put on last, also on NaN, so that the result
+// is the same on machines whose invalid operations give NaNs of different signs.
 template <class Format>
 OTTAVA_HD float dequantize_element(uint8_t code, float scale_inv) {
     const float value = multiply(widen<Format, float, int32_t>(code & 0x7f), scale_inv);
@@ -222,8 +222,8 @@ OTTAVA_HD float dequantize_element(uint8_t code, float scale_inv) {
                           (static_cast<uint32_t>(code & 0x80) << 24));
 }
 
-// A byte as its value without the sign that is put on last, and that sign as the top bit; an
-// integer has none.
+// The value of a byte without its sign, and the sign as the top bit, which is put on last. An
+// integer's value has its sign already, and its top bit is zero.
 template <class Format, class F, class I>
 OTTAVA_HD F element_value(I code) {
     if constexpr (is_integer<Format>)
@@ -237,7 +237,7 @@ OTTAVA_HD I element_sign(I code) {
     return is_integer<Format> ? I{} : (code & 0x80) << 24;
 }
 
-// The same in 16 bits, rounded from the float32 result.
+// dequantize_element in 16 bits, rounded from the float32 result.
 template <class Format>
 OTTAVA_HD uint16_t dequantize_bfloat16(uint8_t code, float scale_inv) {
     const uint16_t magnitude = to_bfloat16(dequantize_element<Format>(code & 0x7f, scale_inv));
@@ -261,8 +261,8 @@ constexpr int32_t kE8m0Max = 254;
 constexpr int32_t kTwoToMinus127 =
     0x00400000;  // the one power of two of E8M0 that is a float32 subnormal
 
-// How the exponent of a block's scale is rounded: `up`, so that nothing is clamped, or `floor`, the
-// rule of the OCP specification, by which the largest elements of a block may be.
+// The rounding of the exponent of a block's scale: `up`, which clamps no element, or `floor`, the
+// rule of the OCP specification, which may clamp the largest elements of a block.
 enum class ScaleRounding : int { up = 0, floor = 1 };
 
 // The code of amax / max with its exponent rounded up. amax is not negative.
@@ -271,7 +271,7 @@ OTTAVA_HD I e8m0_up(F amax) {
     constexpr float inverse = 1.0f / Format::maximum;
     const I bits = bits_as<I>(amax * inverse), zero = I{}, one = zero + 1;
     const I exponent = bits >> 23, mantissa = bits & 0x7fffff;
-    // Below 2^-127 nothing is left to round up to: code 0 is that power, not the zero of float32.
+    // Code 0 stands for 2^-127 and not for zero, so amaxes up to that power are not rounded up.
     const I reached = exponent > 0 ? zero : zero + kTwoToMinus127;
     const I code = exponent + (mantissa > reached ? one : zero);
     const I capped = code > kE8m0Max ? zero + kE8m0Max : code;
@@ -289,7 +289,7 @@ OTTAVA_HD I e8m0_floor(F amax) {
     return bits > kInfinity ? zero + kE8m0Nan : capped;
 }
 
-// 2^(127 - code), what the elements of a block are multiplied by when they are quantized; exact.
+// 2^(127 - code), exactly: the multiplier of a block's elements when they are quantized.
 template <class F, class I>
 OTTAVA_HD F e8m0_multiplier(I code) {
     const I zero = I{};
@@ -299,7 +299,7 @@ OTTAVA_HD F e8m0_multiplier(I code) {
     return bits_as<F>(code > kE8m0Max ? zero + kQuietNan : positive);
 }
 
-// 2^(code - 127), what they are multiplied by when they are decoded; exact.
+// 2^(code - 127), exactly: the multiplier of a block's elements when they are decoded.
 template <class F, class I>
 OTTAVA_HD F e8m0_value(I code) {
     const I zero = I{};
@@ -312,8 +312,8 @@ struct Scale {
     float scale_inv;  // multiplies when dequantizing: 1 / scale, correctly rounded
 };
 
-// How the scale of a block follows from its amax, beside the format's maximum: an amax below
-// `epsilon` counts as `epsilon`, an infinite scale as `largest`.
+// The rule by which the scale of a block follows from its amax and the format's maximum. An amax
+// below `epsilon` counts as `epsilon`, and an infinite scale becomes `largest`.
 struct ScaleRule {
     bool e8m0;   // E8M0, of which only `floor` is a choice (see ScaleRounding)
     bool floor;  // to a power of two
@@ -326,8 +326,8 @@ OTTAVA_HD F scale_of(F amax, float maximum, const ScaleRule& rule) {
     const I magnitude = bits_as<I>(raised) & kMagnitude, one = bits_as<I>(F{} + 1.0f);
     const I ratio = bits_as<I>(divide(F{} + maximum, raised));
     const I finite = (ratio & kMagnitude) == kInfinity ? bits_as<I>(F{} + rule.largest) : ratio;
-    const I kept = finite & (rule.floor ? static_cast<int32_t>(0xff800000u) : -1);
-    const I ordinary = magnitude < kInfinity ? kept : one;
+    const I rounded = finite & (rule.floor ? static_cast<int32_t>(0xff800000u) : -1);
+    const I ordinary = magnitude < kInfinity ? rounded : one;
     return bits_as<F>(magnitude == 0 ? one : ordinary);
 }
 
@@ -337,8 +337,8 @@ OTTAVA_HD Scale scale_from_amax(float amax, float fp8_max, float epsilon, bool f
     return Scale{scale, divide(1.0f, scale)};
 }
 
-// `maximum` is the format's, already reduced by the margin. An amax that gives no scale leaves the
-// previous one.
+// `maximum` is the format's, already reduced by the margin. Where an amax gives no scale, the
+// previous scale stays.
 OTTAVA_HD float scale_from_history(float amax, float maximum, float previous) {
     const int32_t pattern = bits_as<int32_t>(amax);
     if (pattern <= 0 || pattern >= kInfinity) return previous;

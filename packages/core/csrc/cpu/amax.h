@@ -1,12 +1,13 @@
-// Kernels over contiguous runs: amax, and the count of what saturates. Include once, after simd.h.
+// Kernels over contiguous runs: amax, and the number of elements that saturate. Include once, after
+// simd.h.
 
 template <class V>
 OTTAVA_INLINE V larger(V a, V b) {
     return a > b ? a : b;
 }
 
-// The largest magnitude seen, as the bit pattern of the element type: order of magnitudes is order
-// of patterns.
+// The largest magnitude so far, as a bit pattern of the element type, because bit patterns are
+// ordered as magnitudes are.
 template <class Element>
 class Largest {
     typedef typename Element::integers V;
@@ -22,7 +23,7 @@ class Largest {
     }
 
 public:
-    // kLine elements.
+    // Observes kLine elements.
     OTTAVA_INLINE void line(const Storage* src) {
         for (int64_t k = 0; k < kLine / kCount; ++k) take(best_[k % 4], load<V>(src + k * kCount));
     }
@@ -42,7 +43,7 @@ public:
     }
 };
 
-// For a cast that need not know.
+// The observer of a cast that needs no amax.
 template <class Element>
 struct Unobserved {
     OTTAVA_INLINE void line(const typename Element::storage*) {}
@@ -53,11 +54,11 @@ struct Unobserved {
 template <class Element>
 float amax_typed(const void* from, int64_t n) {
     const auto* src = static_cast<const typename Element::storage*>(from);
-    Largest<Element> seen;
+    Largest<Element> largest;
     int64_t i = 0;
-    for (; i + kLine <= n; i += kLine) seen.line(src + i);
-    seen.some(src + i, n - i);
-    return seen.value();
+    for (; i + kLine <= n; i += kLine) largest.line(src + i);
+    largest.some(src + i, n - i);
+    return largest.value();
 }
 
 float amax_run(const void* src, Dtype dtype, int64_t n) {
@@ -71,29 +72,29 @@ float amax_run(const void* src, Dtype dtype, int64_t n) {
     }
 }
 
-// How many elements a cast with `scale` clamps: those beyond `limit` in magnitude. NaN is none of
-// them.
+// The number of elements that a cast with `scale` clamps: those beyond `limit` in magnitude. NaN
+// does not count.
 template <class Element>
 int64_t saturated_typed(const void* from, int64_t n, float scale, float limit) {
     const auto* src = static_cast<const typename Element::storage*>(from);
     const f32v factor = broadcast(scale), top = broadcast(limit);
     int64_t count = 0, i = 0;
     while (i + kLanes <= n) {
-        i32v found = {};
+        i32v clamped = {};
         for (int64_t last = i + (int64_t{1} << 30) * kLanes; i + kLanes <= n && i < last;
              i += kLanes) {
             const f32v x = Element::load_floats(src + i) * factor;
             // A comparison that holds is -1.
-            found -= (x > top) | (x < -top);
+            clamped -= (x > top) | (x < -top);
         }
-        for (int k = 0; k < kLanes; ++k) count += found[k];
+        for (int k = 0; k < kLanes; ++k) count += clamped[k];
     }
     typename Element::storage rest[kLanes] = {};
     memcpy(rest, src + i, static_cast<size_t>(n - i) * sizeof(rest[0]));
     const f32v x = Element::load_floats(rest) * factor;
-    // Zeros fill the rest; an infinite scale makes NaN of them.
-    const i32v found = (x > top) | (x < -top);
-    for (int k = 0; k < n - i; ++k) count -= found[k];
+    // Zeros fill the rest. An infinite scale turns them into NaN, which does not count.
+    const i32v clamped = (x > top) | (x < -top);
+    for (int k = 0; k < n - i; ++k) count -= clamped[k];
     return count;
 }
 

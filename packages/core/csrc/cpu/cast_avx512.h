@@ -1,5 +1,5 @@
 // The line of data for AVX-512: the arithmetic of `encode` in about half as many instructions.
-// Included by cast.h.
+// cast.h includes this file.
 //
 // - `range` clamps |x| and clears the sign at once;
 // - the addend of `encode` depends only on the exponent, so that a permutation looks it up;
@@ -28,8 +28,8 @@ struct Line {
 
 template <class Format>
 class Encoder {
-    // Exponent fields between the smallest normal and the limit are fewer than the entries, and so
-    // distinct in their low bits, which are the index.
+    // There are fewer exponent fields between the smallest normal and the limit than entries. Their
+    // low bits, which are the index, are therefore distinct.
     static constexpr int kShift = 23 - Format::mantissa;
     static constexpr int32_t kMinNormal = (127 + 1 - Format::bias) << 23;
     static constexpr int kEntries = Format::mantissa == 3 ? 16 : 32;
@@ -48,8 +48,8 @@ public:
         for (int k = 0; k < kEntries / 16; ++k) table_[k] = load<__m512>(entries + 16 * k);
     }
 
-    // The code without its sign in the low seven bits of each lane, the rest undefined; x is not
-    // NaN.
+    // The code without its sign, in the low seven bits of each lane; the other bits are undefined.
+    // x is not NaN.
     OTTAVA_INLINE __m512i operator()(__m512 x) const {
         constexpr int smaller_magnitude_unsigned = 0x0a;
         const __m512 limit = _mm512_castsi512_ps(_mm512_set1_epi32(Format::limit));
@@ -66,7 +66,7 @@ public:
     }
 };
 
-// To nearest even whatever the thread's rounding is; NaN may become anything.
+// Rounds to nearest even, whatever the thread's rounding mode is. NaN may become anything.
 template <>
 class Encoder<Int8> {
 public:
@@ -78,8 +78,7 @@ public:
     }
 };
 
-// Even or odd 16-bit parts of the 32-bit lanes of two vectors, as the order of
-// `permutex2var_epi16`.
+// The order by which `permutex2var_epi16` takes the even or the odd 16-bit parts of two vectors.
 OTTAVA_INLINE __m512i every_second_word(int first) {
     alignas(64) uint16_t order[32];
     for (int k = 0; k < 32; ++k) order[k] = static_cast<uint16_t>(2 * k + first);
@@ -91,12 +90,12 @@ OTTAVA_INLINE __m512i in_order(__m512i packed) {
     return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), packed);
 }
 
-// Bits of a where the mask has ones, of b elsewhere.
+// Takes bits of a where the mask has ones, and bits of b elsewhere.
 OTTAVA_INLINE __m512i select(__m512i mask, __m512i a, __m512i b) {
     return _mm512_ternarylogic_epi64(mask, a, b, 0xca);
 }
 
-// 64 data from the low bytes of four vectors.
+// Packs 64 data from the low bytes of four vectors.
 OTTAVA_INLINE __m512i pack_bytes(const __m512i* sums) {
     const __m512i even = every_second_word(0), low = _mm512_set1_epi16(0xff);
     const __m512i a = _mm512_and_si512(_mm512_permutex2var_epi16(sums[0], even, sums[1]), low);
@@ -104,8 +103,8 @@ OTTAVA_INLINE __m512i pack_bytes(const __m512i* sums) {
     return _mm512_packus_epi16(a, b);
 }
 
-// The same with signs from the top bits of words. Saturating to bytes keeps signs; what comes with
-// them is dropped.
+// As `pack_bytes`, with signs from the top bits of words. Saturation to bytes keeps the signs, and
+// the other bits are dropped.
 OTTAVA_INLINE __m512i pack_line(const __m512i* sums, __m512i first, __m512i second) {
     return in_order(
         select(_mm512_set1_epi8(0x7f), pack_bytes(sums), _mm512_packs_epi16(first, second)));
@@ -122,7 +121,7 @@ struct LineCast {
         return scaled(src, factor);
     }
 
-    // With positive multipliers, or NaN.
+    // Casts with multipliers that are positive or NaN.
     template <class Multipliers>
     OTTAVA_INLINE Line scaled(const typename Element::storage* src,
                               const Multipliers& multipliers) const {
@@ -169,8 +168,9 @@ struct LineCast {
         }
     }
 
-    // The multipliers of a line's elements, as `scaled` takes them.
-    // Whether multipliers are wanted in another order than that of the elements, and that order.
+    // The multipliers of a line's elements, as `scaled` takes them. Whether `scaled` takes the
+    // multipliers of a line in another order than that of its elements, and the function that
+    // brings them into that order.
     static constexpr bool arranges = std::is_same<Element, BFloat16>::value;
     static OTTAVA_INLINE void arrange(const float* in_order, float* arranged) {
         const __m512i even =
@@ -184,7 +184,7 @@ struct LineCast {
         }
     }
 
-    // With multipliers of any sign.
+    // Casts with multipliers of any sign.
     template <class Multipliers>
     static __attribute__((noinline)) Line generic(const typename Element::storage* src,
                                                   Multipliers multipliers) {

@@ -1,10 +1,11 @@
-// The decoding tables for AVX-512: they live in registers, and permutations look them up. Included
-// by decode.h.
+// The decoding tables for AVX-512, which lie in registers and are looked up by permutations.
+// decode.h includes this file.
 
 template <class Out>
 class Table;
 
-// 128 entries of 16 bits in four registers: a permutation reaches 64, bit 6 of the code chooses.
+// 128 entries of 16 bits in four registers. A permutation reaches 64 of them, and bit 6 of the code
+// chooses between two permutations.
 template <>
 class Table<uint16_t> {
     __m512i part_[4];
@@ -24,7 +25,8 @@ public:
     }
 };
 
-// 128 entries of 32 bits in eight registers: a permutation reaches 32, bits 5 and 6 choose.
+// 128 entries of 32 bits in eight registers. A permutation reaches 32 of them, and bits 5 and 6 of
+// the code choose among four permutations.
 template <>
 class Table<uint32_t> {
     __m512i part_[8];

@@ -1,4 +1,4 @@
-// Which instruction sets this machine has, and which one is in use.
+// The instruction sets that this machine has, and the one in use.
 #include <atomic>
 #include <cstring>
 
@@ -7,7 +7,7 @@
 namespace ottava {
 namespace {
 
-std::atomic<const Kernels*> chosen{nullptr};
+std::atomic<const Kernels*> active{nullptr};
 
 }  // namespace
 
@@ -32,10 +32,10 @@ int available_kernels(const Kernels** out, int capacity) {
 }
 
 const Kernels& active_kernels() {
-    const Kernels* kernels = chosen.load(std::memory_order_relaxed);
+    const Kernels* kernels = active.load(std::memory_order_relaxed);
     if (kernels == nullptr) {
         available_kernels(&kernels, 1);
-        chosen.store(kernels, std::memory_order_relaxed);
+        active.store(kernels, std::memory_order_relaxed);
     }
     return *kernels;
 }
@@ -45,7 +45,7 @@ bool set_active_kernels(const char* name) {
     const int count = available_kernels(available, 8);
     for (int i = 0; i < count; ++i) {
         if (std::strcmp(available[i]->name, name) != 0) continue;
-        chosen.store(available[i], std::memory_order_relaxed);
+        active.store(available[i], std::memory_order_relaxed);
         return true;
     }
     return false;

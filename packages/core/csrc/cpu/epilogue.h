@@ -16,10 +16,10 @@ void epilogue_typed(const float* sums, int64_t n, float factor, const float* bia
     constexpr size_t width = To == Dtype::float32 ? 4 : 2;
     const f32v by = broadcast(factor);
     const auto step = [by](const float* sum, const float* add, uint8_t* to) {
-        const f32v product = load<f32v>(sum) * by,
-                   made = Biased ? product + load<f32v>(add) : product;
-        // Whatever NaN it may be as the one NaN, as on GPUs.
-        put_rounded<To>(to, made == made ? made : bits_as<f32v>(i32v{} + kQuietNan));
+        const f32v product = load<f32v>(sum) * by;
+        const f32v result = Biased ? product + load<f32v>(add) : product;
+        // Every NaN becomes the same NaN, as on GPUs.
+        put_rounded<To>(to, result == result ? result : bits_as<f32v>(i32v{} + kQuietNan));
     };
     uint8_t* to = static_cast<uint8_t*>(out);
     int64_t i = 0;
@@ -27,12 +27,12 @@ void epilogue_typed(const float* sums, int64_t n, float factor, const float* bia
         step(sums + i, bias + (Biased ? i : 0), to);
     if (i == n) return;
     float rest[kLanes] = {}, added[kLanes] = {};
-    uint8_t made[kLanes * width];
-    const auto left = static_cast<size_t>(n - i);
-    memcpy(rest, sums + i, left * sizeof(float));
-    if (Biased) memcpy(added, bias + i, left * sizeof(float));
-    step(rest, added, made);
-    memcpy(to, made, left * width);
+    uint8_t results[kLanes * width];
+    const auto count = static_cast<size_t>(n - i);
+    memcpy(rest, sums + i, count * sizeof(float));
+    if (Biased) memcpy(added, bias + i, count * sizeof(float));
+    step(rest, added, results);
+    memcpy(to, results, count * width);
 }
 
 void epilogue_run(const float* sums, int64_t n, float factor, const float* bias, void* out,

@@ -1,5 +1,5 @@
-// The operations on grids of scales: how a matrix is divided, and in what order memory is walked.
-// No arithmetic on elements here.
+// The operations on grids of scales: the division of a matrix, and the order in which memory is
+// read. There is no arithmetic on elements here.
 //
 // A region is a rectangle made of whole shared blocks of both sides. Where regions fit in the
 // second-level cache, each is read from memory once: its amaxes, its scales and both casts follow
@@ -28,8 +28,8 @@ struct Rectangle {
     int64_t row, col, rows, cols;
 };
 
-// How many blocks `n` elements have, 0 being a block of all of them, and how many elements a block
-// has.
+// The number of blocks of `n` elements, and the number of elements of a block. A block of size 0
+// has all elements.
 int64_t blocks_in(int64_t n, int64_t block) {
     return block == 0 ? 1 : ceil_div(n, block);
 }
@@ -37,7 +37,7 @@ int64_t extent(int64_t n, int64_t block) {
     return block == 0 ? std::max<int64_t>(n, 1) : block;
 }
 
-// The smallest multiple of both; `n` if that is larger.
+// The smallest common multiple, or `n` if the multiple is larger.
 int64_t common(int64_t a, int64_t b, int64_t n) {
     if (a >= n || b >= n) return n;
     const int64_t factor = a / std::gcd(a, b);
@@ -48,7 +48,7 @@ int64_t multiple_within(int64_t limit, int64_t unit) {
     return std::max(limit / unit, int64_t{1}) * unit;
 }
 
-// Calls body(panel, row, col) for the panels of a rectangle, the last ones first.
+// Calls body(panel) for the panels of a rectangle, the last ones first.
 template <class Body>
 void over_panels(const Rectangle& of, int threads, const Body& body) {
     const int64_t across = ceil_div(of.cols, kPanelCols), down = ceil_div(of.rows, kPanelRows);
@@ -74,7 +74,7 @@ struct Matrix {
     Rectangle all() const { return {0, 0, rows, cols}; }
 };
 
-// What is known of the shared blocks of one rectangle.
+// The amaxes, multipliers and scales of the shared blocks of one rectangle.
 class SharedBlocks {
     int64_t rows_, cols_;  // of a block, 0 being all
     int64_t down_ = 0, across_ = 0;
@@ -102,8 +102,8 @@ public:
     GridBlocks multipliers(const Rectangle& in) { return blocks(in, multipliers_); }
     uint8_t* scales() { return reinterpret_cast<uint8_t*>(scales_); }
 
-    // Whether scales can be found row by row (see GridRows), in a region that is not cheap to read
-    // twice.
+    // Whether scales are computed row by row (see GridRows): the blocks allow it, and the region is
+    // so large that a second reading would cost time.
     bool by_row(const Rectangle& in) const {
         const int64_t width = extent(in.cols, cols_);
         return in.rows * in.cols > kNearElements && in.cols <= kPanelCols &&
@@ -120,7 +120,8 @@ public:
         });
     }
 
-    // The scales of a side's blocks in the rectangle. T is what they are stored as.
+    // Writes the scales of a side's blocks in the rectangle. T is the type in which they are
+    // stored.
     template <class T>
     void put_scales(const GridSide& side, const Matrix& matrix, const Rectangle& in) const {
         const auto* scales = reinterpret_cast<const T*>(scales_);
@@ -131,10 +132,10 @@ public:
         const int64_t first_col = in.col / extent(matrix.cols, side.block_cols);
         const int64_t all_down = blocks_in(matrix.rows, side.block_rows);
         const int64_t all_across = blocks_in(matrix.cols, side.block_cols);
-        // Blocks of a shared block.
+        // The number of blocks in a shared block.
         const int64_t high = rows_ == 0 ? std::max<int64_t>(down, 1) : rows_ / side.block_rows;
         const int64_t wide = cols_ == 0 ? std::max<int64_t>(across, 1) : cols_ / side.block_cols;
-        // All of them are one run.
+        // All scales are one run.
         if (high == 1 && wide == 1 && !side.turned && across == all_across)
             across *= std::exchange(down, 1);
         for (int64_t i = 0; i < down; ++i) {
@@ -152,7 +153,7 @@ public:
     }
 };
 
-// One cast of a panel: the side whose data it makes, and another one that has the same values.
+// One cast of a panel: the side whose data it writes, and another side that has the same values.
 struct Cast {
     const GridSide* side;
     const GridSide* same;  // or null
@@ -184,25 +185,25 @@ class Quantization {
     const bool same_;                        // both sides have the same shared blocks
     int64_t unit_rows_ = 1, unit_cols_ = 1;  // of which a region is made
 
-    // Of one thread, or of all of them if the matrix is one region.
+    // The memory of one thread, or of all threads if the matrix is one region.
     struct Workspace {
         std::vector<SharedBlocks> blocks;
         std::vector<Cast> casts;
     };
 
     Workspace workspace() const {
-        Workspace made;
-        made.blocks.reserve(2), made.casts.reserve(2);
-        for (int k = 0; k < (same_ ? 1 : count_); ++k) made.blocks.emplace_back(sides_[k]);
+        Workspace work;
+        work.blocks.reserve(2), work.casts.reserve(2);
+        for (int k = 0; k < (same_ ? 1 : count_); ++k) work.blocks.emplace_back(sides_[k]);
         const bool at_once = same_ && !(sides_[0].turned && sides_[1].turned);
         for (int k = 0; k < (at_once ? 1 : count_); ++k)
-            made.casts.push_back(
-                {sides_ + k, at_once ? sides_ + 1 : nullptr, &made.blocks[same_ ? 0 : k]});
-        return made;
+            work.casts.push_back(
+                {sides_ + k, at_once ? sides_ + 1 : nullptr, &work.blocks[same_ ? 0 : k]});
+        return work;
     }
 
-    // `next`: the region that follows, whose elements are fetched while this one's are cast. The
-    // last one's is itself.
+    // Quantizes one region. While its elements are cast, those of the `next` region are prefetched;
+    // `next` of the last region is the region itself.
     void region(const Rectangle& in, const Rectangle& next, Workspace& work, int threads) const {
         const Kernels& kernels = active_kernels();
         const bool stream = matrix_.rows * matrix_.cols >= kStreamBytes, whole = threads > 1;
@@ -256,10 +257,10 @@ class Quantization {
         const int64_t unit =
             lines * unit_rows_ <= kRegionElements && lines <= kPanelCols ? lines : unit_cols_;
         int64_t width = multiple_within(std::min(kPanelCols, kRegionElements / unit_rows_), unit);
-        // Regions of fewer rows take as long to begin as to work on.
+        // For regions of fewer rows the start takes as long as the work.
         const int64_t height = multiple_within(
             std::min(kTileRows, std::max(kRegionElements / width, int64_t{1})), unit_rows_);
-        // Each thread gets some.
+        // Each thread gets at least two regions where the matrix allows it.
         const int64_t down = ceil_div(matrix_.rows, height);
         while (width > unit && down * ceil_div(matrix_.cols, width) < 2 * threads)
             width = multiple_within(width / 2, unit);

@@ -1,8 +1,8 @@
 // Kernels over panels: the amaxes of blocks of any size. Include once, after mx.h.
 //
-// Blocks of one row whose ends are ends of half-lines are reduced along the row. Of blocks of
-// several rows the largest magnitudes of each column are kept, and reduced along the row once for
-// each row of blocks. Two grids are observed in one reading of the panel.
+// Blocks of one row that end where half-lines end are reduced along the row. For blocks of several
+// rows the kernel collects the largest magnitude of each column, and reduces these along the row
+// once for each row of blocks. One reading of the panel serves two grids.
 
 constexpr int64_t kHalf = kLine / 2;
 constexpr int64_t kHalves = kPanelCols / kHalf;
@@ -26,7 +26,7 @@ OTTAVA_INLINE void over_blocks(const GridPanel& panel, int64_t block_cols, const
     }
 }
 
-// The values of the blocks in a panel's row.
+// The row of blocks of a panel's row.
 OTTAVA_INLINE int64_t row_of_blocks(const GridPanel& panel, const GridBlocks& blocks, int64_t r) {
     return blocks.rows == 1 ? panel.row + r : (panel.row + r) / blocks.rows;
 }
@@ -36,15 +36,15 @@ OTTAVA_INLINE int64_t end_of_blocks(const GridPanel& panel, const GridBlocks& bl
     return (row + 1) * blocks.rows - panel.row;
 }
 
-OTTAVA_INLINE void raise(float* to, float seen, bool atomic) {
+OTTAVA_INLINE void raise(float* to, float value, bool atomic) {
     if (!atomic) {
-        *to = seen > *to ? seen : *to;
+        *to = value > *to ? value : *to;
         return;
     }
-    float known;
-    __atomic_load(to, &known, __ATOMIC_RELAXED);
-    while (seen > known && !__atomic_compare_exchange(to, &known, &seen, true, __ATOMIC_RELAXED,
-                                                      __ATOMIC_RELAXED)) {
+    float current;
+    __atomic_load(to, &current, __ATOMIC_RELAXED);
+    while (value > current && !__atomic_compare_exchange(to, &current, &value, true,
+                                                         __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
 }
 
@@ -86,8 +86,8 @@ class PanelAmax {
         return x > infinity ? V{} : x;
     }
 
-    // Half a line: raises `columns`, unless null, and returns the larger of it and `best`, lane by
-    // lane.
+    // Raises `columns`, unless null, to the magnitudes of half a line, and returns the larger of
+    // these and `best`, lane by lane.
     static OTTAVA_INLINE V observe_half(const Storage* src, Storage* columns, V best) {
         constexpr int64_t lanes = sizeof(V) / sizeof(Storage);
         for (int64_t k = 0; k < kHalf; k += lanes) {
@@ -98,7 +98,7 @@ class PanelAmax {
         return best;
     }
 
-    // Whole half-lines from `half` on, before `end`.
+    // Observes the whole half-lines from `half` to `end`.
     static OTTAVA_INLINE V observe_halves(const Storage* src, const Storage* next, Storage* columns,
                                           int64_t& half, int64_t end) {
         constexpr int64_t step = kLine / sizeof(Storage);
@@ -111,7 +111,7 @@ class PanelAmax {
         return best;
     }
 
-    // The half-line at the end of a row that is not whole.
+    // Observes the half-line at the end of a row that is not whole.
     OTTAVA_INLINE V observe_rest(const Storage* src, Storage* columns) const {
         Storage rest[kHalf] = {};
         memcpy(rest, src + whole_ * kHalf,
@@ -126,30 +126,31 @@ class PanelAmax {
         if (whole_ * kHalf < panel_.cols) observe_rest(src, columns);
     }
 
-    // Raises `columns`, unless null, and the amaxes of a grid's blocks, which end with half-lines.
+    // Raises `columns`, unless null, and the amaxes of a grid's blocks, which end where half-lines
+    // end.
     OTTAVA_INLINE void observe_blocks(const Storage* src, const Storage* next, int64_t r,
                                       Storage* columns, const Grid& grid) const {
-        alignas(64) Storage found[kHalves] = {};
+        alignas(64) Storage amaxes[kHalves] = {};
         const int64_t count = grid.count, whole = whole_;
         int64_t half = 0;
         if (grid.blocks->cols == kHalf)
             while (half < whole) {
                 const int64_t block = half;
-                found[block] = largest_lane(observe_halves(src, next, columns, half, block + 1));
+                amaxes[block] = largest_lane(observe_halves(src, next, columns, half, block + 1));
             }
         else
             for (int64_t block = 0; block < count; ++block)
-                found[block] =
+                amaxes[block] =
                     largest_lane(observe_halves(src, next, columns, half, grid.ends[block]));
         if (whole * kHalf < panel_.cols) {
             const Storage last = largest_lane(observe_rest(src, columns));
-            found[count - 1] = last > found[count - 1] ? last : found[count - 1];
+            amaxes[count - 1] = last > amaxes[count - 1] ? last : amaxes[count - 1];
         }
-        raise_run(values(grid, r) + grid.first, found, count);
+        raise_run(values(grid, r) + grid.first, amaxes, count);
     }
 
-    // Amaxes of `count` blocks in a row. Few of them one by one: a vector would wait until their
-    // stores are done.
+    // Raises the amaxes of `count` blocks in a row. Few blocks are raised one by one, because a
+    // vector load would wait for their stores.
     OTTAVA_INLINE void raise_run(float* to, const Storage* from, int64_t count) const {
         int64_t k = 0;
         for (; !atomic_ && k + kLanes <= count; k += kLanes)
@@ -157,7 +158,7 @@ class PanelAmax {
         for (; k < count; ++k) raise(to + k, Element::widen(from[k]), atomic_);
     }
 
-    // The largest of any run of magnitudes.
+    // The largest magnitude of a run.
     static Storage largest_of(const Storage* from, int64_t count) {
         constexpr Storage magnitude = static_cast<Storage>(~Storage{0}) >> 1;
         constexpr auto infinity = static_cast<Storage>(Element::infinity);
@@ -170,7 +171,7 @@ class PanelAmax {
         return best;
     }
 
-    // The blocks of a row, or of what is known of the columns.
+    // Raises the amaxes of a row of blocks to the magnitudes of a row of elements, or of columns.
     void raise_blocks(const Grid& grid, int64_t r, const Storage* from) const {
         float* to = values(grid, r);
         if (grid.by_column && grid.blocks->cols == 1)
@@ -183,7 +184,7 @@ class PanelAmax {
 
     static bool by_row(const Grid& grid) { return grid.by_halves && !grid.by_column; }
 
-    // After the last row of the panel or of its blocks.
+    // Raises the amaxes of a row of blocks after its last row, or the last row of the panel.
     void finish_blocks(Grid& grid, int64_t r) const {
         if (!grid.by_column || (r + 1 < panel_.rows && r + 1 < grid.end)) return;
         raise_blocks(grid, r, grid.columns);

@@ -21,15 +21,15 @@ OTTAVA_INLINE void grid_scales_format(const float* amax, int64_t n, const ScaleR
     }
 }
 
-// The multipliers of a panel's lines, where blocks end with half-lines.
+// The multipliers of a panel's lines, where blocks end where half-lines end.
 class HalvesOfRow {
     const GridPanel& panel_;
     const GridBlocks& blocks_;
     const int64_t first_;  // block of a row
     int64_t end_ = 0;      // the row that follows those whose multipliers are known
     RowLines known_{};
-    // Of each half-line, and of the one that follows the last: its block, counted from `first_`,
-    // and the block's value.
+    // For each half-line, and for the one that follows the last: its block, counted from `first_`,
+    // and the multiplier of the block.
     uint16_t index_[kHalves + 1];
     float values_[kHalves + 1];
 
@@ -41,7 +41,7 @@ public:
                 index_[half] = static_cast<uint16_t>(block - first_);
         });
     }
-    // Rows are asked for in their order.
+    // Rows are requested in their order.
     OTTAVA_INLINE RowLines begin(int64_t r) {
         if (r < end_) return known_;
         const int64_t row = row_of_blocks(panel_, blocks_, r);
@@ -55,7 +55,8 @@ public:
     }
 };
 
-// Where they end anywhere: one for each column, made anew for each row of blocks.
+// The multipliers of a panel's lines, where blocks end anywhere: one for each column, computed
+// again for each row of blocks.
 template <class Arrange>
 class EachOfRow {
     const GridPanel& panel_;
@@ -90,8 +91,9 @@ public:
     }
 };
 
-// Where blocks of one row end with half-lines, and the panel has all of their elements: a row's
-// scales are found just before it is cast, which then reads it from the first cache.
+// The multipliers of a panel's lines, where blocks of one row end where half-lines end, and the
+// panel has all of their elements. A row's scales are computed just before the row is cast, and the
+// cast then reads the row from the first-level cache.
 template <class Element, class Format>
 class FoundByRow {
     PanelAmax<Element> amax_;
@@ -141,7 +143,7 @@ struct GridFill {
         if (__builtin_expect(!positive, 0)) return cast64.generic(at(row, col), factors);
         return cast64.scaled(at(row, col), factors);
     }
-    // Fewer than 16 elements, through buffers: no byte outside the run is touched.
+    // Casts fewer than 16 elements through buffers, so that no byte outside the run is touched.
     template <class Lines>
     OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out,
                                const Lines& lines) const {
@@ -185,7 +187,7 @@ void grid_cast_typed(const GridPanel& panel, const GridBlocks& blocks, bool posi
                                         positive, to);
 }
 
-// What run(format) returns, for the format of `element`.
+// Calls run(format) with the type of an element format.
 template <class Run>
 OTTAVA_INLINE void with_format(Stored element, const Run& run) {
     switch (element) {
@@ -205,7 +207,7 @@ void grid_scales_run(const float* amax, int64_t n, Stored element, const ScaleRu
     });
 }
 
-// What run(element, format) returns, for the types of a dtype and a format.
+// Calls run(source, format) with the types of a dtype and an element format.
 template <class Run>
 OTTAVA_INLINE void with_types(Dtype dtype, Stored element, const Run& run) {
     with_format(element, [&](auto format) {

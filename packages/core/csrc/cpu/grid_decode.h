@@ -1,7 +1,7 @@
 // Kernels over panels: the decoding of blocks of any size. Include once, after mx_decode.h and
 // grid_cast.h.
 
-// The float32 scales of a panel's columns, made anew for each row of blocks.
+// The float32 scales of a panel's columns, computed again for each row of blocks.
 class DecodeScales {
     const GridPanel& panel_;
     const GridScales& scales_;

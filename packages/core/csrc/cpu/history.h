@@ -6,31 +6,31 @@ OTTAVA_INLINE void history_vector(float* history, int64_t slots, u32v mask, f32v
     largest = larger(older, largest);
 }
 
-// In place: elements take the one `slots` behind them where it `moves`, whose bits are all set
-// then, and raise `largest`. Both of these repeat themselves after `width` elements, a multiple of
-// kLanes.
+// Where the bits of `moves` are set, an element takes the value of the element `slots` behind it.
+// All of these values raise `largest`. `moves` and `largest` repeat after `width` elements, a
+// multiple of kLanes.
 void history_run(float* history, int64_t slots, int64_t n, const uint32_t* moves, float* largest,
                  int64_t width) {
-    // The slots of a layer: what repeats itself stays in registers.
+    // The width for the three slots of a layer, whose masks and maxima stay in registers.
     constexpr int64_t kUsual = 3 * 16 / kLanes;
     int64_t i = 0;
     if (width == kUsual * kLanes) {
         u32v mask[kUsual];
-        f32v seen[kUsual];
+        f32v best[kUsual];
         for (int64_t k = 0; k < kUsual; ++k) {
             mask[k] = load<u32v>(moves + k * kLanes);
-            seen[k] = load<f32v>(largest + k * kLanes);
+            best[k] = load<f32v>(largest + k * kLanes);
         }
         for (; i + width <= n; i += width)
             for (int64_t k = 0; k < kUsual; ++k)
-                history_vector(history + i + k * kLanes, slots, mask[k], seen[k]);
-        for (int64_t k = 0; k < kUsual; ++k) store(largest + k * kLanes, seen[k]);
+                history_vector(history + i + k * kLanes, slots, mask[k], best[k]);
+        for (int64_t k = 0; k < kUsual; ++k) store(largest + k * kLanes, best[k]);
     }
     for (int64_t at = 0; i + kLanes <= n;
          i += kLanes, at = at + kLanes == width ? 0 : at + kLanes) {
-        f32v seen = load<f32v>(largest + at);
-        history_vector(history + i, slots, load<u32v>(moves + at), seen);
-        store(largest + at, seen);
+        f32v best = load<f32v>(largest + at);
+        history_vector(history + i, slots, load<u32v>(moves + at), best);
+        store(largest + at, best);
     }
     for (; i < n; ++i) {
         const int64_t at = i % width;

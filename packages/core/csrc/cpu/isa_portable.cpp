@@ -3,36 +3,6 @@
 #include <immintrin.h>
 #endif
 
-#include <cstring>
-#include <type_traits>
-
-#include "../numerics.h"
-#include "kernels.h"
-
-namespace ottava {
-namespace {
-#include "simd.h"
-#include "amax.h"
-#include "cast.h"
-#include "decode.h"
-#include "tiles.h"
-#include "mx.h"
-#include "mx_decode.h"
-#include "rounded.h"
-#include "grid_amax.h"
-#include "grid_cast.h"
-#include "grid_decode.h"
-#include "epilogue.h"
-#include "history.h"
-}  // namespace
-
-const Kernels kPortable = {"portable",           amax_run,          saturated_run,
-                           cast_run<Unobserved>, cast_run<Largest>, cast_tile<Unobserved>,
-                           cast_tile<Largest>,   transpose_tile,    decode16_run,
-                           decode32_run,         mx_scales_run,     mx_decode_run,
-                           cast_rounded_run,     round_to_run,      e8m0_multipliers_run,
-                           grid_amax_run,        grid_scales_run,   grid_cast_run,
-                           grid_rows_run,        grid_decode_run,   epilogue_run,
-                           history_run};
-
-}  // namespace ottava
+#define OTTAVA_KERNELS kPortable
+#define OTTAVA_ISA "portable"
+#include "isa.h"

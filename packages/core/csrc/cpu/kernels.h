@@ -1,4 +1,4 @@
-// What one instruction set provides, and the operations built on it.
+// The kernels that one instruction set provides, and the operations that are built on them.
 //
 // A `Kernels` table holds serial functions over runs and tiles; `operations.cpp` divides the work
 // between threads. Only plain types cross this border, and nothing inline with external linkage is
@@ -14,7 +14,8 @@ namespace ottava {
 
 struct ScaleRule;
 
-// A tile is cast or copied into a scratch that stays in the caches, and leaves it transposed.
+// A tile is cast or copied into a scratch that stays in the caches, and is written transposed from
+// there.
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileCols = 1024;
 
@@ -45,16 +46,16 @@ struct GridPanel {
     int64_t ahead;  // elements from here to what is read from memory next; 0 if that is not known
 };
 
-// A number for each block of a matrix.
+// One number for each block of a matrix.
 struct GridBlocks {
     int64_t rows, cols;  // of a block, in elements
     float* values;
     int64_t stride;  // of the values
 };
 
-// The grid of a panel whose scales are found row by row: blocks of one row that end with
-// half-lines, of which the panel has all elements. The amaxes of another grid may be raised in the
-// same reading.
+// The grid of a panel whose scales are computed row by row: blocks of one row that end where
+// half-lines end, and whose elements all lie in the panel. The same reading may raise the amaxes of
+// another grid.
 struct GridRows {
     const GridBlocks* amaxes;  // of the first grid, and of the other one if `count` is 2
     int count;
@@ -63,7 +64,7 @@ struct GridRows {
     const ScaleRule* rule;
 };
 
-// Where the results of a panel's cast go; null pointers leave them out.
+// The addresses of the results of a panel's cast; null leaves a result out.
 struct GridOut {
     uint8_t* rows;
     uint8_t* rows_again;
@@ -79,11 +80,11 @@ struct GridScales {
     const uint8_t* e8m0;  // or null; the same stride
 };
 
-// Arrays of values have room for as many more, because the kernels work on whole vectors.
+// Arrays of values have room for this many more values, because the kernels work on whole vectors.
 constexpr int64_t kGridLanes = 16;
 
-// Rows of a matrix whose blocks are kMxBlock data of a row, or of a column. Data and scales are
-// those of all rows.
+// Rows of a matrix in MX blocks: kMxBlock data of a row, or of a column. The addresses of data and
+// scales are those of the whole matrix.
 struct MxRows {
     const uint8_t* data;
     const uint8_t* scales;
@@ -95,7 +96,7 @@ struct Kernels {
     const char* name;
     float (*amax)(const void* src, Dtype dtype, int64_t n);
     int64_t (*saturated)(const void* src, Dtype dtype, int64_t n, float scale, float limit);
-    // The casts that observe return the amax of what they cast, the others zero.
+    // The casts that observe return the amax of their source, and the others return zero.
     float (*cast)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out, Fp8 format,
                   bool stream);
     float (*cast_amax)(const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out,
@@ -109,38 +110,38 @@ struct Kernels {
     void (*decode32)(const uint8_t* src, int64_t n, const uint32_t* table, uint32_t* out,
                      bool stream);
     void (*mx_scales)(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents);
-    // `table` as for decode16, of the bare elements.
+    // `table` is that of decode16, for a scale of one.
     void (*mx_decode)(const MxRows& rows, Fp8 format, const uint16_t* table, void* out, Dtype dtype,
                       bool stream);
-    // Elements count as rounded to `nominal`: for shards of weights whose values are kept in
+    // Elements count as rounded to `nominal`, because the shards of weights may hold values in
     // float32.
     void (*cast_rounded)(const void* src, Dtype nominal, int64_t n, float scale, uint8_t* out,
                          Fp8 format, bool stream);
-    // Elements of any dtype as float32 values that are rounded to another one.
+    // Converts elements of any dtype to float32 values that are rounded to `nominal`.
     void (*round_to)(const void* src, Dtype dtype, int64_t n, Dtype nominal, float* out);
-    // What elements are multiplied by, of E8M0 scales.
+    // The multipliers of elements that belong to E8M0 scales.
     void (*e8m0_multipliers)(const uint8_t* scales, int64_t n, float* out);
-    // Raises the values of `count` grids, one or two, to the amaxes of a panel's blocks; `atomic`,
-    // while others do so.
+    // Raises the values of one or two grids to the amaxes of a panel's blocks. With `atomic`, other
+    // threads may raise them at the same time.
     void (*grid_amax)(const GridPanel& panel, Dtype dtype, const GridBlocks* grids, int count,
                       bool atomic);
-    // Scales as they are stored, float32 or bytes, and what elements are multiplied by. All arrays
-    // have room for whole vectors: n rounded up to kGridLanes.
+    // Scales as they are stored, float32 or bytes, and the multipliers of elements. All arrays have
+    // room for whole vectors: n rounded up to kGridLanes.
     void (*grid_scales)(const float* amax, int64_t n, Stored element, const ScaleRule& rule,
                         float* multipliers, void* scales);
-    // `positive`: no multiplier is negative. One value that follows the last may be read.
+    // `positive` says that no multiplier is negative. The value that follows the last one may be
+    // read.
     void (*grid_cast)(const GridPanel& panel, Dtype dtype, const GridBlocks& multipliers,
                       bool positive, Stored element, const GridOut& to);
-    // Amaxes, scales and cast of one grid, of which each row is read once.
+    // Amaxes, scales and cast of one grid, in one reading of each row.
     void (*grid_rows)(const GridPanel& panel, Dtype dtype, const GridRows& rows, Stored element,
                       const GridOut& to);
     void (*grid_decode)(const GridPanel& panel, Stored element, const GridScales& scales, void* out,
                         Dtype dtype);
-    // Sums of one row of a product; `bias` may be null. `out` may be the sums.
+    // The last step of one row of a product; `bias` may be null. `out` may be the sums.
     void (*epilogue)(const float* sums, int64_t n, float factor, const float* bias, void* out,
                      Dtype dtype);
-    // Elements of a history take the one `slots` behind them where it `moves`, and raise `largest`;
-    // see history.h.
+    // Moves the columns of a history up by one row; see history.h.
     void (*history)(float* history, int64_t slots, int64_t n, const uint32_t* moves, float* largest,
                     int64_t width);
 };
@@ -173,8 +174,8 @@ void quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, float ep
               uint8_t* out_t,                  // optional
               Fp8 format, int threads);
 // A cast with a known scale, whose results are all optional. `amax` is raised to the largest
-// magnitude of the source, in the same pass. `saturated` grows by the number of clamped elements;
-// only when there are any is the source read again for it.
+// magnitude of the source, in the same pass. `saturated` grows by the number of clamped elements.
+// The source is read again only if there are any.
 void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float* scale, float* amax,
           int64_t* saturated, float* scale_inv, uint8_t* out, uint8_t* out_t, Fp8 format,
           int threads);
@@ -188,10 +189,10 @@ void transpose(const uint8_t* src, int64_t rows, int64_t cols, uint8_t* out, int
 void decode(const uint8_t* src, Fp8 format, int64_t n,
             const float* scale_inv,  // optional
             void* out, Dtype dtype, int threads);
-// `rows` times the same row, in float32.
+// Writes the same row `rows` times, in float32.
 void repeat32(const void* row, Dtype dtype, int64_t rows, int64_t cols, float* out, int threads);
-// What follows a product: `sums * (scale_a * scale_b) + bias` in float32, rounded once. `out` may
-// be the sums.
+// The last step of a product: `sums * (scale_a * scale_b) + bias` in float32, rounded once. `out`
+// may be the sums.
 void epilogue32(const float* sums, int64_t rows, int64_t cols, const float* scale_a,
                 const float* scale_b,                // optional
                 const void* bias, Dtype bias_dtype,  // one for each column; optional
@@ -207,8 +208,8 @@ void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 f
 void mx_decode(const uint8_t* data, const uint8_t* scales, Fp8 format, int64_t rows, int64_t cols,
                bool columnwise, void* out, Dtype dtype, int threads);
 
-// Grids (grid.cpp). A block has block_rows * block_cols elements, 0 being all; blocks at the edges
-// may have fewer.
+// Grids (grid.cpp). A block has block_rows * block_cols elements, and 0 stands for all rows or
+// columns. Blocks at the edges may have fewer elements.
 
 void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Stored element,
                    const ScaleRule& rule, const GridSide* sides, int count,

@@ -1,6 +1,6 @@
-// The operations on many tensors: threads take chunks of all of them, so that neither one large
-// tensor nor many small ones leave a thread without work. Chunks write to places of their own, and
-// what they find is combined in a fixed order, or by the larger of two, which has none.
+// The operations on many tensors. Threads take chunks of all tensors, so that neither one large
+// tensor nor many small ones leave a thread without work. Chunks write to different addresses.
+// Their results are combined in a fixed order, or by a maximum, which depends on no order.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -21,8 +21,8 @@ struct Chunk {
     int64_t begin, end;  // elements, or panels
 };
 
-// Each thread takes the next chunk when it has done one: chunks differ in size, and threads in
-// speed.
+// Each thread takes the next chunk when it has finished one, because chunks differ in size and
+// threads in speed.
 template <class Body>
 void over_chunks(const std::vector<Chunk>& chunks, int64_t elements, int threads,
                  const Body& body) {
@@ -43,8 +43,8 @@ float rounded(float x, Dtype nominal) {
     return nominal == Dtype::bfloat16 ? widen_bfloat16(to_bfloat16(x)) : widen_half(to_half(x));
 }
 
-// One chunk of a tensor, cast. What is neither in float32 nor in its nominal dtype is widened
-// first.
+// Casts one chunk of a tensor. Elements that are neither in float32 nor in their nominal dtype are
+// widened first.
 void cast_chunk(const Kernels& kernels, const MultiCastJob& job, int64_t begin, int64_t end,
                 float scale, bool stream) {
     const MultiSource& from = job.source;
@@ -82,9 +82,9 @@ struct Rectangle {
     bool empty() const { return rows <= 0 || cols <= 0; }
 };
 
-// A shard as rectangles, and the cells of its matrix in which it has elements: rectangles of
-// kPanelCols columns that have whole blocks where the blocks' sizes allow it. What is found in a
-// cell is then nobody else's.
+// A shard as rectangles, and the cells of its matrix in which it has elements. A cell is a
+// rectangle of kPanelCols columns, and has whole blocks where the blocks' sizes allow it. The
+// amaxes of such blocks then depend on no other cell.
 class Cells {
     const GridShard& shard_;
     std::vector<Rectangle> parts_;  // the end of a row, whole rows, the beginning of a row
@@ -127,18 +127,20 @@ public:
         return Rectangle{row, col, height_, kPanelCols}.within(all);
     }
 
-    // Whether no other cell has elements of a block of this one.
+    // Whether the blocks of a cell have no elements in other cells.
     bool has_whole(const GridBlock& block) const {
         const bool rows = block.rows == 0 ? shard_.rows <= height_ : height_ % block.rows == 0;
         return rows && (block.cols == 0 ? shard_.cols <= kPanelCols : kPanelCols % block.cols == 0);
     }
 
-    // Calls body(rectangle, its first element in the shard) for what the shard has of a cell.
+    // Calls body(rectangle, its first element in the shard) for each rectangle of the shard in a
+    // cell.
     template <class Body>
     void over(const Rectangle& cell, const Body& body) const {
         for (const Rectangle& part : parts_) {
-            const Rectangle held = part.within(cell);
-            if (!held.empty()) body(held, held.row * shard_.cols + held.col - shard_.start);
+            const Rectangle overlap = part.within(cell);
+            if (!overlap.empty())
+                body(overlap, overlap.row * shard_.cols + overlap.col - shard_.start);
         }
     }
 };
@@ -162,7 +164,7 @@ void over_cells(const Job* jobs, int64_t count, int threads, const Blocks& cells
     });
 }
 
-// A number for each block of which a cell has elements.
+// One number for each block that has elements in a cell.
 class CellBlocks {
     GridBlock block_;
     int64_t first_row_, first_col_, down_, across_, all_across_;
@@ -192,8 +194,8 @@ public:
         return signs < 0;
     }
 
-    // Calls body(number of a block in the whole matrix, its value here, how many follow each
-    // other).
+    // Calls body(number of the first block in the whole matrix, address of its value, number of
+    // blocks) for each row of blocks.
     template <class Body>
     void over_rows(const Body& body) {
         for (int64_t i = 0; i < down_; ++i)
@@ -206,12 +208,12 @@ public:
     }
 };
 
-// Several cells may have elements of the block.
-void raise(float* to, float seen) {
-    float known;
-    __atomic_load(to, &known, __ATOMIC_RELAXED);
-    while (seen > known && !__atomic_compare_exchange(to, &known, &seen, true, __ATOMIC_RELAXED,
-                                                      __ATOMIC_RELAXED)) {
+// Raises a value atomically, because several cells may have elements of the block.
+void raise(float* to, float value) {
+    float current;
+    __atomic_load(to, &current, __ATOMIC_RELAXED);
+    while (value > current && !__atomic_compare_exchange(to, &current, &value, true,
+                                                         __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
 }
 
@@ -220,14 +222,14 @@ bool rounds(const MultiSource& source) {
 }
 
 void put_amaxes(const Cells& cells, const MultiSource& source, const GridBlock& block,
-                CellBlocks& found, float* out) {
-    // Rounding keeps the order of magnitudes, so that the largest may be rounded last.
+                CellBlocks& amaxes, float* out) {
+    // Rounding keeps the order of magnitudes, so the largest may be rounded last.
     if (rounds(source))
-        active_kernels().round_to(found.values.data(), Dtype::float32,
-                                  static_cast<int64_t>(found.values.size()), source.nominal,
-                                  found.values.data());
+        active_kernels().round_to(amaxes.values.data(), Dtype::float32,
+                                  static_cast<int64_t>(amaxes.values.size()), source.nominal,
+                                  amaxes.values.data());
     const bool own = cells.has_whole(block);
-    found.over_rows([&](int64_t at, const float* from, int64_t count) {
+    amaxes.over_rows([&](int64_t at, const float* from, int64_t count) {
         if (own) memcpy(out + at, from, static_cast<size_t>(count) * sizeof(float));
         for (int64_t k = 0; !own && k < count; ++k) raise(out + at + k, from[k]);
     });
@@ -297,14 +299,14 @@ void grid_multi_amax(const GridMultiAmax* jobs, int64_t count, float* out, int t
         const MultiSource& source = job.shard.source;
         CellBlocks rows(job.shard, job.by_row, cell), columns(job.shard, job.by_column, cell);
         const bool at_once = !job.square && rows.begins_with(columns);
-        cells.over(cell, [&](const Rectangle& held, int64_t first) {
+        cells.over(cell, [&](const Rectangle& overlap, int64_t first) {
             const void* src = advance(source.src, first, source.dtype);
             const GridBlocks both[] = {rows.blocks(), columns.blocks()};
-            kernels.grid_amax(rows.panel(src, job.shard.cols, held), source.dtype, both,
+            kernels.grid_amax(rows.panel(src, job.shard.cols, overlap), source.dtype, both,
                               at_once ? 2 : 1, false);
             if (!at_once && !job.square)
-                kernels.grid_amax(columns.panel(src, job.shard.cols, held), source.dtype, both + 1,
-                                  1, false);
+                kernels.grid_amax(columns.panel(src, job.shard.cols, overlap), source.dtype,
+                                  both + 1, 1, false);
         });
         float* const to = places[static_cast<size_t>(number)];
         put_amaxes(cells, source, job.by_row, rows, to);
@@ -340,21 +342,22 @@ void grid_multi_cast(const GridMultiCast* jobs, int64_t count, int threads) {
             get_multipliers(*side, job.e8m0, sides.back().multipliers);
             sides.back().positive = job.e8m0 || !sides.back().multipliers.negative();
         }
-        // Rounded elements are cast a few rows at a time, which stay in the caches.
+        // Rounded elements are cast a few rows at a time, so that they stay in the caches.
         constexpr int64_t kRoundedRows = 4;
         const bool rounded = rounds(source);
         std::vector<float> values(rounded ? static_cast<size_t>(kRoundedRows * kPanelCols) : 0);
-        cells.over(cell, [&](Rectangle held, int64_t first) {
-            const int64_t end = held.row + held.rows, step = rounded ? kRoundedRows : held.rows;
-            for (; held.row < end; held.row += step, first += step * job.shard.cols) {
-                held.rows = std::min(step, end - held.row);
+        cells.over(cell, [&](Rectangle overlap, int64_t first) {
+            const int64_t end = overlap.row + overlap.rows,
+                          step = rounded ? kRoundedRows : overlap.rows;
+            for (; overlap.row < end; overlap.row += step, first += step * job.shard.cols) {
+                overlap.rows = std::min(step, end - overlap.row);
                 const void* src = advance(source.src, first, source.dtype);
-                for (int64_t r = 0; rounded && r < held.rows; ++r)
+                for (int64_t r = 0; rounded && r < overlap.rows; ++r)
                     kernels.round_to(advance(source.src, first + r * job.shard.cols, source.dtype),
-                                     source.dtype, held.cols, source.nominal,
+                                     source.dtype, overlap.cols, source.nominal,
                                      values.data() + r * kPanelCols);
                 for (Side& side : sides) {
-                    GridPanel panel = side.multipliers.panel(src, job.shard.cols, held);
+                    GridPanel panel = side.multipliers.panel(src, job.shard.cols, overlap);
                     if (rounded)
                         panel.src = values.data(), panel.stride = kPanelCols, panel.ahead = 0;
                     GridOut to{};

@@ -1,4 +1,4 @@
-// What the kernels over panels have in common, and the scales of MX blocks. Include once, after
+// Multipliers that the kernels over panels share, and the scales of MX blocks. Include once, after
 // cast.h.
 
 // The largest of 32 magnitudes.
@@ -44,7 +44,7 @@ struct RowMultipliers {
     OTTAVA_INLINE f32v in_order(int element) const { return arranged(element); }
 };
 
-// One for each column.
+// The multipliers of one line of data: one for each column.
 struct ColumnMultipliers {
     const float* columns;
     const float* arranged_columns;
@@ -69,8 +69,8 @@ struct ColumnLines {
     }
 };
 
-// A line of elements: raises `columns` (unless null) and `blocks`, two of them, to its magnitudes;
-// NaN is ignored.
+// Raises `columns` (unless null) and two `blocks` to the magnitudes of a line of elements. NaN is
+// ignored.
 template <class Element>
 OTTAVA_INLINE void observe(const typename Element::storage* src, typename Element::storage* columns,
                            typename Element::storage* blocks) {
@@ -87,9 +87,9 @@ OTTAVA_INLINE void observe(const typename Element::storage* src, typename Elemen
             if (columns != nullptr) store(columns + k, larger(load<V>(columns + k), x));
             best = larger(best, x);
         }
-        const Storage seen = largest_lane(best);
+        const Storage largest = largest_lane(best);
         Storage& block = blocks[half / kMxBlock];
-        block = seen > block ? seen : block;
+        block = largest > block ? largest : block;
     }
 }
 
@@ -103,13 +103,13 @@ void mx_scales_format(const float* amax, int64_t n, bool floor, uint8_t* exponen
     for (; i + kLanes <= n; i += kLanes) scales(amax + i, exponents + i);
     if (i == n) return;
     float rest[kLanes] = {};
-    uint8_t found[kLanes];
+    uint8_t codes[kLanes];
     memcpy(rest, amax + i, static_cast<size_t>(n - i) * sizeof(float));
-    scales(rest, found);
-    memcpy(exponents + i, found, static_cast<size_t>(n - i));
+    scales(rest, codes);
+    memcpy(exponents + i, codes, static_cast<size_t>(n - i));
 }
 
-// The sign of an amax does not count.
+// The sign of an amax is ignored.
 void mx_scales_run(const float* amax, int64_t n, Fp8 format, bool floor, uint8_t* exponents) {
     if (format == Fp8::e4m3) return mx_scales_format<E4M3>(amax, n, floor, exponents);
     return mx_scales_format<E5M2>(amax, n, floor, exponents);

@@ -1,6 +1,6 @@
 // Kernels over contiguous runs: the decoding of MX blocks. Include once, after decode.h.
 
-// kLanes data, and their scales, as 32-bit integers.
+// Loads kLanes data, or their scales, as 32-bit integers.
 OTTAVA_INLINE i32v load_data(const uint8_t* from) {
 #if defined(__AVX512BW__)
     return bits_as<i32v>(_mm512_cvtepu8_epi32(load<__m128i>(from)));
@@ -25,7 +25,7 @@ void e8m0_multipliers_run(const uint8_t* scales, int64_t n, float* out) {
     memcpy(out + i, values, static_cast<size_t>(n - i) * sizeof(float));
 }
 
-// kLanes results. The sign is put on last, as in dequantize_element.
+// Decodes kLanes data. The sign is put on last, as in dequantize_element.
 template <class Format, class Out>
 OTTAVA_INLINE void decode_vector(i32v code, f32v scale, Out* out, Dtype dtype) {
     const f32v product = element_value<Format, f32v, i32v>(code) * scale;
@@ -41,7 +41,7 @@ OTTAVA_INLINE void decode_vector(i32v code, f32v scale, Out* out, Dtype dtype) {
     }
 }
 
-// At most one block: `count` data and results, any part of a vector.
+// Decodes `count` data of at most one block, which need not fill a vector.
 template <class Format, class Out>
 OTTAVA_INLINE void mx_decode_block(const uint8_t* data, const uint8_t* scales, bool scale_each,
                                    int64_t count, Out* out, Dtype dtype) {
@@ -61,8 +61,8 @@ OTTAVA_INLINE void mx_decode_block(const uint8_t* data, const uint8_t* scales, b
 }
 
 #if defined(__AVX512BW__)
-// A block of bfloat16 or float32: where every result is normal, decoding adds to the exponents of
-// the table's entries.
+// Decodes a block to bfloat16 or float32. Where every result is normal, decoding adds to the
+// exponents of the table's entries.
 template <class Format>
 class FastBlock {
     // The scales with which all of the format's finite elements are normal bfloat16 values.
@@ -92,7 +92,7 @@ public:
         shift = _mm512_slli_epi16(_mm512_sub_epi16(shift, _mm512_set1_epi16(127)), 7);
         const __m512i value = table_(data);
         const __m512i magnitude = _mm512_and_si512(value, _mm512_set1_epi16(0x7fff));
-        // Neither zero nor infinity nor NaN: magnitude - 1 < 0x7f7f.
+        // The entry is neither zero nor infinity nor NaN: magnitude - 1 < 0x7f7f.
         const __mmask32 finite =
             _mm512_cmplt_epu16_mask(_mm512_sub_epi16(magnitude, _mm512_set1_epi16(1)),
                                     _mm512_set1_epi16(kInfinity / 65536 - 1));

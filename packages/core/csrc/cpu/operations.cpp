@@ -1,5 +1,5 @@
-// The operations: what the threads do, and in what order memory is walked. No arithmetic on
-// elements here.
+// The operations: the work of the threads, and the order in which memory is read. There is no
+// arithmetic on elements here.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -49,8 +49,8 @@ int64_t saturated_of(const void* src, Dtype dtype, int64_t n, float scale, Fp8 f
     return count;
 }
 
-// Backwards through each thread's part: after an amax, which goes forwards, the end is what the
-// caches still hold.
+// Each thread casts its part backwards, because after an amax, which reads forwards, the caches
+// hold the end.
 template <class Cast>
 float cast_with(Cast run, const void* src, Dtype dtype, int64_t n, float scale, uint8_t* out,
                 Fp8 format, int threads) {
@@ -58,12 +58,12 @@ float cast_with(Cast run, const void* src, Dtype dtype, int64_t n, float scale, 
     std::vector<float> partial = one_for_each(threads);
     const bool stream = n >= kStreamBytes;
     in_parallel(ceil_div(n, kUnit), n, threads, [&](int64_t begin, int64_t end, int thread) {
-        float& seen = partial[static_cast<size_t>(thread)];
+        float& largest = partial[static_cast<size_t>(thread)];
         for (int64_t last = end; last > begin; last -= block) {
             const int64_t from = std::max(begin, last - block) * kUnit,
                           to = std::min(last * kUnit, n);
-            seen = std::max(seen, run(advance(src, from, dtype), dtype, to - from, scale,
-                                      out + from, format, stream));
+            largest = std::max(largest, run(advance(src, from, dtype), dtype, to - from, scale,
+                                            out + from, format, stream));
         }
     });
     return largest_of(partial);
@@ -99,13 +99,13 @@ float cast_transpose_with(CastTile run, const void* src, Dtype dtype, int64_t ro
                    tile.out_t = out_t + col * rows + row;
                    tile.out_t_stride = rows;
                    tile.stream = stream;
-                   float& seen = partial[static_cast<size_t>(thread)];
-                   seen = std::max(seen, run(tile, dtype, scale, format));
+                   float& largest = partial[static_cast<size_t>(thread)];
+                   largest = std::max(largest, run(tile, dtype, scale, format));
                });
     return largest_of(partial);
 }
 
-// The results of the positive data; a kernel puts the sign on.
+// The decoded values of the positive data; a kernel puts the sign on.
 struct DecodeTable {
     alignas(64) uint16_t narrow[128];
     alignas(64) uint32_t wide[128];
@@ -132,7 +132,8 @@ private:
     }
 };
 
-// Of bare elements, which small products decode more quickly than a table is filled.
+// The table for a scale of one. Small products are decoded in less time than it takes to fill a
+// table.
 const DecodeTable& bare_table(Fp8 format, Dtype dtype) {
     static const DecodeTable tables[2][3] = {{{Fp8::e4m3, Dtype::float32, 1.0f},
                                               {Fp8::e4m3, Dtype::bfloat16, 1.0f},
@@ -143,15 +144,17 @@ const DecodeTable& bare_table(Fp8 format, Dtype dtype) {
     return tables[static_cast<int>(format)][static_cast<int>(dtype)];
 }
 
-// Moves up by one the columns of a history whose step has `seen` something, and gives the largest
-// of each column, `seen` included; NaN counts in `seen` alone. As many rows at a time as are whole
-// vectors.
-std::vector<float> move_up(const HistorySlots& t, int64_t length, const std::vector<float>& seen) {
+// Moves up by one row the columns of a history whose entry in `first_row` is not zero, and returns
+// the largest value of each column, `first_row` included. NaN counts in `first_row` alone. The
+// kernel moves as many rows at a time as make whole vectors.
+std::vector<float> move_up(const HistorySlots& t, int64_t length,
+                           const std::vector<float>& first_row) {
     constexpr size_t kRows = 16;
-    const size_t slots = seen.size(), width = kRows * slots;
+    const size_t slots = first_row.size(), width = kRows * slots;
     std::vector<float> largest(width);
     std::vector<uint32_t> moves(width);
-    for (size_t i = 0; i < width; i += slots) std::copy_n(seen.data(), slots, largest.data() + i);
+    for (size_t i = 0; i < width; i += slots)
+        std::copy_n(first_row.data(), slots, largest.data() + i);
     for (size_t i = 0; i < width; ++i) moves[i] = largest[i] != 0.0f ? ~0u : 0u;
     active_kernels().history(t.history, t.slots, (length - 1) * t.slots, moves.data(),
                              largest.data(), static_cast<int64_t>(width));
@@ -197,21 +200,21 @@ void cast(const void* src, Dtype dtype, int64_t rows, int64_t cols, const float*
           int threads) {
     const Kernels& kernels = active_kernels();
     const bool observes = amax != nullptr || saturated != nullptr;
-    // Read before anything is written: the state of a slot may be one array.
+    // The scale is read before anything is written, because the state of a slot may be one array.
     const float factor = *scale;
     if (scale_inv != nullptr) *scale_inv = divide(1.0f, factor);
-    float seen = 0.0f;
+    float largest = 0.0f;
     if (out_t != nullptr)
-        seen = cast_transpose_with(observes ? kernels.cast_tile_amax : kernels.cast_tile, src,
-                                   dtype, rows, cols, factor, out, out_t, format, threads);
+        largest = cast_transpose_with(observes ? kernels.cast_tile_amax : kernels.cast_tile, src,
+                                      dtype, rows, cols, factor, out, out_t, format, threads);
     else if (out != nullptr)
-        seen = cast_with(observes ? kernels.cast_amax : kernels.cast, src, dtype, rows * cols,
-                         factor, out, format, threads);
+        largest = cast_with(observes ? kernels.cast_amax : kernels.cast, src, dtype, rows * cols,
+                            factor, out, format, threads);
     else if (observes)
-        seen = amax_of(src, dtype, rows * cols, threads);
-    if (amax != nullptr) *amax = std::max(*amax, seen);
-    // Rounding keeps the order of products: none is larger than that of the amax.
-    if (saturated != nullptr && !(std::fabs(multiply(seen, factor)) <= max_of(format)))
+        largest = amax_of(src, dtype, rows * cols, threads);
+    if (amax != nullptr) *amax = std::max(*amax, largest);
+    // Rounding keeps the order of products, so no product is larger than that of the amax.
+    if (saturated != nullptr && !(std::fabs(multiply(largest, factor)) <= max_of(format)))
         *saturated += saturated_of(src, dtype, rows * cols, factor, format, threads);
 }
 
@@ -220,14 +223,15 @@ void update_scales(const HistorySlots* tensors, int64_t count, int64_t length, c
     for (int64_t i = 0; i < count; ++i) {
         const HistorySlots& t = tensors[i];
         const float* const first = last == nullptr ? t.history : last;
-        const std::vector<float> seen(first, first + t.slots), largest = move_up(t, length, seen);
+        const std::vector<float> first_row(first, first + t.slots);
+        const std::vector<float> largest = move_up(t, length, first_row);
+        const std::vector<float>& amaxes = most_recent ? first_row : largest;
         for (int64_t slot = 0; slot < t.slots; ++slot) {
             const auto at = static_cast<size_t>(slot);
-            if (seen[at] == 0.0f) continue;
-            t.history[(length - 1) * t.slots + slot] = seen[at];
+            if (first_row[at] == 0.0f) continue;
+            t.history[(length - 1) * t.slots + slot] = first_row[at];
             t.history[slot] = 0.0f;
-            t.scale[slot] =
-                scale_from_history((most_recent ? seen : largest)[at], maxima[slot], t.scale[slot]);
+            t.scale[slot] = scale_from_history(amaxes[at], maxima[slot], t.scale[slot]);
         }
         maxima += t.slots;
         if (last != nullptr) last += t.slots;

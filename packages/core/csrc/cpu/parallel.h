@@ -1,5 +1,5 @@
-// How work is divided between threads: what operations.cpp and multi.cpp share. Internal linkage,
-// as in numerics.h.
+// The division of work between threads, which operations.cpp, grid.cpp and multi.cpp share.
+// Everything has internal linkage, as in numerics.h.
 #pragma once
 
 #include <algorithm>
@@ -15,12 +15,12 @@
 namespace ottava {
 namespace {
 
-constexpr int64_t kUnit =
-    4096;  // elements: the granularity of division, a multiple of a cache line
-constexpr int64_t kElementsPerThread =
-    32768;  // below this, starting a thread costs more than it saves
-constexpr int64_t kStreamBytes =
-    4 << 20;  // results beyond this would only evict what the caches hold
+// Elements: the granularity of the division, a multiple of a cache line.
+constexpr int64_t kUnit = 4096;
+// With fewer elements for each, a thread costs more than it saves.
+constexpr int64_t kElementsPerThread = 32768;
+// Larger results would only evict the contents of the caches, so they are streamed.
+constexpr int64_t kStreamBytes = 4 << 20;
 
 inline int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -34,16 +34,16 @@ inline const uint8_t* advance(const void* base, int64_t elements, Dtype dtype) {
     return static_cast<const uint8_t*>(base) + static_cast<size_t>(elements) * element_bytes(dtype);
 }
 
-// Calls body(begin, end, thread) on consecutive parts of [0, count), one per thread.
-// With one thread OpenMP is not entered at all, which keeps the call safe in a forked process.
+// Calls body(begin, end, thread) on consecutive parts of [0, count), one for each thread. With one
+// thread OpenMP is not entered at all, so that the call is safe in a forked process.
 template <class Body>
 void in_parallel(int64_t count, int64_t elements, int threads, const Body& body) {
-    const int64_t wanted =
+    const int64_t team_limit =
         std::min<int64_t>({threads, count, ceil_div(elements, kElementsPerThread)});
     if (count <= 0) return;
 #if defined(_OPENMP)
-    if (wanted > 1) {
-#pragma omp parallel num_threads(static_cast<int>(wanted))
+    if (team_limit > 1) {
+#pragma omp parallel num_threads(static_cast<int>(team_limit))
         {
             const int64_t team = omp_get_num_threads(), self = omp_get_thread_num();
             body(count * self / team, count * (self + 1) / team, static_cast<int>(self));

@@ -1,5 +1,5 @@
-// Elements kept in float32 that count as rounded to a narrower dtype, and their cast. Include once,
-// after cast.h.
+// Float32 elements that count as rounded to a narrower dtype, and their cast. Include once, after
+// cast.h.
 
 // The value of `x` in bfloat16, to nearest even. NaN stays.
 OTTAVA_INLINE f32v rounded_bfloat16(f32v x) {
@@ -50,7 +50,7 @@ struct ToFloat16 {
     OTTAVA_INLINE f32v operator()(f32v x) const { return rounded_half(x); }
 };
 
-// What run(round) returns, for the rounding to `nominal`.
+// Calls run(round) with the rounding to `nominal`.
 template <class Run>
 OTTAVA_INLINE void with_rounding(Dtype nominal, const Run& run) {
     switch (nominal) {

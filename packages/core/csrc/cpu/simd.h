@@ -1,8 +1,8 @@
 // The vector vocabulary of the kernels, for the instruction set of the including file.
 //
-// Arithmetic is written with the compiler's vector types; what they express badly (widening loads,
-// narrowing, streaming stores) is intrinsics, chosen by what the file is compiled for. Include
-// once, inside the file's anonymous namespace.
+// Arithmetic is written with the compiler's vector types. Widening loads, narrowing and streaming
+// stores, which those types express badly, are intrinsics, chosen by the instruction set that the
+// file is compiled for. Include once, inside the file's anonymous namespace.
 
 #if defined(__AVX512BW__)
 #define OTTAVA_VECTOR_BYTES 64
@@ -37,7 +37,8 @@ OTTAVA_INLINE void store(void* to, V v) {
     memcpy(to, &v, sizeof(V));
 }
 
-// Stream: past the caches, `to` aligned to the vector. Otherwise an ordinary store to any address.
+// With Stream the store goes past the caches, and `to` is aligned to the vector. Otherwise it is an
+// ordinary store to any address.
 template <bool Stream, class V>
 OTTAVA_INLINE void put(void* to, V v) {
 #if defined(OTTAVA_X86)
@@ -68,12 +69,12 @@ OTTAVA_INLINE void finish_streaming() {
 #endif
 }
 
-// Subtracting zero keeps every x, -0 too, and costs nothing.
+// Subtracting zero keeps every x, also -0, and costs nothing.
 OTTAVA_INLINE f32v broadcast(float x) {
     return x - f32v{};
 }
 
-// kLanes 16-bit elements, zero extended.
+// Loads kLanes 16-bit elements, zero extended.
 OTTAVA_INLINE u32v load_wide16(const void* from) {
 #if defined(__AVX512BW__)
     return bits_as<u32v>(_mm512_cvtepu16_epi32(load<__m256i>(from)));
@@ -95,7 +96,7 @@ OTTAVA_INLINE void store_narrow16(void* to, u32v v) {
 #endif
 }
 
-// 16 data held in the low bytes of 16 / kLanes vectors.
+// Packs 16 data from the low bytes of 16 / kLanes vectors.
 OTTAVA_INLINE u8x16 narrow8(const i32v* data) {
 #if defined(__AVX512BW__)
     return bits_as<u8x16>(_mm512_cvtepi32_epi8(bits_as<__m512i>(data[0])));
@@ -105,7 +106,7 @@ OTTAVA_INLINE u8x16 narrow8(const i32v* data) {
     return bits_as<u8x16>(
         _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
 #elif defined(OTTAVA_X86)
-    // SSE2 packs with signed saturation only; data fit in a byte, so that the first step is exact.
+    // SSE2 packs with signed saturation only. The first step is exact, because data fit in a byte.
     const __m128i low = _mm_packs_epi32(bits_as<__m128i>(data[0]), bits_as<__m128i>(data[1]));
     const __m128i high = _mm_packs_epi32(bits_as<__m128i>(data[2]), bits_as<__m128i>(data[3]));
     return bits_as<u8x16>(_mm_packus_epi16(low, high));
@@ -118,7 +119,7 @@ OTTAVA_INLINE u8x16 narrow8(const i32v* data) {
 #endif
 }
 
-// kLanes data, held in the low bytes of a vector, to any address.
+// Stores kLanes data, the low bytes of a vector's lanes, to any address.
 OTTAVA_INLINE void store_data(uint8_t* to, i32v data) {
 #if defined(__AVX512BW__)
     store(to, _mm512_cvtepi32_epi8(bits_as<__m512i>(data)));
@@ -133,7 +134,8 @@ OTTAVA_INLINE void store_data(uint8_t* to, i32v data) {
 #endif
 }
 
-// The element types: how kLanes of them become float32, and what a NaN looks like to the amax.
+// The element types: each says how kLanes of its elements become float32, and beyond which pattern
+// a magnitude is NaN.
 struct Float32 {
     typedef uint32_t storage;
     typedef i32v integers;

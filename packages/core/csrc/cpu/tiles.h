@@ -36,7 +36,7 @@ OTTAVA_INLINE u8v interleave(u8v a, u8v b) {
 }
 
 // A perfect shuffle of sixteen rows. Each round moves one bit of the row number into the column
-// number and one back: four of them transpose.
+// number and one back, so that four rounds transpose.
 OTTAVA_INLINE void transpose_round(const u8v* in, u8v* out) {
     for (int k = 0; k < 8; ++k) {
         out[2 * k] = interleave<false>(in[k], in[k + 8]);
@@ -53,7 +53,7 @@ OTTAVA_INLINE void transpose16(const uint8_t* pieces, u8v* columns) {
     transpose_round(other, columns);
 }
 
-// `count` bytes of a scratch line to any address.
+// Copies `count` bytes of a scratch line to any address.
 template <bool Stream>
 OTTAVA_INLINE void put_line(uint8_t* to, const uint8_t* from, int64_t count) {
     int64_t i = 0;
@@ -84,7 +84,7 @@ void write_transposed(const Tile& tile, const Scratch& scratch) {
     }
 }
 
-// Whole lines can be streamed when every output row starts on one.
+// Whether whole lines can be streamed: every output row starts at a line.
 OTTAVA_INLINE bool aligned(const uint8_t* base, int64_t stride) {
     return ((reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(stride)) & (kLine - 1)) ==
            0;
@@ -128,8 +128,8 @@ OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
             if (again != nullptr) memcpy(again + col, piece, static_cast<size_t>(count));
         }
     }
-    // The rows of the last group that the tile does not have are transposed too, into lines that
-    // are not written.
+    // Rows of the last group that the tile lacks are transposed too, into lines that are not
+    // written.
     if (turned && tile.stream && aligned(tile.out_t, tile.out_t_stride))
         write_transposed<true>(tile, scratch);
     else if (turned)
@@ -137,23 +137,23 @@ OTTAVA_INLINE void tile_with(const Tile& tile, const Fill& fill) {
     if (tile.stream) finish_streaming();
 }
 
-template <class Element, class Format, class Seen>
+template <class Element, class Format, class Observer>
 struct CastFill {
     const typename Element::storage* src;
     int64_t stride;
     const LineCast<Element, Format> cast64;
-    Seen* seen;
+    Observer* observer;
     OTTAVA_INLINE int begin(int64_t) const { return 0; }
     OTTAVA_INLINE void prefetch(int64_t row, int64_t col) const {
         constexpr int64_t step = kLine / sizeof(*src);
         for (int64_t k = 0; k < kLine; k += step) __builtin_prefetch(src + row * stride + col + k);
     }
     OTTAVA_INLINE Line line(int64_t row, int64_t col, int) const {
-        seen->line(src + row * stride + col);
+        observer->line(src + row * stride + col);
         return cast64(src + row * stride + col);
     }
     OTTAVA_INLINE void partial(int64_t row, int64_t col, int64_t n, uint8_t* out, int) const {
-        seen->some(src + row * stride + col, n);
+        observer->some(src + row * stride + col, n);
         cast_partial<Element, Format>(src + row * stride + col, n, cast64.factor, out);
     }
 };
@@ -173,31 +173,31 @@ struct CopyFill {
     }
 };
 
-template <class Element, class Format, class Seen>
+template <class Element, class Format, class Observer>
 float cast_tile_typed(const Tile& tile, float scale) {
     const auto* src = static_cast<const typename Element::storage*>(tile.src);
-    Seen seen;
-    tile_with(tile, CastFill<Element, Format, Seen>{src, tile.src_stride,
-                                                    LineCast<Element, Format>(scale), &seen});
-    return seen.value();
+    Observer observer;
+    tile_with(tile, CastFill<Element, Format, Observer>{
+                        src, tile.src_stride, LineCast<Element, Format>(scale), &observer});
+    return observer.value();
 }
 
-template <template <class> class Seen, class Format>
+template <template <class> class Observer, class Format>
 float cast_tile_format(const Tile& tile, Dtype dtype, float scale) {
     switch (dtype) {
         case Dtype::float32:
-            return cast_tile_typed<Float32, Format, Seen<Float32>>(tile, scale);
+            return cast_tile_typed<Float32, Format, Observer<Float32>>(tile, scale);
         case Dtype::bfloat16:
-            return cast_tile_typed<BFloat16, Format, Seen<BFloat16>>(tile, scale);
+            return cast_tile_typed<BFloat16, Format, Observer<BFloat16>>(tile, scale);
         default:
-            return cast_tile_typed<Float16, Format, Seen<Float16>>(tile, scale);
+            return cast_tile_typed<Float16, Format, Observer<Float16>>(tile, scale);
     }
 }
 
-template <template <class> class Seen>
+template <template <class> class Observer>
 float cast_tile(const Tile& tile, Dtype dtype, float scale, Fp8 format) {
-    if (format == Fp8::e4m3) return cast_tile_format<Seen, E4M3>(tile, dtype, scale);
-    return cast_tile_format<Seen, E5M2>(tile, dtype, scale);
+    if (format == Fp8::e4m3) return cast_tile_format<Observer, E4M3>(tile, dtype, scale);
+    return cast_tile_format<Observer, E5M2>(tile, dtype, scale);
 }
 
 void transpose_tile(const Tile& tile) {

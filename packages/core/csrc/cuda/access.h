@@ -1,4 +1,5 @@
-// Loads and stores: wide ones where addresses allow, and whether a result is to stay in the caches.
+// Loads and stores: wide ones where addresses allow it, and a choice whether a result stays in the
+// caches.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,7 @@ struct alignas(8) Words2 {
 
 #if defined(__CUDACC__)
 
-// What is read once leaves the caches first.
+// Data that is read once leaves the caches first.
 OTTAVA_DEVICE Words4 load_once(const Words4* from) {
     const uint4 v = __ldcs(reinterpret_cast<const uint4*>(from));
     return {{v.x, v.y, v.z, v.w}};
@@ -44,14 +45,14 @@ OTTAVA_DEVICE void store_once(Words4* to, const Words4& v) {
 OTTAVA_DEVICE void store_once(Words2* to, const Words2& v) {
     __stcs(reinterpret_cast<uint2*>(to), make_uint2(v.w[0], v.w[1]));
 }
-// The byte `n` of the eight of `a` and `b` for each half byte n of `selector`.
+// For each half byte n of `selector`, byte n of the eight bytes of `a` and `b`.
 OTTAVA_DEVICE uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     return __byte_perm(a, b, selector);
 }
 
 #else
 
-// An address that a GPU would refuse is refused here too.
+// Addresses that a GPU would refuse are refused here too.
 template <class V>
 OTTAVA_DEVICE V load_once(const V* from) {
     require_aligned(from, alignof(V));

@@ -1,8 +1,8 @@
 // numerics.h on two and on eight elements at a time, with the GPU's own conversions where it has
 // them.
 //
-// Those give the same bytes: each function here has one result, whichever way it comes about. Words
-// hold two 16-bit elements or four data, the first in the low bits.
+// These conversions give the same bytes: the result of a function here does not depend on the way
+// it is computed. Words hold two 16-bit elements or four data, the first in the low bits.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@ OTTAVA_DEVICE uint32_t larger(uint32_t a, uint32_t b) {
     return a > b ? a : b;
 }
 
-// Data of two elements: of `a` in the low byte, of `b` in the next.
+// Data of two elements: that of `a` in the low byte, that of `b` in the next.
 template <class Format>
 OTTAVA_DEVICE uint32_t encode_pair(float a, float b) {
 #if defined(OTTAVA_CONVERTS_FP8)
@@ -39,7 +39,7 @@ OTTAVA_DEVICE uint32_t encode_pair(float a, float b) {
 #endif
 }
 
-// The values of the data in the two low bytes, whose signs count for nothing.
+// The values of the data in the two low bytes; their signs are ignored.
 template <class Format>
 OTTAVA_DEVICE void widen_pair(uint32_t data, float& a, float& b) {
 #if defined(OTTAVA_CONVERTS_FP8)
@@ -58,8 +58,8 @@ OTTAVA_DEVICE void widen_pair(uint32_t data, float& a, float& b) {
 #endif
 }
 
-// Elements as they lie in memory. `words` of them make a group; `Seen` is what is known of the
-// largest magnitude.
+// Elements as they lie in memory. A group has `words` words. `observe` raises the largest magnitude
+// so far, a bit pattern in one word.
 
 struct Float32 {
     static constexpr int words = kGroup, bytes = 4;
@@ -69,21 +69,21 @@ struct Float32 {
     }
     static OTTAVA_DEVICE void put(uint32_t* w, int i, uint32_t element) { w[i] = element; }
     static OTTAVA_DEVICE float widen(uint32_t element) { return bits_as<float>(element); }
-    // NaN is passed over, as in those below.
-    static OTTAVA_DEVICE uint32_t observe(uint32_t seen, uint32_t word) {
+    // NaN is ignored, also in the functions below.
+    static OTTAVA_DEVICE uint32_t observe(uint32_t best, uint32_t word) {
 #if defined(__CUDA_ARCH__)
-        // Of a number and a NaN the larger is the number.
-        return bits_as<uint32_t>(fmaxf(bits_as<float>(seen), fabsf(bits_as<float>(word))));
+        // fmaxf of a number and a NaN is the number.
+        return bits_as<uint32_t>(fmaxf(bits_as<float>(best), fabsf(bits_as<float>(word))));
 #else
         const uint32_t magnitude = word & kMagnitude;
-        return larger(seen, magnitude > static_cast<uint32_t>(kInfinity) ? 0 : magnitude);
+        return larger(best, magnitude > static_cast<uint32_t>(kInfinity) ? 0 : magnitude);
 #endif
     }
-    static OTTAVA_DEVICE float largest(uint32_t seen) { return bits_as<float>(seen); }
+    static OTTAVA_DEVICE float largest(uint32_t best) { return bits_as<float>(best); }
     static OTTAVA_DEVICE uint32_t merge(uint32_t a, uint32_t b) { return larger(a, b); }
 };
 
-// Two elements in a word, their magnitudes compared side by side.
+// Two elements in a word, whose magnitudes are compared side by side.
 template <class Element>
 struct Sixteen {
     static constexpr int words = kGroup / 2, bytes = 2;
@@ -96,12 +96,12 @@ struct Sixteen {
     static OTTAVA_DEVICE void put(uint32_t* w, int i, uint32_t element) {
         w[i / 2] = i % 2 ? w[i / 2] | (element << 16) : element;
     }
-    static OTTAVA_DEVICE uint32_t observe(uint32_t seen, uint32_t word) {
+    static OTTAVA_DEVICE uint32_t observe(uint32_t best, uint32_t word) {
 #if defined(__CUDA_ARCH__)
-        // Of a number and a NaN this is the number; `seen` is one.
-        return Element::maximum(seen, word & 0x7fff7fffu);
+        // The maximum of a number and a NaN is the number, and `best` is a number.
+        return Element::maximum(best, word & 0x7fff7fffu);
 #else
-        return merge(seen, numbers(word));
+        return merge(best, numbers(word));
 #endif
     }
     static OTTAVA_DEVICE uint32_t merge(uint32_t a, uint32_t b) {
@@ -112,8 +112,8 @@ struct Sixteen {
 #endif
     }
     // The larger of the two.
-    static OTTAVA_DEVICE float largest(uint32_t seen) {
-        return Element::widen(larger(seen & 0xffff, seen >> 16));
+    static OTTAVA_DEVICE float largest(uint32_t best) {
+        return Element::widen(larger(best & 0xffff, best >> 16));
     }
 
 private:
@@ -161,13 +161,13 @@ struct Group {
     uint32_t w[Source::words];
 
     OTTAVA_DEVICE float at(int i) const { return Source::at(w, i); }
-    OTTAVA_DEVICE uint32_t observe(uint32_t seen) const {
-        for (int k = 0; k < Source::words; ++k) seen = Source::observe(seen, w[k]);
-        return seen;
+    OTTAVA_DEVICE uint32_t observe(uint32_t best) const {
+        for (int k = 0; k < Source::words; ++k) best = Source::observe(best, w[k]);
+        return best;
     }
 };
 
-// A whole group from element number `i` on, at a 16-byte address.
+// Loads a whole group from element number `i` on, at a 16-byte address.
 template <class Source, bool Kept = false>
 OTTAVA_DEVICE Group<Source> load_whole(const void* from, int64_t i) {
     Group<Source> group;
@@ -182,8 +182,8 @@ OTTAVA_DEVICE Group<Source> load_whole(const void* from, int64_t i) {
     return group;
 }
 
-// The same at an edge: wide loads where `wide`, which asks for 16-byte addresses of whole groups.
-// Beyond `count`, elements are zero.
+// Loads a group at an edge, with wide loads if `wide`, which requires 16-byte addresses of whole
+// groups. Elements beyond `count` are zero.
 template <class Source>
 OTTAVA_DEVICE Group<Source> load_group(const void* from, int64_t i, int64_t count, bool wide) {
     if (wide && count >= kGroup) return load_whole<Source>(from, i);
@@ -238,7 +238,7 @@ OTTAVA_DEVICE void store_whole(uint8_t* to, int64_t i, const Words2& data) {
     store_once(reinterpret_cast<Words2*>(to + i), data);
 }
 
-// Eight data to byte number `i` and those after it; fewer near the end.
+// Stores eight data from byte number `i` on; fewer near the end.
 OTTAVA_DEVICE void store_data(uint8_t* to, int64_t i, int64_t count, bool wide,
                               const Words2& data) {
     if (wide && count >= kGroup) return store_whole(to, i, data);
@@ -247,7 +247,7 @@ OTTAVA_DEVICE void store_data(uint8_t* to, int64_t i, int64_t count, bool wide,
         if (k < count) to[i + k] = static_cast<uint8_t>(data.w[k / 4] >> (8 * (k % 4)));
 }
 
-// Eight data, zero beyond `count`.
+// Loads eight data, which are zero beyond `count`.
 OTTAVA_DEVICE Words2 load_data(const uint8_t* from, int64_t i, int64_t count, bool wide) {
     if (wide && count >= kGroup) return load_once(reinterpret_cast<const Words2*>(from + i));
     Words2 data = {{0, 0}};

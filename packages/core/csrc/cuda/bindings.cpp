@@ -1,6 +1,6 @@
 // The module `ottava._cuda`: the operations of operations.h over raw addresses of the device, on a
-// stream. No libtorch, and nothing of CUDA is called before an operation is: the module is imported
-// where there is no driver too.
+// stream. It needs no libtorch. No function of CUDA is called before the first operation, so the
+// module can be imported where there is no driver.
 #include "bindings.h"
 
 #include <cstdint>
@@ -70,7 +70,8 @@ void decode(Address src, int format, int64_t n, Address scale_inv, Address out, 
 PYBIND11_MODULE(OTTAVA_CUDA_MODULE, m) {
     m.doc() =
         "FP8 kernels for NVIDIA GPUs over raw addresses; ottava.kernels is the interface to use.";
-    // Raised as ottava's own error, which is there by the time that a kernel runs.
+    // The failure is raised as ottava's own error class, which exists by the time that a kernel
+    // runs.
     py::register_exception_translator([](std::exception_ptr error) {
         try {
             if (error) std::rethrow_exception(error);

@@ -1,5 +1,5 @@
-// What the files of bindings share. Operations return once they are queued: none of them lets go of
-// the interpreter.
+// Helpers that the files of bindings share. Operations return once they are queued, so none of them
+// releases the interpreter's lock.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,9 +12,9 @@ namespace py = pybind11;
 
 namespace ottava::cuda {
 
-// The device of the tensors is the current one inside, whatever it is outside. torch changes it and
-// changes it back: it keeps count of the devices that are in use at all, and a look at another one
-// would take memory there.
+// Makes the device of the tensors the current one for a scope. torch sets and restores the device,
+// because torch knows which devices are in use: making another one current would allocate memory
+// there.
 class OnDevice {
 #if !defined(OTTAVA_SEQUENTIAL)
     py::object previous_;
@@ -25,7 +25,7 @@ public:
         check(cudaGetDevice(&current), "the current device is unknown");
         if (current == device) return;
         previous_ = py::module_::import("torch").attr("cuda").attr("_exchange_device")(device);
-        // This module has a runtime of its own.
+        // This module has its own copy of the CUDA runtime.
         check(cudaSetDevice(device), "the device cannot be used");
     }
     ~OnDevice() {
@@ -33,7 +33,7 @@ public:
         try {
             py::module_::import("torch").attr("cuda").attr("_maybe_exchange_device")(previous_);
         } catch (const py::error_already_set&) {
-            // Nothing to be done about it on the way out; the next call sets its own.
+            // A failure cannot be reported here; the next call sets its own device.
         }
     }
     OnDevice(const OnDevice&) = delete;

@@ -12,7 +12,7 @@ namespace {
 
 static_assert(kScratchFloats >= kMaxPartials, "room for all partial amaxes");
 
-// Returns how many blocks left one.
+// Returns the number of partial amaxes.
 int partial_amaxes(const void* src, Dtype dtype, int64_t n, float* scratch, Stream stream) {
     int blocks = 0;
     with_source(dtype, [&](auto source) {
@@ -37,15 +37,15 @@ struct ScaleOfAmax {
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const int64_t i = thread.block() * kThreads + thread.index();
         if (i >= count) return;
-        const Scale made = scale_from_amax(amax[i], fp8_max, epsilon, force_pow_2);
-        scale[i] = made.scale;
-        scale_inv[i] = made.scale_inv;
+        const Scale result = scale_from_amax(amax[i], fp8_max, epsilon, force_pow_2);
+        scale[i] = result.scale;
+        scale_inv[i] = result.scale_inv;
     }
 };
 
 }  // namespace
 
-// One kernel for both layouts of the result, chosen by what is asked for.
+// Chooses the kernel by the results that are requested.
 template <class Scaling>
 void cast_with(const void* src, Dtype dtype, int64_t rows, int64_t cols, const Scaling& scaling,
                uint8_t* out, uint8_t* out_t, Fp8 format, Stream stream) {
@@ -66,7 +66,7 @@ void cast_with(const void* src, Dtype dtype, int64_t rows, int64_t cols, const S
             const TurnedOut turned{out_t, rows, cols, aligned(out_t, 16) && rows % 16 == 0};
             const Kernel kernel{
                 {src, wide, rows, cols, std::max<int64_t>(tiles.across, 1)}, out, turned, scaling};
-            // One block at least: it leaves the scale.
+            // There is at least one block, because a block writes the scale.
             launch(kernel, tiles.count > 0 ? tiles.count : 1, stream);
         });
     });

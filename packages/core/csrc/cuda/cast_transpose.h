@@ -8,7 +8,7 @@
 
 namespace ottava::cuda {
 
-// Data of a matrix and of its transpose, which is all that is written when `out` is null.
+// The data of a matrix and of its transpose; if `out` is null, only the transpose is written.
 template <class Source, class Format, class Scaling>
 struct CastTranspose {
     static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = kCastTiles<Source>;
@@ -27,15 +27,15 @@ struct CastTranspose {
         Group<Source> groups[kGroup];
         tile.load(from.src, groups);
         const float scale = scaling.template get<Format, kThreads>(thread, shared.scaling);
-        uint32_t seen = 0;
+        uint32_t best = 0;
         Words2 data[kGroup];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
-            seen = groups[k].observe(seen);
+            best = groups[k].observe(best);
             data[k] = encode_group<Format>(groups[k], scale);
         }
         int clamped = 0;
-        if (scaling.counts() && clamps<Format>(Source::largest(seen), scale)) {
+        if (scaling.counts() && clamps<Format>(Source::largest(best), scale)) {
             const int64_t inside = tile.count < kGroup ? tile.count : kGroup;
 #pragma unroll 1
             for (int64_t r = tile.row; r < tile.row + kGroup && r < tile.rows; ++r)
@@ -46,7 +46,7 @@ struct CastTranspose {
         put_turned(thread, data, shared.tile);
         thread.barrier();
         write_turned(thread, shared.tile, turned, tile.tile_row, tile.tile_col);
-        scaling.template leave<kThreads>(thread, shared.scaling, Source::largest(seen), clamped);
+        scaling.template leave<kThreads>(thread, shared.scaling, Source::largest(best), clamped);
     }
 };
 

@@ -1,4 +1,4 @@
-// Operations on data: their transpose, and their values.
+// Operations on data: the transpose and the decoding.
 #include "cast_transpose.h"
 #include "decode.h"
 #include "launch.h"

@@ -1,4 +1,4 @@
-// From data back to high precision.
+// Kernels from data back to high precision.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,13 @@
 
 namespace ottava::cuda {
 
-// The bits of a product of magnitudes, whatever NaN it may be as the one NaN.
+// The bits of a product of magnitudes, in which every NaN becomes the same NaN.
 OTTAVA_DEVICE uint32_t clean(float product) {
     const uint32_t bits = bits_as<uint32_t>(product) & kMagnitude;
     return bits > static_cast<uint32_t>(kInfinity) ? static_cast<uint32_t>(kQuietNan) : bits;
 }
 
-// Eight magnitudes with the signs of eight data, to element number `i` of a result and those after
-// it.
+// Stores eight magnitudes with the signs of eight data, from element number `i` of a result on.
 template <class Target>
 struct DecodedStore;
 
@@ -38,7 +37,7 @@ struct DecodedStore<Float32> {
     }
 };
 
-// Rounded to 16 bits, sign put on last.
+// Results are rounded to 16 bits, and the sign is put on last.
 template <class Narrow>
 struct NarrowStore {
     static OTTAVA_DEVICE void put(void* out, int64_t i, int64_t count, bool wide,
@@ -58,7 +57,7 @@ struct NarrowStore {
     }
 };
 
-// Two magnitudes, rounded. The conversions of the GPU give another NaN than ours.
+// Rounds two magnitudes. The GPU's conversions give another NaN than numerics.h.
 struct ToBFloat16 {
     static OTTAVA_DEVICE uint32_t pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
@@ -98,7 +97,7 @@ struct DecodedStore<BFloat16> : NarrowStore<ToBFloat16> {};
 template <>
 struct DecodedStore<Float16> : NarrowStore<ToHalf> {};
 
-// A run of data, times one scale.
+// Decodes a run of data with one scale.
 template <class Format, class Target>
 struct Decode {
     static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4, kUnroll = 4;
@@ -113,7 +112,7 @@ struct Decode {
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const float factor = scale_inv == nullptr ? 1.0f : *scale_inv;
-        // A negative one turns all signs around, which are put on last.
+        // A negative scale inverts all signs, which are put on last.
         const uint32_t turned = bits_as<uint32_t>(factor) >> 31 != 0 ? 0x80808080u : 0u;
         const int64_t first = thread.block() * kChunk + thread.index() * kGroup;
         Words2 data[kUnroll];

@@ -8,7 +8,7 @@
 
 namespace ottava::cuda {
 
-// Not fused with the product before it.
+// The addition is not fused with the product before it.
 OTTAVA_DEVICE float add(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fadd_rn(a, b);
@@ -61,7 +61,7 @@ struct Epilogue {
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const Strip at(thread, rows, across);
-        // Of most threads nothing is outside.
+        // Most threads have no element outside of the matrix.
         if (wide && at.height == Strip::kEach && cols - at.col >= kGroup)
             strip<true>(at);
         else
@@ -73,16 +73,16 @@ private:
     OTTAVA_DEVICE void strip(const Strip& at) const {
         const int64_t first = at.row * cols + at.col;
         const bool whole = kWhole || wide;
-        const int64_t left = kWhole ? int64_t{kGroup} : cols - at.col;
+        const int64_t rest = kWhole ? int64_t{kGroup} : cols - at.col;
         Group<Float32> groups[Strip::kEach];
 #pragma unroll
         for (int k = 0; k < Strip::kEach; ++k)
             groups[k] = load_group<Float32>(acc, first + k * cols,
-                                            kWhole || k < at.height ? left : 0, whole);
+                                            kWhole || k < at.height ? rest : 0, whole);
         const float factor = scale.get();
         float added[kGroup];
         const bool biased = bias.values != nullptr;
-        if (biased) bias.load(at.col, left, added);
+        if (biased) bias.load(at.col, rest, added);
 #pragma unroll
         for (int k = 0; k < Strip::kEach; ++k) {
             uint32_t magnitudes[kGroup];
@@ -92,12 +92,12 @@ private:
                 const float product = multiply(groups[k].at(n), factor);
                 const uint32_t bits = bits_as<uint32_t>(biased ? add(product, added[n]) : product);
                 magnitudes[n] = clean(bits_as<float>(bits));
-                // NaN has none.
+                // NaN has no sign.
                 const uint32_t sign =
                     magnitudes[n] > static_cast<uint32_t>(kInfinity) ? 0 : bits >> 31;
                 signs.w[n / 4] |= sign << (8 * (n % 4) + 7);
             }
-            const int64_t count = kWhole || k < at.height ? left : 0;
+            const int64_t count = kWhole || k < at.height ? rest : 0;
             DecodedStore<Target>::put(out, first + k * cols, count, whole, magnitudes, signs);
         }
     }

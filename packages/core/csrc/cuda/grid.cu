@@ -1,4 +1,4 @@
-// Grids of scales: quantization, and back.
+// Operations on grids of scales: quantization and decoding.
 #include "grid.h"
 
 #include <algorithm>
@@ -16,8 +16,8 @@ int64_t count_of(int64_t size, int64_t block) {
     return block == 0 ? 1 : ceil_div(size, block);
 }
 
-// Calls body(blocks) for those of a side; along columns they are those along rows with rows and
-// columns exchanged.
+// Calls body(blocks) with the blocks of a side. Blocks along columns are those along rows with rows
+// and columns exchanged.
 template <class Body>
 void with_blocks(const GridSide& side, const Body& body) {
     const int64_t narrow = std::min(side.block_rows, side.block_cols),
@@ -38,7 +38,8 @@ MxData mx_data_of(const GridSide& side) {
     return {side.data, static_cast<uint8_t*>(side.scales)};
 }
 
-// A block's size as a power of two; all is more than any index has.
+// The exponent of a block's size. A block of all rows gets an exponent beyond the bits of any
+// index.
 int shift_of(int64_t block) {
     int shift = 0;
     while (block != int64_t{1} << shift)

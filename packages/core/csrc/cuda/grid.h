@@ -1,10 +1,10 @@
-// The quantization on grids whose blocks are 128 elements long, 128 in square, or whole rows and
-// columns, by the tiles of tile.h: one of them has all of its blocks of the former, and both
-// directions are made of one reading.
+// The quantization on grids whose blocks are 1 x 128, 128 x 128, or whole rows and columns, by the
+// tiles of tile.h. A tile contains whole blocks of the first two kinds, and one reading of it
+// serves both directions.
 //
-// The threads of a tile leave in shared memory what they saw of its rows and columns. Each of them
-// then makes the scale of one row or one column, and all take those of their own eight rows and
-// columns from there. The amaxes of whole rows and columns are found by a launch before, which
+// The threads of a tile write the largest magnitudes of their rows and columns to shared memory.
+// Each thread then computes the scale of one row or one column, and reads the scales of its own
+// eight rows and columns. The amaxes of whole rows and columns come from an earlier launch, which
 // raises them from zeros.
 #pragma once
 
@@ -35,17 +35,17 @@ struct TileAmaxes {
     template <class Thread>
     OTTAVA_DEVICE void leave(const Thread& thread, const Group<Source> (&groups)[kGroup]) {
         const TilePlace place(thread);
-        uint32_t seen[kGroup];
+        uint32_t best[kGroup];
         Group<Source> below = {};
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
-            seen[k] = bits_as<uint32_t>(Source::largest(groups[k].observe(0)));
+            best[k] = bits_as<uint32_t>(Source::largest(groups[k].observe(0)));
 #pragma unroll
             for (int n = 0; n < Source::words; ++n)
                 below.w[n] = Source::observe(below.w[n], groups[k].w[n]);
         }
-        // A warp has two times eight rows: sixteen lanes side by side share them.
-        uint32_t row = largest_of_each(thread, seen);
+        // A warp has two times eight rows, and sixteen lanes side by side share eight rows.
+        uint32_t row = largest_of_each(thread, best);
         row = larger(row, thread.exchange(row, kGroup));
         if (place.across < kGroup) rows[place.down * kGroup + place.across] = row;
 #pragma unroll
@@ -54,7 +54,8 @@ struct TileAmaxes {
         if (thread.lane() < kTilePairs) columns[thread.warp()][place.across] = below;
     }
 
-    // After a barrier: of row number `line`, or beyond those of a column.
+    // The amax of row number `line`, or of a column if `line` is beyond the rows; called after a
+    // barrier.
     OTTAVA_DEVICE float of(int line) const {
         if (line < kTile) return bits_as<float>(rows[line]);
         const int column = line - kTile;
@@ -69,7 +70,8 @@ struct TileAmaxes {
 
 static_assert(kTileThreads == 2 * kTile, "a thread for each row and each column");
 
-// The amaxes of whole rows and columns, which are optional and hold zeros or more.
+// The amaxes of whole rows and columns, each of which is optional. Their memory holds zeros or
+// larger values.
 template <class Source>
 struct LineAmaxes {
     static constexpr int kThreads = kTileThreads, kBlocksPerMultiprocessor = kCastTiles<Source>;
@@ -95,8 +97,8 @@ struct LineAmaxes {
     }
 };
 
-// Where the results of a direction go: `scales` has the one of block row i and block column j at
-// `i * down + j * right`.
+// The addresses of the results of a direction. The scale of block row i and block column j is at
+// `scales[i * down + j * right]`.
 struct GridResult {
     uint8_t* data;  // null leaves out the direction
     float* scales;
@@ -107,11 +109,11 @@ struct GridResult {
 template <class Source, class Format, class Blocks>
 struct GridQuantize {
     static constexpr int kThreads = kTileThreads;
-    // Amaxes and scales of lines need more registers for each.
+    // With amaxes and scales of lines, each block needs more registers.
     static constexpr int kBlocksPerMultiprocessor =
         Blocks::square || Blocks::whole ? kCastTiles<Source> : 2;
     struct Shared {
-        // One after the other.
+        // The two are used one after the other.
         union {
             TileData tile;
             TileAmaxes<Source> amaxes;
@@ -126,7 +128,7 @@ struct GridQuantize {
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
-        // The last tiles first: they are what the caches hold after a launch for amaxes.
+        // The last tiles come first, because the caches hold them after a launch for amaxes.
         const TileRows tile(thread, from, thread.blocks() - 1 - thread.block());
         Group<Source> groups[kGroup];
         tile.load(from.src, groups);
@@ -172,18 +174,18 @@ private:
     template <class Thread>
     OTTAVA_DEVICE void find_square(const Thread& thread, Shared& shared, const TileRows& tile,
                                    const Group<Source> (&groups)[kGroup]) const {
-        uint32_t seen = 0;
+        uint32_t best = 0;
 #pragma unroll
-        for (int k = 0; k < kGroup; ++k) seen = groups[k].observe(seen);
-        const float found =
-            scale(bits_as<float>(shared.largest(thread, bits_as<uint32_t>(Source::largest(seen)))));
-        shared.factors[thread.index()] = found;
+        for (int k = 0; k < kGroup; ++k) best = groups[k].observe(best);
+        const float factor =
+            scale(bits_as<float>(shared.largest(thread, bits_as<uint32_t>(Source::largest(best)))));
+        shared.factors[thread.index()] = factor;
         if (thread.index() != 0) return;
-        put_scale(by_row, tile.tile_row / kTile, tile.tile_col / kTile, found);
-        put_scale(by_column, tile.tile_row / kTile, tile.tile_col / kTile, found);
+        put_scale(by_row, tile.tile_row / kTile, tile.tile_col / kTile, factor);
+        put_scale(by_column, tile.tile_row / kTile, tile.tile_col / kTile, factor);
     }
 
-    // One row or column for each thread.
+    // Each thread computes the scale of one row or column.
     template <class Thread>
     OTTAVA_DEVICE void find_lines(const Thread& thread, Shared& shared, const TileRows& tile,
                                   const Group<Source> (&groups)[kGroup]) const {
@@ -195,21 +197,21 @@ private:
         const bool of_row = index < kTile;
         const GridResult& to = of_row ? by_row : by_column;
         const int64_t line = of_row ? tile.tile_row + index : tile.tile_col + index - kTile;
-        const bool wanted = to.data != nullptr && line < (of_row ? tile.rows : tile.cols);
+        const bool is_inside = to.data != nullptr && line < (of_row ? tile.rows : tile.cols);
         float amax = 0.0f;
         if (!Blocks::whole)
             amax = shared.amaxes.of(index);
-        else if (wanted)
+        else if (is_inside)
             amax = to.amaxes[line];
-        const float found = scale(amax);
-        shared.factors[index] = found;
+        const float factor = scale(amax);
+        shared.factors[index] = factor;
         const int64_t other = (of_row ? tile.tile_col : tile.tile_row) / kTile;
-        if (!wanted || (Blocks::whole && other != 0))
+        if (!is_inside || (Blocks::whole && other != 0))
             return;  // the first tile leaves what all of them have
         if (of_row)
-            put_scale(to, line, other, found);
+            put_scale(to, line, other, factor);
         else
-            put_scale(to, other, line, found);
+            put_scale(to, other, line, factor);
     }
 };
 

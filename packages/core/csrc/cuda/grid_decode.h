@@ -1,5 +1,5 @@
-// From grids of scales back to high precision: blocks of 1, 32, 128 or all rows, and of 1, 32, 128
-// or all columns.
+// The decoding on grids of scales, with blocks of 1, 32, 128 or all rows, and of 1, 32, 128 or all
+// columns.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,8 @@
 
 namespace ottava::cuda {
 
-// What scales are stored as: the value of one, and those of eight columns from number `i` on.
+// The stored types of scales: the value of one scale, and those of eight columns from number `i`
+// on.
 struct PowerScale {
     typedef uint8_t Stored;
     static constexpr size_t alignment = 8;   // of wide loads
@@ -43,7 +44,7 @@ struct DecodeScales {
     int row_shift, col_shift;  // rows and columns of a block, as powers of two
     bool wide;
 
-    // Of a group of columns, where each has its own.
+    // The scales of a group of columns, each of which has its own.
     OTTAVA_DEVICE void of_columns(int64_t row, int64_t col, int64_t count,
                                   float (&eight)[kGroup]) const {
         Scale::load(scales, (row >> row_shift) * stride + col, count, wide, eight);
@@ -67,7 +68,7 @@ struct GridDecode {
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const Strip at(thread, rows, across);
-        // Of most threads nothing is outside.
+        // Most threads have no element outside of the matrix.
         if (wide && at.height == Strip::kEach && cols - at.col >= kGroup)
             strip<true>(at);
         else
@@ -80,16 +81,16 @@ private:
     OTTAVA_DEVICE void strip(const Strip& at) const {
         const int64_t first = at.row * cols + at.col;
         const bool whole = kWhole || wide;
-        const int64_t left = kWhole ? int64_t{kGroup} : cols - at.col;
+        const int64_t rest = kWhole ? int64_t{kGroup} : cols - at.col;
         int64_t count[Strip::kEach];
         Words2 eight[Strip::kEach];
 #pragma unroll
         for (int k = 0; k < Strip::kEach; ++k) {
-            count[k] = kWhole || k < at.height ? left : 0;
+            count[k] = kWhole || k < at.height ? rest : 0;
             eight[k] = load_data(data, first + k * cols, count[k], whole);
         }
-        // Where columns have scales of their own, blocks have whole strips of rows; otherwise a
-        // group has one.
+        // Where columns have their own scales, blocks have whole strips of rows. Otherwise a group
+        // has one scale.
         const bool each = from.col_shift == 0;
         float factors[kGroup];
         if (each) from.of_columns(at.row, at.col, count[0], factors);

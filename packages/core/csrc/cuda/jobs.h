@@ -1,5 +1,5 @@
-// Many tensors in one launch: a table of them is an argument of the kernel, by value. So nothing is
-// allocated or copied for it, and a CUDA graph that has captured the launch keeps the table.
+// Many tensors in one launch. The table of tensors is an argument of the kernel, by value, so
+// nothing is allocated or copied for it, and a CUDA graph that captures the launch keeps the table.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +10,16 @@
 
 namespace ottava::cuda {
 
-// The arguments of a kernel may have 32764 bytes since CUDA 12.1, and 4096 before.
+// The arguments of a kernel may take 32764 bytes since CUDA 12.1, and took at most 4096 bytes
+// before.
 #if defined(CUDART_VERSION) && CUDART_VERSION < 12010
 constexpr size_t kTableBytes = 3840;
 #else
 constexpr size_t kTableBytes = 24 << 10;
 #endif
 
-// Jobs, each of which has as many blocks of the grid as it needs. Where their blocks begin lies
-// apart from the rest: it is what every block searches.
+// Jobs, each of which has as many blocks of the grid as it needs. The numbers of their first blocks
+// lie in an array of their own, because every block searches it.
 template <class Job>
 constexpr int jobs_in(size_t bytes) {
     return static_cast<int>(bytes / (sizeof(Job) + sizeof(int32_t)));
@@ -30,17 +31,17 @@ struct Jobs {
     int32_t begins[kCapacity];
     Job all[kCapacity];
 
-    // The number of the job of which `block` is one.
+    // The number of the job that `block` belongs to.
     OTTAVA_DEVICE int of(int64_t block) const {
-        int found = 0, end = count;
-        while (end - found > 1) {
-            const int middle = (found + end) / 2;
+        int first = 0, end = count;
+        while (end - first > 1) {
+            const int middle = (first + end) / 2;
             if (begins[middle] <= block)
-                found = middle;
+                first = middle;
             else
                 end = middle;
         }
-        return found;
+        return first;
     }
 
     bool full() const { return count == kCapacity; }
@@ -63,7 +64,7 @@ public:
     JobLaunches(const JobLaunches&) = delete;
     JobLaunches& operator=(const JobLaunches&) = delete;
 
-    // For the other arguments.
+    // Gives access to the other arguments.
     Kernel* operator->() { return &kernel_; }
 
     template <class Job>
@@ -74,7 +75,7 @@ public:
         blocks_ += blocks;
     }
 
-    // What is left.
+    // Launches the kernel for the remaining jobs.
     void finish() {
         launch(kernel_, blocks_, stream_);
         kernel_.jobs.count = 0;
@@ -82,8 +83,8 @@ public:
     }
 };
 
-// Calls body(source, dtype) for each dtype, or body(format, fp8) for each format: jobs that differ
-// in them are launched apart.
+// Calls body(source, dtype) for each dtype, or body(format, fp8) for each format, because jobs that
+// differ in these are launched separately.
 template <class Body>
 void with_each_source(const Body& body) {
     for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16})

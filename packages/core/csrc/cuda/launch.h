@@ -18,13 +18,13 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerMultiproce
     kernel(Thread{}, shared);
 }
 
-// Without blocks there is nothing to do, and a launch would be an error.
+// A launch without blocks would be an error.
 template <class Kernel>
 void launch(const Kernel& kernel, int64_t blocks, Stream stream) {
     if (blocks <= 0) return;
     if (blocks > INT32_MAX)
         throw LaunchError("a grid of " + std::to_string(blocks) + " blocks is too large");
-    // Not the last error, which may be that of somebody else's call.
+    // The last error is not asked, because it may be that of another library's call.
     void* arguments[] = {const_cast<Kernel*>(&kernel)};
     const auto entry = reinterpret_cast<const void*>(&grid<Kernel>);
     check(cudaLaunchKernel(entry, dim3(static_cast<unsigned>(blocks)), dim3(Kernel::kThreads),

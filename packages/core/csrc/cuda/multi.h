@@ -10,8 +10,8 @@
 
 namespace ottava::cuda {
 
-// What of a tensor one block works on: elements of which it loads many at once. Positions within it
-// have 32 bits.
+// The part of a tensor that one block works on. The block loads many elements at once, and
+// positions within the part have 32 bits.
 template <int kThreadCount, int kRounds>
 struct Chunk {
     static constexpr int kUnroll = 4, kSingles = 16;
@@ -26,18 +26,18 @@ struct Chunk {
 
     static constexpr int kStep = kThreadCount * kGroup;  // from one group of a thread to the next
 
-    // Calls by_groups(groups, at) with whole groups of wide loads, of which number k begins at `at
-    // + k * kStep`, and where there are none, or addresses do not allow them, by_elements(elements,
-    // at) with elements that lie kThreadCount apart: a warp reads and writes what lies together.
-    // Those beyond the end are zero.
+    // Calls by_groups(groups, at) with whole groups of wide loads; group number k begins at `at + k
+    // * kStep`. Where there are no whole groups, or addresses do not allow wide loads, calls
+    // by_elements(elements, at) with elements that lie kThreadCount apart, so that a warp reads and
+    // writes adjacent elements. Elements beyond the end are zero.
     template <class Source, bool Kept, class Thread, class ByGroups, class ByElements>
     static OTTAVA_DEVICE void over(const Thread& thread, const void* src, int size, bool wide,
                                    const ByGroups& by_groups, const ByElements& by_elements) {
-        int done = 0;
+        int position = 0;
         if (wide) {
 #pragma unroll 1
-            for (; done + kRound <= size; done += kRound) {
-                const int at = done + thread.index() * kGroup;
+            for (; position + kRound <= size; position += kRound) {
+                const int at = position + thread.index() * kGroup;
                 Group<Source> groups[kUnroll];
 #pragma unroll
                 for (int k = 0; k < kUnroll; ++k)
@@ -46,7 +46,7 @@ struct Chunk {
             }
         }
 #pragma unroll 1
-        for (int at = done + thread.index(); at < size; at += kThreadCount * kSingles) {
+        for (int at = position + thread.index(); at < size; at += kThreadCount * kSingles) {
             uint32_t elements[kSingles];
 #pragma unroll
             for (int k = 0; k < kSingles; ++k)
@@ -73,7 +73,7 @@ struct AmaxJob {
     Dtype nominal;
 };
 
-// `out` is raised, from the zeros that it holds.
+// Raises `out`, which holds zeros.
 template <class Source>
 struct MultiAmax {
     static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4;
@@ -89,19 +89,19 @@ struct MultiAmax {
         const int64_t begin = (thread.block() - jobs.begins[number]) * Work::kSize;
         const void* src = advance<Source>(job.src, begin);
         const int size = Work::size_at(begin, job.count);
-        uint32_t seen = 0;
-        // What is read here is read again for the cast: it may stay in the caches.
+        uint32_t best = 0;
+        // The elements are read again for the cast, so they may stay in the caches.
         Work::template over<Source, true>(
             thread, src, size, allows_wide(src, 16),
             [&](const auto& groups, int) {
 #pragma unroll
-                for (int k = 0; k < Work::kUnroll; ++k) seen = groups[k].observe(seen);
+                for (int k = 0; k < Work::kUnroll; ++k) best = groups[k].observe(best);
             },
             [&](const auto& elements, int) {
 #pragma unroll
-                for (int k = 0; k < Work::kSingles; ++k) seen = Source::observe(seen, elements[k]);
+                for (int k = 0; k < Work::kSingles; ++k) best = Source::observe(best, elements[k]);
             });
-        const uint32_t largest = shared(thread, bits_as<uint32_t>(Source::largest(seen)));
+        const uint32_t largest = shared(thread, bits_as<uint32_t>(Source::largest(best)));
         if (thread.index() != 0) return;
         const float value = rounded(bits_as<float>(largest), job.nominal);
         thread.raise(reinterpret_cast<int32_t*>(out + job.number), bits_as<int32_t>(value));
@@ -124,8 +124,8 @@ struct MultiCast {
     const float* scales;
     Jobs<CastJob> jobs;
 
-    // The last blocks of the grid first: what they cast was read last by an amax, and may be in the
-    // caches.
+    // The last blocks of the grid come first: an amax has read their elements last, so the caches
+    // may hold them.
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const int64_t block = thread.blocks() - 1 - thread.block();

@@ -1,12 +1,11 @@
 // The quantization of MX blocks along rows, along columns, or both, in one pass over the matrix.
 //
-// A warp has 32 rows and 64 columns: two blocks in each row, one in each column. A lane holds eight
-// rows of eight columns in registers from the one time that they are read, so that four lanes side
-// by side have the blocks of eight rows, and four below each other those of eight columns. They
-// share the work of their scales: the largest magnitudes are exchanged so that each lane has the
-// sum of two, and makes two scales, which are exchanged again. No element goes through shared
-// memory. Only the scales of the rows do, two bytes from each warp, to leave the block of threads
-// as one piece for each row.
+// A warp has 32 rows and 64 columns: two blocks in each row, one in each column. A lane reads eight
+// rows of eight columns once and holds them in registers, so that four lanes side by side have the
+// blocks of eight rows, and four lanes below each other have those of eight columns. These lanes
+// share the work of their scales: they exchange largest magnitudes, each lane computes two scales,
+// and the scales are exchanged again. No element goes through shared memory. Only the scales of the
+// rows do, two bytes from each warp, so that each row of the block of threads writes them at once.
 #pragma once
 
 #include <cstdint>
@@ -15,15 +14,15 @@
 
 namespace ottava::cuda {
 
-// Where the results of a direction go.
+// The addresses of the results of a direction.
 struct MxResult {
     uint8_t* data;
     uint8_t* scales;
     bool wide_scales;
 };
 
-// Eight data to byte number `i` and those after it; fewer near the end. At an edge one after the
-// other in a loop, which takes few registers from those that hold the elements.
+// Stores eight data from byte number `i` on; fewer near the end. At an edge a loop stores them one
+// after the other, because that takes few of the registers that hold the elements.
 OTTAVA_DEVICE void put_data(uint8_t* to, int64_t i, int64_t count, bool wide, const Words2& data) {
     if (wide && count >= kGroup) return store_whole(to, i, data);
     const int bytes = count < kGroup ? static_cast<int>(count) : kGroup;
@@ -32,8 +31,8 @@ OTTAVA_DEVICE void put_data(uint8_t* to, int64_t i, int64_t count, bool wide, co
     for (int k = 0; k < bytes; ++k, rest >>= 8) to[i + k] = static_cast<uint8_t>(rest);
 }
 
-// Where a conversion takes many instructions, those of several rows are not to be mixed: there are
-// no registers for that.
+// Where a conversion takes many instructions, those of several rows must not be mixed, because
+// there are too few registers for that.
 OTTAVA_DEVICE void keep_apart() {
 #if defined(__CUDA_ARCH__) && !defined(OTTAVA_CONVERTS_FP8)
     __syncwarp();
@@ -63,11 +62,11 @@ struct MxQuantize {
         const int64_t warp_col = tile_col + thread.warp() * kWarpCols;
         const int down = thread.lane() / kLanesAcross * kGroup;
         const int64_t row = tile_row + down, col = warp_col + thread.lane() % kLanesAcross * kGroup;
-        const int64_t left = rows - row;
+        const int64_t rest = rows - row;
         const Place place{row * cols + col, cols - col,
-                          left < kGroup ? static_cast<int>(left) : kGroup, down,
+                          rest < kGroup ? static_cast<int>(rest) : kGroup, down,
                           tile_row / kMxBlock * cols + col};
-        // Of most warps nothing is outside.
+        // Most warps have no element outside of the matrix.
         if (wide && tile_row + kRows <= rows && warp_col + kWarpCols <= cols)
             quantize<true>(thread, shared, place);
         else
@@ -94,20 +93,20 @@ private:
                             ? load_whole<Source>(src, i)
                             : load_group<Source>(src, i, k < place.height ? place.count : 0, wide);
         }
-        // Both directions at once: no magnitude has to be kept.
-        uint32_t seen[kGroup] = {};
+        // Both directions are observed at once, so that no magnitude has to stay in a register.
+        uint32_t best[kGroup] = {};
         Group<Source> seen_below = {};
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
 #pragma unroll
             for (int n = 0; n < Source::words; ++n) {
-                seen[k] = Source::observe(seen[k], groups[k].w[n]);
+                best[k] = Source::observe(best[k], groups[k].w[n]);
                 seen_below.w[n] = Source::observe(seen_below.w[n], groups[k].w[n]);
             }
         }
         Words2 row_scales = {}, column_scales = {};
         if (kByRow) {
-            row_scales = exchanged(thread, folded(seen), 2, 1);
+            row_scales = exchanged(thread, folded(best), 2, 1);
             stage(thread, shared, place.down, row_scales);
         }
         float column_factors[kGroup] = {};
@@ -134,15 +133,15 @@ private:
         }
     }
 
-    // What was seen of eight rows as eight elements.
-    static OTTAVA_DEVICE Group<Source> folded(const uint32_t (&seen)[kGroup]) {
+    // The largest magnitudes of eight rows, as a group of eight elements.
+    static OTTAVA_DEVICE Group<Source> folded(const uint32_t (&best)[kGroup]) {
         Group<Source> largest;
 #pragma unroll
         for (int k = 0; k < Source::words; ++k) {
             if (Source::words == kGroup) {
-                largest.w[k] = seen[k];
+                largest.w[k] = best[k];
             } else {  // two elements to a word: those of two rows beside each other
-                const uint32_t upper = seen[2 * k % kGroup], lower = seen[(2 * k + 1) % kGroup];
+                const uint32_t upper = best[2 * k % kGroup], lower = best[(2 * k + 1) % kGroup];
                 largest.w[k] = Source::merge(pick_bytes(upper, lower, 0x5410),
                                              pick_bytes(upper, lower, 0x7632));
             }
@@ -150,8 +149,8 @@ private:
         return largest;
     }
 
-    // The data of eight scales, from the magnitudes that the four lanes hold whose numbers differ
-    // in the bits of `first` and `second`.
+    // The bytes of eight scales, from the magnitudes of the four lanes whose numbers differ in the
+    // bits of `first` and `second`.
     template <class Thread>
     OTTAVA_DEVICE Words2 exchanged(const Thread& thread, const Group<Source>& largest, int first,
                                    int second) const {
@@ -180,13 +179,13 @@ private:
     // One scale for 32 rows and columns.
     template <class Thread>
     OTTAVA_DEVICE Words2 of_square(const Thread& thread, const Group<Source>& largest) const {
-        uint32_t seen = largest.w[0];
+        uint32_t best = largest.w[0];
 #pragma unroll
-        for (int k = 1; k < Source::words; ++k) seen = Source::merge(seen, largest.w[k]);
+        for (int k = 1; k < Source::words; ++k) best = Source::merge(best, largest.w[k]);
         constexpr int kMasks[] = {1, 2, kLanesAcross, 2 * kLanesAcross};
 #pragma unroll
-        for (int k = 0; k < 4; ++k) seen = Source::merge(seen, thread.exchange(seen, kMasks[k]));
-        const uint32_t four = code(Source::largest(seen)) * 0x01010101u;
+        for (int k = 0; k < 4; ++k) best = Source::merge(best, thread.exchange(best, kMasks[k]));
+        const uint32_t four = code(Source::largest(best)) * 0x01010101u;
         return {{four, four}};
     }
 
@@ -203,7 +202,7 @@ private:
         if (k < place.height) put_data(to, i, place.count, wide, data);
     }
 
-    // Of the eight rows whose scales four lanes have, each leaves two.
+    // Each of the four lanes that have the scales of eight rows writes two of them.
     template <class Thread>
     OTTAVA_DEVICE void stage(const Thread& thread, Shared& shared, int down,
                              const Words2& scales) const {

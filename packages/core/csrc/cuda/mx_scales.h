@@ -9,7 +9,7 @@ namespace ottava::cuda {
 
 constexpr int kMxBlock = 32;
 
-// Along a row of `cols` elements.
+// The number of blocks along a row of `cols` elements.
 OTTAVA_DEVICE int64_t mx_blocks(int64_t cols) {
     return (cols + kMxBlock - 1) / kMxBlock;
 }
@@ -21,13 +21,13 @@ OTTAVA_DEVICE uint32_t block_scale(float amax, bool floor) {
                                        : e8m0_up<Format, float, int32_t>(amax));
 }
 
-// e8m0_multiplier of the code of a block, which is none of NaN: of what is not a normal number,
-// only 2^-127 is left.
+// e8m0_multiplier of the code of a block that is not NaN: the only multiplier that is not a normal
+// number is 2^-127.
 OTTAVA_DEVICE float block_factor(uint32_t code) {
     return bits_as<float>(larger((kE8m0Max - code) << 23, static_cast<uint32_t>(kTwoToMinus127)));
 }
 
-// Exponents of amaxes, whose signs count for nothing.
+// The exponents of amaxes, whose signs are ignored.
 template <class Format>
 struct MxScaleOfAmax {
     static constexpr int kThreads = 256, kBlocksPerMultiprocessor = 4;
@@ -42,13 +42,13 @@ struct MxScaleOfAmax {
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared&) const {
         const int64_t i = thread.block() * kChunk + thread.index() * kGroup;
         const Group<Float32> group = load_group<Float32>(amax, i, count - i, wide);
-        Words2 found = {{0, 0}};
+        Words2 codes = {{0, 0}};
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) {
             const float magnitude = bits_as<float>(group.w[k] & kMagnitude);
-            found.w[k / 4] |= block_scale<Format>(magnitude, floor) << (8 * (k % 4));
+            codes.w[k / 4] |= block_scale<Format>(magnitude, floor) << (8 * (k % 4));
         }
-        store_data(exponents, i, count - i, wide, found);
+        store_data(exponents, i, count - i, wide, codes);
     }
 };
 

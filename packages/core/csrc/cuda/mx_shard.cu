@@ -58,20 +58,21 @@ void mx_multi_cast(const GridMultiCast* shards, int64_t count, Stream stream) {
             for (int64_t i = 0; i < count; ++i) {
                 const GridShard& job = shards[i].shard;
                 const GridCastSide &row = shards[i].by_row, &column = shards[i].by_column;
-                const bool wanted = row.data != nullptr || column.data != nullptr;
+                const bool has_output = row.data != nullptr || column.data != nullptr;
                 const bool now =
                     job.source.dtype == dtype && shards[i].element == static_cast<Stored>(format);
-                if (!now || job.source.count == 0 || !wanted) continue;
+                if (!now || job.source.count == 0 || !has_output) continue;
                 const PanelRange range(job.cols, job.start, job.source.count);
                 const int64_t across = blocks_of(job.cols);
-                ShardCastJob made{panels_of(job, range), nullptr, row.data, nullptr, column.data};
+                ShardCastJob cast_job{panels_of(job, range), nullptr, row.data, nullptr,
+                                      column.data};
                 if (row.data != nullptr)
-                    made.row_scales = static_cast<const uint8_t*>(row.scales) +
-                                      range.block * kShardRows * across + range.col / kWarp;
+                    cast_job.row_scales = static_cast<const uint8_t*>(row.scales) +
+                                          range.block * kShardRows * across + range.col / kWarp;
                 if (column.data != nullptr)
-                    made.column_scales = static_cast<const uint8_t*>(column.scales) +
-                                         range.block * job.cols + range.col;
-                launches.add(made, range.across * range.down);
+                    cast_job.column_scales = static_cast<const uint8_t*>(column.scales) +
+                                             range.block * job.cols + range.col;
+                launches.add(cast_job, range.across * range.down);
             }
             launches.finish();
         });

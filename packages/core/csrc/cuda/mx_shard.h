@@ -1,8 +1,7 @@
-// Kernels over the parts of matrices that are at hand: the amaxes of MX blocks, and the cast with
-// known scales.
+// Kernels over shards of matrices: the amaxes of MX blocks, and the cast with known scales.
 //
-// A block takes a panel of 32 rows by 128 columns, a thread one of its columns: a warp reads a
-// row's block at once, and a thread has a column's block for itself.
+// A block works on a panel of 32 rows by 128 columns, and a thread on one of its columns. So a warp
+// reads a row's block at once, and a thread has a whole block of its column.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +15,7 @@ namespace ottava::cuda {
 constexpr int kShardRows = 32, kShardCols = 128;  // of a panel
 static_assert(kShardRows == kWarp, "a lane for each row");
 
-// A shard, from the first panel on that has something of it.
+// A shard, from the first panel on that has elements of it.
 struct ShardPanels {
     const void* src;
     int64_t count;   // elements at hand
@@ -32,9 +31,9 @@ OTTAVA_DEVICE int64_t row_blocks(const ShardPanels& shard) {
     return (shard.stride + kWarp - 1) / kWarp;
 }
 
-// Where in a matrix they begin, and how many there are: the host's part.
+// The place of the panels in the matrix and their number, which the host computes.
 struct PanelRange {
-    int64_t block, col;  // of the first: number of its rows of blocks, and column
+    int64_t block, col;  // of the first panel: the number of its row of blocks, and its column
     int64_t across = 0, down = 0;
 
     PanelRange(int64_t cols, int64_t start, int64_t count) : block(0), col(0) {
@@ -51,10 +50,10 @@ struct PanelRange {
 
 // One panel as a thread sees it.
 struct ShardPlace {
-    int64_t row, col;  // from the shard's first panel on: of this panel, and of this thread
-    int64_t index;     // of the thread's first element in the shard
-    bool inside;       // whether the matrix has this column
-    uint32_t held;     // a bit for each row whose element is at hand
+    int64_t row, col;       // from the shard's first panel on: of this panel, and of this thread
+    int64_t index;          // of the thread's first element in the shard
+    bool inside;            // whether the matrix has this column
+    uint32_t rows_at_hand;  // a bit for each row whose element is at hand
 
     template <class Thread>
     OTTAVA_DEVICE ShardPlace(const Thread& thread, const ShardPanels& shard, uint32_t panel) {
@@ -65,20 +64,21 @@ struct ShardPlace {
         index = shard.offset + row * shard.stride + col;
         inside = col < shard.cols;
         const int64_t last = index + (kShardRows - 1) * shard.stride;
-        held = inside && index >= 0 && last < shard.count ? ~0u : 0;
-        if (!inside || held != 0) return;
-        // At an edge of the shard. What is below the matrix is beyond the shard as well.
+        rows_at_hand = inside && index >= 0 && last < shard.count ? ~0u : 0;
+        if (!inside || rows_at_hand != 0) return;
+        // The thread is at an edge of the shard. Rows below the matrix are beyond the shard as
+        // well.
         int64_t at = index;
 #pragma unroll 1
         for (uint32_t bit = 1; bit != 0; bit <<= 1, at += shard.stride)
-            if (at >= 0 && at < shard.count) held |= bit;
+            if (at >= 0 && at < shard.count) rows_at_hand |= bit;
     }
 
-    // Elements of kRows rows from `from` on, zero where there are none.
+    // Loads the elements of kRows rows from `from` on; those outside of the shard are zero.
     template <class Source, int kRows>
     OTTAVA_DEVICE void load(const ShardPanels& shard, int from, uint32_t (&elements)[kRows]) const {
         int64_t at = index + from * shard.stride;
-        const uint32_t rows = held >> from;
+        const uint32_t rows = rows_at_hand >> from;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             elements[r] = ((rows >> r) & 1) != 0 ? Source::load(shard.src, at) : 0;
@@ -93,7 +93,7 @@ struct ShardAmaxJob {
     float* columns;  // null for squares
 };
 
-// Blocks of which nothing is at hand get 0, as those that are in no panel have it.
+// Blocks without elements in the shard get 0, as blocks outside of all panels do.
 template <class Source>
 struct ShardAmax {
     static constexpr int kThreads = kShardCols, kBlocksPerMultiprocessor = 8;
@@ -106,17 +106,17 @@ struct ShardAmax {
         const ShardAmaxJob& job = jobs.all[number];
         const ShardPlace place(thread, job.shard,
                                static_cast<uint32_t>(thread.block() - jobs.begins[number]));
-        uint32_t seen[kShardRows];
-        place.load<Source>(job.shard, 0, seen);
+        uint32_t best[kShardRows];
+        place.load<Source>(job.shard, 0, best);
         uint32_t column = 0;
 #pragma unroll
         for (int r = 0; r < kShardRows; ++r) {
-            seen[r] = Source::observe(0, seen[r]);
-            column = larger(column, seen[r]);
+            best[r] = Source::observe(0, best[r]);
+            column = larger(column, best[r]);
         }
         const int64_t blocks = row_blocks(job.shard), line = place.row / kShardRows;
         const int64_t block = place.col / kWarp;
-        // The warp's first column is within the matrix where any of them is.
+        // If any column of the warp is within the matrix, the first one is.
         const bool some = place.col - thread.lane() < job.shard.cols;
         if (job.columns == nullptr) {
             const uint32_t square = largest_of_warp(thread, column);
@@ -127,14 +127,14 @@ struct ShardAmax {
         if (place.inside)
             job.columns[line * job.shard.stride + place.col] = value(column, job.shard.nominal);
         const int64_t row = place.row + thread.lane();
-        const uint32_t mine = largest_of_each(thread, seen);
+        const uint32_t mine = largest_of_each(thread, best);
         if (some && row < job.shard.rows)
             job.rows[row * blocks + block] = value(mine, job.shard.nominal);
     }
 
 private:
-    static OTTAVA_DEVICE float value(uint32_t seen, Dtype nominal) {
-        return rounded(Source::largest(seen), nominal);
+    static OTTAVA_DEVICE float value(uint32_t best, Dtype nominal) {
+        return rounded(Source::largest(best), nominal);
     }
 };
 
@@ -158,7 +158,7 @@ struct ShardCast {
 
     template <class Thread>
     OTTAVA_DEVICE void operator()(const Thread& thread, Shared& shared) const {
-        // The last first, as in MultiCast.
+        // The last panels come first, as in MultiCast.
         const int64_t panel = thread.blocks() - 1 - thread.block();
         const int number = jobs.of(panel);
         const ShardCastJob& job = jobs.all[number];
@@ -168,7 +168,7 @@ struct ShardCast {
         if (job.column_data != nullptr && place.inside)
             column = multiplier(
                 job.column_scales[place.row / kShardRows * job.shard.stride + place.col]);
-        // A lane for each row of the warp's block.
+        // Each lane loads the scale of one row of the warp's block.
         const int64_t blocks = row_blocks(job.shard), row = place.row + thread.lane();
         const bool has = row < job.shard.rows && place.col - thread.lane() < job.shard.cols &&
                          job.row_data != nullptr;
@@ -188,11 +188,11 @@ private:
     template <class Rounding, class Thread>
     static OTTAVA_DEVICE void cast(const Thread& thread, const ShardCastJob& job,
                                    const ShardPlace& place, float column, const Shared& shared) {
-        // Both directions are worked out, and written where they are wanted: no branches between
-        // the loads.
+        // Both directions are computed, and written where they are requested, so that there are no
+        // branches between the loads.
         uint8_t *const row_data = job.row_data, *const column_data = job.column_data;
-        const uint32_t by_row = row_data == nullptr ? 0 : place.held;
-        const uint32_t by_column = column_data == nullptr ? 0 : place.held;
+        const uint32_t by_row = row_data == nullptr ? 0 : place.rows_at_hand;
+        const uint32_t by_column = column_data == nullptr ? 0 : place.rows_at_hand;
         const int64_t stride = job.shard.stride;
         int64_t at = place.index;
 #pragma unroll 1
@@ -215,10 +215,10 @@ private:
         }
     }
 
-    static OTTAVA_DEVICE void put(uint32_t data, uint32_t wanted, uint8_t* to, int64_t at,
+    static OTTAVA_DEVICE void put(uint32_t data, uint32_t rows, uint8_t* to, int64_t at,
                                   int64_t stride) {
-        if ((wanted & 1) != 0) to[at] = static_cast<uint8_t>(data);
-        if ((wanted & 2) != 0) to[at + stride] = static_cast<uint8_t>(data >> 8);
+        if ((rows & 1) != 0) to[at] = static_cast<uint8_t>(data);
+        if ((rows & 2) != 0) to[at + stride] = static_cast<uint8_t>(data >> 8);
     }
 };
 

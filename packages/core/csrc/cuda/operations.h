@@ -1,6 +1,6 @@
-// The operations of the CUDA backend: those of cpu/kernels.h on a stream, without a word to the
-// host. Pointers are the device's. Scratch memory comes from the caller, who owns all allocation. A
-// null pointer leaves out what is optional.
+// The operations of the CUDA backend: those of cpu/kernels.h on a stream, without a copy to the
+// host. Pointers are the device's. The caller allocates all memory, also scratch memory. A null
+// pointer leaves out an optional result.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ struct ScaleRule;
 
 namespace ottava::cuda {
 
-// Floats of scratch memory that an amax and a quantization need.
+// The number of floats of scratch memory for an amax and for a quantization.
 constexpr int64_t kScratchFloats = 512;
 
 void amax(const void* src, Dtype dtype, int64_t n, float* scratch, float* out, Stream stream);
 void scales_from_amax(const float* amax, int64_t n, float fp8_max, float epsilon, bool force_pow_2,
                       float* scale, float* scale_inv, Stream stream);
-// With a known scale. Without `out_t`, rows and columns are one run.
+// A cast with a known scale. Without `out_t`, rows and columns are one run.
 struct Observed {
     float* amax;         // optional: raised to the largest magnitude
     int64_t* saturated;  // optional: raised by the number of clamped elements
@@ -54,8 +54,8 @@ struct MxData {
 void mx_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format, bool square,
                  bool floor, const MxData& by_row, const MxData& by_column, Stream stream);
 
-// Grids of scales: those of MX blocks, and float32 ones of 1 x 128, 128 x 128 and 1 x all elements,
-// those of the other direction among them.
+// Grids of scales: MX blocks, and blocks of 1 x 128, 128 x 128 and 1 x all elements with float32
+// scales, in both directions.
 
 void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8 format,
                    const ScaleRule& rule, const GridSide& by_row,
@@ -77,16 +77,17 @@ struct Finish {
 void finish_float32(const float* acc, int64_t rows, int64_t cols, const Finish& finish, void* out,
                     Dtype dtype, Stream stream);
 
-// Operations on many tensors (multi.cu, mx_shard.cu), in one launch for all that have one dtype and
-// one format, as long as they fit its table.
+// Operations on many tensors (multi.cu, mx_shard.cu). One launch serves all tensors that have one
+// dtype and one format, as far as they fit its table.
 
 // `out` holds zeros when called.
 void multi_amax(const MultiSource* sources, int64_t count, float* out, Stream stream);
 void multi_cast(const MultiCastJob* casts, int64_t count, const float* scales, Stream stream);
-// Of MX blocks. `out` holds the amaxes of all matrices one after the other, and zeros when called.
+// The amaxes of MX blocks. `out` holds the amaxes of all matrices one after the other, and zeros
+// when called.
 void mx_multi_amax(const GridMultiAmax* shards, int64_t count, float* out, Stream stream);
 void mx_multi_cast(const GridMultiCast* shards, int64_t count, Stream stream);
-// `maxima` are the host's.
+// `maxima` are in the host's memory.
 void update_scales(
     const HistorySlots* tensors, int64_t count, int64_t length, const float* maxima,
     bool most_recent,

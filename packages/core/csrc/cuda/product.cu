@@ -1,4 +1,4 @@
-// What follows a product: its last step.
+// The last step of a product.
 #include "epilogue.h"
 #include "launch.h"
 #include "operations.h"

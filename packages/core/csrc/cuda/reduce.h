@@ -1,5 +1,5 @@
-// The largest of what the threads of a warp or a block hold, and of what blocks have left in
-// memory.
+// The largest of the values of a warp's or a block's threads, and of partial results that blocks
+// wrote to memory.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace ottava::cuda {
 
-// Bit patterns of floats that are not negative: their order is that of the values. Every lane gets
-// the result.
+// Values are bit patterns of floats that are not negative, whose order is that of the floats. Every
+// lane gets the result.
 template <class Thread>
 OTTAVA_DEVICE uint32_t largest_of_warp(const Thread& thread, uint32_t value) {
 #pragma unroll
@@ -18,9 +18,9 @@ OTTAVA_DEVICE uint32_t largest_of_warp(const Thread& thread, uint32_t value) {
     return value;
 }
 
-// Of kCount values that each lane has, a power of two, the largest of kCount lanes side by side:
-// the lane r of them gets that of number r. At each step half of the values go to the lane across,
-// so that there are kCount - 1 exchanges for all.
+// Each lane has kCount values, a power of two. Of each kCount lanes side by side, lane r gets the
+// largest of their values with number r. At each step half of the values go to the lane across, so
+// that kCount - 1 exchanges suffice.
 template <int kCount, class Thread>
 OTTAVA_DEVICE uint32_t largest_of_each(const Thread& thread, const uint32_t (&values)[kCount]) {
     if constexpr (kCount == 1) {
@@ -28,14 +28,14 @@ OTTAVA_DEVICE uint32_t largest_of_each(const Thread& thread, const uint32_t (&va
     } else {
         constexpr int kHalf = kCount / 2;
         const bool upper = (thread.lane() & kHalf) != 0;
-        uint32_t left[kHalf];
+        uint32_t rest[kHalf];
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) {
-            const uint32_t kept = upper ? values[i + kHalf] : values[i],
-                           given = upper ? values[i] : values[i + kHalf];
-            left[i] = larger(kept, thread.exchange(given, kHalf));
+            const uint32_t own = upper ? values[i + kHalf] : values[i],
+                           sent = upper ? values[i] : values[i + kHalf];
+            rest[i] = larger(own, thread.exchange(sent, kHalf));
         }
-        return largest_of_each(thread, left);
+        return largest_of_each(thread, rest);
     }
 }
 
@@ -44,7 +44,7 @@ struct BlockLargest {
     static constexpr int kWarps = kThreads / kWarp;
     uint32_t of_warps[kWarps];
 
-    // Every thread gets the result. The next use of the same memory is after another barrier.
+    // Every thread gets the result. The memory may be used again after another barrier.
     template <class Thread>
     OTTAVA_DEVICE uint32_t operator()(const Thread& thread, uint32_t value) {
         value = largest_of_warp(thread, value);
@@ -57,22 +57,22 @@ struct BlockLargest {
     }
 };
 
-// An amax is left by each of a number of blocks, for all the blocks of a later launch to combine:
-// no counter or result has to be cleared before, and nothing depends on the order in which blocks
+// Each of a number of blocks writes a partial amax, and all blocks of a later launch combine these.
+// No counter or result has to be cleared before, and nothing depends on the order in which blocks
 // end.
 constexpr int kMaxPartials = 512;
 
-// The largest of those that a thread of a block of a later launch looks at, all of them at once.
+// The largest of the partial amaxes that one thread of a later launch reads, all of them at once.
 template <int kThreads, class Thread>
 OTTAVA_DEVICE uint32_t largest_part(const Thread& thread, const float* partial, int count) {
     static_assert(kMaxPartials % kThreads == 0, "every thread looks at as many");
-    uint32_t seen = 0;
+    uint32_t best = 0;
 #pragma unroll
     for (int k = 0; k < kMaxPartials / kThreads; ++k) {
         const int i = thread.index() + k * kThreads;
-        if (i < count) seen = larger(seen, bits_as<uint32_t>(partial[i]));
+        if (i < count) best = larger(best, bits_as<uint32_t>(partial[i]));
     }
-    return seen;
+    return best;
 }
 
 }  // namespace ottava::cuda

@@ -1,5 +1,4 @@
-// Elements that count as rounded to another dtype, to nearest even, before anything else is made of
-// them.
+// Elements that count as rounded to another dtype, to nearest even, before any other operation.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,7 @@
 
 namespace ottava::cuda {
 
-// What the next two make of a NaN is a NaN, of whatever bits: no code depends on them.
+// The next two functions turn NaN into NaN of any bits, because no code depends on the bits.
 
 struct Unrounded {
     static OTTAVA_DEVICE void pair(float&, float&) {}
@@ -44,7 +43,8 @@ struct ToFloat16 {
     }
 };
 
-// Calls body(rounding) for elements of `Source`; none where their values are values of `nominal`.
+// Calls body(rounding) for elements of `Source`, without a rounding where their values are values
+// of `nominal`.
 template <class Source, class Body>
 OTTAVA_DEVICE void with_rounding(Dtype nominal, const Body& body) {
     if (nominal == Dtype::bfloat16 && !std::is_same<Source, BFloat16>::value)
@@ -54,7 +54,7 @@ OTTAVA_DEVICE void with_rounding(Dtype nominal, const Body& body) {
     body(Unrounded{});
 }
 
-// One value: rounding keeps the order of magnitudes, so that the largest may be rounded last.
+// Rounds one value. Rounding keeps the order of magnitudes, so the largest may be rounded last.
 OTTAVA_DEVICE float rounded(float value, Dtype nominal) {
     float unused = 0.0f;
     if (nominal == Dtype::bfloat16) ToBFloat16::pair(value, unused);

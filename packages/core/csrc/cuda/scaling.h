@@ -1,4 +1,4 @@
-// Where a cast has its scale from, and what it leaves about it: the first argument of the cast
+// The source of a cast's scale, and the statistics that a cast writes: an argument of the cast
 // kernels.
 #pragma once
 
@@ -31,20 +31,21 @@ struct KnownScale {
 
     OTTAVA_DEVICE bool counts() const { return saturated != nullptr; }
 
-    // What this thread saw, and how many of them were clamped.
+    // Adds the largest magnitude of this thread's elements, and the number of those that were
+    // clamped.
     template <int kThreads, class Thread>
-    OTTAVA_DEVICE void leave(const Thread& thread, Shared<kThreads>& shared, float seen,
+    OTTAVA_DEVICE void leave(const Thread& thread, Shared<kThreads>& shared, float best,
                              int clamped) const {
         if (clamped != 0) thread.add(saturated, clamped);
         if (amax == nullptr) return;
-        const uint32_t largest = shared.largest(thread, bits_as<uint32_t>(seen));
+        const uint32_t largest = shared.largest(thread, bits_as<uint32_t>(best));
         if (thread.index() == 0)
             thread.raise(reinterpret_cast<int32_t*>(amax), static_cast<int32_t>(largest));
     }
 };
 
-// The scale that the tensor's own amax gives, of which each of `count` blocks of the launch before
-// has left a part.
+// The scale that follows from the tensor's own amax. Each of `count` blocks of the launch before
+// wrote a partial amax.
 struct CurrentScale {
     const float* partial;
     int count;
@@ -63,13 +64,13 @@ struct CurrentScale {
     OTTAVA_DEVICE float get(const Thread& thread, Shared<kThreads>& shared) const {
         const float largest =
             bits_as<float>(shared.largest(thread, largest_part<kThreads>(thread, partial, count)));
-        const Scale made = scale_from_amax(largest, format_max<Format>(), epsilon, force_pow_2);
+        const Scale result = scale_from_amax(largest, format_max<Format>(), epsilon, force_pow_2);
         if (thread.block() == 0 && thread.index() == 0) {
             if (amax != nullptr) *amax = largest;
-            if (scale != nullptr) *scale = made.scale;
-            *scale_inv = made.scale_inv;
+            if (scale != nullptr) *scale = result.scale;
+            *scale_inv = result.scale_inv;
         }
-        return made.scale;
+        return result.scale;
     }
 
     OTTAVA_DEVICE bool counts() const { return false; }
@@ -78,7 +79,7 @@ struct CurrentScale {
     OTTAVA_DEVICE void leave(const Thread&, Shared<kThreads>&, float, int) const {}
 };
 
-// Whether a cast clamps an element. NaN is none that it does.
+// Whether a cast clamps an element. NaN is not clamped.
 template <class Format>
 OTTAVA_DEVICE bool beyond(float x, float scale) {
     const uint32_t magnitude = bits_as<uint32_t>(multiply(x, scale)) & kMagnitude;
@@ -86,8 +87,8 @@ OTTAVA_DEVICE bool beyond(float x, float scale) {
            magnitude <= static_cast<uint32_t>(kInfinity);
 }
 
-// How many of a group's elements are. They are read again: few groups have any, and no registers
-// are held for them.
+// The number of a group's elements that a cast clamps. They are read again, because few groups have
+// any, and no registers are held for them.
 template <class Format, class Source>
 OTTAVA_DEVICE int clamped_of(const void* src, int64_t first, int64_t count, float scale) {
     int clamped = 0;
@@ -97,10 +98,11 @@ OTTAVA_DEVICE int clamped_of(const void* src, int64_t first, int64_t count, floa
     return clamped;
 }
 
-// Whether any can be, if the largest of them is `seen`: products keep the order of magnitudes.
+// Whether a cast may clamp elements of which `best` is the largest: products keep the order of
+// magnitudes.
 template <class Format>
-OTTAVA_DEVICE bool clamps(float seen, float scale) {
-    const uint32_t magnitude = bits_as<uint32_t>(multiply(seen, scale)) & kMagnitude;
+OTTAVA_DEVICE bool clamps(float best, float scale) {
+    const uint32_t magnitude = bits_as<uint32_t>(multiply(best, scale)) & kMagnitude;
     return magnitude > static_cast<uint32_t>(Format::limit);
 }
 

@@ -1,4 +1,4 @@
-// What the host side of the backend knows of CUDA: streams and errors.
+// Streams and errors of CUDA, for the host side of the backend.
 #pragma once
 
 #if defined(OTTAVA_SEQUENTIAL)
@@ -16,12 +16,13 @@ namespace ottava::cuda {
 
 typedef cudaStream_t Stream;
 
-// A launch or a call of the runtime that failed; the message says which, and why.
+// The error about a launch or a call of the runtime that failed; the message says which one, and
+// why.
 struct LaunchError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// What to do about an error, where that is known.
+// The remedy for an error, where one is known.
 inline const char* remedy(cudaError_t status) {
     switch (status) {
         case cudaErrorInsufficientDriver:
@@ -35,7 +36,7 @@ inline const char* remedy(cudaError_t status) {
     }
 }
 
-// Leaves no error behind for the next one who asks.
+// Clears the error, so that the next call of the runtime does not report it.
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
     cudaGetLastError();

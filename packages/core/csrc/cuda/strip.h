@@ -1,6 +1,6 @@
-// Strips of 32 rows and 256 columns, one to a block of threads: each warp has four of the rows, a
-// group of columns to a lane. What belongs to a column is so read once for four rows, and the rows
-// of a strip are those of one row of MX blocks.
+// Strips of 32 rows and 256 columns, one for each block of threads. Each warp has four of the rows,
+// and each lane a group of columns. So the scale or bias of a column is read once for four rows,
+// and a strip has the rows of one row of MX blocks.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Strip {
     }
 };
 
-// How many blocks of threads there are, beside each other and in all.
+// The number of blocks of threads, beside each other and in all.
 struct Grid {
     int64_t across, count;
     Grid(int64_t rows, int64_t cols, int tile_rows, int tile_cols)

@@ -1,5 +1,4 @@
-// One thread of a kernel, as the kernels see it: its place in the grid, and what it does together
-// with others.
+// One thread of a kernel: its place in the grid, and its operations together with other threads.
 //
 // A kernel is a struct: its members are the arguments, `Shared` the shared memory of a block,
 // `kThreads` the size of one, and `operator()(thread, shared)` the work of a thread. nvcc makes a
@@ -30,14 +29,15 @@ struct Thread {
     OTTAVA_DEVICE int lane() const { return index() % kWarp; }
     OTTAVA_DEVICE int warp() const { return index() / kWarp; }
 
-    // All threads of the block.
+    // Waits for all threads of the block.
     OTTAVA_DEVICE void barrier() const { __syncthreads(); }
-    // All lanes of the warp: the value of the lane whose number differs in the bits of `mask`.
+    // The value of the lane whose number differs in the bits of `mask`; called by all lanes of the
+    // warp.
     OTTAVA_DEVICE uint32_t exchange(uint32_t value, int mask) const {
         return __shfl_xor_sync(0xffffffffu, value, mask);
     }
 
-    // Most values are not larger than what others have left already: then nothing is written.
+    // Most values are not larger than the current one, and then nothing is written.
     OTTAVA_DEVICE void raise(int32_t* to, int32_t value) const {
         if (value > *static_cast<volatile int32_t*>(to)) atomicMax(to, value);
     }

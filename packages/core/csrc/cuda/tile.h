@@ -1,10 +1,10 @@
 // Tiles of 128 rows and columns whose data are to be written transposed.
 //
-// A thread holds eight rows of a group of columns. It turns them around in registers, four by four
-// bytes, and leaves in shared memory, for each of its columns, the data of its rows as one pair of
-// words. A column of the tile lies there as 16 pairs in the order `pair ^ (column / 8)`: threads
-// that write at once differ in column / 8, threads that read at once in pair, and so neither meet
-// in a bank.
+// A thread holds eight rows of a group of columns. It transposes them in registers, four by four
+// bytes, and writes to shared memory, for each of its columns, the data of its rows as one pair of
+// words. A column of the tile lies there as 16 pairs in the order `pair ^ (column / 8)`. Threads
+// that write at once differ in column / 8, and threads that read at once differ in pair, so no two
+// of them conflict in a bank.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ constexpr int kTile = 128;  // rows, and columns
 constexpr int kTileThreads = kTile / kGroup * (kTile / kGroup);
 constexpr int kTilePairs = kTile / kGroup;  // in a column
 
-// How many tiles a multiprocessor casts at once. Without conversions of its own it needs more
-// registers for each.
+// The number of tiles that a multiprocessor casts at once. A GPU without conversions of its own
+// needs more registers for each tile.
 #if defined(__CUDA_ARCH__) && !defined(OTTAVA_CONVERTS_FP8)
 template <class Source>
 constexpr int kCastTiles = 2;
@@ -31,7 +31,8 @@ struct alignas(16) TileData {
     Words2 pairs[kTile * kTilePairs];
 };
 
-// Words whose bytes are the columns of four rows, from words whose bytes are rows.
+// Transposes four by four bytes: the words of the result are columns, those of the argument are
+// rows.
 OTTAVA_DEVICE void turn(const uint32_t (&rows)[4], uint32_t (&columns)[4]) {
     const uint32_t low01 = pick_bytes(rows[0], rows[1], 0x5140),
                    high01 = pick_bytes(rows[0], rows[1], 0x7362);
@@ -94,7 +95,7 @@ struct TileRows {
                 load_group<Source>(src, (row + k) * cols + col, row + k < rows ? count : 0, wide);
     }
 
-    // The data of one of them, and of all.
+    // Stores the data of one row, and of all rows.
     OTTAVA_DEVICE void put(uint8_t* out, int k, const Words2& data) const {
         if (whole) return store_whole(out, (row + k) * cols + col, data);
         if (row + k < rows) store_data(out, (row + k) * cols + col, count, wide, data);
@@ -131,14 +132,14 @@ OTTAVA_DEVICE void put_turned(const Thread& thread, const Words2 (&data)[kGroup]
     }
 }
 
-// Where the columns of the tile at `row`, `col` go: rows of a matrix of `rows` columns.
+// The transposed matrix, `rows` columns wide, in which the columns of a tile are rows.
 struct TurnedOut {
     uint8_t* out;
     int64_t rows, cols;
     bool wide;  // 16-byte addresses, and rows a multiple of 16
 };
 
-// After a barrier.
+// Writes the tile to the transposed matrix; called after a barrier.
 template <class Thread>
 OTTAVA_DEVICE void write_turned(const Thread& thread, const TileData& tile, const TurnedOut& to,
                                 int64_t row, int64_t col) {
@@ -163,7 +164,7 @@ OTTAVA_DEVICE void write_turned(const Thread& thread, const TileData& tile, cons
         }
         return;
     }
-    // Byte by byte, in the order of the addresses.
+    // Bytes are written one by one, in the order of the addresses.
     for (int column = thread.warp(); column < width; column += kTileThreads / kWarp) {
         const uint8_t* bytes = reinterpret_cast<const uint8_t*>(tile.pairs + column * kTilePairs);
         uint8_t* line = to.out + (col + column) * to.rows + row;
@@ -172,7 +173,7 @@ OTTAVA_DEVICE void write_turned(const Thread& thread, const TileData& tile, cons
     }
 }
 
-// The tiles of a matrix, the last ones first (see Cast).
+// The number of tiles of a matrix, of which the last come first (see Cast).
 struct Tiles {
     int64_t across, count;
     Tiles(int64_t rows, int64_t cols)

@@ -1,4 +1,5 @@
-// The scales of delayed scaling's next step, of all slots of all tensors: a block for each slot.
+// The scales of the next step of delayed scaling, for all slots of all tensors, with one block for
+// each slot.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 
 namespace ottava::cuda {
 
-// Slots side by side of one tensor: their scales, and their columns of its history.
+// The slots of one tensor: their scales, and their columns of its history.
 struct SlotsJob {
     float* scale;
     float* history;
@@ -27,7 +28,8 @@ struct UpdateScales {
     float maxima[kMaxima];
     Jobs<SlotsJob, kTensors> jobs;
 
-    // What counts towards an amax: NaN does not, nor what is not positive.
+    // The bits of a value that counts towards an amax. NaN and values that are not positive do not
+    // count.
     static OTTAVA_DEVICE uint32_t positive(float amax) {
         return amax > 0.0f ? bits_as<uint32_t>(amax) : 0;
     }
@@ -38,10 +40,12 @@ struct UpdateScales {
         const SlotsJob& job = jobs.all[number];
         const int slot = static_cast<int>(thread.block()) - jobs.begins[number];
         float* column = job.history + slot;
-        const float seen = last == nullptr ? column[0] : last[thread.block()];
-        if (seen == 0.0f) return;  // the whole block: nothing is written before all have read this
-        uint32_t largest = positive(seen);
-        // Upwards by one row, a number of rows at a time: none is written before it was read.
+        const float collected = last == nullptr ? column[0] : last[thread.block()];
+        if (collected == 0.0f)
+            return;  // the whole block: nothing is written before all have read this
+        uint32_t largest = positive(collected);
+        // The column moves up by one row, several rows at a time. No row is written before it was
+        // read.
 #pragma unroll 1
         for (int64_t first = 1; first < length; first += kThreads * kRows) {
             float older[kRows];
@@ -60,9 +64,9 @@ struct UpdateScales {
         }
         largest = shared(thread, largest);
         if (thread.index() != 0) return;
-        column[(length - 1) * job.stride] = seen;
+        column[(length - 1) * job.stride] = collected;
         column[0] = 0.0f;
-        const float amax = seen == seen ? bits_as<float>(largest) : seen;
+        const float amax = collected == collected ? bits_as<float>(largest) : collected;
         job.scale[slot] = scale_from_history(amax, maxima[thread.block()], job.scale[slot]);
     }
 };
