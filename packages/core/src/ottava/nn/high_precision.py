@@ -1,6 +1,5 @@
 """The product of a ``Linear`` in high precision, where it computes on unquantized operands."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +24,17 @@ def high_precision_linear(
     autocast_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """``torch.nn.functional.linear``, which multiplies in float32 where that is faster and rounds
-    the result once."""
+    the result once.
+
+    Args:
+        x: ``[*, in_features]``.
+        weight: ``[out_features, in_features]``.
+        bias: ``[out_features]``, or None.
+        autocast_dtype: the dtype of ``torch.autocast``; None outside of it.
+
+    Returns:
+        ``[*, out_features]``.
+    """
     dtype = weight.dtype if autocast_dtype is None else autocast_dtype
     wide = product_dtype(dtype, weight.device)
     if wide is dtype or not isinstance(x, torch.Tensor) or x.device != weight.device or x.is_nested:
@@ -37,43 +46,62 @@ def high_precision_linear(
         # torch.autocast leaves other dtypes as they are, and F.linear raises the error that users
         # of torch know.
         return F.linear(x, weight, bias)
-    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    with (
-        nullcontext()
-        if autocast_dtype is None
-        else torch.autocast(weight.device.type, enabled=False)
-    ):
-        if not torch.compiler.is_compiling():
-            grad_enabled = torch.is_grad_enabled()
-            if not grad_enabled and x.dim() and x.numel() <= _FEW_ROWS * x.shape[-1]:
-                # Converting the whole weight costs more than a product of a few rows, which reads
-                # it once.
-                return F.linear(x, weight, bias)
-            # Transforms, tracing and subclasses need operations that they can take apart, not an
-            # autograd function.
-            apart = (
-                transforms() is not None or tracing() is not None or forward_ad._current_level >= 0
-            )
-            if not grad_enabled or apart or not {type(x), type(weight)} <= _PLAIN_TYPES:
-                return _wide_product(x, weight, bias, wide)
-        return HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-any-return, no-untyped-call]
+    x, weight, bias = x.to(dtype), weight.to(dtype), _bias_in(dtype, bias)
+    if autocast_dtype is None:
+        return _linear(x, weight, bias, wide)
+    with torch.autocast(weight.device.type, enabled=False):
+        return _linear(x, weight, bias, wide)
+
+
+def _bias_in(dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias, if there is one, in another dtype."""
+    if bias is None:
+        return None
+    return bias.to(dtype)
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
+) -> torch.Tensor:
+    """The product of operands of one dtype, which is narrower than ``wide``."""
+    if not torch.compiler.is_compiling():
+        grad_enabled = torch.is_grad_enabled()
+        if not grad_enabled and x.dim() and x.numel() <= _FEW_ROWS * x.shape[-1]:
+            # Converting the whole weight costs more than a product of a few rows, which reads it
+            # once.
+            return F.linear(x, weight, bias)
+        if not grad_enabled or _is_taken_apart(x, weight):
+            return _wide_product(x, weight, bias, wide)
+    return HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _is_taken_apart(*operands: torch.Tensor) -> bool:
+    """Whether transforms, tracing or subclasses need operations that they can take apart, not an
+    autograd function."""
+    if transforms() is not None or tracing() is not None or forward_ad._current_level >= 0:
+        return True
+    return not all(type(operand) in _PLAIN_TYPES for operand in operands)
 
 
 def _wide_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, wide: torch.dtype
 ) -> torch.Tensor:
+    """``x · weightᵀ + bias``, computed in ``wide`` and rounded once to the dtype of ``x``."""
     if torch.compiler.is_compiling():
-        return _mm(as_matrix(x), weight.t(), x.dtype, wide, bias).view(
-            *x.shape[:-1], weight.shape[0]
-        )
-    return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)).to(
-        x.dtype
-    )
+        product = _mm(as_matrix(x), weight.t(), x.dtype, wide, bias)
+        return product.view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x.to(wide), weight.to(wide), _bias_in(wide, bias)).to(x.dtype)
 
 
 def _mm(
-    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, wide: torch.dtype, bias: Any = None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    """The product of two matrices in ``wide``, rounded to ``dtype``; only compiled code gives a
+    bias."""
     if not torch.compiler.is_compiling():
         return mm(a.to(wide), b.to(wide)).to(dtype)
     # One operator widens inside: a compiler would save the results of separate conversions for the
@@ -86,7 +114,11 @@ class HighPrecisionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: torch.Tensor | None, wide: torch.dtype
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        wide: torch.dtype,
     ) -> torch.Tensor:
         x_needs, w_needs = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if w_needs else None, weight if x_needs else None)
@@ -94,15 +126,16 @@ class HighPrecisionFunction(torch.autograd.Function):
         return _wide_product(x, weight, bias, wide)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Only differentiable operations are used, so that second derivatives exist.
         (dy,), (x, weight), wide = grads, ctx.saved_tensors, ctx.wide
+        # In compiled code the operator of _mm widens.
         rows = as_matrix(dy if torch.compiler.is_compiling() else dy.to(wide))
-        dx = (
-            None
-            if weight is None
-            else _mm(rows, weight, dy.dtype, wide).view(*dy.shape[:-1], weight.shape[1])
-        )
-        dw = None if x is None else _mm(rows.t(), as_matrix(x), dy.dtype, wide)
-        db = rows.sum(0, dtype=wide).to(dy.dtype) if ctx.needs_input_grad[2] else None
+        dx = dw = db = None
+        if weight is not None:
+            dx = _mm(rows, weight, dy.dtype, wide).view(*dy.shape[:-1], weight.shape[1])
+        if x is not None:
+            dw = _mm(rows.t(), as_matrix(x), dy.dtype, wide)
+        if ctx.needs_input_grad[2]:
+            db = rows.sum(0, dtype=wide).to(dy.dtype)
         return dx, dw, db, None

@@ -1,4 +1,4 @@
-"""How the code that asks is executed, as torch tells it: traced, in a backward pass, repeated."""
+"""How torch executes the code that asks: traced, in a backward pass, or repeated."""
 
 import torch
 
@@ -23,17 +23,21 @@ def is_taken_apart(compiling: bool) -> bool:
     """
     if transform() is not None:
         return True
-    return is_exporting() if compiling else in_dual_level()
+    if compiling:
+        return is_exporting()
+    return in_dual_level()
 
 
 def backward_task() -> int:
     """The number of the backward pass that this runs in; NO_BACKWARD outside any, and in compiled
     code."""
-    return NO_BACKWARD if torch.compiler.is_compiling() else graph_task_id()
+    if torch.compiler.is_compiling():
+        return NO_BACKWARD
+    return graph_task_id()
 
 
 def repeats_forward() -> bool:
-    """Whether activation checkpointing runs a forward pass again that a state has seen.
+    """Whether activation checkpointing repeats a forward pass whose operands a state has seen.
 
     A checkpoint that is not reentrant repeats the pass when a node of autograd asks for a saved
     tensor. A reentrant checkpoint is a node itself, whose function is written in Python. Its first
@@ -50,5 +54,5 @@ def repeats_forward() -> bool:
 
 def infers_shapes() -> bool:
     """Whether a pipeline runs its stage to find out shapes, on values that no state is to see."""
-    passing = pipeline_pass()
-    return passing is not None and passing.infers
+    stage_pass = pipeline_pass()
+    return stage_pass is not None and stage_pass.infers

@@ -10,7 +10,7 @@ from ottava.recipes.state import RecipeState
 
 
 class _Collector:
-    """Whether Python's garbage collector runs now."""
+    """Knows whether Python's garbage collector runs now."""
 
     def __init__(self) -> None:
         self.runs = False
@@ -31,26 +31,29 @@ class _LayerLife:
     """A layer's state, until the layer ends.
 
     Reference counting ends a layer at the same place of the program on all ranks. The garbage
-    collector runs at another time on each rank. A layer that it takes away therefore counts as
-    alive until the next step begins.
+    collector runs at another time on each rank. A layer that it collects therefore counts as alive
+    until the next step begins.
     """
 
     def __init__(self, layer: object, state: RecipeState) -> None:
         self._states = [state]
-        # The callback has the list, not this object, which would be in a cycle with it.
+        # The callback refers to the list, because it would form a cycle with this object.
         self._layer = weakref.ref(layer, partial(_end, self._states))
 
     def state(self) -> RecipeState | None:
         """The state; None once the layer has ended."""
-        return self._states[0] if self._states else None
+        if not self._states:
+            return None
+        return self._states[0]
 
 
 def _end(states: list[RecipeState], reference: object) -> None:
+    """Give up the state of a layer that reference counting has ended."""
     if not _collector.runs:
         states.clear()
 
 
-# Where there are ranks: the layer of each state that was a member.
+# The layer of each state that was a member, where there are ranks.
 _layers: weakref.WeakKeyDictionary[RecipeState, weakref.ref[object]]
 _layers = weakref.WeakKeyDictionary()
 
@@ -62,8 +65,8 @@ class Members:
     A member's life ends with its layer, whether or not a garbage collector runs:
 
     - Without process groups a member is a weak reference to the state, which its layer owns.
-    - With process groups all ranks must have the same members, and a garbage collector would give
-      up other ones on each rank. So a member keeps its state until its layer ends.
+    - With process groups all ranks must have the same members, but each rank collects garbage at
+      its own time. So a member keeps its state until its layer ends.
     - Compiled code makes no weak references. There a member is the state itself.
     """
 
@@ -78,15 +81,16 @@ class Members:
             layer: None stands for the layer that the state was added with before.
 
         Returns:
-            False where there are ranks and the layer is not known, as of a state that has run in
-            evaluation only. It is no member then.
+            Whether the state is a member now. It is none where there are ranks and the layer is not
+            known, because the state has run in evaluation only.
         """
         if not process_groups_ready():
             self._eager.append(weakref.ref(state))
             return True
         if layer is None:
-            known = _layers.get(state)
-            layer = None if known is None else known()
+            reference = _layers.get(state)
+            if reference is not None:
+                layer = reference()
         if layer is None:
             return False
         _collector.watch()
@@ -100,8 +104,8 @@ class Members:
 
     def states(self) -> list[RecipeState]:
         """The states whose layers live."""
-        candidates = [member() for member in self._eager] + self._traced
-        return [state for state in candidates if state is not None]
+        eager = [member() for member in self._eager]
+        return [state for state in eager if state is not None] + self._traced
 
     def clear(self) -> None:
         """Give up all members. An interrupt on the way here leaves them for the next step."""

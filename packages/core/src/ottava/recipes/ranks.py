@@ -1,11 +1,11 @@
 """The ranks that begin a step together: whether they have the same layers, and which they are."""
 
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ottava.collectives import Disagreement, check_alike, group_of_this_rank, spans_ranks
+from ottava.collectives import Disagreement, Group, check_alike, group_of_this_rank, spans_ranks
 from ottava.errors import UsageError, stable_repr
 from ottava.recipes.state import RecipeState
 
@@ -17,12 +17,11 @@ _OTHER_LAYERS = Disagreement(
 )
 
 
-def compare_layers(states: Sequence[RecipeState], group: Any) -> None:
+def compare_layers(states: Sequence[RecipeState], group: Group) -> None:
     """Compare the layers whose amaxes are reduced, and the options of their recipes.
 
-    Ranks that differ would take the amaxes of other layers for their own, or wait for ever. The
-    comparison is one small all-gather. A rank that reduces nothing takes part, because the others
-    may reduce.
+    Ranks that differ would use the amaxes of each other's layers, or wait for ever. The comparison
+    is one small all-gather. A rank that reduces nothing takes part, because the others may reduce.
 
     Args:
         group: process group, or its name; None is the default group, if there is one.
@@ -32,10 +31,18 @@ def compare_layers(states: Sequence[RecipeState], group: Any) -> None:
     """
     if not spans_ranks(group):
         return
-    parts: list[Any] = [part for state in states for part in state.parts()]
+    parts = [part for state in states for part in state.parts()]
     lines = [_line(part) for part in parts if part.recipe.reduces_amaxes]
-    device = next((buffer.device for part in parts for buffer in part.buffers()), None)
-    check_alike(lines, group, device, _OTHER_LAYERS)
+    check_alike(lines, group, _device_of(parts), _OTHER_LAYERS)
+
+
+def _device_of(states: Sequence[RecipeState]) -> torch.device | None:
+    """The device of the first buffer; None without any."""
+    for state in states:
+        if isinstance(state, torch.nn.Module):
+            for buffer in state.buffers():
+                return buffer.device
+    return None
 
 
 def _line(state: RecipeState) -> str:
@@ -46,7 +53,7 @@ def _line(state: RecipeState) -> str:
     return f"{name} ({tensors}): {stable_repr(state.recipe)}"
 
 
-def group_in_pipeline(states: Sequence[RecipeState], ranks: int) -> Any:
+def group_in_pipeline(states: Sequence[RecipeState], ranks: int) -> Group:
     """The group over which a pipeline's stage reduces amaxes, where no group was given.
 
     Ranks of other stages have other layers, so that the default group will not do.
@@ -58,7 +65,7 @@ def group_in_pipeline(states: Sequence[RecipeState], ranks: int) -> Any:
         A group of this rank alone, or None where nothing is reduced.
 
     Raises:
-        UsageError: several ranks may have the same stage, and nobody said which ranks.
+        UsageError: several ranks may have the same stage, and no group says which.
     """
     reduces = any(part.recipe.reduces_amaxes for state in states for part in state.parts())
     if ranks < 2 or not reduces or not spans_ranks(None):

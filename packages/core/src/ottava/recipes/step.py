@@ -2,18 +2,18 @@
 
 The layers below a converted model begin one step, at its forward pass; layers that run in
 ``autocast`` blocks of one recipe and process group begin another, at the entry of a block; a layer
-outside of both begins its own. What ran, in the order in which it ran, decides all of it: that is
-the same on all ranks, as the garbage collector is not.
+outside of both begins its own. Which states begin a step depends on what ran, and in which order.
+That is the same on all ranks; the times at which garbage is collected are not.
 """
 
 import weakref
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ottava.collectives import process_groups_ready
+from ottava.collectives import Group, process_groups_ready
 from ottava.recipes.base import Recipe
 from ottava.recipes.members import Members
 from ottava.recipes.ranks import compare_layers, group_in_pipeline
@@ -22,7 +22,7 @@ from ottava.torch_private import PipelinePass, pipeline_pass
 
 
 def begin(
-    states: Sequence[RecipeState], group: Any, compiling: bool = False, calibrated: bool = False
+    states: Sequence[RecipeState], group: Group, compiling: bool = False, calibrated: bool = False
 ) -> None:
     """Update the states, those of equal recipes in one call.
 
@@ -31,7 +31,7 @@ def begin(
         compiling: whether this is being compiled; no state changes its phase then.
         calibrated: whether a calibrating block ends. The next step begins with the states, too.
     """
-    # A state that consists of several may be found by itself and as a part.
+    # A state that consists of several may be among the states, and its parts as well.
     parts = {id(part): part for state in states for part in state.parts()}.values()
     for recipe, together in by_recipe([(part.recipe, part) for part in parts]):
         recipe.update_states(together, group)
@@ -49,12 +49,14 @@ def begin_alone(state: RecipeState, in_pipeline: bool) -> None:
         in_pipeline: whether a pipeline may run the layer. The first microbatch begins the step for
             the others then.
     """
-    group = None
-    passing = pipeline_pass() if in_pipeline else None
-    if passing is not None:
-        if passing.microbatch:
+    group: Group = None
+    stage_pass: PipelinePass | None = None
+    if in_pipeline:
+        stage_pass = pipeline_pass()
+    if stage_pass is not None:
+        if stage_pass.microbatch:
             return
-        group = group_in_pipeline([state], passing.ranks)
+        group = group_in_pipeline([state], stage_pass.ranks)
     for part in state.parts():
         part.recipe.update_states([part], group)
 
@@ -104,7 +106,7 @@ class Step:
 
     Attributes:
         phase: see the table.
-        model: gives the converted model that begins the step, if one does.
+        model: a reference to the converted model that begins the step, if one does.
         pipeline_ranks: the ranks of the pipeline whose stages run in the step; 0 outside of any.
         members: the states that ran since the step began.
     """
@@ -116,7 +118,7 @@ class Step:
         self.members = Members()
 
     def begin(
-        self, group: Any, model: torch.nn.Module | None = None, *, calibrated: bool = False
+        self, group: Group, model: torch.nn.Module | None = None, *, calibrated: bool = False
     ) -> None:
         """Begin a step.
 
@@ -166,39 +168,47 @@ class Step:
 
     def begin_ahead(self) -> None:
         """Begin a step of the model before its forward pass, which goes on with it."""
-        model = None if self.model is None else self.model()
+        if self.model is None:
+            return
+        model = self.model()
         if model is None or self.phase is StepPhase.AHEAD or not model.training:
             return
         if self.enter_pipeline(pipeline_pass()):
             self.begin(None, model)
             self.phase = StepPhase.AHEAD
 
-    def enter_pipeline(self, passing: PipelinePass | None) -> bool:
+    def enter_pipeline(self, stage_pass: PipelinePass | None) -> bool:
         """Note the pipeline that runs now.
 
         Returns:
             Whether the step may begin: the first microbatch of a schedule begins it for all.
         """
-        if passing is None:
+        if stage_pass is None:
             return True
-        self.pipeline_ranks = passing.ranks
-        return not (passing.microbatch or passing.infers)
+        self.pipeline_ranks = stage_pass.ranks
+        return not (stage_pass.microbatch or stage_pass.infers)
 
     def join(
         self,
         layer: object,
         state: RecipeState,
-        group: Any,
+        group: Group,
         calibrating: bool,
         compiling: bool,
     ) -> None:
-        """Take in the state of a layer that runs now."""
+        """Take in the state of a layer that runs now.
+
+        Args:
+            group: process group over which recipes reduce.
+            calibrating: whether the quantizers of the state only observe.
+            compiling: whether this is being compiled.
+        """
         settled = state._phase is Phase.SETTLED
         if state.step is self and not settled:
             return
         if not settled and not calibrating:
-            # The state holds what another step, or the step before a checkpoint, recorded. It
-            # begins a step with that first.
+            # The state has the amaxes of another step, or of the step before a checkpoint. It
+            # begins a step with these first.
             begin([state], group, compiling)
         self.take(layer, state, compiling)
 
@@ -206,7 +216,7 @@ class Step:
         """Have the state of a layer begin the next step together with the others.
 
         Args:
-            layer: None stands for the layer that the state was taken of before.
+            layer: None stands for the layer that the state was taken with before.
         """
         if compiling:
             self.members.add_traced(state)
@@ -220,16 +230,18 @@ class Step:
             return
         if process_groups_ready():
             _awaited.add(self)
+        phase = state._phase
+        if phase is Phase.SETTLED:
+            phase = Phase.RAN
         # The state changes last and at once, so that an interrupt before it loses no state.
-        phase = Phase.RAN if state._phase is Phase.SETTLED else state._phase
         state.__dict__.update(step=self, _phase=phase)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Copies and pickles are of another model, which has its own members and ranks.
         return vars(Step())
 
 
-def _modules_of(model: torch.nn.Module | None, compiling: bool) -> list[Any]:
+def _modules_of(model: torch.nn.Module | None, compiling: bool) -> list[torch.nn.Module]:
     """All modules of a model, as ``model.modules()`` does, in a third of the time."""
     if model is None:
         return []
@@ -246,35 +258,37 @@ def _modules_of(model: torch.nn.Module | None, compiling: bool) -> list[Any]:
 
 
 class _Entry(NamedTuple):
-    """A step of ``autocast`` blocks, and what these say."""
+    """A step of ``autocast`` blocks, with their recipe and the name of their process group."""
 
     recipe: Recipe | None
-    group: Any
+    group: Group
     reference: weakref.ref[Step] | None
     # Compiled code makes no weak references.
     traced: Step | None
 
     def step(self) -> Step | None:
         """The step; None when it is gone."""
-        return self.traced if self.reference is None else self.reference()
+        if self.reference is None:
+            return self.traced
+        return self.reference()
 
-    def matches(self, recipe: Recipe | None, group: Any) -> bool:
+    def matches(self, recipe: Recipe | None, group: Group) -> bool:
         """Whether blocks with this recipe and group begin the step."""
         if self.recipe is None or recipe is None:
             return self.recipe is recipe and bool(self.group == group)
         return self.recipe.same_as(recipe) and bool(self.group == group)
 
 
-# A new block for every step, with an equal recipe, continues the last one. Open regions and the
-# states that ran in them keep a step alive; this list does not.
+# All blocks with an equal recipe and group share one step. Open regions and the states that ran in
+# them keep a step alive; this list does not.
 _steps: list[_Entry] = []
 
 
-def step_for(recipe: Recipe | None, amax_reduction_group: Any) -> Step:
+def step_for(recipe: Recipe | None, amax_reduction_group: Group) -> Step:
     """The step of ``autocast`` blocks with this recipe (None: those that are bound to layers) and
     process group."""
     # A name keeps no group alive.
-    group = getattr(amax_reduction_group, "group_name", amax_reduction_group)
+    group: Group = getattr(amax_reduction_group, "group_name", amax_reduction_group)
     for entry in _steps:
         step = entry.step()
         if step is not None and entry.matches(recipe, group):
