@@ -289,7 +289,7 @@ class MasterWeights:
         ]
 
     def _masters(self) -> list[torch.Tensor]:
-        """The master weights of this rank. FSDP2 may have replaced a local tensor by another one."""
+        """The master weights of this rank, whose local tensors FSDP2 may have replaced."""
         return [local_tensor(master) for master in self.master_weights if master is not None]
 
     def _addresses(self) -> list[int | None]:

@@ -81,36 +81,40 @@ def resolve_call(
     state = resolve_state(layer, recipe, group, compiling)
     if state is None:
         recipe = None
+    call = Call(recipe, state, group, calibrating=calibrating, first=first, of_block=of_block)
     if task != NO_BACKWARD:
-        recording = sees_recomputation(state)
-        return Call(recipe, state, group, recording, calibrating, first, recomputed=True)
-
-    # An exported program has no backward pass.
-    grad_enabled = torch.is_grad_enabled() and not (compiling and is_exporting())
-    training, evaluating = grad_enabled, False
-    if state is not None and state.stateful:
-        training = is_of_step(layer, input, region, grad_enabled, observed, compiling)
-        enter_step(layer, state, region, training, compiling)
-        if training and grad_enabled and not (compiling or calibrating):
-            warn_of_another_pass(layer, state)
-        # Modes may trace, and what they trace is to change nothing.
-        traced = compiling or (observed and bool(dispatch_modes()))
-        evaluating = not (grad_enabled or training or traced) and state.opens_evaluation()
-    call = Call(
-        recipe,
-        state,
-        group,
-        recording=grad_enabled,
-        calibrating=calibrating,
-        first=first,
-        of_block=of_block,
-        training=training,
-        evaluating=evaluating,
-    )
-    if not compiling and (grad_enabled or layer.training):
-        # What is recomputed of a calibrating pass computes in high precision, as that did.
-        binding.last = call._replace(recipe=None) if calibrating else call
+        return call._replace(recording=records_recomputation(state), recomputed=True)
+    call = _in_step(layer, call, input, region, observed, compiling)
+    if not compiling and (call.recording or layer.training):
+        binding.last = call
+        if calibrating:
+            # What is recomputed of a calibrating pass computes in high precision, as that did.
+            binding.last = call._replace(recipe=None)
     return call
+
+
+def _in_step(
+    layer: Layer,
+    call: Call,
+    input: torch.Tensor,
+    region: Region | None,
+    observed: bool,
+    compiling: bool,
+) -> Call:
+    """The call as one of a step or as an evaluation. A stateful state takes part in the step."""
+    state = call.state
+    # An exported program has no backward pass.
+    recording = torch.is_grad_enabled() and not (compiling and is_exporting())
+    if state is None or not state.stateful:
+        return call._replace(recording=recording, training=recording)
+    training = is_of_step(layer, input, region, recording, observed, compiling)
+    enter_step(layer, state, region, training, compiling)
+    if training and recording and not (compiling or call.calibrating):
+        warn_of_another_pass(layer, state)
+    # Modes may trace, and what they trace is to change nothing.
+    traced = compiling or (observed and bool(dispatch_modes()))
+    evaluating = not (recording or training or traced) and state.opens_evaluation()
+    return call._replace(recording=recording, training=training, evaluating=evaluating)
 
 
 def resolve_microbatch(
@@ -178,7 +182,7 @@ def resolve_state(
     same = state is not None and state.recipe is recipe and state.factory is recipe._factory
     if state is None or not same or state.amax_reduction_group is not group:
         state = layer._binding.state_for(layer, recipe, group)
-    return None if sees_no_values(state, compiling) else state
+    return None if is_shape_inference(state, compiling) else state
 
 
 def _decides_recomputation(region: Region | None, task: int) -> bool:
@@ -188,7 +192,7 @@ def _decides_recomputation(region: Region | None, task: int) -> bool:
     return region.recipe is not None or not region.enabled
 
 
-def sees_no_values(state: RecipeState, compiling: bool) -> bool:
+def is_shape_inference(state: RecipeState, compiling: bool) -> bool:
     """Whether a pipeline finds out the shapes of its stage, so that no state is to see the
     operands."""
     # Compiled code must not ask which modules are imported: it would be compiled again with each
@@ -198,7 +202,7 @@ def sees_no_values(state: RecipeState, compiling: bool) -> bool:
     return infers_shapes()
 
 
-def sees_recomputation(state: RecipeState | None) -> bool:
+def records_recomputation(state: RecipeState | None) -> bool:
     """Whether a state is to see the operands of a recomputation.
 
     The forward pass of a reentrant checkpoint ran without gradients, and its state sees the
@@ -273,4 +277,4 @@ def warn_of_another_pass(layer: Layer, state: RecipeState) -> None:
         f"{label_of(layer)} runs another forward pass after a backward pass, in one region: scales "
         f"are updated at the entry of a region only; enter it anew for every step"
     )
-    warnings.warn(text, UserWarning, stacklevel=6)
+    warnings.warn(text, UserWarning, stacklevel=7)

@@ -79,7 +79,7 @@ def begin_steps(model: torch.nn.Module) -> Step:
     step: Step = model.__dict__.setdefault("_ottava_step", Step())
     step.model = weakref.ref(_converted(model))
     # Ranks compare what they were converted to, also when that is done again.
-    step.phase = StepPhase.NEW
+    step.phase = StepPhase.UNCOMPARED
     _keep_from_broadcast(model)
     return step
 

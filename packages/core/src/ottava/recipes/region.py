@@ -56,9 +56,13 @@ class Region:
 
     def begin_step(self) -> None:
         """Begin the step, unless it has begun."""
-        if not self.began:
-            self.step.begin(self.group, self.model)
-            self.began = True
+        if self.began:
+            return
+        if self.model is None:
+            self.step.begin(self.group)
+        else:
+            self.step.begin_forward(self.model)
+        self.began = True
 
 
 class MicrobatchBlock(Protocol):

@@ -64,10 +64,10 @@ def begin_alone(state: RecipeState, in_pipeline: bool) -> None:
 class StepPhase(Enum):
     """Where a :class:`Step` is in its life; its docstring has the table of transitions."""
 
-    #: The ranks have not compared the layers that begin the step.
-    NEW = "new"
-    #: The layers that run now record amaxes for the next step.
-    BEGUN = "begun"
+    #: The ranks have not compared the layers that begin the step together.
+    UNCOMPARED = "uncompared"
+    #: The ranks have compared them. The layers that run now record amaxes for the next step.
+    COMPARED = "compared"
     #: The step has begun before the forward pass of its model, which goes on with it.
     AHEAD = "ahead"
 
@@ -80,18 +80,20 @@ _awaited: set["Step"] = set()
 class Step:
     """The states that begin a step together: those of a model, and those that ran.
 
-    ==========  ======================================  =====  ====================================
-    from        event                                   to     what happens
-    ==========  ======================================  =====  ====================================
-    NEW         a region is entered, in training        BEGUN  ranks compare, states are updated
-    BEGUN       a region is entered, in training        BEGUN  states are updated
-    NEW, BEGUN  FSDP gathers a weight of the model      AHEAD  as at the entry of a region
-    AHEAD       the forward pass of the model           BEGUN  nothing: the step has begun
-    NEW, BEGUN  an evaluation or a recomputation        same   nothing
-    NEW, BEGUN  a later microbatch of a pipeline        same   nothing: the first began the step
-    any         the model is converted again, copied    NEW    the ranks compare once more
-    ==========  ======================================  =====  ====================================
+    ==========  ==================================  ==========  ============================
+    from        event                               to          what happens
+    ==========  ==================================  ==========  ============================
+    UNCOMPARED  a region is entered in training     COMPARED    ranks compare, states update
+    UNCOMPARED  a calibrating block ends            COMPARED    ranks compare, states update
+    COMPARED    either of these                     COMPARED    states update
+    not AHEAD   FSDP gathers a weight of the model  AHEAD       as at the entry of a region
+    AHEAD       the forward pass of the model       COMPARED    nothing: the step has begun
+    not AHEAD   an evaluation or a recomputation    the same    nothing
+    not AHEAD   a later microbatch of a pipeline    the same    nothing: the first began it
+    any         the model is converted or copied    UNCOMPARED  the ranks compare once more
+    ==========  ==================================  ==========  ============================
 
+    A step without states stays UNCOMPARED.
     Compiled code updates states and leaves the phase as it is.
 
     Invariants:
@@ -112,7 +114,7 @@ class Step:
     """
 
     def __init__(self) -> None:
-        self.phase = StepPhase.NEW
+        self.phase = StepPhase.UNCOMPARED
         self.model: weakref.ref[torch.nn.Module] | None = None
         self.pipeline_ranks = 0
         self.members = Members()
@@ -137,9 +139,9 @@ class Step:
         states = self._states(model, False)
         if group is None and self.pipeline_ranks:
             group = group_in_pipeline(states, self.pipeline_ranks)
-        if states and self.phase is StepPhase.NEW:
+        if states and self.phase is StepPhase.UNCOMPARED:
             compare_layers(states, group)
-            self.phase = StepPhase.BEGUN
+            self.phase = StepPhase.COMPARED
         begin(states, group, calibrated=calibrated)
         if not calibrated:
             # After an interrupt on the way here, the next step begins with the members.
@@ -162,7 +164,7 @@ class Step:
     def begin_forward(self, model: torch.nn.Module) -> None:
         """Begin a step at the forward pass of its model, unless it has begun ahead of that."""
         if self.phase is StepPhase.AHEAD:
-            self.phase = StepPhase.BEGUN
+            self.phase = StepPhase.COMPARED
         else:
             self.begin(None, model)
 
