@@ -149,7 +149,9 @@ class Float8TensorStorage(GridTensorStorage):
         present = [tensor for tensor in (data, transposed, scale_inv) if tensor is not None]
         if present:
             check_scalar(scale_inv, present[0], "fp8_scale_inv")
-            scale_inv = scale_inv.reshape(())
+            if scale_inv.dim():
+                # A scalar stays the object that it is, by which aliases know each other.
+                scale_inv = scale_inv.reshape(())
         return declared | {"data": data, "data_transpose": transposed, "fp8_scale_inv": scale_inv}
 
 
