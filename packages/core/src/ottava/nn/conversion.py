@@ -64,12 +64,14 @@ def convert(
     """Swap the linear modules of ``model`` for :class:`ottava.nn.Linear`, bind ``recipe`` to them,
     return the model.
 
-    Linear are ``nn.Linear``, the ``Conv1D`` of Transformers, and what :func:`register_converter`
-    was called for. Parameters stay the same objects: tied weights stay tied and optimizers stay
-    valid. One new module takes all places of a module. A bare linear module gives the new module
-    itself. Where less than 90 % of the weights of products run quantized then, those in ``exclude``
-    not counted, a ``UserWarning`` names the largest others. :func:`conversion_report` says all of
-    it, and :func:`revert` undoes it.
+    Linear modules are those of ``nn.Linear``, of the ``Conv1D`` of Transformers, and of the classes
+    that :func:`register_converter` was called for. Parameters stay the same objects: tied weights
+    stay tied and optimizers stay valid. A module that is in several places is replaced by one new
+    module in all of them. If the model itself is a linear module, the new module is returned.
+
+    If less than 90 % of the weights of products run quantized afterwards, a ``UserWarning`` names
+    the largest others; those in ``exclude`` do not count. :func:`conversion_report` lists all
+    layers and weights, and :func:`revert` undoes the conversion.
 
     Args:
         model: swapped in place.
@@ -78,20 +80,22 @@ def convert(
             that they are in; ``ottava.HEADS``; or ``predicate(name, module)``.
         exclude: not these, in the same forms; it wins over ``include``.
         primary: keep the weights quantized only, as :func:`quantized_model_init` does. They become
-            new parameters, in all modules that share them: make optimizers afterwards. The step of
-            one that was made before gives a ``UserWarning``, once. A weight that is stored
-            transposed, or shared with a linear module that is left alone, stays in high precision,
-            with a ``UserWarning``.
+            new parameters, in all modules that share them: make optimizers afterwards. The first
+            step of an optimizer that was made before gives a ``UserWarning``. A weight that is
+            stored transposed, or shared with a linear module that is left alone, stays in high
+            precision, with a ``UserWarning``.
         keep_initial_values: with ``primary``, have ``weight.get_high_precision_init_val()`` give
-            the values of before.
+            the values in high precision.
 
     Raises:
-        DTypeError: ``model`` is no module, ``recipe`` no recipe, a filter neither patterns nor a
-            predicate, or what a converter returned no layer around the module's parameters.
-        RecipeNotFoundError, OptionError: there is no such recipe; a pattern of a filter matches no
-            module, or one of a recipe file no layer; a flag is no bool.
-        UsageError: weights that are to be primary are sharded already. Nothing is changed by any of
-            these.
+        DTypeError: ``model`` is no module, ``recipe`` is no recipe, a filter is neither patterns
+            nor a predicate, or a converter returned no layer around the module's parameters.
+        RecipeNotFoundError: no recipe of this name is installed.
+        OptionError: a pattern of a filter matches no module, or a pattern of a recipe file matches
+            no layer; or a flag is no bool.
+        UsageError: with ``primary``, weights are sharded already.
+
+    The model is as it was before when one of these is raised.
     """
     _check_arguments(model, primary, keep_initial_values)
     bound = as_recipe(recipe)
@@ -100,7 +104,7 @@ def convert(
     is_excluded = _predicate(model, exclude, "exclude")
     layers, left_alone = _layers(model, is_included, is_excluded)
     excluded_names: set[str] = set()
-    # A predicate is asked about linear modules only, so that it says nothing of others.
+    # A predicate of the user is asked about linear modules only.
     if is_excluded is not None and not callable(exclude):
         excluded_names = _matched_names(model, is_excluded)
     # All states and weights are made before the first change, because a quantizer factory may
@@ -149,7 +153,7 @@ def _layers(
 ) -> tuple[dict[torch.nn.Module, Linear], dict[torch.nn.Module, str]]:
     """Module -> the layer that takes its place, and module -> the reason to leave it alone.
 
-    Modules that :func:`refusal` names are in neither, because it can be asked again.
+    Modules that :func:`refusal` is against are in neither, because a report asks it again.
     """
     names: dict[torch.nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

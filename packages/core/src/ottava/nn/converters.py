@@ -16,8 +16,8 @@ Converter = Callable[[torch.nn.Module, str], Linear | str]
 _CONVERTERS: dict[type | str, Converter] = {}
 #: Types of callables that take other arguments than a function of modules does.
 NO_FUNCTIONS = (type, torch.nn.Module)
-# Where tensor subclasses are defined that layers are known to work with: tensors that are traced,
-# DTensors, Ottava's.
+# The modules of the tensor subclasses that layers work with: tensors that are traced, DTensors, and
+# Ottava's.
 _KNOWN_SUBCLASSES = ("torch._subclasses.", "torch.distributed.", "ottava.")
 
 
@@ -29,11 +29,11 @@ def register_converter(cls: type[torch.nn.Module] | str, function: Converter) ->
         cls: the class, or its qualified name, ``"package.module.Class"``, which imports nothing. It
             stands for itself alone: subclasses, whose behaviour may differ, are left alone unless
             they are registered too.
-        function: ``function(module, name)``, given a module and its qualified name, changes nothing
-            and returns an :class:`ottava.nn.Linear` with the module's own parameter objects, as
+        function: ``function(module, name)``, called with a module and its qualified name. It
+            returns an :class:`ottava.nn.Linear` with the module's own parameter objects, as
             ``ottava.nn.Linear.from_linear`` and ``ottava.nn.TransposedLinear.from_linear`` make it,
-            or a string: why the module is left alone. What it raises comes out of :func:`convert`,
-            before anything is changed.
+            or a string: why the module is left alone. It changes nothing. :func:`convert` lets its
+            exceptions through, before anything is changed.
 
     Raises:
         DTypeError: ``cls`` is neither a class of modules nor a qualified name, or ``function`` no
@@ -43,8 +43,9 @@ def register_converter(cls: type[torch.nn.Module] | str, function: Converter) ->
     if not qualified and not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
         expected = "a subclass of torch.nn.Module, or the name of one as 'package.module.Class'"
         raise DTypeError(f"a converter was registered for {cls!r}", expected=expected)
-    what, expected = f"the converter for {cls!r}", "a function of a module and its name"
-    check_takes(function, what, expected, None, "", refused=NO_FUNCTIONS)
+    subject = f"the converter for {cls!r}"
+    expected = "a function of a module and its name"
+    check_takes(function, subject, expected, None, "", refused=NO_FUNCTIONS)
     _CONVERTERS[cls] = function
 
 
@@ -130,9 +131,9 @@ def _is_layer_of(layer: Linear, module: torch.nn.Module) -> bool:
 
 class TransposedLinear(Linear):
     """A layer whose weight is stored ``[in_features, out_features]``, as in the ``Conv1D`` of
-    Transformers. It computes bit for bit what :class:`ottava.nn.Linear` does with the transposed
-    weight. The parameter, its gradient and its ``main_grad`` keep that shape; it stays in high
-    precision."""
+    Transformers. Its results are bit for bit those of :class:`ottava.nn.Linear` with the transposed
+    weight. The parameter, its gradient and its ``main_grad`` have that shape. The parameter stays
+    in high precision."""
 
     weight_is_transposed = True
 
@@ -150,8 +151,10 @@ class TransposedLinear(Linear):
         """
         weight = getattr(linear, "_parameters", {}).get("weight")
         if weight is None or weight.dim() != 2:
-            what = f"{type(linear).__name__} {name!r} has no parameter 'weight' of two dimensions"
-            raise ShapeError(what, expected="a matrix [in_features, out_features]")
+            raise ShapeError(
+                f"{type(linear).__name__} {name!r} has no parameter 'weight' of two dimensions",
+                expected="a matrix [in_features, out_features]",
+            )
         layer = super().from_linear(linear, name)
         layer._parameters = {**linear._parameters, "bias": linear._parameters.get("bias")}
         layer.in_features, layer.out_features = weight.shape

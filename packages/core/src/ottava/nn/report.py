@@ -166,10 +166,10 @@ def conversion_report(model: torch.nn.Module) -> ConversionReport:
 
     The model may be converted, or built of Ottava's layers.
 
-    Parameters of two or more dimensions count as weights of products, except those of embeddings
-    and norms, and those outside linear layers that are named as what is added or scaled by
-    (``bias``, ``embed``, ``position``, ``token``, ``scale``, ``norm``) or have less than two
-    dimensions longer than 1. Regions (``ottava.autocast``) do not count.
+    Parameters of two or more dimensions count as weights of products, with these exceptions: those
+    of embeddings and norms; and outside linear layers those with a name that says addend or factor
+    (``bias``, ``embed``, ``position``, ``token``, ``scale``, ``norm``), or with less than two
+    dimensions longer than 1. Regions (``ottava.autocast``) are not considered.
 
     Raises:
         DTypeError: ``model`` is no module.

@@ -44,17 +44,19 @@ def revert(model: ModelT) -> ModelT:
     another class becomes one of that class again. Parameters in high precision, hooks and modes
     stay the same objects, so that optimizers stay valid. A weight that is kept quantized becomes a
     new parameter with its dequantized values, in all modules that share it: make optimizers
-    afterwards; the step of one that was made before gives a ``UserWarning``, once. What recipes
-    have learnt (scales, histories) is dropped, and the model's class is again the one that was
-    converted. A bare layer gives the new module itself.
+    afterwards. The first step of an optimizer that was made before gives a ``UserWarning``. The
+    states of recipes (scales, histories) are dropped, and the model has the class again that it had
+    before the conversion. If the model itself is a layer, the new module is returned.
 
     Args:
         model: reverted in place; one without Ottava's layers stays as it is.
 
     Raises:
         DTypeError: ``model`` is no module.
-        UsageError: weights are sharded; a layer is of a subclass of Ottava's, or of a class that
-            torch has no equal of, and ``convert`` did not make it. Nothing is changed then.
+        UsageError: weights are sharded; or a layer that ``convert`` did not make is of a subclass
+            of Ottava's layers, or of a class that torch has no equal of.
+
+    The model is as it was before when one of these is raised.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"model is a {type(model).__name__}", expected="a torch.nn.Module")

@@ -21,7 +21,7 @@ from ottava.tensors.declaration import check_flag
 from ottava.tensors.quantizer import Quantizer
 from ottava.torch_private import local_tensor, set_local_tensor, share_hooks
 
-#: Gives what takes the place of a tensor.
+#: Returns the tensor that takes the place of another one.
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -173,7 +173,8 @@ def apply_to_layer(
     keep their dtypes, because scales are exact in a model that goes to bfloat16.
 
     Args:
-        fn: gives what takes the place of a parameter or a buffer: moved, cast or emptied.
+        fn: returns the tensor that takes the place of a parameter or a buffer: moved, cast or
+            emptied.
         apply: ``Module._apply`` of torch's class, for a function.
     """
     weight = layer._parameters.get("weight")

@@ -1,4 +1,4 @@
-"""The step: what owns the states that begin it together, and says when it begins.
+"""The step: it owns the states that begin it together, and determines when it begins.
 
 The layers below a converted model begin one step, at its forward pass; layers that run in
 ``autocast`` blocks of one recipe and process group begin another, at the entry of a block; a layer
@@ -103,7 +103,7 @@ class Step:
     - All quantizations of a step use one scale, those of recomputations included.
     - Evaluation, and a rank that evaluates alone, move nothing.
     - A state's life ends with its layer, not when a garbage collector runs (:class:`Members`).
-    - ``torch.compile(fullgraph=True)`` traces what begins a step.
+    - ``torch.compile(fullgraph=True)`` traces the beginning of a step.
     - Checkpoints restore the states bit for bit: all that outlives a step is in their buffers.
 
     Attributes:
