@@ -33,9 +33,7 @@ def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[
     def product(a: Side, b: Side, bias: Tensor | None, *rest: Any) -> Tensor:
         if is_direct(a.values, b.values, a.scales, b.scales, bias):
             return multiply(a, b, bias, *rest)
-        return operator(  # type: ignore[no-any-return]
-            a.values, b.values, *_described(a), *_described(b), bias, *rest
-        )
+        return operator(a.values, b.values, *_described(a), *_described(b), bias, *rest)
 
     return product
 

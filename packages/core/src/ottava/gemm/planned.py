@@ -21,8 +21,8 @@ from ottava.gemm.operand import Matrix, side_of
 from ottava.gemm.scaled import product_of
 from ottava.kernels import backends
 from ottava.kernels import products as dense
-from ottava.kernels.backends import backend_for, backend_module
-from ottava.kernels.compiled import DTYPE_CODES, known
+from ottava.kernels.backends import backend_for
+from ottava.kernels.compiled import DTYPE_CODES, native_layout
 from ottava.kernels.direct import is_direct
 from ottava.tensors.operand import Operand, Side
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -180,6 +180,9 @@ def _decoding_plan(
     device = a.values.device
     if device.type != "cpu" or backend_for("cpu") == "reference":
         return None
+    cpu = backends.compiled_cpu()
+    if cpu is None:
+        return None
     compute = dense.compute_dtype(device, out_dtype)
     left, right = _planned_side(0, a, compute), _planned_side(1, b, compute)
     if left is None or right is None:
@@ -188,17 +191,16 @@ def _decoding_plan(
     product = dense.product_for(compute, device, out_dtype, bias_dtype, scaled)
     # The module finishes float32 sums that scales multiply, or that are the result.
     finishes = compute is torch.float32 and (scaled or compute is out_dtype)
-    native = backend_module("cpu").native
-    plan = native.ProductPlan(
+    plan = cpu.native.ProductPlan(
         left, right, product, out_dtype, DTYPE_CODES[out_dtype] if finishes else -1
     )
-    return DecodingPlan(native.planned_product, plan)
+    return DecodingPlan(cpu.native.planned_product, plan)
 
 
 def _planned_side(place: int, side: Side, compute: torch.dtype) -> PlannedSide | None:
     """None for a side that is too large, or whose scales neither fold into the values nor are one
     for the tensor."""
-    layout, element, (e8m0, *_), _ = known(side.layout)
+    layout, element, rule, _ = native_layout(side.layout)
     out = memory.scratch.empty(place, side.values, compute)
     folded = folds(layout)
     per_tensor = layout.block == dense.WHOLE and layout.element in FP8
@@ -210,7 +212,7 @@ def _planned_side(place: int, side: Side, compute: torch.dtype) -> PlannedSide |
         element,
         *layout.stored_matrix(out.shape, side.columnwise),
         folded,
-        e8m0,
+        rule.e8m0,
         block_rows or 0,
         block_columns or 0,
         out.data_ptr(),

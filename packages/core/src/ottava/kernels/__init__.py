@@ -1,11 +1,21 @@
-"""Kernels: amax, scale, cast, transpose and decode, with checks before anything runs.
+"""Kernels: amax, scale, cast, transpose and decode, which check their arguments first.
 
-Every function takes float32, bfloat16 or float16 tensors of any shape and any strides, and works
-under ``torch.compile``. Data, the bytes of elements, are uint8 tensors. NaN, infinities and zeros
-follow the numerics page of the docs.
+- One scale for the tensor: :func:`amax`, :func:`scale_from_amax`, :func:`cast`,
+  :func:`cast_transpose`, :func:`quantize`, :func:`decode`, :func:`transpose`.
+- Delayed scaling: :func:`cast_amax`, :func:`update_scales`.
+- Scales on the grid of a :class:`ottava.Layout`: :func:`grid_scales`, :func:`grid_quantize`,
+  :func:`grid_decode`.
+- Many shards of weights in one call: :func:`grid_amax_sizes`, :func:`grid_multi_amax`,
+  :func:`grid_multi_cast`.
+- Backends: :func:`available_backends`, :func:`backend_for`, :func:`use_backend`.
+- Checks: :data:`HIGH_PRECISION`, :func:`check_epsilon`, :func:`check_grid`,
+  :func:`check_high_precision`.
 
-What a tensor's scales stand for, its :class:`ottava.Layout` says: ``grid_quantize`` and the like
-serve all of them. A tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows.
+High-precision tensors are float32, bfloat16 or float16, of any shape and any strides; a tensor
+``[*leading, K]`` is seen as a matrix with ``K`` columns. Data, the bytes of elements, are uint8
+tensors. NaN, infinities and zeros follow the numerics page of the docs. All functions but those for
+many shards work under ``torch.compile``. An argument that is not as described raises a DTypeError,
+ShapeError, DeviceError or OptionError.
 """
 
 from __future__ import annotations
@@ -20,8 +30,8 @@ from ottava.kernels import checks, for_layers, table
 from ottava.kernels.backends import available_backends, backend_for, use_backend
 from ottava.kernels.checks import (
     HIGH_PRECISION,
-    Maybe,
     Tensor,
+    Tensors,
     check_epsilon,
     check_grid,
     check_high_precision,
@@ -29,8 +39,7 @@ from ottava.kernels.checks import (
 from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast
 from ottava.layout import Layout
 
-_Tensors = Sequence[Tensor]
-# The texts of the layouts with one scale for the tensor.
+# FP8 dtype -> the text of the layout with one scale for the tensor.
 _WHOLE = {dtype: Layout(dtype, (None, None)).text for dtype in FP8}
 
 __all__ = [
@@ -59,39 +68,54 @@ __all__ = [
 ]
 
 
+# -- one scale for the tensor --
+
+
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude as a float32 scalar on the device of ``x``; NaN is ignored, an empty
-    tensor has 0."""
+    """The largest magnitude as a float32 scalar on the device of ``x``.
+
+    NaN is ignored. The amax of an empty tensor is 0.
+    """
     check_high_precision(x)
-    return table.amax(x)  # type: ignore[no-any-return]
+    return table.amax(x)
 
 
 def scale_from_amax(
     amax: Tensor, fp8_dtype: torch.dtype, epsilon: float = 0.0, force_pow_2: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``(scale, scale_inv)`` for every amax, float32, same shape.
+    """``(scale, scale_inv)`` for every amax: float32, of the shape of ``amax``.
 
-    An amax below ``epsilon`` counts as ``epsilon``. ``scale = max / amax``, correctly rounded; 1
-    where that amax is 0, infinite or NaN; at most the largest finite float32; with ``force_pow_2``
-    floored to a power of two. ``scale_inv`` is the correctly rounded ``1/scale``.
+    ``scale = max / amax``, correctly rounded, and at most the largest finite float32. It is 1 where
+    the amax is 0, infinite or NaN. ``scale_inv = 1 / scale``, correctly rounded.
+
+    Args:
+        amax: float32, of any shape.
+        fp8_dtype: the format, whose largest value is ``max``.
+        epsilon: the least amax; a smaller one is replaced by it.
+        force_pow_2: whether the scale is rounded down to a power of two.
     """
     checks.check_tensor(amax, "amax", torch.float32)
     fp8_format(fp8_dtype)
     check_epsilon(epsilon)
-    return table.scale_from_amax(amax, fp8_dtype, epsilon, bool(force_pow_2))  # type: ignore[no-any-return]
+    scale, scale_inv = table.scale_from_amax(amax, fp8_dtype, epsilon, bool(force_pow_2))
+    return scale, scale_inv
 
 
 def cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> Tensor:
-    """Data of ``cast(float32(x) * scale)``: to nearest even, saturating, NaN to 0x7F, sign of zero
-    kept."""
+    """Data of ``float32(x) * scale``, of the shape of ``x``.
+
+    Values are rounded to nearest, ties to even, and saturate. NaN becomes 0x7F. Zeros have a sign.
+    """
     checks.check_cast(x, scale, fp8_dtype, False)
-    return table.cast_amax(x, scale, None, None, fp8_dtype, True, False)[0]  # type: ignore[no-any-return]
+    data, _, _ = table.cast_amax(x, scale, None, None, fp8_dtype, True, False)
+    return data
 
 
 def cast_transpose(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """:func:`cast` of ``x [*leading, K]`` with its transpose ``[K, *leading]``, in one pass."""
     checks.check_cast(x, scale, fp8_dtype, True)
-    return table.cast_amax(x, scale, None, None, fp8_dtype, True, True)[:2]  # type: ignore[no-any-return]
+    data, transpose, _ = table.cast_amax(x, scale, None, None, fp8_dtype, True, True)
+    return data, transpose
 
 
 def quantize(
@@ -103,16 +127,52 @@ def quantize(
     rowwise: bool = True,
     transposed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """amax, scale, cast and (if asked) transpose: ``(data, transpose, scale, scale_inv, amax)``.
+    """Quantize with the scale of the tensor's own amax.
 
-    What is not asked for comes back as an empty uint8 tensor.
+    Args:
+        x: ``[*leading, K]``.
+        fp8_dtype, epsilon, force_pow_2: as in :func:`scale_from_amax`.
+        rowwise: whether data are returned.
+        transposed: whether their transpose ``[K, *leading]`` is returned.
+
+    Returns:
+        ``(data, transpose, scale, scale_inv, amax)``, with an empty uint8 tensor for data and for a
+        transpose that the caller does not ask for.
     """
     check_high_precision(x)
     fp8_format(fp8_dtype)
     check_epsilon(epsilon)
     if transposed:
         checks.check_matrix(x)
-    return table.quantize(x, fp8_dtype, epsilon, bool(force_pow_2), rowwise, transposed)  # type: ignore[no-any-return]
+    data, transpose, scale, scale_inv, amax = table.quantize(
+        x, fp8_dtype, epsilon, bool(force_pow_2), rowwise, transposed
+    )
+    return data, transpose, scale, scale_inv, amax
+
+
+def transpose(data: Tensor) -> Tensor:
+    """The contiguous transpose ``[K, *leading]`` of data ``[*leading, K]``."""
+    checks.check_data(data)
+    checks.check_matrix(data)
+    return table.transpose(data)
+
+
+def decode(
+    data: Tensor, scale_inv: Tensor | None, fp8_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """``float32(element) * scale_inv``, rounded once to ``dtype``, of the shape of ``data``.
+
+    Without ``scale_inv`` the values are those of the elements.
+    """
+    checks.check_data(data)
+    if scale_inv is not None:
+        checks.check_scalar(scale_inv, data, "scale_inv")
+    fp8_format(fp8_dtype)
+    checks.check_dtype(dtype, "cannot decode to")
+    return table.grid_decode(data, scale_inv, _WHOLE[fp8_dtype], False, dtype)
+
+
+# -- delayed scaling --
 
 
 def cast_amax(
@@ -121,49 +181,60 @@ def cast_amax(
     amax: Tensor,
     fp8_dtype: torch.dtype,
     *,
-    saturated: Maybe = None,
+    saturated: Tensor | None = None,
     transposed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`cast` with a known scale that records, all in one pass over ``x``:
-    ``(data, transpose, scale_inv)``.
+    """:func:`cast` that also updates an amax and a counter, in one pass over ``x``.
 
     Args:
-        amax: float32 with one element, raised in place to the largest magnitude of ``x``
-            (``max(amax, max|x|)``).
-        saturated: int64 with one element, raised by the number of elements beyond the format's
-            maximum; they are counted in a second pass, which is made only when there are any.
-        transposed: whether the transpose is wanted; an empty tensor comes back otherwise.
+        amax: float32 with one element, which becomes ``max(amax, max|x|)`` in place.
+        saturated: int64 with one element, to which the number of elements beyond the format's
+            maximum is added. If there are any, a second pass counts them.
+        transposed: whether the transpose is returned.
+
+    Returns:
+        ``(data, transpose, scale_inv)``, with an empty tensor for a transpose that the caller does
+        not ask for.
     """
     checks.check_cast(x, scale, fp8_dtype, transposed)
     checks.check_scalar(amax, x, "amax")
     if saturated is not None:
         checks.check_scalar(saturated, x, "saturated", torch.int64)
-    return table.cast_amax(x, scale, amax, saturated, fp8_dtype, True, transposed)  # type: ignore[no-any-return]
+    data, transpose, scale_inv = table.cast_amax(
+        x, scale, amax, saturated, fp8_dtype, True, transposed
+    )
+    return data, transpose, scale_inv
 
 
 def update_scales(
-    scales: _Tensors,
-    histories: _Tensors,
+    scales: Tensors,
+    histories: Tensors,
     maxima: Sequence[float],
     *,
     most_recent: bool = False,
-    last: Maybe = None,
+    last: Tensor | None = None,
 ) -> None:
-    """The scales of the next step from the amaxes of past ones, in place, for any number of tensors
-    in one call.
+    """Compute the scales of the next step from the amaxes of past steps.
 
-    Where the first row of a history is not 0: the amax is the largest of the column
-    (``most_recent``: its first entry), the column moves up by one with that entry at its end, its
-    first entry becomes 0, and ``scale = maximum / amax``, correctly rounded, at most the largest
-    finite float32, if the amax is finite and > 0. A NaN counts in the step that saw it, and then no
-    more. Inside a backward pass nothing happens: no step begins there.
+    The update is in place, for any number of tensors in one call. The first row of a history has
+    the amaxes of the step that ends. A slot whose entry there is 0 saw no values, and stays as it
+    is. For every other slot:
+
+    - The amax is the largest of the column, or with ``most_recent`` the first entry. A NaN counts
+      only in the step that saw it.
+    - ``scale = maximum / amax``, correctly rounded, and at most the largest finite float32. The
+      scale stays as it is unless the amax is finite and above 0.
+    - The column moves up by one, its first entry goes to the end, and the new first entry is 0.
+
+    Inside a backward pass nothing happens, because no step begins there.
 
     Args:
         scales: float32 ``[slots]`` each.
-        histories: float32 ``[length, slots]`` each, one length for all.
-        maxima: what an amax is scaled to, one number for each slot of all tensors.
-        last: float32 ``[all slots]``, to be taken for the first rows, one after the other (reduced
-            ones, say).
+        histories: float32 ``[length, slots]`` each, of the same length.
+        maxima: the value to which an amax is scaled, for each slot of all tensors.
+        most_recent: whether the amax of the step that ends counts alone.
+        last: float32 ``[all slots]``, which replaces the first rows of all histories, one after the
+            other; for example amaxes that ranks have reduced.
 
     Raises:
         ShapeError, DTypeError, DeviceError: the tensors do not fit together.
@@ -179,9 +250,7 @@ def update_scales(
         )
     if not scales:
         return
-    device, length = scales[0].device, histories[0].shape[0] if histories[0].dim() == 2 else -1
-    if length == 0:
-        raise ShapeError("a history has no rows", expected="at least one")
+    device, length = scales[0].device, _length(histories[0])
     for scale, history in zip(scales, histories, strict=True):
         checks.check_out(scale, (scale.numel(),), torch.float32, device, "scale")
         checks.check_out(history, (length, scale.numel()), torch.float32, device, "amax history")
@@ -192,50 +261,50 @@ def update_scales(
     )
 
 
-def transpose(data: Tensor) -> Tensor:
-    """Data ``[*leading, K]`` to a contiguous ``[K, *leading]``."""
-    checks.check_data(data)
-    checks.check_matrix(data)
-    return table.transpose(data)  # type: ignore[no-any-return]
+def _length(history: Tensor) -> int:
+    """The number of rows; -1, which fits no tensor, for a history that is no matrix."""
+    if history.dim() != 2:
+        return -1
+    length = history.shape[0]
+    if length == 0:
+        raise ShapeError("a history has no rows", expected="at least one")
+    return length
 
 
-def decode(data: Tensor, scale_inv: Maybe, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """``float32(element) * scale_inv`` rounded once to ``dtype``; without ``scale_inv`` the bare
-    element values."""
-    checks.check_data(data)
-    if scale_inv is not None:
-        checks.check_scalar(scale_inv, data, "scale_inv")
-    fp8_format(fp8_dtype)
-    checks.check_dtype(dtype, "cannot decode to")
-    return table.grid_decode(data, scale_inv, _WHOLE[fp8_dtype], False, dtype)  # type: ignore[no-any-return]
+# -- scales on a grid --
 
 
 def grid_scales(
     amax: Tensor, layout: Layout, dtype: torch.dtype = torch.float32
-) -> tuple[Maybe, Tensor]:
-    """Of every amax what elements are multiplied by, and what is stored of it, of the same shape.
+) -> tuple[Tensor | None, Tensor]:
+    """``(scale, stored)`` for every amax, of the shape of ``amax``.
 
-    float32 scales: ``(scale, scale_inv)`` as of :func:`scale_from_amax`, for values in ``dtype``.
-    E8M0: None, and the byte: of ``amax * float32(1 / max)`` with its exponent rounded up, or, where
-    the layout rounds to the floor, of the exponent of ``amax`` less that of the largest power of
-    two of the format; 0 gives 0, infinity 254, NaN 255, and nothing else more than 254.
+    ``scale`` multiplies elements, and ``stored`` is the scale that a tensor stores. In a layout
+    with float32 scales both are as in :func:`scale_from_amax`, for values in ``dtype``.
+
+    In a layout with E8M0 scales ``scale`` is None, and ``stored`` is the byte of an exponent. It is
+    that of ``amax * float32(1 / max)``, rounded up; or, if the layout rounds to the floor, the
+    exponent of ``amax`` less that of the largest power of two of the format. An amax of 0 gives 0,
+    infinity 254, NaN 255, and every other amax at most 254.
     """
     checks.check_layout(layout)
     checks.check_dtype(dtype)
     checks.check_tensor(amax, "amax", torch.float32)
     scale, stored = table.grid_scales(amax, layout.text, dtype)
-    return (scale if layout.stored_scale is torch.float32 else None), stored
+    if layout.stored_scale is not torch.float32:
+        return None, stored
+    return scale, stored
 
 
 def grid_quantize(
     x: Tensor, layout: Layout, *, rowwise: bool = True, columnwise: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Quantize for rows, columns or both, each from ``x`` itself.
+    """Quantize for rows, columns or both, each from the values of ``x``.
 
     Returns:
         ``(rowwise data, rowwise scales, columnwise data, columnwise scales)``, of the shapes that
-        :meth:`Layout.data_shape` and :meth:`Layout.scale_shape` give; empty tensors for what is not
-        asked for. The amax of a block ignores NaN.
+        :meth:`Layout.data_shape` and :meth:`Layout.scale_shape` give, with empty tensors for a
+        direction that the caller does not ask for. The amax of a block ignores NaN.
     """
     checks.check_layout(layout)
     check_high_precision(x)
@@ -243,18 +312,21 @@ def grid_quantize(
         raise OptionError(
             "neither rowwise nor columnwise data are asked for", expected="at least one"
         )
-    return table.grid_quantize(x, layout.text, rowwise, columnwise)  # type: ignore[no-any-return]
+    data, scales, column_data, column_scales = table.grid_quantize(
+        x, layout.text, rowwise, columnwise
+    )
+    return data, scales, column_data, column_scales
 
 
 def grid_decode(
     data: Tensor, scales: Tensor, layout: Layout, dtype: torch.dtype, *, columnwise: bool = False
 ) -> Tensor:
-    """``float32(element) * scale_inv``, rounded once to ``dtype``, of the data's shape; what
-    overflows it is infinite.
+    """``float32(element) * scale_inv``, rounded once to ``dtype``, of the shape of ``data``.
 
-    ``dtype`` may be float64 besides, which holds the values of E8M0 scales exactly.
+    Values that overflow ``dtype`` become infinite. ``dtype`` may also be float64, which holds all
+    values with E8M0 scales exactly.
     """
     check_grid(data, scales, layout, columnwise)
     if dtype is not torch.float64:
         checks.check_dtype(dtype, "cannot decode to")
-    return table.grid_decode(data, scales, layout.text, columnwise, dtype)  # type: ignore[no-any-return]
+    return table.grid_decode(data, scales, layout.text, columnwise, dtype)

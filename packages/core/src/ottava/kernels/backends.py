@@ -7,11 +7,91 @@ code.
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from ottava.errors import BackendError
+from ottava.kernels.checks import Outputs, Pairs, Shards, Tensor, Tensors
+
+if TYPE_CHECKING:
+    from ottava.kernels.cpu import CPUBackend
+
+# Other tracers need no test, because the module declines their tensors.
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+class Backend(Protocol):
+    """The functions of a backend, which :mod:`ottava.kernels` describes.
+
+    All of them write into ``out``, which is contiguous, and check nothing. ``text`` is the text of
+    a layout.
+    """
+
+    def amax(self, x: Tensor, out: Tensor, /) -> None: ...
+    def scale_from_amax(
+        self,
+        amax: Tensor,
+        fp8_dtype: torch.dtype,
+        epsilon: float,
+        force_pow_2: bool,
+        out: Outputs,
+        /,
+    ) -> None: ...
+    def quantize(
+        self,
+        x: Tensor,
+        fp8_dtype: torch.dtype,
+        epsilon: float,
+        force_pow_2: bool,
+        out: Outputs,
+        /,
+    ) -> None: ...
+    def cast_amax(
+        self,
+        x: Tensor,
+        scale: Tensor,
+        amax: Tensor | None,
+        saturated: Tensor | None,
+        fp8_dtype: torch.dtype,
+        out: Outputs,
+        /,
+    ) -> None: ...
+    def transpose(self, data: Tensor, out: Tensor, /) -> None: ...
+    def update_scales(
+        self,
+        scales: Tensors,
+        histories: Tensors,
+        maxima: list[float],
+        most_recent: bool,
+        last: Tensor | None,
+        /,
+    ) -> None: ...
+    def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Outputs, /) -> None: ...
+    def grid_quantize(self, x: Tensor, text: str, out: Outputs, /) -> None: ...
+    def grid_decode(
+        self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor, /
+    ) -> None: ...
+    def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor, /) -> None: ...
+    def grid_multi_cast(
+        self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs, /
+    ) -> None: ...
+    def epilogue32(
+        self,
+        sums: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None:
+        """``sums * (scale_a * scale_b) + bias`` in float32, rounded once into ``out``.
+
+        Both matrices are contiguous. On a CPU ``out`` may be ``sums``.
+        """
+
 
 # Backend name -> the types of devices that it serves, None for all. Earlier entries are preferred.
 _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",), "reference": None}
@@ -20,7 +100,7 @@ _SERVES: dict[str, tuple[str, ...] | None] = {"cuda": ("cuda",), "cpu": ("cpu",)
 RUN_ON = {"cuda": "run by this project on compute capability 9.0 (H100) alone"}
 
 _forced: str | None = None
-_loaded: dict[str, Any] = {}
+_loaded: dict[str, Backend] = {}
 _failures: dict[str, str] = {}
 _warned: set[str] = set()
 # Type of device -> the backend that serves it. An entry is made on first use, which reads the
@@ -37,59 +117,84 @@ def changed() -> None:
     changes += 1
 
 
-def _try_load(name: str, *, needed: bool = False) -> Any:
-    """The backend, or None if it cannot be loaded.
+def _load(name: str) -> Backend:
+    """Import a backend.
 
-    With ``needed``, because a tensor is to be processed, the first failure causes a warning.
+    Raises:
+        ImportError: it cannot be used here, for the reason that the error states.
     """
-    if name not in _loaded and name not in _failures:
-        found: Any
-        try:
-            # These are import statements, because the compiler can trace them, and the first kernel
-            # of a process may be in compiled code.
-            if name == "reference":
-                from ottava.kernels import reference as found
-            elif name == "cpu":
-                from ottava.kernels.cpu import BACKEND as found
-            else:
-                from ottava.kernels.cuda import BACKEND as found
-            _loaded[name] = found
-        except ImportError as error:
-            _failures[name] = str(error)
-    if needed and name in _failures and name not in _warned:
+    backend: Backend
+    # These are import statements, because the compiler can trace them, and the first kernel of a
+    # process may be in compiled code.
+    if name == "reference":
+        from ottava.kernels import reference as backend
+    elif name == "cpu":
+        from ottava.kernels.cpu import BACKEND as backend
+    else:
+        from ottava.kernels.cuda import BACKEND as backend
+    return backend
+
+
+def _try_load(name: str) -> bool:
+    """Load a backend once; False, with the reason in ``_failures``, if that is impossible."""
+    if name in _loaded:
+        return True
+    if name in _failures:
+        return False
+    try:
+        _loaded[name] = _load(name)
+    except ImportError as error:
+        _failures[name] = str(error)
+        return False
+    return True
+
+
+def _warn_of_failure(name: str) -> None:
+    """Warn, once for each backend, that the reference serves tensors in its place."""
+    if name not in _warned:
         _warned.add(name)
-        what = f"the {name!r} kernels cannot be loaded and the slow reference serves instead"
-        warnings.warn(f"ottava: {what}: {_failures[name]}", RuntimeWarning, stacklevel=2)
-    return _loaded.get(name)
+        problem = f"the {name!r} kernels cannot be loaded and the slow reference serves instead"
+        warnings.warn(f"ottava: {problem}: {_failures[name]}", RuntimeWarning, stacklevel=2)
 
 
 def _check(name: str, origin: str, undo: str) -> str:
+    """The name of a backend that can be loaded.
+
+    Raises:
+        BackendError: there is no such backend, or it cannot be loaded. ``origin`` and ``undo`` say
+            where the name came from, and how to take it back.
+    """
     if not isinstance(name, str) or name not in _SERVES:
-        expected, remedy = f"one of {', '.join(sorted(_SERVES))}", f"correct the name, or {undo}"
         raise BackendError(
-            f"unknown kernel backend {name!r} ({origin})", expected=expected, remedy=remedy
+            f"unknown kernel backend {name!r} ({origin})",
+            expected=f"one of {', '.join(sorted(_SERVES))}",
+            remedy=f"correct the name, or {undo}",
         )
-    if _try_load(name) is None:
-        what = f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}"
+    if not _try_load(name):
+        remedy = undo
         # The messages of the other backends contain the remedy.
-        remedy = (
-            f"{undo}, or reinstall ottava with a C++ compiler at hand" if name == "cpu" else undo
-        )
+        if name == "cpu":
+            remedy = f"{undo}, or reinstall ottava with a C++ compiler at hand"
         raise BackendError(
-            what, expected="a backend that `ottava doctor` lists as available", remedy=remedy
+            f"kernel backend {name!r} ({origin}) cannot be loaded: {_failures[name]}",
+            expected="a backend that `ottava doctor` lists as available",
+            remedy=remedy,
         )
     return name
 
 
 def available_backends() -> dict[str, str]:
     """Every known backend with ``"available"``, or with the reason why it is not available."""
-    found = {}
-    for name in _SERVES:
-        try:
-            found[name] = "available" if _try_load(name) is not None else _failures[name]
-        except BackendError as error:
-            found[name] = str(error)
-    return found
+    return {name: _availability(name) for name in _SERVES}
+
+
+def _availability(name: str) -> str:
+    try:
+        if _try_load(name):
+            return "available"
+    except BackendError as error:
+        return str(error)
+    return _failures[name]
 
 
 def backend_for(device_type: str) -> str:
@@ -100,24 +205,45 @@ def backend_for(device_type: str) -> str:
             compiled backend for an instruction set that this machine lacks.
     """
     if device_type not in _chosen:
-        asked = os.environ.get("OTTAVA_BACKEND")
-        wanted = _forced or (
-            _check(asked, "OTTAVA_BACKEND", "unset OTTAVA_BACKEND") if asked else None
-        )
-        # The last backend serves every device, so the loop always finds one.
-        for name in _SERVES if wanted is None else (wanted, *_SERVES):
-            serves = _SERVES[name]
-            if (serves is None or device_type in serves) and _try_load(
-                name, needed=True
-            ) is not None:
-                _chosen[device_type] = name
-                break
+        _chosen[device_type] = _choose(device_type)
     return _chosen[device_type]
 
 
-def backend_module(device_type: str) -> Any:
-    """The object whose methods are the kernels for ``device_type``, by the names of the table."""
+def _choose(device_type: str) -> str:
+    """The forced backend if it serves this type of device, otherwise the first that does."""
+    for name in (*_forced_names(), *_SERVES):
+        device_types = _SERVES[name]
+        if device_types is None or device_type in device_types:
+            if _try_load(name):
+                return name
+            _warn_of_failure(name)
+    raise AssertionError("the reference serves every device")
+
+
+def _forced_names() -> tuple[str, ...]:
+    """The backend that :func:`use_backend` or the environment forces, if one does."""
+    if _forced is not None:
+        return (_forced,)
+    name = os.environ.get("OTTAVA_BACKEND")
+    if not name:
+        return ()
+    return (_check(name, "OTTAVA_BACKEND", "unset OTTAVA_BACKEND"),)
+
+
+def backend_module(device_type: str) -> Backend:
+    """The backend that serves tensors on ``device_type`` now; errors as :func:`backend_for`."""
     return _loaded[_chosen.get(device_type) or backend_for(device_type)]
+
+
+def compiled_cpu() -> "CPUBackend | None":
+    """The compiled backend of the CPU, for calls of its module that no operator of torch hides.
+
+    None before the first kernel has chosen it, where another backend serves the CPU, and in code
+    that Dynamo traces, which cannot call compiled modules.
+    """
+    if _is_compiling() or _chosen.get("cpu") != "cpu":
+        return None
+    return _loaded["cpu"]  # type: ignore[return-value]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The types of the arguments of kernels, and checks before anything is read or written."""
+"""The types of the arguments of kernels, and the checks that precede every read and write."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,22 +13,25 @@ HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 _FLOATS = "torch.float32, torch.bfloat16 or torch.float16"
 
 Tensor = torch.Tensor
-Maybe = Tensor | None
 Tensors = Sequence[Tensor]
-#: Results, with None in place of those that are not wanted.
+#: The results of a kernel, with None for each result that the caller does not ask for.
 Outputs = Sequence[Tensor | None]
 DTypes = Sequence[torch.dtype]
-#: Rows and columns of matrices.
+#: Rows and columns of each matrix.
 Shapes = Sequence[tuple[int, int]]
 Layouts = Sequence[Layout]
-#: For each tensor, None or the scales and the data of one direction.
+#: The scales and the data of one direction of each tensor; None leaves the direction out.
 Pairs = Sequence[tuple[Tensor, Tensor] | None]
 
 
 class Shards(NamedTuple):
-    """Ranges of matrices of ``shapes``.
+    """Contiguous ranges of the elements of matrices.
 
-    ``xs[i]``, rounded to ``dtypes[i]``, are the elements of matrix ``i`` from ``starts[i]`` on.
+    Attributes:
+        xs: the ranges, as tensors of any shape.
+        dtypes: the dtype to which the elements of each range are rounded first.
+        shapes: rows and columns of the matrix to which each range belongs.
+        starts: the position in the flattened matrix at which each range starts.
     """
 
     xs: Tensors
@@ -58,7 +61,7 @@ def check_dtype(dtype: object, what: str = "nominal dtype") -> None:
 def check_dense(x: Tensor, what: str) -> None:
     """Raise DTypeError for nested tensors and for other layouts than torch.strided.
 
-    Nested tensors need a check of their own, because their layout may be torch.strided.
+    Nested tensors need their own check, because their layout may be torch.strided.
     """
     if x.is_nested:
         remedy = (
@@ -67,18 +70,21 @@ def check_dense(x: Tensor, what: str) -> None:
         raise DTypeError(
             f"{what} is nested ({x.layout})", expected="one tensor with a shape", remedy=remedy
         )
-    # Dynamo cannot trace the layout inside a backward pass, and the operators of a graph check it
-    # again when they run.
+    # Dynamo cannot trace the layout inside a backward pass. Nothing is lost: the operators of a
+    # graph check the layout again when they run.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
-        found = f"{what} has layout {x.layout}"
-        raise DTypeError(found, expected="a dense (strided) tensor", remedy="call .to_dense()")
+        raise DTypeError(
+            f"{what} has layout {x.layout}",
+            expected="a dense (strided) tensor",
+            remedy="call .to_dense()",
+        )
 
 
 def check_tensor(x: object, what: str, dtype: torch.dtype, remedy: str = "") -> None:
     """Raise DTypeError unless ``x`` is a tensor of ``dtype``."""
     if not isinstance(x, Tensor) or x.dtype != dtype:
-        found = getattr(x, "dtype", type(x).__name__)
-        raise DTypeError(f"{what} is of {found}", expected=f"a tensor of {dtype}", remedy=remedy)
+        kind = getattr(x, "dtype", type(x).__name__)
+        raise DTypeError(f"{what} is of {kind}", expected=f"a tensor of {dtype}", remedy=remedy)
 
 
 def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
@@ -126,8 +132,10 @@ def check_grid(
         layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
     )
     if tuple(scales.shape) != expected:
-        found = f"{what} of data {tuple(data.shape)} has shape {tuple(scales.shape)}"
-        raise ShapeError(found, expected=f"{expected}, unpadded")
+        raise ShapeError(
+            f"{what} of data {tuple(data.shape)} has shape {tuple(scales.shape)}",
+            expected=f"{expected}, unpadded",
+        )
     check_device(scales, data.device, what)
 
 
@@ -159,11 +167,11 @@ def check_fits(x: Tensor, shape: tuple[int, ...], device: torch.device, what: st
 def check_device(tensor: Tensor, device: torch.device, what: str) -> None:
     """Raise DeviceError unless ``tensor`` is on ``device``."""
     if tensor.device != device:
-        found, remedy = (
+        raise DeviceError(
             f"{what} is on {tensor.device}, its operand on {device}",
-            f"move it with .to({str(device)!r})",
+            expected="the same device",
+            remedy=f"move it with .to({str(device)!r})",
         )
-        raise DeviceError(found, expected="the same device", remedy=remedy)
 
 
 def check_out(
@@ -179,7 +187,8 @@ def check_out(
     """
     check_tensor(out, what, dtype)
     check_dense(out, what)
-    if (shape is not None and tuple(out.shape) != tuple(shape)) or not out.is_contiguous():
+    fits = shape is None or tuple(out.shape) == tuple(shape)
+    if not fits or not out.is_contiguous():
         expected = "one" if shape is None else tuple(shape)
         raise ShapeError(
             f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {expected}"

@@ -1,53 +1,110 @@
-"""What the compiled backends have in common: their modules take raw addresses; this module gets
-them of tensors.
+"""The kernels that the compiled backends have in common.
 
-``_cpu`` and ``_cuda`` have the same kernels with nearly the same arguments; how they differ,
-:mod:`ottava.kernels.cpu` and :mod:`ottava.kernels.cuda` say. What the functions do, the table of
-kernels says. What is made contiguous here is kept until the call is over.
+Their modules, ``_cpu`` and ``_cuda``, take raw addresses, which this module reads from tensors. The
+kernels of both have the same arguments, except for the last ones (:meth:`Compiled.place`) and for
+scratch memory. :class:`ottava.kernels.backends.Backend` lists the kernels. A contiguous copy of an
+input lives until the call returns.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from ottava.errors import DTypeError
 from ottava.formats import FP8, element_format, fp8_format
 from ottava.kernels import reference
-from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT32_MAX = torch.finfo(torch.float32).max
-_ABSENT = None, None
+_WHOLE: Block = None, None
+
+#: Rows and columns of a stored block and of an area with one scale, 0 for all, and whether data of
+#: the direction are stored as the transpose.
+Direction = tuple[int, int, int, int, bool]
+#: The address of a tensor, the code of its dtype, its size, and the code of the dtype to which the
+#: elements are rounded first.
+_Source = tuple[int, int, int, int]
+#: Rows and columns of a matrix, and the position at which a shard of it starts.
+_Place = tuple[int, int, int]
 
 
-def pointers(*tensors: Maybe) -> list[int]:
-    """The addresses of the elements, 0 without a tensor."""
+class ScaleRule(NamedTuple):
+    """How scales are made: their format, whether they round to the floor, and the least amax."""
+
+    e8m0: bool
+    floor: bool
+    epsilon: float
+
+
+class NativeLayout(NamedTuple):
+    """A layout as compiled modules take it.
+
+    Attributes:
+        layout: the layout.
+        element: the code of the element format.
+        rule: the rule for scales.
+        directions: the blocks of rowwise and of columnwise data.
+    """
+
+    layout: Layout
+    element: int
+    rule: ScaleRule
+    directions: tuple[Direction, Direction]
+
+
+@functools.lru_cache(maxsize=1024)
+def native_layout(text: str) -> NativeLayout:
+    """The layout with this text."""
+    layout = Layout.of(text)
+    rule = ScaleRule(layout.scale is not torch.float32, layout.rounding == "floor", layout.epsilon)
+    directions = _direction(layout, False), _direction(layout, True)
+    return NativeLayout(layout, element_format(layout.element).code, rule, directions)
+
+
+def _direction(layout: Layout, columnwise: bool) -> Direction:
+    block = _sides(layout.block_of(columnwise))
+    area = _sides(layout.block_of(columnwise, shared=True))
+    return *block, *area, columnwise and layout.transposed
+
+
+def _sides(block: Block) -> tuple[int, int]:
+    """Rows and columns, 0 for all."""
+    return block[0] or 0, block[1] or 0
+
+
+def pointers(*tensors: Tensor | None) -> list[int]:
+    """The addresses of the elements, 0 in place of None."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 class Compiled:
-    """The kernels of a compiled module, which is ``native``."""
+    """A backend whose kernels are functions of a compiled module.
 
-    native: Any
+    Attributes:
+        native: the module.
+    """
+
+    native: ModuleType
 
     def stream(self, x: Tensor) -> tuple[int, ...]:
-        """What a call ends with for a kernel that runs in one thread of a CPU."""
+        """The last arguments of a kernel that uses one thread on a CPU."""
         return ()
 
     def place(self, x: Tensor) -> tuple[int, ...]:
-        """What a call ends with for every other kernel."""
+        """The last arguments of every other kernel: threads of a CPU, or a GPU and its stream."""
         return self.stream(x)
 
     def scratch_for(self, x: Tensor, layout: Layout | None = None) -> list[Tensor | None]:
-        """Scratch memory of a reduction, or of a quantization on a grid, where the module takes
-        any."""
+        """Scratch memory of a reduction, or of a quantization on a grid; empty if it takes none."""
         return []
 
     def serves(self, layout: Layout, shards: bool = False) -> bool:
-        """Whether the module has kernels for a grid, or those on many shards."""
+        """Whether the module has kernels for a grid, with ``shards`` those for many shards."""
         return True
 
     def amax(self, x: Tensor, out: Tensor) -> None:
@@ -56,9 +113,10 @@ class Compiled:
         self.native.amax(*source, *pointers(*scratch, out), *self.place(x))
 
     def scale_from_amax(
-        self, amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, floor: bool, out: Tensors
+        self, amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs
     ) -> None:
-        amax, options = amax.contiguous(), (fp8_format(fp8_dtype).max, epsilon, floor)
+        amax = amax.contiguous()
+        options = fp8_format(fp8_dtype).max, epsilon, force_pow_2
         self.native.scale_from_amax(
             amax.data_ptr(), amax.numel(), *options, *pointers(*out), *self.stream(amax)
         )
@@ -67,37 +125,35 @@ class Compiled:
         self, x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs
     ) -> None:
         data, transpose, scale, scale_inv, amax = out
-        x, fmt, scratch = x.contiguous(), fp8_format(fp8_dtype).code, self.scratch_for(x)
+        x, scratch = x.contiguous(), self.scratch_for(x)
         addresses = pointers(*scratch, amax, scale, scale_inv, data, transpose)
-        source = x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape)
-        self.native.quantize(*source, epsilon, force_pow_2, *addresses, fmt, *self.place(x))
+        self.native.quantize(
+            *_matrix(x),
+            epsilon,
+            force_pow_2,
+            *addresses,
+            fp8_format(fp8_dtype).code,
+            *self.place(x),
+        )
 
     def cast_amax(
         self,
         x: Tensor,
         scale: Tensor,
-        amax: Maybe,
-        saturated: Maybe,
+        amax: Tensor | None,
+        saturated: Tensor | None,
         fp8_dtype: torch.dtype,
         out: Outputs,
     ) -> None:
         data, transpose, scale_inv = out
-        x, fmt = x.contiguous(), fp8_format(fp8_dtype).code
+        x = x.contiguous()
         addresses = pointers(scale, amax, saturated, scale_inv, data, transpose)
-        self.native.cast(
-            x.data_ptr(),
-            DTYPE_CODES[x.dtype],
-            *as_matrix_shape(x.shape),
-            *addresses,
-            fmt,
-            *self.place(x),
-        )
+        self.native.cast(*_matrix(x), *addresses, fp8_format(fp8_dtype).code, *self.place(x))
 
     def transpose(self, data: Tensor, out: Tensor) -> None:
         data = data.contiguous()
-        self.native.transpose(
-            data.data_ptr(), *as_matrix_shape(data.shape), out.data_ptr(), *self.place(data)
-        )
+        shape = as_matrix_shape(data.shape)
+        self.native.transpose(data.data_ptr(), *shape, out.data_ptr(), *self.place(data))
 
     def update_scales(
         self,
@@ -105,87 +161,112 @@ class Compiled:
         histories: Tensors,
         maxima: list[float],
         most_recent: bool,
-        last: Maybe,
+        last: Tensor | None,
     ) -> None:
         slots = [
-            (s.data_ptr(), h.data_ptr(), s.numel()) for s, h in zip(scales, histories, strict=True)
+            (scale.data_ptr(), history.data_ptr(), scale.numel())
+            for scale, history in zip(scales, histories, strict=True)
         ]
-        rest = histories[0].shape[0], maxima, most_recent, *pointers(last)
-        self.native.update_scales(slots, *rest, *self.stream(scales[0]))
+        length = histories[0].shape[0]
+        options = length, maxima, most_recent, *pointers(last)
+        self.native.update_scales(slots, *options, *self.stream(scales[0]))
 
-    # On grids: of layouts that the module serves.
+    # -- grids: the reference serves layouts and values for which the module has no kernel --
 
     def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
-        layout, code, (e8m0, floor, epsilon), _ = known(text)
-        scales: Any = out
+        layout, element, rule, _ = native_layout(text)
         if layout.element not in FP8 or layout.finite_as == "input":
             reference.grid_scales(amax, text, dtype, out)
-        elif not e8m0:
-            self.scale_from_amax(amax, layout.element, epsilon, floor, scales)
-        else:
+        elif rule.e8m0:
             amax = amax.contiguous()
-            options = code, floor, *pointers(out[1]), *self.place(amax)
+            options = element, rule.floor, *pointers(out[1]), *self.place(amax)
             self.native.mx_scale_from_amax(amax.data_ptr(), amax.numel(), *options)
+        else:
+            self.scale_from_amax(amax, layout.element, rule.epsilon, rule.floor, out)
 
     def grid_quantize(self, x: Tensor, text: str, out: Outputs) -> None:
-        layout, code, rule, sides = known(text)
+        layout, element, rule, directions = native_layout(text)
         if not x.numel() or not self.serves(layout):
             reference.grid_quantize(x, text, out)
             return
         x, scratch = x.contiguous(), self.scratch_for(x, layout)
-        largest = torch.finfo(x.dtype).max if layout.finite_as == "input" else FLOAT32_MAX
-        pairs = zip(sides, (out[:2], out[2:]), strict=True)
-        results = [
-            () if data is None else (*side, *pointers(data, scales))
-            for side, (data, scales) in pairs
-        ]
-        source = x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape), code
+        largest = FLOAT32_MAX
+        if layout.finite_as == "input":
+            largest = torch.finfo(x.dtype).max
+        data, scales, column_data, column_scales = out
+        results = (
+            _quantized_direction(directions[0], data, scales),
+            _quantized_direction(directions[1], column_data, column_scales),
+        )
         self.native.grid_quantize(
-            *source, *rule, largest, *results, *pointers(*scratch), *self.place(x)
+            *_matrix(x), element, *rule, largest, *results, *pointers(*scratch), *self.place(x)
         )
 
     def grid_decode(
-        self, data: Tensor, scales: Maybe, text: str, columnwise: bool, out: Tensor
+        self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor
     ) -> None:
-        layout, code, (e8m0, *_), _ = known(text)
-        bare = layout.element in FP8 and (scales is None or (layout.block == _ABSENT and not e8m0))
-        if out.dtype is torch.float64 or not (bare or (scales is not None and self.serves(layout))):
+        layout, _, rule, _ = native_layout(text)
+        per_tensor = layout.block == _WHOLE and not rule.e8m0
+        if out.dtype is torch.float64:
             reference.grid_decode(data, scales, text, columnwise, out)
-            return
-        data, scales = data.contiguous(), None if scales is None else scales.contiguous()
-        to = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(data)
-        if bare:
-            self.native.decode(data.data_ptr(), code, data.numel(), *pointers(scales), *to)
-            return
-        sizes, block = (
-            layout.stored_matrix(data.shape, columnwise),
-            _block(layout.stored_block(columnwise)),
-        )
-        self.native.grid_decode(data.data_ptr(), code, *sizes, *pointers(scales), e8m0, *block, *to)
+        elif layout.element in FP8 and (scales is None or per_tensor):
+            self._decode(data, scales, text, out)
+        elif scales is not None and self.serves(layout):
+            self._decode_blocks(data, scales, text, columnwise, out)
+        else:
+            reference.grid_decode(data, scales, text, columnwise, out)
+
+    def _decode(self, data: Tensor, scale_inv: Tensor | None, text: str, out: Tensor) -> None:
+        """Decode FP8 data with one scale, or without any."""
+        data = data.contiguous()
+        if scale_inv is not None:
+            scale_inv = scale_inv.contiguous()
+        source = data.data_ptr(), native_layout(text).element, data.numel()
+        result = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(data)
+        self.native.decode(*source, *pointers(scale_inv), *result)
+
+    def _decode_blocks(
+        self, data: Tensor, scales: Tensor, text: str, columnwise: bool, out: Tensor
+    ) -> None:
+        """Decode data with a scale for each block."""
+        layout, element, rule, _ = native_layout(text)
+        data, scales = data.contiguous(), scales.contiguous()
+        source = data.data_ptr(), element, *layout.stored_matrix(data.shape, columnwise)
+        block = _sides(layout.stored_block(columnwise))
+        result = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(data)
+        self.native.grid_decode(*source, scales.data_ptr(), rule.e8m0, *block, *result)
 
     def epilogue32(
-        self, sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: Tensor
+        self,
+        sums: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
     ) -> None:
-        """``sums * (scale_a * scale_b) + bias`` in float32, rounded once into ``out``, which on a
-        CPU may be ``sums``; both are contiguous matrices."""
-        (rows, columns), bias = sums.shape, None if bias is None else bias.contiguous()
-        last = *pointers(scale_a, scale_b, bias), 0 if bias is None else DTYPE_CODES[bias.dtype]
-        to = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(sums)
-        self.native.epilogue32(sums.data_ptr(), rows, columns, last, *to)
+        rows, columns = sums.shape
+        bias_code = 0
+        if bias is not None:
+            bias = bias.contiguous()
+            bias_code = DTYPE_CODES[bias.dtype]
+        last = *pointers(scale_a, scale_b, bias), bias_code
+        result = out.data_ptr(), DTYPE_CODES[out.dtype], *self.place(sums)
+        self.native.epilogue32(sums.data_ptr(), rows, columns, last, *result)
 
-    # On many tensors: one call for all of them.
+    # -- many tensors in one call --
 
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor) -> None:
-        layouts, held = [known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
-        sources = _sources(held, shards)
+        layouts = [native_layout(text).layout for text in set(texts)]
+        # The copies live until the kernel has run.
+        copies = [x.contiguous() for x in shards.xs]
+        sources = _sources(copies, shards)
         if _are_per_tensor(layouts):
             self.native.multi_amax(sources, out.data_ptr(), *self.place(out))
         elif all(self.serves(layout, shards=True) for layout in layouts):
             jobs = []
             for source, place, text in zip(sources, _places(shards), texts, strict=True):
-                layout, _, _, (row, column) = known(text)
-                # The blocks that have a scale in common.
-                jobs.append((source, place, row[2:4], column[2:4], layout.square))
+                layout, _, _, (rows, columns) = native_layout(text)
+                jobs.append((source, place, _area(rows), _area(columns), layout.square))
             self.native.grid_multi_amax(jobs, out.data_ptr(), out.numel(), *self.place(out))
         else:
             reference.grid_multi_amax(shards, texts, out)
@@ -193,76 +274,115 @@ class Compiled:
     def grid_multi_cast(
         self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs
     ) -> None:
-        layouts, held = [known(text)[0] for text in set(texts)], [x.contiguous() for x in shards.xs]
-        given = zip(
-            _sources(held, shards), _places(shards), texts, rowwise, columnwise, strict=True
-        )
+        layouts = [native_layout(text).layout for text in set(texts)]
+        # The copies live until the kernel has run.
+        copies = [x.contiguous() for x in shards.xs]
+        sources = _sources(copies, shards)
         if _are_per_tensor(layouts):
-            found = [
-                (of, known(text)[1], *p)
-                for of, _, text, *both in given
-                for p in both
-                if p is not None
-            ]
-            scales = torch.cat([scale for *_, scale, _ in found]) if found else held[0]
-            tensors = [(source, code, out.data_ptr()) for source, code, _, out in found]
-            self.native.multi_cast(tensors, scales.data_ptr(), *self.place(scales))
+            self._multi_cast(sources, texts, rowwise, columnwise, copies[0])
         elif all(self.serves(layout, shards=True) for layout in layouts):
-            jobs = []
-            for source, place, text, *both in given:
-                _, code, rule, sides = known(text)
-                pairs = zip(sides, both, strict=True)
-                how = [(side[:2], *pointers(*(pair or _ABSENT))) for side, pair in pairs]
-                jobs.append((source, place, code, rule[0], *how))
-            self.native.grid_multi_cast(jobs, *self.place(held[0]))
+            jobs = list(_cast_jobs(sources, shards, texts, rowwise, columnwise))
+            self.native.grid_multi_cast(jobs, *self.place(copies[0]))
         else:
             reference.grid_multi_cast(shards, texts, rowwise, columnwise)
 
+    def _multi_cast(
+        self,
+        sources: list[_Source],
+        texts: Sequence[str],
+        rowwise: Pairs,
+        columnwise: Pairs,
+        placed: Tensor,
+    ) -> None:
+        """Cast shards of matrices with one scale each, on the device of ``placed``."""
+        jobs = []
+        scales = []
+        for source, text, *pairs in zip(sources, texts, rowwise, columnwise, strict=True):
+            for pair in pairs:
+                if pair is not None:
+                    scale, data = pair
+                    jobs.append((source, native_layout(text).element, data.data_ptr()))
+                    scales.append(scale)
+        all_scales = placed
+        # Without jobs the kernel reads no scale.
+        if scales:
+            all_scales = torch.cat(scales)
+        self.native.multi_cast(jobs, all_scales.data_ptr(), *self.place(all_scales))
+
+
+_CastDirection = tuple[tuple[int, int], int, int]
+_CastJob = tuple[_Source, _Place, int, bool, _CastDirection, _CastDirection]
+
+
+def _cast_jobs(
+    sources: list[_Source],
+    shards: Shards,
+    texts: Sequence[str],
+    rowwise: Pairs,
+    columnwise: Pairs,
+) -> Iterator[_CastJob]:
+    arguments = zip(sources, _places(shards), texts, rowwise, columnwise, strict=True)
+    for source, place, text, row_pair, column_pair in arguments:
+        _, element, rule, (rows, columns) = native_layout(text)
+        row_job = _cast_direction(rows, row_pair)
+        column_job = _cast_direction(columns, column_pair)
+        yield source, place, element, rule.e8m0, row_job, column_job
+
+
+def _cast_direction(direction: Direction, pair: tuple[Tensor, Tensor] | None) -> _CastDirection:
+    """The block, and the addresses of scales and data; 0 without the direction."""
+    block = direction[0], direction[1]
+    if pair is None:
+        return block, 0, 0
+    scales, data = pair
+    return block, scales.data_ptr(), data.data_ptr()
+
+
+def _quantized_direction(
+    direction: Direction, data: Tensor | None, scales: Tensor | None
+) -> tuple[int | bool, ...]:
+    """The direction with the addresses of data and scales; empty if it is left out."""
+    if data is None:
+        return ()
+    return *direction, *pointers(data, scales)
+
+
+def _area(direction: Direction) -> tuple[int, int]:
+    """Rows and columns of the area with one scale."""
+    return direction[2], direction[3]
+
+
+def _matrix(x: Tensor) -> tuple[int, int, int, int]:
+    """The address of a contiguous tensor, the code of its dtype, rows and columns."""
+    return x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape)
+
 
 def _are_per_tensor(layouts: Sequence[Layout]) -> bool:
+    """Whether all layouts have FP8 elements and one float32 scale for the tensor."""
     return all(
-        one.block == _ABSENT and one.element in FP8 and one.scale is torch.float32
-        for one in layouts
+        layout.block == _WHOLE and layout.element in FP8 and layout.scale is torch.float32
+        for layout in layouts
     )
 
 
-def _block(block: Block) -> tuple[int, int]:
-    """Rows and columns, 0 for all."""
-    return block[0] or 0, block[1] or 0
+def _sources(tensors: Tensors, shards: Shards) -> list[_Source]:
+    """The sources of the shards, whose contiguous ``tensors`` are given.
 
-
-@functools.lru_cache(maxsize=1024)
-def known(text: str) -> tuple[Layout, int, tuple[bool, bool, float], list[tuple[Any, ...]]]:
-    """A layout, and what modules are told of it: elements, the rule for scales, and of both
-    directions the blocks."""
-    layout = Layout.of(text)
-    sides = [
-        (
-            *_block(layout.block_of(side)),
-            *_block(layout.block_of(side, shared=True)),
-            side and layout.transposed,
-        )
-        for side in (False, True)
-    ]
-    rule = layout.scale is not torch.float32, layout.rounding == "floor", layout.epsilon
-    return layout, element_format(layout.element).code, rule, sides
-
-
-def _sources(held: Tensors, shards: Shards) -> list[tuple[int, int, int, int]]:
-    """For each its address, the code of its dtype, its size, and the code of the dtype that its
-    elements count as."""
-    codes, given = DTYPE_CODES, zip(held, shards.dtypes, strict=True)
-    sources = [(x.data_ptr(), codes[x.dtype], x.numel(), codes[dtype]) for x, dtype in given]
-    for x, (address, _, count, _) in zip(held, sources, strict=True):
-        if count and not address:
-            what, remedy = (
+    Raises:
+        DTypeError: a tensor has no memory.
+    """
+    sources = []
+    for x, dtype in zip(tensors, shards.dtypes, strict=True):
+        address = x.data_ptr()
+        if x.numel() and not address:
+            raise DTypeError(
                 f"a {type(x).__name__} has no memory to read",
-                "wait for it, or pass its values",
+                expected="a plain tensor",
+                remedy="wait for it, or pass its values",
             )
-            raise DTypeError(what, expected="a plain tensor", remedy=remedy)
+        sources.append((address, DTYPE_CODES[x.dtype], x.numel(), DTYPE_CODES[dtype]))
     return sources
 
 
-def _places(shards: Shards) -> list[tuple[int, int, int]]:
-    """Rows and columns of each matrix, and the element that its shard begins with."""
+def _places(shards: Shards) -> list[_Place]:
     return [(*shape, start) for shape, start in zip(shards.shapes, shards.starts, strict=True)]

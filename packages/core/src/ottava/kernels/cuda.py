@@ -1,4 +1,4 @@
-"""The CUDA backend. Importing it raises an ImportError that says why it cannot be used, if so.
+"""The CUDA backend. Where it cannot be used, importing it raises an ImportError with the reason.
 
 Kernels are queued on the current stream of the tensors' device. No call waits for the GPU, and none
 allocates more than scratch memory, so that calls can be captured in a CUDA graph. A contiguous copy
@@ -20,6 +20,8 @@ from ottava.torch_private import raw_stream
 
 # The blocks with float32 scales that have kernels, including the blocks of columnwise data.
 _TILED = {(1, 128), (128, 128), (1, None)}
+# The least compute capability.
+_OLDEST = (8, 0)
 
 if torch.version.hip is not None:
     raise ImportError(
@@ -46,37 +48,53 @@ def has_code(target: str, capability: tuple[int, int]) -> bool:
 
     ``target`` is in CMake's spelling, such as ``"90a-real"``.
     """
-    found = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", target)
-    if found is None:
+    match = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", target)
+    if match is None:
         return True
-    built, special, kind = (int(found[1]), int(found[2])), found[3], found[4]
-    if kind != "real" and not special:
+    major, minor, letter, kind = match.groups()
+    built = int(major), int(minor)
+    if kind != "real" and not letter:
         return capability >= built
     # Targets with the letter "a" use features that later GPUs may lack, so their code runs on that
     # capability alone. Other machine code runs on later GPUs of the same generation.
-    return (
-        capability == built if special == "a" else capability[0] == built[0] and capability >= built
-    )
+    if letter == "a":
+        return capability == built
+    return capability[0] == built[0] and capability >= built
 
 
-_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-_gpus = [torch.cuda.get_device_capability(index) for index in range(_count)]
-_found = ", ".join(f"{major}.{minor}" for major, minor in _gpus)
-if _gpus and min(_gpus) < (8, 0):
-    _others = "; hide the older GPUs with CUDA_VISIBLE_DEVICES" if max(_gpus) >= (8, 0) else ""
-    raise ImportError(
-        f"the CUDA kernels are for compute capability 8.0 and later; here it is {_found}{_others}"
-    )
-if not all(any(has_code(target, gpu) for target in _cuda.targets.split()) for gpu in _gpus):
-    _remedy = (
-        "reinstall ottava from source on this machine, or with OTTAVA_CUDA=on for all generations"
-    )
-    raise ImportError(
-        f"the CUDA kernels were built for {_cuda.targets}; here it is {_found}: {_remedy}"
-    )
+def _capabilities() -> list[tuple[int, int]]:
+    """The compute capabilities of the GPUs of this machine."""
+    if not torch.cuda.is_available():
+        return []
+    count = torch.cuda.device_count()
+    return [torch.cuda.get_device_capability(index) for index in range(count)]
 
 
-class _CUDA(Compiled):
+def _check_gpus(capabilities: list[tuple[int, int]]) -> None:
+    """Raise an ImportError unless the module has kernels for all of these GPUs."""
+    names = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
+    if capabilities and min(capabilities) < _OLDEST:
+        remedy = ""
+        if max(capabilities) >= _OLDEST:
+            remedy = "; hide the older GPUs with CUDA_VISIBLE_DEVICES"
+        raise ImportError(
+            f"the CUDA kernels are for compute capability 8.0 and later; here it is {names}{remedy}"
+        )
+    targets = _cuda.targets.split()
+    for capability in capabilities:
+        if not any(has_code(target, capability) for target in targets):
+            raise ImportError(
+                f"the CUDA kernels were built for {_cuda.targets}; here it is {names}: reinstall "
+                f"ottava from source on this machine, or with OTTAVA_CUDA=on for all generations"
+            )
+
+
+_check_gpus(_capabilities())
+
+
+class CUDABackend(Compiled):
+    """The kernels of ``_cuda``, whose last arguments are a GPU and a stream."""
+
     native = _cuda
 
     def stream(self, x: Tensor) -> tuple[int, ...]:
@@ -87,12 +105,10 @@ class _CUDA(Compiled):
     def scratch_for(self, x: Tensor, layout: Layout | None = None) -> list[Tensor | None]:
         if layout is None:
             return [torch.empty(_cuda.scratch_floats, dtype=torch.float32, device=x.device)]
-        # The scratch memory is for the amaxes of whole rows and columns.
-        return [
-            x.new_zeros(sum(as_matrix_shape(x.shape)), dtype=torch.float32)
-            if layout.block == (1, None)
-            else None
-        ]
+        if layout.block != (1, None):
+            return [None]
+        # Whole rows and columns have as many amaxes as the matrix has rows and columns.
+        return [x.new_zeros(sum(as_matrix_shape(x.shape)), dtype=torch.float32)]
 
     def serves(self, layout: Layout, shards: bool = False) -> bool:
         if layout.element not in FP8:
@@ -103,5 +119,5 @@ class _CUDA(Compiled):
         return shared and layout.block == (1, MX_BLOCK) and layout.columnwise == "own"
 
 
-#: The kernels, as methods with the names of the table.
-BACKEND = _CUDA()
+#: The backend.
+BACKEND = CUDABackend()

@@ -1,11 +1,10 @@
-"""When a kernel can do without its operator.
+"""Whether a kernel can be called without its operator.
 
-An operator costs a few microseconds a call, more than the launch of a small kernel, and is there
-for whoever looks at operators: graphs that are being traced, modes, transforms, subclasses,
-autograd. Where nobody does, the function of the backend is called itself.
+An operator costs a few microseconds a call, more than the launch of a small kernel. It is needed
+only where something observes dispatch or takes part in it: the tracing of graphs, dispatch and
+function modes, transforms, profilers, tensor subclasses, autograd. Elsewhere the function of the
+backend is called directly.
 """
-
-from typing import Any
 
 import torch
 
@@ -23,19 +22,21 @@ from ottava.torch_private import (
 )
 
 _is_compiling = torch.compiler.is_compiling
-#: What a compiled module asks before it reads tensors itself, and which of them are plain.
-QUESTIONS: dict[str, Any] = {
+#: For a compiled module that reads tensors itself: the functions that tell whether dispatch is
+#: observed, the settings that it follows, and the classes of plain tensors.
+QUESTIONS: dict[str, object] = {
     "torch": torch,
     "tensor": torch.Tensor,
     "parameter": torch.nn.Parameter,
-}
-QUESTIONS |= {
     "dispatch_modes": dispatch_modes,
     "function_modes": function_modes,
     "transforms": transforms,
+    "tracing": tracing,
+    "profiling": profiling,
+    "grad_enabled": torch.is_grad_enabled,
+    "threads": torch.get_num_threads,
+    "autocast": any_autocast_enabled,
 }
-QUESTIONS |= {"tracing": tracing, "profiling": profiling, "grad_enabled": torch.is_grad_enabled}
-QUESTIONS |= {"threads": torch.get_num_threads, "autocast": any_autocast_enabled}
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_KEYS = (
     "CPU",
@@ -46,45 +47,54 @@ _PLAIN_KEYS = (
     "AutocastCPU",
     "AutocastCUDA",
 )
-# What torch's dispatcher knows of a tensor, unless it is memory of a CPU or a GPU that is read as
-# it lies: that it has no memory (meta, fake), that its values are still to be negated, that it
-# stands for others (transforms), and so on.
+# The dispatch keys of tensors that are not plain memory of a CPU or a GPU: tensors without memory
+# (meta, fake), lazily negated or conjugated ones, those that a transform wraps, and so on.
 _STRANGE = strange_keys(_PLAIN_KEYS)
 
 
-# Transforms that compiled code calls are active while it is traced.
+# The compiler calls this function while it traces, so that the result is a constant, because a
+# transform that compiled code applies is active during tracing only.
 @constant_to_compiler
 def transform() -> str | None:
-    """What code runs in that takes functions apart: a transform of torch.func, by its name, or
-    ``"trace"``.
+    """The transform that the caller runs in, because it takes functions apart.
 
-    None where a torch without the private names cannot tell.
+    Returns:
+        The name of a transform of torch.func, such as ``"vmap"``; ``"trace"`` in ``torch.jit``'s
+        tracer; None outside of both, and where torch lacks the private names to tell.
     """
     for active in (transforms(), tracing()):
-        if active is not None and active is not True:
-            return (
-                str(active.key()).rpartition(".")[2].lower() if hasattr(active, "key") else "trace"
-            )
+        # A fallback for a private name returns True, which says nothing.
+        if active is None or active is True:
+            continue
+        if hasattr(active, "key"):
+            return str(active.key()).rpartition(".")[2].lower()
+        return "trace"
     return None
 
 
 def in_dual_level() -> bool:
-    """Whether forward-mode derivatives may be at work in eager code; False where torch cannot
-    tell."""
+    """Whether eager code may compute forward-mode derivatives; False where torch cannot tell."""
     return forward_ad._current_level >= 0 and hasattr(forward_ad, "unpack_dual")
 
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
-    """Whether a forward-mode derivative flows through any of these."""
-    given = [tensor for tensor in tensors if tensor is not None] if in_dual_level() else []
-    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
+    """Whether any of the tensors has a tangent, that is, a forward-mode derivative."""
+    if not in_dual_level():
+        return False
+    return any(
+        forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+        if tensor is not None
+    )
 
 
 def is_direct(*tensors: torch.Tensor | None) -> bool:
-    """Whether a kernel on these tensors needs no operator: they are plain memory without gradient,
-    and nobody looks: no tracing, mode, transform or profiler. Without tensors this alone is
-    asked."""
-    # Compiled code first, which cannot look at what follows.
+    """Whether a kernel on these tensors can be called without its operator.
+
+    True if dispatch is not observed (no tracing, mode, transform or profiler), and every tensor is
+    plain memory whose gradient autograd does not need. Without tensors only dispatch counts.
+    """
+    # This test comes first, because compiled code cannot call the functions that follow.
     if _is_compiling() or dispatch_modes() or function_modes() or profiling():
         return False
     if transforms() is not None or tracing() is not None:

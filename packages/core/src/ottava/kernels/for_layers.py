@@ -1,9 +1,8 @@
-"""Kernels as a layer asks for them: nothing is checked a second time, and what nobody reads gets no
-tensor.
+"""Kernels for layers, which check nothing a second time and allocate no result that nobody reads.
 
-On a CPU one call of the compiled module reads the operand, allocates and writes the results, where
-nobody would see an operator (see :mod:`ottava.kernels.direct`). It returns None where Python has to
-do it.
+On a CPU one call of the compiled module reads the operand, allocates the results and writes them.
+The module returns None where dispatch is observed, or where an operand is not plain memory of the
+CPU (:mod:`ottava.kernels.direct`). Then the operator does the same from Python.
 """
 
 from __future__ import annotations
@@ -14,18 +13,15 @@ import torch
 
 from ottava.formats import ELEMENTS, FP8
 from ottava.kernels import backends, table
-from ottava.kernels.checks import Maybe, Tensor, check_scalar
+from ottava.kernels.checks import Tensor, check_scalar
 from ottava.torch_private import graph_task_id
 
-#: Data and scales of rows, then data and scales of columns; None for what is not made. One scale
-#: serves both.
-Quantized = tuple[Maybe, Maybe, Maybe, Maybe]
+#: Data and scales of rows, then data and scales of columns; None for a direction that the caller
+#: does not ask for. With one scale for the tensor both directions have the same scale.
+Quantized = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 _ABSENT = None, None
 _CODES = {dtype: ELEMENTS[dtype].code for dtype in FP8}
-# What Dynamo traces must not call compiled modules. Others who trace have tensors that these leave
-# to Python.
-_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def quantize(
@@ -36,40 +32,41 @@ def quantize(
     rowwise: bool,
     transposed: bool,
 ) -> Quantized:
-    """:func:`ottava.kernels.quantize` by one scale for the tensor; columns are the transpose."""
-    if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
-        native, code = backends._loaded["cpu"].native, _CODES[fp8_dtype]
-        quantized: Quantized | None = native.quantize_operand(
-            x, code, epsilon, force_pow_2, rowwise, transposed
+    """:func:`ottava.kernels.quantize`; data of columns are the transpose."""
+    cpu = backends.compiled_cpu()
+    if cpu is not None:
+        quantized: Quantized | None = cpu.native.quantize_operand(
+            x, _CODES[fp8_dtype], epsilon, force_pow_2, rowwise, transposed
         )
         if quantized is not None:
             return quantized
     data, transpose, _, scale_inv, _ = table.quantize.for_layer(
         x, fp8_dtype, epsilon, force_pow_2, rowwise, transposed
     )
-    return _of_both(data, transpose, scale_inv, rowwise, transposed)
+    return _directions(rowwise, data, scale_inv, transposed, transpose, scale_inv)
 
 
 def cast(
     x: Tensor,
     scale: Tensor,
-    amax: Maybe,
-    saturated: Maybe,
+    amax: Tensor | None,
+    saturated: Tensor | None,
     fp8_dtype: torch.dtype,
     rowwise: bool,
     transposed: bool,
 ) -> Quantized:
-    """With a known scale; with ``amax`` it records as :func:`ottava.kernels.cast_amax` does.
+    """Quantize with a known scale; with ``amax`` as :func:`ottava.kernels.cast_amax`.
 
     Raises:
-        DTypeError, ShapeError, DeviceError: the scale, the amax or the counter are not what they
-            should be. They are a quantizer's state, which can be replaced at any time, and are read
-            and written by their addresses.
+        DTypeError, ShapeError, DeviceError: the scale, the amax or the counter has another dtype,
+            number of elements or device than it should. They are checked at every call, because
+            kernels read and write them by address, and a user can replace a quantizer's state at
+            any time.
     """
-    if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
-        native, code = backends._loaded["cpu"].native, _CODES[fp8_dtype]
-        quantized: Quantized | None = native.cast_operand(
-            x, scale, amax, saturated, code, rowwise, transposed, -1
+    cpu = backends.compiled_cpu()
+    if cpu is not None:
+        quantized: Quantized | None = cpu.native.cast_operand(
+            x, scale, amax, saturated, _CODES[fp8_dtype], rowwise, transposed, -1
         )
         if quantized is not None:
             return quantized
@@ -79,7 +76,7 @@ def cast(
     data, transpose, scale_inv = table.cast_amax.for_layer(
         x, scale, amax, saturated, fp8_dtype, rowwise, transposed
     )
-    return _of_both(data, transpose, scale_inv, rowwise, transposed)
+    return _directions(rowwise, data, scale_inv, transposed, transpose, scale_inv)
 
 
 def cast_slot(
@@ -91,20 +88,20 @@ def cast_slot(
     rowwise: bool,
     transposed: bool,
 ) -> Quantized:
-    """:func:`cast` with the scale of a slot of a layer's state; ``recording`` also takes the amax
-    and the counter of the slot.
+    """:func:`cast` with the scale of a slot of a layer's state.
 
     Args:
         buffers: ``scale [slots]``, ``amax_history [steps, slots]``, whose first row is that of this
             step, and ``saturated [slots]``.
+        recording: whether the slot's amax and counter are updated.
     """
     scale, amax, saturated = buffers["scale"], None, None
     if recording:
         amax, saturated = buffers["amax_history"], buffers["saturated"]
-    if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
-        native, code = backends._loaded["cpu"].native, _CODES[fp8_dtype]
-        quantized: Quantized | None = native.cast_operand(
-            x, scale, amax, saturated, code, rowwise, transposed, slot
+    cpu = backends.compiled_cpu()
+    if cpu is not None:
+        quantized: Quantized | None = cpu.native.cast_operand(
+            x, scale, amax, saturated, _CODES[fp8_dtype], rowwise, transposed, slot
         )
         if quantized is not None:
             return quantized
@@ -113,7 +110,7 @@ def cast_slot(
     return cast(x, scale[slot], amax, saturated, fp8_dtype, rowwise, transposed)
 
 
-def _check_state(x: Tensor, state: Maybe, name: str, dtype: torch.dtype) -> None:
+def _check_state(x: Tensor, state: Tensor | None, name: str, dtype: torch.dtype) -> None:
     if state is None:
         return
     if state.dtype is dtype and state.device == x.device and state.numel() == 1:
@@ -121,19 +118,10 @@ def _check_state(x: Tensor, state: Maybe, name: str, dtype: torch.dtype) -> None
     check_scalar(state, x, name, dtype)
 
 
-def _of_both(
-    data: Maybe, transpose: Maybe, scale_inv: Tensor, rowwise: bool, transposed: bool
-) -> Quantized:
-    """Of the results of an operator, which has no None: those that were asked for."""
-    rows = (data, scale_inv) if rowwise else _ABSENT
-    columns = (transpose, scale_inv) if transposed else _ABSENT
-    return *rows, *columns
-
-
 def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Quantized:
-    """:func:`ottava.kernels.grid_quantize` by the layout of a text."""
-    if not _is_compiling() and backends._chosen.get("cpu") == "cpu":
-        cpu = backends._loaded["cpu"]
+    """:func:`ottava.kernels.grid_quantize` for the layout with this text."""
+    cpu = backends.compiled_cpu()
+    if cpu is not None:
         quantized: Quantized | None = cpu.native.grid_quantize_operand(
             x, cpu.plan(text), rowwise, columnwise
         )
@@ -142,9 +130,26 @@ def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Quan
     data, scales, column_data, column_scales = table.grid_quantize.for_layer(
         x, text, rowwise, columnwise
     )
-    rows = (data, scales) if rowwise else _ABSENT
-    columns = (column_data, column_scales) if columnwise else _ABSENT
-    return *rows, *columns
+    return _directions(rowwise, data, scales, columnwise, column_data, column_scales)
+
+
+def _directions(
+    rowwise: bool,
+    data: Tensor | None,
+    scales: Tensor | None,
+    columnwise: bool,
+    column_data: Tensor | None,
+    column_scales: Tensor | None,
+) -> Quantized:
+    """The results with None for a direction that the caller does not ask for.
+
+    Operators return empty tensors there, because they cannot return None.
+    """
+    if not rowwise:
+        data, scales = _ABSENT
+    if not columnwise:
+        column_data, column_scales = _ABSENT
+    return data, scales, column_data, column_scales
 
 
 def update_slots(
@@ -154,10 +159,16 @@ def update_slots(
     most_recent: bool,
     own: bool,
 ) -> bool:
-    """:func:`ottava.kernels.update_scales`, of buffers of layers' states if they are their ``own``,
-    if the compiled module takes them: it checks what it is given. False leaves all as it was."""
-    if _is_compiling() or backends._chosen.get("cpu") != "cpu" or graph_task_id() != -1:
+    """:func:`ottava.kernels.update_scales` in one call of the compiled module.
+
+    Args:
+        own: whether the tensors are buffers of layers' states, which the module checks less.
+
+    Returns:
+        Whether the module has updated the tensors. If not, they are unchanged, and
+        :func:`ottava.kernels.update_scales` does it or raises an error.
+    """
+    cpu = backends.compiled_cpu()
+    if cpu is None or graph_task_id() != -1:
         return False
-    return bool(
-        backends._loaded["cpu"].native.update_slots(scales, histories, maxima, most_recent, own)
-    )
+    return bool(cpu.native.update_slots(scales, histories, maxima, most_recent, own))

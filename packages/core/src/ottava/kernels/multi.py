@@ -1,8 +1,8 @@
 """Amaxes and data of many shards of weights in one call, from values in a wider dtype.
 
-The kernels first round each element to the dtype that is given for its tensor, to nearest even, and
-then read it as float32. So the shards of a weight, wherever it was cut, have the amaxes and the
-data of the weight in that dtype; the amax of a block is the largest of the amaxes of its shards.
+The kernels round each element to the nominal dtype of its tensor, to nearest even, and then read it
+as float32. Therefore shards give the same amaxes and data as the whole weight in that dtype,
+wherever it was cut. The amax of a block is the largest of the amaxes that its shards have for it.
 
 The functions work in eager mode only. All tensors of a call must be on one device.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.kernels import checks
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import DTypes, Layouts, Pairs, Shapes, Shards, Tensor, Tensors
-from ottava.layout import Layout
+from ottava.layout import Layout, Size
 
 # Larger sizes and positions are mistakes, and would overflow in compiled code.
 _TOO_LARGE = 2**62
@@ -31,11 +30,11 @@ def grid_amax_sizes(rows: int, cols: int, layout: Layout) -> tuple[int, int]:
     The first is for blocks of rowwise data, the second for those of columnwise data. If both hold
     the same values, the second is 0.
     """
-    by_row, by_column = (
-        math.prod(layout.grid((rows, cols), columnwise, shared=True))
-        for columnwise in (False, True)
-    )
-    return by_row, (0 if layout.square else by_column)
+    matrix = rows, cols
+    by_row = math.prod(layout.grid(matrix, False, shared=True))
+    if layout.square:
+        return by_row, 0
+    return by_row, math.prod(layout.grid(matrix, True, shared=True))
 
 
 def grid_multi_amax(
@@ -54,25 +53,26 @@ def grid_multi_amax(
         layouts: the layout of each matrix.
 
     Returns:
-        float32, in one dimension, one matrix after the other. Each has an amax for every area that
-        has one scale: first those of rowwise data, then those of columnwise data unless both hold
-        the same values, each row by row of the grid. Blocks outside of the range have 0.
+        float32, in one dimension, one matrix after the other. A matrix has an amax for every area
+        with one scale, in the order of the flattened grid: first the areas of rowwise data, then
+        those of columnwise data, unless both hold the same values. Blocks outside of the range have
+        the amax 0.
 
     Raises:
         ShapeError, DTypeError, DeviceError: the lists or the tensors do not fit together, or a
             range does not lie within its matrix.
     """
     _check_shards(xs, dtypes, shapes, starts, layouts)
-    count = sum(
+    if not len(xs):
+        return torch.zeros(0, dtype=torch.float32)
+    device = xs[0].device
+    sizes = [
         sum(grid_amax_sizes(*shape, layout)) for shape, layout in zip(shapes, layouts, strict=True)
-    )
-    out = torch.zeros(count, dtype=torch.float32, device=xs[0].device if len(xs) else None)
-    if len(xs):
-        texts = [layout.text for layout in layouts]
-        backend_module(out.device.type).grid_multi_amax(
-            Shards(xs, dtypes, shapes, starts), texts, out
-        )
-    return out
+    ]
+    amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
+    backend_module(device.type).grid_multi_amax(shards, texts, amaxes)
+    return amaxes
 
 
 def grid_multi_cast(
@@ -88,10 +88,10 @@ def grid_multi_cast(
 
     Args:
         xs, dtypes, shapes, starts, layouts: as in :func:`grid_multi_amax`.
-        rowwise: for each range None or ``(scales, out)``. ``scales`` are the factors of elements,
-            float32 (bytes for layouts with E8M0 scales), contiguous, on the grid of the whole
-            matrix. ``out`` receives the data: uint8, contiguous, of any shape with as many elements
-            as the range, at any address.
+        rowwise: for each range None or ``(scales, out)``. ``scales`` are the factors of elements:
+            float32 (the bytes of E8M0 scales in layouts that have these), contiguous, on the grid
+            of the whole matrix. ``out`` receives the data: uint8, contiguous, of any shape with as
+            many elements as the range, at any address.
         columnwise: the same for columnwise data, which are not transposed.
 
     Raises:
@@ -101,33 +101,37 @@ def grid_multi_cast(
     """
     _check_lengths(len(xs), rowwise=rowwise, columnwise=columnwise)
     _check_shards(xs, dtypes, shapes, starts, layouts)
-    taken = set[int]()
+    addresses = set[int]()
     for name, pairs in (("rowwise", rowwise), ("columnwise", columnwise)):
         for i, (pair, x, shape, layout) in enumerate(zip(pairs, xs, shapes, layouts, strict=True)):
             if pair is None:
                 continue
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise ShapeError(f"{name}[{i}] is no pair", expected="None or (scales, out)")
-            (scales, out), grid = pair, layout.grid(shape, name == "columnwise")
-            checks.check_out(
-                scales, grid, layout.stored_scale, x.device, f"the scales of {name}[{i}]"
-            )
-            checks.check_out(out, None, torch.uint8, x.device, f"{name}[{i}]")
-            if out.numel() != x.numel():
-                raise ShapeError(
-                    f"{name}[{i}] has {out.numel()} elements", f"{x.numel()}, as its tensor has"
-                )
-            if x.numel() and out.data_ptr() in taken:
+            grid = layout.grid(shape, name == "columnwise")
+            out = _check_pair(pair, f"{name}[{i}]", x, grid, layout)
+            if x.numel() and out.data_ptr() in addresses:
                 raise OptionError(
                     f"{name}[{i}] is a buffer of another result", expected="a buffer of its own"
                 )
-            taken.add(out.data_ptr())
+            addresses.add(out.data_ptr())
     if len(xs):
         shards, texts = Shards(xs, dtypes, shapes, starts), [layout.text for layout in layouts]
         backend_module(xs[0].device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
-def _check_lengths(count: int, **lists: Sequence[Any]) -> None:
+def _check_pair(pair: object, what: str, x: Tensor, grid: Size, layout: Layout) -> Tensor:
+    """The buffer of ``(scales, out)``, after checks of both."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ShapeError(f"{what} is no pair", expected="None or (scales, out)")
+    scales, out = pair
+    checks.check_out(scales, grid, layout.stored_scale, x.device, f"the scales of {what}")
+    checks.check_out(out, None, torch.uint8, x.device, what)
+    if out.numel() != x.numel():
+        raise ShapeError(f"{what} has {out.numel()} elements", f"{x.numel()}, as its tensor has")
+    buffer: Tensor = out
+    return buffer
+
+
+def _check_lengths(count: int, **lists: Sequence[object]) -> None:
     for name, values in lists.items():
         if len(values) != count:
             raise ShapeError(
@@ -146,15 +150,20 @@ def _check_shards(
         checks.check_device(x, xs[0].device, f"xs[{i}]")
         checks.check_dtype(dtype, f"dtypes[{i}] is")
         checks.check_layout(layout)
-        if not isinstance(shape, (tuple, list)) or len(shape) != 2:
-            raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
-        rows, cols = shape
-        if not (isinstance(rows, int) and isinstance(cols, int) and isinstance(start, int)):
-            raise DTypeError(
-                f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers"
-            )
-        if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
-            raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
-        if not 0 <= start <= rows * cols - x.numel():
-            found = f"xs[{i}] has {x.numel()} elements from {start} on, its matrix {rows} x {cols}"
-            raise ShapeError(found, expected="a range within the matrix")
+        _check_place(i, x.numel(), shape, start)
+
+
+def _check_place(i: int, count: int, shape: object, start: object) -> None:
+    """Raise an error unless ``count`` elements from ``start`` on are in a matrix of ``shape``."""
+    if not isinstance(shape, (tuple, list)) or len(shape) != 2:
+        raise ShapeError(f"shapes[{i}] is {shape!r}", expected="(rows, columns)")
+    rows, cols = shape
+    if not (isinstance(rows, int) and isinstance(cols, int) and isinstance(start, int)):
+        raise DTypeError(f"shapes[{i}] is {shape!r}, starts[{i}] {start!r}", expected="integers")
+    if not (0 <= rows < _TOO_LARGE and 0 <= cols < _TOO_LARGE and rows * cols < _TOO_LARGE):
+        raise ShapeError(f"shapes[{i}] is {shape!r}", expected="sizes of a matrix")
+    if not 0 <= start <= rows * cols - count:
+        raise ShapeError(
+            f"xs[{i}] has {count} elements from {start} on, its matrix {rows} x {cols}",
+            expected="a range within the matrix",
+        )

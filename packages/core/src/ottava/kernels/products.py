@@ -1,8 +1,8 @@
 """Products of dense matrices, in the dtype that the machine multiplies fast.
 
-A CPU without instructions for it has no fast product of bfloat16 in torch: operands go to float32
-there, which holds them exactly, and the result is rounded once. ``OTTAVA_CPU_PRODUCT``
-(``bfloat16``, ``float32``) says what to do instead of asking torch.
+torch multiplies bfloat16 matrices slowly on a CPU without instructions for them. There operands are
+converted to float32, which holds them exactly, and the result is rounded once.
+``OTTAVA_CPU_PRODUCT`` (``bfloat16``, ``float32``) overrides what torch says of the CPU.
 """
 
 import math
@@ -10,13 +10,11 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
 from ottava.errors import BackendError
 from ottava.kernels.backends import backend_for, backend_module
-from ottava.kernels.checks import Maybe
 from ottava.kernels.table import define_product
 from ottava.layout import Block
 from ottava.torch_private import (
@@ -27,21 +25,29 @@ from ottava.torch_private import (
 )
 
 Tensor = torch.Tensor
-#: Says what to do instead of asking torch.
+#: ``(a, b, scale_a, scale_b, bias, out_dtype)`` to the product, where torch.autocast is off.
+Multiply = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, torch.dtype], Tensor
+]
+#: ``(sums, scale_a, scale_b, bias, out)``, see :meth:`ottava.kernels.backends.Backend.epilogue32`.
+Epilogue = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor], None]
+
+#: The environment variable with the dtype in which bfloat16 operands are multiplied on a CPU.
 VARIABLE = "OTTAVA_CPU_PRODUCT"
+WHOLE: Block = (None, None)
 _SUMS = torch.float32
 _FLOAT32 = torch.finfo(_SUMS)
-WHOLE: Block = (None, None)
-# What torch (or the variable) answered, asked at the first product; None before.
+# None before the first product.
 _bfloat16_is_fast: bool | None = None
+# The number of a GPU -> its compute capability.
 _capabilities: dict[int, int] = {}
 
 
+# The result is a constant in compiled code, which cannot call the driver. It is a number, because
+# the compiler of torch 2.11 cannot order constants that are tuples.
 @constant_to_compiler
 def capability_of_index(index: int) -> int:
-    """The compute capability of the GPU with this index, 89 for 8.9: a constant to compiled code,
-    which cannot ask the driver, and a number, because the compiler of torch 2.11 cannot order such
-    constants that are tuples."""
+    """The compute capability of the GPU with this number: 89 for 8.9."""
     if index not in _capabilities:
         major, minor = torch.cuda.get_device_capability(index)
         _capabilities[index] = 10 * major + minor
@@ -49,128 +55,192 @@ def capability_of_index(index: int) -> int:
 
 
 def capability(tensor: Tensor) -> int:
-    """The compute capability of the NVIDIA GPU that ``tensor`` is on, 89 for 8.9; 0 for every other
-    device."""
-    return (
-        capability_of_index(tensor.get_device())
-        if tensor.is_cuda and torch.version.hip is None
-        else 0
-    )
+    """The compute capability of the NVIDIA GPU that ``tensor`` is on: 89 for 8.9.
+
+    0 for every other device.
+    """
+    if tensor.is_cuda and torch.version.hip is None:
+        return capability_of_index(tensor.get_device())
+    return 0
 
 
 @constant_to_compiler
 def multiplies_bfloat16() -> bool:
-    """Whether torch multiplies bfloat16 matrices fast on this CPU, because oneDNN has such a
-    product for it; else torch's own loops multiply, many times slower than a product of float32.
-    Asked once.
+    """Whether torch multiplies bfloat16 matrices fast on this CPU.
+
+    oneDNN then has a product for them. Otherwise torch's own loops multiply, which are many times
+    slower than a product of float32. The first call decides for the process.
 
     Raises:
         BackendError: ``OTTAVA_CPU_PRODUCT`` is neither ``bfloat16`` nor ``float32``.
     """
     global _bfloat16_is_fast
     if _bfloat16_is_fast is None:
-        wanted = os.environ.get(VARIABLE)
-        if wanted and wanted not in ("bfloat16", "float32"):
-            what, expected = (
-                f"{VARIABLE}={wanted!r} is no dtype of products",
-                "one of bfloat16, float32",
+        name = os.environ.get(VARIABLE)
+        if not name:
+            _bfloat16_is_fast = mkldnn_bf16_supported()
+        elif name in ("bfloat16", "float32"):
+            _bfloat16_is_fast = name == "bfloat16"
+        else:
+            raise BackendError(
+                f"{VARIABLE}={name!r} is no dtype of products",
+                expected="one of bfloat16, float32",
+                remedy=f"correct or unset {VARIABLE}",
             )
-            raise BackendError(what, expected=expected, remedy=f"correct or unset {VARIABLE}")
-        _bfloat16_is_fast = wanted == "bfloat16" if wanted else mkldnn_bf16_supported()
     return _bfloat16_is_fast
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What operands of ``dtype`` are multiplied in on ``device``: float32 where that is faster,
-    else ``dtype``."""
-    slow = dtype is torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16()
-    return torch.float32 if slow else dtype
+    """The dtype in which operands of ``dtype`` are multiplied on ``device``.
+
+    It is float32 where that is faster, and otherwise ``dtype``.
+    """
+    if dtype is torch.bfloat16 and device.type == "cpu" and not multiplies_bfloat16():
+        return torch.float32
+    return dtype
 
 
 def compute_dtype(device: torch.device, out_dtype: torch.dtype, exact: bool = True) -> torch.dtype:
-    """bfloat16 where it holds operands (``exact``), is fast, and the result loses nothing to it or
-    is wanted in it."""
-    wanted = out_dtype == torch.bfloat16 and backend_for(device.type) != "reference"
-    fast = returns_float32(device) or (
-        wanted and product_dtype(torch.bfloat16, device) == torch.bfloat16
-    )
-    return torch.bfloat16 if fast and exact else torch.float32
+    """The dtype in which decoded operands are multiplied for a result of ``out_dtype``.
+
+    It is bfloat16 if that holds the operands (``exact``), is multiplied fast, and costs the result
+    no precision, because the product gives float32 sums or the result is bfloat16. It is float32
+    otherwise.
+    """
+    if not exact:
+        return torch.float32
+    if returns_float32(device):
+        return torch.bfloat16
+    narrow = out_dtype == torch.bfloat16 and backend_for(device.type) != "reference"
+    if narrow and product_dtype(torch.bfloat16, device) == torch.bfloat16:
+        return torch.bfloat16
+    return torch.float32
 
 
 def mm(a: Tensor, b: Tensor, *out_dtype: torch.dtype) -> Tensor:
-    """The product, in the dtype of its operands if none is given, whatever torch.autocast says."""
+    """``torch.mm`` without torch.autocast, in the dtype of the operands or in ``out_dtype``."""
     with without_autocast(a.device.type):
         return torch.mm(a, b, *out_dtype)
 
 
-def without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Inside a ``with`` block operators compute in the dtypes of what they are given."""
-    # Compiled code runs the backward pass under the autocast that the forward pass was under.
-    if not (torch.compiler.is_compiling() or any_autocast_enabled()) or kind not in WITH_AUTOCAST:
+def without_autocast(kind: str) -> AbstractContextManager[object]:
+    """Inside a ``with`` block torch.autocast is off for devices of this type."""
+    if kind not in WITH_AUTOCAST:
         return nullcontext()
-    return torch.autocast(kind, enabled=False)
+    # Compiled code runs the backward pass under the autocast of the forward pass, so that it
+    # switches autocast off in any case.
+    if torch.compiler.is_compiling() or any_autocast_enabled():
+        return torch.autocast(kind, enabled=False)
+    return nullcontext()
 
 
 def returns_float32(device: torch.device) -> bool:
-    """Whether torch's product of bfloat16 operands on ``device`` can give the float32 sums
-    themselves."""
+    """Whether torch's product of bfloat16 operands on ``device`` can return its float32 sums."""
     return device.type == "cuda" and torch.version.hip is None
 
 
 def finish(
     sums: Tensor,
-    scale_a: Maybe,
-    scale_b: Maybe,
-    bias: Maybe,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype,
-    epilogue: Any = None,
+    epilogue: Epilogue | None = None,
 ) -> Tensor:
-    """``round(sums * (scale_a * scale_b) + bias)`` of contiguous float32 ``sums``, which are used
-    up; rounded once."""
+    """``sums * (scale_a * scale_b) + bias``, rounded once.
+
+    Args:
+        sums: contiguous float32 ``[M, N]``, which may be overwritten.
+        scale_a, scale_b: float32 with one element.
+        bias: ``[N]``.
+        out_dtype: the dtype of the result.
+        epilogue: the kernel, by default that of the backend for ``sums``.
+    """
     if scale_a is None and scale_b is None and bias is None:
         return sums.to(out_dtype)
-    out = sums if out_dtype is _SUMS and sums.is_cpu else torch.empty_like(sums, dtype=out_dtype)
-    (epilogue or backend_module(sums.device.type).epilogue32)(sums, scale_a, scale_b, bias, out)
+    if epilogue is None:
+        epilogue = backend_module(sums.device.type).epilogue32
+    out = sums
+    if out_dtype is not _SUMS or not sums.is_cpu:
+        out = torch.empty_like(sums, dtype=out_dtype)
+    epilogue(sums, scale_a, scale_b, bias, out)
     return out
 
 
-# What multiplies: of (epilogue, a, b, scale_a, scale_b, bias, out_dtype), where torch.autocast is
-# off.
+# -- the ways to multiply: functions of an epilogue and the arguments of Multiply --
 
 
-def _bare(_: Any, a: Tensor, b: Tensor, *__: Any) -> Tensor:
+def _bare(
+    epilogue: Epilogue,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product alone, of operands in the dtype of the result."""
     return torch.mm(a, b)
 
 
 def _biased(
-    _: Any, a: Tensor, b: Tensor, scale_a: None, scale_b: None, bias: Tensor, dtype: torch.dtype
+    epilogue: Epilogue,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """The library adds the bias to its float32 sums, which it rounds once."""
-    made = torch.addmm(bias if bias.dtype is a.dtype else bias.to(a.dtype), a, b)
-    return made if made.dtype is dtype else made.to(dtype)
+    """torch adds the bias to its float32 sums, which it rounds once."""
+    assert bias is not None
+    if bias.dtype is not a.dtype:
+        bias = bias.to(a.dtype)
+    result = torch.addmm(bias, a, b)
+    if result.dtype is not out_dtype:
+        result = result.to(out_dtype)
+    return result
 
 
 def _factored(
-    epilogue: Any, a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Any, dtype: torch.dtype
+    epilogue: Epilogue,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """torch multiplies its float32 sums with a number, too, if that is a normal float32: it refuses
-    larger ones, and may flush smaller ones to 0."""
+    """torch multiplies its float32 sums by the scales, too.
+
+    It does so only for a normal float32 number: torch refuses larger ones, and may flush smaller
+    ones to 0.
+    """
     factor = math.prod([scale.item() for scale in (scale_a, scale_b) if scale is not None])
     if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:
-        return _finished(epilogue, a, b, scale_a, scale_b, bias, dtype)
+        return _finished(epilogue, a, b, scale_a, scale_b, bias, out_dtype)
     if bias is not None:
         return torch.addmm(bias, a, b, alpha=factor)
     return torch.addmm(a.new_empty(()), a, b, beta=0, alpha=factor)
 
 
 def _finished(
-    epilogue: Any, a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, bias: Any, dtype: torch.dtype
+    epilogue: Epilogue,
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    wide = a.dtype is not _SUMS and returns_float32(a.device)
-    sums = torch.mm(a, b, _SUMS) if wide else torch.mm(a, b)
-    return finish(
-        sums if sums.dtype is _SUMS else sums.to(_SUMS), scale_a, scale_b, bias, dtype, epilogue
-    )
+    """The epilogue takes the sums in float32."""
+    if a.dtype is not _SUMS and returns_float32(a.device):
+        sums = torch.mm(a, b, _SUMS)
+    else:
+        sums = torch.mm(a, b)
+    if sums.dtype is not _SUMS:
+        sums = sums.to(_SUMS)
+    return finish(sums, scale_a, scale_b, bias, out_dtype, epilogue)
 
 
 def product_for(
@@ -179,41 +249,63 @@ def product_for(
     out_dtype: torch.dtype,
     bias_dtype: torch.dtype | None,
     scaled: bool,
-) -> Callable[..., Tensor]:
-    """What multiplies operands of ``dtype``, with a bias of another or none: of
-    ``(a, b, scale_a, scale_b, bias, out_dtype)``, where torch.autocast is off."""
-    narrow = dtype is out_dtype is torch.bfloat16 and bias_dtype in (None, torch.bfloat16)
-    how: Any = (
-        _factored if narrow and device.type == "cpu" and not returns_float32(device) else _finished
+) -> Multiply:
+    """The function that multiplies operands of ``dtype`` on ``device``.
+
+    Args:
+        bias_dtype: the dtype of the bias; None without a bias.
+        scaled: whether there is a scale.
+    """
+    epilogue = backend_module(device.type).epilogue32
+    # All dtypes are bfloat16, so that torch can round its float32 sums to the result.
+    narrow = (
+        dtype is torch.bfloat16
+        and out_dtype is torch.bfloat16
+        and bias_dtype in (None, torch.bfloat16)
     )
-    if not scaled and bias_dtype is None and dtype is out_dtype:
-        how = _bare
-    elif not scaled and (narrow or (bias_dtype is not None and dtype is _SUMS)):
-        how = _biased
-    return partial(how, backend_module(device.type).epilogue32)
+    if scaled:
+        if narrow and device.type == "cpu":
+            return partial(_factored, epilogue)
+        return partial(_finished, epilogue)
+    if bias_dtype is None and dtype is out_dtype:
+        return partial(_bare, epilogue)
+    if narrow or (bias_dtype is not None and dtype is _SUMS):
+        return partial(_biased, epilogue)
+    return partial(_finished, epilogue)
 
 
 def product(
-    a: Tensor, b: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    """The product of dense operands, times both scales, plus the bias."""
-    device, scaled = a.device, scale_a is not None or scale_b is not None
-    compute_dtype = product_dtype(a.dtype, device)
-    if not returns_float32(device) and (a.dtype is torch.float16 or a.dtype is not out_dtype):
-        # Sums in the operands' dtype would lose what the result could hold: of float16 they
-        # overflow.
-        compute_dtype = _SUMS
-    if compute_dtype is not a.dtype:
-        a, b = a.to(compute_dtype), b.to(compute_dtype)
-    multiply = product_for(
-        compute_dtype, device, out_dtype, None if bias is None else bias.dtype, scaled
-    )
+    """``a @ b * (scale_a * scale_b) + bias`` of dense operands, rounded once.
+
+    Args:
+        a: ``[M, K]``.
+        b: ``[K, N]``.
+        scale_a, scale_b: float32 with one element.
+        bias: ``[N]``.
+        out_dtype: the dtype of the result.
+    """
+    device, dtype = a.device, a.dtype
+    scaled = scale_a is not None or scale_b is not None
+    bias_dtype = None if bias is None else bias.dtype
+    operand_dtype = product_dtype(dtype, device)
+    # Sums in the operands' dtype would lose precision that the result has, or overflow in float16.
+    if not returns_float32(device) and (dtype is torch.float16 or dtype is not out_dtype):
+        operand_dtype = _SUMS
+    if operand_dtype is not dtype:
+        a, b = a.to(operand_dtype), b.to(operand_dtype)
+    multiply = product_for(operand_dtype, device, out_dtype, bias_dtype, scaled)
     with without_autocast(device.type):
         return multiply(a, b, scale_a, scale_b, bias, out_dtype)
 
 
-# Dense operands [M, K] and [K, N] whose values still lack a per-tensor factor: product, then both
-# factors and the bias in float32, then one rounding to out_dtype.
+#: :func:`product` as an operator.
 scaled_mm = define_product(
     "scaled_mm(Tensor a, Tensor b, Tensor? scale_a, Tensor? scale_b, Tensor? bias, ScalarType "
     "out_dtype) -> Tensor",

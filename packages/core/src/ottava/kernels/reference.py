@@ -1,18 +1,17 @@
 """The oracle: every kernel in plain PyTorch, on any device.
 
-The table of kernels (:mod:`ottava.kernels.table`) says what the functions compute. Values are
-rounded to small formats on the bits of float32, so that nothing depends on how a build of torch
-converts to float8 (its E5M2 conversion does not saturate, see the numerics page).
+:mod:`ottava.kernels` describes the values that the functions compute. Rounding to small formats
+works on the bits of float32, so that no result depends on torch's conversions to float8 (that to
+E5M2 does not saturate, see the numerics page).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
-from ottava.kernels.checks import Maybe, Outputs, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.checks import Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape, grid_of
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -46,16 +45,19 @@ def encode(x: Tensor, fmt: FloatFormat | IntegerFormat) -> Tensor:
             .view(torch.uint8)
         )
         return data.masked_fill(x.isnan(), fmt.nan_code)
-    bits, least = bits_of(x), float_bits(fmt.min_normal) >> 23
+    bits = bits_of(x)
+    least = float_bits(fmt.min_normal) >> 23
     clamped = (bits & 0x7FFFFFFF).clamp(max=float_bits(fmt.max))
-    # A unit in the last place, of the value's binade, or of the subnormals if it is below the
-    # smallest normal number.
+    # A value below the smallest normal number has the unit in the last place of the subnormals,
+    # every other one that of its binade.
     exponent = (clamped >> 23).clamp(min=least)
     unit = ((exponent - fmt.mantissa_bits) << 23).view(torch.float32)
     # Division by this power of two loses nothing: the quotient is at most 2^(mantissa_bits + 1),
     # and a quotient that underflows in float32 is far below half a unit.
     steps = torch.round(torch.div(clamped.view(torch.float32), unit)).to(torch.int32)
-    data = ((exponent - least) << fmt.mantissa_bits) + steps | (bits >> 24) & 0x80
+    magnitude = ((exponent - least) << fmt.mantissa_bits) + steps
+    sign = (bits >> 24) & 0x80
+    data = magnitude | sign
     return data.masked_fill(x.isnan(), fmt.nan_code).to(torch.uint8)
 
 
@@ -78,17 +80,16 @@ def _write(outputs: Outputs, *values: Tensor) -> None:
 
 
 def amax(x: Tensor, out: Tensor) -> None:
-    out.copy_(
-        block_amax(_magnitudes(x.reshape(as_matrix_shape(x.shape))), (None, None)).reshape(())
-    )
+    matrix = x.reshape(as_matrix_shape(x.shape))
+    out.copy_(block_amax(_magnitudes(matrix), (None, None)).reshape(()))
 
 
 def scale_from_amax(
-    amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Tensors
+    amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs
 ) -> None:
     maximum = torch.full_like(amax, fp8_format(fp8_dtype).max)
-    made = _float_scale(amax, maximum, epsilon, force_pow_2, _FLOAT32_MAX)
-    _write(out, made, _inverse(made))
+    scale = _float_scale(amax, maximum, epsilon, force_pow_2, _FLOAT32_MAX)
+    _write(out, scale, _inverse(scale))
 
 
 def _as_float32(value: float) -> float:
@@ -108,69 +109,91 @@ def _float_scale(
     a = torch.where(amax < least, least, amax)
     usable = a.isfinite() & (a != 0)
     numerator = maximum.expand_as(a)
-    made = torch.div(numerator, torch.where(usable, a, numerator))
-    made = made.masked_fill(made.isinf(), largest)
+    scale = torch.div(numerator, torch.where(usable, a, numerator))
+    scale = scale.masked_fill(scale.isinf(), largest)
+    if not floor:
+        return scale
     # Clearing the mantissa rounds down to a power of two.
-    return (bits_of(made) & -0x800000).view(torch.float32).view(made.shape) if floor else made
+    return (bits_of(scale) & -0x800000).view(torch.float32).view(scale.shape)
 
 
 def transpose(data: Tensor, out: Tensor) -> None:
     out.copy_(data.movedim(-1, 0))
 
 
+def _transposed(data: Tensor) -> Tensor:
+    """The transpose; a tensor without dimensions is its own."""
+    if data.dim() == 0:
+        return data
+    return data.movedim(-1, 0)
+
+
 def quantize(
     x: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs
 ) -> None:
-    scale, scale_inv, seen = torch.empty((3,), dtype=torch.float32, device=x.device).unbind()
-    amax(x, seen)
-    scale_from_amax(seen, fp8_dtype, epsilon, force_pow_2, (scale, scale_inv))
+    scalars = torch.empty((3,), dtype=torch.float32, device=x.device)
+    scale, scale_inv, largest = scalars.unbind()
+    amax(x, largest)
+    scale_from_amax(largest, fp8_dtype, epsilon, force_pow_2, (scale, scale_inv))
     cast_amax(x, scale, None, None, fp8_dtype, (*out[:2], None))
-    _write(out[2:], scale, scale_inv, seen)
+    _write(out[2:], scale, scale_inv, largest)
 
 
 def cast_amax(
     x: Tensor,
     scale: Tensor,
-    recorded: Maybe,
-    saturated: Maybe,
+    recorded: Tensor | None,
+    saturated: Tensor | None,
     fp8_dtype: torch.dtype,
     out: Outputs,
 ) -> None:
-    # The scale is copied, because the outputs may be in the array that holds a slot's whole state.
+    # The scale is copied, because an output may share its memory: the state of a layer's slot can
+    # be one tensor.
     factor, fmt = scale.reshape(()).clone(), fp8_format(fp8_dtype)
     scaled = x.to(torch.float32) * factor
     if recorded is not None:
-        seen = torch.empty_like(factor)
-        amax(x, seen)
-        recorded.copy_(torch.maximum(recorded, seen))
+        largest = torch.empty_like(factor)
+        amax(x, largest)
+        recorded.copy_(torch.maximum(recorded, largest))
     if saturated is not None:
         saturated.add_((scaled.abs() > fmt.max).sum())
     data = encode(scaled, fmt).view(x.shape)
-    _write(out, data, data.movedim(-1, 0) if data.dim() else data, _inverse(factor))
+    _write(out, data, _transposed(data), _inverse(factor))
 
 
 def update_scales(
-    scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Maybe
+    scales: Tensors, histories: Tensors, maxima: list[float], most_recent: bool, last: Tensor | None
 ) -> None:
     """Update every slot of every tensor.
 
     A slot whose entry in the first row is 0 saw no values in this step, and stays as it is.
     """
-    done = 0
+    start = 0
     for scale, history in zip(scales, histories, strict=True):
-        slots = slice(done, done + scale.numel())
-        seen = history[0].clone() if last is None else last[slots]
-        done += scale.numel()
-        # A NaN counts only in the step that saw it.
-        older = history[1:].masked_fill(history[1:].isnan(), 0.0)
-        amax = seen if most_recent or not len(older) else torch.maximum(seen, older.amax(0))
-        rolled = torch.cat([history[1:], seen.unsqueeze(0)])
-        rolled[0] = 0.0
-        maximum = torch.tensor(maxima[slots], dtype=torch.float32, device=amax.device)
-        made = _float_scale(amax, maximum, 0.0, False, _FLOAT32_MAX)
-        moves = seen != 0
-        scale.copy_(torch.where(moves & amax.isfinite() & (amax > 0), made, scale))
-        history.copy_(torch.where(moves, rolled, history))
+        end = start + scale.numel()
+        newest = history[0].clone()
+        if last is not None:
+            newest = last[start:end]
+        maximum = torch.tensor(maxima[start:end], dtype=torch.float32, device=newest.device)
+        _update_scale(scale, history, newest, maximum, most_recent)
+        start = end
+
+
+def _update_scale(
+    scale: Tensor, history: Tensor, newest: Tensor, maximum: Tensor, most_recent: bool
+) -> None:
+    """Update the slots of one tensor, whose amaxes in this step are ``newest``."""
+    # A NaN counts only in the step that saw it.
+    older = history[1:].masked_fill(history[1:].isnan(), 0.0)
+    amax = newest
+    if len(older) and not most_recent:
+        amax = torch.maximum(newest, older.amax(0))
+    rolled = torch.cat([history[1:], newest.unsqueeze(0)])
+    rolled[0] = 0.0
+    next_scale = _float_scale(amax, maximum, 0.0, False, _FLOAT32_MAX)
+    moves = newest != 0
+    scale.copy_(torch.where(moves & amax.isfinite() & (amax > 0), next_scale, scale))
+    history.copy_(torch.where(moves, rolled, history))
 
 
 # -- kernels on grids of scales --
@@ -183,10 +206,18 @@ def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> No
 def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The float32 factors of elements, and the scales to store, for values in ``dtype``."""
     largest, floor = element_format(layout.element).max, layout.rounding == "floor"
-    if layout.scale != E8M0.torch_dtype:
-        infinite = _FLOAT32_MAX if layout.finite_as == "float32" else torch.finfo(dtype).max
-        scale = _float_scale(amax, torch.full_like(amax, largest), layout.epsilon, floor, infinite)
-        return scale, _inverse(scale)
+    if layout.scale == E8M0.torch_dtype:
+        codes = _e8m0_scales(amax, largest, floor)
+        return multiplier(codes), codes
+    infinite = _FLOAT32_MAX
+    if layout.finite_as == "input":
+        infinite = torch.finfo(dtype).max
+    scale = _float_scale(amax, torch.full_like(amax, largest), layout.epsilon, floor, infinite)
+    return scale, _inverse(scale)
+
+
+def _e8m0_scales(amax: Tensor, largest: float, floor: bool) -> Tensor:
+    """The bytes of E8M0 scales for a format whose largest value is ``largest``."""
     magnitude = amax.contiguous().to(torch.float32).abs()
     if floor:
         scale = (bits_of(magnitude) >> 23) - ((float_bits(largest) >> 23) - 127)
@@ -194,13 +225,12 @@ def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, T
         # 1 / largest is rounded to float32 before the multiplication, which then rounds once.
         bits = bits_of(magnitude * _as_float32(1.0 / largest))
         exponent = bits >> 23
-        # A product of at most 2^-127 has scale 0. Everything below 2^-126 has the exponent field 0,
-        # so bits are compared with those of 2^-127 there.
-        reached = torch.full_like(bits, _TWO_TO_MINUS_127).masked_fill(exponent > 0, 0)
-        scale = exponent + ((bits & 0x7FFFFF) > reached).to(torch.int32)
+        # Rounding up adds 1 to the exponent of numbers whose mantissa is above 0. Subnormal numbers
+        # have the exponent 0, which means 2^-127 as a scale, so it goes up for those above 2^-127.
+        bound = torch.full_like(bits, _TWO_TO_MINUS_127).masked_fill(exponent > 0, 0)
+        scale = exponent + ((bits & 0x7FFFFF) > bound).to(torch.int32)
     scale = scale.clamp(min=0, max=_LARGEST_SCALE).masked_fill(magnitude.isinf(), _LARGEST_SCALE)
-    codes = scale.masked_fill(magnitude.isnan(), E8M0.nan_code).to(torch.uint8)
-    return multiplier(codes), codes
+    return scale.masked_fill(magnitude.isnan(), E8M0.nan_code).to(torch.uint8)
 
 
 def multiplier(codes: Tensor) -> Tensor:
@@ -212,25 +242,34 @@ def multiplier(codes: Tensor) -> Tensor:
 
 def block_amax(magnitude: Tensor, block: Block) -> Tensor:
     """The largest magnitude in each block of a matrix."""
-    for dim, side in enumerate(block):
-        size = magnitude.shape[dim]
-        # A block that is larger than the matrix is cut to its size, so that padding costs nothing.
-        # With side None an empty matrix has one block.
-        blocks, side = (
-            (1, max(size, 1)) if side is None or side > size > 0 else (-(-size // side), side)
-        )
-        missing = blocks * side - size
-        padded = torch.nn.functional.pad(magnitude, [0, missing] if dim else [0, 0, 0, missing])
-        magnitude = padded.unflatten(dim, (blocks, side)).amax(dim + 1)
-    return magnitude
+    rows, columns = block
+    return _amax_along(_amax_along(magnitude, 0, rows), 1, columns)
+
+
+def _amax_along(magnitude: Tensor, dim: int, side: int | None) -> Tensor:
+    """The largest magnitude in each run of ``side`` elements of a dimension, or in all of it."""
+    size = magnitude.shape[dim]
+    if side is None or side > size > 0:
+        # A larger block is cut to the matrix, so that padding costs nothing. An empty matrix, too,
+        # has a block.
+        side = max(size, 1)
+        count = 1
+    else:
+        count = -(-size // side)
+    missing = count * side - size
+    padding = [0, missing] if dim == 1 else [0, 0, 0, missing]
+    padded = torch.nn.functional.pad(magnitude, padding)
+    blocks: Tensor = padded.unflatten(dim, (count, side))
+    return blocks.amax(dim + 1)
 
 
 def spread(per_block: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
     """Repeat the entry of each block for each element of a matrix of ``shape``."""
     for dim, (side, size) in enumerate(zip(block, shape, strict=True)):
-        per_block = per_block.repeat_interleave(
-            size if side is None else min(side, size), dim
-        ).narrow(dim, 0, size)
+        times = size
+        if side is not None:
+            times = min(side, size)
+        per_block = per_block.repeat_interleave(times, dim).narrow(dim, 0, size)
     return per_block
 
 
@@ -238,28 +277,35 @@ def for_blocks(shared: Tensor, layout: Layout, columnwise: bool, shape: Sequence
     """Repeat the entry of each shared area for each block of a matrix of ``shape``."""
     if layout.shared is None:
         return shared
-    block: Any = layout.block_of(columnwise)
-    times = [side // own for side, own in zip(layout.shared, block, strict=True)]
-    return spread(shared, (times[0], times[1]), layout.grid(shape, columnwise))
+    rows, columns = layout.block_of(columnwise)
+    # A layout with shared areas has blocks of a size.
+    assert rows is not None
+    assert columns is not None
+    times = layout.shared[0] // rows, layout.shared[1] // columns
+    return spread(shared, times, layout.grid(shape, columnwise))
 
 
 def grid_quantize(x: Tensor, text: str, out: Outputs) -> None:
     layout = Layout.of(text)
     matrix = x.reshape(as_matrix_shape(x.shape)).to(torch.float32)
     magnitude = _magnitudes(matrix)
+    fmt = element_format(layout.element)
     for columnwise, outputs in ((False, out[:2]), (True, out[2:])):
         if outputs[0] is None:
             continue
-        amax = block_amax(magnitude, layout.block_of(columnwise, shared=True))
-        scale, stored = _scales(for_blocks(amax, layout, columnwise, matrix.shape), layout, x.dtype)
+        amaxes = block_amax(magnitude, layout.block_of(columnwise, shared=True))
+        amaxes = for_blocks(amaxes, layout, columnwise, matrix.shape)
+        scale, stored = _scales(amaxes, layout, x.dtype)
         factors = spread(scale, layout.block_of(columnwise), matrix.shape)
-        data = encode(matrix * factors, element_format(layout.element)).view(x.shape)
+        data = encode(matrix * factors, fmt).view(x.shape)
         if columnwise and layout.transposed:
-            data, stored = data.movedim(-1, 0) if data.dim() else data, stored.t()
+            data, stored = _transposed(data), stored.t()
         _write(outputs, data, stored)
 
 
-def grid_decode(data: Tensor, scales: Maybe, text: str, columnwise: bool, out: Tensor) -> None:
+def grid_decode(
+    data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor
+) -> None:
     layout = Layout.of(text)
     values = data.contiguous().view(layout.element).to(torch.float32)
     if layout.element == torch.int8:
@@ -267,19 +313,25 @@ def grid_decode(data: Tensor, scales: Maybe, text: str, columnwise: bool, out: T
     if scales is not None:
         shape, block = layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
         if layout.scale != torch.float32:
-            # 2^(scale - 127) is made from the bits of a float64, whose exponents have the bias
-            # 1023. float64 holds all products exactly.
+            # 2^(scale - 127) as the bits of a float64, whose exponents have the bias 1023. float64
+            # holds all products exactly.
             powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
             scales = powers.masked_fill(scales == E8M0.nan_code, math.nan)
         factors = spread(scales.reshape(grid_of(shape, block)), block, shape)
         values = (values.view(shape).to(factors.dtype) * factors).view(data.shape)
-    # In float32 a product is exact unless it overflows.
-    out.copy_(values if out.dtype == torch.float64 else values.to(torch.float32))
+    if out.dtype != torch.float64:
+        # float32 holds the products exactly, unless they overflow.
+        values = values.to(torch.float32)
+    out.copy_(values)
 
 
-def epilogue32(sums: Tensor, scale_a: Maybe, scale_b: Maybe, bias: Maybe, out: Tensor) -> None:
-    sums = sums * math.prod([scale for scale in (scale_a, scale_b) if scale is not None])
-    out.copy_(sums if bias is None else sums + bias.to(torch.float32))
+def epilogue32(
+    sums: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, out: Tensor
+) -> None:
+    values = sums * math.prod([scale for scale in (scale_a, scale_b) if scale is not None])
+    if bias is not None:
+        values = values + bias.to(torch.float32)
+    out.copy_(values)
 
 
 # -- kernels on many tensors, one after the other --
@@ -292,31 +344,31 @@ def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def grid_multi_amax(shards: Shards, texts: Sequence[str], out: Tensor) -> None:
     """Write the amaxes of whole matrices, as if elements outside of the shard were zero."""
-    found: list[Tensor] = []
+    amaxes: list[Tensor] = []
     for x, dtype, shape, start, text in zip(*shards, texts, strict=True):
         layout = Layout.of(text)
         matrix = torch.zeros(tuple(shape), dtype=torch.float32, device=x.device)
         matrix.view(-1)[start : start + x.numel()] = _magnitudes(_values(x, dtype))
-        sides = (False,) if layout.square else (False, True)
-        found += [
-            block_amax(matrix, layout.block_of(columnwise, shared=True)) for columnwise in sides
-        ]
-    out.copy_(torch.cat([amaxes.reshape(-1) for amaxes in found]))
+        amaxes.append(block_amax(matrix, layout.block_of(False, shared=True)).reshape(-1))
+        if not layout.square:
+            amaxes.append(block_amax(matrix, layout.block_of(True, shared=True)).reshape(-1))
+    out.copy_(torch.cat(amaxes))
 
 
 def grid_multi_cast(
     shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs
 ) -> None:
     """Write the data of each shard, quantized with the scales of its whole matrix."""
-    for x, dtype, shape, start, text, *sides in zip(
+    for x, dtype, shape, start, text, row_pair, column_pair in zip(
         *shards, texts, rowwise, columnwise, strict=True
     ):
         values, layout = _values(x, dtype), Layout.of(text)
-        for side, pair in enumerate(sides):
-            if pair is not None:
-                scale = multiplier(pair[0]) if pair[0].dtype == torch.uint8 else pair[0]
-                every = spread(scale, layout.block_of(bool(side)), shape).reshape(-1)
-                data = encode(
-                    values * every[start : start + x.numel()], element_format(layout.element)
-                )
-                pair[1].copy_(data.view(pair[1].shape))
+        for columnwise_data, pair in ((False, row_pair), (True, column_pair)):
+            if pair is None:
+                continue
+            scales, data = pair
+            if scales.dtype == torch.uint8:
+                scales = multiplier(scales)
+            factors = spread(scales, layout.block_of(columnwise_data), shape).reshape(-1)
+            scaled = values * factors[start : start + x.numel()]
+            data.copy_(encode(scaled, element_format(layout.element)).view(data.shape))

@@ -1,18 +1,20 @@
-"""The table of kernels: each operation once, with its schema and what it returns.
+"""The table of kernels: each operation once, with its schema and the tensors that it returns.
 
-A backend (``reference``, ``cpu``, ``cuda``) has a function of the same name for each row. It writes
-into given outputs, which are contiguous, and does nothing else: ``name(*arguments, outputs)``,
-without the trailing arguments that only say which outputs there are. ``outputs`` is a tensor, or a
-sequence of them with None for what is not wanted. Allocations, the choice of the backend, and the
-operators ``ottava::name`` with their fake implementations, so that
-``torch.compile(fullgraph=True)`` sees through them, are made here from the rows. Operators are
-defined with the low-level ``Library`` interface, whose calls cost a few microseconds; where nobody
-would see an operator, the backend is called without one.
+Every backend (``reference``, ``cpu``, ``cuda``) has a function with the name of each row (see
+:class:`ottava.kernels.backends.Backend`). That function only writes into contiguous outputs:
+``name(*arguments, outputs)``. Outputs are a tensor, or a sequence with None for each result that
+the caller does not ask for. Last arguments that the outputs already express, such as ``rowwise`` or
+a dtype, are not passed to backends.
+
+From the rows this module makes the operators ``ottava::name`` with their fake implementations, so
+that ``torch.compile(fullgraph=True)`` traces them. They are defined with the low-level ``Library``
+interface, because its calls cost a few microseconds less. Where dispatch is not observed
+(:mod:`ottava.kernels.direct`), a call goes to the backend without the operator.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -25,289 +27,451 @@ from ottava.torch_private import graph_task_id
 
 LIBRARY = torch.library.Library("ottava", "DEF")
 Tensor = torch.Tensor
-_Outputs = Callable[..., Any]
+#: A size of a tensor, which may be symbolic in a graph.
+Size = int | torch.SymInt
+#: The results of a row with several of them; None for each that the caller does not ask for.
+Results = tuple[Tensor | None, ...]
+_Result = TypeVar("_Result")
+
 _DATA, _FLOATS = torch.uint8, torch.float32
-# For each device a float32 scalar to be like: sizes in a tuple take a microsecond longer than a
-# tensor to be like.
+_ABSENT = None, None
+# Device -> a float32 scalar. torch.empty_like of it is a microsecond faster than torch.empty.
 _scalars: dict[torch.device, Tensor] = {}
 
 
-def _define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """An operator, and what stands for it where there are no values."""
+def _define(
+    schema: str, function: Callable[..., _Result], fake: Callable[..., _Result]
+) -> Callable[..., _Result]:
+    """Define an operator, with a fake implementation for tensors that have no values."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ottava::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.ottava, name)
+    operator: Callable[..., _Result] = getattr(torch.ops.ottava, name)
+    return operator
 
 
-def _arguments(schema: str) -> dict[str, str]:
-    """The types of an operator's arguments by their names, as its schema,
-    ``"name(type name, …) -> …"``, has them."""
-    written = schema.partition("(")[2].partition(") -> ")[0]
-    pairs = [argument.rpartition(" ") for argument in written.split(", ")]
+def _argument_types(schema: str) -> dict[str, str]:
+    """Name -> type of each argument in a schema, ``"name(type name, …) -> …"``."""
+    arguments = schema.partition("(")[2].partition(") -> ")[0]
+    pairs = [argument.rpartition(" ") for argument in arguments.split(", ")]
     return {name: kind for kind, _, name in pairs}
 
 
-# What makes outputs, still to be written, from the arguments of a call.
+# -- allocation of the results, whose values the backend writes, from the arguments of a call --
 
 
-def _scalar(x: Tensor, *_: Any) -> Tensor:
+def _scalar(x: Tensor) -> Tensor:
     if type(x) is not Tensor:
         return x.new_empty((), dtype=_FLOATS)
-    if (known := _scalars.get(x.device)) is not None:
-        return torch.empty_like(known)
-    made = torch.empty((), dtype=_FLOATS, device=x.device)
-    # What is made while a CUDA graph is captured belongs to the graph's memory, which it would
-    # keep.
+    template = _scalars.get(x.device)
+    if template is not None:
+        return torch.empty_like(template)
+    scalar = torch.empty((), dtype=_FLOATS, device=x.device)
+    # A tensor from the capture of a CUDA graph would keep the graph's memory alive.
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-        _scalars[x.device] = torch.empty_like(made)
-    return made
+        _scalars[x.device] = torch.empty_like(scalar)
+    return scalar
 
 
 def _new(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype = _DATA) -> Tensor:
-    # For a tensor of memory torch.empty takes half the time.
+    # torch.empty takes half the time of new_empty, which subclasses need.
     if type(x) is Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
     return x.new_empty(shape, dtype=dtype)
 
 
-def _transposed(x: Tensor, *_: Any) -> Tensor:
+def _transpose(x: Tensor) -> Tensor:
     shape = x.shape
     return _new(x, (shape[-1], *shape[:-1]))
 
 
-def _values(x: Tensor, *arguments: Any) -> Tensor:
-    return x.new_empty(x.shape, dtype=arguments[-1])
+def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
 
 
-def _quantized(x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
-    rowwise, transposed = arguments[-2:]
-    data = (
-        torch.empty_like(x, dtype=_DATA, memory_format=torch.contiguous_format) if rowwise else None
-    )
-    return data, _transposed(x) if transposed else None, _scalar(x)
+def _data(x: Tensor, rowwise: bool, transposed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Data of the shape of ``x``, and its transpose."""
+    data = transpose = None
+    if rowwise:
+        data = torch.empty_like(x, dtype=_DATA, memory_format=torch.contiguous_format)
+    if transposed:
+        transpose = _transpose(x)
+    return data, transpose
 
 
-def _quantized_anew(
-    x: Tensor, *arguments: Any, for_layer: bool = False
-) -> tuple[Tensor | None, ...]:
-    data, turned, scale_inv = _quantized(x, *arguments)
-    return (
-        data,
-        turned,
-        None if for_layer else _scalar(x),
-        scale_inv,
-        None if for_layer else _scalar(x),
-    )
+def _scale_from_amax(
+    amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool
+) -> Results:
+    return amax.new_empty(amax.shape), amax.new_empty(amax.shape)
 
 
-def _on_grid(x: Tensor, text: str, *wanted: bool) -> tuple[Tensor | None, ...]:
-    # Sizes that a graph does not know yet are no key.
-    shapes = (_shapes if type(x) is Tensor else _shapes.__wrapped__)(text, x.shape)
-    made: list[Tensor | None] = []
-    for asked, (data, scales, dtype) in zip(wanted, shapes, strict=True):
-        made += [_new(x, data), _new(x, scales, dtype)] if asked else [None, None]
-    return tuple(made)
+def _quantize(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    epsilon: float,
+    force_pow_2: bool,
+    rowwise: bool,
+    transposed: bool,
+) -> Results:
+    return *_data(x, rowwise, transposed), _scalar(x), _scalar(x), _scalar(x)
+
+
+def _quantize_for_layer(
+    x: Tensor,
+    fp8_dtype: torch.dtype,
+    epsilon: float,
+    force_pow_2: bool,
+    rowwise: bool,
+    transposed: bool,
+) -> Results:
+    return *_data(x, rowwise, transposed), None, _scalar(x), None
+
+
+def _cast_amax(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor | None,
+    saturated: Tensor | None,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    transposed: bool,
+) -> Results:
+    return *_data(x, rowwise, transposed), _scalar(x)
+
+
+class _DirectionShapes(NamedTuple):
+    """The shapes of data and scales of one direction, and the dtype of stored scales."""
+
+    data: tuple[int, ...]
+    scales: tuple[int, int]
+    scale_dtype: torch.dtype
 
 
 @functools.lru_cache(maxsize=4096)
-def _shapes(text: str, shape: torch.Size) -> list[tuple[Any, Any, torch.dtype]]:
-    """The shapes of data and scales of both directions, and the dtype of the scales."""
+def _grid_shapes(text: str, shape: torch.Size) -> tuple[_DirectionShapes, _DirectionShapes]:
+    """The shapes for rowwise and for columnwise data of a tensor of this shape."""
     layout = Layout.of(text)
-    sides = False, True
-    return [
-        (layout.data_shape(shape, side), layout.scale_shape(shape, side), layout.stored_scale)
-        for side in sides
-    ]
+    rows, columns = (
+        _DirectionShapes(
+            layout.data_shape(shape, columnwise),
+            layout.scale_shape(shape, columnwise),
+            layout.stored_scale,
+        )
+        for columnwise in (False, True)
+    )
+    return rows, columns
 
 
-def _scales(amax: Tensor, text: str, *_: Any) -> tuple[Tensor | None, Tensor]:
+def _direction(x: Tensor, shapes: _DirectionShapes) -> tuple[Tensor, Tensor]:
+    return _new(x, shapes.data), _new(x, shapes.scales, shapes.scale_dtype)
+
+
+def _grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Results:
+    if type(x) is Tensor:
+        shapes = _grid_shapes(text, x.shape)
+    else:
+        # Symbolic sizes of a graph cannot be keys of the cache.
+        shapes = _grid_shapes.__wrapped__(text, x.shape)
+    rows: Results = _ABSENT
+    columns: Results = _ABSENT
+    if rowwise:
+        rows = _direction(x, shapes[0])
+    if columnwise:
+        columns = _direction(x, shapes[1])
+    return *rows, *columns
+
+
+def _grid_scales(amax: Tensor, text: str, dtype: torch.dtype) -> Results:
     stored = Layout.of(text).stored_scale
-    return (_values(amax, _FLOATS) if stored is _FLOATS else None), _values(amax, stored)
+    scale = None
+    if stored is _FLOATS:
+        scale = _values(amax, _FLOATS)
+    return scale, _values(amax, stored)
 
 
-class Operation:
-    """One row.
-
-    Args:
-        schema: of the operator; tensors come first, and the first of them is there always.
-        outputs: makes the result, or a tuple of results with None for what is not wanted, of the
-            arguments.
-        asking: how many of the last arguments only say what is wanted: backends are not given them.
-        for_layers: the same as ``outputs`` without what layers have no use for.
-    """
-
-    def __init__(
-        self, schema: str, outputs: _Outputs, *, asking: int = 0, for_layers: _Outputs | None = None
-    ) -> None:
-        self.name = schema.partition("(")[0]
-        self.outputs, self._for_layers = outputs, for_layers or outputs
-        self._operator = _define(schema, self._written, self._fake)
-        kinds = _arguments(schema)
-        #: The names of the arguments.
-        self.arguments = tuple(kinds)
-        self._given = len(kinds) - asking
-        self._single = schema.endswith("-> Tensor")
-        # Tensors come first.
-        self._tensors = sum(kind.startswith("Tensor") for kind in kinds.values())
-
-    def __call__(self, *arguments: Any) -> Any:
-        """The results: a tensor, or a tuple with empty tensors for what is not wanted. Nothing is
-        checked."""
-        return (
-            self._written(*arguments)
-            if is_direct(*arguments[: self._tensors])
-            else self._operator(*arguments)
-        )
-
-    def for_layer(self, *arguments: Any) -> Any:
-        """The results that a layer reads; None, or anything, for those that are not wanted. Nothing
-        is checked."""
-        if not is_direct(*arguments[: self._tensors]):
-            return self._operator(*arguments)
-        made = self._for_layers(*arguments)
-        getattr(backend_module(arguments[0].device.type), self.name)(
-            *arguments[: self._given], made
-        )
-        return made
-
-    def into(self, outputs: Outputs, *arguments: Any) -> None:
-        """Write the results into ``outputs``, None for what is not wanted. Nothing is checked, and
-        nothing traced."""
-        wanted = outputs[0] if self._single else outputs
-        getattr(backend_module(arguments[0].device.type), self.name)(
-            *arguments[: self._given], wanted
-        )
-
-    def _written(self, *arguments: Any) -> Any:
-        made = self.outputs(*arguments)
-        getattr(backend_module(arguments[0].device.type), self.name)(
-            *arguments[: self._given], made
-        )
-        return made if self._single else _with_empty(made)
-
-    def _fake(self, *arguments: Any) -> Any:
-        made = self.outputs(*arguments)
-        return made if self._single else _with_empty(made)
+def _grid_decode(
+    data: Tensor, scales: Tensor | None, text: str, columnwise: bool, dtype: torch.dtype
+) -> Tensor:
+    return _values(data, dtype)
 
 
-def _with_empty(made: Outputs) -> tuple[Tensor, ...]:
-    """Operators return no None: what is not wanted is an empty tensor."""
-    found = next(result for result in made if result is not None)
+def _with_empty(results: Outputs) -> tuple[Tensor, ...]:
+    """The results with an empty tensor in place of each None, which operators cannot return."""
+    some = next(result for result in results if result is not None)
     return tuple(
-        [found.new_empty((0,), dtype=_DATA) if result is None else result for result in made]
+        [some.new_empty((0,), dtype=_DATA) if result is None else result for result in results]
     )
 
 
-amax = Operation("amax(Tensor x) -> Tensor", _scalar)
-scale_from_amax = Operation(
+# -- the rows --
+
+
+class Operation:
+    """A row of the table.
+
+    Attributes:
+        name: the name of the operator and of the functions of the backends.
+        arguments: the names of the operator's arguments. Tensors come first, and the first of them
+            is never None.
+        outputs: a function that allocates the results from the arguments.
+
+    Args:
+        schema: the operator's schema.
+        outputs: the attribute.
+        implied: the number of last arguments that backends do not get, because the outputs express
+            them.
+    """
+
+    def __init__(
+        self, schema: str, outputs: Callable[..., Tensor | Results], *, implied: int = 0
+    ) -> None:
+        types = _argument_types(schema)
+        self.name = schema.partition("(")[0]
+        self.arguments = tuple(types)
+        self.outputs = outputs
+        self._backend_arguments = len(types) - implied
+        self._tensors = sum(kind.startswith("Tensor") for kind in types.values())
+
+    def into(self, outputs: Outputs, *arguments: Any) -> None:
+        """Write the results into ``outputs``, except where they are None.
+
+        Nothing is checked or traced.
+        """
+        self._write(outputs, arguments)
+
+    def _write(self, outputs: Tensor | Outputs, arguments: tuple[Any, ...]) -> None:
+        """Let the backend of the first tensor write the results."""
+        kernel = getattr(backend_module(arguments[0].device.type), self.name)
+        kernel(*arguments[: self._backend_arguments], outputs)
+
+
+class TensorOperation(Operation):
+    """A row whose result is one tensor."""
+
+    def __init__(self, schema: str, outputs: Callable[..., Tensor], *, implied: int = 0) -> None:
+        super().__init__(schema, outputs, implied=implied)
+        self._allocate = outputs
+        self._operator = _define(schema, self._direct, outputs)
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """The result. Nothing is checked."""
+        if is_direct(*arguments[: self._tensors]):
+            return self._direct(*arguments)
+        return self._operator(*arguments)
+
+    def into(self, outputs: Outputs, *arguments: Any) -> None:
+        """Write the result into the only output. Nothing is checked or traced."""
+        (output,) = outputs
+        if output is not None:
+            self._write(output, arguments)
+
+    def _direct(self, *arguments: Any) -> Tensor:
+        result = self._allocate(*arguments)
+        self._write(result, arguments)
+        return result
+
+
+class TupleOperation(Operation):
+    """A row with several results.
+
+    Args:
+        schema, outputs, implied: as for every :class:`Operation`.
+        layer_outputs: allocates only the results that layers read; ``outputs`` by default.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        outputs: Callable[..., Results],
+        *,
+        implied: int = 0,
+        layer_outputs: Callable[..., Results] | None = None,
+    ) -> None:
+        super().__init__(schema, outputs, implied=implied)
+        self._allocate = outputs
+        self._allocate_for_layer = layer_outputs or outputs
+        self._operator = _define(schema, self._direct, self._fake)
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """The results; an empty tensor for each that the caller does not ask for.
+
+        Nothing is checked.
+        """
+        if is_direct(*arguments[: self._tensors]):
+            return self._direct(*arguments)
+        return self._operator(*arguments)
+
+    def for_layer(self, *arguments: Any) -> Outputs:
+        """The results that a layer reads; the others are None or any tensor.
+
+        Nothing is checked.
+        """
+        if not is_direct(*arguments[: self._tensors]):
+            return self._operator(*arguments)
+        results = self._allocate_for_layer(*arguments)
+        self._write(results, arguments)
+        return results
+
+    def _direct(self, *arguments: Any) -> tuple[Tensor, ...]:
+        results = self._allocate(*arguments)
+        self._write(results, arguments)
+        return _with_empty(results)
+
+    def _fake(self, *arguments: Any) -> tuple[Tensor, ...]:
+        return _with_empty(self._allocate(*arguments))
+
+
+amax = TensorOperation("amax(Tensor x) -> Tensor", _scalar)
+scale_from_amax = TupleOperation(
     "scale_from_amax(Tensor amax, ScalarType fp8_dtype, float epsilon, bool force_pow_2) -> "
     "(Tensor, Tensor)",
-    lambda amax, *_: (amax.new_empty(amax.shape), amax.new_empty(amax.shape)),
+    _scale_from_amax,
 )
-quantize = Operation(
+quantize = TupleOperation(
     "quantize(Tensor x, ScalarType fp8_dtype, float epsilon, bool force_pow_2, bool rowwise, bool "
-    "transposed)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _quantized_anew,
-    asking=2,
-    for_layers=functools.partial(_quantized_anew, for_layer=True),
+    "transposed) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize,
+    implied=2,
+    layer_outputs=_quantize_for_layer,
 )
-cast_amax = Operation(
+cast_amax = TupleOperation(
     "cast_amax(Tensor x, Tensor scale, Tensor(a!)? amax, Tensor(b!)? saturated, ScalarType "
-    "fp8_dtype, bool rowwise,"
-    " bool transposed) -> (Tensor, Tensor, Tensor)",
-    _quantized,
-    asking=2,
+    "fp8_dtype, bool rowwise, bool transposed) -> (Tensor, Tensor, Tensor)",
+    _cast_amax,
+    implied=2,
 )
-transpose = Operation("transpose(Tensor data) -> Tensor", _transposed)
-# A layout travels as its text.
-grid_scales = Operation(
-    "grid_scales(Tensor amax, str layout, ScalarType dtype) -> (Tensor, Tensor)", _scales
+transpose = TensorOperation("transpose(Tensor data) -> Tensor", _transpose)
+# Schemas have no type for a layout, so operators take its text.
+grid_scales = TupleOperation(
+    "grid_scales(Tensor amax, str layout, ScalarType dtype) -> (Tensor, Tensor)", _grid_scales
 )
-grid_quantize = Operation(
+grid_quantize = TupleOperation(
     "grid_quantize(Tensor x, str layout, bool rowwise, bool columnwise) -> (Tensor, Tensor, "
     "Tensor, Tensor)",
-    _on_grid,
-    asking=2,
+    _grid_quantize,
+    implied=2,
 )
-grid_decode = Operation(
+grid_decode = TensorOperation(
     "grid_decode(Tensor data, Tensor? scales, str layout, bool columnwise, ScalarType dtype) -> "
     "Tensor",
-    _values,
-    asking=1,
+    _grid_decode,
+    implied=1,
 )
-#: Those that give tensors, by name.
+#: Name -> row.
 OPERATIONS = {row.name: row for row in list(globals().values()) if isinstance(row, Operation)}
 
 
+# -- operators that are no rows --
+
+
 def define_product(
-    schema: str, function: Callable[..., Tensor], sizes: Callable[..., tuple[Any, Any, Any]]
-) -> Any:
-    """The operator of a product, with what torch asks of one: a fake implementation, and how many
-    operations it takes.
+    schema: str,
+    function: Callable[..., Tensor],
+    sizes: Callable[..., tuple[Size, Size, Size]],
+) -> Callable[..., Tensor]:
+    """Define the operator of a product, with a fake implementation and a formula for its FLOPs.
 
     Args:
-        schema: with two operands first, and an argument ``out_dtype``.
-        sizes: rows, columns and the reduced size of the product, from the operands' shapes and the
-            other arguments.
+        schema: of the operator, with two operands first, and an argument ``out_dtype``.
+        function: computes the product from the arguments of the schema.
+        sizes: rows, columns and the summed size of the product, from the shapes of both operands
+            and the other arguments.
     """
+    dtype_index = [*_argument_types(schema)].index("out_dtype")
 
     def fake(*arguments: Any) -> Tensor:
         a, b, *rest = arguments
-        return a.new_empty(sizes(a.shape, b.shape, *rest)[:2], dtype=arguments[dtype_at])  # type: ignore[no-any-return]
+        rows, columns, _ = sizes(a.shape, b.shape, *rest)
+        result: Tensor = a.new_empty((rows, columns), dtype=arguments[dtype_index])
+        return result
 
-    def flops(*arguments: Any, **_: Any) -> int:
+    def flops(*arguments: object, **_: object) -> int:
         rows, columns, inner = sizes(*arguments)
-        # Two for each multiply-add, as torch counts its own products.
+        # A multiply-add counts as two, as in torch's formulas.
         return int(2 * rows * columns * inner)
 
     operator = _define(schema, function, fake)
-    dtype_at = [*_arguments(schema)].index("out_dtype")
     register_flop_formula(operator)(flops)
     return operator
 
 
-# What a compiler would compute otherwise than eager code does, if it saw through: it adds in
-# another order, and leaves out the rounding of what it does not store.
-_define(
+# Operators hide a sum and a rounding from the compiler, because compiled code sums in another
+# order, and leaves out the rounding of a value that it does not store.
+
+
+def _sum_eagerly(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.sum(0, dtype=dtype)
+
+
+def _fake_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[1:], dtype=dtype)
+
+
+_sum_rows = _define(
     "sum_rows(Tensor x, ScalarType dtype) -> Tensor",
-    lambda x, dtype: x.sum(0, dtype=dtype),
-    lambda x, dtype: x.new_empty(x.shape[1:], dtype=dtype),
+    _sum_eagerly,
+    _fake_sum,
 )
-_define("rounded(Tensor x) -> Tensor", torch.clone, torch.empty_like)
+_rounded = _define("rounded(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.sum(0, dtype=dtype)`` in compiled code."""
-    return torch.ops.ottava.sum_rows(x, dtype)  # type: ignore[no-any-return]
+    """``x.sum(0, dtype=dtype)`` with eager code's order of additions, for compiled code."""
+    return _sum_rows(x, dtype)
 
 
 def rounded(x: Tensor) -> Tensor:
-    """``x`` as its dtype holds it, in compiled code too: a copy there, unless that is float32."""
-    return (
-        torch.ops.ottava.rounded(x) if torch.compiler.is_compiling() and x.dtype != _FLOATS else x
-    )
+    """``x`` rounded to its dtype, in compiled code too.
+
+    Compiled code gets a copy, unless the dtype is float32; eager code gets ``x``.
+    """
+    if torch.compiler.is_compiling() and x.dtype != _FLOATS:
+        return _rounded(x)
+    return x
 
 
-def _update_scales(scales: list[Tensor], *rest: Any) -> None:
-    # No step begins in a backward pass. Compiled code cannot tell, and is run again there by
-    # activation checkpointing.
+def _write_scales(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    maxima: list[float],
+    most_recent: bool,
+    last: Tensor | None,
+) -> None:
+    # No step begins in a backward pass. The test is here, because compiled code cannot tell, and
+    # activation checkpointing runs it again there.
     if scales and graph_task_id() == -1:
-        backend_module(scales[0].device.type).update_scales(scales, *rest)
+        backend = backend_module(scales[0].device.type)
+        backend.update_scales(scales, histories, maxima, most_recent, last)
 
 
-_define(
+def _fake_update(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    maxima: list[float],
+    most_recent: bool,
+    last: Tensor | None,
+) -> None:
+    pass
+
+
+_update_scales = _define(
     "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, "
     "Tensor? last) -> ()",
-    _update_scales,
-    lambda *_: None,
+    _write_scales,
+    _fake_update,
 )
 
 
-def update_scales(scales: list[Tensor], histories: list[Tensor], *rest: Any) -> None:
-    """As an :class:`Operation`, of many tensors in place:
-    ``(scales, histories, maxima, most_recent, last)``."""
-    direct = is_direct(*scales, *histories, rest[-1])
-    (_update_scales if direct else torch.ops.ottava.update_scales)(scales, histories, *rest)
+def update_scales(
+    scales: list[Tensor],
+    histories: list[Tensor],
+    maxima: list[float],
+    most_recent: bool,
+    last: Tensor | None,
+) -> None:
+    """Update many tensors in place, as :func:`ottava.kernels.update_scales`, without checks."""
+    if is_direct(*scales, *histories, last):
+        _write_scales(scales, histories, maxima, most_recent, last)
+    else:
+        _update_scales(scales, histories, maxima, most_recent, last)
