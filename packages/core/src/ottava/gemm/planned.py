@@ -24,6 +24,7 @@ from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_for
 from ottava.kernels.compiled import DTYPE_CODES, native_layout
 from ottava.kernels.direct import is_direct
+from ottava.kernels.for_layers import compiled_cpu
 from ottava.tensors.operand import Operand, Side
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -178,9 +179,10 @@ def _decoding_plan(
 ) -> DecodingPlan | None:
     """The plan for sides like these; None where another product serves them."""
     device = a.values.device
-    if device.type != "cpu" or backend_for("cpu") == "reference":
+    if device.type != "cpu":
         return None
-    cpu = backends.compiled_cpu()
+    backend_for("cpu")  # chooses the backend, if no kernel has
+    cpu = compiled_cpu()
     if cpu is None:
         return None
     compute = dense.compute_dtype(device, out_dtype)

@@ -9,18 +9,12 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from ottava.errors import BackendError
 from ottava.kernels.checks import Outputs, Pairs, Shards, Tensor, Tensors
-
-if TYPE_CHECKING:
-    from ottava.kernels.cpu import CPUBackend
-
-# Other tracers need no test, because the module declines their tensors.
-_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Backend(Protocol):
@@ -233,17 +227,6 @@ def _forced_names() -> tuple[str, ...]:
 def backend_module(device_type: str) -> Backend:
     """The backend that serves tensors on ``device_type`` now; errors as :func:`backend_for`."""
     return _loaded[_chosen.get(device_type) or backend_for(device_type)]
-
-
-def compiled_cpu() -> "CPUBackend | None":
-    """The compiled backend of the CPU, for calls of its module that no operator of torch hides.
-
-    None before the first kernel has chosen it, where another backend serves the CPU, and in code
-    that Dynamo traces, which cannot call compiled modules.
-    """
-    if _is_compiling() or _chosen.get("cpu") != "cpu":
-        return None
-    return _loaded["cpu"]  # type: ignore[return-value]
 
 
 @contextmanager

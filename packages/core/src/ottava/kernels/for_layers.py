@@ -8,6 +8,7 @@ CPU (:mod:`ottava.kernels.direct`). Then the operator does the same from Python.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +17,29 @@ from ottava.kernels import backends, table
 from ottava.kernels.checks import Tensor, check_scalar
 from ottava.torch_private import graph_task_id
 
+if TYPE_CHECKING:
+    # At run time the module is loaded when a backend is chosen: it may be missing.
+    from ottava.kernels.cpu import CPUBackend
+
 #: Data and scales of rows, then data and scales of columns; None for a direction that the caller
 #: does not ask for. With one scale for the tensor both directions have the same scale.
 Quantized = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 _ABSENT = None, None
+# Other tracers need no test, because the module declines their tensors.
+_is_compiling = torch.compiler.is_dynamo_compiling
 _CODES = {dtype: ELEMENTS[dtype].code for dtype in FP8}
+
+
+def compiled_cpu() -> CPUBackend | None:
+    """The compiled backend of the CPU, for calls of its module that no operator of torch hides.
+
+    None before the first kernel has chosen it, where another backend serves the CPU, and in code
+    that Dynamo traces, which cannot call compiled modules.
+    """
+    if _is_compiling() or backends._chosen.get("cpu") != "cpu":
+        return None
+    return backends._loaded["cpu"]  # type: ignore[return-value]
 
 
 def quantize(
@@ -33,7 +51,7 @@ def quantize(
     transposed: bool,
 ) -> Quantized:
     """:func:`ottava.kernels.quantize`; data of columns are the transpose."""
-    cpu = backends.compiled_cpu()
+    cpu = compiled_cpu()
     if cpu is not None:
         quantized: Quantized | None = cpu.native.quantize_operand(
             x, _CODES[fp8_dtype], epsilon, force_pow_2, rowwise, transposed
@@ -63,7 +81,7 @@ def cast(
             kernels read and write them by address, and a user can replace a quantizer's state at
             any time.
     """
-    cpu = backends.compiled_cpu()
+    cpu = compiled_cpu()
     if cpu is not None:
         quantized: Quantized | None = cpu.native.cast_operand(
             x, scale, amax, saturated, _CODES[fp8_dtype], rowwise, transposed, -1
@@ -98,7 +116,7 @@ def cast_slot(
     scale, amax, saturated = buffers["scale"], None, None
     if recording:
         amax, saturated = buffers["amax_history"], buffers["saturated"]
-    cpu = backends.compiled_cpu()
+    cpu = compiled_cpu()
     if cpu is not None:
         quantized: Quantized | None = cpu.native.cast_operand(
             x, scale, amax, saturated, _CODES[fp8_dtype], rowwise, transposed, slot
@@ -120,7 +138,7 @@ def _check_state(x: Tensor, state: Tensor | None, name: str, dtype: torch.dtype)
 
 def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Quantized:
     """:func:`ottava.kernels.grid_quantize` for the layout with this text."""
-    cpu = backends.compiled_cpu()
+    cpu = compiled_cpu()
     if cpu is not None:
         quantized: Quantized | None = cpu.native.grid_quantize_operand(
             x, cpu.plan(text), rowwise, columnwise
@@ -168,7 +186,7 @@ def update_slots(
         Whether the module has updated the tensors. If not, they are unchanged, and
         :func:`ottava.kernels.update_scales` does it or raises an error.
     """
-    cpu = backends.compiled_cpu()
+    cpu = compiled_cpu()
     if cpu is None or graph_task_id() != -1:
         return False
     return bool(cpu.native.update_slots(scales, histories, maxima, most_recent, own))
