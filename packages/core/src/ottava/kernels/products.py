@@ -264,7 +264,7 @@ def product_for(
         and bias_dtype in (None, torch.bfloat16)
     )
     if scaled:
-        if narrow and device.type == "cpu":
+        if narrow and device.type == "cpu" and not returns_float32(device):
             return partial(_factored, epilogue)
         return partial(_finished, epilogue)
     if bias_dtype is None and dtype is out_dtype:
