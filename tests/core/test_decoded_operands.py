@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -182,23 +181,6 @@ def test_what_is_scaled_by_the_library_is_not_planned(monkeypatch: pytest.Monkey
         planned(x, w)
     planned(x, w)
     assert len(calls) == 1
-
-
-@each_layout
-def test_a_plan_asks_python_little(recipe: str) -> None:
-    x, w = operands(recipe)
-    bias = torch.randn(24)
-    product = LayerProduct("fprop", F32)
-    product(x, w, bias)
-    calls: list[str] = []
-    sys.setprofile(
-        lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None
-    )
-    try:
-        product(x, w, bias)
-    finally:
-        sys.setprofile(None)
-    assert len(calls) <= 18, calls
 
 
 @each_layout
