@@ -243,16 +243,17 @@ COMMON: Arguments = {
 #: other choices depend on them.
 OWN: dict[str, Arguments] = {
     "for_layers.cast": {
-        "slot": (-1, 2),
-        "scale": lambda d, a, n: (
-            d.scale() if a["slot"] < 0 else torch.stack([d.scale() for _ in range(3)])
-        ),
-        "amax": lambda d, a, n: (
-            torch.full((4, 3) if a["slot"] >= 0 else (), 0.5) if _one_of(n, 2) else None
-        ),
-        "saturated": lambda d, a, n: (
-            torch.full((3,) if a["slot"] >= 0 else (), 7) if _one_of(n, 2) else None
-        ),
+        "scale": lambda d, a, n: d.scale(),
+        "amax": lambda d, a, n: torch.full((), 0.5) if _one_of(n, 2) else None,
+        "saturated": lambda d, a, n: torch.full((), 7) if _one_of(n, 2) else None,
+    },
+    "for_layers.cast_slot": {
+        "slot": (0, 2),
+        "buffers": lambda d, a, n: {
+            "scale": torch.stack([d.scale() for _ in range(3)]),
+            "amax_history": torch.full((4, 3), 0.5),
+            "saturated": torch.full((3,), 7),
+        },
     },
     "grid_decode": {"dtype": (*FLOATS, torch.float64)},
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
@@ -300,6 +301,7 @@ _NAMES = {
     *kernels.__all__,
     "products.product",
     "for_layers.cast",
+    "for_layers.cast_slot",
     "for_layers.grid_quantize",
     "for_layers.quantize",
 }

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
-from ottava.gemm import gemm, operators, side_of
+from ottava.gemm import LayerProduct, gemm, operators, planned, side_of
 from ottava.gemm import scaled as gemm_scaled
 from ottava.kernels import products
 from ottava.tensors import Float8Tensor, Float8TensorStorage, columnwise_layout
@@ -167,17 +167,19 @@ def test_a_training_step(
     assert torch.equal(scaled[3], decoded[3])
 
 
-def test_what_multiplies_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For two layouts and hardware; not for a graph, which another choice would make anew."""
-    chosen: list[Any] = []
-    original = gemm_scaled._choice
-    monkeypatch.setattr(gemm_scaled, "_choices", {})
-    monkeypatch.setattr(gemm_scaled, "_choice", lambda *key: chosen.append(key) or original(*key))
-    a, b = (
-        side_of(coded(shape, E4M3, 1.0, i), False) for i, shape in enumerate(((16, 32), (48, 32)))
+def test_a_layer_chooses_what_multiplies_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For two layouts and hardware; once more where a setting has changed."""
+    choices: list[Any] = []
+    choose = planned.product_of
+    monkeypatch.setattr(
+        planned, "product_of", lambda *sides: choices.append(sides) or choose(*sides)
     )
+    a, b = (coded(shape, E4M3, 1.0, i) for i, shape in enumerate(((16, 32), (48, 32))))
+    multiply = LayerProduct("fprop", torch.bfloat16)
     with scaled_products():
-        first = gemm_scaled.product_of(a, b)
-        assert gemm_scaled.product_of(a, b) is first is gemm_scaled.product
-    assert gemm_scaled.product_of(a, b) is None
-    assert len(chosen) == 1
+        scaled = [multiply(a, b) for _ in range(3)]
+    assert len(choices) == 1
+    decoded = [multiply(a, b) for _ in range(2)]
+    assert len(choices) == 2
+    assert torch.equal(scaled[0], scaled[2])
+    torch.testing.assert_close(scaled[0], decoded[1])

@@ -145,8 +145,12 @@ def isa() -> str: ...
 def available_isas() -> list[str]: ...
 def set_isa(name: str) -> None: ...
 
-# Operands of layers: tensors are read and allocated by the module itself. None: Python has to do
-# it, because one is no plain memory of a CPU, or somebody looks at operators.
+# Operands of layers: the module itself reads and allocates tensors. It returns None where Python
+# has to do it, because a tensor is not plain memory of a CPU, or because dispatch is observed.
+
+# Data and scales of rows, then of columns; None for a direction that is not asked for.
+_Sides = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 class GridPlan:
     def __init__(
         self,
@@ -164,7 +168,7 @@ class GridPlan:
 def connect(exchange: object, questions: dict[str, object]) -> bool: ...
 def quantize_operand(
     x: Tensor, fmt: int, epsilon: float, force_pow_2: bool, rowwise: bool, transposed: bool, /
-) -> tuple[Tensor | None, Tensor | None, Tensor] | None: ...
+) -> _Sides | None: ...
 
 # With a slot, scale, amax and saturated are those of a layer's state: the first row of each has the
 # slot.
@@ -178,10 +182,10 @@ def cast_operand(
     transposed: bool,
     slot: int,
     /,
-) -> tuple[Tensor | None, Tensor | None, Tensor] | None: ...
+) -> _Sides | None: ...
 def grid_quantize_operand(
     x: Tensor, plan: GridPlan, rowwise: bool, columnwise: bool, /
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] | None: ...
+) -> _Sides | None: ...
 
 # Of one operand: the code of its elements, rows and columns as stored, whether scales are part of
 # the values, whether those are E8M0, rows and columns of a block, address and dtype of the values,
@@ -210,8 +214,8 @@ def planned_product(
     /,
 ) -> Tensor | None: ...
 
-# Of slots that fit together, one maximum for each; where Python has to do it or has something to
-# refuse, None. The last says whether they are a layer's own, of which less is asked.
+# Of slots that fit together, one maximum for each. None where Python has to do it, or has something
+# to refuse. The last says whether they are a layer's own, of which less is asked.
 def update_slots(
     scales: Sequence[Tensor],
     histories: Sequence[Tensor],

@@ -12,8 +12,8 @@ from ottava.nn.layer import Layer, label_of
 from ottava.recipes.base import Recipe
 from ottava.recipes.execution import (
     NO_BACKWARD,
+    forbids_steps,
     infers_shapes,
-    is_taken_apart,
     repeats_forward,
 )
 from ottava.recipes.region import Region, regions
@@ -228,7 +228,7 @@ def is_of_step(
         # need them.
         began = region is not None and region.began
         training = layer.training and (input.requires_grad or began)
-    return training and not (observed and is_taken_apart(compiling))
+    return training and not (observed and forbids_steps(compiling))
 
 
 def enter_step(

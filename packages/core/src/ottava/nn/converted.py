@@ -23,7 +23,7 @@ from typing import SupportsIndex, cast
 import torch
 
 from ottava.nn.loading import OF_STATE, fill_in_states
-from ottava.recipes.execution import NO_BACKWARD, backward_task, is_taken_apart
+from ottava.recipes.execution import NO_BACKWARD, backward_task, forbids_steps
 from ottava.recipes.region import Region, regions
 from ottava.recipes.step import Step, StepPhase
 from ottava.torch_private import pipeline_pass
@@ -145,7 +145,7 @@ def _enter(model: ConvertedModel, args: tuple[object, ...]) -> None:
     if step is None or _is_inside(model):
         return
     compiling, task = torch.compiler.is_compiling(), backward_task()
-    training = task == NO_BACKWARD and _trains(model, args) and not is_taken_apart(compiling)
+    training = task == NO_BACKWARD and _trains(model, args) and not forbids_steps(compiling)
     if not compiling:
         _begin_forward(step, model, training)
     elif training:

@@ -19,6 +19,7 @@ import torch
 from ottava.errors import UsageError
 from ottava.gemm.operand import as_matrix
 from ottava.kernels.table import sum_rows
+from ottava.nn.call import Call
 from ottava.nn.plan import Plan
 from ottava.tensors.operand import Operand
 from ottava.tensors.saving import SavedSpec
@@ -32,11 +33,35 @@ _Saved = tuple[Sequence[Tensor | None], SavedSpec]
 _NOTHING: _Saved = ((None,), None)
 #: Of the input, the weight, the bias, and the fourth argument, which has none.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
-#: What computes a watched layer, in the place of :func:`quantized_linear`.
-Inspected = Callable[..., Tensor]
+
+
+class Inspection(Protocol):
+    """Computes a forward pass of a watched layer, in the place of :func:`quantized_linear`.
+
+    Args, by position:
+        x, weight, bias: the operands.
+        call: what the pass runs under; without a state in high precision.
+        dtype: that the layer computes in.
+        kept, main_grad, observed: those of a :class:`Pass`.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: Call,
+        dtype: torch.dtype,
+        kept: QuantizedTensorStorage | None,
+        main_grad: Tensor | None,
+        observed: bool,
+        /,
+    ) -> Tensor: ...
+
+
 #: ``inspector(layer)`` gives what computes the layer in a forward pass, or None to leave the layer
 #: as it is. :func:`ottava.debug.set_inspector` puts it here.
-inspector: Callable[..., Inspected | None] | None = None
+inspector: Callable[..., Inspection | None] | None = None
 
 
 class Pass(NamedTuple):
@@ -199,8 +224,7 @@ def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
     compiling = torch.compiler.is_compiling()
     if plan.state.stateful and not compiling:
         plan.state.note_backward()
-    # Read once, because activation checkpointing frees saved tensors at the first read.
-    tensors = ctx.saved_tensors
+    x_tensors, w_tensors, primary = _saved_tensors(ctx)
     if dy.dim() != 2:
         dy = as_matrix(dy)
     dy_of_x: Tensor | _Quantized = dy
@@ -211,25 +235,28 @@ def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
         dy_of_w = dy.to(plan.dtype)
     dx = dw = db = None
     if plan.x_needs:
-        dx = _input_gradient(dy_of_x, _restored_weight(ctx, tensors), plan)
+        weight = _restored(w_tensors, ctx.w_spec) if primary is None else primary
+        dx = _input_gradient(dy_of_x, weight, plan)
     if plan.w_needs:
-        dw = _weight_gradient(dy_of_w, _restored_input(ctx, tensors), ctx)
+        dw = _weight_gradient(dy_of_w, _restored(x_tensors, ctx.x_spec), ctx)
     if ctx.bias_dtype is not None:
         db = _bias_gradient(dy, ctx.bias_dtype, compiling)
     return dx, dw, db, None
 
 
-def _restored_input(ctx: Context, tensors: Sequence[Tensor]) -> Tensor | _Quantized:
-    if ctx.x_spec is None:
+def _saved_tensors(ctx: Context) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
+    """The tensors of the input, those of the weight, and the FP8-primary weight, as the forward
+    pass saved them."""
+    # Read once, because activation checkpointing frees saved tensors at the first read.
+    *tensors, primary = ctx.saved_tensors
+    end = 1 if ctx.x_spec is None else ctx.x_spec.tensor_count
+    return tensors[:end], tensors[end:], primary
+
+
+def _restored(tensors: Sequence[Tensor], spec: SavedSpec) -> Tensor | _Quantized:
+    if spec is None:
         return tensors[0]
-    return ctx.x_spec.rebuild(tensors[: ctx.x_spec.tensor_count])
-
-
-def _restored_weight(ctx: Context, tensors: Sequence[Tensor]) -> Tensor | _Quantized:
-    *tensors, primary = tensors
-    if ctx.w_spec is None:
-        return primary
-    return ctx.w_spec.rebuild(tensors[-ctx.w_spec.tensor_count :])
+    return spec.rebuild(tensors)
 
 
 def _input_gradient(dy: Tensor | _Quantized, weight: Tensor | _Quantized, plan: Plan) -> Tensor:

@@ -17,11 +17,11 @@ from ottava.nn.checks import (
     check_use,
     main_grad_of,
 )
-from ottava.nn.function import Inspected, IntoMainGrad, quantized_linear
+from ottava.nn.function import Inspection, IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.layer import label_of, owned_state
 from ottava.nn.loading import fill_in_states
-from ottava.nn.plan import Plan, plan_for
+from ottava.nn.plan import plan_for
 from ottava.nn.weight import TensorFunction, apply_to_layer, gather_as, quantize_new_weight
 from ottava.recipes.base import Recipe, as_recipe, asked_once
 from ottava.recipes.state import RecipeState
@@ -127,11 +127,11 @@ class Linear(torch.nn.Linear):
         observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
         call = resolve_call(self, input, is_first_microbatch, observed, compiling)
-        inspected = None
+        inspection = None
         if function.inspector is not None:
-            inspected = function.inspector(self)
+            inspection = function.inspector(self)
         if call.state is None:
-            return self._high_precision(input, call, inspected)
+            return self._high_precision(input, call, inspection)
         weight, bias = self._operands()
         plan = plan_for(self, call, input, weight, bias, compiling)
         if call.state.stateful and not compiling:
@@ -139,18 +139,22 @@ class Linear(torch.nn.Linear):
         if call.calibrating:
             self._calibrate(input, call.state)
         if call.calibrating or _keeps_values(weight, call):
-            return self._high_precision(input, call, inspected)
+            return self._high_precision(input, call, inspection)
         if observed:
             check_use(self, input, weight, bias)
         if isinstance(input, (QuantizedTensorStorage, DequantizedView)):
             input = input.dequantize()
-        kept = self._kept_weight(weight, call, plan, compiling)
+        kept = None
+        if isinstance(weight, QuantizedTensor):
+            self._prepare_primary(weight, call, plan.state, compiling)
+        elif call.first is not None:
+            kept = self._binding.kept_weight(call, weight, plan.dtype)
         main_grad = None
         if self.fuse_wgrad_accumulation:
             main_grad = main_grad_of(self, torch.is_grad_enabled())
-        if inspected is not None:
+        if inspection is not None:
             with without_autocast(weight.device.type):
-                return inspected(input, weight, bias, call, plan.dtype, kept, main_grad, observed)
+                return inspection(input, weight, bias, call, plan.dtype, kept, main_grad, observed)
         return quantized_linear(input, weight, bias, plan, kept, main_grad, observed)
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -172,20 +176,14 @@ class Linear(torch.nn.Linear):
             quantizer = state.quantizer(name, rowwise=True, columnwise=True)
             quantizer.calibrate(tensor.detach())
 
-    def _kept_weight(
-        self, weight: torch.Tensor, call: Call, plan: Plan, compiling: bool
-    ) -> QuantizedTensorStorage | None:
-        """The weight as it was quantized for the microbatches of a step, or None. An FP8-primary
-        weight is made ready for this pass instead."""
-        if not isinstance(weight, QuantizedTensor):
-            if call.first is None:
-                return None
-            return self._binding.kept_weight(call, weight, plan.dtype)
-        plan.state.use_gathered(weight, recording=call.recording)
+    def _prepare_primary(
+        self, weight: QuantizedTensor, call: Call, state: RecipeState, compiling: bool
+    ) -> None:
+        """Have a state record a weight that FSDP gathered, and the weight make its columns."""
+        state.use_gathered(weight, recording=call.recording)
         if torch.is_grad_enabled() and not compiling and weight.rebuilds_derived:
             with torch.no_grad():
                 weight.rebuild_derived()
-        return None
 
     def _matrix(self) -> torch.Tensor:
         """The weight as ``[out_features, in_features]``."""
@@ -200,13 +198,13 @@ class Linear(torch.nn.Linear):
         return weight
 
     def _high_precision(
-        self, input: torch.Tensor, call: Call, inspected: Inspected | None
+        self, input: torch.Tensor, call: Call, inspection: Inspection | None
     ) -> torch.Tensor:
         main_grad = main_grad_of(self, torch.is_grad_enabled())
-        if inspected is not None:
+        if inspection is not None:
+            call = call._replace(state=None)
             dtype = autocast_dtype(self.weight, False) or input.dtype
-            rest = self.bias, call._replace(state=None), dtype, None, main_grad, True
-            return inspected(input, self._matrix(), *rest)
+            return inspection(input, self._matrix(), self.bias, call, dtype, None, main_grad, True)
         if main_grad is None:
             weight = self._plain_weight()
         else:
@@ -297,7 +295,10 @@ def _take_quantizer(weight: torch.Tensor, state: RecipeState) -> None:
 
 
 def _keeps_values(weight: torch.Tensor, call: Call) -> bool:
-    """Whether nothing is quantized in a pass, because all quantizers keep the values."""
+    """Whether a pass is one in high precision, because all quantizers keep the values.
+
+    The weight of microbatches is kept in a storage even then, and an FP8-primary weight is one.
+    """
     if call.state is None or not call.state.keeps_values or call.first is not None:
         return False
     return not isinstance(weight, QuantizedTensor)

@@ -15,7 +15,7 @@ from ottava.torch_private import (
 NO_BACKWARD = -1
 
 
-def is_taken_apart(compiling: bool) -> bool:
+def forbids_steps(compiling: bool) -> bool:
     """Whether no step can begin here.
 
     That is so in a program that is exported, which has no backward pass, and inside transforms,

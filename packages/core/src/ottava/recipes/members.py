@@ -27,7 +27,7 @@ class _Collector:
 _collector = _Collector()
 
 
-class _LayerLife:
+class _StateUntilLayerEnds:
     """A layer's state, until the layer ends.
 
     Reference counting ends a layer at the same place of the program on all ranks. The garbage
@@ -81,8 +81,8 @@ class Members:
             layer: None stands for the layer that the state was added with before.
 
         Returns:
-            Whether the state is a member now. It is none where there are ranks and the layer is not
-            known, because the state has run in evaluation only.
+            Whether the state is a member now. False if process groups are initialized and no layer
+            was ever added with the state, which has run in evaluation only.
         """
         if not process_groups_ready():
             self._eager.append(weakref.ref(state))
@@ -95,7 +95,7 @@ class Members:
             return False
         _collector.watch()
         _layers[state] = weakref.ref(layer)
-        self._eager.append(_LayerLife(layer, state).state)
+        self._eager.append(_StateUntilLayerEnds(layer, state).state)
         return True
 
     def add_traced(self, state: RecipeState) -> None:

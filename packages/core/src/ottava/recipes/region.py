@@ -14,7 +14,7 @@ import torch
 from ottava.collectives import Group, check_group
 from ottava.recipes import registry
 from ottava.recipes.base import Recipe, as_recipe, get_recipe
-from ottava.recipes.execution import NO_BACKWARD, backward_task, is_taken_apart
+from ottava.recipes.execution import NO_BACKWARD, backward_task, forbids_steps
 from ottava.recipes.step import Step, step_for
 from ottava.tensors.declaration import check_flag
 from ottava.torch_private import constant_to_compiler
@@ -143,7 +143,7 @@ class autocast(contextlib.ContextDecorator):
         training = (
             region.begins_steps and torch.is_grad_enabled() and region.graph_task == NO_BACKWARD
         )
-        if training and not region.began and not is_taken_apart(torch.compiler.is_compiling()):
+        if training and not region.began and not forbids_steps(torch.compiler.is_compiling()):
             region.begin_step()
         try:
             regions.stack.append(region)

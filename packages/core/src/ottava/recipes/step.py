@@ -72,8 +72,8 @@ class StepPhase(Enum):
     AHEAD = "ahead"
 
 
-# The steps that other ranks may be about to begin. They are kept alive, because each rank collects
-# garbage at its own time.
+# The steps that have members. They are kept alive until they begin, so that every rank begins them:
+# each rank collects garbage at its own time.
 _awaited: set["Step"] = set()
 
 
