@@ -164,6 +164,17 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     layer(x).sum().backward()
 
 
+def test_a_state_that_inference_mode_made_is_trained() -> None:
+    layer, x = ottava.nn.Linear(16, 16), torch.randn(4, 16)
+    with torch.inference_mode(), ottava.autocast("delayed"):
+        layer(x)
+    state = layer.recipe_state
+    assert not any(buffer.is_inference() for buffer in state.buffers())
+    state.load_state_dict({name: value + 1 for name, value in state.state_dict().items()})
+    with ottava.autocast("delayed"):
+        layer(x).sum().backward()
+
+
 def test_quantizers_of_a_factory_are_not_kept() -> None:
     """Whoever gave one may change it between calls."""
     own, recipe = (

@@ -14,7 +14,6 @@ from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.kernels import for_layers
 from ottava.layout import Layout
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, as_device
-from ottava.tensors.operand import SideTensors
 from ottava.tensors.quantizer import epsilon_option, flag_option
 
 
@@ -89,7 +88,9 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
         copy.amax_reduction_group = group
         return copy
 
-    def kernel(self, rowwise: bool, columnwise: bool) -> Callable[[torch.Tensor], SideTensors]:
+    def kernel(
+        self, rowwise: bool, columnwise: bool
+    ) -> Callable[[torch.Tensor], for_layers.SideTensors]:
         if self.with_amax_reduction:
             return partial(self._quantize_reduced, rowwise=rowwise, columnwise=columnwise)
         return partial(
@@ -103,7 +104,7 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
 
     def _quantize_reduced(
         self, tensor: torch.Tensor, rowwise: bool, columnwise: bool
-    ) -> SideTensors:
+    ) -> for_layers.SideTensors:
         """With the amax of all ranks."""
         amax = reduce_amax(kernels.amax(tensor), self.amax_reduction_group)
         scale, scale_inv = kernels.scale_from_amax(

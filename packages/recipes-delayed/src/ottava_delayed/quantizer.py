@@ -16,7 +16,6 @@ from ottava.formats import fp8_format
 from ottava.kernels import for_layers
 from ottava.kernels.checks import check_device
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
-from ottava.tensors.operand import SideTensors
 from ottava.torch_private import foreach_maximum_
 
 
@@ -183,10 +182,14 @@ class Float8Quantizer(Float8QuantizerBase):
             tensor.copy_(torch.where(noop_flag.reshape(()) == 1, old, tensor))
         return dst
 
-    def kernel(self, rowwise: bool, columnwise: bool) -> Callable[[torch.Tensor], SideTensors]:
+    def kernel(
+        self, rowwise: bool, columnwise: bool
+    ) -> Callable[[torch.Tensor], for_layers.SideTensors]:
         return partial(self._cast, rowwise=rowwise, columnwise=columnwise)
 
-    def _cast(self, tensor: torch.Tensor, rowwise: bool, columnwise: bool) -> SideTensors:
+    def _cast(
+        self, tensor: torch.Tensor, rowwise: bool, columnwise: bool
+    ) -> for_layers.SideTensors:
         scale = self.scale
         if self.fits and self.amax is not None:
             scale = self._fitting_scale(tensor)
@@ -250,7 +253,9 @@ class SlotQuantizer(Float8Quantizer):
         check_device(scale, self.scale.device, "the weight")
         super()._start_with(scale)
 
-    def kernel(self, rowwise: bool, columnwise: bool) -> Callable[[torch.Tensor], SideTensors]:
+    def kernel(
+        self, rowwise: bool, columnwise: bool
+    ) -> Callable[[torch.Tensor], for_layers.SideTensors]:
         if self.fits:
             return super().kernel(rowwise, columnwise)
         return partial(

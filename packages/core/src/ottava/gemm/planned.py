@@ -1,8 +1,8 @@
-"""The products of a layer's plan, each decided at its first call.
+"""The products of a layer's plan, each decided at its first call that nobody observes.
 
-On a CPU that decides into which memory each side is decoded, in which dtype, and what multiplies.
-The compiled module then decodes, multiplies and finishes in one call of ``planned_product``. On
-hardware that multiplies FP8 elements it decides which product takes them.
+On hardware that multiplies FP8 elements the decision is which product takes them. On a CPU it is
+into which memory each side is decoded, in which dtype, and what multiplies; the compiled module
+then decodes, multiplies and finishes in one call of ``planned_product``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PlannedSide(NamedTuple):
 
 
 class LayerProduct:
-    """One of the three products of a layer, decided at its first call.
+    """One of the three products of a layer, decided at its first call that nobody observes.
 
     A layer makes it for operands of the same shapes. It decides anew where these come in other
     layouts, or where a setting has changed.
@@ -142,16 +142,16 @@ class LayerProduct:
         self._layouts, self._changes = (left.layout, right.layout), backends.changes
 
     def _decision(self, left: Side, right: Side, bias: Tensor | None) -> Multiply | None:
-        of_elements = product_of(left, right)
-        if of_elements is not None:
-            return partial(_of_elements, of_elements, self._dtype, not self._split)
+        product = product_of(left, right)
+        if product is not None:
+            return partial(_hardware_product, product, self._dtype, not self._split)
         bias_dtype = None if bias is None else bias.dtype
         with torch.inference_mode(False):
             plan = _decoding_plan(left, right, bias_dtype, self._dtype)
         return None if plan is None else plan.multiply
 
 
-def _of_elements(
+def _hardware_product(
     product: Callable[..., Tensor],
     dtype: torch.dtype,
     fast: bool,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Data and scales of rows, then data and scales of columns; None for a direction that the caller
 #: does not ask for. With one scale for the tensor both directions have the same scale.
-Quantized = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+SideTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 _ABSENT = None, None
 # Other tracers need no test, because the module declines their tensors.
@@ -49,11 +49,11 @@ def quantize(
     force_pow_2: bool,
     rowwise: bool,
     transposed: bool,
-) -> Quantized:
+) -> SideTensors:
     """:func:`ottava.kernels.quantize`; data of columns are the transpose."""
     cpu = compiled_cpu()
     if cpu is not None:
-        quantized: Quantized | None = cpu.native.quantize_operand(
+        quantized: SideTensors | None = cpu.native.quantize_operand(
             x, _CODES[fp8_dtype], epsilon, force_pow_2, rowwise, transposed
         )
         if quantized is not None:
@@ -72,7 +72,7 @@ def cast(
     fp8_dtype: torch.dtype,
     rowwise: bool,
     transposed: bool,
-) -> Quantized:
+) -> SideTensors:
     """Quantize with a known scale; with ``amax`` as :func:`ottava.kernels.cast_amax`.
 
     Raises:
@@ -83,7 +83,7 @@ def cast(
     """
     cpu = compiled_cpu()
     if cpu is not None:
-        quantized: Quantized | None = cpu.native.cast_operand(
+        quantized: SideTensors | None = cpu.native.cast_operand(
             x, scale, amax, saturated, _CODES[fp8_dtype], rowwise, transposed, -1
         )
         if quantized is not None:
@@ -105,7 +105,7 @@ def cast_slot(
     fp8_dtype: torch.dtype,
     rowwise: bool,
     transposed: bool,
-) -> Quantized:
+) -> SideTensors:
     """:func:`cast` with the scale of a slot of a layer's state.
 
     Args:
@@ -118,7 +118,7 @@ def cast_slot(
         amax, saturated = buffers["amax_history"], buffers["saturated"]
     cpu = compiled_cpu()
     if cpu is not None:
-        quantized: Quantized | None = cpu.native.cast_operand(
+        quantized: SideTensors | None = cpu.native.cast_operand(
             x, scale, amax, saturated, _CODES[fp8_dtype], rowwise, transposed, slot
         )
         if quantized is not None:
@@ -136,11 +136,11 @@ def _check_state(x: Tensor, state: Tensor | None, name: str, dtype: torch.dtype)
     check_scalar(state, x, name, dtype)
 
 
-def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Quantized:
+def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> SideTensors:
     """:func:`ottava.kernels.grid_quantize` for the layout with this text."""
     cpu = compiled_cpu()
     if cpu is not None:
-        quantized: Quantized | None = cpu.native.grid_quantize_operand(
+        quantized: SideTensors | None = cpu.native.grid_quantize_operand(
             x, cpu.plan(text), rowwise, columnwise
         )
         if quantized is not None:
@@ -158,7 +158,7 @@ def _directions(
     columnwise: bool,
     column_data: Tensor | None,
     column_scales: Tensor | None,
-) -> Quantized:
+) -> SideTensors:
     """The results with None for a direction that the caller does not ask for.
 
     Operators return empty tensors there, because they cannot return None.

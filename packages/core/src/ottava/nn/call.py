@@ -35,8 +35,7 @@ class Call(NamedTuple):
         recipe: None computes in high precision.
         state: the layer's quantizers; None without a recipe.
         group: process group over which amaxes are reduced.
-        recording: whether the state sees the operands: not those of an evaluation, and those of a
-            step once.
+        recording: whether the state records the operands: once in a step, never in an evaluation.
         calibrating: whether the state observes them while the layer computes in high precision.
         first: True quantizes the weight and keeps it, False uses the weight that was kept, None
             quantizes the weight for this call.
@@ -227,7 +226,8 @@ def is_of_step(
         # Reentrant checkpointing runs the forward pass of a step without gradients, on inputs that
         # need them.
         began = region is not None and region.began
-        training = layer.training and (input.requires_grad or began)
+        needs = isinstance(input, torch.Tensor) and input.requires_grad
+        training = layer.training and (needs or began)
     return training and not (observed and forbids_steps(compiling))
 
 
@@ -263,7 +263,7 @@ def take_part(
 
 
 def warn_of_another_pass(layer: Layer, state: RecipeState) -> None:
-    """Warn, once a step, of a forward pass that follows the backward pass of the same step.
+    """Warn, once for each backward pass, of a forward pass that follows it in the same step.
 
     Microbatches of a pipeline do that, and are not warned of. Where torch does not tell what runs
     in a backward pass, a recomputation would look the same.

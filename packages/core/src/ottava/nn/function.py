@@ -3,7 +3,7 @@
 ::
 
     qx, qw = quantize(x), quantize(weight)
-    y = fprop(qx, qw) + bias            # x · wᵀ + b
+    y = fprop(qx, qw, bias)             # x · wᵀ + b
 
     qdy = quantize(dy)
     dx = dgrad(qdy, qw)                 # dy · w
@@ -31,7 +31,7 @@ _Quantized = Operand | QuantizedTensorStorage
 #: Tensors to save, and what rebuilds an operand of them; None rebuilds a plain tensor.
 _Saved = tuple[Sequence[Tensor | None], SavedSpec]
 _NOTHING: _Saved = ((None,), None)
-#: Of the input, the weight, the bias, and the fourth argument, which has none.
+#: Gradients of the input, the weight and the bias; None for ``one_pass``.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 

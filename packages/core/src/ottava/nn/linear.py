@@ -54,8 +54,8 @@ class Linear(torch.nn.Linear):
 
     name: str
     _binding: Binding
-    #: Whether each gather of a sharded weight brings what serves rows and columns, for passes that
-    #: are recomputed.
+    #: Whether each gather of a sharded weight brings data of rows and of columns, because
+    #: activation checkpointing runs forward passes inside of the backward pass.
     recomputes: bool = False
     fuse_wgrad_accumulation: bool = False
     #: Whether the weight is stored ``[in_features, out_features]``; its gradient and ``main_grad``
@@ -179,7 +179,8 @@ class Linear(torch.nn.Linear):
     def _prepare_primary(
         self, weight: QuantizedTensor, call: Call, state: RecipeState, compiling: bool
     ) -> None:
-        """Have a state record a weight that FSDP gathered, and the weight make its columns."""
+        """Tell the state that this pass uses a weight, and rebuild what the weight derives from its
+        bytes, such as a transpose."""
         state.use_gathered(weight, recording=call.recording)
         if torch.is_grad_enabled() and not compiling and weight.rebuilds_derived:
             with torch.no_grad():
@@ -208,7 +209,7 @@ class Linear(torch.nn.Linear):
         if main_grad is None:
             weight = self._plain_weight()
         else:
-            # In a tuple, main_grad is none of the tensors that autograd sees among the arguments.
+            # The tuple hides main_grad from autograd.
             weight = IntoMainGrad.apply(self._matrix(), (main_grad,))  # type: ignore[no-untyped-call]
         return high_precision_linear(
             input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling())

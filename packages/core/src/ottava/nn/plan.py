@@ -176,19 +176,21 @@ def _make_plan(
         _read_numbers(state, x_needs, w_needs)
     saves_input = w_needs and "input" in state.wgrad_unquantized
     wgrad_quantized = w_needs and "grad_output" not in state.wgrad_unquantized
-    asks_later = compiling or (state.stateful and not state.keeps_quantizers)
-    prepared = partial(_asking_later if asks_later else _prepared, weight.device, dtype)
+    looks_up_later = compiling or (state.stateful and not state.keeps_quantizers)
+    quantize_by = partial(
+        _looking_up_later if looks_up_later else _looking_up_now, weight.device, dtype
+    )
     columns_of_x = w_needs and not saves_input
     quantize_weight = quantize_grad_output = None
     if not isinstance(weight, QuantizedTensorStorage):
-        quantize_weight = prepared(partial(_quantizer, call, state, "weight", x_needs))
+        quantize_weight = quantize_by(partial(_quantizer, call, state, "weight", x_needs))
     if x_needs or wgrad_quantized:
-        quantize_grad_output = prepared(
+        quantize_grad_output = quantize_by(
             partial(state.quantizer, "grad_output", rowwise=x_needs, columnwise=wgrad_quantized)
         )
     product = _operator if compiling else LayerProduct
     return Plan(
-        quantize_input=prepared(partial(_quantizer, call, state, "input", columns_of_x)),
+        quantize_input=quantize_by(partial(_quantizer, call, state, "input", columns_of_x)),
         quantize_weight=quantize_weight,
         quantize_grad_output=quantize_grad_output,
         fprop=product("fprop", dtype, use_split_accumulator=False),
@@ -218,25 +220,23 @@ def _quantizer(call: Call, state: RecipeState, tensor_type: str, columnwise: boo
     )
 
 
-def _prepared(
+def _looking_up_now(
     device: torch.device, dtype: torch.dtype, quantizer: Callable[[], Quantizer]
 ) -> Quantize:
-    """How a quantizer quantizes, asked now."""
+    """Looks up the quantizer now."""
     return quantizer().quantization(device, dtype)
 
 
-def _asking_later(
+def _looking_up_later(
     device: torch.device, dtype: torch.dtype, quantizer: Callable[[], Quantizer]
 ) -> Quantize:
-    """How a quantizer quantizes that is asked for when a matrix is quantized.
-
-    A state may give another one each time. Compiled code takes the buffers of a state where it
-    quantizes, in the forward or in the backward graph.
-    """
-    return partial(_ask_and_quantize, device, dtype, quantizer)
+    """Looks up the quantizer at every call, because the state may give a new one, and because
+    compiled code has to take the buffers of a state in the graph that quantizes: the forward or the
+    backward one."""
+    return partial(_look_up_and_quantize, device, dtype, quantizer)
 
 
-def _ask_and_quantize(
+def _look_up_and_quantize(
     device: torch.device, dtype: torch.dtype, quantizer: Callable[[], Quantizer], matrix: Tensor
 ) -> Operand | QuantizedTensorStorage:
     own = quantizer()
@@ -254,8 +254,8 @@ def _operator(
     accumulates: bool = False,
     use_split_accumulator: bool = True,
 ) -> Product:
-    """A product as compiled code has it. Where ``accumulates``, whose sums stay float32 until they
-    are added, :func:`multiply` sees that by ``out``."""
+    """A product as compiled code has it. :func:`multiply` adds wherever ``out`` is given, so that
+    ``accumulates`` says nothing new."""
 
     def product(
         a: Matrix, b: Matrix, bias: Tensor | None = None, out: Tensor | None = None

@@ -55,7 +55,8 @@ def _own_state(
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"):
+        # A state that is first needed in inference mode is trained later.
+        with torch.device("cpu"), torch.inference_mode(False):
             state = recipe.make_state(roles, amax_reduction_group=amax_reduction_group)
             state._roles = roles
             return state

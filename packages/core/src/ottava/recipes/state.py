@@ -58,11 +58,10 @@ class Phase(Enum):
     from            event                                                to
     ==============  ===================================================  =========
     SETTLED         the layer runs in a step, or is calibrated           RAN
-    SETTLED         the layer runs outside of any region                 RAN
     SETTLED         a checkpoint is loaded                               RAN
     SETTLED, RAN    a backward pass of the layer                         WENT_BACK
     RAN, WENT_BACK  a step begins with the state                         SETTLED
-    WENT_BACK       the layer trains outside of any region               RAN
+    any             the layer trains outside of any region               RAN
     WENT_BACK       a warning tells of another forward pass              RAN
     any             a calibrating block ends                             RAN
     any             another state takes its place in the layer           SETTLED

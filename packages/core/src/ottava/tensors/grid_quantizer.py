@@ -17,7 +17,7 @@ from ottava.tensors.direction import as_stored, zeros
 from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_declaration import inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
-from ottava.tensors.operand import Operand, Quantization, Side, SideTensors
+from ottava.tensors.operand import Operand, Quantization, Side
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -123,7 +123,9 @@ class GridQuantizer(Quantizer):
         """The layout of what is made of tensors with so many dimensions on ``device``."""
         return self.layout
 
-    def kernel(self, rowwise: bool, columnwise: bool) -> Callable[[torch.Tensor], SideTensors]:
+    def kernel(
+        self, rowwise: bool, columnwise: bool
+    ) -> Callable[[torch.Tensor], for_layers.SideTensors]:
         """What makes data and scales of rows, of columns or of both, of a tensor."""
         if self.amax_reduction_group is None:
             return partial(
@@ -151,7 +153,7 @@ class GridQuantizer(Quantizer):
 
     def _quantize_reduced(
         self, tensor: torch.Tensor, rowwise: bool, columnwise: bool
-    ) -> SideTensors:
+    ) -> for_layers.SideTensors:
         """With the amaxes of all ranks where a scale spans the rows."""
         if not process_groups_ready():
             return for_layers.grid_quantize(tensor, self.layout.text, rowwise, columnwise)

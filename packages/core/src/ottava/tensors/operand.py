@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ottava.kernels.for_layers import SideTensors
 from ottava.layout import Layout
 
 Tensor = torch.Tensor
-# A quantizer or a storage: their rooms import this one.
+# A quantizer or a storage. Any, because the modules of both import this one.
 Above = Any
 
 
@@ -30,8 +31,8 @@ class Side(NamedTuple):
         layout: the text of the layout of the elements; empty for high precision.
         columnwise: whether the product sums along the columns of the matrix, and reads columnwise
             data if the side is quantized.
-        source: the storage that owns the elements, whose cache keeps what products make of them;
-            None if no later product meets them again.
+        source: the storage whose cache keeps what products make of the elements; None for elements
+            that one product alone reads.
     """
 
     values: Tensor
@@ -102,10 +103,6 @@ class ColumnsSpec(NamedTuple):
         """An operand that has columns alone."""
         values, scales = tensors
         return Operand(None, Side(values, scales, self.layout, True), self.quantizer, self.dtype)
-
-
-#: Data and scales of rows, then data and scales of columns; None for what is not made.
-SideTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Quantization:
