@@ -6,9 +6,8 @@ import itertools
 import torch
 
 import ottava
-from ottava.gemm import dispatch
+from ottava.gemm import LayerProduct, dispatch
 from ottava.gemm.operand import stored
-from ottava.nn import function
 from ottava_debug.products import TENSORS
 
 #: Layer -> its features in and out: no two layers have the same.
@@ -89,25 +88,28 @@ class Recorder:
     def __init__(self, monkeypatch, model):
         self.products, self.plain = {}, {}
         self._by_size = dict(zip(itertools.pairwise(SIZES), NAMES, strict=True))
-        multiply = dispatch.multiply
+        multiply, multiply_in_layer = dispatch.multiply, LayerProduct.__call__
 
-        def recorded(a, b, gemm_type, *rest, **options):
-            made = multiply(a, b, gemm_type, *rest, **options)
+        def record(a, b, gemm_type, result):
             a, b = stored(a), stored(b)
             sizes = {
-                "fprop": lambda: (b.size(-1), made.size(-1)),
-                "dgrad": lambda: (made.size(-1), a.size(-1)),
-                "wgrad": lambda: (made.size(1), made.size(0)),
+                "fprop": lambda: (b.size(-1), result.size(-1)),
+                "dgrad": lambda: (result.size(-1), a.size(-1)),
+                "wgrad": lambda: (result.size(1), result.size(0)),
             }
-            self.products[self._by_size[tuple(sizes[gemm_type]())], gemm_type] = (
-                stored(a),
-                stored(b),
-                made,
-            )
-            return made
+            name = self._by_size[tuple(sizes[gemm_type]())]
+            self.products[name, gemm_type] = a, b, result
+            return result
 
+        def recorded(a, b, gemm_type, *rest, **options):
+            return record(a, b, gemm_type, multiply(a, b, gemm_type, *rest, **options))
+
+        def recorded_in_layer(product, a, b, *rest):
+            return record(a, b, product._gemm_type, multiply_in_layer(product, a, b, *rest))
+
+        # Watched layers multiply by gemm, other layers by the products of their plans.
         monkeypatch.setattr(dispatch, "multiply", recorded)
-        monkeypatch.setattr(function, "gemm", recorded)
+        monkeypatch.setattr(LayerProduct, "__call__", recorded_in_layer)
         for name, layer in layers_of(model).items():
             layer.register_forward_hook(
                 lambda layer, given, y, name=name: self._look(name, layer, given[0], y)
