@@ -146,7 +146,10 @@ def test_a_plan_serves_new_values_and_follows_what_moved(quantizer: Any) -> None
     check()
     masters[0].mul_(2.0)
     check()
-    # Other tensors in the lists, as FSDP2 replaces the local tensors of its parameters.
+    # Other tensors in the lists, as FSDP2 replaces the local tensors of its parameters. All are
+    # contiguous again, so that a plan is reused until it notices.
+    masters[0].data = torch.randn(4, 6)
+    check()
     masters[1] = torch.randn(24)
     check()
     weights[0] = quantizer.quantize(torch.ones(4, 6).bfloat16())
