@@ -1,16 +1,22 @@
-"""Times linear layers forward and backward: torch's, every recipe's, torchao's if installed."""
+"""Times linear layers forward and backward: torch's, every recipe's, torchao's if installed.
+
+``python -m benchmarks.linear`` prints the table; ``--sizes`` and ``--layers`` choose its rows.
+"""
 
 from __future__ import annotations
 
+import argparse
 import gc
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 import ottava
 from benchmarks.installed import recipes
-from benchmarks.timing import Row, Run, Timing
+from benchmarks.markdown import markdown
+from benchmarks.timing import Row, Run, Timing, interleaved, measure
 
 Make = Callable[[int, torch.device], torch.nn.Module]
 
@@ -161,3 +167,28 @@ def table(rows: list[Row]) -> list[Row]:
                 }
             )
     return table_rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument(
+        "--layers", nargs="+", default=[], help="names of layers; bf16 and float32 always run"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    names = list(dict.fromkeys(["bf16", "float32", *options.layers])) if options.layers else []
+    seconds = partial(interleaved, rounds=options.rounds)
+    rows = [measure(timing(n, names), seconds) for n in options.sizes]
+    print(f"Forward and backward, {options.threads} threads, torch {torch.__version__}\n")
+    print(markdown(table(rows)))
+    for row in rows:
+        for name, error in row["errors"].items():
+            print(f"\n{row['name']}, {name}: {error}")
+
+
+if __name__ == "__main__":
+    main()

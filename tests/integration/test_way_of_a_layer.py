@@ -15,7 +15,7 @@ import ottava
 ROOT = Path(__file__).parents[2]
 DRAWING = ROOT / "docs" / "_static" / "way.svg"
 #: What delayed scaling adds to the way of the other recipes.
-OF_STEPS = {"recipes/step.py", "recipes/state.py", "ottava_delayed/update.py"}
+OF_STEPS = {"nn/entry.py", "recipes/state.py", "ottava_delayed/update.py"}
 
 
 def drawn_files() -> list[str]:

@@ -138,6 +138,29 @@ def test_no_grad_alone_is_an_evaluation() -> None:
     assert all(torch.equal(mine, old) for mine, old in zip(net.buffers(), before, strict=True))
 
 
+@pytest.mark.parametrize("refused", ["shape", "dtype", "main_grad", "microbatch"])
+def test_a_layer_that_refuses_its_operands_has_begun_no_step(refused: str) -> None:
+    layer = Linear(16, 16, recipe=delayed())
+    layer(batch(0)).sum().backward()
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    operands: dict[str, Any] = {"input": batch(1)}
+    if refused == "shape":
+        operands["input"] = torch.randn(12, 32)
+    elif refused == "dtype":
+        operands["input"] = batch(1).double()
+    elif refused == "main_grad":
+        layer.fuse_wgrad_accumulation = True
+    else:
+        operands["is_first_microbatch"] = "yes"
+    with pytest.raises(ottava.errors.OttavaError):
+        layer(**operands)
+    after = layer.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    layer.fuse_wgrad_accumulation = False
+    layer(batch(1))
+    assert any(not torch.equal(value, after[name]) for name, value in before.items())
+
+
 def test_converting_again_keeps_what_was_learnt() -> None:
     net = ottava.convert(model(), delayed())
     for step in range(2):

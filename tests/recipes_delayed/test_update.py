@@ -14,7 +14,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.formats import Format
 from ottava.kernels.backends import use_backend
 from ottava.recipes import QuantizerRole
-from ottava.recipes.step import begin
+from ottava.recipes.step import update_states
 from ottava_delayed import DelayedScaling, DelayedScalingState
 from tests.recipes_delayed.slot_oracle import Slot, divide, largest
 
@@ -104,7 +104,7 @@ def check_steps(length: int, algorithm: str, by_function: bool, steps: int) -> N
             for state, values in zip(states, planted, strict=True):
                 state.amax_history[0] = torch.from_numpy(values)
             with use_backend(backend):
-                begin(states, None)
+                update_states(states, None)
             # NaN equals NaN; the message has the elements that differ.
             words = f"{backend}, step {step}"
             np.testing.assert_array_equal(
@@ -145,7 +145,7 @@ def test_functions_may_write_to_what_they_are_given() -> None:
     )
     state = DelayedScalingState(recipe, ROLES)
     state.amax_history[0] = 2.0
-    begin([state], None)
+    update_states([state], None)
     assert state.scale.tolist() == [224.0, 224.0, 28672.0]
     assert state.amax_history.tolist() == [[0.0] * 3, [2.0] * 3]
 
@@ -154,7 +154,7 @@ def test_functions_may_write_to_what_they_are_given() -> None:
 def test_formats_by_direction(fp8_format: Format) -> None:
     state = DelayedScalingState(DelayedScaling(fp8_format=fp8_format), ROLES)
     state.amax_history[0] = 1.0
-    begin([state], None)
+    update_states([state], None)
     forward = 57344.0 if fp8_format is Format.E5M2 else 448.0
     backward = 448.0 if fp8_format is Format.E4M3 else 57344.0
     assert state.scale.tolist() == [forward, forward, backward]
@@ -195,7 +195,7 @@ def test_functions_are_checked_before_anything_changes(
     state.amax_history[0] = 2.0
     before = {name: value.clone() for name, value in state.state_dict().items()}
     with pytest.raises(error, match=next(iter(options))):
-        begin([state], None)
+        update_states([state], None)
     assert all(torch.equal(value, before[name]) for name, value in state.state_dict().items())
 
 
@@ -204,6 +204,6 @@ def test_slots_that_saw_nothing_stay() -> None:
     state.amax_history[:, 1] = torch.tensor([0.0, 5.0, 7.0])
     state.scale[1] = 3.0
     state.amax_history[0, 0] = 1.0
-    begin([state], None)
+    update_states([state], None)
     assert state.scale.tolist() == [448.0, 3.0, 1.0]
     assert state.amax_history.tolist() == [[0.0, 0.0, 0.0], [0.0, 5.0, 0.0], [1.0, 7.0, 0.0]]

@@ -10,9 +10,10 @@ import torch
 from ottava.collectives import Group
 from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
-from ottava.nn.call import Call, take_part
+from ottava.nn.call import Call, Observation
 from ottava.nn.checks import check_not_parallel
-from ottava.nn.converted import begin_ahead
+from ottava.nn.converted import begin_at_gather
+from ottava.nn.entry import enter_step_of_region
 from ottava.nn.layer import Layer, label_of, owned_state
 from ottava.nn.plan import Plan
 from ottava.recipes.base import Recipe, asked_once
@@ -157,7 +158,7 @@ class Binding:
             return
         owned = owned_state(layer)
         if owned is not None:
-            owned.begin_next(layer)
+            owned.await_next_step(layer)
         elif self.recipe is None:
             # The layer has no recipe yet; the region that brings one finds the loaded state here.
             # Copied, because the caller's tensors may belong to a model that goes on training.
@@ -217,13 +218,14 @@ class Binding:
     def _enter_step_of_gather(self, layer: Layer, state: RecipeState) -> None:
         """Have the state take part in the step of the forward pass that follows a gather."""
         if is_distributed(layer.weight):
-            begin_ahead(self.step)
+            begin_at_gather(self.step)
         region = current_region()
         if region is None or not region.enabled:
             return
         if region.recipe is None or state.is_of(region.recipe):
             training = region.began and backward_task() == NO_BACKWARD
-            take_part(layer, state, region, training, torch.compiler.is_compiling())
+            compiling = torch.compiler.is_compiling()
+            enter_step_of_region(layer, state, region, training, compiling)
 
     def own_shard(self, layer: Layer, shard: QuantizedTensor) -> None:
         """Give this rank's shard of a quantized weight the quantizer that the forward pass would
@@ -285,12 +287,12 @@ def _quantized_to_keep(
 ) -> QuantizedTensorStorage:
     """The weight, quantized by rows and by columns for all microbatches of a step."""
     usages = {"rowwise": True, "columnwise": True}
-    if call.evaluating:
+    if call.observation is Observation.COUNTED:
         quantizer = state.evaluation_quantizer("weight", **usages)
     else:
-        # In a reentrant checkpoint the other operands are seen when they are recomputed, and this
-        # one is kept.
-        recording = call.recording or call.training
+        # In a reentrant checkpoint the other operands are recorded when they are recomputed, and
+        # this one is kept.
+        recording = call.recording or call.observation is Observation.DEFERRED
         quantizer = state.quantizer("weight", **usages, recording=recording)
     values = weight.detach()
     with torch.no_grad():

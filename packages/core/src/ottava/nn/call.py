@@ -1,14 +1,14 @@
-"""The call: what one forward pass of a layer runs under, and the steps that find that out."""
+"""The call: what one forward pass of a layer runs under, and how that is found out."""
 
 import sys
-import warnings
+from enum import Enum
 from typing import NamedTuple
 
 import torch
 
 from ottava.collectives import Group
 from ottava.errors import OptionError
-from ottava.nn.layer import Layer, label_of
+from ottava.nn.layer import Layer
 from ottava.recipes.base import Recipe
 from ottava.recipes.execution import (
     NO_BACKWARD,
@@ -17,15 +17,28 @@ from ottava.recipes.execution import (
     repeats_forward,
 )
 from ottava.recipes.region import Region, regions
-from ottava.recipes.state import Phase, RecipeState
-from ottava.recipes.step import begin_alone
+from ottava.recipes.state import RecipeState
 from ottava.torch_private import (
-    KNOWS_BACKWARD,
     PIPELINES,
     dispatch_modes,
     graph_task_id,
     is_exporting,
 )
+
+
+class Observation(Enum):
+    """What a state takes from the operands of a forward pass."""
+
+    #: It records them, once in a step.
+    RECORDED = "recorded"
+    #: Nothing yet. The forward pass of a reentrant checkpoint runs without gradients, and the state
+    #: records the operands when they are recomputed.
+    DEFERRED = "deferred"
+    #: It may count the elements that it clamps: an evaluation, which changes no step.
+    COUNTED = "counted"
+    #: Nothing: an evaluation that is traced, or of a state that counts nothing; a recomputation of
+    #: operands that have been recorded.
+    UNSEEN = "unseen"
 
 
 class Call(NamedTuple):
@@ -35,40 +48,49 @@ class Call(NamedTuple):
         recipe: None computes in high precision.
         state: the layer's quantizers; None without a recipe.
         group: process group over which amaxes are reduced.
-        recording: whether the state records the operands: once in a step, never in an evaluation.
-        calibrating: whether the state observes them while the layer computes in high precision.
+        observation: what the state takes from the operands.
+        of_step: whether this is a forward pass of a step, not an evaluation, a recomputation or a
+            tracing.
+        recomputed: whether activation checkpointing runs this forward pass again.
+        calibrating: whether the state observes the operands while the layer computes in high
+            precision.
         first: True quantizes the weight and keeps it, False uses the weight that was kept, None
             quantizes the weight for this call.
-        recomputed: whether activation checkpointing runs this forward pass again.
         of_block: what a microbatch block said of ``first``, where the call said nothing.
-        training: whether this is a forward pass of a step. Inside a reentrant checkpoint it runs
-            without gradients.
-        evaluating: whether a stateful state may count what it clamps, because no step sees this
-            pass.
     """
 
     recipe: Recipe | None = None
     state: RecipeState | None = None
     group: Group = None
-    recording: bool = True
+    observation: Observation = Observation.RECORDED
+    of_step: bool = False
+    recomputed: bool = False
     calibrating: bool = False
     first: bool | None = None
-    recomputed: bool = False
     of_block: bool | None = None
-    training: bool = False
-    evaluating: bool = False
+
+    @property
+    def recording(self) -> bool:
+        """Whether the state records the operands."""
+        return self.observation is Observation.RECORDED
 
 
 def resolve_call(
     layer: Layer, input: torch.Tensor, first: bool | None, observed: bool, compiling: bool
 ) -> Call:
-    """What a forward pass of a layer runs under, which takes part in the step of its region.
+    """What a forward pass of a layer runs under.
+
+    No step begins here: the pass enters its step when the operands have been checked
+    (:mod:`ottava.nn.entry`).
 
     Args:
         input: of the forward pass, ``[*, in_features]``.
         first: what its caller says of the microbatch.
         observed: whether dispatch is observed, by a mode, a profiler or a compiler.
         compiling: whether the observer is a compiler.
+
+    Raises:
+        OptionError: ``first`` is neither a bool nor None.
     """
     binding = layer._binding
     task = NO_BACKWARD if compiling else graph_task_id()
@@ -80,11 +102,21 @@ def resolve_call(
     state = resolve_state(layer, recipe, group, compiling)
     if state is None:
         recipe = None
-    call = Call(recipe, state, group, calibrating=calibrating, first=first, of_block=of_block)
-    if task != NO_BACKWARD:
-        return call._replace(recording=records_recomputation(state), recomputed=True)
-    call = _in_step(layer, call, input, region, observed, compiling)
-    if not compiling and (call.recording or layer.training):
+    recomputed = task != NO_BACKWARD
+    of_step = False
+    if recomputed:
+        observation = observation_of_recomputation(state)
+    else:
+        # An exported program has no backward pass.
+        grad_enabled = torch.is_grad_enabled() and not (compiling and is_exporting())
+        of_step = is_of_step(layer, input, region, grad_enabled, observed, compiling)
+        # Modes may trace, and what they trace is to change nothing.
+        traced = compiling or (observed and bool(dispatch_modes()))
+        observation = observation_of(state, grad_enabled, of_step, traced)
+    call = Call(
+        recipe, state, group, observation, of_step, recomputed, calibrating, first, of_block
+    )
+    if not (recomputed or compiling) and (call.recording or layer.training):
         binding.last = call
         if calibrating:
             # What is recomputed of a calibrating pass computes in high precision, as that did.
@@ -92,28 +124,32 @@ def resolve_call(
     return call
 
 
-def _in_step(
-    layer: Layer,
-    call: Call,
-    input: torch.Tensor,
-    region: Region | None,
-    observed: bool,
-    compiling: bool,
-) -> Call:
-    """The call as one of a step or as an evaluation. A stateful state takes part in the step."""
-    state = call.state
-    # An exported program has no backward pass.
-    recording = torch.is_grad_enabled() and not (compiling and is_exporting())
+def observation_of(
+    state: RecipeState | None, grad_enabled: bool, of_step: bool, traced: bool
+) -> Observation:
+    """What a state takes from the operands of a forward pass that is no recomputation."""
+    if grad_enabled:
+        return Observation.RECORDED
     if state is None or not state.stateful:
-        return call._replace(recording=recording, training=recording)
-    training = is_of_step(layer, input, region, recording, observed, compiling)
-    enter_step(layer, state, region, training, compiling)
-    if training and recording and not (compiling or call.calibrating):
-        warn_of_another_pass(layer, state)
-    # Modes may trace, and what they trace is to change nothing.
-    traced = compiling or (observed and bool(dispatch_modes()))
-    evaluating = not (recording or training or traced) and state.opens_evaluation()
-    return call._replace(recording=recording, training=training, evaluating=evaluating)
+        return Observation.UNSEEN
+    if of_step:
+        return Observation.DEFERRED
+    if traced or not state.opens_evaluation():
+        return Observation.UNSEEN
+    return Observation.COUNTED
+
+
+def observation_of_recomputation(state: RecipeState | None) -> Observation:
+    """What a state takes from the operands of a recomputation.
+
+    Of a reentrant checkpoint it records them now, because the forward pass ran without gradients.
+    Other recomputations repeat what the state has seen.
+    """
+    if state is None or not state.stateful or not torch.is_grad_enabled():
+        return Observation.UNSEEN
+    if repeats_forward():
+        return Observation.UNSEEN
+    return Observation.RECORDED
 
 
 def resolve_microbatch(
@@ -201,17 +237,6 @@ def is_shape_inference(state: RecipeState, compiling: bool) -> bool:
     return infers_shapes()
 
 
-def records_recomputation(state: RecipeState | None) -> bool:
-    """Whether a state is to see the operands of a recomputation.
-
-    The forward pass of a reentrant checkpoint ran without gradients, and its state sees the
-    operands now. Other recomputations repeat what their state has seen.
-    """
-    if state is None or not state.stateful or not torch.is_grad_enabled():
-        return False
-    return not repeats_forward()
-
-
 def is_of_step(
     layer: Layer,
     input: torch.Tensor,
@@ -229,52 +254,3 @@ def is_of_step(
         needs = isinstance(input, torch.Tensor) and input.requires_grad
         training = layer.training and (needs or began)
     return training and not (observed and forbids_steps(compiling))
-
-
-def enter_step(
-    layer: Layer, state: RecipeState, region: Region | None, training: bool, compiling: bool
-) -> None:
-    """Have a stateful state take part in the step of its region. Outside of any region a pass in
-    training begins a step of its own, and an evaluation changes nothing."""
-    if region is not None:
-        take_part(layer, state, region, training, compiling)
-        return
-    if not training:
-        return
-    begin_alone(state, in_pipeline=not compiling and PIPELINES in sys.modules)
-    if not compiling:
-        state.__dict__.update(step=None, _phase=Phase.RAN)
-
-
-def take_part(
-    layer: Layer, state: RecipeState, region: Region, training: bool, compiling: bool
-) -> None:
-    """See that a stateful state begins its steps with a region."""
-    if compiling and region.model is not None:
-        # The model begins a step with all its layers, and compiled code had better change nothing.
-        return
-    if training and region.begins_steps:
-        region.begin_step()
-    if training or region.calibrating:
-        region.step.join(layer, state, region.group, region.calibrating, compiling)
-    elif not compiling and state._phase is Phase.SETTLED:
-        # A checkpoint that is loaded next has the state begin the next step of this region.
-        state.step = region.step
-
-
-def warn_of_another_pass(layer: Layer, state: RecipeState) -> None:
-    """Warn, once for each backward pass, of a forward pass that follows it in the same step.
-
-    Microbatches of a pipeline do that, and are not warned of. Where torch does not tell what runs
-    in a backward pass, a recomputation would look the same.
-    """
-    if state._phase is not Phase.WENT_BACK or not KNOWS_BACKWARD:
-        return
-    if state.step is not None and state.step.pipeline_ranks:
-        return
-    state._set_phase(Phase.RAN)
-    text = (
-        f"{label_of(layer)} runs another forward pass after a backward pass, in one region: scales "
-        f"are updated at the entry of a region only; enter it anew for every step"
-    )
-    warnings.warn(text, UserWarning, stacklevel=7)

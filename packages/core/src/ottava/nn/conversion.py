@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from ottava.errors import DTypeError, OptionError, UsageError, check_takes, listed
-from ottava.nn.converted import begin_steps
+from ottava.nn.converted import add_step
 from ottava.nn.converters import NO_FUNCTIONS, is_convertible, layer_or_reason, refusal
 from ottava.nn.linear import Linear
 from ottava.nn.replaced import swap, watch
@@ -120,7 +120,7 @@ def convert(
     converted = _swap_layers(model, layers)
     _swap_weights(converted, layers.values(), weights)
     if any(state.stateful for state in states.values()):
-        step = begin_steps(converted)
+        step = add_step(converted)
         for layer in layers.values():
             layer._binding.step = step
     # An empty reason says that this is a converted model.

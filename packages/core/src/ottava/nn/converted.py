@@ -69,7 +69,7 @@ class ConvertedModel(torch.nn.Module):
         return (_reconstructed, tuple(by_name), *rest)
 
 
-def begin_steps(model: torch.nn.Module) -> Step:
+def add_step(model: torch.nn.Module) -> Step:
     """Have the forward pass of a model be a region, and give the step that its layers begin.
 
     State dicts without states can be loaded into the model from now on.
@@ -84,8 +84,8 @@ def begin_steps(model: torch.nn.Module) -> Step:
     return step
 
 
-def end_steps(model: ConvertedModel) -> None:
-    """Undo :func:`begin_steps`: the forward pass begins no steps, and the model has its own class
+def remove_step(model: ConvertedModel) -> None:
+    """Undo :func:`add_step`: the forward pass begins no steps, and the model has its own class
     again."""
     model.__dict__.pop("_ottava_step", None)
     cls = type(model)
@@ -147,7 +147,7 @@ def _enter(model: ConvertedModel, args: tuple[object, ...]) -> None:
     compiling, task = torch.compiler.is_compiling(), backward_task()
     training = task == NO_BACKWARD and _trains(model, args) and not forbids_steps(compiling)
     if not compiling:
-        _begin_forward(step, model, training)
+        _begin_eager(step, model, training)
     elif training:
         step.begin(None, model)
     region = Region(
@@ -164,14 +164,14 @@ def _enter(model: ConvertedModel, args: tuple[object, ...]) -> None:
     regions.stack.append(region)
 
 
-def _begin_forward(step: Step, model: ConvertedModel, training: bool) -> None:
+def _begin_eager(step: Step, model: ConvertedModel, training: bool) -> None:
     """Begin the step of a forward pass in eager mode, if it is one of training."""
     if step.model is None:
         # A copy of a model has a new step, which does not know the copy.
         step.model = weakref.ref(model)
     may_begin = step.enter_pipeline(pipeline_pass())
     if may_begin and training:
-        step.begin_forward(model)
+        step.begin_at_forward(model)
 
 
 def _is_inside(model: ConvertedModel) -> bool:
@@ -196,7 +196,7 @@ def _trains(model: ConvertedModel, args: tuple[object, ...]) -> bool:
     )
 
 
-def begin_ahead(step: Step | None) -> None:
+def begin_at_gather(step: Step | None) -> None:
     """Begin the step of a converted model, because FSDP gathers a weight of it before its forward
     pass.
 
@@ -204,4 +204,4 @@ def begin_ahead(step: Step | None) -> None:
     are enabled says nothing here, because FSDP turns them off.
     """
     if step is not None and not regions.stack and backward_task() == NO_BACKWARD:
-        step.begin_ahead()
+        step.begin_at_gather()

@@ -17,6 +17,7 @@ from ottava.nn.checks import (
     check_use,
     main_grad_of,
 )
+from ottava.nn.entry import enter_step
 from ottava.nn.function import Inspection, IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.layer import label_of, owned_state
@@ -127,21 +128,27 @@ class Linear(torch.nn.Linear):
         observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
         call = resolve_call(self, input, is_first_microbatch, observed, compiling)
-        inspection = None
+        inspection = main_grad = None
         if function.inspector is not None:
             inspection = function.inspector(self)
+        if self.fuse_wgrad_accumulation:
+            main_grad = main_grad_of(self, torch.is_grad_enabled())
         if call.state is None:
-            return self._high_precision(input, call, inspection)
+            return self._high_precision(input, call, inspection, main_grad)
         weight, bias = self._operands()
         plan = plan_for(self, call, input, weight, bias, compiling)
-        if call.state.stateful and not compiling:
-            _take_quantizer(weight, call.state)
+        in_high_precision = call.calibrating or _keeps_values(weight, call)
+        if observed and not in_high_precision:
+            check_use(self, input, weight, bias)
+        if call.state.stateful:
+            # Only now: a call that is refused has moved no scale.
+            enter_step(self, call, compiling)
+            if not compiling:
+                _take_quantizer(weight, call.state)
         if call.calibrating:
             self._calibrate(input, call.state)
-        if call.calibrating or _keeps_values(weight, call):
-            return self._high_precision(input, call, inspection)
-        if observed:
-            check_use(self, input, weight, bias)
+        if in_high_precision:
+            return self._high_precision(input, call, inspection, main_grad)
         if isinstance(input, (QuantizedTensorStorage, DequantizedView)):
             input = input.dequantize()
         kept = None
@@ -149,9 +156,6 @@ class Linear(torch.nn.Linear):
             self._prepare_primary(weight, call, plan.state, compiling)
         elif call.first is not None:
             kept = self._binding.kept_weight(call, weight, plan.dtype)
-        main_grad = None
-        if self.fuse_wgrad_accumulation:
-            main_grad = main_grad_of(self, torch.is_grad_enabled())
         if inspection is not None:
             with without_autocast(weight.device.type):
                 return inspection(input, weight, bias, call, plan.dtype, kept, main_grad, observed)
@@ -199,9 +203,12 @@ class Linear(torch.nn.Linear):
         return weight
 
     def _high_precision(
-        self, input: torch.Tensor, call: Call, inspection: Inspection | None
+        self,
+        input: torch.Tensor,
+        call: Call,
+        inspection: Inspection | None,
+        main_grad: torch.Tensor | None,
     ) -> torch.Tensor:
-        main_grad = main_grad_of(self, torch.is_grad_enabled())
         if inspection is not None:
             call = call._replace(state=None)
             dtype = autocast_dtype(self.weight, False) or input.dtype

@@ -2,9 +2,10 @@
 
 ::
 
-    Linear.forward -> resolve_call    what the call runs under: recipe, state, step
-                   -> plan_for        how it computes: operands checked, six functions chosen
-                   -> quantized_linear     quantizes, multiplies, saves for backward
+    Linear.forward -> resolve_call      what the call runs under: recipe, state, microbatch
+                   -> plan_for          how it computes: operands checked, six functions chosen
+                   -> enter_step        for states that remember: the pass is one of a step
+                   -> quantized_linear  quantizes, multiplies, saves for backward
 
 A plan serves calls of one kind: equal shapes, dtypes and devices, the same gradients, the same
 settings. The layer's binding keeps its plans; a layer that gets another state, or moves, forgets
@@ -21,7 +22,7 @@ from ottava.gemm import GemmType, LayerProduct, multiply
 from ottava.gemm.operand import Matrix
 from ottava.kernels import backends
 from ottava.kernels.table import rounded
-from ottava.nn.call import Call
+from ottava.nn.call import Call, Observation
 from ottava.nn.checks import autocast_dtype, check_plain_operands, checked_dtype
 from ottava.nn.layer import Layer
 from ottava.recipes.mixed import MixedState
@@ -136,8 +137,7 @@ def _kind_of(
     """What calls have in common that one plan serves: all that a plan is decided by."""
     gradients = torch.is_grad_enabled()
     return (
-        call.recording,
-        call.evaluating,
+        call.observation,
         input.shape,
         input.dtype,
         input.device,
@@ -197,7 +197,7 @@ def _make_plan(
         dgrad=product("dgrad", dtype),
         wgrad=product("wgrad", dtype, accumulates=layer.fuse_wgrad_accumulation),
         state=state,
-        evaluating=call.evaluating,
+        evaluating=call.observation is Observation.COUNTED,
         dtype=dtype,
         amp_dtype=amp_dtype,
         x_needs=x_needs,
@@ -213,7 +213,7 @@ def _make_plan(
 def _quantizer(call: Call, state: RecipeState, tensor_type: str, columnwise: bool) -> Quantizer:
     """The quantizer of the input or of the weight: rows for fprop and, with ``columnwise``, columns
     for the product of the backward pass that reads the tensor."""
-    if call.evaluating:
+    if call.observation is Observation.COUNTED:
         return state.evaluation_quantizer(tensor_type, rowwise=True, columnwise=columnwise)
     return state.quantizer(
         tensor_type, rowwise=True, columnwise=columnwise, recording=call.recording

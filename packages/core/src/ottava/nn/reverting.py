@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from ottava.errors import DTypeError, UsageError
-from ottava.nn.converted import ConvertedModel, end_steps
+from ottava.nn.converted import ConvertedModel, remove_step
 from ottava.nn.converters import TransposedLinear
 from ottava.nn.linear import Linear
 from ottava.nn.replaced import swap, watch
@@ -80,7 +80,7 @@ def revert(model: ModelT) -> ModelT:
         swap(parent._parameters, plain_weights)
     for module in model.modules():
         if isinstance(module, ConvertedModel):
-            end_steps(module)
+            remove_step(module)
     return plain_layers.get(model, model)  # type: ignore[return-value]
 
 

@@ -49,9 +49,9 @@ class Region:
     served: bool = False
 
     @property
-    def begins_steps(self) -> bool:
-        """Whether layers that train in the region belong to a step. They do not in high precision,
-        and not where they are calibrated."""
+    def is_quantized(self) -> bool:
+        """Whether layers compute with quantized operands in the region. Those that train belong
+        to its step then."""
         return self.enabled and not self.calibrating
 
     def begin_step(self) -> None:
@@ -61,7 +61,7 @@ class Region:
         if self.model is None:
             self.step.begin(self.group)
         else:
-            self.step.begin_forward(self.model)
+            self.step.begin_at_forward(self.model)
         self.began = True
 
 
@@ -141,7 +141,7 @@ class autocast(contextlib.ContextDecorator):
     def __enter__(self) -> "autocast":
         region = self._region()
         training = (
-            region.begins_steps and torch.is_grad_enabled() and region.graph_task == NO_BACKWARD
+            region.is_quantized and torch.is_grad_enabled() and region.graph_task == NO_BACKWARD
         )
         if training and not region.began and not forbids_steps(torch.compiler.is_compiling()):
             region.begin_step()

@@ -84,7 +84,7 @@ class StepOfState(Protocol):
 
     pipeline_ranks: int
 
-    def take(self, layer: object, state: "RecipeState", compiling: bool = False) -> None: ...
+    def add_member(self, layer: object, state: "RecipeState", compiling: bool = False) -> None: ...
 
 
 class RecipeState:
@@ -198,10 +198,10 @@ class RecipeState:
         """Called in the backward pass of a layer, which records amaxes of gradients."""
         if self._phase is Phase.WENT_BACK:
             return
-        self.begin_next()
+        self.await_next_step()
         self._set_phase(Phase.WENT_BACK)
 
-    def begin_next(self, layer: object = None) -> None:
+    def await_next_step(self, layer: object = None) -> None:
         """Have the next step begin with the values that the state holds now.
 
         The state's own step did not begin with them, because they were recorded in a backward pass,
@@ -213,7 +213,7 @@ class RecipeState:
         if self._phase is not Phase.SETTLED:
             return
         if self.step is not None:
-            self.step.take(layer, self)
+            self.step.add_member(layer, self)
         self._set_phase(Phase.RAN)
 
     def _set_phase(self, phase: Phase) -> None:

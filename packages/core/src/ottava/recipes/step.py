@@ -21,10 +21,10 @@ from ottava.recipes.state import Phase, RecipeState, by_recipe
 from ottava.torch_private import PipelinePass, pipeline_pass
 
 
-def begin(
+def update_states(
     states: Sequence[RecipeState], group: Group, compiling: bool = False, calibrated: bool = False
 ) -> None:
-    """Update the states, those of equal recipes in one call.
+    """Update the states at the beginning of a step, those of equal recipes in one call.
 
     Args:
         group: process group over which recipes reduce; None is the default group, if there is one.
@@ -40,25 +40,6 @@ def begin(
     phase = Phase.RAN if calibrated else Phase.SETTLED
     for state in states:
         state._set_phase(phase)
-
-
-def begin_alone(state: RecipeState, in_pipeline: bool) -> None:
-    """Begin the step of a layer that runs in no region.
-
-    Args:
-        in_pipeline: whether a pipeline may run the layer. The first microbatch begins the step for
-            the others then.
-    """
-    group: Group = None
-    stage_pass: PipelinePass | None = None
-    if in_pipeline:
-        stage_pass = pipeline_pass()
-    if stage_pass is not None:
-        if stage_pass.microbatch:
-            return
-        group = group_in_pipeline([state], stage_pass.ranks)
-    for part in state.parts():
-        part.recipe.update_states([part], group)
 
 
 class StepPhase(Enum):
@@ -134,7 +115,7 @@ class Step:
             UsageError: the ranks have other layers; the group of a pipeline's stage is not known.
         """
         if torch.compiler.is_compiling():
-            begin(self._states(model, True), group, compiling=True)
+            update_states(self._states(model, True), group, compiling=True)
             return
         states = self._states(model, False)
         if group is None and self.pipeline_ranks:
@@ -142,7 +123,7 @@ class Step:
         if states and self.phase is StepPhase.UNCOMPARED:
             compare_layers(states, group)
             self.phase = StepPhase.COMPARED
-        begin(states, group, calibrated=calibrated)
+        update_states(states, group, calibrated=calibrated)
         if not calibrated:
             # After an interrupt on the way here, the next step begins with the members.
             self.members.clear()
@@ -161,15 +142,16 @@ class Step:
                 states.setdefault(id(state), state)
         return list(states.values())
 
-    def begin_forward(self, model: torch.nn.Module) -> None:
+    def begin_at_forward(self, model: torch.nn.Module) -> None:
         """Begin a step at the forward pass of its model, unless it has begun ahead of that."""
         if self.phase is StepPhase.AHEAD:
             self.phase = StepPhase.COMPARED
         else:
             self.begin(None, model)
 
-    def begin_ahead(self) -> None:
-        """Begin a step of the model before its forward pass, which goes on with it."""
+    def begin_at_gather(self) -> None:
+        """Begin a step of the model where FSDP gathers a weight before the forward pass, which
+        goes on with the step."""
         if self.model is None:
             return
         model = self.model()
@@ -211,14 +193,14 @@ class Step:
         if not settled and not calibrating:
             # The state has the amaxes of another step, or of the step before a checkpoint. It
             # begins a step with these first.
-            begin([state], group, compiling)
-        self.take(layer, state, compiling)
+            update_states([state], group, compiling)
+        self.add_member(layer, state, compiling)
 
-    def take(self, layer: object, state: RecipeState, compiling: bool = False) -> None:
+    def add_member(self, layer: object, state: RecipeState, compiling: bool = False) -> None:
         """Have the state of a layer begin the next step together with the others.
 
         Args:
-            layer: None stands for the layer that the state was taken with before.
+            layer: None stands for the layer that the state was added with before.
         """
         if compiling:
             self.members.add_traced(state)

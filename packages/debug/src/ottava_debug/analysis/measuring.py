@@ -12,7 +12,7 @@ from ottava.errors import OttavaError, text_of
 from ottava.recipes import QuantizerRole, Recipe
 from ottava.recipes.mixed import layer_state
 from ottava.recipes.registry import list_recipes
-from ottava.recipes.step import begin
+from ottava.recipes.step import update_states
 from ottava_debug.analysis.report import Noise, Skipped, TensorReport
 from ottava_debug.measures import Comparison, exponents
 
@@ -137,7 +137,7 @@ class _Trial:
                 # interest.
                 self._quantize(values)
         if self._state.stateful:
-            begin([self._state], None)
+            update_states([self._state], None)
         quantized = self._quantize(values)
         self._rows.add(values, quantized, columnwise=False)
         if quantized.get_usages()["columnwise"] and not quantized.rowwise_serves_columnwise:

@@ -10,7 +10,7 @@ import torch
 
 from ottava.errors import CheckpointError
 from ottava.nn.call import Call
-from ottava.recipes.step import begin
+from ottava.recipes.step import update_states
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.bundle import Bundle, digest
 from ottava_debug.measures import Measures, compare
@@ -74,7 +74,7 @@ def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
         return False
     observer = fresh.quantizer(ROLES[operand.tensor], rowwise=not columnwise, columnwise=columnwise)
     observer.quantize_impl(values, values.dtype)
-    begin([fresh], None)
+    update_states([fresh], None)
     before = compare(values, initial, columnwise=columnwise)
     after = compare(values, quantize(), columnwise=columnwise)
     return loss_of_operand(after) < loss_of_operand(before) / 2
