@@ -129,18 +129,20 @@ def _sanitizer(site: Path | None, seconds: float) -> Iterator[Row]:
         # would go on using the GPU.
         limit_s = f"{limit * seconds + 1:.0f}"
         command = ["timeout", "-s", "KILL", limit_s, sanitizer, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-        text = done.stdout + done.stderr
+        process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+        text = process.stdout + process.stderr
         errors = [int(number) for number in _SUMMARY.findall(text)]
         cases = sum(map(int, _CASES.findall(text)))
         words = (
-            f"{errors or 'no summary of'} errors, {cases} cases, exit {done.returncode} of "
+            f"{errors or 'no summary of'} errors, {cases} cases, exit {process.returncode} of "
             f"{Path(sanitizer).name}"
         )
         # If there is no summary, the tool is not installed or did not finish. If the program
         # failed, the exit code is the program's.
         planted = name == "planted"
-        known = any(errors) or (bool(errors) and (planted or (cases > 0 and done.returncode == 0)))
+        known = any(errors) or (
+            bool(errors) and (planted or (cases > 0 and process.returncode == 0))
+        )
         row = {
             "target": name,
             "bound": "found" if planted else "clean",

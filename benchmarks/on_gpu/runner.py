@@ -129,8 +129,8 @@ class Gpu:
 
     def put(self, arguments: Args) -> Args:
         """Copies of arguments on the device, with the same strides and offsets."""
-        made: Args = tree_map_only(Tensor, lambda x: placed(x, self.device), arguments)
-        return made
+        on_device: Args = tree_map_only(Tensor, lambda x: placed(x, self.device), arguments)
+        return on_device
 
     def synchronize(self) -> None:
         """Wait for the device; this raises errors of kernels that no earlier call has raised."""

@@ -79,11 +79,13 @@ def _choose(requested: list[str] | None) -> tuple[list[str], list[Skipped]]:
     skipped = [
         Skipped(status.name, status.error) for status in statuses if status.status == "broken"
     ]
-    listed = {spec.name for status in statuses for spec in status.offers if spec.kind == RECIPE}
+    offered_names = {
+        spec.name for status in statuses for spec in status.offers if spec.kind == RECIPE
+    }
     contested = {
         refusal.name for status in statuses for refusal in status.refused if refusal.kind == RECIPE
     }
-    for name in sorted(listed | contested):
+    for name in sorted(offered_names | contested):
         try:
             ottava.get_recipe(name)
         except OttavaError as error:

@@ -171,7 +171,7 @@ def train(
     # Another model takes a first step, so that the rate leaves out what torch and the kernels do
     # only once.
     first = Trainee(recipe, size=shape, device=device, seed=seed)
-    saved = _saved_bytes(first, checks[0])
+    saved_bytes = _saved_bytes(first, checks[0])
     first.step(checks[0])
     del first
 
@@ -192,4 +192,4 @@ def train(
         validation = sum(trainee.loss(check).item() for check in checks) / len(checks)
     rate = steps * shape.batch * shape.length / elapsed
     products = str(product_dtype(torch.bfloat16, torch.device(device))).removeprefix("torch.")
-    return Run(recipe or "bf16", losses, validation, rate, saved, products, peak)
+    return Run(recipe or "bf16", losses, validation, rate, saved_bytes, products, peak)

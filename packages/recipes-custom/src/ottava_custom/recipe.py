@@ -68,7 +68,7 @@ class CustomRecipe(Recipe):
 
         return cls(load_factory(path))
 
-    def given(
+    def factory_answer(
         self, role: QuantizerRole, of: Callable[[QuantizerRole], Any] | None = None
     ) -> Quantizer | QuantizerRequest:
         """What the factory returns; a factory that was set over this recipe comes first.
@@ -76,9 +76,9 @@ class CustomRecipe(Recipe):
         Raises:
             DTypeError: a factory returned something else.
         """
-        answer = super().given(role, of)
+        answer = super().factory_answer(role, of)
         if answer is None:
-            answer = super().given(role, self.qfactory)
+            answer = super().factory_answer(role, self.qfactory)
         if answer is None:
             raise DTypeError(
                 f"the quantizer factory returned None for {role}",
@@ -95,7 +95,7 @@ class CustomRecipe(Recipe):
     def explain(self, role: QuantizerRole | str) -> Explanation:
         explain = getattr(self.qfactory, "explain", None)
         role = QuantizerRole.of(role)
-        if not callable(explain) or super().given(role) is not None:
+        if not callable(explain) or super().factory_answer(role) is not None:
             return super().explain(role)
         explanation: Explanation = explain(role)
         return explanation

@@ -36,7 +36,7 @@ class Settings(Protocol):
     by_functions: bool
 
     def fp8_dtype(self, role: QuantizerRole) -> torch.dtype: ...
-    def given(self, role: QuantizerRole) -> Any: ...
+    def factory_answer(self, role: QuantizerRole) -> Any: ...
     def quantizer(self, role: QuantizerRole) -> Quantizer: ...
 
 
@@ -57,7 +57,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
 
     stateful: ClassVar[bool] = True
     reduced_by_max: ClassVar[tuple[str, ...]] = ("amax_history",)
-    shared_by_copies: ClassVar[tuple[str, ...]] = ("recipe", "factory", "given")
+    shared_by_copies: ClassVar[tuple[str, ...]] = ("recipe", "factory", "factory_quantizers")
 
     recipe: Settings
     scale: torch.Tensor
@@ -76,13 +76,13 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.slots = {role.tensor_type: slot for slot, role in enumerate(roles)}
         self.formats = tuple(recipe.fp8_dtype(role) for role in roles)
         # Quantizers that a factory supplied instead of the recipe's.
-        self.given = {
+        self.factory_quantizers = {
             role.tensor_type: recipe.quantizer(role)
             for role in roles
-            if recipe.given(role) is not None
+            if recipe.factory_answer(role) is not None
         }
         # Whoever supplied one may change it between calls.
-        self.keeps_quantizers = not self.given
+        self.keeps_quantizers = not self.factory_quantizers
         self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
         # A model may be built under another default dtype or device, so both are set explicitly.
         exact: Any = {"dtype": torch.float32, "device": "cpu"}
@@ -114,9 +114,9 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True
     ) -> Quantizer:
-        given = self.given.get(tensor_type)
-        if given is not None:
-            copy = given.with_usage(rowwise, columnwise).copy()
+        if tensor_type in self.factory_quantizers:
+            quantizer = self.factory_quantizers[tensor_type]
+            copy = quantizer.with_usage(rowwise, columnwise).copy()
             copy.internal = True
             return copy
         if _is_compiling():
@@ -151,7 +151,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def evaluation_quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool
     ) -> Quantizer:
-        if tensor_type in self.given or not self.opens_evaluation():
+        if tensor_type in self.factory_quantizers or not self.opens_evaluation():
             return self.quantizer(
                 tensor_type, rowwise=rowwise, columnwise=columnwise, recording=False
             )
@@ -191,7 +191,11 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         At the first call the slot takes over the scale that the weight was quantized with.
         """
         present: Any = getattr(weight, "_quantizer", None)
-        if "weight" in self.given or not isinstance(present, Float8Quantizer) or present.gathers:
+        if (
+            "weight" in self.factory_quantizers
+            or not isinstance(present, Float8Quantizer)
+            or present.gathers
+        ):
             return None
         slot = self.scale[self.slots["weight"]]
         if present.scale.data_ptr() == slot.data_ptr():
@@ -209,7 +213,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
 
         A saved state that has seen no step leaves the scale unchanged.
         """
-        if "weight" in self.given:
+        if "weight" in self.factory_quantizers:
             return
         slot = self.slots["weight"]
         scale = state_dict.get(f"{prefix}scale")
@@ -227,9 +231,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
 
         The buffers are separate, because a gather may serve a forward pass, or no step at all.
         """
-        given = self.given.get("weight")
-        if given is not None:
-            copy = given.with_usage(True, True).copy()
+        if "weight" in self.factory_quantizers:
+            copy = self.factory_quantizers["weight"].with_usage(True, True).copy()
             copy.internal = False
             return copy
         if self.gathered_amax is None:

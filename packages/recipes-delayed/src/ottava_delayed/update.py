@@ -87,9 +87,9 @@ def _update_by_functions(
     new_scale = scale.clone()
     formats = [dtype for state in states for dtype in state.formats]
     for dtype in dict.fromkeys(formats):
-        chosen = torch.tensor([other == dtype for other in formats], device=scale.device)
-        new_scale[chosen] = _scales(
-            recipe, amax[chosen], scale[chosen], maximum[chosen], fp8_format(dtype).max
+        of_dtype = torch.tensor([other == dtype for other in formats], device=scale.device)
+        new_scale[of_dtype] = _scales(
+            recipe, amax[of_dtype], scale[of_dtype], maximum[of_dtype], fp8_format(dtype).max
         )
     moves = history[0] != 0
     rolled = torch.cat([history[1:], history[:1]])

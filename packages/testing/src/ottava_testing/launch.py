@@ -30,7 +30,7 @@ from ottava_testing.table import CHECKS, RANK_BODIES
 WORLD = 2
 #: Seconds after which the processes are killed.
 TIMEOUT = float(os.environ.get("OTTAVA_TESTING_TIMEOUT", "180"))
-# The key in Subject.kept under which the outcomes are.
+# The key in Subject.results under which the outcomes are.
 _KEY = "ranks"
 
 
@@ -42,9 +42,9 @@ def outcome(subject: Subject, name: str) -> str | None:
     Raises:
         CheckFailed: another process cannot make the recipe.
     """
-    outcomes: dict[str, str | None] = subject.kept.setdefault(_KEY, {})
+    outcomes: dict[str, str | None] = subject.results.setdefault(_KEY, {})
     if name not in outcomes:
-        shared = {name, *(subject.wanted or RANK_BODIES)} - outcomes.keys()
+        shared = {name, *(subject.check_names or RANK_BODIES)} - outcomes.keys()
         names = [
             each
             for each in RANK_BODIES
@@ -97,13 +97,13 @@ def run_on_ranks(
     outcomes: dict[str, str | None] = {}
     while names:
         has_ended, log, reports = _launch(body, names, world, prepare, seconds)
-        passed = [
+        passed_names = [
             name
             for name in names
             if len(reports.get(name, {})) == world and not any(reports[name].values())
         ]
-        outcomes.update(dict.fromkeys(passed))
-        names = [name for name in names if name not in passed]
+        outcomes.update(dict.fromkeys(passed_names))
+        names = [name for name in names if name not in passed_names]
         if names:
             failure = names.pop(0)
             messages = [text for text in reports.get(failure, {}).values() if text]

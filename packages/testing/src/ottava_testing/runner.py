@@ -234,7 +234,7 @@ def check_recipe(
     subjects = subjects_of(recipe, options or {}, spec, layers)
     for subject in subjects:
         subject.recipe()
-        subject.wanted = frozenset(check.name for check in checks)
+        subject.check_names = frozenset(check.name for check in checks)
     left_out = tuple(check.name for check in checks if skip_slow and check.slow)
     results = [
         _result(check, subjects, reasons.get(check.name))

@@ -88,9 +88,9 @@ class Subject:
     layer_name: str = LAYER
     #: Names of the checks that are going to be run, if known, because some of them share an
     #: expensive preparation.
-    wanted: frozenset[str] = frozenset()
+    check_names: frozenset[str] = frozenset()
     #: Results that checks keep for others of the same subject.
-    kept: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.options = dict(self.options or {})

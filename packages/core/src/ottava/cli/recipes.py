@@ -61,8 +61,8 @@ def show_explanation(name: str, layers: list[str], checkpoint: Path | None, as_j
         for tensor_type in OF_LINEAR
     ]
     explanations = [recipe.explain(role) for role in roles]
-    used = {explanation.rule for explanation in explanations}
-    unused = [rule for rule in recipe.rules() if rule not in used]
+    applied_rules = {explanation.rule for explanation in explanations}
+    unused = [rule for rule in recipe.rules() if rule not in applied_rules]
     if as_json:
         _show_explanations_as_json(name, roles, explanations, unused)
         return

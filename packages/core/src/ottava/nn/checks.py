@@ -167,17 +167,17 @@ def check_use(layer: Layer, *tensors: torch.Tensor | None) -> None:
         _check_export(layer)
     name = transform()
     if name == "trace":
-        found = "torch.jit.trace"
+        transformation = "torch.jit.trace"
         remedy = "use torch.export, or trace inside ottava.autocast(enabled=False)"
     elif name:
-        found = f"{name}, a transform of torch.func,"
+        transformation = f"{name}, a transform of torch.func,"
         remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients"
     elif not compiling and has_tangent(*tensors):
-        found = "forward-mode derivatives"
+        transformation = "forward-mode derivatives"
         remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients"
     else:
         return
-    what = f"{label_of(layer)} computes on quantized operands, which {found} cannot take"
+    what = f"{label_of(layer)} computes on quantized operands, which {transformation} cannot take"
     raise UsageError(what, "a plain call, or high precision", remedy)
 
 

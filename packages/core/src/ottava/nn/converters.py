@@ -79,8 +79,8 @@ def refusal(module: torch.nn.Module) -> str | None:
 def _refusal_of_weight(weight: torch.Tensor) -> str | None:
     """Why a layer cannot compute with a weight, or None."""
     cls = type(weight)
-    known = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
-    if not known and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    is_known = issubclass(cls, QuantizedTensor) or cls.__module__.startswith(_KNOWN_SUBCLASSES)
+    if not is_known and cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
             f"its weight is a {cls.__module__}.{cls.__name__}, a tensor subclass with "
             f"operators of its own"

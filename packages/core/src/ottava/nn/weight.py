@@ -235,9 +235,9 @@ def _without_dequantizing(fn: TensorFunction, weight: torch.Tensor) -> torch.Ten
         if weight.is_meta and not result.is_meta:
             # A weight on meta has no bytes; ``fn`` makes memory for them.
             return weight.apply_to_inner(fn).to_dtype(result.dtype)
-        moved = weight.to(result.device)
-        assert isinstance(moved, QuantizedTensor)
-        return moved.to_dtype(result.dtype)
+        copy = weight.to(result.device)
+        assert isinstance(copy, QuantizedTensor)
+        return copy.to_dtype(result.dtype)
 
 
 def _keeping_dtypes(fn: TensorFunction, state: torch.nn.Module | None) -> TensorFunction:

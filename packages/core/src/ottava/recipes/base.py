@@ -121,17 +121,17 @@ class Recipe(ABC):
         """The quantizer for ``role``: the factory's, if one is set, else the recipe's.
 
         Where a stateful recipe serves the role, this one has a state of its own; those of a layer
-        share the layer's. Answers of the factory are refused as by :meth:`given`.
+        share the layer's. Answers of the factory are refused as by :meth:`factory_answer`.
         """
         role = QuantizerRole.of(role)
-        answer = self.given(role)
+        answer = self.factory_answer(role)
         if answer is None:
             return self.make_quantizer(role, amax_reduction_group=amax_reduction_group)
         if isinstance(answer, QuantizerRequest):
             return answer.recipe.quantizer(role, amax_reduction_group=amax_reduction_group)
         return answer
 
-    def given(
+    def factory_answer(
         self, role: QuantizerRole, of: QuantizerFactory | None = None
     ) -> "Quantizer | QuantizerRequest | None":
         """The answer of the factory ``of``, or else of the one put over this recipe, for ``role``.
@@ -167,7 +167,7 @@ class Recipe(ABC):
     def explain(self, role: QuantizerRole | str) -> Explanation:
         """Describe in words what serves ``role``: by default the quantizer that is made for it."""
         role = QuantizerRole.of(role)
-        answer = self.given(role)
+        answer = self.factory_answer(role)
         if isinstance(answer, QuantizerRequest):
             return answer.recipe.explain(role)
         name, quantizer = "", answer

@@ -39,7 +39,7 @@ def layer_state(
 
 def _server_of(recipe: Recipe, role: QuantizerRole) -> Recipe:
     """The recipe that serves a role: that of the factory's request, if it makes one."""
-    answer = recipe.given(role)
+    answer = recipe.factory_answer(role)
     return answer.recipe if isinstance(answer, QuantizerRequest) else recipe
 
 

@@ -32,8 +32,8 @@ def nearest(pattern: str, names: Iterable[str]) -> list[str]:
     A part between two dots may be misspelled: ``*.q_prj`` gives ``*.q_proj``. Where no such part is
     found, names that look like the whole pattern are given.
     """
-    known = list(dict.fromkeys(names))
-    parts = sorted({part for name in known for part in name.split(".")})
+    distinct_names = list(dict.fromkeys(names))
+    parts = sorted({part for name in distinct_names for part in name.split(".")})
     words = pattern.split(".")
     corrections: list[str] = []
     for place, part in enumerate(words):
@@ -42,9 +42,9 @@ def nearest(pattern: str, names: Iterable[str]) -> list[str]:
             continue
         for near in difflib.get_close_matches(bare, parts, n=3):
             candidate = ".".join([*words[:place], part.replace(bare, near), *words[place + 1 :]])
-            if candidate != pattern and any(fits(name, candidate) for name in known):
+            if candidate != pattern and any(fits(name, candidate) for name in distinct_names):
                 corrections.append(candidate)
-    return corrections[:3] or difflib.get_close_matches(pattern, known, n=3, cutoff=0.5)
+    return corrections[:3] or difflib.get_close_matches(pattern, distinct_names, n=3, cutoff=0.5)
 
 
 def suggestion(pattern: str, names: Sequence[str], otherwise: str) -> str:

@@ -348,15 +348,15 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
     """The error for a name that no installed package offers, with the most likely remedy."""
     message = f"no installed package provides {kind} {name!r}"
     offers = (spec for status in plugin_statuses() for spec in status.offers)
-    known = sorted(spec.name for spec in offers if spec.kind == kind)
+    names = sorted(spec.name for spec in offers if spec.kind == kind)
     expected = f"an installed {kind}"
-    if known:
-        expected = f"one of {', '.join(known)}"
+    if names:
+        expected = f"one of {', '.join(names)}"
     word = str(name).lower()
     if kind == RECIPE and word in _NO_RECIPES:
         return RecipeNotFoundError(message, expected, _NO_RECIPES[word])
     # A misspelled name must not become a command that installs whatever has that name.
-    if near := difflib.get_close_matches(word, known):
+    if near := difflib.get_close_matches(word, names):
         remedy = f"use {' or '.join(map(repr, near))}, or install the package that has {name!r}"
     else:
         recipe = name if is_name(name) else "NAME"

@@ -137,15 +137,15 @@ def _weight_reports(
     weights: Mapping[str, torch.Tensor], trials: Sequence[Candidate], report: Progress
 ) -> list[TensorReport]:
     total = sum(weight.numel() for weight in weights.values())
-    done = 0
+    count = 0
     tensors: list[TensorReport] = []
     report("elements", 0, total)
     for layer, weight in weights.items():
         series = Series(layer, "weight", trials)
         series.add(weight)
         tensors.append(series.report())
-        done += weight.numel()
-        report("elements", done, total)
+        count += weight.numel()
+        report("elements", count, total)
     return tensors
 
 

@@ -75,8 +75,10 @@ class Search:
         if self._measure.noise and self._finite:
             # The gradients of the biases of keys in attention are noise, for example, because they
             # cancel to rounding errors.
-            moved = relative_distances(self._run(frozenset(), nudged=True), self.reference)
-            self.noisy = frozenset(name for name, distance in moved.items() if distance > _NOISE)
+            distances = relative_distances(self._run(frozenset(), nudged=True), self.reference)
+            self.noisy = frozenset(
+                name for name, distance in distances.items() if distance > _NOISE
+            )
         self._note(frozenset(self._all), replay.first)
 
     def run(self) -> Report:

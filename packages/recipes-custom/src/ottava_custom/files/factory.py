@@ -82,8 +82,8 @@ class FileFactory:
         role = QuantizerRole.of(role)
         rule, entry, _ = self._rules.resolve(role)
         rowwise, columnwise = entry.expression.words(role)
-        listed = None if rule is None else rule.listed()
-        return Explanation(rowwise, columnwise, listed, entry.place.short)
+        rule_text = None if rule is None else rule.listed()
+        return Explanation(rowwise, columnwise, rule_text, entry.place.short)
 
     def check_layers(self, names: Sequence[str]) -> None:
         """Refuse a pattern that fits none of the names of a model's layers.

@@ -93,6 +93,6 @@ def state_moves(subject: Subject) -> None:
     )
     absent = [name for name in names if name not in layer.state_dict()]
     require(not absent, f"the state {absent} is not in the state dict")
-    moved = layer.to("meta")
-    others = [name for name, buffer in moved.named_buffers() if not buffer.is_meta]
+    on_meta = layer.to("meta")
+    others = [name for name, buffer in on_meta.named_buffers() if not buffer.is_meta]
     require(not others, f".to() leaves the state {others} where it was")

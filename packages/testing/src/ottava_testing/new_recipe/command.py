@@ -60,7 +60,7 @@ def write_package(contents: dict[str, str], target: Path) -> None:
             file.write_text(text, "utf-8")
         # An existing folder is filled and not replaced, because the user may be in it.
         is_new = not target.exists()
-        moved: list[Path] = []
+        written_files: list[Path] = []
         try:
             target.mkdir(exist_ok=True)
             for entry in sorted(aside.path.iterdir()):
@@ -68,9 +68,9 @@ def write_package(contents: dict[str, str], target: Path) -> None:
                 if os.path.lexists(destination):
                     raise FileExistsError(f"{destination} exists")
                 os.rename(entry, destination)
-                moved.append(destination)
+                written_files.append(destination)
         except BaseException:
-            for destination in moved:
+            for destination in written_files:
                 if destination.is_dir():
                     shutil.rmtree(destination)
                 else:
