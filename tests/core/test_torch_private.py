@@ -189,9 +189,9 @@ def test_rows_and_columns_are_gathered_at_once_where_the_pass_is_not_known(
         _column=torch.ones(6),
     )
     monkeypatch.setattr(hooks.fsdp2, "resharded_after_forward", lambda module: True)
-    assert hooks._lengths_to_gather(held, None) == {rows: 6}
+    assert hooks._gather_lengths(held, None) == {rows: 6}
     use(monkeypatch, without(BOUND["graph_task_id"]))
-    assert hooks._lengths_to_gather(held, None) == {rows: 4, columns: 6}
+    assert hooks._gather_lengths(held, None) == {rows: 4, columns: 6}
 
 
 @pytest.mark.parametrize("by_row", [False, True])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ottava import Float8Tensor, Quantizer
-from ottava.distributed.hooks import GatherPlan, post_all_gather
+from ottava.distributed.hooks import GatherInput, GatherMetadata, post_all_gather
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from ottava.tensors import columnwise_is_transpose, columnwise_layout
 
@@ -382,17 +382,17 @@ def test_bytes_that_are_gathered_again_outdate_the_transpose(
     with columnwise_layout("transpose"):
         one, two = quantizer(x), quantizer(-2 * x)
         memory = one._data.clone()
-        coming = ((one.inner_tensors[0], memory.shape, False),)
+        inputs = (GatherInput(one.inner_tensors[0], memory.shape, False),)
         spec = one.flatten_storage()[1]
-        plan = GatherPlan(
-            coming, {"data_transpose": None, "fp8_scale_inv": one._scale_inv[0]}, spec, x.shape
+        metadata = GatherMetadata(
+            inputs, {"data_transpose": None, "fp8_scale_inv": one._scale_inv[0]}, spec, x.shape
         )
-        whole, _ = post_all_gather(plan, [memory], torch.float32, None)
+        whole, _ = post_all_gather(metadata, [memory], torch.float32, None)
         whole.update_usage(columnwise_usage=True)
         assert torch.equal(whole._transpose, one._data.t())
         memory.numpy()[:] = two._data.numpy()
-        plan.shared["fp8_scale_inv"] = two._scale_inv[0]
-        assert post_all_gather(plan, [memory], torch.float32, whole) is None
+        metadata.local_inner["fp8_scale_inv"] = two._scale_inv[0]
+        assert post_all_gather(metadata, [memory], torch.float32, whole) is None
         assert whole._transpose is None
         whole.update_usage(columnwise_usage=True)
         assert torch.equal(whole._transpose, two._data.t())

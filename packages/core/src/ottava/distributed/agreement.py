@@ -33,7 +33,7 @@ _USAGES = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 _PLAIN = (bool, int, float, str, torch.dtype, torch.Size, Enum, type(None))
 
 # Module -> the names of the groups whose ranks have compared its weights.
-_compared: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_comparisons: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def compare_weights(
@@ -53,13 +53,13 @@ def compare_weights(
     """
     # The name is stored, not the group, because a module must not keep a destroyed group alive.
     name = group.group_name
-    if dist.get_world_size(group) == 1 or name in _compared.get(module, ()):
+    if dist.get_world_size(group) == 1 or name in _comparisons.get(module, ()):
         return
     alone = fsdp2.GatheredWeight("weight", shard, size, module)
     weights = fsdp2.gathered_over(module, group) or [alone]
     check_alike([_line(weight) for weight in weights], group, shard.device, _OTHER_WEIGHTS)
     for weight in (*weights, alone):
-        _compared.setdefault(weight.module, set()).add(name)
+        _comparisons.setdefault(weight.module, set()).add(name)
 
 
 def _line(weight: fsdp2.GatheredWeight) -> str:
@@ -87,13 +87,13 @@ def _quantized_form(shard: QuantizedTensor) -> str:
     """A shard that is kept quantized: its class and fields, the tensors that it sends, and its
     quantizer."""
     fields = {field.argument: getattr(shard, field.attribute) for field in shard.own_fields}
-    sent = [
+    gather_arguments = [
         inner.argument
         for inner in shard.inner_tensors
         if inner.gather and getattr(shard, inner.attribute) is not None
     ]
     kind = f"{type(shard).__name__}({_listed(fields)})"
-    return f"a {kind} that sends {', '.join(sent)}, by {_words(shard._quantizer)}"
+    return f"a {kind} that sends {', '.join(gather_arguments)}, by {_words(shard._quantizer)}"
 
 
 def _bound_quantizer(module: torch.nn.Module) -> Quantizer | None:

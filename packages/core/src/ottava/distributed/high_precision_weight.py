@@ -21,9 +21,9 @@ from ottava import torch_private
 from ottava.distributed import fsdp2
 from ottava.distributed.agreement import compare_weights
 from ottava.distributed.hooks import (
-    GatherPlan,
+    GatherMetadata,
     check_shard,
-    padded,
+    pad_rows,
     post_all_gather,
     pre_all_gather,
 )
@@ -116,7 +116,7 @@ class HighPrecisionWeight(torch.Tensor):
             raise ShapeError(
                 f"new data has shape {tuple(plain.shape)}", expected=str(tuple(self.shape))
             )
-        # Only torch's own setter changes the dtype and device that torch keeps of this tensor.
+        # Only torch's own setter changes the dtype and the device that torch has for this tensor.
         torch.Tensor.data.__set__(self, HighPrecisionWeight(plain))  # type: ignore[attr-defined]
         self._plain = plain
 
@@ -139,10 +139,10 @@ class HighPrecisionWeight(torch.Tensor):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        plain_args, plain_kwargs = tree_map(_unwrapped, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map(_plain_value, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
         if func in _KEEPS_CLASS:
-            return tree_map(_wrapped, result)
+            return tree_map(_weight_of_class, result)
         if args and isinstance(args[0], cls) and result is args[0]._plain:
             # An in-place op returns its argument, so the wrapper is returned for it.
             return args[0]
@@ -162,12 +162,12 @@ class HighPrecisionWeight(torch.Tensor):
         stride: Sequence[int],
         module: torch.nn.Module,
         mp_policy: "MixedPrecisionPolicy",
-    ) -> tuple[tuple[torch.Tensor, ...], GatherPlan | torch.Size]:
+    ) -> tuple[tuple[torch.Tensor, ...], GatherMetadata | torch.Size]:
         """The tensors that this rank sends, padded to the length of the longest shard.
 
         Returns:
-            The tensors; and a plan for the next hook, or the size of the whole weight where the
-            values themselves are sent.
+            The tensors; and the metadata for the next hook, which is the size of the whole weight
+            where the values themselves are sent.
         """
         dtype = mp_policy.param_dtype or self.dtype
         group = mesh.get_group()
@@ -179,15 +179,15 @@ class HighPrecisionWeight(torch.Tensor):
         if shard is None:
             if not gathers_quantized(gather_quantizer(module), orig_size, world):
                 rows = math.ceil(orig_size[0] / world)
-                return (padded(values.to(dtype), rows).contiguous(),), orig_size
-            weights = [ShardedWeight(values, orig_size, module), *_gathered_with(module)]
+                return (pad_rows(values.to(dtype), rows).contiguous(),), orig_size
+            weights = [ShardedWeight(values, orig_size, module), *_other_weights(module)]
             shard = quantize_together(weights, mp_policy.param_dtype, group)
         return pre_all_gather(shard, mesh, orig_size, module)
 
     def fsdp_post_all_gather(
         self,
         outputs: Sequence[torch.Tensor],
-        metadata: GatherPlan | torch.Size,
+        metadata: GatherMetadata | torch.Size,
         param_dtype: torch.dtype,
         *,
         out: torch.Tensor | None = None,
@@ -197,31 +197,32 @@ class HighPrecisionWeight(torch.Tensor):
         With ``out``, the weight of an earlier gather, that one is brought up to date and the result
         is None.
         """
-        if isinstance(metadata, GatherPlan):
-            if out is None:
-                return post_all_gather(metadata, outputs, param_dtype, None)
-            return post_all_gather(metadata, outputs, param_dtype, _same_form(out, metadata))
+        if isinstance(metadata, GatherMetadata):
+            whole = None
+            if out is not None:
+                whole = _checked_whole(out, metadata)
+            return post_all_gather(metadata, outputs, param_dtype, whole)
         if out is None:
             return outputs[0][: metadata[0]].view(metadata), ()
         if isinstance(out, QuantizedTensor):
-            raise _other_kind(out, torch.Tensor)
+            raise _error_of_kinds(out, torch.Tensor)
         # FSDP fills the same memory at every gather, and ``out`` is a view of it.
         return None
 
 
-def _unwrapped(value: object) -> object:
+def _plain_value(value: object) -> object:
     if isinstance(value, HighPrecisionWeight):
         return value._plain
     return value
 
 
-def _wrapped(value: object) -> object:
+def _weight_of_class(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return HighPrecisionWeight(value)
     return value
 
 
-def _gathered_with(module: torch.nn.Module) -> list[ShardedWeight]:
+def _other_weights(module: torch.nn.Module) -> list[ShardedWeight]:
     """The other weights in high precision that FSDP gathers together with a layer's."""
     return [
         ShardedWeight(shard.high_precision(), size, owner)
@@ -230,19 +231,21 @@ def _gathered_with(module: torch.nn.Module) -> list[ShardedWeight]:
     ]
 
 
-def _same_form(weight: torch.Tensor, plan: GatherPlan) -> QuantizedTensor:
-    """``weight`` itself, a gathered weight, if it is of the class and format of a plan.
+def _checked_whole(weight: torch.Tensor, metadata: GatherMetadata) -> QuantizedTensor:
+    """``weight`` itself, a gathered weight, if it has the class and the format of a new gather.
 
     Raises:
-        UsageError: it is of another class or format.
+        UsageError: it has another class or format.
     """
-    if not isinstance(weight, QuantizedTensor) or not isinstance(weight, plan.spec.cls):
-        raise _other_kind(weight, plan.spec.cls)
-    _check_format(weight, plan.spec)
+    spec = metadata.spec
+    if not isinstance(weight, QuantizedTensor) or not isinstance(weight, spec.cls):
+        raise _error_of_kinds(weight, spec.cls)
+    _check_format(weight, spec)
     return weight
 
 
-def _other_kind(weight: torch.Tensor, kind: type) -> UsageError:
+def _error_of_kinds(weight: torch.Tensor, kind: type) -> UsageError:
+    """The error that a gathered weight is to become one of another kind."""
     return UsageError(
         f"a weight that was gathered as a {type(weight).__name__} is gathered as a {kind.__name__}",
         "one kind of weight",
@@ -254,7 +257,9 @@ def _check_format(weight: QuantizedTensor, spec: StorageSpec) -> None:
     """Refuse to bring a weight up to date with bytes of another format."""
     fields = weight.own_fields
     before = {field.argument: getattr(weight, field.attribute) for field in fields}
-    now = dict(zip(before, spec.static[len(spec.static) - len(fields) :], strict=True))
+    # The fields of the class itself are the last ones of the specification.
+    first = len(spec.static) - len(fields)
+    now = dict(zip(before, spec.static[first:], strict=True))
     if before != now:
         raise UsageError(
             f"a weight that was gathered as a {type(weight).__name__} of {before} is one of {now}",

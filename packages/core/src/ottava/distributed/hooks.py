@@ -5,7 +5,7 @@ whole tensor is built around the gathered bytes; tensors that derive from them, 
 are rebuilt::
 
     shard ── pre_all_gather ──> bytes of inner tensors, padded ──> FSDP's all-gather ──┐
-                 └─────────────> GatherPlan: shapes, scales, fields ────────────────┐  │
+                 └─────────────> GatherMetadata: shapes, scales, fields ────────────┐  │
     whole weight <────────────────────────────────────────────── post_all_gather <──┴──┘
 
 Inner tensors that serve every usage and are not gathered, as the scale of a per-tensor recipe, are
@@ -29,49 +29,41 @@ from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError, listed
 from ottava.recipes.execution import NO_BACKWARD
-from ottava.tensors import (
-    InnerTensor,
-    QuantizedTensor,
-    Quantizer,
-    StorageSpec,
-)
-from ottava.torch_private import (
-    KNOWS_BACKWARD,
-    graph_task_id,
-)
+from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StorageSpec
+from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class SentTensor(NamedTuple):
-    """An inner tensor that is gathered.
+class GatherInput(NamedTuple):
+    """An inner tensor whose bytes FSDP gathers.
 
     Attributes:
         inner: the declaration.
         shape: the shape of a rank's shard, rows first.
-        padded: whether each rank sends its shard as one row with padding at the end.
+        is_padded: whether each rank sends its shard as one row with padding at the end.
     """
 
     inner: InnerTensor
     shape: torch.Size
-    padded: bool
+    is_padded: bool
 
 
-class GatherPlan(NamedTuple):
-    """What the hook after a gather needs besides the gathered bytes.
+class GatherMetadata(NamedTuple):
+    """The description of a gather that the hook after it needs besides the gathered bytes.
 
     Attributes:
-        sent: the inner tensors that are gathered.
-        shared: the inner tensors that are not gathered, by argument; None for those that the whole
-            lacks.
+        inputs: the inner tensors that FSDP gathers.
+        local_inner: the inner tensors that FSDP does not gather, by argument; None for those that
+            the whole lacks.
         spec: the class, the static fields and the quantizer of the whole.
         size: the size of the whole.
     """
 
-    sent: tuple[SentTensor, ...]
-    shared: dict[str, torch.Tensor | None]
+    inputs: tuple[GatherInput, ...]
+    local_inner: dict[str, torch.Tensor | None]
     spec: StorageSpec
     size: torch.Size
 
@@ -97,19 +89,20 @@ def check_shard(shape: Sequence[int], size: Sequence[int], module: torch.nn.Modu
         )
 
 
-def padded(values: torch.Tensor, rows: int) -> torch.Tensor:
+def pad_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
     """``values`` with zeros up to ``rows`` rows."""
-    missing = rows - values.shape[0]
-    if missing == 0:
+    missing_rows = rows - values.shape[0]
+    if missing_rows == 0:
         return values
     other_dimensions = [0, 0] * (values.dim() - 1)
-    return torch.nn.functional.pad(values, [*other_dimensions, 0, missing])
+    return torch.nn.functional.pad(values, [*other_dimensions, 0, missing_rows])
 
 
 def pre_all_gather(
     tensor: QuantizedTensor, mesh: "DeviceMesh", size: torch.Size, module: torch.nn.Module
-) -> tuple[tuple[torch.Tensor, ...], GatherPlan]:
-    """The bytes that this rank sends, padded to the length of the longest shard, and the plan.
+) -> tuple[tuple[torch.Tensor, ...], GatherMetadata]:
+    """The bytes that this rank sends, padded to the length of the longest shard, and the metadata
+    for :func:`post_all_gather`.
 
     Args:
         tensor: this rank's shard.
@@ -131,30 +124,46 @@ def pre_all_gather(
     check_shard(tensor.shape, size, module)
     if is_converted(module):
         module._binding.own_shard(module, tensor)
-    _agree(tensor, size, group, module)
+    _share_scales(tensor, size, group, module)
     fsdp2.drop_flat_copies(module)
-    lengths = _lengths_to_gather(tensor, module)
-    moved = list(lengths)
+    lengths = _gather_lengths(tensor, module)
+    input_lengths: dict[InnerTensor, int | None] = {**lengths}
     if world == 1:
         # FSDP gathers nothing: it copies the first input, and no other.
-        moved = moved[:1]
+        input_lengths = {next(iter(lengths)): None}
     rows = math.ceil(size[0] / world)
-    inputs: list[torch.Tensor] = []
-    sent: list[SentTensor] = []
-    for inner in moved:
-        data = inner.by_rows(getattr(tensor, inner.attribute))
-        if not inner.block_rows:
-            data = padded(data, rows)
-        missing = 0
-        if world > 1:
-            missing = lengths[inner] - data.numel()
-        sent.append(SentTensor(inner, data.shape, missing > 0))
-        if missing > 0:
-            data = torch.nn.functional.pad(data.reshape(1, -1), [0, missing])
-        inputs.append(_as_bytes(data.contiguous()))
+    inputs: list[GatherInput] = []
+    tensors: list[torch.Tensor] = []
+    for inner, length in input_lengths.items():
+        gather_input, values = _gather_input(tensor, inner, rows, length)
+        inputs.append(gather_input)
+        tensors.append(values)
     spec = tensor.flatten_storage()[1]
-    shared = _not_sent(tensor, lengths, moved)
-    return tuple(inputs), GatherPlan(tuple(sent), shared, spec, size)
+    local_inner = _local_inner(tensor, lengths, input_lengths)
+    return tuple(tensors), GatherMetadata(tuple(inputs), local_inner, spec, size)
+
+
+def _gather_input(
+    tensor: QuantizedTensor, inner: InnerTensor, rows: int, length: int | None
+) -> tuple[GatherInput, torch.Tensor]:
+    """The description of an inner tensor that FSDP gathers, and the values that this rank sends.
+
+    Args:
+        tensor: this rank's shard.
+        inner: the declaration of the inner tensor.
+        rows: the number of rows of the longest shard.
+        length: the number of elements that each rank sends; None for those of ``rows`` rows.
+    """
+    values = inner.by_rows(getattr(tensor, inner.attribute))
+    if not inner.block_rows:
+        values = pad_rows(values, rows)
+    shape = values.shape
+    padding = 0
+    if length is not None:
+        padding = length - values.numel()
+    if padding > 0:
+        values = torch.nn.functional.pad(values.reshape(1, -1), [0, padding])
+    return GatherInput(inner, shape, padding > 0), _as_bytes(values.contiguous())
 
 
 def _as_bytes(data: torch.Tensor) -> torch.Tensor:
@@ -164,29 +173,32 @@ def _as_bytes(data: torch.Tensor) -> torch.Tensor:
     return data
 
 
-def _not_sent(
-    tensor: QuantizedTensor, gathered: Collection[InnerTensor], sent: Collection[InnerTensor]
+def _local_inner(
+    tensor: QuantizedTensor,
+    inner_of_pass: Collection[InnerTensor],
+    input_inner: Collection[InnerTensor],
 ) -> dict[str, torch.Tensor | None]:
-    """The inner tensors that are not sent, by argument; None for those that the whole lacks.
+    """The inner tensors that FSDP does not gather, by argument; None for those that the whole
+    lacks.
 
     Args:
         tensor: this rank's shard.
-        gathered: the inner tensors with data of the pass.
-        sent: those of them that FSDP moves.
+        inner_of_pass: the inner tensors with data of the pass.
+        input_inner: those of them that FSDP gathers.
     """
     # The whole needs no scales of a usage whose data it lacks.
-    usages = {"both", *(inner.usage for inner in gathered)}
-    inner_tensors: dict[str, torch.Tensor | None] = {}
+    usages = {"both", *(inner.usage for inner in inner_of_pass)}
+    local_inner: dict[str, torch.Tensor | None] = {}
     for inner in tensor.inner_tensors:
-        if inner in sent:
+        if inner in input_inner:
             continue
-        serves = inner in gathered or (inner.shared and inner.usage in usages)
-        inner_tensors[inner.argument] = getattr(tensor, inner.attribute) if serves else None
-    return inner_tensors
+        serves_pass = inner in inner_of_pass or (inner.shared and inner.usage in usages)
+        local_inner[inner.argument] = getattr(tensor, inner.attribute) if serves_pass else None
+    return local_inner
 
 
 def post_all_gather(
-    plan: GatherPlan,
+    metadata: GatherMetadata,
     outputs: Sequence[torch.Tensor],
     dtype: torch.dtype,
     out: QuantizedTensor | None,
@@ -194,8 +206,8 @@ def post_all_gather(
     """The whole tensor around the gathered bytes.
 
     Args:
-        plan: the plan of :func:`pre_all_gather`.
-        outputs: the gathered inputs of all ranks.
+        metadata: the metadata of :func:`pre_all_gather`.
+        outputs: the gathered values of each input.
         dtype: the high-precision dtype that the whole tensor stands for.
         out: the whole tensor of an earlier gather, whose memory FSDP has filled again and whose
             other inner tensors are replaced; None makes a new one.
@@ -203,44 +215,57 @@ def post_all_gather(
     Returns:
         The tensor, and no tensors for FSDP to free; None with ``out``.
     """
-    inner_tensors = dict(plan.shared)
-    for (inner, shape, is_padded), output in zip(plan.sent, outputs, strict=True):
-        rows = output
-        if is_padded:
-            # Each rank sent its shard as one row, with the padding at its end.
-            rows = rows[:, : shape.numel()].reshape(-1, *shape[1:])
-        if inner.block_rows is None:
-            # Only the last rank that has rows is padded, so that all padding lies at the end.
-            rows = rows[: plan.size[0]]
-        inner_tensors[inner.argument] = inner.as_held(rows)
+    inner_tensors = dict(metadata.local_inner)
+    for gather_input, output in zip(metadata.inputs, outputs, strict=True):
+        inner = gather_input.inner
+        inner_tensors[inner.argument] = inner.as_held(
+            _rows_of_whole(gather_input, output, metadata.size)
+        )
     if out is not None:
         for inner in out.inner_tensors:
             if inner.shared or inner.gather:
                 setattr(out, inner.attribute, inner_tensors[inner.argument])
         out.mark_written()
         return None
+    spec = metadata.spec
     fields = {
         field.argument: value
-        for field, value in zip(plan.spec.cls.all_static_fields(), plan.spec.static, strict=True)
+        for field, value in zip(spec.cls.all_static_fields(), spec.static, strict=True)
     }
-    fields |= {"shape": tuple(plan.size), "dtype": dtype, "quantizer": plan.spec.quantizer}
-    whole: QuantizedTensor = plan.spec.cls(**inner_tensors, **fields)
+    fields |= {"shape": tuple(metadata.size), "dtype": dtype, "quantizer": spec.quantizer}
+    whole: QuantizedTensor = spec.cls(**inner_tensors, **fields)
     # FSDP frees the gathered bytes after the pass, so that a transpose is made only where it is
     # read.
     whole.rebuilds_derived = False
     return whole, ()
 
 
-def _lengths_to_gather(tensor: QuantizedTensor, module: torch.nn.Module) -> dict[InnerTensor, int]:
-    """The inner tensors that are gathered, and how many elements of each.
+def _rows_of_whole(
+    gather_input: GatherInput, output: torch.Tensor, size: torch.Size
+) -> torch.Tensor:
+    """The rows of an inner tensor of the whole weight, of ``size``, from the gathered values."""
+    rows = output
+    shape = gather_input.shape
+    if gather_input.is_padded:
+        # Each rank sent its shard as one row, with the padding at its end.
+        rows = rows[:, : shape.numel()].reshape(-1, *shape[1:])
+    if gather_input.inner.block_rows is None:
+        # Only the last rank that has rows is padded, so that all padding lies at the end.
+        rows = rows[: size[0]]
+    return rows
+
+
+def _gather_lengths(tensor: QuantizedTensor, module: torch.nn.Module) -> dict[InnerTensor, int]:
+    """The inner tensors with data of the pass, and the number of elements that a rank sends of
+    each.
 
     They are those of rows in a forward pass and of columns in a backward pass, or both.
 
     Raises:
         UsageError: the tensor holds none.
     """
-    tensors = _gatherable(tensor)
-    both = {inner: data.numel() for inner, data in tensors.items()}
+    data = _gatherable_data(tensor)
+    both = {inner: values.numel() for inner, values in data.items()}
     if not both:
         raise UsageError(
             f"{type(tensor).__name__} holds no inner tensor that can be gathered",
@@ -249,14 +274,14 @@ def _lengths_to_gather(tensor: QuantizedTensor, module: torch.nn.Module) -> dict
         )
     rowwise = {inner: length for inner, length in both.items() if inner.usage != "columnwise"}
     columnwise = {inner: length for inner, length in both.items() if inner.usage != "rowwise"}
-    if both in (rowwise, columnwise):
+    if rowwise == both or columnwise == both:
         return both
     if tensor.rowwise_serves_columnwise:
         return rowwise
     # FSDP allocates memory once, so that tensors that are gathered in turns must have the same
     # dtypes and lengths.
-    row_dtypes = [tensors[inner].dtype for inner in rowwise]
-    column_dtypes = [tensors[inner].dtype for inner in columnwise]
+    row_dtypes = [data[inner].dtype for inner in rowwise]
+    column_dtypes = [data[inner].dtype for inner in columnwise]
     if row_dtypes != column_dtypes or not KNOWS_BACKWARD:
         return both
     if getattr(module, "recomputes", False) or not fsdp2.resharded_after_forward(module):
@@ -267,35 +292,35 @@ def _lengths_to_gather(tensor: QuantizedTensor, module: torch.nn.Module) -> dict
     return dict(zip(rowwise if in_forward else columnwise, lengths, strict=True))
 
 
-def _gatherable(tensor: QuantizedTensor) -> dict[InnerTensor, torch.Tensor]:
-    """The inner tensors that ``tensor`` holds and a gather can move."""
-    tensors: dict[InnerTensor, torch.Tensor | None] = {
+def _gatherable_data(tensor: QuantizedTensor) -> dict[InnerTensor, torch.Tensor]:
+    """The inner tensors that ``tensor`` holds and a gather can move, and their values."""
+    data: dict[InnerTensor, torch.Tensor | None] = {
         inner: getattr(tensor, inner.attribute) for inner in tensor.inner_tensors if inner.gather
     }
-    return {inner: data for inner, data in tensors.items() if data is not None}
+    return {inner: values for inner, values in data.items() if values is not None}
 
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
     """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the
     first; a ShapeError."""
-    gathered = list(_gatherable(tensor))
+    inner_tensors = list(_gatherable_data(tensor))
     if tensor.rowwise_serves_columnwise:
-        gathered = [inner for inner in tensor.inner_tensors if inner.gather]
+        inner_tensors = [inner for inner in tensor.inner_tensors if inner.gather]
     if size[0] % world:
-        _check_uneven(tensor, gathered, size, world)
+        _check_uneven(tensor, inner_tensors, size, world)
     # The rows of the first rank are checked, so that all ranks raise the same error.
     rows = range(math.ceil(size[0] / world))
-    check_blocks(gathered, size, rows, f"a shard of a {type(tensor).__name__}")
+    check_blocks(inner_tensors, size, rows, f"a shard of a {type(tensor).__name__}")
 
 
 def _check_uneven(
-    tensor: QuantizedTensor, gathered: Sequence[InnerTensor], size: torch.Size, world: int
+    tensor: QuantizedTensor, inner_tensors: Sequence[InnerTensor], size: torch.Size, world: int
 ) -> None:
     """Refuse uneven shards of inner tensors that FSDP cannot pad; a ShapeError.
 
     FSDP asks for the padded size of the parameter itself.
     """
-    for inner in gathered:
+    for inner in inner_tensors:
         data: torch.Tensor | None = getattr(tensor, inner.attribute)
         of_other_size = data is not None and inner.by_rows(data).shape[1:] != tensor.shape[1:]
         if inner.block_rows or of_other_size:
@@ -309,16 +334,16 @@ def _check_uneven(
 
 # Module -> the name of the group whose ranks have compared the scales of a weight, and the size of
 # the weight.
-_agreed: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[str, torch.Size]]] = (
+_comparisons: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[str, torch.Size]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _agree(
+def _share_scales(
     tensor: QuantizedTensor, size: torch.Size, group: "ProcessGroup", module: torch.nn.Module
 ) -> None:
-    """At the first gather, check that all shards have the same scales, and have the quantizer keep
-    it so.
+    """At the first gather, check that all shards have the same scales, and give the tensor a
+    quantizer that keeps them equal.
 
     Args:
         tensor: this rank's shard.
@@ -327,21 +352,21 @@ def _agree(
         module: the layer that owns the weight.
 
     Raises:
-        UsageError: the scales differ, on all ranks; or the quantizer cannot keep them alike.
+        UsageError: the scales differ, on all ranks; or the quantizer cannot keep them equal.
     """
     # The name is stored, not the group, because a tensor must not keep a destroyed group alive.
     name = group.group_name
     if tensor._shard_group == name:
         return
-    agreed = _agreed.setdefault(module, set())
+    comparisons = _comparisons.setdefault(module, set())
     # FSDP pads the last shard again after a load, so that one rank may have a new tensor where the
     # others have not: a second comparison would wait for them forever.
-    if (name, size) not in agreed:
+    if (name, size) not in comparisons:
         _compare_scales(tensor, group)
     if tensor._quantizer is not None:
         _check_shares_scales(tensor, tensor._quantizer)
         tensor.update_quantizer(tensor._quantizer.for_shards(name))
-    agreed.add((name, size))
+    comparisons.add((name, size))
     tensor._shard_group = name
     # FSDP pads an uneven shard, so that the shard is a view. The view may have a scale of its own,
     # because the padding is zero at any scale.
@@ -350,15 +375,15 @@ def _agree(
 
 def _compare_scales(tensor: QuantizedTensor, group: "ProcessGroup") -> None:
     """Refuse shards whose scales differ, by one all-reduce; a UsageError on all ranks."""
-    shared = tensor.shared_inner()
-    if not shared:
+    scales = tensor.shared_inner()
+    if not scales:
         return
-    values = torch.cat([getattr(tensor, inner.attribute).float().reshape(-1) for inner in shared])
+    values = torch.cat([getattr(tensor, inner.attribute).float().reshape(-1) for inner in scales])
     largest, smallest = all_reduce_max(torch.stack([values, -values]), group)
     if not torch.equal(largest, -smallest):
         raise UsageError(
             f"the shards of a {type(tensor).__name__} have different "
-            f"{listed([inner.argument for inner in shared])}",
+            f"{listed([inner.argument for inner in scales])}",
             "one value for all shards of a weight",
             "set the values before it is sharded",
         )
@@ -366,12 +391,12 @@ def _compare_scales(tensor: QuantizedTensor, group: "ProcessGroup") -> None:
 
 def _check_shares_scales(tensor: QuantizedTensor, quantizer: Quantizer) -> None:
     """Refuse a quantizer that would give each shard a scale of its own; a UsageError."""
-    shared = tensor.shared_inner()
-    if not shared or type(quantizer).for_shards is not Quantizer.for_shards:
+    scales = tensor.shared_inner()
+    if not scales or type(quantizer).for_shards is not Quantizer.for_shards:
         return
     if rule_of(quantizer).independent_rows(quantizer) is None:
         raise UsageError(
-            f"the shards of a {type(tensor).__name__} share {shared[0].argument!r}, and a "
+            f"the shards of a {type(tensor).__name__} share {scales[0].argument!r}, and a "
             f"{type(quantizer).__name__} does not say how they are to keep one value",
             "a quantizer that defines for_shards(group)",
             "define it, or keep high precision",
