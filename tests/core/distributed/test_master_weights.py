@@ -24,7 +24,7 @@ from ottava.distributed import (
     quantize_master_weights,
     replace_raw_data,
 )
-from ottava.distributed.rules import GatheredBatch
+from ottava.distributed.batches import GatheredBatch
 from ottava.distributed.shards import ShardJob
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import columnwise_layout

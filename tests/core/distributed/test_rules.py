@@ -12,7 +12,7 @@ from rows import OneScaleQuantizer, RowQuantizer
 
 from ottava import Quantizer, kernels
 from ottava.distributed import GridShards, ShardJob, ShardRule, quantize_master_weights, rule_of
-from ottava.distributed.rules import ShardBatches
+from ottava.distributed.batches import ShardBatches
 from ottava.distributed.shards import shard_output
 from ottava.errors import DTypeError
 from ottava.tensors import Float8QuantizerBase

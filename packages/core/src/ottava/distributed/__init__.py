@@ -10,9 +10,10 @@ quantizing the whole weight at once would give.
   high precision is quantized shard by shard before it is sent: ``high_precision_weight`` and
   ``quantized_on_gather``.
 
-Both quantize shards by ``rules``, whose unit is the job of ``shards``: one shard, and where its
-data and scales go. ``agreement`` compares the ranks before the first gather, ``layers`` asks a
-layer for its recipe, and ``fsdp2`` alone reads what is private in FSDP2.
+Both quantize shards in ``batches``, by the ``rules`` of their quantizers. The unit of a batch is
+the job of ``shards``: one shard, and where its data and scales go. ``agreement`` compares the ranks
+before the first gather, ``layers`` asks a layer for its recipe, and ``fsdp2`` alone reads what is
+private in FSDP2.
 """
 
 from ottava.collectives import all_reduce_max as reduce_amax
@@ -24,8 +25,11 @@ from ottava.distributed.master_weights import (
     quantize_master_weights,
 )
 from ottava.distributed.raw_data import post_all_gather_processing, replace_raw_data
-from ottava.distributed.rules import GridShards, PerTensorShards, ShardBatch, ShardRule, rule_of
+from ottava.distributed.rules import GridShards, ShardBatch, ShardRule, rule_of
 from ottava.distributed.shards import ShardJob, ShardOutput
+
+#: An older name of :class:`GridShards`.
+PerTensorShards = GridShards
 
 __all__ = [
     "GridShards",

@@ -19,6 +19,7 @@ from typing import Any, overload
 import torch
 
 from ottava.collectives import Group
+from ottava.distributed.batches import ShardBatches
 from ottava.distributed.checked_weights import (
     CheckedWeight,
     ShardTarget,
@@ -27,7 +28,6 @@ from ottava.distributed.checked_weights import (
     check_agreement,
     default_group,
 )
-from ottava.distributed.rules import ShardBatches
 from ottava.distributed.shards import check_kind, check_places
 from ottava.errors import OptionError, ShapeError
 from ottava.tensors import QuantizedTensorStorage, Quantizer

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ottava import torch_private
+from ottava.distributed.batches import ShardBatches
 from ottava.distributed.layers import gather_quantizer
-from ottava.distributed.rules import ShardBatches, rule_of
+from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import UsageError
 from ottava.kernels.checks import check_dtype, check_high_precision

@@ -1,27 +1,24 @@
-"""The rule by which a class of quantizers quantizes shards, and batches of shards that follow it.
+"""The rule by which one class of quantizers quantizes shards.
 
 Quantizing all shards gives the data and scales of the whole weight::
 
     ShardRule   declared by a class of quantizers: do amaxes suffice, do rows suffice?
     ShardBatch  many shards of one class, where amaxes suffice:
                 amaxes of the shards ── one all-reduce(MAX) ──> amaxes of the weights ──> cast
-    GatheredBatch  all other shards:
-                values of the shards ── one all-gather ──> whole weights ──> quantize
-    ShardBatches   a mix of both; one all-reduce serves all batches
 
 :class:`GridShards` is the rule of quantizers with a layout, and :class:`GridBatch` its batch.
+:mod:`ottava.distributed.batches` quantizes shards of any mix of classes by their rules.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import ClassVar, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from ottava import kernels
-from ottava.collectives import Group, all_gather, all_reduce_max, process_groups_ready
-from ottava.distributed.shards import ShardJob, shard_output
+from ottava.distributed.shards import ShardJob
 from ottava.errors import DTypeError
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import Shards
@@ -29,7 +26,6 @@ from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, Size, as_matrix_shape
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.quantizer import Quantizer
-from ottava.tensors.tensor import QuantizedTensor
 from ottava.torch_private import foreach_copy_
 
 
@@ -41,7 +37,7 @@ class ShardBatch(ABC):
 
     def __init__(self, jobs: Sequence[ShardJob]) -> None:
         self.jobs = list(jobs)
-        self._written = [tensor for job in jobs for tensor in job.output.written_tensors()]
+        self._written_tensors = [tensor for job in jobs for tensor in job.output.written_tensors()]
 
     @abstractmethod
     def amaxes(self) -> torch.Tensor:
@@ -55,7 +51,7 @@ class ShardBatch(ABC):
 
     def written(self) -> None:
         """Raise the versions of the written tensors, and mark their holders as written."""
-        torch.autograd.graph.increment_version(self._written)
+        torch.autograd.graph.increment_version(self._written_tensors)
         for job in self.jobs:
             job.output.holder.mark_written()
 
@@ -114,8 +110,7 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
     for cls in type(quantizer).__mro__:
         rule = vars(cls).get("shards")
         if isinstance(rule, str):
-            # Classes of lower packages cannot import this module, so they name a rule of it.
-            rule = cls.shards = globals()[rule]()  # type: ignore[attr-defined]
+            rule = _RULES_BY_NAME.get(rule, rule)
         if isinstance(rule, ShardRule):
             return rule
         if rule is not None:
@@ -341,146 +336,5 @@ class GridShards(ShardRule):
         return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
 
 
-#: The rule of quantizers with one scale for a tensor, which their own function computes.
-PerTensorShards = GridShards
-
-
-class GatheredBatch:
-    """Shards whose values every rank needs, because amaxes do not suffice for their quantizers."""
-
-    #: Ranks pad what they send to a multiple of this many bytes. The number of such units is
-    #: reduced as a float32, which counts them exactly.
-    UNIT: ClassVar[int] = 4096
-
-    def __init__(self, jobs: Sequence[ShardJob]) -> None:
-        self.jobs = list(jobs)
-
-    def values(self) -> torch.Tensor:
-        """This rank's shards as uint8.
-
-        Two int64 for each job say where its shard begins and how many elements it has; the values
-        of all shards follow.
-        """
-        places = [number for job in self.jobs for number in (job.start_offset, job.shard.numel())]
-        header = torch.tensor(places, device=self.jobs[0].shard.device)
-        tensors = [header, *(job.rounded() for job in self.jobs)]
-        # The tensors are cloned, because contiguous() leaves a tensor of one element with strides
-        # that a view as bytes refuses.
-        return torch.cat(
-            [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in tensors]
-        )
-
-    def cast(self, ranks: Sequence[torch.Tensor]) -> None:
-        """Quantize the weights from the :meth:`values` of all ranks; an element that no rank has
-        counts as 0."""
-        wholes = [
-            torch.zeros(math.prod(j.shape), dtype=j.dtype, device=j.shard.device) for j in self.jobs
-        ]
-        for values in ranks:
-            at = 16 * len(wholes)
-            places = values[:at].view(torch.int64).tolist()
-            for whole, start, count in zip(wholes, places[::2], places[1::2], strict=True):
-                end = at + count * whole.element_size()
-                # The bytes are copied, because they may begin at an address that is not aligned for
-                # a wider dtype.
-                whole[start : start + count] = values[at:end].clone().view(whole.dtype)
-                at = end
-        for job, whole in zip(self.jobs, wholes, strict=True):
-            quantizer = job.quantizer.with_usage(**job.output.holder.get_usages())
-            job.output.write(
-                quantizer.quantize_impl(whole.view(job.shape), job.dtype), job.start_offset
-            )
-
-
-class ShardBatches(NamedTuple):
-    """Shards of any mix of quantizers, in batches.
-
-    Where amaxes suffice, the shards of one class of quantizers are a batch; all others are one
-    gathered batch.
-    """
-
-    reduced: tuple[ShardBatch, ...]
-    gathered: GatheredBatch | None
-
-    @classmethod
-    def of(cls, jobs: Sequence[ShardJob]) -> Self:
-        """The batches of ``jobs``.
-
-        The jobs of a batch agree in the options that their rule names.
-        """
-        reduced: dict[Hashable, tuple[type[ShardBatch], list[ShardJob]]] = {}
-        gathered: list[ShardJob] = []
-        for job in jobs:
-            quantizer = job.quantizer
-            rule = rule_of(quantizer)
-            batch = rule.batch_for(quantizer)
-            if batch is None:
-                gathered.append(job)
-                continue
-            options = tuple(getattr(quantizer, name) for name in rule.options)
-            layout = getattr(quantizer, "layout", None)
-            key = (batch, type(quantizer), job.dtype, layout, options)
-            _, own = reduced.setdefault(key, (batch, []))
-            own.append(job)
-        batches = tuple(batch(own) for batch, own in reduced.values())
-        return cls(batches, GatheredBatch(gathered) if gathered else None)
-
-    def quantize(self, group: Group) -> None:
-        """Quantize all shards.
-
-        One all-reduce over ``group`` serves all amaxes, and one all-gather all values that are
-        needed.
-        """
-        if self.gathered is None:
-            self.cast(self.amaxes(group))
-            return
-        # Ranks send different amounts, so the all-reduce of the amaxes also finds the largest one.
-        values = self.gathered.values()
-        unit = self.gathered.UNIT
-        own_units = torch.tensor([math.ceil(values.numel() / unit)], device=values.device).float()
-        *amaxes, units = self.amaxes(group, own_units)
-        self.cast(amaxes)
-        padded = torch.nn.functional.pad(values, [0, int(units.item()) * unit - values.numel()])
-        if process_groups_ready():
-            self.gathered.cast(list(all_gather(padded, group)))
-        else:
-            self.gathered.cast([padded])
-
-    def amaxes(self, group: Group, *more: torch.Tensor) -> list[torch.Tensor]:
-        """The amaxes of each batch, and ``more``, reduced over ``group`` in one
-        all-reduce(MAX)."""
-        own = [*(batch.amaxes() for batch in self.reduced), *more]
-        if not own or not process_groups_ready():
-            return own
-        if len(own) == 1:
-            return [all_reduce_max(own[0], group)]
-        packed = all_reduce_max(torch.cat(own), group)
-        return list(packed.split([amaxes.numel() for amaxes in own]))
-
-    def cast(self, amaxes: Sequence[torch.Tensor]) -> None:
-        """Write the shards of the reduced batches from ``amaxes``, one tensor for each batch."""
-        for batch, own in zip(self.reduced, amaxes, strict=True):
-            batch.cast(own)
-
-
-def requantize(writes: Sequence[tuple[QuantizedTensor, torch.Tensor]]) -> None:
-    """Quantize new values into tensors, given as (tensor, values).
-
-    Shards that share a scale are reduced together, once for each group.
-    """
-    together: dict[str, list[ShardJob]] = {}
-    for target, values in writes:
-        group, quantizer = target._shard_group, target._quantizer
-        if group is None or quantizer is None or not rule_of(quantizer).one_amax(quantizer):
-            target.quantize_(values)
-            continue
-        quantizer = quantizer.with_usage(**target.get_usages())
-        # One amax gives the scale, so the shard can be treated as a whole weight.
-        shape, flat = tuple(target.shape), values.detach().reshape(-1)
-        output = shard_output(target, shape, 0, flat.numel(), "a shard")
-        together.setdefault(group, []).append(
-            ShardJob(quantizer, flat, shape, values.dtype, 0, output)
-        )
-    for group, jobs in together.items():
-        with torch.no_grad():
-            ShardBatches.of(jobs).quantize(group)
+# The rules that classes of lower packages name, because these cannot import this module.
+_RULES_BY_NAME: dict[str, ShardRule] = {"GridShards": GridShards()}

@@ -141,7 +141,7 @@ def _quantize_into(
     groups = [getattr(tensor, "_shard_group", None) for tensor in written.values()]
     if len(written) > 1 and any(group is not None for group in groups):
         # One collective serves all shards whose scales are shared.
-        above("rules").requantize([(tensor, values[key]) for key, tensor in written.items()])
+        above("batches").requantize([(tensor, values[key]) for key, tensor in written.items()])
         return
     for key, tensor in written.items():
         tensor.quantize_(values[key])

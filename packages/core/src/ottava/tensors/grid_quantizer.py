@@ -49,7 +49,7 @@ class GridQuantizer(Quantizer):
         DTypeError: ``layout`` is none.
     """
 
-    # Found by name on first use: what all ranks agree on stands above tensors.
+    # The rule is named, because the module of rules cannot be imported here.
     shards: ClassVar[Any] = "GridShards"
     process_attributes: ClassVar[tuple[str, ...]] = ("amax_reduction_group",)
     columns_when_asked = True

@@ -1,0 +1,193 @@
+"""Shards of any mix of quantizers, quantized together with as few collectives as possible.
+
+The rules of the quantizers (:mod:`ottava.distributed.rules`) sort the shards into batches::
+
+    ShardBatch     the shards of one class of quantizers, where amaxes suffice:
+                   amaxes of the shards ── one all-reduce(MAX) ──> amaxes of the weights ──> cast
+    GatheredBatch  all other shards:
+                   values of the shards ── one all-gather ──> whole weights ──> quantize
+    ShardBatches   all batches; one all-reduce serves every ShardBatch
+"""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+
+from ottava.collectives import Group, all_gather, all_reduce_max, process_groups_ready
+from ottava.distributed.rules import ShardBatch, rule_of
+from ottava.distributed.shards import ShardJob, shard_output
+from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.tensor import QuantizedTensor
+
+
+class GatheredBatch:
+    """Shards whose values every rank needs, because amaxes do not suffice for their quantizers."""
+
+    #: Ranks pad what they send to a multiple of this many bytes. The number of such units is
+    #: reduced as a float32, which counts them exactly.
+    UNIT: ClassVar[int] = 4096
+
+    def __init__(self, jobs: Sequence[ShardJob]) -> None:
+        self.jobs = list(jobs)
+
+    def values(self) -> torch.Tensor:
+        """This rank's shards as uint8.
+
+        Two int64 for each job say where its shard begins and how many elements it has; the values
+        of all shards follow.
+        """
+        places = [number for job in self.jobs for number in (job.start_offset, job.shard.numel())]
+        header = torch.tensor(places, device=self.jobs[0].shard.device)
+        tensors = [header, *(job.rounded() for job in self.jobs)]
+        # The tensors are cloned, because contiguous() leaves a tensor of one element with strides
+        # that a view as bytes refuses.
+        return torch.cat(
+            [t.clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in tensors]
+        )
+
+    def cast(self, values_of_ranks: Sequence[torch.Tensor]) -> None:
+        """Quantize the weights from the :meth:`values` of all ranks; an element that no rank has
+        counts as 0."""
+        weights = [
+            torch.zeros(math.prod(job.shape), dtype=job.dtype, device=job.shard.device)
+            for job in self.jobs
+        ]
+        for values in values_of_ranks:
+            self._copy_shards(values, weights)
+        for job, weight in zip(self.jobs, weights, strict=True):
+            quantizer = job.quantizer.with_usage(**job.output.holder.get_usages())
+            whole = quantizer.quantize_impl(weight.view(job.shape), job.dtype)
+            job.output.write(whole, job.start_offset)
+
+    def _copy_shards(self, values: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+        """Copy the shards of one rank, from its :meth:`values`, into flat weights."""
+        begin = 16 * len(weights)
+        places = values[:begin].view(torch.int64).tolist()
+        for weight, start, count in zip(weights, places[::2], places[1::2], strict=True):
+            end = begin + count * weight.element_size()
+            # The bytes are copied, because they may begin at an address that is not aligned for a
+            # wider dtype.
+            weight[start : start + count] = values[begin:end].clone().view(weight.dtype)
+            begin = end
+
+
+class _BatchKey(NamedTuple):
+    """Equal for jobs that one batch can quantize.
+
+    Attributes:
+        batch: the class of the batch.
+        quantizer: the class of the quantizers.
+        dtype: the nominal dtype of the weights.
+        layout: the layout of the quantizers; None for those without one.
+        options: the options that the rule names.
+    """
+
+    batch: type[ShardBatch]
+    quantizer: type[Quantizer]
+    dtype: torch.dtype
+    layout: object
+    options: tuple[object, ...]
+
+
+def _batch_key(job: ShardJob) -> _BatchKey | None:
+    """The key of the batch of a job; None where amaxes do not suffice."""
+    quantizer = job.quantizer
+    rule = rule_of(quantizer)
+    batch = rule.batch_for(quantizer)
+    if batch is None:
+        return None
+    options = tuple(getattr(quantizer, name) for name in rule.options)
+    layout = getattr(quantizer, "layout", None)
+    return _BatchKey(batch, type(quantizer), job.dtype, layout, options)
+
+
+class ShardBatches(NamedTuple):
+    """Shards of any mix of quantizers, in batches.
+
+    Attributes:
+        shard_batches: one batch for each class of quantizers for which amaxes suffice.
+        gathered_batch: all other shards; None if there are none.
+    """
+
+    shard_batches: tuple[ShardBatch, ...]
+    gathered_batch: GatheredBatch | None
+
+    @classmethod
+    def of(cls, jobs: Sequence[ShardJob]) -> Self:
+        """The batches of ``jobs``.
+
+        The jobs of a batch agree in the options that their rule names.
+        """
+        jobs_by_key: dict[_BatchKey, list[ShardJob]] = {}
+        other_jobs: list[ShardJob] = []
+        for job in jobs:
+            key = _batch_key(job)
+            if key is None:
+                other_jobs.append(job)
+            else:
+                jobs_by_key.setdefault(key, []).append(job)
+        shard_batches = tuple(key.batch(batch_jobs) for key, batch_jobs in jobs_by_key.items())
+        return cls(shard_batches, GatheredBatch(other_jobs) if other_jobs else None)
+
+    def quantize(self, group: Group) -> None:
+        """Quantize all shards.
+
+        One all-reduce over ``group`` serves all amaxes, and one all-gather all values that are
+        needed.
+        """
+        if self.gathered_batch is None:
+            self.cast(self.amaxes(group))
+            return
+        # Ranks send different amounts, so the all-reduce of the amaxes also finds the largest one.
+        values = self.gathered_batch.values()
+        unit = self.gathered_batch.UNIT
+        own_units = torch.tensor([math.ceil(values.numel() / unit)], device=values.device).float()
+        *amaxes, largest_units = self.amaxes(group, own_units)
+        self.cast(amaxes)
+        padding = int(largest_units.item()) * unit - values.numel()
+        message = torch.nn.functional.pad(values, [0, padding])
+        if process_groups_ready():
+            self.gathered_batch.cast(list(all_gather(message, group)))
+        else:
+            self.gathered_batch.cast([message])
+
+    def amaxes(self, group: Group, *numbers: torch.Tensor) -> list[torch.Tensor]:
+        """The amaxes of each batch, and ``numbers``, reduced over ``group`` in one
+        all-reduce(MAX)."""
+        tensors = [*(batch.amaxes() for batch in self.shard_batches), *numbers]
+        if not tensors or not process_groups_ready():
+            return tensors
+        if len(tensors) == 1:
+            return [all_reduce_max(tensors[0], group)]
+        packed = all_reduce_max(torch.cat(tensors), group)
+        return list(packed.split([tensor.numel() for tensor in tensors]))
+
+    def cast(self, amaxes: Sequence[torch.Tensor]) -> None:
+        """Write the shards of the shard batches from ``amaxes``, one tensor for each batch."""
+        for batch, amaxes_of_batch in zip(self.shard_batches, amaxes, strict=True):
+            batch.cast(amaxes_of_batch)
+
+
+def requantize(writes: Sequence[tuple[QuantizedTensor, torch.Tensor]]) -> None:
+    """Quantize new values into tensors; ``writes`` are pairs (tensor, values).
+
+    Shards that share a scale are reduced together, once for each group.
+    """
+    jobs_by_group: dict[str, list[ShardJob]] = {}
+    for target, values in writes:
+        group, quantizer = target._shard_group, target._quantizer
+        if group is None or quantizer is None or not rule_of(quantizer).one_amax(quantizer):
+            target.quantize_(values)
+            continue
+        quantizer = quantizer.with_usage(**target.get_usages())
+        # One amax gives the scale, so the shard can be treated as a whole weight.
+        shape, flat = tuple(target.shape), values.detach().reshape(-1)
+        output = shard_output(target, shape, 0, flat.numel(), "a shard")
+        jobs_by_group.setdefault(group, []).append(
+            ShardJob(quantizer, flat, shape, values.dtype, 0, output)
+        )
+    for group, jobs in jobs_by_group.items():
+        with torch.no_grad():
+            ShardBatches.of(jobs).quantize(group)
