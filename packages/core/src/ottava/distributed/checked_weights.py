@@ -1,8 +1,9 @@
 """The checks of quantized weights and of the master weights that are written into them.
 
-A :class:`CheckedWeight` is made of the arguments of one weight, which fit together: the shard lies
-in the weight, the quantizer makes tensors of its kind, and the target can take the shard. Its
-``job`` is the shard to quantize. :func:`check_agreement` checks that many weights can be a batch.
+A :class:`CheckedWeight` checks the arguments of one weight: that the shard lies in the weight, and
+that the target can take the shard. Its ``job`` is the shard to quantize. :func:`check_agreement`
+checks that each quantizer makes tensors of the kind of its weight, and that the weights can be a
+batch.
 """
 
 import math
@@ -137,11 +138,11 @@ class CheckedWeight:
         if shard is None:
             return first
         count = shard.numel()
-        own = len(rows) * row
+        count_of_rows = len(rows) * row
         start = first if offset is None else offset
         fault = f"the master of {self.name} has {count} elements from {start} on"
-        expected = f"{own} from {first} on, its rows here"
-        if count != own:
+        expected = f"{count_of_rows} from {first} on, its rows here"
+        if count != count_of_rows:
             raise ShapeError(fault, expected)
         if count and start != first:
             raise OptionError(fault, expected)
@@ -249,13 +250,13 @@ def check_agreement(weights: Sequence[CheckedWeight]) -> None:
     the options that their class of quantizers names.
     """
     first_of_class: dict[type[Quantizer], CheckedWeight] = {}
-    by_storage: dict[int, CheckedWeight] = {}
+    first_of_storage: dict[int, CheckedWeight] = {}
     # Whether quantizers fit their weights: one example answers for all weights with an equal key.
-    fitting: dict[Hashable, bool] = {}
+    fits: dict[Hashable, bool] = {}
     for weight in weights:
         storage = weight.storage
         quantizer = weight.job.quantizer
-        twin = by_storage.setdefault(id(storage), weight)
+        twin = first_of_storage.setdefault(id(storage), weight)
         if twin is not weight:
             raise OptionError(
                 f"{weight.name} is {twin.name} again",
@@ -263,9 +264,9 @@ def check_agreement(weights: Sequence[CheckedWeight]) -> None:
                 "list weights that layers share once",
             )
         key = _key_of_quantizer(weight)
-        if key not in fitting:
-            fitting[key] = _quantizer_fits(weight)
-        if not fitting[key]:
+        if key not in fits:
+            fits[key] = _quantizer_fits(weight)
+        if not fits[key]:
             raise DTypeError(
                 f"the quantizer of {weight.name}, {quantizer!r}, makes other tensors than this "
                 f"{type(storage).__name__}",
@@ -303,11 +304,11 @@ def _check_options(weight: CheckedWeight, first: CheckedWeight) -> None:
     """Check that the quantizers of two weights of a batch, of one class, agree in its options."""
     quantizer = weight.job.quantizer
     for option in rule_of(quantizer).options:
-        own = getattr(quantizer, option)
-        other = getattr(first.job.quantizer, option)
-        if own != other:
+        value = getattr(quantizer, option)
+        first_value = getattr(first.job.quantizer, option)
+        if value != first_value:
             raise OptionError(
-                f"{option} is {own!r} for {weight.name} and {other!r} for {first.name}",
+                f"{option} is {value!r} for {weight.name} and {first_value!r} for {first.name}",
                 "one value for all weights of a batch",
                 "quantize them in two batches",
             )

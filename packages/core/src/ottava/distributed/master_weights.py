@@ -12,7 +12,7 @@ before anything is written.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -44,15 +44,14 @@ def quantize_master_weights(
     manual_post_all_gather_processing: bool = False,
 ) -> None:
     """:func:`cast_master_weights_to_fp8` with each weight's own quantizer."""
-    MasterWeights(
+    _quantize(
         model_weights,
         master_weights,
-        None,
-        group,
         start_offsets,
+        group,
         fsdp_shard_model_weights,
         manual_post_all_gather_processing,
-    ).quantize()
+    )
 
 
 @overload
@@ -88,7 +87,7 @@ def cast_master_weights_to_fp8(
     model_weights: Sequence[Weight],
     master_weights: Sequence[torch.Tensor | None],
     *positional: Any,
-    **named: Any,
+    **keywords: Any,
 ) -> None:
     """Write this rank's shards of quantized weights from its shards of their master weights.
 
@@ -123,52 +122,56 @@ def cast_master_weights_to_fp8(
             Nothing has been written then. All but UsageError are ValueErrors.
         TypeError: an argument is unknown, or is given twice.
     """
-    # If offsets are given by name, a third positional argument can only be quantizers.
-    by_name = "start_offsets" in named
-    if positional and (by_name or _are_quantizers(positional[0], master_weights)):
-        if "quantizers" in named:
-            raise OptionError(
-                "quantizers are given twice, by position and by name",
-                expected="one of them",
-                remedy="pass quantizers by name alone",
-            )
-        warnings.warn(
-            "cast_master_weights_to_fp8(weights, masters, quantizers, …) is deprecated: "
-            "pass quantizers by name",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        _cast_old(model_weights, master_weights, *positional, **named)
+    if not positional or not _are_quantizers(positional[0], master_weights, keywords):
+        _quantize(model_weights, master_weights, *positional, **keywords)
         return
-    _cast(model_weights, master_weights, *positional, **named)
+    if "quantizers" in keywords:
+        raise OptionError(
+            "quantizers are given twice, by position and by name",
+            expected="one of them",
+            remedy="pass quantizers by name alone",
+        )
+    warnings.warn(
+        "cast_master_weights_to_fp8(weights, masters, quantizers, …) is deprecated: "
+        "pass quantizers by name",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    _quantize_in_former_order(model_weights, master_weights, *positional, **keywords)
 
 
-def _are_quantizers(third: object, masters: object) -> bool:
-    """Whether the third positional argument is quantizers, as it used to be, and not offsets."""
-    if isinstance(third, Quantizer):
+def _are_quantizers(third: object, masters: object, keywords: Collection[str]) -> bool:
+    """Whether the third positional argument is quantizers, as it used to be, and not offsets.
+
+    Args:
+        third: the third positional argument.
+        masters: the second one.
+        keywords: the names of the arguments that are passed by name.
+    """
+    if "start_offsets" in keywords or isinstance(third, Quantizer):
         return True
     if not isinstance(third, (list, tuple)) or not third:
         return False
     if any(isinstance(entry, Quantizer) for entry in third):
         return True
     # A list of None cannot be the offsets of shards, because each shard has an offset.
-    shards = isinstance(masters, (list, tuple)) and any(master is not None for master in masters)
-    return shards and all(entry is None for entry in third)
+    has_shard = isinstance(masters, (list, tuple)) and any(m is not None for m in masters)
+    return has_shard and all(entry is None for entry in third)
 
 
-def _cast_old(
+def _quantize_in_former_order(
     model_weights: Sequence[Weight],
     master_weights: Sequence[torch.Tensor | None],
     quantizers: Sequence[Quantizer | None] | Quantizer | None,
     amax_reduce_group: Group = None,
-    **named: Any,
+    **keywords: Any,
 ) -> None:
-    """:func:`cast_master_weights_to_fp8` with positional arguments in their former order."""
-    named |= {"quantizers": quantizers, "amax_reduce_group": amax_reduce_group}
-    _cast(model_weights, master_weights, **named)
+    """:func:`_quantize` with positional arguments in their former order."""
+    keywords |= {"quantizers": quantizers, "amax_reduce_group": amax_reduce_group}
+    _quantize(model_weights, master_weights, **keywords)
 
 
-def _cast(
+def _quantize(
     model_weights: Sequence[Weight],
     master_weights: Sequence[torch.Tensor | None],
     start_offsets: Sequence[int | None] | None = None,
@@ -179,6 +182,7 @@ def _cast(
     quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
     amax_reduce_group: Group = None,
 ) -> None:
+    """:func:`cast_master_weights_to_fp8` with positional arguments in their present order."""
     if group is None:
         group = amax_reduce_group
     elif amax_reduce_group is not None and group is not amax_reduce_group:
@@ -237,8 +241,11 @@ class MasterWeights:
                 # may get another scale, because the padding is zero at any scale.
                 weight.storage._whole = None
             self._batches = ShardBatches.of([weight.job for weight in weights])
-        holders = [h for weight in weights for h in (weight.storage, weight.job.output.holder)]
-        self._holders = list({id(holder): holder for holder in holders}.values())
+        holders: dict[int, QuantizedTensorStorage] = {}
+        for weight in weights:
+            for holder in (weight.storage, weight.job.output.holder):
+                holders[id(holder)] = holder
+        self._holders = list(holders.values())
         self._inner_tensors = [
             (holder, inner.attribute)
             for holder in self._holders
@@ -254,14 +261,15 @@ class MasterWeights:
         count = 0
         if isinstance(self.model_weights, (list, tuple)):
             count = len(self.model_weights)
-        nothing = [None] * count
         quantizers = self.quantizers
         if quantizers is None or isinstance(quantizers, Quantizer):
             quantizers = [quantizers] * count
-        offsets = nothing if self.start_offsets is None else self.start_offsets
+        offsets = self.start_offsets
+        if offsets is None:
+            offsets = [None] * count
         targets = self.fsdp_shard_model_weights
         if targets is None:
-            targets = nothing
+            targets = [None] * count
         lists: dict[str, Sequence[object]] = {
             "model_weights": self.model_weights,
             "master_weights": self.master_weights,
