@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import ottava
-from ottava.distributed import fsdp2, gather_quantized
+from ottava.distributed import HighPrecisionWeight, fsdp2, gather_quantized
 from ottava.errors import UsageError
 
 
@@ -355,6 +356,25 @@ def unusual_loops(mesh: Any) -> None:
         both(mesh, recipe, kind, groups=groups, loop=unusual(kind))
     for recipe in ("current", "delayed"):
         both(mesh, recipe, "toggled", loop=unusual("toggled"))
+
+
+def written_by_one_rank(mesh: Any) -> None:
+    """One rank alone writes its shards between the passes: the backward pass reduces nothing, so no
+    rank waits for another."""
+    refused = AssertionError("an all-reduce that the other ranks do not begin")
+    for recipe, groups in each(("current", "delayed"), GROUPS):
+        net = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)
+        for x, y in batches(2):
+            loss = torch.nn.functional.mse_loss(net(x), y)
+            if dist.get_rank() == 0:
+                for parameter in net.parameters():
+                    shard = parameter._local_tensor
+                    if isinstance(shard, HighPrecisionWeight):
+                        shard.high_precision().mul_(0.5)
+            with mock.patch.object(dist, "all_reduce", side_effect=refused):
+                loss.backward()
+            for parameter in net.parameters():
+                assert parameter.grad.to_local().isfinite().all(), (recipe, groups)
 
 
 def under_torch_autocast(mesh: Any) -> None:

@@ -18,7 +18,7 @@ TABLE = {
         # Models of every recipe under FSDP2, used in every way that it can be used, equal one
         # process bit for bit.
         "fsdp_running_cases": "training uneven_rows world_of_one collectives mixed_precision "
-        "unusual_loops clipping "
+        "unusual_loops written_by_one_rank clipping "
         "accumulation explicit evaluation recomputation recomputed_in_blocks under_torch_autocast "
         "frozen tied compiled "
         "without_private_names",

@@ -175,7 +175,7 @@ class HighPrecisionWeight(torch.Tensor):
         world = dist.get_world_size(group)
         compare_weights(self, orig_size, group, module)
         check_shard(values.shape, orig_size, module)
-        shard = take_quantized(module, values, dtype)
+        shard = take_quantized(module)
         if shard is None:
             if not gathers_quantized(gather_quantizer(module), orig_size, world):
                 rows = math.ceil(orig_size[0] / world)

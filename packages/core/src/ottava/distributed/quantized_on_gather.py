@@ -9,6 +9,10 @@ One weight of the group that is gathered next takes one of three ways, the same 
 3. Neither is possible, because shards cut blocks or a quantizer has to see all values:
    :func:`gathers_quantized` is False, the values themselves are gathered, and the layer quantizes
    them.
+
+Whether a rank reduces amaxes depends only on the pass and on which weights are gathered, and all
+ranks agree on these. It must not depend on the values, because a rank that alone wrote its shard
+would wait for the others forever.
 """
 
 import math
@@ -19,7 +23,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ottava import torch_private
 from ottava.distributed.batches import ShardBatches
 from ottava.distributed.layers import gather_quantizer
 from ottava.distributed.rules import rule_of
@@ -48,27 +51,12 @@ class ShardedWeight(NamedTuple):
     module: torch.nn.Module
 
 
-class _QuantizedShard(NamedTuple):
-    """A quantized shard, for one version of the values and one nominal dtype."""
-
-    version: int
-    dtype: torch.dtype
-    shard: QuantizedTensor
-
-
-class _Amaxes(NamedTuple):
-    """The reduced amaxes of the last gather of a group of weights, and the versions of all
-    values."""
-
-    versions: list[int]
-    amaxes: list[torch.Tensor]
-
-
-# Shards that were quantized with those of their group, until they are gathered.
-_quantized: weakref.WeakKeyDictionary[torch.nn.Module, _QuantizedShard]
-_quantized = weakref.WeakKeyDictionary()
-# The first module of a group -> the amaxes of the group.
-_amaxes: weakref.WeakKeyDictionary[torch.nn.Module, _Amaxes] = weakref.WeakKeyDictionary()
+# Module -> its shard that was quantized with the first one of the group, until it is gathered.
+_waiting_shards: weakref.WeakKeyDictionary[torch.nn.Module, QuantizedTensor]
+_waiting_shards = weakref.WeakKeyDictionary()
+# The first module of a group -> the reduced amaxes of the last gather of the group.
+_group_amaxes: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.Tensor]]
+_group_amaxes = weakref.WeakKeyDictionary()
 
 
 def gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bool:
@@ -93,19 +81,13 @@ def gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> boo
     return rows % rule.rows_of_blocks(quantizer) == 0
 
 
-def take_quantized(
-    module: torch.nn.Module, values: torch.Tensor, dtype: torch.dtype
-) -> QuantizedTensor | None:
-    """The shard that was quantized together with the first weight of the group, and is taken once.
+def take_quantized(module: torch.nn.Module) -> QuantizedTensor | None:
+    """The shard that was quantized together with the first weight of the group; it is taken once.
 
-    None if there is no shard of these values in this dtype.
+    None for the first weight. The shard has the present values, because FSDP calls the hooks of a
+    group one after the other, and the first of them quantizes the shards of all.
     """
-    entry = _quantized.pop(module, None)
-    if entry is None:
-        return None
-    if entry.dtype != dtype or entry.version != torch_private.version_of(values):
-        return None
-    return entry.shard
+    return _waiting_shards.pop(module, None)
 
 
 def quantize_together(
@@ -124,7 +106,7 @@ def quantize_together(
         The shard of the first weight; :func:`take_quantized` gives those of the others.
     """
     jobs: list[ShardJob] = []
-    shards: dict[torch.nn.Module, _QuantizedShard] = {}
+    shards: dict[torch.nn.Module, QuantizedTensor] = {}
     for weight in weights:
         quantizer = gather_quantizer(weight.module).with_usage(True, True)
         if not gathers_quantized(quantizer, weight.size, dist.get_world_size(group)):
@@ -143,14 +125,14 @@ def quantize_together(
                 expected="a QuantizedTensor, which can be a parameter",
             )
         shard._shard_group = group.group_name
-        version = torch_private.version_of(weight.values)
-        shards[weight.module] = _QuantizedShard(version, dtype, shard)
+        shards[weight.module] = shard
+    first = weights[0].module
     if jobs:
         batches = ShardBatches.of(jobs)
-        batches.cast(_amaxes_of(batches, shards, group))
-    first = shards.pop(weights[0].module)
-    _quantized.update(shards)
-    return first.shard
+        batches.cast(_reduced_amaxes(batches, first, group))
+    first_shard = shards.pop(first)
+    _waiting_shards.update(shards)
+    return first_shard
 
 
 def _job(
@@ -166,21 +148,22 @@ def _job(
     return ShardJob(quantizer, values.reshape(-1), tuple(size), dtype, start, output)
 
 
-def _amaxes_of(
-    batches: ShardBatches,
-    shards: dict[torch.nn.Module, _QuantizedShard],
-    group: "ProcessGroup",
+def _reduced_amaxes(
+    batches: ShardBatches, first: torch.nn.Module, group: "ProcessGroup"
 ) -> list[torch.Tensor]:
     """The amaxes of the weights, reduced over the ranks.
 
-    A backward pass uses those of the forward pass, because the values are the same.
+    A backward pass uses those of the forward pass, because the values are the same. Values that
+    were written between the passes saturate where they exceed them.
+
+    Args:
+        batches: the shards of this rank.
+        first: the module of the weight that is gathered first.
+        group: the ranks that have the shards.
     """
-    first = next(iter(shards))
-    versions = [shard.version for shard in shards.values()]
-    last = _amaxes.get(first)
-    in_backward = graph_task_id() != NO_BACKWARD
-    if in_backward and last is not None and last.versions == versions:
-        return last.amaxes
+    forward_amaxes = _group_amaxes.get(first)
+    if forward_amaxes is not None and graph_task_id() != NO_BACKWARD:
+        return forward_amaxes
     amaxes = batches.amaxes(group)
-    _amaxes[first] = _Amaxes(versions, amaxes)
+    _group_amaxes[first] = amaxes
     return amaxes
