@@ -55,10 +55,10 @@ def compare_weights(
     name = group.group_name
     if dist.get_world_size(group) == 1 or name in _comparisons.get(module, ()):
         return
-    alone = fsdp2.GatheredWeight("weight", shard, size, module)
-    weights = fsdp2.gathered_over(module, group) or [alone]
+    own_weight = fsdp2.GatheredWeight("weight", shard, size, module)
+    weights = fsdp2.gathered_over(module, group) or [own_weight]
     check_alike([_line(weight) for weight in weights], group, shard.device, _OTHER_WEIGHTS)
-    for weight in (*weights, alone):
+    for weight in (*weights, own_weight):
         _comparisons.setdefault(weight.module, set()).add(name)
 
 

@@ -78,14 +78,13 @@ def replace_raw_data(
     moves: list[tuple[InnerTensor, torch.Tensor, torch.Tensor]] = []
     for inner, buffer in zip(raw, buffers, strict=False):
         data: torch.Tensor = getattr(tensor, inner.attribute)
-        checked = check_bytes(
-            buffer, tensor, inner, data.numel(), f"the buffer for {inner.argument!r}"
-        )
+        name = f"the buffer for {inner.argument!r}"
+        memory = check_bytes(buffer, tensor, inner, data.numel(), name)
         if not data.is_contiguous():
             raise UsageError(
                 "the data of the tensor is not contiguous", expected="a tensor that is no view"
             )
-        moves.append((inner, data, checked.detach().view(data.dtype).view(data.shape)))
+        moves.append((inner, data, memory.detach().view(data.dtype).view(data.shape)))
     check_places([target for *_, target in moves], [data for _, data, _ in moves])
     with torch.no_grad():
         for inner, data, target in moves:

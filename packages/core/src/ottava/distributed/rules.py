@@ -155,8 +155,9 @@ def scales_of_layout(
     return scale, stored
 
 
-#: Two tensors of which one is for the other.
-_Pair = tuple[torch.Tensor, torch.Tensor]
+#: (factors, data) of one cast: the factors that multiply elements, one for each block, and the
+#: memory that the elements are written into.
+_CastTensors = tuple[torch.Tensor, torch.Tensor]
 
 
 class _SharedScale(NamedTuple):
@@ -198,9 +199,9 @@ class GridBatch(ShardBatch):
         self._scale_buffers: list[torch.Tensor] = []
         self._scale_views = self._allocate_scales()
         self._shared_scales: list[_SharedScale] = []
-        # For each usage and job, the factors and the data that the cast writes.
-        self._pairs: tuple[list[_Pair | None], list[_Pair | None]]
-        self._pairs = [None] * len(jobs), [None] * len(jobs)
+        # For each job its casts of rowwise and of columnwise data; None where it has no such data.
+        self._rowwise_casts: list[_CastTensors | None] = [None] * len(jobs)
+        self._columnwise_casts: list[_CastTensors | None] = [None] * len(jobs)
         # The holders' tensors of scales, and the stored scale that each of them gets.
         self._scale_targets: list[torch.Tensor] = []
         self._scale_values: list[torch.Tensor] = []
@@ -236,36 +237,38 @@ class GridBatch(ShardBatch):
         """Note which tensors the cast of a job reads and writes."""
         output = self.jobs[number].output
         data = {
-            inner.usage: own
-            for inner, own in zip(output.holder.raw_inner(), output.data, strict=True)
+            inner.usage: memory
+            for inner, memory in zip(output.holder.raw_inner(), output.data, strict=True)
         }
         scales: dict[str, InnerTensor] = {
             inner.usage: inner
             for inner in output.holder.inner_tensors
             if inner.argument.endswith("scale_inv")
         }
-        for columnwise, usage in ((False, "rowwise"), (True, "columnwise")):
+        casts = {"rowwise": self._rowwise_casts, "columnwise": self._columnwise_casts}
+        for usage, casts_of_usage in casts.items():
             if usage not in data:
                 continue
-            factors, stored = self._scales_of(number, columnwise)
-            self._pairs[columnwise][number] = factors, data[usage]
+            factors, stored = self._block_scales(number, usage == "columnwise")
+            casts_of_usage[number] = factors, data[usage]
             for target, values in output.places(scales.get(usage) or scales["both"], stored):
                 self._scale_targets.append(target)
                 self._scale_values.append(values)
 
-    def _scales_of(self, number: int, columnwise: bool) -> _Pair:
-        """The tensors of factors and of stored scales for one usage of a job, one for each
-        block."""
+    def _block_scales(self, number: int, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """(factors, stored) for one usage of a job: the factors that multiply elements and the
+        scales that are stored, one for each block."""
         views = self._scale_views[number, columnwise and not self._layout.square]
-        if self._layout.shared is not None:
-            matrix = self._matrices[number]
-            grid = self._layout.grid(matrix, columnwise)
-            areas, views = views, [view.new_empty(grid) for view in views]
-            self._shared_scales += [
-                _SharedScale(blocks, area, columnwise, matrix)
-                for blocks, area in zip(views, areas, strict=True)
-            ]
-        return views[0], views[-1]
+        if self._layout.shared is None:
+            return views[0], views[-1]
+        matrix = self._matrices[number]
+        grid = self._layout.grid(matrix, columnwise)
+        blocks = [view.new_empty(grid) for view in views]
+        self._shared_scales += [
+            _SharedScale(scale, view, columnwise, matrix)
+            for scale, view in zip(blocks, views, strict=True)
+        ]
+        return blocks[0], blocks[-1]
 
     def amaxes(self) -> torch.Tensor:
         amaxes = torch.zeros_like(self._scale_buffers[0], dtype=torch.float32)
@@ -283,9 +286,10 @@ class GridBatch(ShardBatch):
             )
         if self._scale_targets:
             foreach_copy_(self._scale_targets, self._scale_values)
-        rowwise, columnwise = self._pairs
         backend = backend_module(amaxes.device.type)
-        backend.grid_multi_cast(self._shards, self._layout_texts, rowwise, columnwise)
+        backend.grid_multi_cast(
+            self._shards, self._layout_texts, self._rowwise_casts, self._columnwise_casts
+        )
         self.written()
 
 

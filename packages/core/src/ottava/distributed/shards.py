@@ -152,20 +152,21 @@ def shard_output(
         UsageError: see :func:`ordered_bytes`.
     """
     tensors = [getattr(holder, inner.attribute).view(-1) for inner in ordered_bytes(holder, name)]
-    own = tuple(holder.size())
+    size = tuple(holder.size())
     row = math.prod(shape[1:])
-    if own == tuple(shape):
+    if size == tuple(shape):
         elements = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
         # A scalar counts as one row.
         return ShardOutput(holder, elements, range(math.prod(shape[:1])))
-    if own[1:] != tuple(shape[1:]) or count != math.prod(own) or (count and start_offset % row):
+    has_rows = size[1:] == tuple(shape[1:]) and count == math.prod(size)
+    if not has_rows or (count and start_offset % row):
         raise ShapeError(
-            f"{name} has shape {own}, its shard of the weight {count} elements from "
+            f"{name} has shape {size}, its shard of the weight {count} elements from "
             f"{start_offset} on",
             expected=f"rows of the whole, {tuple(shape)}, as many as its master weight has",
         )
     first = start_offset // max(row, 1)
-    rows = range(first, first + own[0])
+    rows = range(first, first + size[0])
     if count:
         check_blocks(holder.inner_tensors, shape, rows, name)
     return ShardOutput(holder, tuple(tensors), rows)
