@@ -75,12 +75,12 @@ def spans_ranks(group: Group) -> bool:
 
 
 # The name of the group that has this process alone; empty until the first call needs the group.
-_own: list[str] = []
+_own_group_names: list[str] = []
 
 
 def group_of_this_rank() -> "ProcessGroup":
     """A group that has this process alone, so that a reduction over it changes nothing."""
-    for name in _own:
+    for name in _own_group_names:
         with contextlib.suppress(RuntimeError, LookupError):
             return resolve_process_group(name)
     # The group is made without the other ranks, which may be waiting for something else. The
@@ -89,7 +89,7 @@ def group_of_this_rank() -> "ProcessGroup":
     group: ProcessGroup = dist.new_group(
         [dist.get_rank()], backend=backend, use_local_synchronization=True
     )
-    _own[:] = [group.group_name]
+    _own_group_names[:] = [group.group_name]
     return group
 
 
@@ -116,10 +116,10 @@ def _all_reduce(values: torch.Tensor, operation: str, group: Group) -> torch.Ten
     ranks = _initialized_group(group)
     if dist.get_world_size(ranks) == 1:
         return values
-    reduced = values.clone()
-    _keep_alive(reduced)
-    dist.all_reduce(reduced, op=getattr(dist.ReduceOp, operation), group=ranks)
-    return reduced
+    result = values.clone()
+    _keep_alive(result)
+    dist.all_reduce(result, op=getattr(dist.ReduceOp, operation), group=ranks)
+    return result
 
 
 def all_gather(values: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -139,11 +139,11 @@ def all_gather(values: torch.Tensor, group: Group = None) -> torch.Tensor:
     world = dist.get_world_size(ranks)
     if world == 1:
         return values.unsqueeze(0)
-    own = values.contiguous().view(-1)
-    gathered = own.new_empty(world * own.numel())
-    _keep_alive(own, gathered)
-    dist.all_gather_into_tensor(gathered, own, group=ranks)
-    return gathered.view(world, *values.shape)
+    flat = values.contiguous().view(-1)
+    result = flat.new_empty(world * flat.numel())
+    _keep_alive(flat, result)
+    dist.all_gather_into_tensor(result, flat, group=ranks)
+    return result.view(world, *values.shape)
 
 
 def _initialized_group(group: Group) -> "ProcessGroup | None":

@@ -126,10 +126,10 @@ def flatten_values(
             )
         with torch.no_grad():
             inner, entry = _flatten_value(name, value, derived)
-        twice = inner.keys() & tensors.keys()
-        if twice:
+        duplicates = inner.keys() & tensors.keys()
+        if duplicates:
             raise UsageError(
-                f"two tensors would have the name {min(twice)!r}", remedy="rename one of them"
+                f"two tensors would have the name {min(duplicates)!r}", remedy="rename one of them"
             )
         tensors |= inner
         if entry is not None:
@@ -161,10 +161,11 @@ def unflatten_state_dict(
             )
         state[alias] = tensors[first]
     storages = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
-    twice = state.keys() & storages.keys()
-    if twice:
+    duplicates = state.keys() & storages.keys()
+    if duplicates:
         raise CheckpointError(
-            f"{min(twice)!r} is both a tensor and a quantized one", expected="one tensor of a name"
+            f"{min(duplicates)!r} is both a tensor and a quantized one",
+            expected="one tensor of a name",
         )
     return {**state, **storages}
 
@@ -231,10 +232,10 @@ def _check_whole(state_dict: Mapping[str, Value]) -> None:
 
 
 def _check_texts(metadata: object) -> None:
-    right = isinstance(metadata, Mapping) and all(
+    has_texts = isinstance(metadata, Mapping) and all(
         isinstance(text, str) for pair in metadata.items() for text in pair
     )
-    if not right:
+    if not has_texts:
         raise DTypeError(f"metadata is {metadata!r:.200}", expected="texts by name")
 
 
@@ -308,7 +309,7 @@ def _unflatten_tensor(
         raise CheckpointError(
             f"{name!r} has the tensors {entry['tensors']!r:.80}", "those of its class"
         )
-    own = {argument: tensors.pop(f"{name}.{argument}") for argument in arguments}
+    inner_by_argument = {argument: tensors.pop(f"{name}.{argument}") for argument in arguments}
     # The class may belong to another package, and the values come from a file.
     with named(repr(name)), translated(f"{name!r} cannot be restored", "what it was saved with"):
         fields = {
@@ -318,7 +319,8 @@ def _unflatten_tensor(
         if len(entry["static"]) != len(fields):
             raise ValueError(f"it has the fields {sorted(entry['static'])!r:.200}")
         inner_tensors = [
-            _as_stored(inner, own.get(inner.argument), fields) for inner in cls.inner_tensors
+            _as_stored(inner, inner_by_argument.get(inner.argument), fields)
+            for inner in cls.inner_tensors
         ]
         storage: QuantizedTensorStorage
         storage = StorageSpec(cls, tuple(fields.values()), None).build(inner_tensors)

@@ -208,13 +208,14 @@ def _check_description(index: Index) -> None:
     description = index.description
     for entry in description["quantized"].values():
         check_entry(entry)
-    right = isinstance(description["state"], dict)
-    right &= set(description["largest"]) <= set(description["per_rank"])
-    for names in description["per_rank"].values():
-        tensors = [index.tensors[name] for name in names]
-        right &= len({(tensor.properties.dtype, tensor.size) for tensor in tensors}) == 1
-    if not right:
-        raise ValueError("it does not describe files and the state")
+    if not isinstance(description["state"], dict):
+        raise ValueError("it does not describe the state")
+    if not set(description["largest"]) <= set(description["per_rank"]):
+        raise ValueError("it reduces tensors that do not differ between ranks")
+    for name, names_of_ranks in description["per_rank"].items():
+        tensors = [index.tensors[name_of_rank] for name_of_rank in names_of_ranks]
+        if len({(tensor.properties.dtype, tensor.size) for tensor in tensors}) != 1:
+            raise ValueError(f"the tensors {name!r} of the ranks are not of one shape and dtype")
 
 
 def _sizes(values: object) -> torch.Size:
@@ -228,15 +229,17 @@ def _sizes(values: object) -> torch.Size:
 def is_whole(tensor: dcp.TensorStorageMetadata) -> bool:
     """Whether shards lie inside of a tensor, begin at different places and together have its
     size."""
-    for shard in tensor.chunks:
-        ends = [offset + size for offset, size in zip(shard.offsets, shard.sizes, strict=True)]
-        if len(ends) != len(tensor.size) or any(
-            end > size for end, size in zip(ends, tensor.size, strict=True)
-        ):
-            return False
-    with_elements = [shard for shard in tensor.chunks if math.prod(shard.sizes)]
-    size = sum(math.prod(shard.sizes) for shard in with_elements)
-    places = {shard.offsets for shard in with_elements}
-    return (
-        bool(tensor.chunks) and size == math.prod(tensor.size) and len(places) == len(with_elements)
-    )
+    if not tensor.chunks or not all(_lies_in(shard, tensor.size) for shard in tensor.chunks):
+        return False
+    shards = [shard for shard in tensor.chunks if math.prod(shard.sizes)]
+    numel = sum(math.prod(shard.sizes) for shard in shards)
+    places = {shard.offsets for shard in shards}
+    return numel == math.prod(tensor.size) and len(places) == len(shards)
+
+
+def _lies_in(shard: dcp.ChunkStorageMetadata, size: torch.Size) -> bool:
+    """Whether a shard lies inside of a tensor of ``size``."""
+    ends = [offset + length for offset, length in zip(shard.offsets, shard.sizes, strict=True)]
+    if len(ends) != len(size):
+        return False
+    return all(end <= length for end, length in zip(ends, size, strict=True))

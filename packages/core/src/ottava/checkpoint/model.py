@@ -75,7 +75,7 @@ def load_model(
     targets = _targets_of(_module(model))
     state = load_file(path, verify=verify)
     codes = find_codes(state, as_path(path))
-    codes.refuse(path, _misread(codes, targets, state, strict))
+    codes.refuse(path, _misread_names(codes, targets, state, strict))
     with named(as_path(path)):
         missing, unexpected = _differing_names(model, targets, state)
         if strict:
@@ -208,7 +208,7 @@ def _module(model: object) -> torch.nn.Module:
     return model
 
 
-def _misread(
+def _misread_names(
     codes: Codes,
     targets: Mapping[str, torch.Tensor],
     state: Mapping[str, Value],
@@ -218,15 +218,16 @@ def _misread(
 
     With ``strict`` these are all names that the model has no place for.
     """
-    misread = []
+    names = []
     for name, scales in codes.scales.items():
         target = targets.get(name)
         same_dtype = target is not None and target.dtype == codes.dtypes[name]
         if same_dtype and all(scale in targets for scale in scales if scale in state):
+            # The model holds such codes and scales itself.
             continue
         if strict or name in targets or weight_of(name) in targets:
-            misread.append(name)
-    return misread
+            names.append(name)
+    return names
 
 
 def _fitting(name: str, target: torch.Tensor, value: Value) -> Value:

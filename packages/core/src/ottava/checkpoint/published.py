@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,7 @@ _MOST_BYTES = 1 << 26
 _LOADED = "Transformers loads it in high precision with"
 _REWRITTEN = "Ottava's own, without its metadata: another tool has rewritten the file"
 _PACKED_MX = "mxfp4-pack-quantized or mxfp6-pack-quantized"
+_FLOAT_QUANTIZED = "compressed-tensors float-quantized, or ModelOpt FP8"
 
 
 @dataclass(frozen=True)
@@ -60,20 +62,41 @@ FORMATS = {
     "modelopt": Format("ModelOpt"),
     "mxfp4": Format("Hugging Face MXFP4", f"{_LOADED} Mxfp4Config(dequantize=True)"),
 }
-#: Patterns of the codes' and the scales' names, the dtypes of the scales (empty: any), the key in
-#: :data:`FORMATS`, and an addition to its title. The first row that fits counts.
-_BY_NAMES: tuple[tuple[str, str, tuple[torch.dtype, ...], str, str], ...] = (
-    (r"[._]data$", r"scale_inv$", (), "", _REWRITTEN),
-    (r"", r"weight_scale_2$", (), "modelopt", "NVFP4"),
-    (r"", r"_scale_inv$", (), "fp8", ""),
-    (r"_packed$", r"_global_scale$", (), "compressed-tensors", "nvfp4-pack-quantized"),
-    (r"_packed$", r"_scale$", (torch.uint8,), "compressed-tensors", _PACKED_MX),
-    (r"_packed$", r"_scale$", (), "compressed-tensors", "pack-quantized"),
-    (r"_blocks$", r"_scales$", (), "mxfp4", ""),
-    (r"weight$", r"weight_scale$", (torch.uint8,), "compressed-tensors", "mxfp8-quantized"),
-    (r"weight$", r"weight_scale$", (), "", "compressed-tensors float-quantized, or ModelOpt FP8"),
-    (r"", r"(^|\.)scale_weight$", (), "", "scaled FP8 of ComfyUI"),
-    (r"", r"", (), "", "none that Ottava knows"),
+
+
+class _NamePattern(NamedTuple):
+    """The names and dtypes by which a format is recognized.
+
+    Attributes:
+        codes: a pattern of the name of the codes.
+        scales: a pattern of the name of one of their scales.
+        scale_dtypes: the possible dtypes of these scales; empty for any.
+        key: the key of the format in :data:`FORMATS`; empty for a format that is not there.
+        addition: an addition to the title of the format.
+    """
+
+    codes: str
+    scales: str
+    scale_dtypes: tuple[torch.dtype, ...]
+    key: str
+    addition: str
+
+
+# The first row that fits counts.
+_NAME_PATTERNS = (
+    _NamePattern(r"[._]data$", r"scale_inv$", (), "", _REWRITTEN),
+    _NamePattern(r"", r"weight_scale_2$", (), "modelopt", "NVFP4"),
+    _NamePattern(r"", r"_scale_inv$", (), "fp8", ""),
+    _NamePattern(r"_packed$", r"_global_scale$", (), "compressed-tensors", "nvfp4-pack-quantized"),
+    _NamePattern(r"_packed$", r"_scale$", (torch.uint8,), "compressed-tensors", _PACKED_MX),
+    _NamePattern(r"_packed$", r"_scale$", (), "compressed-tensors", "pack-quantized"),
+    _NamePattern(r"_blocks$", r"_scales$", (), "mxfp4", ""),
+    _NamePattern(
+        r"weight$", r"weight_scale$", (torch.uint8,), "compressed-tensors", "mxfp8-quantized"
+    ),
+    _NamePattern(r"weight$", r"weight_scale$", (), "", _FLOAT_QUANTIZED),
+    _NamePattern(r"", r"(^|\.)scale_weight$", (), "", "scaled FP8 of ComfyUI"),
+    _NamePattern(r"", r"", (), "", "none that Ottava knows"),
 )
 
 
@@ -132,24 +155,24 @@ def find_codes(state: Mapping[str, Value], path: Path | None = None) -> Codes:
     ]
     if not candidates:
         return _NO_CODES
-    configured: Format | None = None
+    format: Format | None = None
     names = [*dtypes]
     if path is not None:
         folder = path if path.is_dir() else path.parent
-        configured = _configured(folder)
+        format = _format_of_configuration(folder)
         names += _names_in_index(folder, path)
     scales_of_weight = _scales_by_weight(dict.fromkeys(names))
     scales: dict[str, tuple[str, ...]] = {}
     for name in candidates:
-        own = scales_of_weight.get(weight_of(name), [])
+        scale_names = scales_of_weight.get(weight_of(name), [])
         # The configuration tells of scales that are in another file.
-        if own or (configured is not None and dtypes[name] in FLOAT8):
-            scales[name] = tuple(own)
+        if scale_names or (format is not None and dtypes[name] in FLOAT8):
+            scales[name] = tuple(scale_names)
     if not scales:
         return _NO_CODES
-    return Codes(
-        scales, {name: dtypes[name] for name in scales}, configured or _named(scales, dtypes)
-    )
+    if format is None:
+        format = _format_of_names(scales, dtypes)
+    return Codes(scales, {name: dtypes[name] for name in scales}, format)
 
 
 def _scales_by_weight(names: Iterable[str]) -> dict[str, list[str]]:
@@ -185,31 +208,33 @@ def _weights_of_scale(name: str) -> list[str]:
     return [module, *(module + dot + "_".join(parts[:count]) for count in range(1, len(parts) + 1))]
 
 
-def _named(scales: Mapping[str, tuple[str, ...]], dtypes: Mapping[str, torch.dtype]) -> Format:
-    """The format, by names and dtypes."""
-    name, scales_of_first = next(iter(scales.items()))
-    for codes, pattern, kinds, key, addition in _BY_NAMES:
-        fitting = [scale for scale in scales_of_first if re.search(pattern, scale)]
-        kind_fits = not kinds or any(dtypes.get(scale) in kinds for scale in fitting)
-        if re.search(codes, name) and fitting and kind_fits:
-            format = FORMATS.get(key, Format(""))
-            return Format(f"{format.title} {addition}".strip(), format.reader)
+def _format_of_names(
+    scales: Mapping[str, tuple[str, ...]], dtypes: Mapping[str, torch.dtype]
+) -> Format:
+    """The format, by the names and dtypes of the first codes and their scales."""
+    codes, scale_names = next(iter(scales.items()))
+    for row in _NAME_PATTERNS:
+        names = [name for name in scale_names if re.search(row.scales, name)]
+        dtype_fits = not row.scale_dtypes or any(dtypes.get(n) in row.scale_dtypes for n in names)
+        if re.search(row.codes, codes) and names and dtype_fits:
+            format = FORMATS.get(row.key, Format(""))
+            return Format(f"{format.title} {row.addition}".strip(), format.reader)
     raise AssertionError("the last row fits everything")
 
 
-def _configured(folder: Path) -> Format | None:
+def _format_of_configuration(folder: Path) -> Format | None:
     """The format that the configuration in a folder names; None without a configuration or a
     format."""
-    config = _read(folder / _CONFIG)
+    config = _json_object(folder / _CONFIG)
     options = _object(config, "quantization_config") or _object(config, "compression_config")
-    exported = _object(_read(folder / _MODELOPT_CONFIG), "quantization")
+    modelopt_options = _object(_json_object(folder / _MODELOPT_CONFIG), "quantization")
     method = options.get("quant_method")
     if not isinstance(method, str):
-        if not exported:
+        if not modelopt_options:
             return None
         method = "modelopt"
     format = FORMATS.get(method, Format(f"{method!r:.80}"))
-    kinds = (options.get("format"), options.get("quant_algo"), exported.get("quant_algo"))
+    kinds = (options.get("format"), options.get("quant_algo"), modelopt_options.get("quant_algo"))
     kind = next((kind for kind in kinds if isinstance(kind, str)), "")
     return Format(f"{format.title} {kind:.80}".strip(), format.reader)
 
@@ -217,7 +242,7 @@ def _configured(folder: Path) -> Format | None:
 def _names_in_index(folder: Path, path: Path) -> Sequence[str]:
     """The names of all tensors of a model, from an index of its files; empty without an index."""
     for index in sorted(folder.glob(_INDEX)):
-        files = _object(_read(index), "weight_map")
+        files = _object(_json_object(index), "weight_map")
         if path == folder or path.name in files.values():
             return list(files)
     return []
@@ -231,7 +256,7 @@ def _object(config: Mapping[str, object], key: str) -> dict[str, object]:
     return {}
 
 
-def _read(path: Path) -> dict[str, object]:
+def _json_object(path: Path) -> dict[str, object]:
     """The JSON beside a checkpoint; empty if it cannot be read, because it belongs to other
     tools."""
     with suppress(OSError, ValueError, RecursionError):

@@ -14,7 +14,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -88,7 +88,7 @@ def save_sharded(
 
     ranks = Ranks(group)
     folder, flat = ranks.each(lambda: (as_path(path), _FlatState(state)))
-    per_rank = _differing(flat, ranks)
+    per_rank = _names_per_rank(flat, ranks)
     description: Description = {
         "state": flat.tree,
         "quantized": flat.quantized,
@@ -104,7 +104,7 @@ def save_sharded(
     ranks.each(lambda: FolderWriter(folder, overwrite, description).save(tensors, ranks))
 
 
-def _differing(flat: _FlatState, ranks: Ranks) -> dict[str, list[str]]:
+def _names_per_rank(flat: _FlatState, ranks: Ranks) -> dict[str, list[str]]:
     """The plain tensors that differ between ranks, with the name of each rank's tensor in the
     files.
 
@@ -114,15 +114,15 @@ def _differing(flat: _FlatState, ranks: Ranks) -> dict[str, list[str]]:
     if ranks.world == 1:
         return {}
     _check_equal(_texts_of(flat), ranks)
-    own_sums = {
+    checksums = {
         name: crc32_of(in_memory(name, tensor))
         for name, tensor in flat.tensors.items()
         if not is_distributed(tensor)
     }
-    sums = ranks.gather(own_sums)
+    checksums_of_ranks = ranks.gather(checksums)
     names: dict[str, list[str]] = {}
-    for name in own_sums:
-        if len({of_rank[name] for of_rank in sums}) == 1:
+    for name in checksums:
+        if len({checksums_of_rank[name] for checksums_of_rank in checksums_of_ranks}) == 1:
             continue
         owner = flat.owners[name]
         if is_distributed(flat.values[owner]):
@@ -132,9 +132,9 @@ def _differing(flat: _FlatState, ranks: Ranks) -> dict[str, list[str]]:
                 "set it before it is sharded",
             )
         others = [f"{name}@rank-{rank:05d}" for rank in range(1, ranks.world)]
-        twice = set(others) & set(flat.tensors)
-        if twice:
-            raise UsageError(f"a tensor has the name {min(twice)!r}", remedy="rename it")
+        duplicates = set(others) & set(flat.tensors)
+        if duplicates:
+            raise UsageError(f"a tensor has the name {min(duplicates)!r}", remedy="rename it")
         names[name] = [name, *others]
     return names
 
@@ -196,7 +196,8 @@ def load_sharded(
 
     ranks = Ranks(group)
     reader = ranks.each(lambda: FolderReader(path))
-    flat, result, saved_names = ranks.each(lambda: _matched(state, reader, strict, ranks))
+    match = ranks.each(lambda: _match(state, reader, strict, ranks))
+    flat = match.flat
     if len(set(ranks.gather(reader.index.crc32))) > 1:
         raise CheckpointError(
             f"{path} is not the same checkpoint on all ranks", expected="a shared file system"
@@ -205,7 +206,7 @@ def load_sharded(
     if verify:
         own_files = sorted(reader.index.files)[ranks.rank :: ranks.world]
     ranks.each(lambda: [reader.file(name, verify=True) for name in own_files])
-    pairs = ranks.each(lambda: _pairs(flat, saved_names, reader, ranks))
+    pairs = ranks.each(lambda: _pairs(match, reader, ranks))
     # Data derived from the bytes of quantized tensors is outdated now.
     for name in flat.quantized:
         storage = local_tensor(flat.values[name])
@@ -214,43 +215,45 @@ def load_sharded(
         if isinstance(storage, torch.Tensor):
             bump_versions([storage])
     ranks.each(lambda: write_all(pairs))
-    return result
+    return match.result
+
+
+class _Match(NamedTuple):
+    """A state that fits a checkpoint.
+
+    Attributes:
+        flat: the state to load into.
+        result: the result of the load.
+        saved_names: the name in the checkpoint of each tensor that is loaded.
+    """
+
+    flat: _FlatState
+    result: object
+    saved_names: dict[str, str]
 
 
 def _pairs(
-    flat: _FlatState, saved_names: Mapping[str, str], reader: "FolderReader", ranks: Ranks
+    match: _Match, reader: "FolderReader", ranks: Ranks
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of a tensor to write and its mapped new value.
-
-    Args:
-        flat: the state to load into.
-        saved_names: the name in the checkpoint of each tensor that is loaded.
-        reader: the checkpoint.
-        ranks: the ranks that load.
-    """
+    """Pairs of a tensor to write and its mapped new value."""
+    tensors = match.flat.tensors
     description = reader.index.description
-    # Another number of ranks saved scaling state of its own: this one loads the largest values.
+    # If another number of ranks saved scaling state of its own, each rank loads the largest values.
     largest = {
-        name
+        name: reader.whole(name)
         for name in description["largest"]
-        if name in saved_names and len(description["per_rank"][name]) != ranks.world
+        if name in match.saved_names and len(description["per_rank"][name]) != ranks.world
     }
     shards = {
-        saved: flat.tensors[name] for name, saved in saved_names.items() if name not in largest
+        saved_name: tensors[name]
+        for name, saved_name in match.saved_names.items()
+        if name not in largest
     }
-    wholes = [
-        (flat.tensors[name], reader.whole(name))
-        for name in description["largest"]
-        if name in largest
-    ]
-    return reader.pairs(shards) + wholes
+    return reader.pairs(shards) + [(tensors[name], values) for name, values in largest.items()]
 
 
-def _matched(
-    state: _State, reader: "FolderReader", strict: bool, ranks: Ranks
-) -> tuple[_FlatState, object, dict[str, str]]:
-    """The state to load into, the result of the load, and the name in the checkpoint of each tensor
-    that is loaded.
+def _match(state: _State, reader: "FolderReader", strict: bool, ranks: Ranks) -> _Match:
+    """Compare a state with a checkpoint.
 
     Raises:
         CheckpointError: names, kinds, shapes or dtypes differ.
@@ -282,29 +285,31 @@ def _matched(
         saved_names[name] = names[ranks.rank] if len(names) == ranks.world else name
         _check_same_shape(saved_names[name], tensor, reader)
         check_writable(owner, local_tensor(tensor))
-    return flat, result, saved_names
+    return _Match(flat, result, saved_names)
 
 
 def _differing_names(
-    ours: Mapping[str, Node], theirs: Mapping[str, Node]
+    leaves: Mapping[str, Node], saved_leaves: Mapping[str, Node]
 ) -> tuple[list[str], list[str]]:
     """The names of the state that a checkpoint misses, and those of its tensors that the state
     misses.
 
     Args:
-        ours: the leaves of the merged tree.
-        theirs: the leaves of the tree in the checkpoint.
+        leaves: the leaves of the merged tree.
+        saved_leaves: the leaves of the tree in the checkpoint.
     """
     missing = []
-    for name, leaf in ours.items():
+    for name, leaf in leaves.items():
         if "tensor" not in leaf and "value" not in leaf:
+            # An empty container needs no counterpart.
             continue
-        if name not in theirs or ("tensor" in leaf) != ("tensor" in theirs[name]):
+        saved_leaf = saved_leaves.get(name)
+        if saved_leaf is None or ("tensor" in leaf) != ("tensor" in saved_leaf):
             missing.append(name)
     unexpected = [
         name
-        for name, leaf in theirs.items()
-        if "tensor" in leaf and "tensor" not in ours.get(name, {})
+        for name, leaf in saved_leaves.items()
+        if "tensor" in leaf and "tensor" not in leaves.get(name, {})
     ]
     return missing, unexpected
 
@@ -321,10 +326,10 @@ def _check_names(path: Path, missing: list[str], unexpected: list[str]) -> None:
 
 
 def _check_same_kind(
-    name: str, path: Path, saved: Mapping[str, Entry], own: Mapping[str, Entry]
+    name: str, path: Path, saved_entries: Mapping[str, Entry], entries: Mapping[str, Entry]
 ) -> None:
     """Raise CheckpointError unless a tensor is quantized as it was when it was saved."""
-    kind, expected = _kind_of(saved.get(name)), _kind_of(own.get(name))
+    kind, expected = _kind_of(saved_entries.get(name)), _kind_of(entries.get(name))
     if kind != expected:
         raise CheckpointError(
             f"{name!r} of {path} is {kind}",
@@ -344,9 +349,9 @@ def _check_same_shape(name: str, tensor: torch.Tensor, reader: "FolderReader") -
     ``tensor``."""
     expected = f"shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}"
     kind = "no values"
-    saved = reader.index.tensors.get(name)
-    if saved is not None:
-        kind = f"shape {tuple(saved.size)} and dtype {dtype_name(saved.properties.dtype)}"
+    metadata = reader.index.tensors.get(name)
+    if metadata is not None:
+        kind = f"shape {tuple(metadata.size)} and dtype {dtype_name(metadata.properties.dtype)}"
     if kind != expected:
         raise CheckpointError(
             f"{name!r} of {reader.path} has {kind}", expected=f"{expected}, as in the state"
@@ -392,8 +397,8 @@ def save_step(
     if keep is not None and ranks.rank == 0:
         remove_leftovers(path.parent, ".step-")
         others = [other for other in _step_checkpoints(path.parent) if other != path]
-        for old in others[keep - 1 :]:
-            _remove_old(old)
+        for checkpoint in others[keep - 1 :]:
+            _remove_old(checkpoint)
     return path
 
 
@@ -405,9 +410,9 @@ def _check_number(name: str, value: object, least: int) -> None:
 def _remove_old(checkpoint: Path) -> None:
     """Remove a checkpoint, or warn: the new one is whole, so that a training goes on."""
     try:
-        with Partial(checkpoint) as doomed:
+        with Partial(checkpoint) as partial:
             # Under this name the rest of a removed checkpoint is never taken for one.
-            os.rename(checkpoint, doomed.path / "removed")
+            os.rename(checkpoint, partial.path / "removed")
     except OSError as error:
         warnings.warn(
             f"the old checkpoint {checkpoint} cannot be removed: {error}",

@@ -65,7 +65,7 @@ def _encoded_leaf(name: str, value: object) -> object:
     )
 
 
-class _Opened(NamedTuple):
+class _NodeParts(NamedTuple):
     """A node of a tree.
 
     Attributes:
@@ -79,22 +79,22 @@ class _Opened(NamedTuple):
     entries: dict[object, object]
 
 
-def _opened(node: object) -> _Opened:
-    """A node in parts; TypeError or ValueError if it is no node."""
+def _parts_of(node: object) -> _NodeParts:
+    """The parts of a node; TypeError or ValueError if it is no node."""
     if not isinstance(node, dict):
         raise TypeError("a node is no dict")
     ((kind, content),) = node.items()
     if kind == "dict":
-        return _Opened(kind, content, dict(content))
+        return _NodeParts(kind, content, dict(content))
     if kind in _CONTAINERS:
-        return _Opened(kind, content, dict(enumerate(content)))
-    return _Opened(kind, content, {})
+        return _NodeParts(kind, content, dict(enumerate(content)))
+    return _NodeParts(kind, content, {})
 
 
 def decoded(node: object, tensors: Mapping[str, Value]) -> object:
     """The nested state of a tree with ``tensors`` by name; KeyError, TypeError or ValueError if the
     tree is invalid."""
-    kind, content, entries = _opened(node)
+    kind, content, entries = _parts_of(node)
     if kind == "tensor":
         if not isinstance(content, str):
             raise TypeError("the name of a tensor is no text")
@@ -117,7 +117,7 @@ def _decoded_leaf(content: object) -> object:
 
 def leaves_of(node: object, path: str = "") -> dict[str, Node]:
     """Tensors, values and empty containers in a tree, by their names in error messages."""
-    entries = _opened(node).entries
+    entries = _parts_of(node).entries
     if not entries and isinstance(node, dict):
         return {path.removeprefix("."): node}
     leaves: dict[str, Node] = {}
@@ -135,18 +135,20 @@ def merged(target: object, saved: object) -> object:
 
     Tensors, and entries that only the target has, stay.
     """
-    ours, theirs = _opened(target), _opened(saved)
-    tensors = _has_tensors(target) or _has_tensors(saved)
-    same_kind = ours.kind == theirs.kind and ours.kind in _CONTAINERS
-    same_length = len(ours.entries) == len(theirs.entries)
-    if not same_kind or not (ours.kind == "dict" or tensors or same_length):
-        return target if tensors else saved
-    entries: dict[object, object] = {}
-    for key, entry in ours.entries.items():
-        entries[key] = merged(entry, theirs.entries[key]) if key in theirs.entries else entry
-    for key, entry in theirs.entries.items():
-        if key not in ours.entries and not _has_tensors(entry):
+    target_parts, saved_parts = _parts_of(target), _parts_of(saved)
+    kind = target_parts.kind
+    has_tensors = _has_tensors(target) or _has_tensors(saved)
+    same_kind = kind == saved_parts.kind and kind in _CONTAINERS
+    same_length = len(target_parts.entries) == len(saved_parts.entries)
+    # Lists and tuples of other lengths are merged only for the sake of their tensors.
+    if not same_kind or not (kind == "dict" or has_tensors or same_length):
+        return target if has_tensors else saved
+    entries = dict(target_parts.entries)
+    for key, entry in saved_parts.entries.items():
+        if key in target_parts.entries:
+            entries[key] = merged(target_parts.entries[key], entry)
+        elif not _has_tensors(entry):
             entries[key] = entry
-    if ours.kind == "dict":
+    if kind == "dict":
         return {"dict": list(entries.items())}
-    return {ours.kind: list(entries.values())}
+    return {kind: list(entries.values())}

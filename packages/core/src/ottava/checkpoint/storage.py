@@ -94,9 +94,9 @@ def publish(partial: Partial, overwrite: bool) -> None:
             sync(target)
             os.replace(source / INDEX_NAME, target / INDEX_NAME)
             sync(target)
-            for old in os.listdir(target):
-                if FILE_NAME.fullmatch(old) and old not in files:
-                    (target / old).unlink(missing_ok=True)
+            for name in os.listdir(target):
+                if FILE_NAME.fullmatch(name) and name not in files:
+                    (target / name).unlink(missing_ok=True)
     sync(target.parent)
 
 
@@ -146,7 +146,7 @@ class FolderWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with _written(self.path):
+        with _write_errors(self.path):
             check_target(self.path, self.overwrite)
             Path(os.path.abspath(self.path)).parent.mkdir(parents=True, exist_ok=True)
             self.partial: Partial = self._stack.enter_context(Partial(self.path))
@@ -184,7 +184,7 @@ class FolderWriter(StorageWriter):
             shards.append((item.index, shard))
         file = None
         if tensors:
-            with _written(path):
+            with _write_errors(path):
                 checksum = write_tensors(path, tensors, described({}), mode)
                 file = (path.stat().st_size, checksum)
         future: Future[list[WriteResult]] = Future()
@@ -211,7 +211,7 @@ class FolderWriter(StorageWriter):
             shard, file = result.storage_data
             files[shard["file"]] = file
             tensors[result.index.fqn]["shards"].append(shard)
-        with _written(self.path):
+        with _write_errors(self.path):
             text = encoded_index(files, tensors, self.description)
             write_new(self.partial.path / INDEX_NAME, text, self._mode)
             # The index is checked before the folder gets its name.
@@ -234,7 +234,8 @@ def _shard_entry(item: WriteItem, file: str) -> ShardEntry | None:
     return {"file": file, "key": key, "offsets": offsets, "shape": shape}
 
 
-def _written(path: Path) -> contextlib.AbstractContextManager[None]:
+def _write_errors(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Turn the errors of a write to ``path`` into CheckpointErrors."""
     return translated(
         f"{path} cannot be written",
         "a folder to write to, and room in it",
