@@ -66,13 +66,16 @@ def test_a_class_is_not_rewritten() -> None:
     assert {name for name in added if not name.startswith("__") and name != "_abc_impl"} == set()
 
 
-def test_what_is_no_rule_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("value", "kind"), [(GridShards, "type"), ("NoSuchRule", "str"), ("math", "str")]
+)
+def test_what_is_no_rule_is_refused(value: object, kind: str) -> None:
     class Wrong(SampleQuantizer):
-        shards = GridShards
+        shards = value
 
     weight = Wrong(E4M3).quantize(torch.zeros(2, 2))
     with pytest.raises(
-        DTypeError, match=r"Wrong.shards is a type.*an ottava.distributed.ShardRule"
+        DTypeError, match=rf"Wrong.shards is a {kind}.*an ottava.distributed.ShardRule"
     ):
         quantize_master_weights([weight], [torch.ones(4)], [0])
 

@@ -169,17 +169,17 @@ class HighPrecisionWeight(torch.Tensor):
             The tensors; and the metadata for the next hook, which is the size of the whole weight
             where the values themselves are sent.
         """
-        dtype = mp_policy.param_dtype or self.dtype
         group = mesh.get_group()
         values = self._plain
-        world = dist.get_world_size(group)
         compare_weights(self, orig_size, group, module)
         check_shard(values.shape, orig_size, module)
+        world = dist.get_world_size(group)
         shard = take_quantized(module)
+        if shard is None and not gathers_quantized(gather_quantizer(module), orig_size, world):
+            dtype = mp_policy.param_dtype or self.dtype
+            rows = math.ceil(orig_size[0] / world)
+            return (pad_rows(values.to(dtype), rows).contiguous(),), orig_size
         if shard is None:
-            if not gathers_quantized(gather_quantizer(module), orig_size, world):
-                rows = math.ceil(orig_size[0] / world)
-                return (pad_rows(values.to(dtype), rows).contiguous(),), orig_size
             weights = [ShardedWeight(values, orig_size, module), *_other_weights(module)]
             shard = quantize_together(weights, mp_policy.param_dtype, group)
         return pre_all_gather(shard, mesh, orig_size, module)

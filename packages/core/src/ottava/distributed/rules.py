@@ -94,7 +94,7 @@ class ShardRule:
         return self.independent_rows(quantizer) or 1
 
 
-_UNDECLARED = ShardRule()
+_DEFAULT_RULE = ShardRule()
 
 
 def rule_of(quantizer: Quantizer) -> ShardRule:
@@ -120,7 +120,7 @@ def rule_of(quantizer: Quantizer) -> ShardRule:
             )
         if "quantize_impl" in vars(cls):
             break
-    return _UNDECLARED
+    return _DEFAULT_RULE
 
 
 #: A function from shards and their reduced amaxes to the factors that multiply elements and the
