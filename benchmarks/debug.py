@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -111,7 +112,7 @@ def draw(path: Path, steps: int = 30) -> None:
     layers = list(dict.fromkeys(layer for layer, _, _ in latest))
     figure, axes = plt.subplots(1, 3, figsize=(12, 5), sharey=True, layout="constrained")
     for axis, tensor in zip(axes, tensors, strict=True):
-        counts: list[dict[int, int]] = [latest[layer, tensor, "exponents"] for layer in layers]  # type: ignore[misc]
+        counts: list[Any] = [latest[layer, tensor, "exponents"] for layer in layers]
         low, high = -52 if tensor == "gradient" else -26, max(max(each) for each in counts) + 1
         shares = [
             [each.get(e, 0) / sum(each.values()) or math.nan for e in range(low, high)]

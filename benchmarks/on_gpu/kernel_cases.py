@@ -370,7 +370,9 @@ def kernel_cases(
         draw.plain = plain
         arguments = ({first: source_of(draw)} if source_of else {}) | option
         for key, value in table.items():
-            arguments[key] = arguments[key] if key in arguments else value(draw, arguments, number)  # type: ignore[operator]
+            if key not in arguments:
+                draw_value: Any = value
+                arguments[key] = draw_value(draw, arguments, number)
         return {key: arguments[key] for key in kinds}
 
     turns, cases = cycle(options), list[Case]()

@@ -81,7 +81,9 @@ class Draw:
 
 def storage_of(tensor: Tensor) -> Tensor:
     """All the memory behind a tensor, in one dimension of its dtype."""
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]
+    memory: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    whole: Tensor = memory.set_(tensor.untyped_storage())
+    return whole
 
 
 def placed(tensor: Tensor, device: torch.device) -> Tensor:

@@ -64,7 +64,8 @@ def test_a_run_replaces_its_own_kind_alone(monkeypatch: pytest.MonkeyPatch, tmp_
     (mine,) = own(None)
     assert set(results) == {"another kind", mine}
     assert results["another kind"] == OLD
-    assert results[mine]["sections"] == {"Imports": [{"import": "y", "milliseconds": 2.0}]}  # type: ignore[index]
+    sections = {"Imports": [{"import": "y", "milliseconds": 2.0}]}
+    assert results[mine]["sections"] == sections  # type: ignore[index]
     assert results[mine]["torch"] == torch.__version__  # type: ignore[index]
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert text == runner.page(results)
@@ -130,8 +131,8 @@ def test_an_alternative_that_is_not_there_is_left_out_of_its_row() -> None:
         raise ImportError("no torchao")
 
     calls: list[int] = []
-    timing = Timing("x", {"ottava": lambda: lambda: calls.append(1), "peer": missing}, calls=4)  # type: ignore[dict-item]
-    row = measure(timing, lambda runs: dict.fromkeys(runs, 8.0))
+    alternatives: Any = {"ottava": lambda: lambda: calls.append(1), "peer": missing}
+    row = measure(Timing("x", alternatives, calls=4), lambda runs: dict.fromkeys(runs, 8.0))
     assert row["seconds"] == {"ottava": 2.0}
     assert row["errors"] == {"peer": "ImportError: no torchao"}
     assert calls == [1]
@@ -146,7 +147,7 @@ def test_what_takes_too_long_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> 
         clock[0] += first if calls[name] == 1 else others
 
     costs = {"slow": (90.0, 80.0), "compiled": (90.0, 1.0), "quick": (2.0, 2.0)}
-    runs = {name: lambda name=name: lambda: run(name, *costs[name]) for name in costs}  # type: ignore[misc]
+    runs: Any = {name: lambda name=name: lambda: run(name, *costs[name]) for name in costs}
     row = measure(Timing("x", runs, calls=2), lambda runs: interleaved(runs, rounds=3, warmup=0))
     assert row["seconds"] == {"slow": 40.0, "compiled": 0.5, "quick": 1.0}
     assert list(row["seconds"]) == list(costs)

@@ -297,12 +297,12 @@ ROW_SIZES = [(64, 48, 32), (17, 33, 65), (1, 16, 32), (5, 1, 16), (4, 3, 0), (0,
 def test_one_scale_for_each_row(strict: Strict, rows_of_both: bool) -> None:
     for number, (m, n, k) in enumerate(ROW_SIZES):
         for formats in FORMATS if number < 2 else FORMATS[number % 3 :][:1]:
-            plain = [
+            plain: list[Any] = [
                 coded(s, f, 1.5, i)
                 for i, (s, f) in enumerate(zip(((m, k), (n, k)), formats, strict=True))
             ]
             a, b = (
-                LineScaled(data=x._data.view(f), scales=1e-4 + torch.rand(x._data.shape[0]) * 1e-3)  # type: ignore[union-attr]
+                LineScaled(data=x._data.view(f), scales=1e-4 + torch.rand(x._data.shape[0]) * 1e-3)
                 for x, f in zip(plain, formats, strict=True)
             )
             # Any strides will do.

@@ -223,8 +223,9 @@ LOOKS = {
 #: What asks who calls: the code, or the frames, of callers. (The ``stacklevel`` of warnings asks
 #: nothing.)
 CALLERS = re.compile(
-    r"\b(_getframe\w*|_current_frames|currentframe|f_back|tb_frame|getouterframes|getinnerframes|extract_stack|walk_stack)"
-    r"\b|\binspect\.(stack|trace)\b|\bfrom inspect import\b[^\n]*\bstack\b"
+    r"\b(_getframe\w*|_current_frames|currentframe|f_back|tb_frame|getouterframes|getinnerframes"
+    r"|extract_stack|walk_stack)\b"
+    r"|\binspect\.(stack|trace)\b|\bfrom inspect import\b[^\n]*\bstack\b"
 )
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ottava
 from ottava import _cpu
@@ -42,7 +43,8 @@ def test_the_types_of_public_names_are_told(tmp_path: Path) -> None:
     """By a stub, to who checks the types of a program: all that are public, each as what it is, and
     no others."""
     stub = Path(ottava.__file__).with_suffix(".pyi")
-    names = {alias.asname for node in ast.parse(stub.read_text()).body[:-1] for alias in node.names}  # type: ignore[attr-defined]
+    imports: list[Any] = ast.parse(stub.read_text()).body[:-1]
+    names = {alias.asname for node in imports for alias in node.names}
     assert names | {"__version__"} == set(dir(ottava))
     wrong = ["ottava.convert(3, 'current')", "ottava.absent"]
     used = [

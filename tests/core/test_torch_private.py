@@ -99,7 +99,9 @@ def trained(recipe: Any) -> list[torch.Tensor]:
     y.square().mean().backward()
     with torch.no_grad():
         alone = net(x)
-    return [y.detach(), alone, x.grad, *(p.grad for p in net.parameters())]  # type: ignore[list-item]
+    gradients = [tensor.grad for tensor in (x, *net.parameters()) if tensor.grad is not None]
+    assert len(gradients) == 1 + len(list(net.parameters()))
+    return [y.detach(), alone, *gradients]
 
 
 def primary(recipe: Any) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,8 +13,9 @@ Tensor = torch.Tensor
 DTypes = Sequence[torch.dtype]
 
 
-def _places(xs: Sequence[Tensor], dtypes: DTypes, formats: DTypes) -> tuple[list[object], ...]:
-    shapes: list[object] = [(1, x.numel()) for x in xs]
+def _places(xs: Sequence[Tensor], dtypes: DTypes, formats: DTypes) -> Any:
+    """The arguments of a kernel of many tensors: each is a matrix of one row."""
+    shapes = [(1, x.numel()) for x in xs]
     return (
         [*xs],
         [*dtypes],
@@ -25,7 +27,7 @@ def _places(xs: Sequence[Tensor], dtypes: DTypes, formats: DTypes) -> tuple[list
 
 def multi_amax(xs: Sequence[Tensor], dtypes: DTypes) -> Tensor:
     """The largest magnitude of each, its elements rounded to a dtype."""
-    return kernels.grid_multi_amax(*_places(xs, dtypes, [torch.float8_e4m3fn] * len(xs)))  # type: ignore[arg-type]
+    return kernels.grid_multi_amax(*_places(xs, dtypes, [torch.float8_e4m3fn] * len(xs)))
 
 
 def multi_cast(
@@ -33,4 +35,4 @@ def multi_cast(
 ) -> None:
     """Data of each, with one of ``scales``."""
     pairs = list(zip(scales.view(-1, 1, 1).unbind(), outs, strict=True))
-    kernels.grid_multi_cast(*_places(xs, dtypes, formats), pairs, [None] * len(xs))  # type: ignore[arg-type]
+    kernels.grid_multi_cast(*_places(xs, dtypes, formats), pairs, [None] * len(xs))

@@ -455,7 +455,8 @@ def fsdp_keeps_its_modules(names: dict[str, Any] | None) -> Iterator[None]:
     with these names."""
     private = "torch.distributed._composable_state"
     known = sys.modules[private]
-    sys.modules[private] = None if names is None else types.SimpleNamespace(**names)  # type: ignore[assignment]
+    substitute: Any = None if names is None else types.SimpleNamespace(**names)
+    sys.modules[private] = substitute
     fsdp2._groups.clear()
     fsdp2._resharded.clear()
     try:

@@ -3,6 +3,7 @@ oracles."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -222,7 +223,9 @@ def weights(draw: st.DrawFn, options: dict[str, Any]) -> Weight:
         make = lambda: _delayed(fmt, scale, amax, fits and amax is not None)  # noqa: E731
     if kind == "mxfp8":
         square, rounding = draw(st.booleans()), draw(st.sampled_from(("up", "floor")))
-        make = lambda: MXFP8Quantizer(fmt, with_2d_quantization=square, scale_rounding=rounding)  # noqa: E731
+        make = functools.partial(
+            MXFP8Quantizer, fmt, with_2d_quantization=square, scale_rounding=rounding
+        )
     if kind in ("blockwise", "rowwise"):
         scales = {
             "force_pow_2_scales": draw(st.booleans()),

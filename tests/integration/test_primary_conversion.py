@@ -142,7 +142,12 @@ def test_the_gradient_and_its_hooks_are_the_new_parameters(recipe: str) -> None:
     model, x, seen = net(torch.nn.Linear), torch.randn(32, 64), []
     model(x).sum().backward()
     before = model[0].weight
-    handles = [before.register_hook(lambda grad: seen.append(grad) or grad * 0)]  # type: ignore[func-returns-value]
+
+    def zero(grad: torch.Tensor) -> torch.Tensor:
+        seen.append(grad)
+        return grad * 0
+
+    handles = [before.register_hook(zero)]
     handles.append(before.register_post_accumulate_grad_hook(seen.append))
     grad = before.grad.clone()
     ottava.convert(model, recipe, primary=True)

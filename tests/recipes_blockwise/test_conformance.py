@@ -23,10 +23,18 @@ class TestHybrid(RecipeConformance):
 @pytest.mark.xdist_group("TestRows")
 class TestRows(RecipeConformance):
     recipe = "blockwise"
-    options = {"w_block_scaling_dim": 1, "force_pow_2_scales": False, "amax_epsilon": 1e-6}  # noqa: RUF012
+    options = {  # noqa: RUF012
+        "w_block_scaling_dim": 1,
+        "force_pow_2_scales": False,
+        "amax_epsilon": 1e-6,
+    }
 
 
 @pytest.mark.xdist_group("TestSquares")
 class TestSquares(RecipeConformance):
     recipe = "blockwise"
-    options = {"x_block_scaling_dim": 2, "grad_block_scaling_dim": 2, "fp8_format": Format.E5M2}  # noqa: RUF012
+    options = {  # noqa: RUF012
+        "x_block_scaling_dim": 2,
+        "grad_block_scaling_dim": 2,
+        "fp8_format": Format.E5M2,
+    }

@@ -55,8 +55,9 @@ def test_options_are_checked() -> None:
         Float8CurrentScalingQuantizer(torch.float16)
     with pytest.raises(OptionError):
         Float8CurrentScalingQuantizer(torch.float8_e4m3fn, amax_epsilon=-1.0)
+    no_flag: Any = 2
     with pytest.raises(OptionError):
-        Float8CurrentScalingQuantizer(torch.float8_e4m3fn, force_pow_2_scales=2)  # type: ignore[arg-type]
+        Float8CurrentScalingQuantizer(torch.float8_e4m3fn, force_pow_2_scales=no_flag)
     with pytest.raises(OptionError, match="HYBRID"):
         Float8CurrentScaling(fp8_format="E4M3")  # type: ignore[arg-type]
     with pytest.raises(OptionError):
@@ -194,8 +195,8 @@ class Doubling(Float8CurrentScalingQuantizer):
 class Keywords:
     """What a class beside the quantizers brings."""
 
-    def quantize_impl(self, tensor, **options):  # type: ignore[no-untyped-def]
-        return Float8CurrentScalingQuantizer.quantize_impl(self, 2 * tensor, **options)  # type: ignore[arg-type]
+    def quantize_impl(self: Any, tensor: torch.Tensor, **options: Any) -> Any:
+        return Float8CurrentScalingQuantizer.quantize_impl(self, 2 * tensor, **options)
 
 
 class Mixed(Keywords, Float8CurrentScalingQuantizer):  # type: ignore[misc]

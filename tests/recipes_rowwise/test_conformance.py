@@ -17,7 +17,11 @@ class TestRowwise(RecipeConformance):
 @pytest.mark.xdist_group("TestPowersOfTwo")
 class TestPowersOfTwo(RecipeConformance):
     recipe = "rowwise"
-    options = {"fp8_format": Format.HYBRID, "force_pow_2_scales": True, "amax_epsilon": 1e-6}  # noqa: RUF012
+    options = {  # noqa: RUF012
+        "fp8_format": Format.HYBRID,
+        "force_pow_2_scales": True,
+        "amax_epsilon": 1e-6,
+    }
 
 
 @pytest.mark.xdist_group("TestWgrad")

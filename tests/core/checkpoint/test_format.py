@@ -251,10 +251,13 @@ def test_all_is_on_the_disk_before_it_has_its_name(
 
 
 OLD_INDEX = (
-    '{"crc32":"994a069d","checkpoint":{"version":1,"world_size":1,"block_bytes":4194304,"files":{"rank-00000-of-00001.safete'
-    'nsors":[104,96,1144357824]},"tensors":{"x":{"dtype":"F32","shape":[2],"pieces":[{"file":"rank-00000-of-00001.safetensors"'
-    ',"begin":96,"offsets":[0],"shape":[2],"crc32":[3573961104]}]}},"description":{"state":{"dict":[["x",{"tensor":"x"}]]},"qu'
-    'antized":{},"per_rank":{},"largest":[]}}}\n'
+    '{"crc32":"994a069d","checkpoint":{"version":1,"world_size":1,"block_bytes":4194304,'
+    '"files":{"rank-00000-of-00001.safetensors":[104,96,1144357824]},'
+    '"tensors":{"x":{"dtype":"F32","shape":[2],'
+    '"pieces":[{"file":"rank-00000-of-00001.safetensors","begin":96,"offsets":[0],"shape":[2],'
+    '"crc32":[3573961104]}]}},'
+    '"description":{"state":{"dict":[["x",{"tensor":"x"}]]},'
+    '"quantized":{},"per_rank":{},"largest":[]}}}\n'
 )
 
 

@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_load_model_is_interrupted(small: Any, contents: Any, tmp_path: Path) ->
     before, after = contents(small(2)), contents(small(1))
     for line in lines_of(lambda: checkpoint.load_model(small(2), tmp_path / "saved")):
         model = small(2)
-        interrupted(lambda model=model: checkpoint.load_model(model, tmp_path / "saved"), line)  # type: ignore[misc]
+        interrupted(partial(checkpoint.load_model, model, tmp_path / "saved"), line)
         assert contents(model) in (before, after), line
 
 

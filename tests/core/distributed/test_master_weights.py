@@ -66,7 +66,9 @@ def test_gathered_shards_are_the_values_bit_for_bit(
         for jobs, a, b in zip(ranks, [0, *ends], [*ends, missing], strict=True):
             shape: Any = (len(values),)
             shard = whole[a:b].repeat_interleave(2)[::2] if chance.random() < 0.5 else whole[a:b]
-            jobs.append(ShardJob(Keeping(), shard, shape, whole.dtype, a, Output()))  # type: ignore[arg-type]
+            quantizer: Any = Keeping()
+            output: Any = Output()
+            jobs.append(ShardJob(quantizer, shard, shape, whole.dtype, a, output))
         whole[missing:] = 0
     batches = [GatheredBatch(jobs) for jobs in ranks]
     batches[0].cast([torch.nn.functional.pad(batch.values(), [0, 13]) for batch in batches])

@@ -92,14 +92,15 @@ def test_shards_are_quantized_as_the_whole(cls: type[Float8QuantizerBase]) -> No
     assert torch.equal(weight._scale_inv, whole._scale_inv)
 
 
+def scales_of_epsilon(jobs: Any, amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return kernels.scale_from_amax(amaxes, E4M3, jobs[0].quantizer.epsilon)
+
+
 class WithEpsilon(SampleQuantizer):
     """Its scales follow an option."""
 
     epsilon = 0.0
-    shards = GridShards(
-        lambda jobs, amaxes: kernels.scale_from_amax(amaxes, E4M3, jobs[0].quantizer.epsilon),  # type: ignore[attr-defined]
-        options=("epsilon",),
-    )
+    shards = GridShards(scales_of_epsilon, options=("epsilon",))
 
 
 def test_quantizers_of_a_class_keep_their_own_options() -> None:

@@ -3,6 +3,7 @@ backend."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -451,7 +452,8 @@ def test_data_of_shards(
         )
         scales = some_scales(grid[:: 1 - 2 * columnwise], layout, random)
         expected = grid_oracle.cast(made.matrix, scales, layout, columnwise)
-        on_every_path(lambda: check_data(made, torch.from_numpy(scales), expected, columnwise))  # noqa: B023
+        arguments = made, torch.from_numpy(scales), expected, columnwise
+        on_every_path(functools.partial(check_data, *arguments))
 
 
 def check_data(made: Cut, scales: Tensor, expected: Any, columnwise: bool) -> None:

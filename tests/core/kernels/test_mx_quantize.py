@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -217,11 +217,14 @@ def test_every_size_up_to_97(on_every_path: Callable[..., None]) -> None:
 
 @pytest.mark.slow
 def test_every_size_up_to_97_by_scalars(on_every_path: Callable[..., None]) -> None:
+    def check(x: torch.Tensor, shape: Any, options: Any, expected: Any) -> None:
+        check_four(quantized(x, options), expected, (shape, options), x)
+
     for number, shape in enumerate(PAIRS):
         options = ALL_OPTIONS[(number * 7 + 11) % len(ALL_OPTIONS)]
         x = sample(shape, options[0])
         expected = by_scalars(x, *options[1:])
-        on_every_path(lambda: check_four(quantized(x, options), expected, (shape, options), x))  # noqa: B023
+        on_every_path(partial(check, x, shape, options, expected))
 
 
 def test_every_option(code_path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_plugins import RECIPE, hook, offers, plugin
@@ -96,7 +97,8 @@ def test_right_options_arrive(site: Path) -> None:
         "acme_impl:build",
         "def build(scale, **k):\n    t = Thing()\n    t.got = (scale, k)\n    return t",
     )
-    assert ottava.get_recipe("mine", scale=2, margin=3).got == (2, {"margin": 3})  # type: ignore[attr-defined]
+    recipe: Any = ottava.get_recipe("mine", scale=2, margin=3)
+    assert recipe.got == (2, {"margin": 3})
 
 
 def test_an_unknown_name_is_answered_with_what_is_near_or_what_to_install(site: Path) -> None:

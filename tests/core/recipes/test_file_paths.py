@@ -4,6 +4,7 @@ suffix."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,15 +47,18 @@ def test_paths_may_be_path_objects_and_of_the_users_folder(
     offer(site)
     monkeypatch.setenv("HOME", "/some/home")
     assert ottava.get_recipe(Path("model.ini")).file == "model.ini"  # type: ignore[attr-defined]
-    assert ottava.get_recipe("~/model.ini").file == "/some/home/model.ini"  # type: ignore[attr-defined]
+    at_home: Any = ottava.get_recipe("~/model.ini")
+    assert at_home.file == "/some/home/model.ini"
     with ottava.autocast(Path("model.ini")):
-        assert ottava.recipes.region.current_region().recipe.file == "model.ini"  # type: ignore[attr-defined]
+        region: Any = ottava.recipes.region.current_region()
+        assert region.recipe.file == "model.ini"
 
 
 def test_models_take_paths(site: Path) -> None:
     offer(site)
     with ottava.autocast("model.ini"):
-        assert ottava.recipes.region.current_region().recipe.file == "model.ini"  # type: ignore[attr-defined]
+        region: Any = ottava.recipes.region.current_region()
+        assert region.recipe.file == "model.ini"
     with pytest.raises(
         RecipeNotFoundError, match=r"the file 'model.json' is read by no installed recipe"
     ):
@@ -81,7 +85,8 @@ def test_two_readers_are_a_conflict(site: Path) -> None:
     offer(site, "other", "beta", "('.ini',)")
     with pytest.raises(RecipeNotFoundError, match=r"'model.ini' is read by other and by reader"):
         ottava.get_recipe("model.ini")
-    assert ottava.get_recipe("other", file="model.ini").file == "model.ini"  # type: ignore[attr-defined]
+    other: Any = ottava.get_recipe("other", file="model.ini")
+    assert other.file == "model.ini"
 
 
 def test_an_option_that_it_does_not_take_is_refused(site: Path) -> None:

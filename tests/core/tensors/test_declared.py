@@ -222,7 +222,8 @@ def test_what_is_left_out_has_its_default() -> None:
         assert spec.static == (torch.float32, 3)
         again: Any = spec.rebuild(tensors)
         assert (type(again), again._grade, again._bytes) == (Graded, 3, made._bytes)
-    assert Graded(bytes=None, dtype=torch.float32, grade=4)._grade == 4  # type: ignore[attr-defined]
+    empty: Any = Graded(bytes=None, dtype=torch.float32, grade=4)
+    assert empty._grade == 4
     with pytest.raises(DTypeError, match=r"bytes is of torch.float32.*float8_e5m2"):
         Graded(bytes=torch.zeros(2, 2), dtype=torch.float32)
 

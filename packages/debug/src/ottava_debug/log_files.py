@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from nvdlfw_inspect.logging import BaseLogger, wrap_tensorboard_writer  # type: ignore[import-untyped]
+from nvdlfw_inspect.logging import (  # type: ignore[import-untyped]
+    BaseLogger,
+    wrap_tensorboard_writer,
+)
 
 from ottava.errors import DTypeError, OptionError
 from ottava.filesystem import open_text
