@@ -1,16 +1,18 @@
 """The product of FP8 elements as they are, on hardware that multiplies them, by torch's
 ``scaled_mm``: a table of which scales where.
 
-The library is called on rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give
-``a · bᵀ``. What it asks for is made here: zeros are added up to the sizes that it wants, at
-addresses that are multiples of 16, and the result is cut; scales of blocks are brought into an
-order of their own. A bias is added in float32 before the one rounding, unless the library adds it
-as it is. It has no product of two E5M2 operands: there is none here either.
+The library multiplies rows along the reduced dimension: ``a [M, K]`` and ``b [N, K]`` give
+``a · bᵀ``. This module brings operands into the form that the library takes. It pads them with
+zeros to the sizes that the library wants, at addresses that are multiples of 16, and cuts the
+result. It puts scales of blocks into the library's order. A bias is added in float32 before the
+one rounding, unless the library can add it itself. The library has no product of two E5M2
+operands, so this module has none either.
 
-One scale for the tensor, or for each row, is the private ``_scaled_mm``'s, because the public
-function takes lists and costs a fifth more host time. It takes rows that are contiguous, or
-(compute capability 10 and 11) a transposed view of contiguous ones; scales of rows for a bfloat16
-result and ``b`` in E4M3, else the bare product is scaled in float32.
+Operands with one scale for the tensor, or for each row, go to the private ``_scaled_mm``, because
+the public function takes lists and costs a fifth more host time. ``_scaled_mm`` takes contiguous
+rows, or (compute capability 10 and 11) a transposed view of contiguous ones. It takes scales of
+rows if the result is bfloat16 and ``b`` is E4M3; otherwise the product is computed without scales,
+and multiplied by them in float32.
 """
 
 from __future__ import annotations
@@ -35,21 +37,24 @@ from ottava.torch_private import scaled_mm
 Tensor = torch.Tensor
 CachedT = TypeVar("CachedT")
 _FLOAT32 = torch.float32
-# The multiple that the library wants of sizes and addresses.
+# Sizes and addresses have to be multiples of this.
 _MULTIPLE = 16
+# The sides of a square block, and the length of a line.
 _SIDE = 128
 
 
 def fitted(rows: Tensor, outer: int, inner: int, views: bool = False) -> Tensor:
-    """Bytes ``[outer, reduced]`` as a library takes them, in the same memory if it can be.
+    """Elements ``[outer, reduced]`` in the form that the library takes; without a copy if they
+    have it.
 
-    They are contiguous, or with ``views`` perhaps the transposed view of contiguous ones, at an
-    address that is a multiple of 16; zeros are added up to multiples of ``outer`` and ``inner``.
+    The result is padded with zeros to multiples of ``outer`` and ``inner``. It begins at an address
+    that is a multiple of 16. It is contiguous, or with ``views`` a transposed view of contiguous
+    elements.
     """
     data = rows.view(torch.uint8)
     if not data.is_contiguous() and data.t().is_contiguous():
         if views:
-            # Its outer size is a stride then.
+            # The outer size of the view is a stride, so it needs the multiple of the inner one.
             return _padded(data.t(), inner, inner).t().view(rows.dtype)
         data = transpose(data.t())
     return _padded(data.contiguous(), outer, inner).view(rows.dtype)
@@ -68,18 +73,21 @@ def _padded(data: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def cached(weight: Side, make: Callable[[], CachedT], option: object = None) -> CachedT:
-    """What ``make`` gives of a weight, made again when that has been written to, or ``option`` is
-    another."""
+    """The result of ``make`` for a weight, from the weight's cache if it is up to date.
+
+    ``make`` is called again when the weight was written to, or ``option`` is another.
+    """
     cache: GemmCache | None = None
     if weight.source is not None:
         cache = weight.source.gemm_cache()
-    # A graph that is replayed would never see a weight that has changed.
+    # A replayed CUDA graph would not notice that the weight has changed.
     if cache is None or (weight.values.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()
     tensors = [tensor for tensor in (weight.values, weight.scales) if tensor is not None]
     entry = cache.get(weight.columnwise, tensors, make, option)
     if isinstance(entry, Tensor) and entry.data_ptr() == weight.values.data_ptr():
-        # The weight's own memory, which the cache would keep when the weight has other data.
+        # The result is the weight's own memory, which the cache would keep alive after the weight
+        # has got other data.
         cache.entries.pop(weight.columnwise)
     return entry
 
@@ -102,15 +110,21 @@ def _padded_columns(scales: Tensor, multiple: int) -> Tensor:
     """float32 scales ``[rows, columns]`` transposed, which lie with strides ``[1, L]``, where L is
     the number of columns rounded up to a multiple."""
     rows, columns = scales.shape
-    # Not as contiguous makes them: the strides of sizes of 1 are looked at, too.
+    # contiguous() does not do, because the library also reads the strides of sizes of 1.
     padded = scales.new_zeros((rows, columns + -columns % multiple))
     padded[:, :columns] = scales
     return padded.t()
 
 
 class _Blocks(NamedTuple):
-    """What the library asks for of a kind of blocks: multiples of both sizes, and the order of
-    scales."""
+    """The form in which the library takes a kind of blocks.
+
+    Attributes:
+        recipe: the kind.
+        outer, inner: the multiples of which both sizes of an operand have to be.
+        order: brings scales into the library's order.
+        swizzle: the name of that order.
+    """
 
     recipe: F.ScalingType
     outer: int
@@ -143,8 +157,8 @@ def multiplies_fp8(operand: Tensor) -> bool:
 
 
 def product_of(a: Side, b: Side) -> Callable[..., Tensor] | None:
-    """What multiplies two operands, which fit together, as they are; None where they are to be
-    decoded."""
+    """The function that multiplies two sides without decoding them; None if this hardware has no
+    such product."""
     if not multiplies_fp8(a.values):
         return None
     return _choice(a.layout, b.layout, capability(a.values))
@@ -155,17 +169,17 @@ def _choice(left: str, right: str, hardware: int) -> Callable[..., Tensor] | Non
     if not {a.element, b.element} <= FP8 or a.element is b.element is torch.float8_e5m2:
         return None
     scales = (a.block, a.scale), (b.block, b.scale)
-    return next(
-        (row[3] for row in PRODUCTS if row[0] <= hardware <= row[1] and scales in row[2]), None
-    )
+    for row in PRODUCTS:
+        if row.oldest <= hardware <= row.newest and scales in row.scales:
+            return row.multiply
+    return None
 
 
 def product(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """``round(a[M, K] · b[N, K]ᵀ * scales + bias)`` of one scale for the tensor, or for each row;
     with ``fast`` accumulation where the hardware has it."""
     result = None
-    # What is not a tensor of memory (a traced or a fake one) has no address to look at: its
-    # operator has.
+    # A traced or fake tensor has no address to look at; the operator gets one that has.
     if type(a.values) is Tensor and not torch.compiler.is_compiling():
         result = _direct(a, b, bias, out_dtype, fast)
     if result is None:
@@ -188,8 +202,8 @@ def _rows(operand: Side) -> tuple[Tensor, Tensor]:
 def _direct(
     a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool
 ) -> Tensor | None:
-    """The product, if the library takes everything as it is: what every product of a usual training
-    step is."""
+    """The product, if the library takes both operands as they are, which it does in most training
+    steps; else None."""
     (left, scale_a), (right, scale_b) = _rows(a), _rows(b)
     (rows, inner), columns = left.shape, right.shape[0]
     if (
@@ -216,7 +230,7 @@ def _fuses(bias: Tensor, out_dtype: torch.dtype) -> bool:
 
 
 def _multiply(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    """Of any sizes, strides, addresses, scales and bias."""
+    """The product of operands of any sizes, strides, addresses and scales, with any bias."""
     (rows, inner), columns = a.outer_first().shape, b.outer_first().shape[0]
     if not (rows and columns and inner):
         return finish(
@@ -225,7 +239,7 @@ def _multiply(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fas
     in_blocks = _blocks(a) is not None
     fused = bias is None or (bias.dtype is out_dtype is not _FLOAT32 and not in_blocks)
     if not fused or (in_blocks and out_dtype is torch.float16):
-        # What the library would round before the bias is added, or has no product for.
+        # The library would round before the bias is added, or has no product with this result.
         return finish(_multiply(a, b, None, _FLOAT32, fast), None, None, bias, out_dtype)
     if in_blocks:
         result = _in_blocks(a, b, out_dtype, fast)
@@ -253,12 +267,12 @@ def _by_rows(a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, fast
         ):
             bare = _multiply(a._replace(scales=None), b._replace(scales=None), None, _FLOAT32, fast)
             return finish(bare * (scale_a * scale_b), None, None, bias, out_dtype)
-    # The hardware of which the library takes transposed views of rows.
+    # On this hardware the library takes transposed views of rows.
     views = not by_row and 100 <= capability(left) < 120
     left = fitted(left, 1, _MULTIPLE, views)
     make = partial(fitted, right, _MULTIPLE, _MULTIPLE, views)
-    # Only a weight, which is no operand of a product with columnwise data of both, is met again as
-    # it was.
+    # Only a weight can be multiplied again unchanged, so only its form is cached. If ``a`` is
+    # columnwise, this is wgrad, which has no weight.
     if a.columnwise:
         right = make()
     else:
@@ -300,7 +314,7 @@ def _in_blocks(a: Side, b: Side, out_dtype: torch.dtype, fast: bool) -> Tensor:
 
 
 def _for_library(operand: Side) -> tuple[Tensor, Tensor, _Blocks]:
-    """Elements ``[outer, reduced]``, padded, and their scales, in order."""
+    """Padded elements ``[outer, reduced]``, their scales in the library's order, and its form."""
     blocks, scales = cast(_Blocks, _blocks(operand)), cast(Tensor, operand.scales)
     data = fitted(
         operand.outer_first().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner
@@ -309,10 +323,25 @@ def _for_library(operand: Side) -> tuple[Tensor, Tensor, _Blocks]:
 
 
 _fitting = define("fp8_mm", "bool fast_accumulation", _multiply)
-#: The oldest and the newest hardware, by compute capability, the scales of both operands, and what
-#: multiplies them.
-PRODUCTS: tuple[tuple[int, float, list[tuple[_Scales, _Scales]], Callable[..., Tensor]], ...] = (
-    (0, inf, [(_TENSOR, _TENSOR), (_TENSOR, _ROW), (_ROW, _TENSOR), (_ROW, _ROW)], product),
-    (90, 90, [(_LINE, _LINE), (_LINE, _SQUARE), (_SQUARE, _LINE)], _fitting),
-    (100, inf, [(_MX, _MX)], _fitting),
+
+
+class Product(NamedTuple):
+    """A product of the library.
+
+    Attributes:
+        oldest, newest: the hardware that has it, by compute capability.
+        scales: the pairs of scales that the operands may have.
+        multiply: computes it.
+    """
+
+    oldest: int
+    newest: float
+    scales: list[tuple[_Scales, _Scales]]
+    multiply: Callable[..., Tensor]
+
+
+PRODUCTS = (
+    Product(0, inf, [(_TENSOR, _TENSOR), (_TENSOR, _ROW), (_ROW, _TENSOR), (_ROW, _ROW)], product),
+    Product(90, 90, [(_LINE, _LINE), (_LINE, _SQUARE), (_SQUARE, _LINE)], _fitting),
+    Product(100, inf, [(_MX, _MX)], _fitting),
 )
