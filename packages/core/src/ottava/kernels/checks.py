@@ -40,25 +40,25 @@ class Shards(NamedTuple):
     starts: Sequence[int]
 
 
-def check_high_precision(x: Tensor, what: str = "input") -> None:
+def check_high_precision(x: Tensor, name: str = "input") -> None:
     """Raise DTypeError unless ``x`` is a strided tensor of float32, bfloat16 or float16."""
     if not isinstance(x, Tensor):
         raise DTypeError(
-            f"{what} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor"
+            f"{name} is a {type(x).__name__}", expected="a torch.Tensor", remedy="pass a tensor"
         )
     if x.dtype not in HIGH_PRECISION:
         remedy = "convert it first, for example with .to(torch.bfloat16)"
-        raise DTypeError(f"{what} has dtype {x.dtype}", expected=_FLOATS, remedy=remedy)
-    check_dense(x, what)
+        raise DTypeError(f"{name} has dtype {x.dtype}", expected=_FLOATS, remedy=remedy)
+    check_dense(x, name)
 
 
-def check_dtype(dtype: object, what: str = "nominal dtype") -> None:
+def check_dtype(dtype: object, name: str = "nominal dtype") -> None:
     """Raise DTypeError unless ``dtype`` is float32, bfloat16 or float16."""
     if dtype not in HIGH_PRECISION:
-        raise DTypeError(f"{what} {dtype}", expected=_FLOATS)
+        raise DTypeError(f"{name} {dtype}", expected=_FLOATS)
 
 
-def check_dense(x: Tensor, what: str) -> None:
+def check_dense(x: Tensor, name: str) -> None:
     """Raise DTypeError for nested tensors and for other layouts than torch.strided.
 
     Nested tensors need their own check, because their layout may be torch.strided.
@@ -68,34 +68,34 @@ def check_dense(x: Tensor, what: str) -> None:
             "give tensor.values(), in which all rows lie one after the other, or a padded tensor"
         )
         raise DTypeError(
-            f"{what} is nested ({x.layout})", expected="one tensor with a shape", remedy=remedy
+            f"{name} is nested ({x.layout})", expected="one tensor with a shape", remedy=remedy
         )
     # Dynamo cannot trace the layout inside a backward pass. Nothing is lost: the operators of a
     # graph check the layout again when they run.
     if not torch.compiler.is_compiling() and x.layout != torch.strided:
         raise DTypeError(
-            f"{what} has layout {x.layout}",
+            f"{name} has layout {x.layout}",
             expected="a dense (strided) tensor",
             remedy="call .to_dense()",
         )
 
 
-def check_tensor(x: object, what: str, dtype: torch.dtype, remedy: str = "") -> None:
+def check_tensor(x: object, name: str, dtype: torch.dtype, remedy: str = "") -> None:
     """Raise DTypeError unless ``x`` is a tensor of ``dtype``."""
     if not isinstance(x, Tensor) or x.dtype != dtype:
         kind = getattr(x, "dtype", type(x).__name__)
-        raise DTypeError(f"{what} is of {kind}", expected=f"a tensor of {dtype}", remedy=remedy)
+        raise DTypeError(f"{name} is of {kind}", expected=f"a tensor of {dtype}", remedy=remedy)
 
 
-def check_scalar(scalar: Tensor, x: Tensor, what: str, dtype: torch.dtype = torch.float32) -> None:
+def check_scalar(scalar: Tensor, x: Tensor, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Raise an error unless ``scalar`` has one element, ``dtype``, and the device of ``x``."""
     check_tensor(
-        scalar, what, dtype, f"torch.tensor(value, dtype={dtype}, device=x.device) makes one"
+        scalar, name, dtype, f"torch.tensor(value, dtype={dtype}, device=x.device) makes one"
     )
-    check_dense(scalar, what)
+    check_dense(scalar, name)
     if scalar.numel() != 1:
-        raise ShapeError(f"{what} has shape {tuple(scalar.shape)}", expected="one element")
-    check_device(scalar, x.device, what)
+        raise ShapeError(f"{name} has shape {tuple(scalar.shape)}", expected="one element")
+    check_device(scalar, x.device, name)
 
 
 def check_data(data: Tensor) -> None:
@@ -118,7 +118,7 @@ def check_layout(layout: object) -> None:
 
 
 def check_grid(
-    data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, what: str = "the scales"
+    data: Tensor, scales: Tensor, layout: Layout, columnwise: bool, name: str = "the scales"
 ) -> None:
     """Raise an error unless ``scales`` fit the blocks of stored ``data``.
 
@@ -127,16 +127,16 @@ def check_grid(
     """
     check_layout(layout)
     check_data(data)
-    check_tensor(scales, what, layout.stored_scale)
+    check_tensor(scales, name, layout.stored_scale)
     expected = grid_of(
         layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
     )
     if tuple(scales.shape) != expected:
         raise ShapeError(
-            f"{what} of data {tuple(data.shape)} has shape {tuple(scales.shape)}",
+            f"{name} of data {tuple(data.shape)} has shape {tuple(scales.shape)}",
             expected=f"{expected}, unpadded",
         )
-    check_device(scales, data.device, what)
+    check_device(scales, data.device, name)
 
 
 def check_cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, transposed: bool) -> None:
@@ -156,19 +156,19 @@ def check_epsilon(epsilon: float) -> None:
         raise OptionError(f"amax epsilon is {epsilon!r}", expected="a finite number >= 0")
 
 
-def check_fits(x: Tensor, shape: tuple[int, ...], device: torch.device, what: str) -> None:
+def check_fits(x: Tensor, shape: tuple[int, ...], device: torch.device, name: str) -> None:
     """Raise an error unless ``x`` is a high-precision tensor of ``shape`` on ``device``."""
-    check_high_precision(x, what)
+    check_high_precision(x, name)
     if tuple(x.shape) != shape:
-        raise ShapeError(f"{what} has shape {tuple(x.shape)}", expected=str(shape))
-    check_device(x, device, what)
+        raise ShapeError(f"{name} has shape {tuple(x.shape)}", expected=str(shape))
+    check_device(x, device, name)
 
 
-def check_device(tensor: Tensor, device: torch.device, what: str) -> None:
+def check_device(tensor: Tensor, device: torch.device, name: str) -> None:
     """Raise DeviceError unless ``tensor`` is on ``device``."""
     if tensor.device != device:
         raise DeviceError(
-            f"{what} is on {tensor.device}, its operand on {device}",
+            f"{name} is on {tensor.device}, its operand on {device}",
             expected="the same device",
             remedy=f"move it with .to({str(device)!r})",
         )
@@ -179,18 +179,18 @@ def check_out(
     shape: Sequence[int] | None,
     dtype: torch.dtype,
     device: torch.device,
-    what: str = "out",
+    name: str = "out",
 ) -> None:
     """Raise an error unless ``out`` is contiguous and has this shape, dtype and device.
 
     With ``shape`` None any shape is accepted.
     """
-    check_tensor(out, what, dtype)
-    check_dense(out, what)
+    check_tensor(out, name, dtype)
+    check_dense(out, name)
     fits = shape is None or tuple(out.shape) == tuple(shape)
     if not fits or not out.is_contiguous():
         expected = "one" if shape is None else tuple(shape)
         raise ShapeError(
-            f"{what} has shape {tuple(out.shape)}", expected=f"a contiguous {expected}"
+            f"{name} has shape {tuple(out.shape)}", expected=f"a contiguous {expected}"
         )
-    check_device(out, device, what)
+    check_device(out, device, name)

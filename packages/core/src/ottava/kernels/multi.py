@@ -118,15 +118,15 @@ def grid_multi_cast(
         backend_module(xs[0].device.type).grid_multi_cast(shards, texts, rowwise, columnwise)
 
 
-def _check_pair(pair: object, what: str, x: Tensor, grid: Size, layout: Layout) -> Tensor:
+def _check_pair(pair: object, name: str, x: Tensor, grid: Size, layout: Layout) -> Tensor:
     """The buffer of ``(scales, out)``, after checks of both."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ShapeError(f"{what} is no pair", expected="None or (scales, out)")
+        raise ShapeError(f"{name} is no pair", expected="None or (scales, out)")
     scales, out = pair
-    checks.check_out(scales, grid, layout.stored_scale, x.device, f"the scales of {what}")
-    checks.check_out(out, None, torch.uint8, x.device, what)
+    checks.check_out(scales, grid, layout.stored_scale, x.device, f"the scales of {name}")
+    checks.check_out(out, None, torch.uint8, x.device, name)
     if out.numel() != x.numel():
-        raise ShapeError(f"{what} has {out.numel()} elements", f"{x.numel()}, as its tensor has")
+        raise ShapeError(f"{name} has {out.numel()} elements", f"{x.numel()}, as its tensor has")
     buffer: Tensor = out
     return buffer
 

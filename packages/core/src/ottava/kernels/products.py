@@ -2,7 +2,7 @@
 
 torch multiplies bfloat16 matrices slowly on a CPU without instructions for them. There operands are
 converted to float32, which holds them exactly, and the result is rounded once.
-``OTTAVA_CPU_PRODUCT`` (``bfloat16``, ``float32``) overrides what torch says of the CPU.
+``OTTAVA_CPU_PRODUCT`` (``bfloat16``, ``float32``) overrides torch's answer for the CPU.
 """
 
 import math
@@ -167,32 +167,18 @@ def finish(
     return out
 
 
-# -- the ways to multiply: functions of an epilogue and the arguments of Multiply --
+# -- the ways to multiply: functions of the arguments of Multiply --
 
 
-def _bare(
-    epilogue: Epilogue,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _bare(a: Tensor, b: Tensor, *_: object) -> Tensor:
     """The product alone, of operands in the dtype of the result."""
     return torch.mm(a, b)
 
 
 def _biased(
-    epilogue: Epilogue,
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    a: Tensor, b: Tensor, _: object, __: object, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """torch adds the bias to its float32 sums, which it rounds once."""
+    """torch adds the bias to its float32 sums, which it rounds once. There are no scales."""
     assert bias is not None
     if bias.dtype is not a.dtype:
         bias = bias.to(a.dtype)
@@ -213,8 +199,8 @@ def _factored(
 ) -> Tensor:
     """torch multiplies its float32 sums by the scales, too.
 
-    It does so only for a normal float32 number: torch refuses larger ones, and may flush smaller
-    ones to 0.
+    It does so only if their product is a normal float32 number: torch refuses larger ones, and may
+    flush smaller ones to 0. ``epilogue`` serves the others.
     """
     factor = math.prod([scale.item() for scale in (scale_a, scale_b) if scale is not None])
     if not _FLOAT32.tiny <= abs(factor) <= _FLOAT32.max:
@@ -233,7 +219,7 @@ def _finished(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """The epilogue takes the sums in float32."""
+    """``epilogue`` scales the sums in float32, adds the bias and rounds once."""
     if a.dtype is not _SUMS and returns_float32(a.device):
         sums = torch.mm(a, b, _SUMS)
     else:
@@ -268,9 +254,9 @@ def product_for(
             return partial(_factored, epilogue)
         return partial(_finished, epilogue)
     if bias_dtype is None and dtype is out_dtype:
-        return partial(_bare, epilogue)
+        return _bare
     if narrow or (bias_dtype is not None and dtype is _SUMS):
-        return partial(_biased, epilogue)
+        return _biased
     return partial(_finished, epilogue)
 
 

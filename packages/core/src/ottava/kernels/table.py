@@ -90,8 +90,12 @@ def _values(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
-def _data(x: Tensor, rowwise: bool, transposed: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Data of the shape of ``x``, and its transpose."""
+def _data(x: Tensor, *options: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Data of the shape of ``x``, and its transpose.
+
+    The last two options of a row that casts, ``rowwise`` and ``transposed``, ask for them.
+    """
+    *_, rowwise, transposed = options
     data = transpose = None
     if rowwise:
         data = torch.empty_like(x, dtype=_DATA, memory_format=torch.contiguous_format)
@@ -106,38 +110,17 @@ def _scale_from_amax(
     return amax.new_empty(amax.shape), amax.new_empty(amax.shape)
 
 
-def _quantize(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    epsilon: float,
-    force_pow_2: bool,
-    rowwise: bool,
-    transposed: bool,
-) -> Results:
-    return *_data(x, rowwise, transposed), _scalar(x), _scalar(x), _scalar(x)
+def _quantize(x: Tensor, *options: Any) -> Results:
+    return *_data(x, *options), _scalar(x), _scalar(x), _scalar(x)
 
 
-def _quantize_for_layer(
-    x: Tensor,
-    fp8_dtype: torch.dtype,
-    epsilon: float,
-    force_pow_2: bool,
-    rowwise: bool,
-    transposed: bool,
-) -> Results:
-    return *_data(x, rowwise, transposed), None, _scalar(x), None
+def _quantize_for_layer(x: Tensor, *options: Any) -> Results:
+    """A layer reads neither the scale nor the amax."""
+    return *_data(x, *options), None, _scalar(x), None
 
 
-def _cast_amax(
-    x: Tensor,
-    scale: Tensor,
-    amax: Tensor | None,
-    saturated: Tensor | None,
-    fp8_dtype: torch.dtype,
-    rowwise: bool,
-    transposed: bool,
-) -> Results:
-    return *_data(x, rowwise, transposed), _scalar(x)
+def _cast_amax(x: Tensor, *options: Any) -> Results:
+    return *_data(x, *options), _scalar(x)
 
 
 class _DirectionShapes(NamedTuple):
@@ -445,21 +428,11 @@ def _write_scales(
         backend.update_scales(scales, histories, maxima, most_recent, last)
 
 
-def _fake_update(
-    scales: list[Tensor],
-    histories: list[Tensor],
-    maxima: list[float],
-    most_recent: bool,
-    last: Tensor | None,
-) -> None:
-    pass
-
-
 _update_scales = _define(
     "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, "
     "Tensor? last) -> ()",
     _write_scales,
-    _fake_update,
+    lambda *_: None,
 )
 
 

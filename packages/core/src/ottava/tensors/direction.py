@@ -27,23 +27,26 @@ def in_order(
     stored: tuple[torch.Tensor, torch.Tensor], layout: Layout, columnwise: bool
 ) -> Direction:
     """A stored direction in the order of the tensor: views."""
-    data, scales = stored
-    if not (columnwise and layout.transposed):
-        return Direction(data, scales)
-    if data.dim():
-        data = data.movedim(0, -1)
-    return Direction(data, scales.t())
+    return _moved(Direction(*stored), layout, columnwise, 0, -1)
 
 
 def as_stored(
     ordered: tuple[torch.Tensor, torch.Tensor], layout: Layout, columnwise: bool
 ) -> Direction:
     """The inverse of :func:`in_order`: views."""
-    data, scales = ordered
+    return _moved(Direction(*ordered), layout, columnwise, -1, 0)
+
+
+def _moved(
+    direction: Direction, layout: Layout, columnwise: bool, source: int, destination: int
+) -> Direction:
+    """The direction with one dimension of its data moved and its scales transposed, if the layout
+    transposes it; unchanged otherwise."""
     if not (columnwise and layout.transposed):
-        return Direction(data, scales)
+        return direction
+    data, scales = direction
     if data.dim():
-        data = data.movedim(-1, 0)
+        data = data.movedim(source, destination)
     return Direction(data, scales.t())
 
 
