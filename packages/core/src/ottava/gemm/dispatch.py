@@ -56,13 +56,13 @@ def gemm(
     to ``out_dtype``: one for the tensor or for each row to the sums, one for each block to the
     block's partial sums. On CPUs with a fast product of bfloat16 a bfloat16 result with a float32
     bias is rounded before both, too (see the numerics page). Scales that are powers of two are part
-    of the operands' values. Hardware that multiplies FP8 is given the data; elsewhere it is
-    decoded, exactly in float32's normal range; products of what lies beyond follow IEEE float32.
+    of the operands' values. Hardware that multiplies FP8 is given the data. Elsewhere data are
+    decoded, exactly within float32's normal range; values beyond it follow IEEE float32.
 
     Args:
         bias: ``[N]``, added in float32.
-        out: write the result here (any high-precision dtype); with ``accumulate`` add to what it
-            holds.
+        out: write the result here (any high-precision dtype); with ``accumulate`` add it to the
+            values of ``out``.
         use_split_accumulator: False allows fast accumulation where the hardware has it.
 
     Raises:
@@ -88,11 +88,11 @@ def gemm(
     if a.device != b.device:
         raise DeviceError(f"operands on {a.device} and {b.device}", expected="one device")
     if inner != reduced:
-        what = (
+        raise ShapeError(
             f"{gemm_type} of {tuple(a.size())} and {tuple(b.size())}: reduced dimensions "
-            f"{inner} and {reduced}"
+            f"{inner} and {reduced}",
+            expected="equal ones",
         )
-        raise ShapeError(what, expected="equal ones")
     if bias is not None:
         check_fits(bias, (columns,), a.device, "bias")
         bias = bias.detach()

@@ -152,8 +152,8 @@ def _elsewhere(layer: Layer, name: str, operand: torch.Tensor, device: torch.dev
 
 
 def check_use(layer: Layer, *tensors: torch.Tensor | None) -> None:
-    """Refuse what takes functions apart to differentiate or to record them, which quantization does
-    not survive; and to export a layer that makes steps.
+    """Refuse transforms and traces, which take functions apart and would lose the quantization; and
+    refuse to export a layer that makes steps.
 
     Args:
         tensors: the operands, of which a forward-mode derivative may be asked.
@@ -167,18 +167,25 @@ def check_use(layer: Layer, *tensors: torch.Tensor | None) -> None:
         _check_export(layer)
     name = transform()
     if name == "trace":
-        transformation = "torch.jit.trace"
-        remedy = "use torch.export, or trace inside ottava.autocast(enabled=False)"
-    elif name:
-        transformation = f"{name}, a transform of torch.func,"
-        remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients"
-    elif not compiling and has_tangent(*tensors):
-        transformation = "forward-mode derivatives"
-        remedy = "use it inside ottava.autocast(enabled=False), or backward() for gradients"
-    else:
-        return
-    what = f"{label_of(layer)} computes on quantized operands, which {transformation} cannot take"
-    raise UsageError(what, "a plain call, or high precision", remedy)
+        raise _refusal(
+            layer,
+            "torch.jit.trace",
+            "use torch.export, or trace inside ottava.autocast(enabled=False)",
+        )
+    by_backward = "use it inside ottava.autocast(enabled=False), or backward() for gradients"
+    if name:
+        raise _refusal(layer, f"{name}, a transform of torch.func,", by_backward)
+    if not compiling and has_tangent(*tensors):
+        raise _refusal(layer, "forward-mode derivatives", by_backward)
+
+
+def _refusal(layer: Layer, user: str, remedy: str) -> UsageError:
+    """The error for a ``user`` of a layer that cannot take quantized operands."""
+    return UsageError(
+        f"{label_of(layer)} computes on quantized operands, which {user} cannot take",
+        "a plain call, or high precision",
+        remedy,
+    )
 
 
 def _check_export(layer: Layer) -> None:

@@ -42,11 +42,14 @@ Filter = str | Iterable[str] | Predicate
 #: numbers for names; and ``head``, ``output``, ``fc`` and the like, directly in the model or its
 #: wrapper.
 HEADS = "ottava.HEADS"
-_HEAD_NAME = re.compile(
-    r"((?!\d+\.)[^.]*\.)*((lm|mlm|cls|classification|value|v|policy|reward)_head|classifier|embed_out|unembed|qa_outputs|"
-    r"vocab_proj)|((_orig_mod|base_model|model|module|net)\.)*(heads?|score|cls|fc|proj_out|(to_)?logits|"
-    "output(_layer|_proj|_projection)?)"
+_OUTSIDE_STACKS = r"((?!\d+\.)[^.]*\.)*"
+_HEAD_ANYWHERE = (
+    r"((lm|mlm|cls|classification|value|v|policy|reward)_head"
+    r"|classifier|embed_out|unembed|qa_outputs|vocab_proj)"
 )
+_WRAPPERS = r"((_orig_mod|base_model|model|module|net)\.)*"
+_HEAD_OF_MODEL = r"(heads?|score|cls|fc|proj_out|(to_)?logits|output(_layer|_proj|_projection)?)"
+_HEAD_NAME = re.compile(f"{_OUTSIDE_STACKS}{_HEAD_ANYWHERE}|{_WRAPPERS}{_HEAD_OF_MODEL}")
 
 # The reasons of linear modules that the user left alone.
 _EXCLUDED, _NOT_INCLUDED = "in exclude", "not in include"

@@ -125,7 +125,7 @@ def _converted_class(cls: type[torch.nn.Module]) -> type[ConvertedModel]:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
-    # Not made by the metaclass of the model's class, which may register its classes.
+    # The metaclass of the model's class is not called, because it may register its classes.
     metaclass = type(cls)
     if issubclass(metaclass, abc.ABCMeta):
         derived: type = abc.ABCMeta.__new__(metaclass, cls.__name__, bases, namespace)

@@ -161,8 +161,8 @@ class TransposedLinear(Linear):
         return layer
 
     def reset_parameters(self) -> None:
-        """As :meth:`ottava.nn.Linear.reset_parameters`, which takes the layer's features from the
-        shape of the weight."""
+        """:meth:`ottava.nn.Linear.reset_parameters` of the transposed weight, whose shape it reads
+        the layer's features from."""
         weight = self._parameters["weight"]
         matrix = self.weight.detach().t()
         self._parameters["weight"] = torch.nn.Parameter(matrix, requires_grad=False)

@@ -1,4 +1,4 @@
-"""What the rooms below :class:`ottava.nn.Linear` read of a layer."""
+"""A layer as the rooms below :class:`ottava.nn.Linear` read it."""
 
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ class Layer(Protocol):
 
 
 def label_of(layer: Layer) -> str:
-    """What errors call a layer."""
+    """The name of a layer in errors."""
     kind = type(layer).__name__
     return f"{kind} {layer.name!r}" if layer.name else kind
 

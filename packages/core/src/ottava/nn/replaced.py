@@ -39,7 +39,7 @@ class _Replacement(NamedTuple):
 
 # By the id of the replaced parameter.
 _replacements: dict[int, _Replacement] = {}
-# What takes the hook off, while the hook is on.
+# The handle that removes the hook, while there is one.
 _hook: list[RemovableHandle] = []
 
 

@@ -231,13 +231,13 @@ def _without_dequantizing(fn: TensorFunction, weight: torch.Tensor) -> torch.Ten
         result = fn(weight)
         if isinstance(result, QuantizedTensor) or result.dtype not in HIGH_PRECISION:
             return result
-        # ``fn`` would dequantize the weight. Its bytes stay, and device and dtype change alone.
+        # ``fn`` would dequantize the weight. Keep its bytes and change only device and dtype.
         if weight.is_meta and not result.is_meta:
             # A weight on meta has no bytes; ``fn`` makes memory for them.
             return weight.apply_to_inner(fn).to_dtype(result.dtype)
-        copy = weight.to(result.device)
-        assert isinstance(copy, QuantizedTensor)
-        return copy.to_dtype(result.dtype)
+        on_device = weight.to(result.device)
+        assert isinstance(on_device, QuantizedTensor)
+        return on_device.to_dtype(result.dtype)
 
 
 def _keeping_dtypes(fn: TensorFunction, state: torch.nn.Module | None) -> TensorFunction:

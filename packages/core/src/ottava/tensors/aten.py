@@ -95,16 +95,16 @@ def _dequantize_and_run(op: AtenOp, args: Sequence[object], kwargs: Mapping[str,
     if places is not None:
         result = op(*plain_args, **plain_kwargs)
         arguments = arguments_at(places, args, kwargs)
-        written = {id(t): t for t in arguments if isinstance(t, QuantizedTensorStorage)}
-        returned = written
+        targets = {id(t): t for t in arguments if isinstance(t, QuantizedTensorStorage)}
+        returned = targets
     else:
         # Torch shows no schemas: arguments that changed were written to, and any may be returned.
         before = {key: values.clone() for key, values in copies.values.items()}
         result = op(*plain_args, **plain_kwargs)
         changed = [k for k, v in before.items() if not _have_same_bits(v, copies.values[k])]
-        written = {key: copies.owners[key] for key in changed}
+        targets = {key: copies.owners[key] for key in changed}
         returned = copies.owners
-    _quantize_into(written, copies.values)
+    _quantize_into(targets, copies.values)
     if not returned:
         return result
     # An in-place operator returns its own argument: give back the quantized one.
@@ -135,15 +135,15 @@ def arguments_at(
 
 
 def _quantize_into(
-    written: Mapping[int, QuantizedTensorStorage], values: Mapping[int, torch.Tensor]
+    targets: Mapping[int, QuantizedTensorStorage], values: Mapping[int, torch.Tensor]
 ) -> None:
     """Quantize new values into tensors; both are by the ids of the tensors."""
-    groups = [getattr(tensor, "_shard_group", None) for tensor in written.values()]
-    if len(written) > 1 and any(group is not None for group in groups):
+    groups = [getattr(tensor, "_shard_group", None) for tensor in targets.values()]
+    if len(targets) > 1 and any(group is not None for group in groups):
         # One collective serves all shards whose scales are shared.
-        above("batches").requantize([(tensor, values[key]) for key, tensor in written.items()])
+        above("batches").requantize([(tensor, values[key]) for key, tensor in targets.items()])
         return
-    for key, tensor in written.items():
+    for key, tensor in targets.items():
         tensor.quantize_(values[key])
 
 

@@ -82,7 +82,7 @@ Declared = dict[str, Any]
 
 
 class Declaring(Protocol):
-    """What the functions here read of a storage."""
+    """The attributes of a storage that this module reads."""
 
     inner_tensors: ClassVar[tuple[InnerTensor, ...]]
     own_fields: ClassVar[tuple[StaticField, ...]]

@@ -46,11 +46,11 @@ class _Kind(NamedTuple):
 
     Attributes:
         is_view: whether its results share the memory of an argument.
-        written: position and name of the arguments that it writes to.
+        writes: position and name of the arguments that it writes to.
     """
 
     is_view: bool
-    written: Sequence[tuple[int, str]]
+    writes: Sequence[tuple[int, str]]
 
 
 _KINDS: dict[AtenOp, _Kind] = {}
@@ -67,15 +67,15 @@ def _kind_by_schema(op: AtenOp) -> _Kind | None:
     aliases = aliases_of(op)
     if aliases is None:
         return None
-    written = [(position, name) for position, name, is_write in aliases if is_write]
-    return _Kind(bool(aliases) and not written, written)
+    writes = [(position, name) for position, name, is_write in aliases if is_write]
+    return _Kind(bool(aliases) and not writes, writes)
 
 
 def _kind_by_name(op: AtenOp) -> _Kind:
-    """As torch names operators: one that writes in place ends with an underscore."""
+    """Told by the name of the operator, which ends with an underscore if it writes in place."""
     name = op.name().rpartition("::")[2].partition(".")[0]
-    written = [(0, "self")] if name.endswith("_") else []
-    return _Kind(name in _VIEWS, written)
+    writes = [(0, "self")] if name.endswith("_") else []
+    return _Kind(name in _VIEWS, writes)
 
 
 class DequantizedView(torch.Tensor):
@@ -126,7 +126,7 @@ class DequantizedView(torch.Tensor):
             # Schemas of collectives do not say what they write.
             raise _views_in((args, kwargs))[0]._refusal(op.name())
         kind = _kind_of(op)
-        for argument in arguments_at(kind.written, args, kwargs):
+        for argument in arguments_at(kind.writes, args, kwargs):
             if isinstance(argument, DequantizedView):
                 raise argument._refusal(op.name())
         result = op(*tree_map(_plain, args), **tree_map(_plain, kwargs))

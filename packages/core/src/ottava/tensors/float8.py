@@ -1,5 +1,5 @@
-"""FP8 data with one scale, shared by every per-tensor recipe: a storage, a tensor, what their
-quantizers share.
+"""FP8 data with one scale, for every per-tensor recipe: a storage, a tensor, and the base class of
+their quantizers.
 
 Invariant: ``original ≈ float32(data) * scale_inv``.
 """
@@ -111,8 +111,7 @@ class Float8TensorStorage(GridTensorStorage):
 
     @property
     def _scale_inv(self) -> torch.Tensor | None:
-        """What multiplies when dequantizing, of shape ``(1,)``: a view, so that writes to it
-        count."""
+        """The factor of dequantization, of shape ``(1,)``: a view, so that writes to it count."""
         return None if self._scalar is None else self._scalar.view(1)
 
     @_scale_inv.setter
@@ -164,8 +163,8 @@ class Float8Tensor(GridTensor, Float8TensorStorage):
 
 
 class Float8QuantizerBase(GridQuantizer):
-    """What quantizers with one scale a tensor share: the format, empty results and wrapping of
-    kernel outputs."""
+    """Base class of quantizers with one scale for the tensor: the format, empty results, and
+    storages around the results of kernels."""
 
     shards: ClassVar[Any] = None
     process_attributes: ClassVar[tuple[str, ...]] = ()
@@ -231,9 +230,12 @@ class Float8QuantizerBase(GridQuantizer):
     def empty_impl(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> QuantizedTensorStorage:
-        sides = zip((False, True), self.needs(device, len(shape)), strict=True)
         layout = _LAYOUTS[self.fp8_dtype, True]
-        made = [
-            zeros(layout, shape, turned, device)[0] if wanted else None for turned, wanted in sides
-        ]
-        return self._wrap((*made, torch.ones((), dtype=torch.float32, device=device)), dtype)
+        needs_data, needs_transpose = self.needs(device, len(shape))
+        data = transpose = None
+        if needs_data:
+            data = zeros(layout, shape, False, device).data
+        if needs_transpose:
+            transpose = zeros(layout, shape, True, device).data
+        scale_inv = torch.ones((), dtype=torch.float32, device=device)
+        return self._wrap((data, transpose, scale_inv), dtype)

@@ -31,8 +31,10 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def data_and_scales(side: Side | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tensors of a side; None for what there is not."""
-    return (None, None) if side is None else (side.values, side.scales)
+    """The tensors of a side, which may lack scales; (None, None) without a side."""
+    if side is None:
+        return None, None
+    return side.values, side.scales
 
 
 class GridQuantizer(Quantizer):
@@ -42,7 +44,7 @@ class GridQuantizer(Quantizer):
     its own.
 
     Args:
-        layout: what the elements are, and which of them share a scale.
+        layout: the format of the elements, and which of them share a scale.
         rowwise, columnwise: usages to produce.
 
     Raises:
@@ -84,7 +86,7 @@ class GridQuantizer(Quantizer):
         return not self.stateful
 
     def static_fields(self) -> Declared:
-        """What the tensors of this quantizer are told besides data, scales and their dtype."""
+        """The static fields of this quantizer's tensors, except for their dtype."""
         return {"layout": self.layout.text}
 
     def for_shards(self, group: Group) -> Self:
@@ -120,13 +122,13 @@ class GridQuantizer(Quantizer):
         return self.rowwise_usage, self.columnwise_usage
 
     def layout_on(self, device: torch.device, dims: int) -> Layout:
-        """The layout of what is made of tensors with so many dimensions on ``device``."""
+        """The layout of the results for tensors with ``dims`` dimensions on ``device``."""
         return self.layout
 
     def kernel(
         self, rowwise: bool, columnwise: bool
     ) -> Callable[[torch.Tensor], for_layers.SideTensors]:
-        """What makes data and scales of rows, of columns or of both, of a tensor."""
+        """The function that computes the data and scales of rows, of columns or of both."""
         if self.amax_reduction_group is None:
             return partial(
                 for_layers.grid_quantize,
@@ -142,7 +144,7 @@ class GridQuantizer(Quantizer):
 
     def tensors_of(self, operand: Operand) -> InnerTensors:
         """The inner tensors of the operand's storage, in the order of the declaration; None for
-        what the operand does not have."""
+        those that the operand lacks."""
         rows = data_and_scales(operand.rows)
         columns = data_and_scales(operand.columns)
         if not self.layout.one_buffer:
@@ -158,35 +160,35 @@ class GridQuantizer(Quantizer):
         if not process_groups_ready():
             return for_layers.grid_quantize(tensor, self.layout.text, rowwise, columnwise)
         layout, matrix = self.layout, as_matrix_shape(tensor.shape)
-        directions = rowwise, columnwise
+        requested = rowwise, columnwise
+        # The tensor as a list of one range, which is the whole matrix.
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
         sizes = kernels.grid_amax_sizes(*matrix, layout)
         amaxes = list(kernels.grid_multi_amax(*place).split(sizes))
-        for direction, wanted in enumerate(directions[: len(amaxes)]):
-            # Of squares one amax serves both directions.
-            spans_rows = layout.block_of(bool(direction))[0] is None
-            if spans_rows and (wanted or layout.square):
-                amaxes[direction] = all_reduce_max(amaxes[direction], self.amax_reduction_group)
+        for by_column in (False, True)[: len(amaxes)]:
+            # One amax of a square serves both directions.
+            spans_rows = layout.block_of(by_column)[0] is None
+            if spans_rows and (requested[by_column] or layout.square):
+                amaxes[by_column] = all_reduce_max(amaxes[by_column], self.amax_reduction_group)
         results: list[torch.Tensor | None] = [None] * 4
         pairs: list[list[tuple[torch.Tensor, torch.Tensor] | None]] = [[None], [None]]
-        for by_column in [bool(direction) for direction in (0, 1) if directions[direction]]:
+        for by_column in (False, True):
+            if not requested[by_column]:
+                continue
             amax = amaxes[by_column and not layout.square]
             amax = amax.view(layout.grid(matrix, by_column, shared=True))
             scale, scale_inv = kernels.grid_scales(
                 for_blocks(amax, layout, by_column, matrix), layout, tensor.dtype
             )
-            data = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
-            multiplier = scale_inv if scale is None else scale
-            pairs[by_column] = [(multiplier.contiguous(), data)]
-            side = as_stored((data, scale_inv), layout, by_column)
-            results[2 * by_column : 2 * by_column + 2] = side
+            # Kernels read E8M0 scales themselves, and have no other factor for them.
+            factor = scale_inv if scale is None else scale
+            ordered = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
+            pairs[by_column] = [(factor.contiguous(), ordered)]
+            stored = as_stored((ordered, scale_inv), layout, by_column)
+            results[2 * by_column : 2 * by_column + 2] = stored
         kernels.grid_multi_cast(*place, *pairs)
-        return (
-            _contiguous(results[0]),
-            _contiguous(results[1]),
-            _contiguous(results[2]),
-            _contiguous(results[3]),
-        )
+        data, scales, column_data, column_scales = map(_contiguous, results)
+        return data, scales, column_data, column_scales
 
     def _wrap(self, tensors: InnerTensors, dtype: torch.dtype) -> QuantizedTensorStorage:
         """Inner tensors in the order of the declaration, which fit together: a bare storage is not
@@ -203,14 +205,17 @@ class GridQuantizer(Quantizer):
         )
         if ... in static:
             self.storage_class(**fields)  # refuses to be made without the missing fields
-        return StorageSpec(self.storage_class, static, self).rebuild(tensors)  # type: ignore[no-any-return]
+        storage: QuantizedTensorStorage
+        storage = StorageSpec(self.storage_class, static, self).rebuild(tensors)
+        return storage
 
     def empty_impl(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> QuantizedTensorStorage:
         tensors: list[torch.Tensor | None] = []
-        for columnwise, wanted in zip((False, True), self._directions(self.layout), strict=True):
-            if wanted:
+        directions = self._directions(self.layout)
+        for columnwise, is_requested in zip((False, True), directions, strict=True):
+            if is_requested:
                 tensors += zeros(self.layout, shape, columnwise, device)
             else:
                 tensors += None, None

@@ -197,8 +197,11 @@ class QuantizedTensorStorage:
             f"{type(self).__name__} holds no data{purpose}", remedy="it was cleared or saved"
         )
 
+    def _nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.inner_list() if tensor is not None)
+
     #: Bytes that the inner tensors hold. Annotated as an attribute, as that of torch's tensors is.
-    nbytes: int = property(lambda self: sum(t.nbytes for t in self.inner_list() if t is not None))  # type: ignore[assignment]
+    nbytes: int = property(_nbytes)  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:
@@ -287,8 +290,8 @@ class QuantizedTensorStorage:
         return duplicate
 
     def flatten_columnwise(self) -> tuple[Sequence[torch.Tensor | None], StorageSpec]:
-        """:meth:`flatten_storage` for ``rebuild_saved``, of the columnwise usage alone, which a
-        backward pass reads. The storage may give up its rowwise usage."""
+        """:meth:`flatten_storage` of the columnwise usage alone, which a backward pass reads. The
+        storage may give up its rowwise usage."""
         self.update_usage(rowwise_usage=False, columnwise_usage=True)
         return self.flatten_storage()
 
@@ -391,10 +394,10 @@ class QuantizedTensorStorage:
             if noop_flag is not None:
                 source = torch.where(noop_flag.reshape(()) == 1, target, source)
             target.copy_(source)
-        written = [target for target, _ in pairs]
+        targets = [target for target, _ in pairs]
         if isinstance(self, torch.Tensor):
-            written.append(self)
-        declaration.bump_versions(written)
+            targets.append(self)
+        declaration.bump_versions(targets)
         self.mark_written()
         if self._whole is not None:
             self._whole.mark_written()
@@ -488,7 +491,8 @@ class QuantizedTensorStorage:
         return elements
 
     def mark_written(self) -> None:
-        """Called after the values changed in place, which outdates what is cached of them."""
+        """Called after the values changed in place: tensors that are cached of them are outdated
+        then."""
         self._writes.writes += 1
 
     def share_writes(self, other: QuantizedTensorStorage) -> None:

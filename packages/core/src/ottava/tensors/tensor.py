@@ -346,7 +346,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def _adopt(self, value: Any) -> None:
         """Take over everything of ``value``, a quantized tensor of this kind."""
         if _frame(self) != _frame(value):
-            # What torch itself keeps of this tensor follows only this way.
+            # Only this assignment changes the attributes that torch itself keeps.
             torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
         quantizer = self._quantizer if value._quantizer is None else value._quantizer
         self._hold(value.get_metadata(), quantizer)
@@ -372,7 +372,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             UsageError: the shards of the weight have different scales.
             ShapeError: they are uneven, or cut blocks in two, and an inner tensor cannot be padded.
         """
-        return above("hooks").pre_all_gather(self, mesh, orig_size, module)  # type: ignore[no-any-return]
+        buffers_and_metadata: tuple[tuple[torch.Tensor, ...], object]
+        buffers_and_metadata = above("hooks").pre_all_gather(self, mesh, orig_size, module)
+        return buffers_and_metadata
 
     def fsdp_post_all_gather(
         self,
@@ -384,7 +386,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     ) -> tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None:
         """The whole tensor of dtype ``param_dtype`` around the gathered bytes, or ``out`` brought
         up to date."""
-        return above("hooks").post_all_gather(metadata, outputs, param_dtype, out)  # type: ignore[no-any-return]
+        whole: tuple[QuantizedTensor, tuple[torch.Tensor, ...]] | None
+        whole = above("hooks").post_all_gather(metadata, outputs, param_dtype, out)
+        return whole
 
     def _holder(self) -> torch.Tensor | None:
         """The inner tensor whose memory this tensor shows."""
@@ -539,5 +543,6 @@ def straight_through(
     tensor: OperandT, function: Callable[[OperandT, torch.dtype], ResultT], dtype: torch.dtype
 ) -> ResultT:
     """``function(tensor, dtype)`` by :class:`StraightThrough`."""
-    result: ResultT = StraightThrough.apply(tensor, function, dtype)  # type: ignore[no-untyped-call]
+    result: ResultT
+    result = StraightThrough.apply(tensor, function, dtype)  # type: ignore[no-untyped-call]
     return result

@@ -183,7 +183,7 @@ def _strided_values(tensor: QuantizedTensor) -> torch.Tensor:
 @_of_all(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 def _same_elements(op: AtenOp, tensor: QuantizedTensor, *args: object, **kwargs: object) -> object:
     """The elements in their order, unless some are repeated."""
-    # Torch tells the size of the result on an example, and refuses what it refuses.
+    # An example shows the size of the result, and raises torch's errors for wrong arguments.
     example: torch.Tensor = op(torch.empty(tensor.shape, device="meta"), *args, **kwargs)
     if example.numel() == tensor.numel():
         view = tensor.reshaped(lambda data: op(data, *args, **kwargs))
