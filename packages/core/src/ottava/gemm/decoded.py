@@ -37,8 +37,9 @@ def folds(layout: Layout) -> bool:
 
 
 def _decoded(place: int, side: Side, dtype: torch.dtype) -> Decoded:
-    """A side's values in ``dtype``, which holds them exactly."""
-    if not side.layout or side.scales is None:
+    """The values of a side: decoded into ``dtype``, which holds them exactly, if it is
+    quantized."""
+    if not side.is_quantized() or side.scales is None:
         return Decoded(side.outer_first(), side.scales)
     layout = Layout.of(side.layout)
     folded = folds(layout)
@@ -64,8 +65,8 @@ def _multiply(
     return _product_of_blocks(left, right, bias, out_dtype)
 
 
-#: ``round(a[M, K] · b[N, K]ᵀ + bias)`` of ``(a, b, bias, out_dtype, compute_dtype)``: elements are
-#: decoded to the last, and sides in high precision are of it.
+#: ``round(a[M, K] · b[N, K]ᵀ + bias)`` of ``(a, b, bias, out_dtype, compute_dtype)``. Elements are
+#: decoded to ``compute_dtype``, which is the dtype of sides in high precision.
 decoded_mm = define("decoded_mm", "ScalarType compute_dtype", _multiply)
 
 
@@ -80,7 +81,7 @@ def _product_of_blocks(
     """
     inner, turned = a.values.shape[1], b.values.t()
     left_scales, right_scales = _scales_of_rows(a), _scales_of_rows(b)
-    # What has one scale along the summed dimension asks for no partial sums.
+    # One scale along the summed dimension needs no partial sums.
     step = math.gcd(a.block[1] or 0, b.block[1] or 0) or inner or 1
     once = a.block[1] is b.block[1] is None
     sums = None
@@ -108,9 +109,11 @@ def _scales_of_rows(operand: Decoded) -> Tensor:
 
 
 def _wide_mm(a: Tensor, b: Tensor, once: bool) -> Tensor:
-    """The product in float32, by which blocks are summed. Where it is ``once`` that scales are
-    applied, a CPU's fast product rounds to bfloat16 before: operands are bfloat16 if the result is
-    going to be."""
+    """The product of two spans in float32.
+
+    If scales are applied only ``once``, a CPU with a fast product of bfloat16 rounds to bfloat16
+    before: operands are bfloat16 only for a bfloat16 result.
+    """
     if a.dtype is torch.bfloat16 and dense.returns_float32(a.device):
         return dense.mm(a, b, torch.float32)
     if once and dense.product_dtype(a.dtype, a.device) is torch.bfloat16:

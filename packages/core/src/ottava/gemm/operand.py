@@ -1,7 +1,9 @@
 """How each form of a matrix becomes a side of a product.
 
-An operand has its sides. A storage says what it is: elements on a grid (``grid_operand``), else
-values and a factor (``gemm_operand``). A plain tensor is its values.
+- An operand has its sides.
+- A storage of elements on a grid gives their data and scales (``grid_operand``).
+- Any other storage gives its values in high precision and a factor (``gemm_operand``).
+- A plain tensor is in high precision.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from ottava.tensors.operand import Operand, Side
 from ottava.tensors.storage import QuantizedTensorStorage
 
 Tensor = torch.Tensor
-#: What products take: a tensor in high precision, a quantized one, or what a quantizer made.
+#: A matrix that products take: in high precision, as a quantized tensor or storage, or as an
+#: operand.
 Matrix = Tensor | QuantizedTensorStorage | Operand
 
 
@@ -26,12 +29,13 @@ def as_matrix(x: Tensor) -> Tensor:
 def stored(x: Matrix) -> Tensor | QuantizedTensorStorage:
     """An operand as a storage; anything else as it is."""
     if isinstance(x, Operand):
-        return x.stored()  # type: ignore[no-any-return]
+        return x.stored()
     return x
 
 
 def side_of(x: Matrix, columnwise: bool) -> Side | None:
-    """Elements with scales; None for a matrix that has no such elements.
+    """The side of a quantized matrix: data and scales; None for a matrix that has no elements on a
+    grid.
 
     Raises:
         UsageError: a storage does not hold this side, and cannot make it.
@@ -46,12 +50,14 @@ def side_of(x: Matrix, columnwise: bool) -> Side | None:
     elements = x.grid_operand(columnwise=columnwise)
     if elements is None:
         return None
-    layout = (columnwise and x.column_layout_text) or x.layout_text
+    layout = x.layout_text
+    if columnwise and x.column_layout_text:
+        layout = x.column_layout_text
     return Side(*elements, layout, columnwise, x)
 
 
 def dense_side(x: Matrix, columnwise: bool, dtype: torch.dtype) -> Side:
-    """Values in ``dtype``, and the factor that they lack, if any."""
+    """The side of a matrix in high precision: its values in ``dtype``, and their factor, if any."""
     source = stored(x)
     if not isinstance(source, QuantizedTensorStorage):
         return Side(as_matrix(source.detach()).to(dtype), columnwise=columnwise)

@@ -97,7 +97,7 @@ class LayerProduct:
         self._out_dtype = out_dtype
         self._dtype = torch.float32 if accumulates else out_dtype
         self._split = use_split_accumulator
-        # What was decided, and for which layouts and settings.
+        # The decision, and the layouts and settings that it holds for.
         self._multiply: Multiply | None = None
         self._layouts: tuple[str, str] | None = None
         self._changes = -1
@@ -127,9 +127,9 @@ class LayerProduct:
         return None
 
     def _planned(self, left: Side, right: Side, bias: Tensor | None) -> Tensor | None:
-        """None where :func:`multiply` computes it."""
+        """The product as it was decided; None if :func:`multiply` has to compute it."""
         if self._changes != backends.changes or self._layouts != (left.layout, right.layout):
-            # Nothing is decided while dispatch is observed. What is decided checks for itself.
+            # Nothing is decided while dispatch is observed. A decided product checks that itself.
             if not is_direct(left.values, right.values):
                 return None
             self._decide(left, right, bias)
@@ -200,8 +200,10 @@ def _decoding_plan(
 
 
 def _planned_side(place: int, side: Side, compute: torch.dtype) -> PlannedSide | None:
-    """None for a side that is too large, or whose scales neither fold into the values nor are one
-    for the tensor."""
+    """How the compiled module decodes a side.
+
+    None for a side that is too large, and for one with scales of blocks that are no powers of two.
+    """
     layout, element, rule, _ = native_layout(side.layout)
     out = memory.scratch.empty(place, side.values, compute)
     folded = folds(layout)

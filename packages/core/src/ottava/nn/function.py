@@ -28,8 +28,8 @@ from ottava.torch_private import unsafe_view
 
 Tensor = torch.Tensor
 _Quantized = Operand | QuantizedTensorStorage
-#: Tensors to save, and what rebuilds an operand of them; None rebuilds a plain tensor.
-_Saved = tuple[Sequence[Tensor | None], SavedSpec]
+#: Tensors to save, and the spec that rebuilds an operand of them; None for one plain tensor.
+_Saved = tuple[Sequence[Tensor | None], SavedSpec | None]
 _NOTHING: _Saved = ((None,), None)
 #: Gradients of the input, the weight and the bias; None for ``one_pass``.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
@@ -151,8 +151,8 @@ class Context(Protocol):
     """
 
     plan: Plan
-    x_spec: SavedSpec
-    w_spec: SavedSpec
+    x_spec: SavedSpec | None
+    w_spec: SavedSpec | None
     main_grad: Tensor | None
     weight: Tensor | None
     bias_dtype: torch.dtype | None
@@ -253,10 +253,11 @@ def _saved_tensors(ctx: Context) -> tuple[Sequence[Tensor], Sequence[Tensor], Te
     return tensors[:end], tensors[end:], primary
 
 
-def _restored(tensors: Sequence[Tensor], spec: SavedSpec) -> Tensor | _Quantized:
+def _restored(tensors: Sequence[Tensor], spec: SavedSpec | None) -> Tensor | _Quantized:
     if spec is None:
         return tensors[0]
-    return spec.rebuild(tensors)
+    operand: _Quantized = spec.rebuild(tensors)
+    return operand
 
 
 def _input_gradient(dy: Tensor | _Quantized, weight: Tensor | _Quantized, plan: Plan) -> Tensor:

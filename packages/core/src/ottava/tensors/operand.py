@@ -1,73 +1,92 @@
 """``Operand``: a quantized matrix as plain tensors, the form in which layers move it.
 
-A quantizer makes one for a layer, each product reads one :class:`Side` of it, and the side that the
-backward pass reads is saved. A storage wraps the same tensors for users, parameters, FSDP2 and
-files; :meth:`Operand.stored` makes it where a product asks for one.
+A quantizer makes an operand for a layer, each product reads one :class:`Side` of it, and the side
+that the backward pass reads is saved. A storage wraps the same tensors for users, parameters, FSDP2
+and files; :meth:`Operand.stored` makes it where a product asks for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ottava.kernels.for_layers import SideTensors
 from ottava.layout import Layout
+from ottava.tensors.saving import SavedSpec
+from ottava.tensors.storage import QuantizedTensorStorage
 
 Tensor = torch.Tensor
-# A quantizer or a storage. Any, because the modules of both import this one.
-Above = Any
 
 
 class Side(NamedTuple):
-    """A matrix in one direction, as a product reads it: quantized, or in high precision.
+    """One of the two matrices of a product, in the direction that the product reads.
+
+    A side is one of two things, which its layout tells apart:
+
+    - with a layout, one direction of a quantized matrix: the data and the scales of its elements;
+    - without a layout, a matrix in high precision, which a factor may still have to multiply.
 
     Attributes:
-        values: the bytes of the elements, transposed where the layout transposes columnwise data;
-            or the matrix in high precision.
-        scales: the scales of the elements, as they are stored; or a float32 scalar that multiplies
-            a matrix in high precision, or None.
-        layout: the text of the layout of the elements; empty for high precision.
-        columnwise: whether the product sums along the columns of the matrix, and reads columnwise
-            data if the side is quantized.
-        source: the storage whose cache keeps what products make of the elements; None for elements
-            that one product alone reads.
+        values: the data, a uint8 matrix, which is transposed where the layout transposes columnwise
+            data; or the matrix in high precision.
+        scales: the scales of the elements, as they are stored; or the factor, a float32 scalar.
+            None if there are none.
+        layout: the text of the layout; empty for a matrix in high precision.
+        columnwise: whether the product sums along the columns of the matrix. Of a quantized matrix
+            it then reads columnwise data.
+        source: the storage that caches what products compute of its elements; None for elements
+            that only one product reads, and in high precision.
     """
 
     values: Tensor
     scales: Tensor | None = None
     layout: str = ""
     columnwise: bool = False
-    source: Above = None
+    source: QuantizedTensorStorage | None = None
+
+    def is_quantized(self) -> bool:
+        """Whether ``values`` are the data of elements, not a matrix in high precision."""
+        return self.layout != ""
 
     def is_turned(self) -> bool:
         """Whether ``values`` are ``[reduced, outer]``: the product sums over their rows."""
-        return self.columnwise and not (self.layout and Layout.of(self.layout).transposed)
+        if not self.columnwise:
+            return False
+        return not (self.is_quantized() and Layout.of(self.layout).transposed)
 
     def outer_first(self) -> Tensor:
         """``values`` as ``[outer, reduced]``."""
         return self.values.t() if self.is_turned() else self.values
 
 
+class OperandQuantizer(Protocol):
+    """The quantizer of an operand, a :class:`~ottava.tensors.GridQuantizer`."""
+
+    def storage_of(self, operand: Operand) -> QuantizedTensorStorage:
+        """A storage around the tensors of an operand of this quantizer."""
+
+
 class Operand(NamedTuple):
     """A quantized matrix: a side for each usage that its quantizer was asked for, or two where one
     buffer serves both usages.
 
-    Invariant, of each side: ``matrix ≈ float32(element) * scale`` of the element's block.
+    Invariant of each side: ``matrix ≈ float32(element) * scale``, with the scale of the element's
+    block.
 
     Attributes:
         rows: for products that sum along each row: fprop reads those of an input and a weight,
             dgrad those of ``grad_output``.
         columns: for products that sum along each column: dgrad reads those of a weight, wgrad those
             of both its operands.
-        quantizer: the ``GridQuantizer`` that made it.
+        quantizer: made the operand.
         dtype: the nominal dtype.
     """
 
     rows: Side | None
     columns: Side | None
-    quantizer: Above
+    quantizer: OperandQuantizer
     dtype: torch.dtype
 
     @property
@@ -77,44 +96,49 @@ class Operand(NamedTuple):
         assert side is not None
         return side.values.device
 
-    def stored(self) -> Above:
+    def stored(self) -> QuantizedTensorStorage:
         """A bare storage around the same tensors."""
         return self.quantizer.storage_of(self)
 
-    def flatten_columnwise(self) -> tuple[Sequence[Tensor | None], Above]:
-        """What the backward pass reads: tensors to save, and a spec that rebuilds an operand."""
+    def flatten_columnwise(self) -> tuple[Sequence[Tensor | None], SavedSpec]:
+        """The tensors that a backward pass reads, and a spec that rebuilds an operand of them."""
         columns = self.columns
         if columns is None:
-            return self.stored().flatten_columnwise()  # type: ignore[no-any-return]
+            return self.stored().flatten_columnwise()
         spec = ColumnsSpec(columns.layout, self.quantizer, self.dtype)
         return (columns.values, columns.scales), spec
 
 
 class ColumnsSpec(NamedTuple):
-    """What is left of an operand's columns when their two tensors are saved."""
+    """Rebuilds the columns of an operand from their two saved tensors.
+
+    Attributes:
+        layout: the text of the layout of the elements.
+        quantizer, dtype: those of the operand.
+        tensor_count: how many tensors :meth:`rebuild` takes.
+    """
 
     layout: str
-    quantizer: Above
+    quantizer: OperandQuantizer
     dtype: torch.dtype
-    #: How many tensors :meth:`rebuild` takes.
     tensor_count: int = 2
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Operand:
-        """An operand that has columns alone."""
+        """An operand without rows."""
         values, scales = tensors
         return Operand(None, Side(values, scales, self.layout, True), self.quantizer, self.dtype)
 
 
 class Quantization:
-    """Makes operands of the matrices that one role of a layer brings, on one device.
+    """Quantizes the matrices of one role of a layer, on one device.
 
-    A quantizer makes it once for a layer's plan. What the quantizer's options, the usages and the
-    device decide is decided then.
+    A quantizer makes one for the plan of a layer. Everything that depends on the quantizer's
+    options, the usages and the device is decided then, and not again for each matrix.
 
     Args:
-        kernel: gives the tensors of a matrix.
+        kernel: returns the data and scales of a matrix.
         layout: of the elements.
-        quantizer: the ``GridQuantizer`` that makes this.
+        quantizer: the quantizer of the operands.
         dtype: the nominal dtype of the operands.
     """
 
@@ -124,7 +148,7 @@ class Quantization:
         self,
         kernel: Callable[[Tensor], SideTensors],
         layout: Layout,
-        quantizer: Above,
+        quantizer: OperandQuantizer,
         dtype: torch.dtype,
     ) -> None:
         self._kernel = kernel

@@ -3,18 +3,37 @@ pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ottava.errors import DTypeError, ShapeError
-from ottava.tensors.operand import ColumnsSpec
+
+
+class SavedSpec(Protocol):
+    """Rebuilds an operand or a storage from its saved tensors."""
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors :meth:`rebuild` takes."""
+
+    # Any, because an operand is defined above storages, and a storage above its spec.
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The operand or the storage around these tensors."""
 
 
 @dataclass(frozen=True)
 class StorageSpec:
-    """What is left of a storage when its tensors are taken out: immutable, so it can cross into the
-    backward."""
+    """Rebuilds a storage from its inner tensors.
+
+    A spec is immutable, so that compiled code can carry it to the backward pass.
+
+    Attributes:
+        cls: the class of the storage.
+        static: the values of its static fields, in the order of the declaration.
+        quantizer: its quantizer, or None.
+        whole: the storage of which it is a view, or None.
+    """
 
     cls: type[Any]
     static: tuple[Any, ...]
@@ -42,10 +61,6 @@ class StorageSpec:
         return storage
 
 
-#: What rebuilds an operand or a storage from its saved tensors; None stands for one plain tensor.
-SavedSpec = StorageSpec | ColumnsSpec | None
-
-
 def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[StorageSpec | None]]:
     """Flatten any mix of storages, quantized tensors, plain tensors and None.
 
@@ -62,13 +77,16 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[S
         elif tensor is None or isinstance(tensor, torch.Tensor):
             pairs.append(([tensor], None))
         else:
-            what = f"cannot save a {type(tensor).__name__}"
-            raise DTypeError(what, expected="quantized or plain tensors, storages, or None")
-    return [inner for held, _ in pairs for inner in held], [spec for _, spec in pairs]
+            raise DTypeError(
+                f"cannot save a {type(tensor).__name__}",
+                expected="quantized or plain tensors, storages, or None",
+            )
+    plain = [tensor for tensors_of_one, _ in pairs for tensor in tensors_of_one]
+    return plain, [spec for _, spec in pairs]
 
 
 def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[Any]:
-    """What was given to :func:`prepare_for_saving`; the two lists may come in either order.
+    """The arguments of :func:`prepare_for_saving`; the two lists may come in either order.
 
     Raises:
         DTypeError, ShapeError: they are not both lists of one :func:`prepare_for_saving`.
@@ -82,14 +100,17 @@ def restore_from_saved(tensors: Sequence[Any], objects: Sequence[Any]) -> list[A
             "the second list holds no saved objects",
             expected="both lists of one prepare_for_saving",
         )
-    wanted = sum(1 if spec is None else spec.tensor_count for spec in objects)
-    if wanted != len(tensors):
-        remedy = "pass both lists of one prepare_for_saving"
-        raise ShapeError(f"{len(tensors)} saved tensors", expected=f"{wanted}", remedy=remedy)
+    count = sum(1 if spec is None else spec.tensor_count for spec in objects)
+    if count != len(tensors):
+        raise ShapeError(
+            f"{len(tensors)} saved tensors",
+            expected=f"{count}",
+            remedy="pass both lists of one prepare_for_saving",
+        )
     return rebuild_saved(tensors, objects)
 
 
-def rebuild_saved(tensors: Sequence[Any], specs: Sequence[SavedSpec]) -> list[Any]:
+def rebuild_saved(tensors: Sequence[Any], specs: Sequence[SavedSpec | None]) -> list[Any]:
     """:func:`restore_from_saved` without its checks, for operands too; ``tensors`` may be followed
     by others."""
     restored: list[Any] = []
