@@ -37,7 +37,8 @@ QUESTIONS: dict[str, object] = {
     "threads": torch.get_num_threads,
     "autocast": any_autocast_enabled,
 }
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+#: The classes of tensors that are no subclass of another library.
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _PLAIN_KEYS = (
     "CPU",
     "CUDA",
@@ -102,7 +103,7 @@ def is_direct(*tensors: torch.Tensor | None) -> bool:
     gradients = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None:
-            if type(tensor) not in _PLAIN_TYPES or dispatch_keys(tensor).raw_repr() & _STRANGE:
+            if type(tensor) not in PLAIN_TYPES or dispatch_keys(tensor).raw_repr() & _STRANGE:
                 return False
             if gradients and tensor.requires_grad:
                 return False

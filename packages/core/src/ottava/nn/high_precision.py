@@ -7,11 +7,11 @@ import torch.nn.functional as F
 
 from ottava.gemm import as_matrix
 from ottava.kernels import HIGH_PRECISION
+from ottava.kernels.direct import PLAIN_TYPES
 from ottava.kernels.products import mm, product_dtype
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import forward_ad, tracing, transforms
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # Up to this number of rows torch's own bfloat16 loops are faster (measured with AVX2 and weights of
 # 1024 rows).
 _FEW_ROWS = 4
@@ -46,7 +46,9 @@ def high_precision_linear(
         # torch.autocast leaves other dtypes as they are, and F.linear raises the error that users
         # of torch know.
         return F.linear(x, weight, bias)
-    x, weight, bias = x.to(dtype), weight.to(dtype), _bias_in(dtype, bias)
+    x = x.to(dtype)
+    weight = weight.to(dtype)
+    bias = _bias_in(dtype, bias)
     if autocast_dtype is None:
         return _linear(x, weight, bias, wide)
     with torch.autocast(weight.device.type, enabled=False):
@@ -72,15 +74,17 @@ def _linear(
             return F.linear(x, weight, bias)
         if not grad_enabled or _is_taken_apart(x, weight):
             return _wide_product(x, weight, bias, wide)
-    return HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-any-return, no-untyped-call]
+    y: torch.Tensor
+    y = HighPrecisionFunction.apply(x, weight, bias, wide)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _is_taken_apart(*operands: torch.Tensor) -> bool:
-    """Whether transforms, tracing or subclasses need operations that they can take apart, not an
-    autograd function."""
+    """Whether a transform, a trace or a subclass of tensors needs separate operations, which an
+    autograd function would hide."""
     if transforms() is not None or tracing() is not None or forward_ad._current_level >= 0:
         return True
-    return not all(type(operand) in _PLAIN_TYPES for operand in operands)
+    return not all(type(operand) in PLAIN_TYPES for operand in operands)
 
 
 def _wide_product(
@@ -128,9 +132,13 @@ class HighPrecisionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Only differentiable operations are used, so that second derivatives exist.
-        (dy,), (x, weight), wide = grads, ctx.saved_tensors, ctx.wide
-        # In compiled code the operator of _mm widens.
-        rows = as_matrix(dy if torch.compiler.is_compiling() else dy.to(wide))
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        wide = ctx.wide
+        rows = as_matrix(dy)
+        if not torch.compiler.is_compiling():
+            # In compiled code the operator of _mm widens.
+            rows = rows.to(wide)
         dx = dw = db = None
         if weight is not None:
             dx = _mm(rows, weight, dy.dtype, wide).view(*dy.shape[:-1], weight.shape[1])

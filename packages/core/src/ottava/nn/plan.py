@@ -1,4 +1,4 @@
-"""The plan of a layer: what does not change between its calls, decided once.
+"""The plan of a layer: everything that does not change between its calls, decided once.
 
 ::
 
@@ -21,6 +21,7 @@ import torch
 from ottava.gemm import GemmType, LayerProduct, multiply
 from ottava.gemm.operand import Matrix
 from ottava.kernels import backends
+from ottava.kernels.direct import PLAIN_TYPES
 from ottava.kernels.table import rounded
 from ottava.nn.call import Call, Observation
 from ottava.nn.checks import autocast_dtype, check_plain_operands, checked_dtype
@@ -34,7 +35,8 @@ from ottava.torch_private import any_autocast_enabled, is_exporting
 
 Tensor = torch.Tensor
 Quantize = Callable[[Tensor], Operand | QuantizedTensorStorage]
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+#: Returns the quantizer of one tensor of a layer.
+Lookup = Callable[[], Quantizer]
 #: Sizes that never repeat, as those of texts, would otherwise make more and more plans.
 LIMIT = 64
 
@@ -54,13 +56,13 @@ class Plan(NamedTuple):
         quantize_input: ``x [M, K]``: rows for fprop; columns for wgrad, if that reads them.
         quantize_weight: ``w [N, K]``: rows for fprop; columns for dgrad, if there is one. None for
             a weight that is quantized already.
-        quantize_grad_output: ``dy [M, N]``: rows for dgrad, columns for wgrad, of these what the
-            wanted gradients need. None if they need neither.
+        quantize_grad_output: ``dy [M, N]``: rows for dgrad, columns for wgrad, each if its product
+            is computed and reads it. None if neither is needed.
         fprop: ``(x, w, bias) -> y [M, N]``.
         dgrad: ``(dy, w) -> dx [M, K]``.
         wgrad: ``(dy, x) -> dw [N, K]``; added to ``out`` where that is given.
         state: the recipe's state.
-        evaluating: whether the state counts what these calls clamp.
+        evaluating: whether the state counts the elements that these calls clamp.
         dtype: of the products, and the nominal dtype of the operands.
         amp_dtype: of torch.autocast; None outside of it.
         x_needs, w_needs: whether the input, and the weight, get a gradient.
@@ -96,14 +98,14 @@ def plan_for(
     bias: Tensor | None,
     compiling: bool,
 ) -> Plan:
-    """The layer's plan for a call, made if this is the first of its kind.
+    """The layer's plan for a call; the first call of a kind makes it.
 
     Args:
         call: which has a state.
         input: ``[*, K]``.
         weight: ``[N, K]``.
         bias: ``[N]``, or None.
-        compiling: whether the call is traced by a compiler.
+        compiling: whether a compiler traces the call.
 
     Raises:
         ShapeError, DeviceError, DTypeError: the operands do not fit.
@@ -112,7 +114,7 @@ def plan_for(
     amp_dtype = None
     if compiling or any_autocast_enabled():
         amp_dtype = autocast_dtype(weight, compiling)
-    if compiling or type(input) not in _PLAIN or input.is_nested:
+    if compiling or type(input) not in PLAIN_TYPES or input.is_nested:
         # The sizes of a traced tensor need not be numbers, and those of a nested one are none.
         return _make_plan(layer, call, input, weight, bias, amp_dtype, compiling)
     kind = _kind_of(layer, call, input, weight, bias, amp_dtype)
@@ -134,7 +136,7 @@ def _kind_of(
     bias: Tensor | None,
     amp_dtype: torch.dtype | None,
 ) -> Hashable:
-    """What calls have in common that one plan serves: all that a plan is decided by."""
+    """Everything that a plan depends on: calls for which it is equal have the same plan."""
     gradients = torch.is_grad_enabled()
     return (
         call.observation,
@@ -176,26 +178,25 @@ def _make_plan(
         _read_numbers(state, x_needs, w_needs)
     saves_input = w_needs and "input" in state.wgrad_unquantized
     wgrad_quantized = w_needs and "grad_output" not in state.wgrad_unquantized
-    looks_up_later = compiling or (state.stateful and not state.keeps_quantizers)
-    quantize_by = partial(
-        _looking_up_later if looks_up_later else _looking_up_now, weight.device, dtype
+    quantizing = _Quantizing(weight.device, dtype, _asks_each_time(state, compiling))
+    quantize_input = quantizing.by(
+        _lookup(call, state, "input", columnwise=w_needs and not saves_input)
     )
-    columns_of_x = w_needs and not saves_input
     quantize_weight = quantize_grad_output = None
     if not isinstance(weight, QuantizedTensorStorage):
-        quantize_weight = quantize_by(partial(_quantizer, call, state, "weight", x_needs))
+        quantize_weight = quantizing.by(_lookup(call, state, "weight", columnwise=x_needs))
     if x_needs or wgrad_quantized:
-        quantize_grad_output = quantize_by(
+        quantize_grad_output = quantizing.by(
             partial(state.quantizer, "grad_output", rowwise=x_needs, columnwise=wgrad_quantized)
         )
-    product = _operator if compiling else LayerProduct
+    fprop, dgrad, wgrad = _products(dtype, layer.fuse_wgrad_accumulation, compiling)
     return Plan(
-        quantize_input=quantize_by(partial(_quantizer, call, state, "input", columns_of_x)),
+        quantize_input=quantize_input,
         quantize_weight=quantize_weight,
         quantize_grad_output=quantize_grad_output,
-        fprop=product("fprop", dtype, use_split_accumulator=False),
-        dgrad=product("dgrad", dtype),
-        wgrad=product("wgrad", dtype, accumulates=layer.fuse_wgrad_accumulation),
+        fprop=fprop,
+        dgrad=dgrad,
+        wgrad=wgrad,
         state=state,
         evaluating=call.observation is Observation.COUNTED,
         dtype=dtype,
@@ -210,52 +211,87 @@ def _make_plan(
     )
 
 
-def _quantizer(call: Call, state: RecipeState, tensor_type: str, columnwise: bool) -> Quantizer:
-    """The quantizer of the input or of the weight: rows for fprop and, with ``columnwise``, columns
-    for the product of the backward pass that reads the tensor."""
+def _asks_each_time(state: RecipeState, compiling: bool) -> bool:
+    """Whether a plan asks the state for a quantizer at each quantization, and not only once.
+
+    A state may give another quantizer each time. Compiled code has to read the buffers of a state
+    in the graph that quantizes, which is the forward or the backward one.
+    """
+    return compiling or (state.stateful and not state.keeps_quantizers)
+
+
+def _lookup(call: Call, state: RecipeState, tensor_type: str, *, columnwise: bool) -> Lookup:
+    """Asks the state for the quantizer of the input or of the weight.
+
+    The quantizer makes rows for fprop and, with ``columnwise``, columns for the product of the
+    backward pass that reads the tensor.
+    """
     if call.observation is Observation.COUNTED:
-        return state.evaluation_quantizer(tensor_type, rowwise=True, columnwise=columnwise)
-    return state.quantizer(
-        tensor_type, rowwise=True, columnwise=columnwise, recording=call.recording
+        return partial(state.evaluation_quantizer, tensor_type, rowwise=True, columnwise=columnwise)
+    return partial(
+        state.quantizer,
+        tensor_type,
+        rowwise=True,
+        columnwise=columnwise,
+        recording=call.recording,
     )
 
 
-def _looking_up_now(
-    device: torch.device, dtype: torch.dtype, quantizer: Callable[[], Quantizer]
-) -> Quantize:
-    """Looks up the quantizer now."""
-    return quantizer().quantization(device, dtype)
+class _Quantizing(NamedTuple):
+    """Makes the functions of a plan that quantize.
+
+    Attributes:
+        device: of the matrices.
+        dtype: the nominal dtype of the results.
+        asks_each_time: whether a quantizer is looked up at each quantization, or once, now.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    asks_each_time: bool
+
+    def by(self, lookup: Lookup) -> Quantize:
+        """The function that quantizes a matrix by the quantizer that ``lookup`` returns."""
+        device, dtype = self.device, self.dtype
+        if not self.asks_each_time:
+            return lookup().quantization(device, dtype)
+
+        def look_up_and_quantize(matrix: Tensor) -> Operand | QuantizedTensorStorage:
+            quantizer = lookup()
+            if quantizer.custom:
+                # Kernels read a matrix as memory holds it, but a compiler may fuse a user's
+                # quantizer with the code that computes the matrix, and leave out its rounding.
+                matrix = rounded(matrix)
+            return quantizer.quantization(device, dtype)(matrix)
+
+        return look_up_and_quantize
 
 
-def _looking_up_later(
-    device: torch.device, dtype: torch.dtype, quantizer: Callable[[], Quantizer]
-) -> Quantize:
-    """Looks up the quantizer at every call, because the state may give a new one, and because
-    compiled code has to take the buffers of a state in the graph that quantizes: the forward or the
-    backward one."""
-    return partial(_look_up_and_quantize, device, dtype, quantizer)
+def _products(
+    dtype: torch.dtype, accumulates: bool, compiling: bool
+) -> tuple[Product, Product, Product]:
+    """The products of a plan: fprop, dgrad and wgrad.
+
+    Args:
+        dtype: of the results.
+        accumulates: whether wgrad is called with the tensor to add to.
+        compiling: whether the products are operators, which a compiler sees.
+    """
+    if compiling:
+        return (
+            _operator("fprop", dtype, use_split_accumulator=False),
+            _operator("dgrad", dtype, use_split_accumulator=True),
+            _operator("wgrad", dtype, use_split_accumulator=True),
+        )
+    return (
+        LayerProduct("fprop", dtype, use_split_accumulator=False),
+        LayerProduct("dgrad", dtype),
+        LayerProduct("wgrad", dtype, accumulates=accumulates),
+    )
 
 
-def _look_up_and_quantize(
-    device: torch.device, dtype: torch.dtype, quantizer: Callable[[], Quantizer], matrix: Tensor
-) -> Operand | QuantizedTensorStorage:
-    own = quantizer()
-    if own.custom:
-        # Kernels read a matrix as memory holds it, but a compiler may fuse a user's quantizer with
-        # what made the matrix, and leave out its rounding.
-        matrix = rounded(matrix)
-    return own.quantization(device, dtype)(matrix)
-
-
-def _operator(
-    gemm_type: GemmType,
-    dtype: torch.dtype,
-    *,
-    accumulates: bool = False,
-    use_split_accumulator: bool = True,
-) -> Product:
-    """A product as compiled code has it. :func:`multiply` adds wherever ``out`` is given, so that
-    ``accumulates`` says nothing new."""
+def _operator(gemm_type: GemmType, dtype: torch.dtype, use_split_accumulator: bool) -> Product:
+    """A product in compiled code, which adds to ``out`` wherever that is given."""
 
     def product(
         a: Matrix, b: Matrix, bias: Tensor | None = None, out: Tensor | None = None
