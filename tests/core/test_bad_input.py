@@ -227,4 +227,4 @@ def test_layers_and_regions(recipe: Any) -> None:
         with pytest.raises(error):
             call()
             pytest.fail(f"call {number} was accepted")
-    assert layer._binding.kept is None
+    assert layer._binding.microbatch_weight is None

@@ -129,7 +129,9 @@ def compiled(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
 
 def compiled_with_the_block(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
     torch._dynamo.reset()
-    return torch.compile(in_a_block(model), backend="aot_eager", fullgraph=True)  # type: ignore[no-any-return]
+    block: Callable[[torch.Tensor, bool], torch.Tensor]
+    block = torch.compile(in_a_block(model), backend="aot_eager", fullgraph=True)
+    return block
 
 
 WAYS = [
@@ -160,10 +162,13 @@ def test_recomputed(recipe: str, inside: bool, use_reentrant: bool) -> None:
     block = in_a_block(model)
 
     def run(x: torch.Tensor, first: bool) -> torch.Tensor:
+        y: torch.Tensor
         if inside:
-            return checkpoint(block, x, first, use_reentrant=use_reentrant)  # type: ignore[no-any-return]
+            y = checkpoint(block, x, first, use_reentrant=use_reentrant)
+            return y
         with ottava.microbatch(first=first):
-            return checkpoint(model, x, use_reentrant=use_reentrant)  # type: ignore[no-any-return]
+            y = checkpoint(model, x, use_reentrant=use_reentrant)
+        return y
 
     assert same(steps(model, run), by_argument(recipe))
 
@@ -246,10 +251,10 @@ def test_blocks_end_in_any_order_and_in_any_thread() -> None:
     next(inner)
     outer.close()
     layer(x)
-    kept = layer._binding.kept
-    assert kept is not None
+    quantized = layer._binding.microbatch_weight
+    assert quantized is not None
     layer(x)
-    assert layer._binding.kept is kept, "the block that is left says False"
+    assert layer._binding.microbatch_weight is quantized, "the block that is left says False"
     failed: list[BaseException] = []
 
     def elsewhere() -> None:
@@ -272,7 +277,7 @@ def test_a_kept_weight_is_that_of_the_parameter() -> None:
     layer(x, is_first_microbatch=True)
     size = io.BytesIO()
     torch.save(layer, size)
-    assert copy.deepcopy(layer)._binding.kept is None
+    assert copy.deepcopy(layer)._binding.microbatch_weight is None
     assert size.tell() < 32 * 32 * 4 + 4096
     layer.weight, layer.bias = (
         torch.nn.Parameter(torch.zeros(32, 32)),
@@ -281,10 +286,10 @@ def test_a_kept_weight_is_that_of_the_parameter() -> None:
     assert not layer(x, is_first_microbatch=False).any()
     layer(x, is_first_microbatch=True)
     layer.bfloat16()
-    assert layer._binding.kept is None
+    assert layer._binding.microbatch_weight is None
     layer(x.bfloat16(), is_first_microbatch=True)
     layer.load_state_dict(layer.state_dict())
-    assert layer._binding.kept is None
+    assert layer._binding.microbatch_weight is None
 
 
 def test_a_kept_weight_is_that_of_the_recipe() -> None:
@@ -294,7 +299,7 @@ def test_a_kept_weight_is_that_of_the_recipe() -> None:
     other = ottava.nn.Linear.from_linear(layer)
     with ottava.autocast("mxfp8"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         assert torch.equal(layer(x, is_first_microbatch=False), other(x))
-    assert type(layer._binding.kept.storage).__name__ == "MXFP8TensorStorage"
+    assert type(layer._binding.microbatch_weight.storage).__name__ == "MXFP8TensorStorage"
 
 
 def test_a_block_begins_and_ends_without_a_call() -> None:

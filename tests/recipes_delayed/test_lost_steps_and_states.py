@@ -319,7 +319,7 @@ def test_a_kept_weight_does_not_outlive_what_it_was_made_of(change: str) -> None
         else:
             with pytest.warns(UserWarning, match="discarded"), ottava.autocast(other):
                 layer(x, is_first_microbatch=False)
-        assert layer._binding.kept.storage._fp8_dtype == torch.float8_e5m2
+        assert layer._binding.microbatch_weight.storage._fp8_dtype == torch.float8_e5m2
 
 
 @pytest.mark.filterwarnings("ignore:.*in one region")

@@ -216,10 +216,10 @@ def test_a_loss_that_is_kept_holds_no_quantized_weight(recipe: Any) -> None:
     loss = layer(
         torch.randn(4, 7, dtype=torch.bfloat16, requires_grad=True), is_first_microbatch=True
     ).sum()
-    kept: Any = layer._binding.kept
+    kept: Any = layer._binding.microbatch_weight
     data = weakref.ref(kept.storage._data)
     loss.backward()
-    layer._binding.kept = kept = None
+    layer._binding.microbatch_weight = kept = None
     assert data() is None, loss
 
 

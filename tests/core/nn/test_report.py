@@ -197,7 +197,7 @@ def test_a_weight_that_is_shared_counts_once(recipe: Any) -> None:
 
 def test_layers_whose_recipe_keeps_the_values(recipe: Any) -> None:
     class Kept(type(recipe.make_quantizer(ottava.QuantizerRole()))):  # type: ignore[misc]
-        keeps_values = keeps_operands = True
+        in_high_precision = aliases_operands = True
 
     recipe.set_quantizer_factory(
         lambda role: Kept(torch.float8_e4m3fn) if role.name == "up" else None

@@ -187,7 +187,7 @@ def _inspected_linear(
     bias: torch.Tensor | None,
     call: Any,
     dtype: torch.dtype,
-    kept: Any,
+    microbatch_weight: Any,
     main_grad: torch.Tensor | None,
     observed: bool,
 ) -> torch.Tensor:
@@ -196,11 +196,11 @@ def _inspected_linear(
         return _in_high_precision(products, x, weight, bias)
     if not inspections:
         plan = plan_for(layer, call, x, weight, bias, compiling=False)
-        return quantized_linear(x, weight, bias, plan, kept, main_grad, observed)
+        return quantized_linear(x, weight, bias, plan, microbatch_weight, main_grad, observed)
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     with without_autocast(x.device.type):
-        arguments = x, weight, bias, products, kept, torch.is_grad_enabled()
+        arguments = x, weight, bias, products, microbatch_weight, torch.is_grad_enabled()
         return _InspectedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -347,7 +347,8 @@ def _in_high_precision(
     def tapped(gemm_type: str, result: str, values: torch.Tensor) -> Any:
         if not values.requires_grad:
             return values
-        return _Tap.apply(values, partial(observe, gemm_type, result))  # type: ignore[no-untyped-call]
+        observe_gradient = partial(observe, gemm_type, result)
+        return _Tap.apply(values, observe_gradient)  # type: ignore[no-untyped-call]
 
     def take_gradient(dy: torch.Tensor) -> None:
         for gemm_type, operand, needed in (
@@ -396,7 +397,7 @@ class _InspectedLinear(torch.autograd.Function):
         weight: Any,
         bias: torch.Tensor | None,
         products: _Products,
-        kept: Any,
+        microbatch_weight: Any,
         grad_enabled: bool,
     ) -> torch.Tensor:
         x_needs, w_needs, b_needs = (needed and grad_enabled for needed in ctx.needs_input_grad[:3])
@@ -404,7 +405,7 @@ class _InspectedLinear(torch.autograd.Function):
         matrix = as_matrix(x.detach())
         plain_weight = weight.detach()
         qx = products.quantized("activation", matrix, "fprop", "wgrad", w_needs)
-        qw = kept
+        qw = microbatch_weight
         if qw is None:
             qw = products.quantized("weight", plain_weight, "fprop", "dgrad", x_needs)
         left = products.operand("fprop", "activation", matrix, qx, observed)

@@ -98,8 +98,8 @@ class HybridQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.rowwise_quantizer = _as_side("rowwise", rowwise_quantizer)
         self.columnwise_quantizer = _as_side("columnwise", columnwise_quantizer)
-        self.keeps_operands = any(side.keeps_operands for side in self.sides)
-        self.keeps_values = all(side.keeps_values for side in self.sides)
+        self.aliases_operands = any(side.aliases_operands for side in self.sides)
+        self.in_high_precision = all(side.in_high_precision for side in self.sides)
         # The storage class of each side, also for hybrids that hold the other side alone.
         self.kinds = tuple(type(side.make_empty((1, 1), device="cpu")) for side in self.sides)
         # Files that hold a hybrid can be read from now on.
@@ -144,7 +144,7 @@ class HybridQuantizer(Quantizer):
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
         dtype = dtype or tensor.dtype
-        if self.keeps_operands and not self.internal:
+        if self.aliases_operands and not self.internal:
             tensor = tensor.clone()
         rows = columns = None
         if self.rowwise_usage:

@@ -154,7 +154,7 @@ class IdentityQuantizer(Quantizer):
     """Keeps values in high precision, in the dtype in which the layer computes."""
 
     shards = ShardRule(rows=1)
-    keeps_operands = keeps_values = True
+    aliases_operands = in_high_precision = True
 
     def quantize_impl(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None

@@ -82,7 +82,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
             if recipe.factory_answer(role) is not None
         }
         # Whoever supplied one may change it between calls.
-        self.keeps_quantizers = not self.factory_quantizers
+        self.has_fixed_quantizers = not self.factory_quantizers
         self.maxima = tuple(largest(dtype, recipe.margin) for dtype in self.formats)
         # A model may be built under another default dtype or device, so both are set explicitly.
         exact: Any = {"dtype": torch.float32, "device": "cpu"}

@@ -20,7 +20,7 @@ from ottava.nn import Linear, function
 from ottava.recipes.base import get_recipe
 from ottava.recipes.registry import list_recipes
 from ottava.tensors import GridQuantizer, QuantizedTensorStorage, Quantizer
-from ottava.tensors.tensor import StraightThrough
+from ottava.tensors.tensor import straight_through
 
 __all__ = ["fake_quantize", "set_inspector"]
 
@@ -58,9 +58,12 @@ def fake_quantize(
     if out is not None:
         check_tensor(out, "out", tensor.dtype)
         check_fits(out, tuple(tensor.shape), tensor.device, "out")
-    result: torch.Tensor = StraightThrough.apply(  # type: ignore[no-untyped-call]
-        tensor, lambda t, dtype: quantizer.quantize(t.detach()).dequantize(dtype), tensor.dtype
-    )
+
+    def roundtrip(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        result: torch.Tensor = quantizer.quantize(values.detach()).dequantize(dtype)
+        return result
+
+    result = straight_through(tensor, roundtrip, tensor.dtype)
     if out is None:
         return result
     return out.copy_(result)
@@ -81,7 +84,8 @@ def set_inspector(inspector: Callable[[Linear], Callable[..., torch.Tensor] | No
               ``state`` is None, the tensors have not been checked, and torch.autocast is as the
               caller set it;
             - ``dtype``: the dtype to compute in;
-            - ``kept``: the weight as an earlier microbatch quantized it, or None;
+            - ``microbatch_weight``: the weight as an earlier microbatch of the step quantized it,
+              or None;
             - ``main_grad``: the tensor that the gradient of the weight is added to, or None;
             - ``observed``: whether a compiler or a mode observes the computation.
     """

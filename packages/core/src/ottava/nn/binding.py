@@ -1,5 +1,5 @@
-"""What a layer keeps: the recipe that is bound to it, the states and plans of its calls, and the
-weight for microbatches."""
+"""The binding of a layer: its recipe, the states and plans of its calls, and its quantized weight
+for microbatches."""
 
 import warnings
 from collections.abc import Hashable
@@ -32,11 +32,16 @@ from ottava.torch_private import (
 )
 
 
-class KeptWeight(NamedTuple):
-    """The weight as it was quantized in the first microbatch."""
+class MicrobatchWeight(NamedTuple):
+    """The weight as the first microbatch of a step quantized it, for the others.
+
+    Attributes:
+        storage: the quantized weight.
+        state: gave the quantizer. Under another state the weight is quantized again.
+    """
 
     storage: QuantizedTensorStorage
-    by: RecipeState
+    state: RecipeState
 
 
 class Binding:
@@ -51,16 +56,17 @@ class Binding:
             group.
         step: of the converted model that the layer is in, if it is in any.
         loaded: the state that a checkpoint held, by name, until a region brings its recipe.
-        kept: the weight for microbatches; None when the weight or the recipe has changed.
+        microbatch_weight: the quantized weight for microbatches; None before the first one, and
+            when the weight or the recipe has changed.
         last: the last forward pass of a step, which activation checkpointing repeats.
-        plans: how calls of each kind compute under the state, by what makes the kind.
+        plans: the plans for calls under the state, by the kind of call.
     """
 
     recipe: Recipe | None = None
     state: RecipeState | None = None
     step: Step | None = None
     loaded: dict[str, torch.Tensor] | None = None
-    kept: KeptWeight | None = None
+    microbatch_weight: MicrobatchWeight | None = None
     # The subjects of the warnings that were given: "weight", "recipe".
     _warned_of: frozenset[str] = frozenset()
     last: Call | None = None
@@ -69,8 +75,8 @@ class Binding:
         self.plans: dict[Hashable, Plan] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        # A process group cannot be pickled, and a file has no need of what can be made again.
-        return self.__dict__ | {"last": None, "kept": None, "plans": {}}
+        # A process group cannot be pickled, and everything else here can be computed again.
+        return self.__dict__ | {"last": None, "microbatch_weight": None, "plans": {}}
 
     # -- recipes and states --
 
@@ -92,7 +98,8 @@ class Binding:
 
     def bind(self, layer: Layer, recipe: Recipe | None, prepared: RecipeState | None) -> None:
         """Bind a recipe, with the state that was prepared for it."""
-        self.recipe, self.kept = recipe, None
+        self.recipe = recipe
+        self.microbatch_weight = None
         owned = owned_state(layer)
         if owned is not None and recipe is not None and owned.serves(recipe, None):
             prepared = owned
@@ -187,10 +194,13 @@ class Binding:
 
     # -- weights that are quantized before a forward pass uses them --
 
-    def kept_weight(
+    def weight_for_microbatch(
         self, call: Call, weight: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensorStorage:
-        """The weight as it was quantized in the first microbatch, or as it is kept from now on.
+        """The quantized weight of a microbatch.
+
+        The first microbatch quantizes it, and so does one that finds none of its state. The others
+        use it again.
 
         Args:
             call: of the forward pass, which has a state.
@@ -199,11 +209,13 @@ class Binding:
         """
         state = call.state
         assert state is not None
-        kept = self.kept
+        present = self.microbatch_weight
         quantizes_again = call.first and not call.recomputed
-        if kept is None or kept.by is not state or quantizes_again:
-            kept = self.kept = KeptWeight(_quantized_to_keep(call, state, weight, dtype), state)
-        return kept.storage
+        if present is not None and present.state is state and not quantizes_again:
+            return present.storage
+        storage = _quantized_for_microbatches(call, state, weight, dtype)
+        self.microbatch_weight = MicrobatchWeight(storage, state)
+        return storage
 
     def gather_quantizer(self, layer: Layer) -> Quantizer | None:
         """The quantizer of a weight that is kept in high precision, for a gather of its shards;
@@ -239,8 +251,11 @@ class Binding:
 
 
 def _load_state(layer: Layer, state: torch.nn.Module, loaded: dict[str, torch.Tensor]) -> None:
-    """Load what a checkpoint held of a layer's state into a new one; a CheckpointError where it
-    belongs to another recipe."""
+    """Load the state of a layer, which a checkpoint held, into a new one.
+
+    Raises:
+        CheckpointError: the loaded state is that of another recipe.
+    """
     try:
         state.load_state_dict(loaded)
     except RuntimeError as error:
@@ -253,7 +268,8 @@ def _load_state(layer: Layer, state: torch.nn.Module, loaded: dict[str, torch.Te
 
 
 def _weight_mismatch(layer: Layer, state: RecipeState) -> str | None:
-    """What a warning says of a weight that another recipe keeps quantized; None if none does."""
+    """The warning about a weight that another recipe quantized; None if there is nothing to warn
+    of."""
     present: Quantizer | None = getattr(local_tensor(layer.weight), "_quantizer", None)
     if present is None:
         return None
@@ -270,9 +286,9 @@ def _weight_mismatch(layer: Layer, state: RecipeState) -> str | None:
 
 
 def _change_of_recipe(layer: Layer, before: RecipeState, state: RecipeState) -> str | None:
-    """What a warning says of a change to another kind of recipe; None if it is of one kind.
+    """The warning about a change to another kind of recipe; None if both are of one kind.
 
-    Of a change between stateful ones another warning tells, which names the state that is lost.
+    Between two stateful recipes there is another warning, which names the state that is lost.
     """
     same_kind = type(before.recipe) is type(state.recipe)
     if same_kind or (before.stateful and state.stateful):
@@ -282,7 +298,7 @@ def _change_of_recipe(layer: Layer, before: RecipeState, state: RecipeState) -> 
     )
 
 
-def _quantized_to_keep(
+def _quantized_for_microbatches(
     call: Call, state: RecipeState, weight: torch.Tensor, dtype: torch.dtype
 ) -> QuantizedTensorStorage:
     """The weight, quantized by rows and by columns for all microbatches of a step."""
@@ -290,13 +306,13 @@ def _quantized_to_keep(
     if call.observation is Observation.COUNTED:
         quantizer = state.evaluation_quantizer("weight", **usages)
     else:
-        # In a reentrant checkpoint the other operands are recorded when they are recomputed, and
-        # this one is kept.
+        # In a reentrant checkpoint the other operands are recorded when they are recomputed. This
+        # one is not quantized again then.
         recording = call.recording or call.observation is Observation.DEFERRED
         quantizer = state.quantizer("weight", **usages, recording=recording)
     values = weight.detach()
     with torch.no_grad():
-        if quantizer.keeps_operands:
+        if quantizer.aliases_operands:
             values = values.clone()
         storage: QuantizedTensorStorage = quantizer.quantize(values, dtype=dtype)
     if state.stateful:

@@ -40,9 +40,9 @@ class Inspection(Protocol):
 
     Args, by position:
         x, weight, bias: the operands.
-        call: what the pass runs under; without a state in high precision.
-        dtype: that the layer computes in.
-        kept, main_grad, observed: those of a :class:`Pass`.
+        call: the settings of the pass; its state is None in high precision.
+        dtype: the layer computes in it.
+        microbatch_weight, main_grad, observed: those of a :class:`Pass`.
     """
 
     def __call__(
@@ -52,30 +52,30 @@ class Inspection(Protocol):
         bias: Tensor | None,
         call: Call,
         dtype: torch.dtype,
-        kept: QuantizedTensorStorage | None,
+        microbatch_weight: QuantizedTensorStorage | None,
         main_grad: Tensor | None,
         observed: bool,
         /,
     ) -> Tensor: ...
 
 
-#: ``inspector(layer)`` gives what computes the layer in a forward pass, or None to leave the layer
-#: as it is. :func:`ottava.debug.set_inspector` puts it here.
+#: ``inspector(layer)`` returns the function that computes a forward pass of the layer, or None to
+#: leave the layer as it is. :func:`ottava.debug.set_inspector` sets it.
 inspector: Callable[..., Inspection | None] | None = None
 
 
 class Pass(NamedTuple):
-    """What one forward pass has of its own.
+    """The arguments of one forward pass that are not its operands.
 
     Attributes:
         plan: how calls like this one compute.
-        kept: the weight as an earlier microbatch quantized it, or None.
+        microbatch_weight: the weight as an earlier microbatch of the step quantized it, or None.
         main_grad: the tensor that the gradient of the weight is added to, or None.
         observed: whether a compiler, a mode or a profiler observes dispatch.
     """
 
     plan: Plan
-    kept: QuantizedTensorStorage | None
+    microbatch_weight: QuantizedTensorStorage | None
     main_grad: Tensor | None
     observed: bool
 
@@ -85,12 +85,12 @@ def quantized_linear(
     weight: Tensor,
     bias: Tensor | None,
     plan: Plan,
-    kept: QuantizedTensorStorage | None,
+    microbatch_weight: QuantizedTensorStorage | None,
     main_grad: Tensor | None,
     observed: bool,
 ) -> Tensor:
     """``y = x · wᵀ + b`` as the plan says; the other arguments are those of a :class:`Pass`."""
-    one_pass = Pass(plan, kept, main_grad, observed)
+    one_pass = Pass(plan, microbatch_weight, main_grad, observed)
     if plan.amp_dtype is None:
         return _quantized_linear(x, weight, bias, one_pass)
     with torch.autocast(device_type=weight.device.type, enabled=False):
@@ -114,16 +114,16 @@ def _quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: Pass
 ) -> tuple[Tensor, _Quantized, _Quantized]:
-    """The output and its quantized operands, with what the backward pass needs for the gradients of
-    both."""
-    plan, kept, _, observed = one_pass
+    """The output, and the quantized input and weight, with the columns that the backward pass
+    reads."""
+    plan, microbatch_weight, _, observed = one_pass
     matrix = x if x.dim() == 2 else as_matrix(x)
     qx = plan.quantize_input(matrix)
     qw: _Quantized
     if isinstance(weight, QuantizedTensorStorage):
         qw = weight
-    elif kept is not None:
-        qw = kept
+    elif microbatch_weight is not None:
+        qw = microbatch_weight
     else:
         assert plan.quantize_weight is not None
         qw = plan.quantize_weight(weight)
@@ -185,7 +185,7 @@ class LinearFunction(torch.autograd.Function):
         elif plan.x_needs:
             w_tensors, ctx.w_spec = _saved_weight(qw, one_pass)
         ctx.save_for_backward(*x_tensors, *w_tensors, primary)
-        # The Pass is not kept: its quantized weight would live as long as the graph does.
+        # The Pass itself is not saved: its quantized weight would live as long as the graph does.
         ctx.plan = plan
         ctx.main_grad = one_pass.main_grad
         ctx.weight = None
@@ -213,9 +213,9 @@ def _saved_input(x: Tensor, qx: _Quantized, plan: Plan) -> _Saved:
 
 
 def _saved_weight(qw: _Quantized, one_pass: Pass) -> _Saved:
-    if one_pass.kept is not None:
+    if one_pass.microbatch_weight is not None:
         # Its rows stay, because later microbatches read them.
-        return one_pass.kept.flatten_storage()
+        return one_pass.microbatch_weight.flatten_storage()
     return qw.flatten_columnwise()
 
 
@@ -272,7 +272,7 @@ def _input_gradient(dy: Tensor | _Quantized, weight: Tensor | _Quantized, plan: 
 def _weight_gradient(
     dy: Tensor | _Quantized, x: Tensor | _Quantized, ctx: Context
 ) -> Tensor | None:
-    """None where it is added to ``main_grad``."""
+    """The gradient of the weight; None if it was added to ``main_grad``."""
     if ctx.main_grad is not None:
         ctx.plan.wgrad(dy, x, None, ctx.main_grad)
         note_added(ctx.weight)
@@ -306,26 +306,29 @@ def constant_gradients(
     ctx: ContextT,
     grads: tuple[Tensor, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that ``backward(ctx, *grads)`` gives, which refuse to be differentiated.
+    """The gradients that ``backward(ctx, *grads)`` returns, which refuse to be differentiated.
 
-    They depend on the operands even where the incoming gradient is a constant. torch's
-    ``once_differentiable`` takes them for constants then, and the gradient of a penalty on them
-    would be lost.
+    Gradients depend on the operands even if the incoming gradient is a constant. torch's
+    ``once_differentiable`` would take them for constants then, so that the gradient of a penalty on
+    them would be lost without an error.
     """
     with torch.no_grad():
         gradients = backward(ctx, *grads)
-    anchor = torch.empty(0, requires_grad=True)
+    # The empty tensor makes the results require gradients even if no incoming gradient does.
+    sources = torch.empty(0, requires_grad=True), *grads
     constants: list[Tensor | None] = []
     for gradient in gradients:
         if gradient is not None:
-            gradient = NoSecondDerivative.apply(gradient, anchor, *grads)  # type: ignore[no-untyped-call]
+            gradient = NoSecondDerivative.apply(gradient, *sources)  # type: ignore[no-untyped-call]
         constants.append(gradient)
     return tuple(constants)
 
 
 class NoSecondDerivative(torch.autograd.Function):
-    """A gradient, unchanged; its own backward pass is a UsageError. ``sources`` make it part of
-    their graph."""
+    """A gradient, unchanged, whose own backward pass raises a UsageError.
+
+    ``sources`` make the gradient part of their graph.
+    """
 
     @staticmethod
     def forward(ctx: object, gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -333,19 +336,19 @@ class NoSecondDerivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> NoReturn:
-        what = "the gradients of a quantized layer were differentiated again"
-        expected = "first derivatives, because quantized operands have no others"
-        remedy = "compute what is differentiated twice in ottava.autocast(enabled=False)"
-        raise UsageError(what, expected=expected, remedy=remedy)
+        raise UsageError(
+            "the gradients of a quantized layer were differentiated again",
+            expected="first derivatives, because quantized operands have no others",
+            remedy="compute what is differentiated twice in ottava.autocast(enabled=False)",
+        )
 
 
-# Function.apply takes two microseconds to find that no transform is active; this is what it calls
-# then.
+# LinearFunction.apply without torch's search for active transforms, which takes two microseconds.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, LinearFunction).apply
 
 
 def note_added(weight: Tensor | None) -> None:
-    """Tell those who ask the weight that its gradient is in ``main_grad`` already."""
+    """Set ``grad_added_to_main_grad`` of a weight that has this attribute."""
     while weight is not None:
         if hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = True
@@ -354,15 +357,19 @@ def note_added(weight: Tensor | None) -> None:
 
 
 class AddingContext(Protocol):
-    """What :class:`IntoMainGrad` leaves to its backward pass."""
+    """What the forward pass of :class:`IntoMainGrad` leaves to its backward pass.
+
+    Attributes:
+        weight: is told of the addition.
+        target: its ``main_grad``.
+    """
 
     weight: Tensor
     target: Tensor
 
 
 class IntoMainGrad(torch.autograd.Function):
-    """The values of a weight, unchanged; in the backward pass its gradient goes to
-    ``main_grad``."""
+    """The values of a weight, unchanged. The backward pass adds its gradient to ``main_grad``."""
 
     @staticmethod
     def forward(ctx: AddingContext, weight: Tensor, target: tuple[Tensor]) -> Tensor:

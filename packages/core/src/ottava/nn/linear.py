@@ -137,7 +137,7 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input, call, inspection, main_grad)
         weight, bias = self._operands()
         plan = plan_for(self, call, input, weight, bias, compiling)
-        in_high_precision = call.calibrating or _keeps_values(weight, call)
+        in_high_precision = call.calibrating or _is_in_high_precision(weight, call)
         if observed and not in_high_precision:
             check_use(self, input, weight, bias)
         if call.state.stateful:
@@ -151,15 +151,17 @@ class Linear(torch.nn.Linear):
             return self._high_precision(input, call, inspection, main_grad)
         if isinstance(input, (QuantizedTensorStorage, DequantizedView)):
             input = input.dequantize()
-        kept = None
+        microbatch_weight = None
         if isinstance(weight, QuantizedTensor):
             self._prepare_primary(weight, call, plan.state, compiling)
         elif call.first is not None:
-            kept = self._binding.kept_weight(call, weight, plan.dtype)
+            microbatch_weight = self._binding.weight_for_microbatch(call, weight, plan.dtype)
         if inspection is not None:
             with without_autocast(weight.device.type):
-                return inspection(input, weight, bias, call, plan.dtype, kept, main_grad, observed)
-        return quantized_linear(input, weight, bias, plan, kept, main_grad, observed)
+                return inspection(
+                    input, weight, bias, call, plan.dtype, microbatch_weight, main_grad, observed
+                )
+        return quantized_linear(input, weight, bias, plan, microbatch_weight, main_grad, observed)
 
     def _operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weight as ``[out_features, in_features]``, and the bias."""
@@ -223,7 +225,7 @@ class Linear(torch.nn.Linear):
         )
 
     def _apply(self, fn: TensorFunction, recurse: bool = True) -> Self:
-        self._binding.kept = None
+        self._binding.microbatch_weight = None
         self._binding.plans.clear()
         apply = super()._apply
         apply_to_layer(self, fn, lambda fn: apply(fn, recurse))  # type: ignore[no-untyped-call]
@@ -245,8 +247,8 @@ class Linear(torch.nn.Linear):
             check_not_parallel(self, name, param)
         super().register_parameter(name, param)
         if "_binding" in self.__dict__:
-            # What was kept for microbatches is of another weight.
-            self._binding.kept = None
+            # The quantized weight for microbatches is of the former parameter.
+            self._binding.microbatch_weight = None
             self._binding.warn_of_mismatch(self, None, self._binding.state, 4)
 
     def reset_parameters(self) -> None:
@@ -276,7 +278,7 @@ class Linear(torch.nn.Linear):
             state_dict, prefix, metadata, strict, missing, unexpected, errors
         )
         gather_as(self, before)
-        self._binding.kept = None
+        self._binding.microbatch_weight = None
         self._binding.load(self, state_dict, f"{prefix}recipe_state.", unexpected)
 
     def _save_to_state_dict(
@@ -302,11 +304,11 @@ def _take_quantizer(weight: torch.Tensor, state: RecipeState) -> None:
         weight.update_quantizer(quantizer)
 
 
-def _keeps_values(weight: torch.Tensor, call: Call) -> bool:
-    """Whether a pass is one in high precision, because all quantizers keep the values.
+def _is_in_high_precision(weight: torch.Tensor, call: Call) -> bool:
+    """Whether a pass computes in high precision, because no quantizer quantizes anything.
 
     The weight of microbatches is kept in a storage even then, and an FP8-primary weight is one.
     """
-    if call.state is None or not call.state.keeps_values or call.first is not None:
+    if call.state is None or not call.state.in_high_precision or call.first is not None:
         return False
     return not isinstance(weight, QuantizedTensor)

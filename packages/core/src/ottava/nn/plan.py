@@ -217,7 +217,7 @@ def _asks_each_time(state: RecipeState, compiling: bool) -> bool:
     A state may give another quantizer each time. Compiled code has to read the buffers of a state
     in the graph that quantizes, which is the forward or the backward one.
     """
-    return compiling or (state.stateful and not state.keeps_quantizers)
+    return compiling or (state.stateful and not state.has_fixed_quantizers)
 
 
 def _lookup(call: Call, state: RecipeState, tensor_type: str, *, columnwise: bool) -> Lookup:

@@ -197,8 +197,8 @@ def _products_of_layer(layer: Linear, recipe: str, parent: torch.nn.Module | Non
     """The products of a layer, to which the recipe of this name is bound."""
     reason = f"recipe bound: {recipe}"
     state = layer._binding.state
-    keeps = state is not None and state.keeps_values and state.recipe is layer.recipe
-    if keeps:
+    unquantized = state is not None and state.in_high_precision and state.recipe is layer.recipe
+    if unquantized:
         reason += f", {KEEPS_OPERANDS}"
     if isinstance(local_tensor(layer.weight), QuantizedTensor):
         reason += "; the weight is kept quantized"
@@ -207,7 +207,7 @@ def _products_of_layer(layer: Linear, recipe: str, parent: torch.nn.Module | Non
             "; evaluated without gradients its nn.TransformerEncoderLayer bypasses it, in high "
             "precision"
         )
-    return _Products(recipe, None if keeps else recipe, reason)
+    return _Products(recipe, None if unquantized else recipe, reason)
 
 
 def _reason(module: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> str:

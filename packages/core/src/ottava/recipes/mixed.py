@@ -101,7 +101,7 @@ class MixedState(torch.nn.Module, RecipeState):
             self.serving |= {role.tensor_type: part for role in roles}
             if isinstance(part, torch.nn.Module):
                 self.add_module(self._name_for(part), part)
-        self.keeps_quantizers = all(part.keeps_quantizers for part in self.parts())
+        self.has_fixed_quantizers = all(part.has_fixed_quantizers for part in self.parts())
 
     def _name_for(self, part: RecipeState) -> str:
         name: str = part.recipe._label.replace(".", "_")

@@ -111,9 +111,9 @@ class RecipeState:
     #: The :class:`ottava.Recipe`. Any, because its module imports this one.
     recipe: Any
     #: Of a stateful one: whether :meth:`quantizer` always gives the same quantizers for the same
-    #: arguments, which find the buffers that the state has by then. With True a layer asks for them
-    #: once, and with False in each forward pass.
-    keeps_quantizers: bool = False
+    #: arguments, and these read the state's buffers when they quantize. With True a layer asks for
+    #: them once, and with False in each forward pass.
+    has_fixed_quantizers: bool = False
     #: Operands of wgrad that are not quantized: those whose recipes say so.
     wgrad_unquantized: tuple[str, ...] = ()
     # The quantizer factory that was put over the recipe when this was made.
@@ -123,8 +123,8 @@ class RecipeState:
     step: StepOfState | None = None
     _phase: Phase = Phase.SETTLED
     _roles: Sequence[QuantizerRole] = ()  # the roles that a stateful state serves
-    # Whether all quantizers keep the values, so that the layer computes in high precision.
-    keeps_values: bool = False
+    # Whether the results of all quantizers are in high precision, so that the layer computes in it.
+    in_high_precision: bool = False
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -148,7 +148,9 @@ class RecipeState:
                 variant.set_usage(rowwise=rowwise, columnwise=columnwise)
                 variant.internal = True
                 self.quantizers[role.tensor_type, rowwise, columnwise] = variant
-        self.keeps_values = all(quantizer.keeps_values for quantizer in self.quantizers.values())
+        self.in_high_precision = all(
+            quantizer.in_high_precision for quantizer in self.quantizers.values()
+        )
 
     def serves(self, recipe: RecipeOfState, amax_reduction_group: "Group") -> bool:
         """Whether this is the state for that recipe and process group."""

@@ -24,7 +24,7 @@ class Option:
     """An option of a quantizer's class, which may be set at any time.
 
     Each value is checked before it is set. Where a value changes later,
-    :meth:`Quantizer.option_changed` makes anew what follows from the options.
+    :meth:`Quantizer.option_changed` computes again whatever follows from the options.
 
     Args:
         checked: a function of the name of the option and a value. It returns the value to set, or
@@ -107,11 +107,11 @@ class Quantizer(ABC):
     custom: bool = False
     #: Attributes that belong to the processes of a training: no file has them.
     process_attributes: ClassVar[tuple[str, ...]] = ()
-    #: Whether an internal result may hold the operand itself, and change with it.
-    keeps_operands: bool = False
-    #: Whether results hold the values as they are: a layer with nothing else is one in high
-    #: precision.
-    keeps_values: bool = False
+    #: Whether an internal result may be an alias of the operand, which changes with it.
+    aliases_operands: bool = False
+    #: Whether results are in high precision. A layer whose quantizers are all of this kind computes
+    #: in high precision.
+    in_high_precision: bool = False
     #: Whether a weight that ``quantized_model_init`` makes under ``no_grad`` has no columns until
     #: these are asked for.
     columns_when_asked: ClassVar[bool] = False
@@ -129,7 +129,7 @@ class Quantizer(ABC):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
-        # That of a class beside the quantizers, which knows nothing of this one, too.
+        # It may come from a class that is no quantizer, beside this one among the bases.
         resolved = inspect.getattr_static(cls, "quantize_impl")
         if inspect.isfunction(resolved) and _takes_no_dtype(resolved):
             cls.quantize_impl = _with_dtype(resolved)  # type: ignore[method-assign]
@@ -148,11 +148,12 @@ class Quantizer(ABC):
     def quantization(
         self, device: torch.device, dtype: torch.dtype
     ) -> Callable[[torch.Tensor], Operand | QuantizedTensorStorage]:
-        """What a layer calls with each matrix ``[rows, columns]`` on ``device``: it gives what
-        :meth:`quantize_impl` does, or the same tensors without a storage around them.
+        """The function that a layer calls with each matrix ``[rows, columns]`` on ``device``.
 
-        A layer asks for it once, and keeps it. It holds for the :meth:`quantize_impl` of the class
-        that defines it: a subclass with another one gets this default, or defines its own.
+        The function returns the result of :meth:`quantize_impl`, or an operand of the same tensors,
+        without a storage around them. A layer asks for the function once, and calls it for every
+        matrix. A subclass that has another :meth:`quantize_impl` gets this default, or defines its
+        own.
 
         Args:
             device: of the matrices.
@@ -292,8 +293,8 @@ class Quantizer(ABC):
         without state."""
 
     def option_changed(self) -> None:
-        """Called after an :class:`Option` was set to another value. A subclass makes anew what
-        follows from its options."""
+        """Called after an :class:`Option` was set to another value. A subclass computes again
+        whatever follows from its options."""
 
     def is_quantizable(self, tensor: torch.Tensor) -> bool:
         """Whether :meth:`quantize` takes this tensor."""
