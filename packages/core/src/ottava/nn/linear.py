@@ -219,7 +219,8 @@ class Linear(torch.nn.Linear):
             weight = self._plain_weight()
         else:
             # The tuple hides main_grad from autograd.
-            weight = IntoMainGrad.apply(self._matrix(), (main_grad,))  # type: ignore[no-untyped-call]
+            matrix = self._matrix()
+            weight = IntoMainGrad.apply(matrix, (main_grad,))  # type: ignore[no-untyped-call]
         return high_precision_linear(
             input, weight, self.bias, autocast_dtype(weight, torch.compiler.is_compiling())
         )
@@ -240,7 +241,8 @@ class Linear(torch.nn.Linear):
             raise UsageError(
                 what, "one process for each device", "use torch.nn.parallel.DistributedDataParallel"
             )
-        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call, no-any-return]
+        replica: Self = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        return replica
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if "_binding" in self.__dict__ and self.recipe is not None:
