@@ -263,7 +263,7 @@ PyObject* grid_operand(PyObject* const* given) {
 // decoded values is that of the thread which made it, and serves this thread alone.
 class ProductPlan {
 public:
-    ProductPlan(const py::tuple& left, const py::tuple& right, py::object multiply,
+    ProductPlan(const py::object& left, const py::object& right, py::object multiply,
                 py::object dtype, int finished)
         : sides{side_of(left), side_of(right)},
           multiply(std::move(multiply)),
@@ -300,8 +300,8 @@ public:
     };
 
     const Side sides[2];
-    const py::object multiply;  // what Python multiplies the values with, and what it is told
-    const py::object dtype;
+    const py::object multiply;  // the Python function that multiplies the values
+    const py::object dtype;     // and the dtype that it is called with
     const unsigned long thread;
     const bool finishes;          // whether torch's sums are finished here
     const bool scaled;            // by scales that multiply them
@@ -309,18 +309,18 @@ public:
     int64_t shape[2] = {-1, -1};  // of the result
 
 private:
-    // (element, rows, cols, folded, e8m0, rows and columns of a block, address, dtype, values)
-    static Side side_of(const py::tuple& side) {
-        return {stored_of(side[0].cast<int>()),
-                side[1].cast<int64_t>(),
-                side[2].cast<int64_t>(),
-                side[3].cast<bool>(),
-                side[4].cast<bool>(),
-                side[5].cast<int64_t>(),
-                side[6].cast<int64_t>(),
-                at<void>(side[7].cast<Address>()),
-                ottava::dtype_of(side[8].cast<int>()),
-                side[9]};
+    // Of a PlannedSide in gemm/planned.py.
+    static Side side_of(const py::object& side) {
+        return {stored_of(side.attr("element").cast<int>()),
+                side.attr("height").cast<int64_t>(),
+                side.attr("width").cast<int64_t>(),
+                side.attr("folded").cast<bool>(),
+                side.attr("e8m0").cast<bool>(),
+                side.attr("block_rows").cast<int64_t>(),
+                side.attr("block_columns").cast<int64_t>(),
+                at<void>(side.attr("address").cast<Address>()),
+                ottava::dtype_of(side.attr("dtype").cast<int>()),
+                side.attr("values")};
     }
 };
 
@@ -381,14 +381,14 @@ PyObject* multiply_values(const ProductPlan& plan, const ProductInputs& inputs, 
     if (plan.scaled || !inputs.biased)
         return PyObject_CallMethodObjArgs(torch.module, torch.mm, left, right, nullptr);
     View sums;
-    const Owned begun(allocate(plan.shape, 2, dlpack::kFloat32, sums));
-    if (begun.get() == nullptr) return nullptr;
+    const Owned sums_from_bias(allocate(plan.shape, 2, dlpack::kFloat32, sums));
+    if (sums_from_bias.get() == nullptr) return nullptr;
     {
         const Unlocked unlocked(sums.size);
         repeat32(inputs.bias.view.data, inputs.bias_dtype, plan.shape[0], plan.shape[1],
                  static_cast<float*>(sums.data), threads);
     }
-    return PyObject_CallMethodObjArgs(begun.get(), torch.addmm, left, right, nullptr);
+    return PyObject_CallMethodObjArgs(sums_from_bias.get(), torch.addmm, left, right, nullptr);
 }
 
 // Step 3: the sums, times both scales, plus the bias, rounded once to the plan's dtype.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.distributed import ProcessGroup
 
-#: An object that torch gives no public type, and of which a fallback may take the place.
+#: An object that torch gives no public type. A fallback may take its place.
 Private = Any
 _T = TypeVar("_T")
 
@@ -442,7 +442,7 @@ def pipeline_pass() -> PipelinePass | None:
 def _pass_of(function: str, variables: Mapping[str, Private]) -> PipelinePass | None:
     """The work that the frame of a function of a stage or of a schedule shows.
 
-    None if the frame of a caller of that function shows it.
+    None: the frame of a caller may show it.
     """
     owner = variables.get("self")
     stages = getattr(owner, "_stages", None) or [getattr(owner, "_stage", owner)]

@@ -252,7 +252,7 @@ class _Products:
         columnwise = needed and self.quantized_operands.get((columns_of, tensor), False)
         if isinstance(values, QuantizedTensorStorage) or not (rowwise or columnwise):
             return values if rowwise or columnwise else None
-        options: dict[str, Any] = {} if tensor == "gradient" else {"recording": self.call.recording}
+        options: dict[str, Any] = {} if tensor == "gradient" else {"recording": self.call.records}
         quantizer = self.state.quantizer(
             ROLES[tensor], rowwise=rowwise, columnwise=columnwise, **options
         )

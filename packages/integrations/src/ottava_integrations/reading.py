@@ -21,9 +21,9 @@ _FOLDER_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def read_state(path: AnyPath) -> tuple[dict[str, Any], dict[str, str]]:
     """The state dict in a file or a folder, memory-mapped where the files allow that.
 
-    Weights that another tool has quantized appear as data and scales, as in the files. Of tensors
-    that each rank of a sharded checkpoint had for itself, rank 0's are read. Of values that the
-    next step would have reduced, the maximum over all ranks is read.
+    Weights that another tool has quantized appear as data and scales, as in the files. Where
+    the ranks of a sharded checkpoint had different tensors, those of rank 0 are read. Of amaxes,
+    which the next step would have reduced, the largest of all ranks are read.
 
     Args:
         path: a safetensors file of any tool, a folder with ``model.safetensors.index.json`` or with

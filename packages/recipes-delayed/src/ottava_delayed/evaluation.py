@@ -47,8 +47,9 @@ class Evaluations:
     Therefore a weight that has grown a little since its scale was computed causes no warning, and
     an input has to exceed the range of its scale by a factor of :data:`INPUT_EXCESS`.
 
-    A CPU is checked after every pass. On a GPU no pass waits: the amaxes of the first pass, and of
-    each sixteenth from then on, are copied asynchronously and checked in a later pass.
+    On a CPU the counts are checked after every pass. On a GPU no pass waits: the amaxes of the
+    first pass, and of each sixteenth from then on, are copied asynchronously and checked in a later
+    pass.
 
     Args:
         slots: tensor type -> slot.

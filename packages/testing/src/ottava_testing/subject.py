@@ -161,7 +161,7 @@ class Subject:
         return quantizer
 
     def quantizers(self, **usages: bool) -> Iterator[tuple[str, Quantizer]]:
-        """Two quantizers for each role, each after a name for messages.
+        """Yields a name for messages and a quantizer, two for each role.
 
         One has ``internal=True``, as layers use it; the other gives tensors.
         """
@@ -173,9 +173,8 @@ class Subject:
     def quantized(
         self, **usages: bool
     ) -> Iterator[tuple[str, QuantizedTensorStorage, torch.Tensor]]:
-        """A matrix quantized by each quantizer, between its name for messages and its values.
-
-        The shape is ``[48, 40]``.
+        """Yields a name for messages, a quantized matrix ``[48, 40]`` and its values, for each
+        quantizer.
         """
         from ottava_testing.compare import wide
 

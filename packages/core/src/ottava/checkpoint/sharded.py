@@ -411,7 +411,7 @@ def _remove_old(checkpoint: Path) -> None:
     """Remove a checkpoint, or warn: the new one is whole, so that a training goes on."""
     try:
         with Partial(checkpoint) as partial:
-            # Under this name the rest of a removed checkpoint is never taken for one.
+            # A folder of this name is never taken for a checkpoint.
             os.rename(checkpoint, partial.path / "removed")
     except OSError as error:
         warnings.warn(

@@ -118,7 +118,7 @@ def _group_and_state(module: torch.nn.Module) -> tuple[_ParameterGroup, _State] 
     return None
 
 
-def shards(module: torch.nn.Module) -> bool:
+def is_sharded(module: torch.nn.Module) -> bool:
     """Whether FSDP shards the parameters of ``module``, or of the module that it replaced.
 
     True where a version of torch does not say.
@@ -242,7 +242,7 @@ def resharded_to_fewer(module: torch.nn.Module) -> bool:
     return False
 
 
-# The answer at the first gather stays valid, because FSDP allocates the memory of all gathers then.
+# FSDP sizes its buffers at the first gather, so that the answer at that time stays valid.
 _resharded: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
 
 

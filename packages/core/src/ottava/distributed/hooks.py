@@ -123,7 +123,7 @@ def pre_all_gather(
     compare_weights(tensor, size, group, module)
     check_shard(tensor.shape, size, module)
     if is_converted(module):
-        module._binding.own_shard(module, tensor)
+        module._binding.give_shard_quantizer(module, tensor)
     _share_scales(tensor, size, group, module)
     fsdp2.drop_flat_copies(module)
     lengths = _gather_lengths(tensor, module)
@@ -368,8 +368,8 @@ def _share_scales(
         tensor.update_quantizer(tensor._quantizer.for_shards(name))
     comparisons.add((name, size))
     tensor._shard_group = name
-    # FSDP pads an uneven shard, so that the shard is a view. The view may have a scale of its own,
-    # because the padding is zero at any scale.
+    # The padded shard of FSDP is a view of a larger tensor. It is treated as a whole, because zeros
+    # are zeros at any scale.
     tensor._whole = None
 
 

@@ -237,8 +237,8 @@ class MasterWeights:
             check_places([data for weight in weights for data in weight.job.output.data])
             self._group = default_group(weights, self.amax_reduce_group)
             for weight in weights:
-                # FSDP pads an uneven shard, so the shard is a view of the padded tensor. The view
-                # may get another scale, because the padding is zero at any scale.
+                # The padded shard of FSDP is a view of a larger tensor. It is treated as a whole,
+                # because zeros are zeros at any scale.
                 weight.storage._whole = None
             self._batches = ShardBatches.of([weight.job for weight in weights])
         holders: dict[int, QuantizedTensorStorage] = {}

@@ -84,8 +84,8 @@ def gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> boo
 def take_quantized(module: torch.nn.Module) -> QuantizedTensor | None:
     """The shard that was quantized together with the first weight of the group; it is taken once.
 
-    None for the first weight. The shard has the present values, because FSDP calls the hooks of a
-    group one after the other, and the first of them quantizes the shards of all.
+    None: the weight is the first one, and quantizes the others with it. The shard has the present
+    values, because FSDP calls the hooks of a group one after the other.
     """
     return _waiting_shards.pop(module, None)
 

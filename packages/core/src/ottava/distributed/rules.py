@@ -64,8 +64,9 @@ class ShardRule:
 
     Args:
         options: names of options that all quantizers of a batch must have in common.
-        rows: this many rows of a matrix, or a multiple, are quantized the same alone as in the
-            whole matrix. FSDP2 then gathers bytes, and nothing is reduced. None: no such number.
+        rows: a multiple of this number of rows gives the same bytes alone as in the whole matrix,
+            such as 32 for MXFP8. FSDP2 then gathers bytes, and nothing is reduced. None: there is
+            no such number, as for one scale of the whole matrix.
     """
 
     #: The class that quantizes many shards from their amaxes; None where values are gathered.

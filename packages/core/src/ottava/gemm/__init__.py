@@ -8,9 +8,9 @@
 """
 
 from ottava.gemm.dispatch import GemmType, gemm, multiply
-from ottava.gemm.operand import as_matrix, dense_side, side_of
+from ottava.gemm.operand import dense_side, side_of
 from ottava.gemm.planned import LayerProduct
-from ottava.tensors.operand import Operand, Side
+from ottava.tensors.operand import Operand, Side, as_matrix
 
 __all__ = [
     "GemmType",

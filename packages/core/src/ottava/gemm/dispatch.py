@@ -49,15 +49,24 @@ def gemm(
 ) -> Tensor:
     """The product for ``gemm_type``, in ``out_dtype``.
 
-    ``fprop``: ``a = input [*, K]``, ``b = weight [N, K]`` gives ``[M, N]``. ``dgrad``:
-    ``a = grad_output [*, N]``,
-    ``b = weight`` gives ``[M, K]``. ``wgrad``: ``a = grad_output``, ``b = input`` gives ``[N, K]``.
-    Accumulation is in float32; the product of the scales is applied in float32 before the rounding
-    to ``out_dtype``: one for the tensor or for each row to the sums, one for each block to the
-    block's partial sums. On CPUs with a fast product of bfloat16 a bfloat16 result with a float32
-    bias is rounded before both, too (see the numerics page). Scales that are powers of two are part
-    of the operands' values. Hardware that multiplies FP8 is given the data. Elsewhere data are
-    decoded, exactly within float32's normal range; values beyond it follow IEEE float32.
+    =========  ======================  =================  ========
+    gemm_type  a                       b                  result
+    =========  ======================  =================  ========
+    fprop      ``input [*, K]``        ``weight [N, K]``  ``[M, N]``
+    dgrad      ``grad_output [*, N]``  ``weight [N, K]``  ``[M, K]``
+    wgrad      ``grad_output [*, N]``  ``input [*, K]``   ``[N, K]``
+    =========  ======================  =================  ========
+
+    Sums are float32. Scales multiply them in float32, before the result is rounded to
+    ``out_dtype``:
+
+    - a scale for the tensor or for each row multiplies the whole sums,
+    - a scale for each block multiplies the partial sums of the block,
+    - scales that are powers of two are part of the operands' values.
+
+    Hardware that multiplies FP8 reads the data. Elsewhere data are decoded, exactly within
+    float32's normal range. The numerics page tells of one more rounding on CPUs with a fast product
+    of bfloat16.
 
     Args:
         bias: ``[N]``, added in float32.

@@ -10,20 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from ottava.layout import as_matrix_shape
-from ottava.tensors.operand import Operand, Side
+from ottava.tensors.operand import Operand, Side, as_matrix
 from ottava.tensors.storage import QuantizedTensorStorage
 
 Tensor = torch.Tensor
 #: A matrix that products take: in high precision, as a quantized tensor or storage, or as an
 #: operand.
 Matrix = Tensor | QuantizedTensorStorage | Operand
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """``[*leading, K]`` as ``[rows, K]``; K may be 0, for which ``reshape(-1, K)`` has no
-    answer."""
-    return x if x.dim() == 2 else x.reshape(as_matrix_shape(x.shape))
 
 
 def stored(x: Matrix) -> Tensor | QuantizedTensorStorage:

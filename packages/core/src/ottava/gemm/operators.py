@@ -18,8 +18,20 @@ def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[
     """``multiply(a, b, bias, out_dtype, option)`` of two sides, in graphs one operator of this name
     and option."""
 
-    def of_fields(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        return multiply(Side(a, *rest[:3]), Side(b, *rest[3:6]), *rest[6:])
+    def of_fields(
+        a: Tensor,
+        b: Tensor,
+        scales_a: Tensor | None,
+        layout_a: str,
+        columnwise_a: bool,
+        scales_b: Tensor | None,
+        layout_b: str,
+        columnwise_b: bool,
+        *rest: Any,
+    ) -> Tensor:
+        left = Side(a, scales_a, layout_a, columnwise_a)
+        right = Side(b, scales_b, layout_b, columnwise_b)
+        return multiply(left, right, *rest)
 
     sides = ", ".join(
         f"Tensor? scales_{side}, str layout_{side}, bool columnwise_{side}" for side in "ab"
@@ -33,17 +45,28 @@ def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[
     def product(a: Side, b: Side, bias: Tensor | None, *rest: Any) -> Tensor:
         if is_direct(a.values, b.values, a.scales, b.scales, bias):
             return multiply(a, b, bias, *rest)
-        return operator(a.values, b.values, *_described(a), *_described(b), bias, *rest)
+        return operator(a.values, b.values, *_fields_of(a), *_fields_of(b), bias, *rest)
 
     return product
 
 
-def _described(side: Side) -> tuple[Tensor | None, str, bool]:
+def _fields_of(side: Side) -> tuple[Tensor | None, str, bool]:
     return side.scales, side.layout, side.columnwise
 
 
-def _sizes(a: Any, b: Any, *fields: Any) -> tuple[int, int, int]:
-    """Rows, columns and the reduced size, from the shapes of both values and the fields of both
-    sides."""
-    left, right = Side(a, *fields[:3]).is_turned(), Side(b, *fields[3:6]).is_turned()
+def _sizes(
+    a: Any,
+    b: Any,
+    scales_a: Tensor | None,
+    layout_a: str,
+    columnwise_a: bool,
+    scales_b: Tensor | None,
+    layout_b: str,
+    columnwise_b: bool,
+    *_: Any,
+) -> tuple[int, int, int]:
+    """Rows, columns and the reduced size, from the shapes ``a`` and ``b`` of both values and the
+    fields of both sides."""
+    left = Side(a, scales_a, layout_a, columnwise_a).is_turned()
+    right = Side(b, scales_b, layout_b, columnwise_b).is_turned()
     return a[left], b[right], a[not left]

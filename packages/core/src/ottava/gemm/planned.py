@@ -34,7 +34,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class PlannedSide(NamedTuple):
-    """One side, as the compiled module is told of it (``ProductPlan`` reads these by position).
+    """One side, as the compiled module's ``ProductPlan`` reads it.
 
     Attributes:
         element: the code of the element format.
@@ -107,6 +107,7 @@ class LayerProduct:
     ) -> Tensor:
         """The product ``[outer of a, outer of b]`` plus ``bias``; added to ``out``, if there is
         one."""
+        # Compiled autograd traces the backward pass of a plan that was made in eager mode.
         if not _is_compiling():
             left = self._side(a, self._a_by_column)
             right = self._side(b, self._b_by_column)
@@ -146,6 +147,7 @@ class LayerProduct:
         if product is not None:
             return partial(_hardware_product, product, self._dtype, not self._split)
         bias_dtype = None if bias is None else bias.dtype
+        # The memory for decoded operands outlives the call, and training may use it next.
         with torch.inference_mode(False):
             plan = _decoding_plan(left, right, bias_dtype, self._dtype)
         return None if plan is None else plan.multiply
@@ -181,7 +183,7 @@ def _decoding_plan(
     device = a.values.device
     if device.type != "cpu":
         return None
-    backend_for("cpu")  # chooses the backend, if no kernel has
+    backend_for("cpu")  # chooses the backend, if no kernel has chosen it yet
     cpu = compiled_cpu()
     if cpu is None:
         return None

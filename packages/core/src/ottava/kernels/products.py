@@ -25,7 +25,8 @@ from ottava.torch_private import (
 )
 
 Tensor = torch.Tensor
-#: ``(a, b, scale_a, scale_b, bias, out_dtype)`` to the product, where torch.autocast is off.
+#: Takes ``(a, b, scale_a, scale_b, bias, out_dtype)``, returns the product. Callers switch
+#: torch.autocast off.
 Multiply = Callable[
     [Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, torch.dtype], Tensor
 ]
@@ -127,8 +128,8 @@ def without_autocast(kind: str) -> AbstractContextManager[object]:
     """Inside a ``with`` block torch.autocast is off for devices of this type."""
     if kind not in WITH_AUTOCAST:
         return nullcontext()
-    # Compiled code runs the backward pass under the autocast of the forward pass, so that it
-    # switches autocast off in any case.
+    # Compiled code always switches autocast off, because it runs the backward pass under the
+    # autocast of the forward pass.
     if torch.compiler.is_compiling() or any_autocast_enabled():
         return torch.autocast(kind, enabled=False)
     return nullcontext()

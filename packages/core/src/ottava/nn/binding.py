@@ -10,7 +10,7 @@ import torch
 from ottava.collectives import Group
 from ottava.errors import CheckpointError
 from ottava.kernels.backends import backend_for
-from ottava.nn.call import Call, Observation
+from ottava.nn.call import Call, Recording
 from ottava.nn.checks import check_not_parallel
 from ottava.nn.converted import begin_at_gather
 from ottava.nn.entry import enter_step_of_region
@@ -239,7 +239,7 @@ class Binding:
             compiling = torch.compiler.is_compiling()
             enter_step_of_region(layer, state, region, training, compiling)
 
-    def own_shard(self, layer: Layer, shard: QuantizedTensor) -> None:
+    def give_shard_quantizer(self, layer: Layer, shard: QuantizedTensor) -> None:
         """Give this rank's shard of a quantized weight the quantizer that the forward pass would
         give the whole."""
         if self.recipe is None:
@@ -303,12 +303,12 @@ def _quantized_for_microbatches(
 ) -> QuantizedTensorStorage:
     """The weight, quantized by rows and by columns for all microbatches of a step."""
     usages = {"rowwise": True, "columnwise": True}
-    if call.observation is Observation.COUNTED:
+    if call.recording is Recording.CLAMPS:
         quantizer = state.evaluation_quantizer("weight", **usages)
     else:
         # In a reentrant checkpoint the other operands are recorded when they are recomputed. This
         # one is not quantized again then.
-        recording = call.recording or call.observation is Observation.DEFERRED
+        recording = call.records or call.recording is Recording.LATER
         quantizer = state.quantizer("weight", **usages, recording=recording)
     values = weight.detach()
     with torch.no_grad():

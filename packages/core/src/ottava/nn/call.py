@@ -26,19 +26,19 @@ from ottava.torch_private import (
 )
 
 
-class Observation(Enum):
+class Recording(Enum):
     """What a state takes from the operands of a forward pass."""
 
-    #: It records them, once in a step.
-    RECORDED = "recorded"
+    #: It records their amaxes, once in a step.
+    NOW = "now"
     #: Nothing yet. The forward pass of a reentrant checkpoint runs without gradients, and the state
     #: records the operands when they are recomputed.
-    DEFERRED = "deferred"
+    LATER = "later"
     #: It may count the elements that it clamps: an evaluation, which changes no step.
-    COUNTED = "counted"
+    CLAMPS = "clamps"
     #: Nothing: an evaluation that is traced, or of a state that counts nothing; a recomputation of
     #: operands that have been recorded.
-    UNSEEN = "unseen"
+    NOTHING = "nothing"
 
 
 class Call(NamedTuple):
@@ -48,7 +48,7 @@ class Call(NamedTuple):
         recipe: None computes in high precision.
         state: the layer's quantizers; None without a recipe.
         group: process group over which amaxes are reduced.
-        observation: what the state takes from the operands.
+        recording: what the state takes from the operands.
         of_step: whether this is a forward pass of a step, not an evaluation, a recomputation or a
             tracing.
         recomputed: whether activation checkpointing runs this forward pass again.
@@ -62,7 +62,7 @@ class Call(NamedTuple):
     recipe: Recipe | None = None
     state: RecipeState | None = None
     group: Group = None
-    observation: Observation = Observation.RECORDED
+    recording: Recording = Recording.NOW
     of_step: bool = False
     recomputed: bool = False
     calibrating: bool = False
@@ -70,9 +70,9 @@ class Call(NamedTuple):
     of_block: bool | None = None
 
     @property
-    def recording(self) -> bool:
-        """Whether the state records the operands."""
-        return self.observation is Observation.RECORDED
+    def records(self) -> bool:
+        """Whether the state records the operands now."""
+        return self.recording is Recording.NOW
 
 
 def resolve_call(
@@ -105,18 +105,16 @@ def resolve_call(
     recomputed = task != NO_BACKWARD
     of_step = False
     if recomputed:
-        observation = observation_of_recomputation(state)
+        recording = recording_of_recomputation(state)
     else:
         # An exported program has no backward pass.
         grad_enabled = torch.is_grad_enabled() and not (compiling and is_exporting())
         of_step = is_of_step(layer, input, region, grad_enabled, observed, compiling)
         # Modes may trace, and what they trace is to change nothing.
         traced = compiling or (observed and bool(dispatch_modes()))
-        observation = observation_of(state, grad_enabled, of_step, traced)
-    call = Call(
-        recipe, state, group, observation, of_step, recomputed, calibrating, first, of_block
-    )
-    if not (recomputed or compiling) and (call.recording or layer.training):
+        recording = recording_of(state, grad_enabled, of_step, traced)
+    call = Call(recipe, state, group, recording, of_step, recomputed, calibrating, first, of_block)
+    if not (recomputed or compiling) and (call.records or layer.training):
         binding.last = call
         if calibrating:
             # What is recomputed of a calibrating pass computes in high precision, as that did.
@@ -124,32 +122,32 @@ def resolve_call(
     return call
 
 
-def observation_of(
+def recording_of(
     state: RecipeState | None, grad_enabled: bool, of_step: bool, traced: bool
-) -> Observation:
+) -> Recording:
     """What a state takes from the operands of a forward pass that is no recomputation."""
     if grad_enabled:
-        return Observation.RECORDED
+        return Recording.NOW
     if state is None or not state.stateful:
-        return Observation.UNSEEN
+        return Recording.NOTHING
     if of_step:
-        return Observation.DEFERRED
+        return Recording.LATER
     if traced or not state.opens_evaluation():
-        return Observation.UNSEEN
-    return Observation.COUNTED
+        return Recording.NOTHING
+    return Recording.CLAMPS
 
 
-def observation_of_recomputation(state: RecipeState | None) -> Observation:
+def recording_of_recomputation(state: RecipeState | None) -> Recording:
     """What a state takes from the operands of a recomputation.
 
     Of a reentrant checkpoint it records them now, because the forward pass ran without gradients.
     Other recomputations repeat what the state has seen.
     """
     if state is None or not state.stateful or not torch.is_grad_enabled():
-        return Observation.UNSEEN
+        return Recording.NOTHING
     if repeats_forward():
-        return Observation.UNSEEN
-    return Observation.RECORDED
+        return Recording.NOTHING
+    return Recording.NOW
 
 
 def resolve_microbatch(

@@ -34,7 +34,7 @@ def check_not_parallel(layer: Layer, name: str, parameter: Any) -> None:
     if type(parameter) is torch.nn.Parameter or not is_distributed(parameter):
         return
     sharded = [placement for placement in parameter.placements if not placement.is_replicate()]
-    if len(sharded) <= 1 and above("fsdp2").shards(layer):
+    if len(sharded) <= 1 and above("fsdp2").is_sharded(layer):
         return
     raise UsageError(
         f"{name} of {label_of(layer)} is a DTensor, {parameter.placements}, as of a tensor "

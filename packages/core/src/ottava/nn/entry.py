@@ -38,7 +38,7 @@ def enter_step(layer: Layer, call: Call, compiling: bool) -> None:
         enter_step_of_region(layer, state, regions.stack[-1], call.of_step, compiling)
     elif call.of_step:
         begin_lone_step(state, compiling)
-    if call.of_step and call.recording and not (compiling or call.calibrating):
+    if call.of_step and call.records and not (compiling or call.calibrating):
         warn_of_another_pass(layer, state)
 
 
@@ -71,14 +71,14 @@ def enter_step_of_region(
         of_step: whether the layer runs in a step of the region, not in an evaluation.
     """
     if compiling and region.model is not None:
-        # The model begins a step with all its layers, and compiled code had better change nothing.
+        # The model begins a step with all its layers, and compiled code must change nothing.
         return
     if of_step and region.is_quantized:
         region.begin_step()
     if of_step or region.calibrating:
         region.step.join(layer, state, region.group, region.calibrating, compiling)
     elif not compiling and state._phase is Phase.SETTLED:
-        # A checkpoint that is loaded next has the state begin the next step of this region.
+        # So that a checkpoint that is loaded next waits for a step of this region.
         state.step = region.step
 
 

@@ -17,11 +17,10 @@ from typing import Concatenate, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 
 from ottava.errors import UsageError
-from ottava.gemm.operand import as_matrix
 from ottava.kernels.table import sum_rows
 from ottava.nn.call import Call
 from ottava.nn.plan import Plan
-from ottava.tensors.operand import Operand
+from ottava.tensors.operand import Operand, as_matrix
 from ottava.tensors.saving import SavedSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import unsafe_view
@@ -35,7 +34,7 @@ _NOTHING: _Saved = ((None,), None)
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 
-class Inspection(Protocol):
+class InspectedForward(Protocol):
     """Computes a forward pass of a watched layer, in the place of :func:`quantized_linear`.
 
     Args, by position:
@@ -61,7 +60,7 @@ class Inspection(Protocol):
 
 #: ``inspector(layer)`` returns the function that computes a forward pass of the layer, or None to
 #: leave the layer as it is. :func:`ottava.debug.set_inspector` sets it.
-inspector: Callable[..., Inspection | None] | None = None
+inspector: Callable[..., InspectedForward | None] | None = None
 
 
 class Pass(NamedTuple):
@@ -116,7 +115,8 @@ def _forward(
 ) -> tuple[Tensor, _Quantized, _Quantized]:
     """The output, and the quantized input and weight, with the columns that the backward pass
     reads."""
-    plan, microbatch_weight, _, observed = one_pass
+    plan = one_pass.plan
+    microbatch_weight = one_pass.microbatch_weight
     matrix = x if x.dim() == 2 else as_matrix(x)
     qx = plan.quantize_input(matrix)
     qw: _Quantized
@@ -127,11 +127,11 @@ def _forward(
     else:
         assert plan.quantize_weight is not None
         qw = plan.quantize_weight(weight)
-    if observed and bias is not None:
+    if one_pass.observed and bias is not None:
         # torch.export would record a gradient of the bias alone, because the products are opaque.
         bias = bias.detach()
     y = plan.fprop(qx, qw, bias)
-    compiling = observed and torch.compiler.is_compiling()
+    compiling = one_pass.observed and torch.compiler.is_compiling()
     if matrix is not x or compiling or y._base is not None:
         # The output must not be a view, because an activation, say, may modify it in place.
         y = unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
@@ -178,11 +178,11 @@ class LinearFunction(torch.autograd.Function):
         x_tensors, ctx.x_spec = _saved_input(x, qx, plan)
         w_tensors, ctx.w_spec = _NOTHING
         primary: Tensor | None = None
-        if plan.x_needs and isinstance(weight, QuantizedTensorStorage):
+        if plan.x_needs_grad and isinstance(weight, QuantizedTensorStorage):
             # An FP8-primary weight is saved as the parameter itself, so that autograd notices a
             # write to it.
             primary = weight
-        elif plan.x_needs:
+        elif plan.x_needs_grad:
             w_tensors, ctx.w_spec = _saved_weight(qw, one_pass)
         ctx.save_for_backward(*x_tensors, *w_tensors, primary)
         # The Pass itself is not saved: its quantized weight would live as long as the graph does.
@@ -207,7 +207,7 @@ class LinearFunction(torch.autograd.Function):
 def _saved_input(x: Tensor, qx: _Quantized, plan: Plan) -> _Saved:
     if plan.saves_input:
         return (as_matrix(x.detach()).to(plan.dtype),), None
-    if plan.w_needs:
+    if plan.w_needs_grad:
         return qx.flatten_columnwise()
     return _NOTHING
 
@@ -231,13 +231,13 @@ def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
     dy_of_w: Tensor | _Quantized = dy
     if plan.quantize_grad_output is not None:
         dy_of_x = dy_of_w = plan.quantize_grad_output(dy)
-    if not plan.wgrad_quantized:
+    if plan.w_needs_grad and not plan.wgrad_reads_quantized_dy:
         dy_of_w = dy.to(plan.dtype)
     dx = dw = db = None
-    if plan.x_needs:
+    if plan.x_needs_grad:
         weight = _restored(w_tensors, ctx.w_spec) if primary is None else primary
         dx = _input_gradient(dy_of_x, weight, plan)
-    if plan.w_needs:
+    if plan.w_needs_grad:
         dw = _weight_gradient(dy_of_w, _restored(x_tensors, ctx.x_spec), ctx)
     if ctx.bias_dtype is not None:
         db = _bias_gradient(dy, ctx.bias_dtype, compiling)
@@ -249,6 +249,7 @@ def _saved_tensors(ctx: Context) -> tuple[Sequence[Tensor], Sequence[Tensor], Te
     pass saved them."""
     # Read once, because activation checkpointing frees saved tensors at the first read.
     *tensors, primary = ctx.saved_tensors
+    # Without a spec one tensor was saved, or None.
     end = 1 if ctx.x_spec is None else ctx.x_spec.tensor_count
     return tensors[:end], tensors[end:], primary
 

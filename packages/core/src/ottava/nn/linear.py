@@ -18,7 +18,7 @@ from ottava.nn.checks import (
     main_grad_of,
 )
 from ottava.nn.entry import enter_step
-from ottava.nn.function import Inspection, IntoMainGrad, quantized_linear
+from ottava.nn.function import InspectedForward, IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.layer import label_of, owned_state
 from ottava.nn.loading import fill_in_states
@@ -124,7 +124,7 @@ class Linear(torch.nn.Linear):
                 to be quantized.
             OptionError: ``is_first_microbatch`` is something else.
         """
-        # Whether a compiler, a mode or a profiler observes what is called.
+        # Whether a compiler, a mode, a profiler or a transform observes what is called.
         observed = not is_direct() or in_dual_level()
         compiling = observed and torch.compiler.is_compiling()
         call = resolve_call(self, input, is_first_microbatch, observed, compiling)
@@ -141,7 +141,7 @@ class Linear(torch.nn.Linear):
         if observed and not in_high_precision:
             check_use(self, input, weight, bias)
         if call.state.stateful:
-            # Only now: a call that is refused has moved no scale.
+            # After the checks, so that a call that is refused leaves all scales as they were.
             enter_step(self, call, compiling)
             if not compiling:
                 _take_quantizer(weight, call.state)
@@ -187,7 +187,7 @@ class Linear(torch.nn.Linear):
     ) -> None:
         """Tell the state that this pass uses a weight, and rebuild what the weight derives from its
         bytes, such as a transpose."""
-        state.use_gathered(weight, recording=call.recording)
+        state.use_gathered(weight, recording=call.records)
         if torch.is_grad_enabled() and not compiling and weight.rebuilds_derived:
             with torch.no_grad():
                 weight.rebuild_derived()
@@ -208,7 +208,7 @@ class Linear(torch.nn.Linear):
         self,
         input: torch.Tensor,
         call: Call,
-        inspection: Inspection | None,
+        inspection: InspectedForward | None,
         main_grad: torch.Tensor | None,
     ) -> torch.Tensor:
         if inspection is not None:

@@ -1,4 +1,5 @@
-"""The plan of a layer: everything that does not change between its calls, decided once.
+"""The plan of a layer: everything that does not change between its calls, decided once. (A product
+decides which kernels compute it at its first call.)
 
 ::
 
@@ -23,7 +24,7 @@ from ottava.gemm.operand import Matrix
 from ottava.kernels import backends
 from ottava.kernels.direct import PLAIN_TYPES
 from ottava.kernels.table import rounded
-from ottava.nn.call import Call, Observation
+from ottava.nn.call import Call, Recording
 from ottava.nn.checks import autocast_dtype, check_plain_operands, checked_dtype
 from ottava.nn.layer import Layer
 from ottava.recipes.mixed import MixedState
@@ -37,7 +38,7 @@ Tensor = torch.Tensor
 Quantize = Callable[[Tensor], Operand | QuantizedTensorStorage]
 #: Returns the quantizer of one tensor of a layer.
 Lookup = Callable[[], Quantizer]
-#: Sizes that never repeat, as those of texts, would otherwise make more and more plans.
+#: A layer keeps at most this many plans, because batches of texts have ever new lengths.
 LIMIT = 64
 
 
@@ -65,9 +66,9 @@ class Plan(NamedTuple):
         evaluating: whether the state counts the elements that these calls clamp.
         dtype: of the products, and the nominal dtype of the operands.
         amp_dtype: of torch.autocast; None outside of it.
-        x_needs, w_needs: whether the input, and the weight, get a gradient.
+        x_needs_grad, w_needs_grad: whether the input, and the weight, get a gradient.
         saves_input: whether wgrad reads the input in high precision.
-        wgrad_quantized: whether wgrad reads a quantized ``dy``.
+        wgrad_reads_quantized_dy: whether wgrad reads a quantized ``dy``.
         x_shape, x_dtype, w_dtype: the shape and the dtypes of the gradients.
     """
 
@@ -81,10 +82,10 @@ class Plan(NamedTuple):
     evaluating: bool
     dtype: torch.dtype
     amp_dtype: torch.dtype | None
-    x_needs: bool
-    w_needs: bool
+    x_needs_grad: bool
+    w_needs_grad: bool
     saves_input: bool
-    wgrad_quantized: bool
+    wgrad_reads_quantized_dy: bool
     x_shape: torch.Size
     x_dtype: torch.dtype
     w_dtype: torch.dtype
@@ -115,7 +116,8 @@ def plan_for(
     if compiling or any_autocast_enabled():
         amp_dtype = autocast_dtype(weight, compiling)
     if compiling or type(input) not in PLAIN_TYPES or input.is_nested:
-        # The sizes of a traced tensor need not be numbers, and those of a nested one are none.
+        # The sizes of a traced tensor need not be numbers, a nested tensor has none, and a subclass
+        # may compute its own.
         return _make_plan(layer, call, input, weight, bias, amp_dtype, compiling)
     kind = _kind_of(layer, call, input, weight, bias, amp_dtype)
     plans: dict[Hashable, Plan] = layer._binding.plans
@@ -139,7 +141,7 @@ def _kind_of(
     """Everything that a plan depends on: calls for which it is equal have the same plan."""
     gradients = torch.is_grad_enabled()
     return (
-        call.observation,
+        call.recording,
         input.shape,
         input.dtype,
         input.device,
@@ -173,21 +175,29 @@ def _make_plan(
     assert state is not None
     # An exported program has no backward pass.
     gradients = torch.is_grad_enabled() and not (compiling and is_exporting())
-    x_needs, w_needs = gradients and input.requires_grad, gradients and weight.requires_grad
+    x_needs_grad = gradients and input.requires_grad
+    w_needs_grad = gradients and weight.requires_grad
     if compiling:
-        _read_numbers(state, x_needs, w_needs)
-    saves_input = w_needs and "input" in state.wgrad_unquantized
-    wgrad_quantized = w_needs and "grad_output" not in state.wgrad_unquantized
-    quantizing = _Quantizing(weight.device, dtype, _asks_each_time(state, compiling))
-    quantize_input = quantizing.by(
-        _lookup(call, state, "input", columnwise=w_needs and not saves_input)
+        _read_numbers(state, x_needs_grad, w_needs_grad)
+    saves_input = w_needs_grad and "input" in state.wgrad_unquantized
+    wgrad_reads_quantized_dy = w_needs_grad and "grad_output" not in state.wgrad_unquantized
+    maker = _QuantizationMaker(weight.device, dtype, _asks_each_time(state, compiling))
+    quantize_input = maker.quantization(
+        _lookup(call, state, "input", columnwise=w_needs_grad and not saves_input)
     )
     quantize_weight = quantize_grad_output = None
     if not isinstance(weight, QuantizedTensorStorage):
-        quantize_weight = quantizing.by(_lookup(call, state, "weight", columnwise=x_needs))
-    if x_needs or wgrad_quantized:
-        quantize_grad_output = quantizing.by(
-            partial(state.quantizer, "grad_output", rowwise=x_needs, columnwise=wgrad_quantized)
+        quantize_weight = maker.quantization(
+            _lookup(call, state, "weight", columnwise=x_needs_grad)
+        )
+    if x_needs_grad or wgrad_reads_quantized_dy:
+        quantize_grad_output = maker.quantization(
+            partial(
+                state.quantizer,
+                "grad_output",
+                rowwise=x_needs_grad,
+                columnwise=wgrad_reads_quantized_dy,
+            )
         )
     fprop, dgrad, wgrad = _products(dtype, layer.fuse_wgrad_accumulation, compiling)
     return Plan(
@@ -198,13 +208,13 @@ def _make_plan(
         dgrad=dgrad,
         wgrad=wgrad,
         state=state,
-        evaluating=call.observation is Observation.COUNTED,
+        evaluating=call.recording is Recording.CLAMPS,
         dtype=dtype,
         amp_dtype=amp_dtype,
-        x_needs=x_needs,
-        w_needs=w_needs,
+        x_needs_grad=x_needs_grad,
+        w_needs_grad=w_needs_grad,
         saves_input=saves_input,
-        wgrad_quantized=wgrad_quantized,
+        wgrad_reads_quantized_dy=wgrad_reads_quantized_dy,
         x_shape=input.shape,
         x_dtype=input.dtype,
         w_dtype=weight.dtype,
@@ -226,18 +236,18 @@ def _lookup(call: Call, state: RecipeState, tensor_type: str, *, columnwise: boo
     The quantizer makes rows for fprop and, with ``columnwise``, columns for the product of the
     backward pass that reads the tensor.
     """
-    if call.observation is Observation.COUNTED:
+    if call.recording is Recording.CLAMPS:
         return partial(state.evaluation_quantizer, tensor_type, rowwise=True, columnwise=columnwise)
     return partial(
         state.quantizer,
         tensor_type,
         rowwise=True,
         columnwise=columnwise,
-        recording=call.recording,
+        recording=call.records,
     )
 
 
-class _Quantizing(NamedTuple):
+class _QuantizationMaker(NamedTuple):
     """Makes the functions of a plan that quantize.
 
     Attributes:
@@ -250,7 +260,7 @@ class _Quantizing(NamedTuple):
     dtype: torch.dtype
     asks_each_time: bool
 
-    def by(self, lookup: Lookup) -> Quantize:
+    def quantization(self, lookup: Lookup) -> Quantize:
         """The function that quantizes a matrix by the quantizer that ``lookup`` returns."""
         device, dtype = self.device, self.dtype
         if not self.asks_each_time:
@@ -301,7 +311,7 @@ def _operator(gemm_type: GemmType, dtype: torch.dtype, use_split_accumulator: bo
     return product
 
 
-def _read_numbers(state: RecipeState, x_needs: bool, w_needs: bool) -> None:
+def _read_numbers(state: RecipeState, x_needs_grad: bool, w_needs_grad: bool) -> None:
     """Read the floats of the quantizers that a layer is about to use.
 
     Under ``torch.compile(dynamic=True)`` a float is an input of the graph. The compiler keeps a
@@ -309,9 +319,9 @@ def _read_numbers(state: RecipeState, x_needs: bool, w_needs: bool) -> None:
     fails when the next call reads it.
     """
     usages = {
-        "input": (True, w_needs),
-        "weight": (True, x_needs),
-        "grad_output": (x_needs, w_needs),
+        "input": (True, w_needs_grad),
+        "weight": (True, x_needs_grad),
+        "grad_output": (x_needs_grad, w_needs_grad),
     }
     for name, (rowwise, columnwise) in usages.items():
         part = state.serving[name] if isinstance(state, MixedState) else state
@@ -327,5 +337,5 @@ def _read_floats(quantizer: Quantizer) -> None:
         if isinstance(value, Quantizer):
             _read_floats(value)
         elif isinstance(value, float):
-            # An attribute is read when something is done with it.
+            # Dynamo records the read only if the value is used.
             value + 0.0

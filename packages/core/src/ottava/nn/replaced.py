@@ -1,5 +1,4 @@
-"""Parameters that ``convert(primary=True)`` or ``revert`` replaced, looked for in the optimizers
-that step afterwards.
+"""Warns of optimizers that step parameters which ``convert(primary=True)`` or ``revert`` replaced.
 
 An optimizer that was made before the conversion has the replaced parameters: it steps them, no
 layer reads them, and the weights of the layers stay as they are. A hook that all optimizers of
@@ -90,12 +89,12 @@ def _before_step(
 
 
 def _stale_replacements(parameters: Sequence[torch.Tensor]) -> dict[int, _Replacement]:
-    """The replacements, by id, that an optimizer of these parameters does not know of."""
+    """The replacements, by id, whose new weights an optimizer of these parameters lacks."""
     stepped = {id(parameter) for parameter in parameters}
     stale: dict[int, _Replacement] = {}
     for parameter in parameters:
         replacement = _replacements.get(id(parameter))
-        # An id may be that of another object since.
+        # Another object may have the id by now.
         if replacement is None or replacement.parameter() is not parameter:
             continue
         layer = replacement.layer()

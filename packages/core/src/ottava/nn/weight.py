@@ -269,7 +269,7 @@ def _share_shards(layer: Layer) -> None:
     local = local_tensor(weight)
     if not isinstance(local, QuantizedTensor):
         return
-    layer._binding.own_shard(layer, local)
+    layer._binding.give_shard_quantizer(layer, local)
     if local is weight or local._quantizer is None:
         return
     group = _group_of_shards(weight)

@@ -1,4 +1,4 @@
-"""How torch executes the code that asks: traced, in a backward pass, or repeated."""
+"""Whether the caller is traced, runs in a backward pass, or is repeated by checkpointing."""
 
 import torch
 
@@ -39,9 +39,10 @@ def backward_task() -> int:
 def repeats_forward() -> bool:
     """Whether activation checkpointing repeats a forward pass whose operands a state has seen.
 
-    A checkpoint that is not reentrant repeats the pass when a node of autograd asks for a saved
-    tensor. A reentrant checkpoint is a node itself, whose function is written in Python. Its first
-    pass ran without gradients and recorded nothing, so that its repetition does not count here.
+    - A checkpoint that is not reentrant repeats the pass when a node of autograd asks for a saved
+      tensor. This counts here.
+    - A reentrant checkpoint is a node of autograd itself, whose function is written in Python. Its
+      first pass ran without gradients and recorded nothing, so that its repetition does not count.
     """
     hooks, node = top_hooks(False), current_node()
     if hooks and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook."):

@@ -30,9 +30,10 @@ _collector = _Collector()
 class _StateUntilLayerEnds:
     """A layer's state, until the layer ends.
 
-    Reference counting ends a layer at the same place of the program on all ranks. The garbage
-    collector runs at another time on each rank. A layer that it collects therefore counts as alive
-    until the next step begins.
+    Reference counting ends a layer at the same place of the program on all ranks, and its state is
+    given up then. A layer in a cycle of references ends when the garbage collector runs, which is
+    at another time on each rank. Its state stays until the next step begins, so that all ranks
+    begin that step with the same states.
     """
 
     def __init__(self, layer: object, state: RecipeState) -> None:

@@ -12,8 +12,8 @@ from ottava.errors import OptionError
 API_VERSION = 1
 _NAME = "[a-z][a-z0-9_-]*"
 # Field, or type of fields -> the pattern that the `repr` of a value has to match, and the pattern
-# in words. Types are checked as well, because the values are printed and compared where an
-# exception of a plugin would be taken for one of Ottava's.
+# in words. Types are checked as well, because the values are printed and compared outside of any
+# handling of a plugin's errors.
 _PATTERNS = {
     "name": (f"'{_NAME}'", "lower-case letters, digits, - and _, a letter first"),
     "factory": (

@@ -71,7 +71,7 @@ class Phase(Enum):
     pass of a step.
     """
 
-    #: A step has begun with all that the state holds.
+    #: Nothing is new in the state since the last step began.
     SETTLED = "settled"
     #: The state may hold values, such as amaxes, that no step has begun with. The next step does.
     RAN = "ran"

@@ -29,7 +29,8 @@ def update_states(
     Args:
         group: process group over which recipes reduce; None is the default group, if there is one.
         compiling: whether this is being compiled; no state changes its phase then.
-        calibrated: whether a calibrating block ends. The next step begins with the states, too.
+        calibrated: whether a calibrating block ends. The states stay RAN: the next step begins with
+            them again.
     """
     # A state that consists of several may be among the states, and its parts as well.
     parts = {id(part): part for state in states for part in state.parts()}.values()
@@ -69,18 +70,19 @@ class Step:
     COMPARED    either of these                     COMPARED    states update
     not AHEAD   FSDP gathers a weight of the model  AHEAD       as at the entry of a region
     AHEAD       the forward pass of the model       COMPARED    nothing: the step has begun
+    AHEAD       another gather, an evaluation       AHEAD       nothing
     not AHEAD   an evaluation or a recomputation    the same    nothing
     not AHEAD   a later microbatch of a pipeline    the same    nothing: the first began it
     any         the model is converted or copied    UNCOMPARED  the ranks compare once more
     ==========  ==================================  ==========  ============================
 
-    A step without states stays UNCOMPARED.
+    A step without states stays UNCOMPARED; a gather is one of a layer that has a state.
     Compiled code updates states and leaves the phase as it is.
 
     Invariants:
 
-    - A step has one all-reduce for each recipe; the comparison of the ranks before the first one is
-      extra.
+    - A step has one all-reduce for each recipe. Extra are the comparison of the ranks before the
+      first one, and the update of a state that comes from another step.
     - All quantizations of a step use one scale, those of recomputations included.
     - Evaluation, and a rank that evaluates alone, move nothing.
     - A state's life ends with its layer, not when a garbage collector runs (:class:`Members`).
@@ -217,7 +219,7 @@ class Step:
         phase = state._phase
         if phase is Phase.SETTLED:
             phase = Phase.RAN
-        # The state changes last and at once, so that an interrupt before it loses no state.
+        # Last and at once: an interrupt before this line leaves the state in its old step.
         state.__dict__.update(step=self, _phase=phase)
 
     def __getstate__(self) -> dict[str, object]:

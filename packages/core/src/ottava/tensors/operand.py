@@ -20,6 +20,15 @@ from ottava.tensors.storage import QuantizedTensorStorage
 Tensor = torch.Tensor
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    """``[*leading, K]`` as ``[rows, K]``; a vector is one row."""
+    if x.dim() == 2:
+        return x
+    if x.dim() < 2:
+        return x.reshape(1, -1)
+    return x.flatten(0, -2)
+
+
 class Side(NamedTuple):
     """One of the two matrices of a product, in the direction that the product reads.
 
@@ -36,8 +45,8 @@ class Side(NamedTuple):
         layout: the text of the layout; empty for a matrix in high precision.
         columnwise: whether the product sums along the columns of the matrix. Of a quantized matrix
             it then reads columnwise data.
-        source: the storage that caches what products compute of its elements; None for elements
-            that only one product reads, and in high precision.
+        source: the storage whose cache keeps the padded or reordered elements of a weight; None for
+            elements that only one product reads, and in high precision.
     """
 
     values: Tensor
@@ -69,8 +78,9 @@ class OperandQuantizer(Protocol):
 
 
 class Operand(NamedTuple):
-    """A quantized matrix: a side for each usage that its quantizer was asked for, or two where one
-    buffer serves both usages.
+    """A quantized matrix: a side for each usage that its quantizer was asked for.
+
+    Where one buffer serves both usages, both sides have its tensors.
 
     Invariant of each side: ``matrix ≈ float32(element) * scale``, with the scale of the element's
     block.
@@ -115,18 +125,21 @@ class ColumnsSpec(NamedTuple):
     Attributes:
         layout: the text of the layout of the elements.
         quantizer, dtype: those of the operand.
-        tensor_count: how many tensors :meth:`rebuild` takes.
     """
 
     layout: str
     quantizer: OperandQuantizer
     dtype: torch.dtype
+
+    #: How many tensors :meth:`rebuild` takes.
     tensor_count: int = 2
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Operand:
         """An operand without rows."""
         values, scales = tensors
-        return Operand(None, Side(values, scales, self.layout, True), self.quantizer, self.dtype)
+        return Operand(
+            None, Side(values, scales, self.layout, columnwise=True), self.quantizer, self.dtype
+        )
 
 
 class Quantization:
@@ -166,5 +179,5 @@ class Quantization:
         if data is not None:
             rows = Side(data, scales, self._text)
         if column_data is not None:
-            columns = Side(column_data, column_scales, self._text, True)
+            columns = Side(column_data, column_scales, self._text, columnwise=True)
         return Operand(rows, columns, self._quantizer, self._dtype)
