@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,14 @@ def compile_modules(folder: Path, architectures: str | None = None) -> list[Path
     return [next(folder.glob(f"{name}.*so")) for name in ("_cpu", "_cuda")]
 
 
+def version_of(module: Path) -> str:
+    """The version that a module states, read as hatch reads it, without an import."""
+    statement = re.search(r'^__version__ = "(.+)"$', module.read_text(encoding="utf-8"), re.M)
+    if statement is None:
+        raise BuildError(f'{module} states no version; expected a line __version__ = "..."')
+    return statement[1]
+
+
 def assemble(site: Path, modules: list[Path]) -> None:
     """Make ``site`` anew, a folder for ``sys.path`` with links to the packages.
 
@@ -119,12 +128,11 @@ def assemble(site: Path, modules: list[Path]) -> None:
     ]
     for path in (*sources, *modules):
         (site / "ottava" / path.name).symlink_to(path)
-    core = tomllib.loads((PACKAGES / "core" / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]["version"]
     for file in sorted(PACKAGES.glob("*/pyproject.toml")):
-        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        name, version = project["name"], project.get("version", core)
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
+        project = settings["project"]
+        name = project["name"]
+        version = version_of(file.parent / settings["tool"]["hatch"]["version"]["path"])
         # importlib.metadata reads name, version and entry points from this folder.
         (info := site / f"{name.replace('-', '_')}-{version}.dist-info").mkdir()
         (info / "METADATA").write_text(

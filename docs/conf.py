@@ -1,5 +1,7 @@
 """Sphinx configuration."""
 
+from ottava import __version__ as release  # noqa: F401  (read by Sphinx)
+
 project = "Ottava"
 author = "The Ottava developers"
 copyright = "The Ottava developers"

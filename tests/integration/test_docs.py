@@ -181,7 +181,3 @@ def test_readme_and_quickstart_install_the_same_from_a_clone() -> None:
     (command,) = {found for page in pages for found in re.findall(r"^pip install .*$", page, re.M)}
     folders = command.removeprefix("pip install ").split()
     assert [folder for folder in folders if not (ROOT / folder / "pyproject.toml").exists()] == []
-
-
-def test_the_citation_has_the_version() -> None:
-    assert f"\nversion: {ottava.__version__}\n" in (ROOT / "CITATION.cff").read_text()
