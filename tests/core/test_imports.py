@@ -10,84 +10,14 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import floors
 import pytest
+from floors import CORE, ROOT, UPWARDS, graph
 
-PACKAGES = Path(__file__).parents[2] / "packages"
+PACKAGES = ROOT / "packages"
 SOURCES = sorted(path for path in PACKAGES.glob("*/src/*") if (path / "__init__.py").exists())
-CORE = PACKAGES / "core" / "src" / "ottava"
-#: From the ground up; what a line names may import one another.
-ROOMS = (
-    "errors formats layout filesystem collectives torch_private",
-    "kernels",
-    "tensors",
-    "gemm",
-    "recipes",
-    "nn",
-    "distributed",
-    "debug",
-    "checkpoint",
-    "cli",
-)
-#: The one module that finds another by its name, upwards; the package itself, which has every
-#: public name, does too.
-SLOTS = "ottava.tensors.slots"
-UPWARDS = {"ottava", SLOTS}
-COMPILED = ("_cpu", "_cuda")
-#: Functions that take the name of a module.
-FINDERS = ("import_module", "__import__", "resolve_name")
-
-
-def modules(package: Path) -> dict[str, Path]:
-    """The modules of a package by name."""
-    found = {}
-    for path in package.rglob("*.py"):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imported(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """What a module imports of its own package, wherever in it the import stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom):
-            above = (
-                name.split(".")[: -node.level + (path.name == "__init__.py") or None]
-                if node.level
-                else []
-            )
-            origin = ".".join([*above, *([node.module] if node.module else [])])
-            for alias in node.names:
-                inner = f"{origin}.{alias.name}"
-                if inner in known:
-                    yield inner
-                elif origin in known and alias.name not in COMPILED:
-                    yield origin
-        elif isinstance(node, ast.Call) and name not in UPWARDS:
-            yield from found_by_name(node, known)
-
-
-def found_by_name(call: ast.Call, known: Iterable[str]) -> list[str]:
-    """The modules that a call may import, by a name that the file spells out, or of which it has
-    the beginning."""
-    if ast.unparse(call.func).rpartition(".")[2] not in FINDERS or not call.args:
-        return []
-    given = call.args[0]
-    start = given.values[0] if isinstance(given, ast.JoinedStr) else given
-    if not isinstance(start, ast.Constant) or not isinstance(start.value, str):
-        return []
-    if start is not given:
-        return [name for name in known if name.startswith(start.value)]
-    return [name for name in known if name == start.value.partition(":")[0]]
-
-
-def graph(package: Path) -> dict[str, set[str]]:
-    known = modules(package)
-    return {name: set(imported(name, path, known)) - {name} for name, path in known.items()}
 
 
 def circles(edges: dict[str, set[str]]) -> list[set[str]]:
@@ -164,12 +94,6 @@ def test_a_planted_circle_is_found(planted: str, tmp_path: Path) -> None:
     assert {"planted.one", "planted.two"} <= found
 
 
-def room(module: str) -> int:
-    return next(
-        number for number, names in enumerate(ROOMS) if module.split(".")[1] in names.split()
-    )
-
-
 def test_rooms_of_core_import_what_is_below_them() -> None:
     edges = {
         (name, other)
@@ -177,24 +101,38 @@ def test_rooms_of_core_import_what_is_below_them() -> None:
         for other in others
         if "ottava" not in (name, other)
     }
-    assert [edge for edge in edges if room(edge[1]) > room(edge[0])] == []
+    assert [edge for edge in edges if floors.floor_of(edge[1]) > floors.floor_of(edge[0])] == []
     # The package itself, which names everything, is for the commands.
     assert {name.split(".")[1] for name, others in graph(CORE).items() if "ottava" in others} <= {
         "cli"
     }
 
 
+def test_the_floors_are_those_of_the_code() -> None:
+    names = [name for rooms in floors.FLOORS for name in rooms]
+    assert sorted(names) == sorted(floors.rooms_of_code())
+
+
+def test_the_written_floors_are_todays() -> None:
+    """If not, ``python tests/floors.py --write`` writes them."""
+    text = floors.PAGE.read_text()
+    assert text == floors.page(text)
+    assert floors.DRAWING.read_text() == floors.drawing()
+
+
 def test_one_module_finds_another_upwards_by_its_name() -> None:
     """Elsewhere a name that is imported at run time is one of the module's own room, or of another
     package."""
-    known = modules(CORE)
+    known = floors.modules(CORE)
     calls = [
         (name, node)
         for name, path in known.items()
         for node in ast.walk(ast.parse(path.read_text()))
     ]
     found = {
-        name for name, node in calls if isinstance(node, ast.Call) and found_by_name(node, known)
+        name
+        for name, node in calls
+        if isinstance(node, ast.Call) and floors.found_by_name(node, known)
     }
     assert found == UPWARDS
 

@@ -1,4 +1,4 @@
-"""The README's and the docs' snippets run as printed, page by page; CI runs the README's test
+"""The root's and the docs' snippets run as printed, page by page; CI runs the README's test
 command."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ottava.cli.main import app
 from tests.pages import DOCS, OF_LIBRARIES, ROOT, name_of, run_snippets, snippets
 
 PAGES = [
-    ROOT / "README.md",
+    *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts and p not in OF_LIBRARIES),
 ]
