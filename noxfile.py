@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nox
@@ -32,6 +33,8 @@ EVERY_PACKAGE = [
     "debug",
 ]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
+# The tools of lint, types and docs by session.
+TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 # pytest must be below 9.2. With later versions pytest-xdist 3.8 does not see groups, and each
 # process would make the fixtures that the tests of a group share.
 TEST_TOOLS = [
@@ -275,6 +278,29 @@ def compat(session: nox.Session) -> None:
 
 
 @nox.session
+def dev(session: nox.Session) -> None:
+    """Put all packages, editable, and all tools into ``.venv``: ``nox -s dev -- FOLDER`` elsewhere.
+
+    An environment that exists is kept, and gets what it lacks. Core is compiled each time.
+    """
+    folder = Path(session.invoked_from) / (session.posargs[0] if session.posargs else ".venv")
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists():
+        session.run("python", "-m", "venv", str(folder))
+    editable: list[str] = []
+    for package in ("core", *EVERY_PACKAGE):
+        editable += ["-e", str(PACKAGES / package)]
+    tools = [*TEST_TOOLS, *(tool for group in TOOLS.values() for tool in group)]
+    wanted = [torch_requirement(), *tools, "nox[uv]", "pre-commit", *editable]
+    if _uses_uv(session):
+        # Without the option uv would not notice that only C++ sources have changed.
+        again = ["--reinstall-package", "ottava"]
+        session.run("uv", "pip", "install", "--python", python, *again, *wanted)
+    else:
+        session.run(python, "-m", "pip", "install", *wanted, external=True)
+
+
+@nox.session
 def demo(session: nox.Session) -> None:
     """Train the demo model in BF16 and every recipe."""
     install(session, *EVERY_PACKAGE, tools=[])
@@ -283,8 +309,8 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Run ruff and clang-format; the latter is pinned, because versions break lines differently."""
-    session.install("ruff", "clang-format==23.1.5")
+    """Run ruff and clang-format."""
+    session.install(*TOOLS["lint"])
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     folders = [PACKAGES / "core" / "csrc", ROOT / "tests" / "core" / "csrc"]
@@ -296,30 +322,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Run mypy --strict on every package."""
-    tools = [
-        "mypy",
-        "types-PyYAML",
-        "pluggy",
-        "typer",
-        "rich",
-        "safetensors",
-        "numpy",
-        "jinja2",
-        "matplotlib",
-        "nvdlfw-inspect",
-    ]
-    session.install(torch_requirement(), *tools, "pytest")
-    sources = [str(p / "src") for p in sorted(PACKAGES.iterdir()) if (p / "src").is_dir()]
-    for source in sources:
-        package = next(p for p in sorted(Path(source).iterdir()) if (p / "py.typed").exists())
-        session.run("mypy", "--strict", str(package), env={"MYPYPATH": os.pathsep.join(sources)})
+    session.install(torch_requirement(), *TOOLS["types"])
+    session.run(".ci/types", external=True)
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation with Sphinx, where warnings are errors."""
-    tools = ["sphinx", "myst-parser", "furo"]
-    install(session, *EVERY_PACKAGE, tools=tools)
+    install(session, *EVERY_PACKAGE, tools=TOOLS["docs"])
     output = ROOT / "docs" / "_build"
     shutil.rmtree(output, ignore_errors=True)
     session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", str(output))
@@ -370,6 +380,8 @@ def wheels(session: nox.Session) -> None:
     shutil.rmtree(dist, ignore_errors=True)
     for package in sorted(p for p in PACKAGES.iterdir() if (p / "pyproject.toml").exists()):
         _build(session, package, dist)
+    session.install("twine")
+    session.run("twine", "check", "--strict", *(str(p) for p in sorted(dist.iterdir())))
     fresh = Path(session.create_tmp()) / "fresh"
     shutil.rmtree(fresh, ignore_errors=True)
     session.run("python", "-m", "venv", str(fresh))
