@@ -381,7 +381,7 @@ def wheels(session: nox.Session) -> None:
     for package in sorted(p for p in PACKAGES.iterdir() if (p / "pyproject.toml").exists()):
         _build(session, package, dist)
     session.install("twine")
-    session.run("twine", "check", "--strict", *(str(p) for p in sorted(dist.iterdir())))
+    session.run("twine", "check", "--strict", *(str(p) for p in sorted(dist.glob("ottava*"))))
     fresh = Path(session.create_tmp()) / "fresh"
     shutil.rmtree(fresh, ignore_errors=True)
     session.run("python", "-m", "venv", str(fresh))

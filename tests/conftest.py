@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -10,6 +11,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a process for each processor, so more threads would only take turns. Before torch
     # starts its own; the processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+with contextlib.suppress(ImportError):  # tests/gpu runs without hypothesis, too
+    from hypothesis import settings
+
+    # A busy machine may take any time for an example, and that is no failure.
+    settings.register_profile("any machine", deadline=None)
+    settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)
