@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import forking
+import pytest
+from typer.testing import CliRunner
+
+from ottava.cli.main import app
+from ottava.recipes import registry
 
 GOOD = (
     "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import FactorySpec, "
@@ -44,7 +51,28 @@ def plugin(folder: Path, dist: str, module: str, source: str) -> None:
     (info / "entry_points.txt").write_text(f"[ottava]\nmain = {module}\n")
 
 
+@contextlib.contextmanager
+def installed(folder: Path, **environment: str) -> Iterator[None]:
+    """Inside, the packages in ``folder`` are installed; afterwards nothing of them is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OTTAVA_DISABLE_PLUGINS", raising=False)
+        patch.delenv("OTTAVA_STRICT_PLUGINS", raising=False)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.syspath_prepend(folder)
+        registry.reload()
+        yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
+    registry.reload()
+
+
 def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The ottava command with the packages in ``folder`` installed."""
-    code = "from ottava.cli.main import app; app()"
-    return forking.python(code, *arguments, path=folder, **{"COLUMNS": "200", **environment})
+    """The ottava command with the packages in ``folder`` installed, in this process.
+
+    An exception that the command lets through is raised.
+    """
+    with installed(folder, COLUMNS="200", **environment):
+        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)

@@ -205,7 +205,7 @@ def failures(ranks: Ranks) -> None:
             save_sharded(state, path)
         assert (f"rank {where} failed" in str(caught.value)) == (ranks.rank != where)
         dist.barrier()
-        assert [entry for entry in ranks.folder.iterdir() if entry.name != "store"] == []
+        assert list(ranks.folder.iterdir()) == []
 
     fails({"x": object() if ranks.rank == 1 else 1}, DTypeError, 1, "'x' is a object")
 
@@ -390,33 +390,34 @@ def resumed(ranks: Ranks) -> None:
         assert local_bytes(net) == expected_bytes(net, whole(1))
         save_step(net.state_dict(), folder, 2, keep=1, group=group)
         dist.barrier(group)
-        assert sorted(entry.name for entry in folder.iterdir()) == ["step-0000002", "store"]
+        assert [entry.name for entry in folder.iterdir()] == ["step-0000002"]
         assert is_complete(folder / "step-0000002")
 
 
 KILLS = some([(0, 3), (1, 2)], [(0, 1), (0, 3), (1, 2), (3, 3)])
-CASES = [
-    resharding,
-    damage,
-    failures,
-    own_tensors,
-    placements,
-    *(killed(*kill) for kill in KILLS),
-    resumed,
+Case = Callable[[Ranks], None]
+#: The cases of each launch; a rank that is killed takes its launch along.
+LAUNCHES: list[list[Case]] = [
+    [resharding, damage, failures, own_tensors, placements],
+    *([killed(*kill)] for kill in KILLS),
+    [resumed],
 ]
 
 
-def rank_process(case: Callable[[Ranks], None], rank: int, folder: Path) -> None:
+def rank_process(cases: list[Case], rank: int, store: Path, folder: Path) -> None:
+    case = cases[0]
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", rank=rank, world_size=WORLD, store=dist.FileStore(str(folder / "store"), WORLD)
+            "gloo", rank=rank, world_size=WORLD, store=dist.FileStore(str(store), WORLD)
         )
-        case(Ranks(rank, folder))
-        if not case.__name__.startswith("killed"):
-            dist.barrier()
+        for case in cases:
+            case(Ranks(rank, folder / case.__name__))
+            if not case.__name__.startswith("killed"):
+                dist.barrier()
         code = 0
     except BaseException:
+        print(f"{case.__name__} failed on rank {rank}:", file=sys.stderr)
         traceback.print_exc()
         code = 1
     sys.stderr.flush()
@@ -425,17 +426,19 @@ def rank_process(case: Callable[[Ranks], None], rank: int, folder: Path) -> None
     os._exit(code)
 
 
-def run(case: Callable[[Ranks], None], folder: Path) -> bool:
+def run(cases: list[Case], store: Path, folder: Path) -> bool:
     """Whether all ranks came to the end, but one that had to be killed."""
-    folder.mkdir()
+    for case in cases:
+        (folder / case.__name__).mkdir()
     ranks = {}
     for rank in range(WORLD):
         child = os.fork()
         if not child:
-            rank_process(case, rank, folder)
+            rank_process(cases, rank, store, folder)
         ranks[child] = rank
     ends: list[int] = []
-    expected = [0, 0, 0, signal.SIGKILL] if case.__name__.startswith("killed") else [0] * WORLD
+    is_kill = cases[0].__name__.startswith("killed")
+    expected = [0, 0, 0, signal.SIGKILL] if is_kill else [0] * WORLD
     while ranks:
         child, status = os.wait()
         del ranks[child]
@@ -452,12 +455,6 @@ if __name__ == "__main__":
     import torch._dynamo
     import torch.distributed.checkpoint
 
-    chosen = sys.argv[2:]
-    failed = [
-        case.__name__
-        for case in CASES
-        if (not chosen or case.__name__ in chosen)
-        and not run(case, Path(sys.argv[1]) / case.__name__)
-    ]
-    print("failed:", failed)
-    sys.exit(bool(failed))
+    top = Path(sys.argv[1])
+    passed = [run(cases, top / f"store-{n}", top) for n, cases in enumerate(LAUNCHES)]
+    sys.exit(not all(passed))

@@ -1,5 +1,5 @@
-"""Saves in forked processes that are killed, at every call that matters and at random times; what
-is left is whole.
+"""Saves in forked processes that are killed, at every call that matters and, in the long run, at
+random times; what is left is whole.
 
 Usage: interrupted_worker.py FOLDER. It ends with an error where it is not.
 """
@@ -195,7 +195,8 @@ def main() -> None:
     new_step(folder / "new")
     replaced(folder / "replaced")
     pruned(folder / "pruned")
-    at_random_times(folder / "random", some(6, 200))
+    if some(False, True):
+        at_random_times(folder / "random", 200)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def tensors(draw: Any) -> torch.Tensor:
     return made.reshape(shape)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(values=json_values, parts=st.dictionaries(st.text(max_size=4), tensors(), max_size=4))
 def test_anything_saved_is_loaded_bit_for_bit(
     values: Any, parts: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory
@@ -385,8 +385,8 @@ def test_steps_are_found_and_pruned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("worker", [WORKER, INTERRUPTED], ids=lambda worker: worker.stem)
 def test_ranks_and_kills(worker: Path, every: str, tmp_path: Path) -> None:
-    """Cases under FSDP2 on four processes; saves killed at every call that changes the disk, and at
-    random times."""
+    """Cases under FSDP2 on four processes; saves killed at every call that changes the disk and, in
+    the long run, at random times."""
     command = [sys.executable, "-W", "ignore", str(worker), str(tmp_path)]
     environment = os.environ | {VARIABLE: every}
     done = subprocess.run(

@@ -77,7 +77,7 @@ def by_the_library(path: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.dictionaries(NAMES, TENSORS, max_size=8))
 def test_the_library_reads_what_is_written(tensors: dict[str, torch.Tensor]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def test_the_library_reads_what_is_written(tensors: dict[str, torch.Tensor]) -> 
         assert by_the_library(path).keys() == tensors.keys()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     st.dictionaries(NAMES, TENSORS, max_size=8),
     # Of an empty dict the library makes a file that it does not read itself.

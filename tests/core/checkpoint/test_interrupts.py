@@ -85,7 +85,7 @@ def lines_of(job: Job) -> list[int]:
 
 
 # The lines of each job at which it is interrupted.
-TIMES = 60
+TIMES = 30
 
 
 def test_load_sharded_is_interrupted(state: Any, contents: Any, tmp_path: Path) -> None:

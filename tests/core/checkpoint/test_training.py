@@ -11,6 +11,8 @@ import torch
 import ottava
 from ottava import checkpoint
 
+STEPS = 42
+
 
 class Training:
     """Two quantized layers under AdamW, with data that depends on the step alone."""
@@ -51,12 +53,12 @@ class Training:
         self.losses = state["losses"]
 
 
-def test_a_hundred_steps(recipe: Any, contents: Any, tmp_path: Path) -> None:
+def test_it_ends_with_the_same_bytes(recipe: Any, contents: Any, tmp_path: Path) -> None:
     plain = Training(recipe, 0)
-    for step in range(100):
+    for step in range(STEPS):
         plain.step(step)
     often = Training(recipe, 0)
-    for step in range(100):
+    for step in range(STEPS):
         often.step(step)
         if step % 7 == 6:
             checkpoint.save_step(often.state(), tmp_path, step, keep=2)

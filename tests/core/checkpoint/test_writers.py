@@ -4,11 +4,13 @@ errors, nothing left."""
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import signal
 import stat
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,44 +115,42 @@ def test_two_replacements_of_one_checkpoint(
         shutil.rmtree(path)
 
 
-FULL = """
-import resource, signal, sys, torch
-from ottava import checkpoint
-from ottava.errors import OttavaError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-checkpoint.save_file({"a": torch.zeros(3)}, sys.argv[1])
-checkpoint.save_sharded({"a": torch.zeros(3)}, sys.argv[2])
-soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-for limit in (0, 1, 100, 200):
-    for count in (1, 10, 100_000):
-        said = []
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-        for save in (lambda s: checkpoint.save_file(s, sys.argv[1]),
-                     lambda s: checkpoint.save_sharded(s, sys.argv[2], overwrite=True)):
-            try:
-                save({"a": torch.ones(count), "b": torch.ones(1)})
-                said.append("saved")
-            except OttavaError as error:
-                expected = "cannot be written"
-                said.append(expected if expected in str(error) else str(error))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        print(limit, count, *said, sep="|")
-target = {"a": torch.ones(3)}
-one = checkpoint.load_file(sys.argv[1])
-print(one["a"].tolist(), checkpoint.load_sharded(target, sys.argv[2])["a"].tolist())
-"""
+@pytest.fixture
+def limit_files() -> Iterator[Callable[[int], None]]:
+    """Sets the size that files of this process may have, in bytes."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk_is_an_error_for_small_tensors_too(tmp_path: Path) -> None:
-    done = forking.python(FULL, tmp_path / "file", tmp_path / "folder")
-    lines = done.stdout.splitlines()
-    assert len(lines) == 13, done.stderr
-    assert {line.split("|", 2)[2] for line in lines[:-1]} == {
-        "cannot be written|cannot be written"
-    }, lines
-    assert lines[-1] == "[0.0, 0.0, 0.0] [0.0, 0.0, 0.0]"
+@pytest.mark.parametrize("size", [0, 1, 100, 200])
+@pytest.mark.parametrize("count", [1, 10, 100_000])
+def test_a_full_disk_is_an_error_for_small_tensors_too(
+    tmp_path: Path, limit_files: Callable[[int], None], size: int, count: int
+) -> None:
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    checkpoint.save_file({"a": torch.zeros(3)}, file)
+    checkpoint.save_sharded({"a": torch.zeros(3)}, folder)
+    state = {"a": torch.ones(count), "b": torch.ones(1)}
+    for save in (
+        lambda: checkpoint.save_file(state, file),
+        lambda: checkpoint.save_sharded(state, folder, overwrite=True),
+    ):
+        limit_files(size)
+        with pytest.raises(OttavaError, match="cannot be written"):
+            save()
+        limit_files(resource.RLIM_INFINITY)
+    assert checkpoint.load_file(file)["a"].tolist() == [0.0] * 3  # type: ignore[union-attr]
+    target = {"a": torch.ones(3)}
+    assert checkpoint.load_sharded(target, folder)["a"].tolist() == [0.0] * 3
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder"]
-    assert len(list((tmp_path / "folder").iterdir())) == 2
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
@@ -375,52 +375,50 @@ def test_a_folder_that_replaces_another_is_open_to_nobody_else(tmp_path: Path) -
         assert {stat.S_IMODE(entry.stat().st_mode) for entry in folder.iterdir()} == {0o600}
 
 
-PIPES = """
-import os, signal, sys, torch
-from pathlib import Path
-from ottava import checkpoint
-from ottava.errors import OttavaError
-from ottava.filesystem import Partial
+@pytest.fixture
+def alarm() -> Iterator[None]:
+    """Ends what waits for the other end of a pipe, which it would do for ever."""
 
-signal.alarm(300)  # what waits for the other end of a pipe waits for ever
-folder, state = Path(sys.argv[1]), {"a": torch.ones(3)}
-checkpoint.save_file(state, folder / "file")
-checkpoint.save_sharded(state, folder / "sharded")
-checkpoint.save_step(state, folder / "run", 1)
-(folder / "run" / "step-0000002").mkdir()
-os.mkfifo(folder / "run" / "step-0000002" / "ottava.json")
-# Of the names of hidden folders, of which a killed writer may have left some.
-for target in ("file", "sharded"):
-    with Partial(folder / target) as partial:
-        name = partial.path.name
-    os.mkfifo(folder / name)
-checkpoint.save_file(state, folder / "file")
-checkpoint.save_sharded(state, folder / "sharded", overwrite=True)
-print(checkpoint.latest_checkpoint(folder / "run").name)
-print(checkpoint.is_complete(folder / "run" / "step-0000002"))
-for call in (
-    lambda: checkpoint.load_sharded(state, folder / "run" / "step-0000002"),
-    lambda: checkpoint.save_step(state, folder / "run", 2, overwrite=True),
-    lambda: checkpoint.load_file(folder / "run" / "step-0000002" / "ottava.json"),
-    lambda: checkpoint.save_file(state, folder / "run" / "step-0000002" / "ottava.json"),
-):
-    try:
-        call()
-        print("no error")
-    except OttavaError as error:
-        print(type(error).__name__, error)
-"""
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(300)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
-def test_pipes_are_never_waited_for(tmp_path: Path) -> None:
+def test_pipes_are_never_waited_for(alarm: None, tmp_path: Path) -> None:
     """In the place of an index, of a file, and of a folder that a killed writer has left."""
-    done = forking.python(PIPES, tmp_path)
-    latest, complete, *said = done.stdout.splitlines()
-    assert (latest, complete) == ("step-0000001", "False"), done.stderr
-    expected = (
-        "ottava.json cannot be read: it is no regular file",
-        "is not a sharded checkpoint and is not replaced",
-    )
-    expected += ("is no regular file", "it is no regular file")
-    for line, words in zip(said, expected, strict=True):
-        assert words in line
+    state, run = {"a": torch.ones(3)}, tmp_path / "run"
+    checkpoint.save_file(state, tmp_path / "file")
+    checkpoint.save_sharded(state, tmp_path / "sharded")
+    checkpoint.save_step(state, run, 1)
+    (run / "step-0000002").mkdir()
+    pipe = run / "step-0000002" / "ottava.json"
+    os.mkfifo(pipe)
+    # Of the names of hidden folders, of which a killed writer may have left some.
+    for target in ("file", "sharded"):
+        with Partial(tmp_path / target) as partial:
+            name = partial.path.name
+        os.mkfifo(tmp_path / name)
+    checkpoint.save_file(state, tmp_path / "file")
+    checkpoint.save_sharded(state, tmp_path / "sharded", overwrite=True)
+    assert checkpoint.latest_checkpoint(run) == run / "step-0000001"
+    assert not checkpoint.is_complete(run / "step-0000002")
+    calls: list[tuple[Callable[[], object], str]] = [
+        (
+            lambda: checkpoint.load_sharded(state, run / "step-0000002"),
+            "ottava.json cannot be read: it is no regular file",
+        ),
+        (
+            lambda: checkpoint.save_step(state, run, 2, overwrite=True),
+            "is not a sharded checkpoint and is not replaced",
+        ),
+        (lambda: checkpoint.load_file(pipe), "is no regular file"),
+        (lambda: checkpoint.save_file(state, pipe), "it is no regular file"),
+    ]
+    for call, said in calls:
+        with pytest.raises(OttavaError, match=said):
+            call()

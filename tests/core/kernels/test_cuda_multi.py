@@ -97,11 +97,9 @@ def check_cast(
 
 def test_more_tensors_than_a_table_holds(grid: None) -> None:
     """Each has its own amax and its own scale, whichever launch it is in."""
-    counts = [i % 7 * (i % 3) for i in range(2100)]
-    xs = [sample(count, i) for i, count in enumerate(counts)]
-    check_cast(
-        xs, [DTYPES[i % 3] for i in range(2100)], [E4M3] * 2100, [i % 64 for i in range(2100)]
-    )
+    tensors = range(1000)
+    xs = [sample(i % 7 * (i % 3), i) for i in tensors]
+    check_cast(xs, [DTYPES[i % 3] for i in tensors], [E4M3] * 1000, [i % 64 for i in tensors])
 
 
 @any_dtype
@@ -208,8 +206,8 @@ def test_around_a_panel(grid: None, dtype: torch.dtype) -> None:
 
 
 def test_more_matrices_than_a_table_holds(grid: None) -> None:
-    shards = [((i % 4 + 1, i % 5 + 1), i % 2, (i % 4 + 1) * (i % 5 + 1)) for i in range(900)]
-    check_shards(shards, [DTYPES[i % 2] for i in range(900)], [E4M3] * 900)
+    shards = [((i % 4 + 1, i % 5 + 1), i % 2, (i % 4 + 1) * (i % 5 + 1)) for i in range(500)]
+    check_shards(shards, [DTYPES[i % 2] for i in range(500)], [E4M3] * 500)
 
 
 # The state of delayed scaling
@@ -231,8 +229,8 @@ def state(
 
 BOTH = list(itertools.product((False, True), repeat=2))
 UPDATES = [
-    ([1] * 620 + [0, 3], 4, BOTH),  # more tensors than a table holds
-    ([5, 2300, 1, 900], 2, BOTH[::3]),  # more slots of one tensor
+    ([1] * 590 + [0, 3], 4, [(True, False)]),  # more tensors than a table holds
+    ([5, 2100, 1, 9], 2, [(True, True)]),  # more slots of one tensor
     ([0, 3, 0, 1], 1, BOTH),
     ([2, 1], 1023, BOTH),
     ([3, 2], 1024, BOTH),

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import forking
 import pytest
 import torch
 from comparing import assert_same
 from mx_arrays import mx
+from sampling import VARIABLE, pairs
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -245,10 +244,13 @@ SHAPES = [(), (1,), (0,), (0, 5), (3, 0), (5, 7), (64, 96), (2, 3, 5)]
 USAGES = [(True, False), (False, True), (True, True)]
 
 
-def test_what_layers_get_equals_the_kernels(code_path: str, fmt: str) -> None:
-    for shape, dtype, (rowwise, transposed) in itertools.product(
-        SHAPES, (torch.float32, torch.bfloat16, torch.float16), USAGES
-    ):
+@pytest.mark.parametrize("every", ["", pytest.param("1", marks=pytest.mark.slow)])
+def test_what_layers_get_equals_the_kernels(
+    code_path: str, fmt: str, every: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, every)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for shape, dtype, (rowwise, transposed) in pairs(SHAPES, dtypes, USAGES):
         # A scalar has no transpose.
         if shape or not transposed:
             check_for_layers(shape, dtype, FP8_DTYPES[fmt], rowwise, transposed)
@@ -337,47 +339,26 @@ def test_state_that_does_not_fit(
 
 
 FIRST = """
-import os, sys, torch, torch._dynamo
-from torch._functorch import aot_autograd
+import torch
 
-def run():
+def run(x):
     from ottava import kernels
     from ottava.gemm import gemm
-    x = torch.randn(16, 32)
-    product = torch.compile(lambda x: gemm(x, x), fullgraph=True, backend='aot_eager')(x)
-    quantize = lambda x: kernels.quantize(x, torch.float8_e4m3fn)
-    quantized = torch.compile(quantize, fullgraph=True, backend='aot_eager')(x)
-    assert torch.equal(quantized[0], quantize(x)[0])
-    assert torch.equal(product, gemm(x, x))
-    chosen = os.environ['OTTAVA_BACKEND'] or 'cpu'
-    assert kernels.backends.backend_for('cpu') == chosen, kernels.backends.backend_for('cpu')
+    product = gemm(x, x)
+    return product, kernels.quantize(x, torch.float8_e4m3fn)[0], kernels.backends.backend_for('cpu')
 
-for backend in ('', 'reference'):
-    if os.fork() == 0:
-        try:
-            os.environ['OTTAVA_BACKEND'] = backend
-            run()
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    failed = os.waitstatus_to_exitcode(os.wait()[1])
-    if failed:
-        sys.exit(f'with the backend {backend!r}')
+x = torch.randn(16, 32)
+compiled = torch.compile(run, fullgraph=True, backend='eager')(x)
+assert all(map(torch.equal, compiled[:2], run(x)[:2]))
+print(compiled[2])
 """
 
 
 def test_the_first_kernel_of_a_process_may_be_in_compiled_code() -> None:
     """First a product, which asks for the backend while it is traced: what an operator does is not
-    traced.
-
-    torch is imported once, by the process that two others branch off; ottava, by each of them.
-    """
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", FIRST]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
+    traced."""
+    done = forking.python(FIRST, OTTAVA_BACKEND="reference")
+    assert done.stdout == "reference\n", done.stderr[-2000:]
 
 
 def test_every_backend_has_every_operation() -> None:

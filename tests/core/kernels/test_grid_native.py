@@ -364,7 +364,7 @@ def test_long_rows(pair: str) -> None:
 def test_stores_around_the_caches(offset: int) -> None:
     """What is larger than the caches is stored in whole lines, where they are aligned."""
     x = matrix(2048 + offset, 2112 + offset, torch.bfloat16, offset)
-    for pair in ("blockwise rows", "twice", "rowwise"):
+    for pair in ("blockwise rows", "twice"):
         check_quantize(x, E4M3, Rule(), PAIRS[pair], (2,), offset)
 
 
@@ -456,7 +456,8 @@ def test_amaxes() -> None:
 @pytest.mark.parametrize("element", [E4M3, E5M2, INT8])
 def test_decode(element: int, e8m0: bool) -> None:
     generator = np.random.default_rng(3)
-    for (rows, cols), (block_rows, block_cols) in itertools.product([*SHAPES, (140, 1100)], GRIDS):
+    cases = itertools.product(enumerate([*SHAPES, (140, 1100)]), enumerate(GRIDS))
+    for (turn, (rows, cols)), (other_turn, (block_rows, block_cols)) in cases:
         data = Memory((rows, cols), np.uint8, 1)
         data.array[:] = generator.integers(0, 256, (rows, cols))
         shape = blocks_of(rows, block_rows), blocks_of(cols, block_cols)
@@ -474,8 +475,11 @@ def test_decode(element: int, e8m0: bool) -> None:
             product = decoded(data.array, element) * spread(
                 values, rows, cols, block_rows, block_cols
             )
-        for (number, dtype), isa in itertools.product(enumerate(DTYPES), on_every_isa()):
-            expected = torch.from_numpy(product).to(dtype)
+        # Dtypes take turns, so that each shape and each grid meets all of them.
+        number = (turn + other_turn) % len(DTYPES)
+        dtype = DTYPES[number]
+        expected = torch.from_numpy(product).to(dtype)
+        for isa in on_every_isa():
             out = torch.full((rows * cols + 2,), 5.0, dtype=dtype)
             result = out[1:-1].view(rows, cols)
             _cpu.grid_decode(
