@@ -10,7 +10,7 @@ from pathlib import Path
 from ottava import RecipeSpec
 from ottava_testing import list_checks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "conformance-checks.md").read_text()
 CHECKS = PAGE[PAGE.index("## The checks") :]
 FLAGS = dict(re.findall(r"^\| `(\w+)` \| (.*)$", PAGE, re.M))
 ROWS = {
