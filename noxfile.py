@@ -30,6 +30,7 @@ EVERY_PACKAGE = [
     "demo",
     "integrations",
     "debug",
+    "bisect",
 ]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 # pytest must be below 9.2. With later versions pytest-xdist 3.8 does not see groups, and each
@@ -215,7 +216,7 @@ def tests_recipe(session: nox.Session, recipe: str) -> None:
 @nox.session
 def tests_integration(session: nox.Session) -> None:
     """Test all packages together, and the packages that are no recipes."""
-    folders = ["integration", "testing", "demo", "integrations", "debug"]
+    folders = ["integration", "testing", "demo", "integrations", "debug", "bisect"]
     _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders))
 
 
