@@ -31,6 +31,7 @@ EVERY_PACKAGE = [
     "demo",
     "integrations",
     "debug",
+    "bisect",
 ]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 # The tools of lint, types and docs by session.
@@ -218,7 +219,7 @@ def tests_recipe(session: nox.Session, recipe: str) -> None:
 @nox.session
 def tests_integration(session: nox.Session) -> None:
     """Test all packages together, and the packages that are no recipes."""
-    folders = ["integration", "testing", "demo", "integrations", "debug"]
+    folders = ["integration", "testing", "demo", "integrations", "debug", "bisect"]
     _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders))
 
 

@@ -57,6 +57,7 @@ def test_every_package_is_counted() -> None:
         "ottava_custom",
         "ottava_testing",
         "ottava_demo",
+        "ottava_bisect",
         "ottava_debug",
         "ottava_integrations",
     } <= {path.name for path in SOURCES}

@@ -8,7 +8,15 @@ import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
 
+import ottava_debug
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registration():
+    """Makes the features available to configurations."""
+    ottava_debug.register_features()
 
 
 @pytest.fixture
@@ -33,9 +41,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def path(tmp_path):
-    """Where a step is captured."""
-    return tmp_path / "step.safetensors"

@@ -97,6 +97,7 @@ def from_a_file(ranks: list[int], group: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "debug.yaml"
         path.write_text(textwrap.dedent(FILE))
+        ottava_debug.register_features()
         debug_api.initialize(config_file=str(path), log_dir=folder, tb_writer=writer)
         if group is not None:
             debug_api.set_tensor_reduction_group(group)

@@ -1,11 +1,9 @@
-"""The files that ``ottava analyze`` and ``ottava bisect`` write: what is there is not lost by
-it."""
+"""The files that ``ottava analyze`` writes: what is there is not lost by it."""
 
 import os
 
 import pytest
 import torch
-from bisect_steps import Stack, outlier, stored
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -15,43 +13,38 @@ from ottava.errors import OptionError
 from ottava_debug.output import write_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-INPUTS = {"analyze": "in.safetensors", "bisect": "step.safetensors"}
-OUTPUTS = {
-    "analyze": {"--json": "report.json", "--html": "page.html", "--recipe-file": "kept.yaml"},
-    "bisect": {"--html": "page.html", "--recipe-file": "kept.yaml"},
-}
-EACH = [(command, option) for command in OUTPUTS for option in OUTPUTS[command]]
+CHECKPOINT = "in.safetensors"
+OUTPUTS = {"--json": "report.json", "--html": "page.html", "--recipe-file": "kept.yaml"}
 
 
 @pytest.fixture(autouse=True)
 def inputs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    save_file({"a.weight": torch.randn(32, 32)}, "in.safetensors")
-    stored(outlier(Stack(2), 1), "step.safetensors")
+    save_file({"a.weight": torch.randn(32, 32)}, CHECKPOINT)
 
 
-def run(command, *arguments):
+def run(*arguments):
     recipe = [] if "--recipe" in arguments else ["--recipe", "current"]
-    return CliRunner().invoke(app, [command, INPUTS[command], *recipe, *arguments])
+    return CliRunner().invoke(app, ["analyze", CHECKPOINT, *recipe, *arguments])
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def refused(folder, command, *arguments):
-    """What a command says that changes nothing, in one line."""
+def refused(folder, *arguments):
+    """What the command says that changes nothing, in one line."""
     before = contents(folder)
-    done = run(command, *arguments)
+    done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert len(done.output.splitlines()) == 1
     assert contents(folder) == before
     return done.output
 
 
-@pytest.mark.parametrize(("command", "option"), EACH)
-def test_another_file_is_replaced_by_force_alone(command, option, tmp_path):
-    name = OUTPUTS[command][option]
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_another_file_is_replaced_by_force_alone(option, tmp_path):
+    name = OUTPUTS[option]
     for text in (
         "",
         "mine",
@@ -60,52 +53,48 @@ def test_another_file_is_replaced_by_force_alone(command, option, tmp_path):
         "<!doctype html><title>x</title>",
     ):
         (tmp_path / name).write_text(text)
-        said = refused(tmp_path, command, option, name)
+        said = refused(tmp_path, option, name)
         assert f"{name} exists" in said
         assert "--force replaces it" in said
-    assert run(command, option, name, "--force").exit_code == 0
+    assert run(option, name, "--force").exit_code == 0
     assert (tmp_path / name).read_text() not in ("", text)
-    assert sorted(contents(tmp_path)) == sorted([*INPUTS.values(), name])
+    assert sorted(contents(tmp_path)) == sorted([CHECKPOINT, name])
 
 
-@pytest.mark.parametrize(("command", "option"), EACH)
-def test_a_report_is_replaced_and_a_recipe_file_is_not(command, option, tmp_path):
-    name = OUTPUTS[command][option]
-    assert run(command, option, name).exit_code == 0
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_a_report_is_replaced_and_a_recipe_file_is_not(option, tmp_path):
+    name = OUTPUTS[option]
+    assert run(option, name).exit_code == 0
     if option == "--recipe-file":
-        assert f"{name} exists" in refused(tmp_path, command, option, name)
+        assert f"{name} exists" in refused(tmp_path, option, name)
     else:
         before = (tmp_path / name).stat().st_ino
-        assert run(command, option, name).exit_code == 0
+        assert run(option, name).exit_code == 0
         assert (tmp_path / name).stat().st_ino != before
 
 
-@pytest.mark.parametrize(("command", "option"), EACH)
-def test_what_is_read_is_never_replaced(command, option, tmp_path):
-    source, name = INPUTS[command], OUTPUTS[command][option]
+@pytest.mark.parametrize("option", OUTPUTS)
+def test_what_is_read_is_never_replaced(option, tmp_path):
+    source, name = CHECKPOINT, OUTPUTS[option]
     os.symlink(source, name)
-    said = refused(tmp_path, command, option, name, "--force")
+    said = refused(tmp_path, option, name, "--force")
     assert f"{option} is {name}, which is read" in said
     os.remove(name)
     os.link(source, name)
-    assert "which is read" in refused(tmp_path, command, option, name, "--force")
+    assert "which is read" in refused(tmp_path, option, name, "--force")
     os.remove(name)
     (tmp_path / "own.yaml").write_text("default: current\n")
     arguments = ("--recipe", "own.yaml", "--recipe-file", "own.yaml", "--force")
-    assert "which is read" in refused(tmp_path, command, *arguments)
+    assert "which is read" in refused(tmp_path, *arguments)
 
 
 def test_two_outputs_in_one_file_are_refused(tmp_path):
     os.symlink("same.yaml", "link.yaml")
-    for command, one, other in (
-        ("analyze", "--json", "--html"),
-        ("analyze", "--json", "--recipe-file"),
-        ("bisect", "--recipe-file", "--html"),
-    ):
+    for one, other in (("--json", "--html"), ("--json", "--recipe-file")):
         for names in (("same.yaml", "./same.yaml"), ("same.yaml", "link.yaml")):
             arguments = [one, names[0], other, names[1], "--force"]
             before = sorted(os.listdir())
-            done = run(command, *arguments)
+            done = run(*arguments)
             assert done.exit_code == 2
             assert f"{one} and {other} are both" in done.output
             assert sorted(os.listdir()) == before
@@ -113,7 +102,7 @@ def test_two_outputs_in_one_file_are_refused(tmp_path):
 
 def test_what_cannot_be_written_whole_leaves_what_was_there(tmp_path, monkeypatch):
     """A disk that is full, for one, and a name that is no file's."""
-    report = ottava_debug.analyze("in.safetensors", recipes=["current"])
+    report = ottava_debug.analyze(CHECKPOINT, recipes=["current"])
     ottava_debug.write_html(report, "page.html")
     before = contents(tmp_path)
 

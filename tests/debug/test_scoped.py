@@ -196,6 +196,7 @@ def calls(layer):
 before = calls(layer)
 import ottava_debug
 import nvdlfw_inspect.api as debug_api
+ottava_debug.register_features()
 debug_api.initialize(log_dir="logs")
 assert calls(layer) == before, calls(layer)
 torch.compile(layer, backend="eager", fullgraph=True)(x)

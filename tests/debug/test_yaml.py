@@ -6,7 +6,6 @@ import pytest
 import torch
 from eight_layers import NAMES, Recorder, layers_of, model_of, step
 
-import ottava_debug  # noqa: F401 - makes the features known
 from ottava.debug import fake_quantize
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.products import ROLES, TENSORS

@@ -12,6 +12,7 @@ import typer
 
 import ottava
 import ottava.errors
+import ottava_bisect
 import ottava_blockwise
 import ottava_current
 import ottava_custom
@@ -90,6 +91,7 @@ PACKAGES = [
 PUBLIC = sorted(
     {
         *exported(ottava),
+        *exported(ottava_bisect),
         *exported(ottava_blockwise),
         *exported(ottava_current),
         *exported(ottava_custom),

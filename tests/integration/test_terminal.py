@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import ottava
-import ottava_debug
+import ottava_bisect
 from ottava.cli.main import app
 from tests.published import published
 
@@ -57,7 +57,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     x = torch.randn(32, 32)
     # An outlier that meets weights of zero: a search finds the layer.
     x[:, 5] = 2.0**26
-    with ottava_debug.capture(net, "step") as step:
+    with ottava_bisect.capture(net, "step") as step:
         step.loss = net(x).square().sum()
         step.loss.backward()
     Path("module_of_names.py").write_text(MODULE)

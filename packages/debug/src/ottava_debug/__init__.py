@@ -1,17 +1,14 @@
 """Tools that show what FP8 does to a model.
 
-They are fake quantization, switches for high precision, statistics, a report on checkpoints, and a
-search for the operands that spoil a training step.
+They are fake quantization, switches for high precision, statistics, and a report on checkpoints.
 
-Importing this package registers its features with nvdlfw-inspect, in whichever order the two are
-imported. Public names are resolved on first use, so neither torch nor nvdlfw-inspect is imported
-before it is needed.
+Importing this package changes nothing: :func:`register_features` makes the features available to
+files of nvdlfw-inspect. Public names are resolved on first use, so neither torch nor nvdlfw-inspect
+is imported before it is needed.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
-
-from ottava_debug.after_import import follow
 
 __version__ = "0.1.0"
 
@@ -20,26 +17,20 @@ _NAMES = {
     "analysis.analyze": "analyze",
     "analysis.output": "write_html write_json write_suggestion",
     "analysis.report": "Analysis",
-    "bundle": "Bundle",
-    "capturing": "capture",
     "features": "DisableFP8GEMM DisableFP8Layer DumpTensors FakeQuant Feature LogFp8TensorStats "
     "LogTensorStats PerTensorScaling",
     "features.statistics": "Statistic",
-    "manager": "on_error",
+    "manager": "on_error register_features",
     "measures": "Measures compare",
     "products": "Inspection Watch",
     "recipe_file": "Keep write_recipe_file",
     "scoped": "Run Statistics fake_quant high_precision statistics",
-    "search.bisect": "bisect",
-    "search.report": "Finding Report",
 }
 _EXPORTS = {
     name: f"ottava_debug.{module}" for module, names in _NAMES.items() for name in names.split()
 }
 
 __all__ = ["__version__", *_EXPORTS]
-
-follow("nvdlfw_inspect.debug_manager", "ottava_debug.manager")
 
 
 def __getattr__(name: str) -> Any:
@@ -59,8 +50,6 @@ if TYPE_CHECKING:
     from ottava_debug.analysis.output import write_json as write_json
     from ottava_debug.analysis.output import write_suggestion as write_suggestion
     from ottava_debug.analysis.report import Analysis as Analysis
-    from ottava_debug.bundle import Bundle as Bundle
-    from ottava_debug.capturing import capture as capture
     from ottava_debug.features import DisableFP8GEMM as DisableFP8GEMM
     from ottava_debug.features import DisableFP8Layer as DisableFP8Layer
     from ottava_debug.features import DumpTensors as DumpTensors
@@ -71,6 +60,7 @@ if TYPE_CHECKING:
     from ottava_debug.features import PerTensorScaling as PerTensorScaling
     from ottava_debug.features.statistics import Statistic as Statistic
     from ottava_debug.manager import on_error as on_error
+    from ottava_debug.manager import register_features as register_features
     from ottava_debug.measures import Measures as Measures
     from ottava_debug.measures import compare as compare
     from ottava_debug.products import Inspection as Inspection
@@ -82,6 +72,3 @@ if TYPE_CHECKING:
     from ottava_debug.scoped import fake_quant as fake_quant
     from ottava_debug.scoped import high_precision as high_precision
     from ottava_debug.scoped import statistics as statistics
-    from ottava_debug.search.bisect import bisect as bisect
-    from ottava_debug.search.report import Finding as Finding
-    from ottava_debug.search.report import Report as Report

@@ -1,8 +1,9 @@
 """nvdlfw-inspect's manager, extended for Ottava's layers.
 
 nvdlfw-inspect creates its manager in ``initialize()``, and forgets every feature in
-``end_debug()``. This module replaces the class of the manager by one that registers the first-party
-features each time, reads the configuration, and watches the layers that the configuration selects.
+``end_debug()``. :func:`register_features` replaces the class of the manager by one that registers
+the first-party features each time, reads the configuration, and watches the layers that the
+configuration selects.
 """
 
 import logging
@@ -14,7 +15,7 @@ from nvdlfw_inspect.base import BaseNamespaceAPI  # type: ignore[import-untyped]
 from nvdlfw_inspect.config_manager import ConfigManager  # type: ignore[import-untyped]
 from nvdlfw_inspect.registry import Registry  # type: ignore[import-untyped]
 
-from ottava.errors import OptionError, PluginError
+from ottava.errors import OptionError, PluginError, UsageError
 from ottava_debug.features import FEATURES
 from ottava_debug.features.base import ON_ERROR
 from ottava_debug.located import read
@@ -42,14 +43,34 @@ def on_error(action: str) -> None:
     _on_error = action
 
 
+def register_features() -> None:
+    """Make the features available to configurations of nvdlfw-inspect.
+
+    Call this before ``nvdlfw_inspect.api.initialize()``. One call serves every later
+    ``initialize()``; further calls change nothing.
+
+    Raises:
+        UsageError: nvdlfw-inspect was initialized before.
+    """
+    if debug_manager.DebugManager is Manager:
+        return
+    if api.DEBUG_MANAGER is not None:
+        raise UsageError(
+            "nvdlfw-inspect is initialized already",
+            expected="ottava_debug.register_features() before initialize()",
+            remedy="call nvdlfw_inspect.api.end_debug() before, and initialize() again",
+        )
+    debug_manager.DebugManager = Manager
+
+
 class Namespace(BaseNamespaceAPI):  # type: ignore[misc]
     """The class of ``nvdlfw_inspect.api.ottava`` and ``.transformer_engine``, which calls the
     features of a layer."""
 
     def route_api(self, layer_name: str, api_name: str, **arguments: Any) -> Any:
         """The first answer of the layer's features that have the method and apply to the call."""
-        manager = api.DEBUG_MANAGER
-        session = manager.session if isinstance(manager, Manager) else None
+        manager: Manager = api.DEBUG_MANAGER
+        session = manager.session
         iteration = arguments.pop("iteration", None)
         step = manager._trainer_iteration_count if iteration is None else iteration
         if session is None:
@@ -147,20 +168,3 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
                 for handler in list(logger.handlers):
                     logger.removeHandler(handler)
                     handler.close()
-
-
-def _take_over() -> None:
-    """Have ``nvdlfw_inspect.api.initialize`` create managers of this class.
-
-    An existing manager becomes one of this class, and loads its configuration again.
-    """
-    debug_manager.DebugManager = Manager
-    manager = api.DEBUG_MANAGER
-    if manager is not None and not isinstance(manager, Manager):
-        ConfigManager.reset()
-        manager.__class__ = Manager
-        manager._load_namespace_apis_and_features(None)
-        manager.load_config()
-
-
-_take_over()

@@ -26,7 +26,7 @@ COMMANDS = "ottava.commands"
 # Commands of Ottava's own packages -> the package to install for each.
 _ELSEWHERE = {
     "analyze": "ottava-debug",
-    "bisect": "ottava-debug",
+    "bisect": "ottava-bisect",
     "check-recipe": "ottava-testing",
     "demo": "ottava-demo",
     "export": "ottava-integrations",

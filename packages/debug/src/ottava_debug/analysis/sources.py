@@ -61,7 +61,7 @@ def read(source: Any) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{path} is a captured step",
             expected="a checkpoint",
-            remedy="`ottava bisect` reads it; torch.save a model's state dict, say",
+            remedy="`ottava bisect`, of the package ottava-bisect, reads it",
         )
     return state
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import nvdlfw_inspect.api as api  # type: ignore[import-untyped]
 import torch
 from nvdlfw_inspect.logging import MetricLogger  # type: ignore[import-untyped]
 from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
@@ -87,9 +88,6 @@ def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) 
 def reduction_group() -> Any:
     """The process group of nvdlfw-inspect's ``set_tensor_reduction_group``; None if it was not
     called."""
-    # The import is local, because nvdlfw-inspect may import this module.
-    import nvdlfw_inspect.api as api  # type: ignore[import-untyped]
-
     return None if api.DEBUG_MANAGER is None else api.get_tensor_reduction_group()
 
 

@@ -7,10 +7,10 @@ from bisect_steps import Stack, data, of, outlier, stored
 
 import ottava
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
+from ottava_bisect import bisect, capture
+from ottava_bisect.search.loading import fitting_state
 from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
 from ottava_custom.factories import current_scaling_ref_quantizer_factory as reference_factory
-from ottava_debug import bisect, capture
-from ottava_debug.search.loading import fitting_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 import ottava
 from ottava.errors import UsageError
+from ottava_bisect.capturing import capture
+from ottava_bisect.search.bisect import bisect
 from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
 from ottava_custom.factories import current_scaling_ref_quantizer_factory as reference_factory
-from ottava_debug.capturing import capture
-from ottava_debug.search.bisect import bisect
 from ottava_demo.model import GPT, Size
 
 SIZE = Size(layers=2, width=64, heads=2, length=16, batch=4)
@@ -410,7 +410,7 @@ def test_a_finding_that_the_recipe_file_does_not_fix_is_told(tmp_path: Path, mon
         gpt, "current", tokens(), weight_outlier, tmp_path / "step", loss="cross_entropy"
     )
     monkeypatch.setattr(
-        "ottava_debug.search.bisect.recipe_text", lambda *_, **__: "default: current\n"
+        "ottava_bisect.search.bisect.recipe_text", lambda *_, **__: "default: current\n"
     )
     report = bisect(path, gpt())
     assert report.after <= report.tolerance < report.verified

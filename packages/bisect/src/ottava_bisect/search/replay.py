@@ -14,14 +14,12 @@ import torch
 from ottava.checkpoint.files import DTYPES
 from ottava.errors import CheckpointError, UsageError, translated
 from ottava.recipes import Recipe
-from ottava_debug.bundle import Bundle
-from ottava_debug.capturing import set_random_state
-from ottava_debug.losses import LOSSES, Loss, loss_in
-from ottava_debug.products import Inspection, Watch
-from ottava_debug.recorder import Recorder
-from ottava_debug.search.loading import convert_model, fitting_state, restore
-from ottava_debug.search.measure import Outcome
-from ottava_debug.search.operands import (
+from ottava_bisect.bundle import Bundle
+from ottava_bisect.capturing import set_random_state
+from ottava_bisect.recorder import Recorder
+from ottava_bisect.search.loading import convert_model, fitting_state, restore
+from ottava_bisect.search.measure import Outcome
+from ottava_bisect.search.operands import (
     CapturedOperands,
     Comparison,
     First,
@@ -29,7 +27,9 @@ from ottava_debug.search.operands import (
     Operand,
     Switched,
 )
-from ottava_debug.trees import ends, tensors_of, unflatten
+from ottava_bisect.trees import ends, tensors_of, unflatten
+from ottava_debug.losses import LOSSES, Loss, loss_in
+from ottava_debug.products import Inspection, Watch
 
 
 class Replay:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 import ottava
-from ottava_debug import capture
+from ottava_bisect import capture
 
 
 class Stack(torch.nn.Module):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ottava_debug.search.group_testing import TooManyError, smallest
+from ottava_bisect.search.group_testing import TooManyError, smallest
 
 
 def asked(number, enough, most=None):

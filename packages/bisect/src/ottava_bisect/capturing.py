@@ -16,19 +16,19 @@ from ottava.errors import DTypeError, OptionError, UsageError, text_of, translat
 from ottava.filesystem import AnyPath, check_file_target
 from ottava.recipes.region import current_region
 from ottava.torch_private import version_of
-from ottava_debug.bundle import Bundle, LayerCall, norm_of
+from ottava_bisect.bundle import Bundle, LayerCall, norm_of
+from ottava_bisect.recipe_data import describe
+from ottava_bisect.recorder import Recorder
+from ottava_bisect.trees import ends, flatten, tensors_of
 from ottava_debug.losses import LOSSES, loss_in
 from ottava_debug.products import Watch
-from ottava_debug.recipe_data import describe
-from ottava_debug.recorder import Recorder
-from ottava_debug.trees import ends, flatten, tensors_of
 
 
 class capture:
     """A block around one training step, forward and backward, which is written as one safetensors
     file at its end::
 
-        with ottava_debug.capture(
+        with ottava_bisect.capture(
             model, "step.safetensors", targets=y, loss="cross_entropy", above=10.0
         ) as step:
             loss = step.loss = F.cross_entropy(model(x), y)

@@ -9,11 +9,11 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from ottava_debug.search.group_testing import TooManyError, smallest
-from ottava_debug.search.measure import MEASURES, Outcome, loss_of_operand, relative_distances
-from ottava_debug.search.operands import Comparison, Operand
-from ottava_debug.search.replay import Replay
-from ottava_debug.search.report import Finding, Report, is_clamped, reason, worst_of
+from ottava_bisect.search.group_testing import TooManyError, smallest
+from ottava_bisect.search.measure import MEASURES, Outcome, loss_of_operand, relative_distances
+from ottava_bisect.search.operands import Comparison, Operand
+from ottava_bisect.search.replay import Replay
+from ottava_bisect.search.report import Finding, Report, is_clamped, reason, worst_of
 
 #: The largest number of single culprits that are named.
 MOST = 8

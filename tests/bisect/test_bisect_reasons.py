@@ -8,14 +8,14 @@ from bisect_steps import Stack, of, outlier, stored
 
 import ottava
 from ottava.nn.call import Call
-from ottava_debug import Bundle, bisect
+from ottava_bisect import Bundle, bisect
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def lost(values, quantizer, *, stateful=False):
-    from ottava_debug.search.operands import Comparison, Operand
-    from ottava_debug.search.report import reason
+    from ottava_bisect.search.operands import Comparison, Operand
+    from ottava_bisect.search.report import reason
 
     operand, found = Operand("a", "fprop", "weight"), Comparison()
     state = SimpleNamespace(quantizer=lambda *_, **__: SimpleNamespace(stateful=stateful))
@@ -62,8 +62,8 @@ def test_scales_are_of_earlier_steps_where_the_quantizer_says_so() -> None:
 
 def lost_by_layer(values, steps):
     """The reason for a weight of a layer with delayed scaling that has made so many steps."""
-    from ottava_debug.search.operands import Comparison, Operand
-    from ottava_debug.search.report import reason
+    from ottava_bisect.search.operands import Comparison, Operand
+    from ottava_bisect.search.report import reason
 
     layer = ottava.nn.Linear(64, 64, recipe="delayed")
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_bytes_that_are_not_the_captured_ones_are_told(with_model, path) -> None
 
 
 def test_a_gradient_that_is_zero_in_high_precision_does_not_count() -> None:
-    from ottava_debug.search.measure import Outcome, relative_distances
+    from ottava_bisect.search.measure import Outcome, relative_distances
 
     right = Outcome(0.0, {"a": torch.zeros(2), "b": torch.ones(2)})
     assert relative_distances(Outcome(0.0, {"a": torch.ones(2), "b": torch.ones(2)}), right) == {

@@ -1,4 +1,6 @@
-"""A training step in a file, which :func:`ottava_debug.capture` writes and ``ottava bisect`` reads.
+"""A training step in a file.
+
+:class:`ottava_bisect.capture` writes it, and ``ottava bisect`` reads it.
 
 The safetensors file has tensors and JSON, and no code. Reading it runs nothing, and imports nothing
 that it names.
@@ -23,7 +25,7 @@ from ottava_debug.losses import LOSSES
 #: The entry of the file's metadata that describes the step.
 METADATA_KEY = "ottava.step"
 _VERSION = 1
-_FOREIGN = "a file that ottava_debug.capture has written"
+_FOREIGN = "a file that ottava_bisect.capture has written"
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,12 @@ class Bundle:
             not the parameter itself.
         tensors: the tensors of the arguments, of the targets, of the gradients of the model's
             outputs, and of the random generators.
-        recipes: the recipes, described by :func:`ottava_debug.recipe_data.describe`.
+        recipes: the recipes, described by :func:`ottava_bisect.recipe_data.describe`.
         layers: each layer that ran under a recipe -> the number of that recipe, in the order in
             which the layers ran.
         calls: the passes of these layers, in the order of the forward passes.
         arguments: ``{"args", "kwargs"}`` for each call of the model, described by
-            :mod:`ottava_debug.trees`.
+            :mod:`ottava_bisect.trees`.
         targets: the targets, described in the same way.
         events: the passes of the model in order, ``"forward 0"`` and ``"backward 0"`` for its first
             call.
@@ -170,7 +172,7 @@ def _entries(text: str) -> dict[str, Any]:
         raise CheckpointError(
             f"the step is of version {version!r:.80}",
             expected=f"version {_VERSION}",
-            remedy="read it with the ottava-debug that wrote it",
+            remedy="read it with the ottava-bisect that wrote it",
         )
     wrong = [
         name
@@ -280,7 +282,7 @@ def _check_operands(step: Bundle, number: int, needed: bool) -> None:
 
 
 def _are_arguments(data: Any) -> bool:
-    """Whether ``data`` is a tuple and a dict, described by :mod:`ottava_debug.trees`."""
+    """Whether ``data`` is a tuple and a dict, described by :mod:`ottava_bisect.trees`."""
     kinds = {"args": "tuple", "kwargs": "dict"}
     if not isinstance(data, dict) or set(data) != set(kinds):
         return False

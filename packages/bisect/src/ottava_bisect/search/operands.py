@@ -12,11 +12,11 @@ from ottava.errors import CheckpointError
 from ottava.nn.call import Call
 from ottava.recipes.step import update_states
 from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.bundle import Bundle, digest
+from ottava_bisect.bundle import Bundle, digest
+from ottava_bisect.recorder import Recorder, Recording, values_of
+from ottava_bisect.search.measure import loss_of_operand
 from ottava_debug.measures import Measures, compare
 from ottava_debug.products import BY_COLUMN, ROLES
-from ottava_debug.recorder import Recorder, Recording, values_of
-from ottava_debug.search.measure import loss_of_operand
 
 _NUDGE = 2.0**-9
 # The loss of an operand from which the origin of its scale is examined.

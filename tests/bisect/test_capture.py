@@ -10,13 +10,14 @@ from safetensors import safe_open
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+import ottava_debug
 from benchmarks.installed import recipes
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava.nn import function
+from ottava_bisect.bundle import METADATA_KEY, Bundle
+from ottava_bisect.capturing import capture
+from ottava_bisect.trees import unflatten
 from ottava_custom import CustomRecipe
-from ottava_debug.bundle import METADATA_KEY, Bundle
-from ottava_debug.capturing import capture
-from ottava_debug.trees import unflatten
 
 
 class Model(torch.nn.Module):
@@ -419,7 +420,7 @@ def test_arguments_that_are_none(said) -> None:
 
 
 def test_arguments_come_back() -> None:
-    from ottava_debug.trees import flatten
+    from ottava_bisect.trees import flatten
 
     tensors = {}
     value = {
@@ -451,3 +452,11 @@ def test_an_interrupt_at_the_end_leaves_no_hooks(tmp_path, monkeypatch):
     assert not model._forward_hooks
     assert function.inspector is None
     assert not path.exists()
+
+
+def test_analyze_refuses_a_captured_step(path):
+    model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), "current")
+    with capture(model, path):
+        model(torch.randn(4, 32)).sum().backward()
+    with pytest.raises(CheckpointError, match=r"is a captured step.*ottava-bisect"):
+        ottava_debug.analyze(path)

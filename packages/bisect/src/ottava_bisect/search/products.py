@@ -11,10 +11,10 @@ import ottava
 from ottava.checkpoint.files import DTYPES, dtype_name
 from ottava.errors import CheckpointError, UsageError, translated
 from ottava.recipes import Recipe
-from ottava_debug.bundle import Bundle
+from ottava_bisect.bundle import Bundle
+from ottava_bisect.recipe_data import build
+from ottava_bisect.search.operands import Comparison, Operand
 from ottava_debug.products import OPERANDS, TENSORS, Inspection, Watch
-from ottava_debug.recipe_data import build
-from ottava_debug.search.operands import Comparison, Operand
 
 
 class _Product(Inspection):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.bundle import digest
+from ottava_bisect.bundle import digest
 from ottava_debug.measures import direction_of
 from ottava_debug.products import BY_COLUMN, OPERANDS, Inspection
 

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 import ottava
 from benchmarks.installed import recipes
 from ottava.errors import CheckpointError, UsageError
+from ottava_bisect.bundle import Bundle, digest
+from ottava_bisect.capturing import capture
+from ottava_bisect.recorder import values_of
+from ottava_bisect.search.bisect import bisect
+from ottava_bisect.search.replay import Replay
 from ottava_custom import CustomRecipe
-from ottava_debug.bundle import Bundle, digest
-from ottava_debug.capturing import capture
-from ottava_debug.recorder import values_of
-from ottava_debug.search.bisect import bisect
-from ottava_debug.search.replay import Replay
 
 
 class Model(torch.nn.Module):

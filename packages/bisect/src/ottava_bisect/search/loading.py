@@ -12,8 +12,8 @@ from ottava.errors import CheckpointError, text_of
 from ottava.nn.loading import OF_STATE
 from ottava.recipes import Recipe
 from ottava.recipes.role import OF_LINEAR
-from ottava_debug.bundle import Bundle
-from ottava_debug.recipe_data import build
+from ottava_bisect.bundle import Bundle
+from ottava_bisect.recipe_data import build
 
 _SAME = {"expected": "the model that was captured", "remedy": "give the same model"}
 

@@ -12,18 +12,18 @@ from ottava.errors import DTypeError, OptionError, OttavaError, UsageError, list
 from ottava.filesystem import AnyPath
 from ottava.recipes import Recipe, get_recipe
 from ottava.recipes.base import as_recipe
+from ottava_bisect.bundle import Bundle
+from ottava_bisect.recipe_data import build, describe
+from ottava_bisect.search.culprits import Progress, Search
+from ottava_bisect.search.measure import MEASURES
+from ottava_bisect.search.operands import Comparison, Operand
+from ottava_bisect.search.products import Products
+from ottava_bisect.search.replay import Replay
+from ottava_bisect.search.report import Finding, Report, reason
 from ottava_custom import CustomRecipe
 from ottava_custom.files import FileFactory
-from ottava_debug.bundle import Bundle
 from ottava_debug.losses import LOSSES, Loss
-from ottava_debug.recipe_data import build, describe
 from ottava_debug.recipe_file import Keep, recipe_text
-from ottava_debug.search.culprits import Progress, Search
-from ottava_debug.search.measure import MEASURES
-from ottava_debug.search.operands import Comparison, Operand
-from ottava_debug.search.products import Products
-from ottava_debug.search.replay import Replay
-from ottava_debug.search.report import Finding, Report, reason
 
 #: The relative distance by which an operand may move the result of its product, without the model.
 PRODUCT_TOLERANCE = 0.3
@@ -49,7 +49,7 @@ def bisect(
     """Find the operands whose quantization makes a captured step go wrong.
 
     Args:
-        bundle: the file that :func:`ottava_debug.capture` wrote, or its :class:`Bundle`.
+        bundle: the file that :class:`ottava_bisect.capture` wrote, or its :class:`Bundle`.
         model: the captured model, or a function that returns it. It is converted if it is not yet,
             and loaded with the captured state. With None each product is measured separately, which
             finds suspects but not their effect on the step.

@@ -12,7 +12,7 @@ from ottava_debug.references import call, resolve
 
 
 def bisect(
-    BUNDLE: Annotated[Path, typer.Argument(help="What ottava_debug.capture wrote.")],
+    BUNDLE: Annotated[Path, typer.Argument(help="What ottava_bisect.capture wrote.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -49,10 +49,10 @@ def bisect(
     force: Force = False,
 ) -> None:
     """Find the layer, the tensor and the direction whose quantization breaks a captured step."""
-    from ottava_debug.bundle import Bundle
+    from ottava_bisect.bundle import Bundle
+    from ottava_bisect.search.bisect import bisect as search
+    from ottava_bisect.search.page import PAGE, page
     from ottava_debug.losses import LOSSES
-    from ottava_debug.search.bisect import bisect as search
-    from ottava_debug.search.page import PAGE, page
 
     outputs = Output("--recipe-file", recipe_file, RECIPE_FILE), Output("--html", html, PAGE)
     check_outputs(outputs, (BUNDLE, recipe), force)
@@ -85,7 +85,7 @@ def bisect(
 
 
 def _show(report: Any, recipe_file: Path | None, html: Path | None) -> None:
-    from ottava_debug.search.report import COLUMNS
+    from ottava_bisect.search.report import COLUMNS
 
     say(f"{report.sentence()}.")
     if report.findings:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ottava_debug.bundle import norm_of
+from ottava_bisect.bundle import norm_of
 from ottava_debug.measures import Measures
 
 

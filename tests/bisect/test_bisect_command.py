@@ -8,9 +8,9 @@ import pytest
 from bisect_steps import Stack, outlier, stored
 from typer.testing import CliRunner
 
-import ottava_debug
+import ottava_bisect
 from ottava.cli.main import app
-from ottava_debug import Bundle, bisect, capture
+from ottava_bisect import Bundle, bisect, capture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,7 +96,7 @@ def test_a_step_that_is_not_explained_is_an_exit_code(run) -> None:
 
 
 def test_names_are_escaped_in_the_page(path) -> None:
-    from ottava_debug.search.page import page
+    from ottava_bisect.search.page import page
 
     report = bisect(stored(outlier(Stack(2), 1), path))
     finding = report.findings[0]
@@ -111,9 +111,9 @@ def test_names_are_escaped_in_the_page(path) -> None:
 
 
 def test_public_names() -> None:
-    assert ottava_debug.capture is capture
-    assert ottava_debug.bisect is bisect
-    assert ottava_debug.Bundle is Bundle
+    assert ottava_bisect.capture is capture
+    assert ottava_bisect.bisect is bisect
+    assert ottava_bisect.Bundle is Bundle
 
 
 @pytest.mark.parametrize(
