@@ -1,4 +1,4 @@
-"""Try the recorded mutants again, or record a new sample of them."""
+"""Try the recorded mutants again, or record a sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,17 +93,27 @@ class Trial:
         return entry
 
 
-def record(table: Table, room: str, copy: Copy, sample: int) -> dict[str, Any]:
-    """Try a new sample of a room's mutants, and return what ``results.json`` says of the room."""
+def record(
+    table: Table, room: str, copy: Copy, sample: int, recorded: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Yield what ``results.json`` says of a room's sample, after each mutant that was tried.
+
+    Recorded mutants are not tried again, so a record that was interrupted can be continued.
+    """
+    known = {entry["identity"]: entry for entry in recorded}
     trial = Trial(table, room, copy)
     entries: list[dict[str, Any]] = []
+    killed = 0
     mutants = table.mutants(room, copy.root)
     for mutant in mutants:
-        if len(entries) < sample and (entry := trial.entry(mutant)) is not None:
+        entry = known.get(mutant.identity) or trial.entry(mutant)
+        if entry is not None:
             entries.append(entry)
-    killed = sum(entry["outcome"] != Outcome.SURVIVED for entry in entries)
+            killed = sum(entry["outcome"] != Outcome.SURVIVED for entry in entries)
+            yield {"sampled": len(entries), "killed": killed, "mutants": entries}
+        if len(entries) == sample:
+            break
     print(f"{room}: {killed} of {len(entries)} killed, of {len(mutants)} mutants", flush=True)
-    return {"sampled": len(entries), "killed": killed, "mutants": entries}
 
 
 def compare(table: Table, room: str, copy: Copy, recorded: Sequence[dict[str, Any]]) -> int:
@@ -133,7 +143,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.mutants", description=__doc__)
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help=", ".join(table.rooms))
     parser.add_argument("--sample", type=int, default=table.sample, help="mutants of each room")
-    parser.add_argument("--write", action="store_true", help="record a new sample")
+    parser.add_argument("--write", action="store_true", help="record a sample")
     options = parser.parse_args(arguments)
     if not set(options.rooms) <= set(table.rooms):
         parser.error(f"the rooms are {', '.join(table.rooms)}")
@@ -141,12 +151,14 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Copy(root, Path(folder))
         for room in options.rooms or table.rooms:
+            recorded = rooms[room]["mutants"] if room in rooms else []
             if options.write:
-                rooms[room] = record(table, room, copy, options.sample)
-                text = json.dumps({"seed": table.seed, "rooms": rooms}, indent=1)
-                path.write_text(text + "\n", encoding="utf-8")
-            elif room in rooms:
-                weaker += compare(table, room, copy, rooms[room]["mutants"][: options.sample])
+                for result in record(table, room, copy, options.sample, recorded):
+                    rooms[room] = result
+                    text = json.dumps({"seed": table.seed, "rooms": rooms}, indent=1)
+                    path.write_text(text + "\n", encoding="utf-8")
+            elif recorded:
+                weaker += compare(table, room, copy, recorded[: options.sample])
             else:
                 print(f"{room}: not recorded", flush=True)
     return 1 if weaker else 0

@@ -21,6 +21,7 @@ DECORATOR = re.compile(
     r"@([\w.]+\.)?(abstractmethod|cache|final|lru_cache|overload|override|runtime_checkable|wraps)\b"
 )
 CONDITION = re.compile(r"\bTYPE_CHECKING\b|\b__name__ ==")
+UNION = re.compile(r"\b(None|bool|bytes|float|int|str)\b|\b[A-Z]\w*[a-z]")
 WARNING = re.compile(r"\s*(warnings\.)?warn\(")
 PRAGMA = re.compile(r"# pragma: no (cover|mutate)")
 
@@ -135,6 +136,8 @@ def _is_unimportant(node: Any, child: Any) -> bool:
             return child is node.annotation
         case "assert_stmt":
             return child in node.children[2:]
+        case "expr":
+            return child is not None and UNION.search(node.get_code()) is not None
         case "expr_stmt":
             return any(name.value == "__all__" for name in node.get_defined_names())
         case "atom_expr":

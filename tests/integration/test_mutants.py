@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     Number = int | float
 
 __all__ = ["count"] + ["checked"]
+Alias = int | list[int]
 
 
 def count(end: "int | None") -> "int | None":
