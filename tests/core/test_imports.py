@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
+import forking
 import pytest
 
 PACKAGES = Path(__file__).parents[2] / "packages"
@@ -90,6 +90,11 @@ def graph(package: Path) -> dict[str, set[str]]:
     return {name: set(imported(name, path, known)) - {name} for name, path in known.items()}
 
 
+@cache
+def graph_of_core() -> dict[str, set[str]]:
+    return graph(CORE)
+
+
 def circles(edges: dict[str, set[str]]) -> list[set[str]]:
     """The groups of modules that import one another, directly or through others."""
 
@@ -130,7 +135,7 @@ def test_every_package_is_counted() -> None:
         "ottava_debug",
         "ottava_integrations",
     } <= {path.name for path in SOURCES}
-    assert len(graph(CORE)) > 60
+    assert len(graph_of_core()) > 60
 
 
 PLANTED = {
@@ -173,15 +178,14 @@ def room(module: str) -> int:
 def test_rooms_of_core_import_what_is_below_them() -> None:
     edges = {
         (name, other)
-        for name, others in graph(CORE).items()
+        for name, others in graph_of_core().items()
         for other in others
         if "ottava" not in (name, other)
     }
     assert [edge for edge in edges if room(edge[1]) > room(edge[0])] == []
     # The package itself, which names everything, is for the commands.
-    assert {name.split(".")[1] for name, others in graph(CORE).items() if "ottava" in others} <= {
-        "cli"
-    }
+    users = {name for name, others in graph_of_core().items() if "ottava" in others}
+    assert {name.split(".")[1] for name in users} <= {"cli"}
 
 
 def test_one_module_finds_another_upwards_by_its_name() -> None:
@@ -210,7 +214,7 @@ def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
         "assert not [name for name in sys.modules if name.startswith('ottava.distributed')]\n"
         f"print([above(name).__name__ for name in {sorted(asked)}])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forking.python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([f"ottava.distributed.{name}" for name in sorted(asked)])
 
