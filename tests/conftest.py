@@ -23,8 +23,17 @@ with contextlib.suppress(ImportError):  # tests/gpu runs without hypothesis, too
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps the tests that share a fixture of a module or a session together, so that it is made in
-    one process."""
+    one process.
+
+    The checks of the conformance kit that compile or start processes share a launch of ranks with
+    the tests of the group "ranks". Options of a recipe change its bytes, and not how it is
+    compiled, saved or sharded, so these checks are slow for its variants.
+    """
     for item in items:
+        if item.get_closest_marker("ottava_slow") is not None:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+            if item.get_closest_marker("variant") is not None:
+                item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is not None:
             continue
         info = getattr(item, "_fixtureinfo", None)

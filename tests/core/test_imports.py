@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import floors
+import forking
 import pytest
 from floors import CORE, ROOT, UPWARDS, graph
 
 PACKAGES = ROOT / "packages"
 SOURCES = sorted(path for path in PACKAGES.glob("*/src/*") if (path / "__init__.py").exists())
+
+
+@cache
+def graph_of_core() -> dict[str, set[str]]:
+    return graph(CORE)
 
 
 def circles(edges: dict[str, set[str]]) -> list[set[str]]:
@@ -61,7 +66,7 @@ def test_every_package_is_counted() -> None:
         "ottava_debug",
         "ottava_integrations",
     } <= {path.name for path in SOURCES}
-    assert len(graph(CORE)) > 60
+    assert len(graph_of_core()) > 60
 
 
 PLANTED = {
@@ -98,15 +103,14 @@ def test_a_planted_circle_is_found(planted: str, tmp_path: Path) -> None:
 def test_rooms_of_core_import_what_is_below_them() -> None:
     edges = {
         (name, other)
-        for name, others in graph(CORE).items()
+        for name, others in graph_of_core().items()
         for other in others
         if "ottava" not in (name, other)
     }
     assert [edge for edge in edges if floors.floor_of(edge[1]) > floors.floor_of(edge[0])] == []
     # The package itself, which names everything, is for the commands.
-    assert {name.split(".")[1] for name, others in graph(CORE).items() if "ottava" in others} <= {
-        "cli"
-    }
+    users = {name for name, others in graph_of_core().items() if "ottava" in others}
+    assert {name.split(".")[1] for name in users} <= {"cli"}
 
 
 def test_the_floors_are_those_of_the_code() -> None:
@@ -149,7 +153,7 @@ def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
         "assert not [name for name in sys.modules if name.startswith('ottava.distributed')]\n"
         f"print([above(name).__name__ for name in {sorted(asked)}])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forking.python(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([f"ottava.distributed.{name}" for name in sorted(asked)])
 

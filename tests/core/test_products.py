@@ -278,7 +278,10 @@ def test_bfloat16_is_what_is_saved(wide: None) -> None:
         assert kept == [torch.bfloat16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)],
+)
 def test_bfloat16_is_what_a_compiled_layer_saves(wide: None, backend: str) -> None:
     torch.compiler.reset()
     net = torch.nn.Sequential(

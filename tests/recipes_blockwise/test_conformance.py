@@ -8,19 +8,17 @@ from ottava.formats import Format
 from ottava_testing import RecipeConformance
 
 
-# The checks of a class on several processes share a launch.
-@pytest.mark.xdist_group("TestBlockwise")
 class TestBlockwise(RecipeConformance):
     recipe = "blockwise"
 
 
-@pytest.mark.xdist_group("TestHybrid")
+@pytest.mark.variant
 class TestHybrid(RecipeConformance):
     recipe = "blockwise"
     options = {"fp8_format": Format.HYBRID, "force_pow_2_scales": False}  # noqa: RUF012
 
 
-@pytest.mark.xdist_group("TestRows")
+@pytest.mark.variant
 class TestRows(RecipeConformance):
     recipe = "blockwise"
     options = {  # noqa: RUF012
@@ -30,7 +28,7 @@ class TestRows(RecipeConformance):
     }
 
 
-@pytest.mark.xdist_group("TestSquares")
+@pytest.mark.variant
 class TestSquares(RecipeConformance):
     recipe = "blockwise"
     options = {  # noqa: RUF012

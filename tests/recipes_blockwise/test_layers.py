@@ -66,7 +66,9 @@ def test_gradients_are_added_to_main_grad_and_weights_kept_between_microbatches(
     check_microbatches(RECIPES[name])
 
 
-@pytest.mark.parametrize("name", ["default", "no powers of two"])
+@pytest.mark.parametrize(
+    "name", ["no powers of two", pytest.param("default", marks=pytest.mark.slow)]
+)
 def test_a_compiled_layer_has_the_bytes_of_eager(name: str) -> None:
     check_compiled(RECIPES[name])
 

@@ -20,6 +20,7 @@ def failures() -> dict[str, str | None]:
     return ranks.failures("tests.recipes_blockwise.fsdp_cases", CASES)
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(case: str, failures: dict[str, str | None]) -> None:
     assert failures[case] is None, failures[case]

@@ -8,13 +8,11 @@ from ottava.formats import Format
 from ottava_testing import RecipeConformance
 
 
-# The checks of a class on several processes share a launch.
-@pytest.mark.xdist_group("TestCurrent")
 class TestCurrent(RecipeConformance):
     recipe = "current"
 
 
-@pytest.mark.xdist_group("TestPowersOfTwo")
+@pytest.mark.variant
 class TestPowersOfTwo(RecipeConformance):
     recipe = "current"
     options = {"force_pow_2_scales": True, "fp8_format": Format.E4M3}  # noqa: RUF012

@@ -115,28 +115,6 @@ def test_a_model_learns_as_in_bfloat16() -> None:
     assert quantized < 0.08
 
 
-def test_compiled_training_equals_eager() -> None:
-    torch._dynamo.reset()
-    losses = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = ottava.convert(
-            torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Linear(9, 3)), "current"
-        )
-        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.randn(5, 9, generator=torch.Generator().manual_seed(1))
-        history = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss = run(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            history.append(loss.item())
-        losses.append(history)
-    assert losses[0] == losses[1]
-
-
 def test_reduction_without_a_process_group_is_an_error() -> None:
     quantizer = Float8CurrentScalingQuantizer(torch.float8_e4m3fn, with_amax_reduction=True)
     with pytest.raises(UsageError, match="init_process_group"):

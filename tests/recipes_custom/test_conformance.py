@@ -28,19 +28,17 @@ def identity(role: QuantizerRole) -> IdentityQuantizer:
     return IdentityQuantizer()
 
 
-# The checks of a class on several processes share a launch.
-@pytest.mark.xdist_group("TestCustom")
 class TestCustom(RecipeConformance):
     recipe = "custom"
 
 
-@pytest.mark.xdist_group("TestHybrid")
+@pytest.mark.variant
 class TestHybrid(RecipeConformance):
     def make_recipe(self) -> ottava.Recipe:
         return CustomRecipe(by_usage)
 
 
-@pytest.mark.xdist_group("TestIdentity")
+@pytest.mark.variant
 class TestIdentity(RecipeConformance):
     def make_recipe(self) -> ottava.Recipe:
         return CustomRecipe(identity)

@@ -277,10 +277,10 @@ class Residual(torch.nn.Module):
 @pytest.mark.parametrize(
     ("dtype", "autocast", "main_grad"),
     [
-        (torch.float32, None, False),
         (torch.bfloat16, None, True),
-        (torch.float16, None, False),
-        (torch.float32, torch.bfloat16, False),
+        pytest.param(torch.float32, None, False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, None, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, torch.bfloat16, False, marks=pytest.mark.slow),
     ],
 )
 def test_inductor_gives_the_bytes_of_eager_code(dtype: Any, autocast: Any, main_grad: bool) -> None:

@@ -36,12 +36,12 @@ SHORT, LATEST = DelayedScaling(amax_history_len=3), DelayedScaling(amax_compute_
 @pytest.mark.parametrize(
     ("where", "recipe"),
     [
-        ("converted", LATEST),
         ("region inside", SHORT),
-        ("region outside", SHORT),
+        ("region outside", LATEST),
+        pytest.param("converted", LATEST, marks=pytest.mark.slow),
         pytest.param("converted", SHORT, marks=pytest.mark.slow),
         pytest.param("region inside", LATEST, marks=pytest.mark.slow),
-        pytest.param("region outside", LATEST, marks=pytest.mark.slow),
+        pytest.param("region outside", SHORT, marks=pytest.mark.slow),
     ],
 )
 def test_steps_equal_eager(where: str, recipe: DelayedScaling) -> None:
@@ -76,7 +76,9 @@ def test_steps_equal_eager(where: str, recipe: DelayedScaling) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["delayed", DelayedScaling(amax_history_len=2)], ids=["named", "object"]
+    "recipe",
+    ["delayed", pytest.param(DelayedScaling(amax_history_len=2), marks=pytest.mark.slow)],
+    ids=["named", "object"],
 )
 def test_a_layer_without_state_is_named(recipe: Any) -> None:
     torch._dynamo.reset()

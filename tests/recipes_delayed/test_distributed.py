@@ -25,16 +25,9 @@ CASES = {
         "compiled",
     ],
     # Halves of two would be groups of one, which have nobody to reduce with.
-    4: [
-        "in_default_group",
-        "in_block",
-        "in_halves",
-        "nested",
-        "functions",
-        "one_recipe_two_groups",
-        "under_ddp",
-    ],
+    4: ["in_default_group", "in_halves"],
 }
+SLOW = ["in_block", "nested", "functions", "one_recipe_two_groups", "under_ddp", "compiled"]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +38,7 @@ def failures() -> Callable[[int], dict[str, str | None]]:
     )
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
     ("world", "case"), [(world, case) for world, cases in CASES.items() for case in cases]
 )
@@ -53,7 +47,6 @@ def test_ranks(world: int, case: str, failures: Callable[[int], dict[str, str | 
 
 
 @pytest.mark.slow
-def test_four_compiled_ranks() -> None:
-    assert ranks.failures("tests.recipes_delayed.reduce_cases", ["compiled"], 4) == {
-        "compiled": None
-    }
+def test_four_ranks() -> None:
+    failures = ranks.failures("tests.recipes_delayed.reduce_cases", SLOW, 4)
+    assert failures == dict.fromkeys(SLOW)

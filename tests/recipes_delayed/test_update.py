@@ -117,7 +117,7 @@ def check_steps(length: int, algorithm: str, by_function: bool, steps: int) -> N
 
 @pytest.mark.parametrize("by_function", [False, True])
 @pytest.mark.parametrize("algorithm", AMAX)
-@pytest.mark.parametrize(("length", "steps"), [(1, 60), (2, 100), (16, 100), (1024, 10)])
+@pytest.mark.parametrize(("length", "steps"), [(1, 30), (2, 40), (16, 40), (1024, 10)])
 def test_scales_and_histories(length: int, steps: int, algorithm: str, by_function: bool) -> None:
     check_steps(length, algorithm, by_function, steps)
 

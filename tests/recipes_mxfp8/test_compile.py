@@ -76,24 +76,27 @@ def passes(run: Any, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("default", torch.bfloat16), ("squares", torch.float32)]
+    ("name", "dtype"),
+    [
+        pytest.param("default", torch.bfloat16, marks=pytest.mark.slow),
+        ("squares", torch.float32),
+    ],
 )
 def test_forward_and_backward_equal_eager(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = ottava.convert(Net().to(dtype), RECIPES[name])
     fast = compiled(model)
-    for lead in ((40,), (2, 33)):
-        x = wide(*lead, 40, dtype=dtype)
-        for mine, theirs in zip(passes(fast, model, x), passes(model, model, x), strict=True):
-            check_same(mine, theirs)
+    x = wide(2, 33, 40, dtype=dtype)
+    for mine, theirs in zip(passes(fast, model, x), passes(model, model, x), strict=True):
+        check_same(mine, theirs)
     with torch.no_grad():
         check_same(fast(x), model(x))
 
 
-def test_no_rows_and_one() -> None:
+def test_no_rows_and_no_dimension_of_rows() -> None:
     layer = Linear(40, 70, recipe=RECIPES["default"])
     fast = compiled(layer)
-    for lead in ((), (0,), (1,)):
+    for lead in ((), (0,)):
         for mine, theirs in zip(
             passes(fast, layer, wide(*lead, 40)), passes(layer, layer, wide(*lead, 40)), strict=True
         ):
@@ -117,9 +120,8 @@ def test_inductor_equals_eager(dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "where", ["converted", "region inside", pytest.param("region outside", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["converted", "region inside", "region outside"])
 def test_steps_equal_eager(where: str) -> None:
     recipe = MXFP8BlockScaling(fp8_format=Format.HYBRID)
     torch.manual_seed(0)
@@ -157,22 +159,7 @@ def test_steps_equal_eager(where: str) -> None:
     assert len(set(losses[0])) == 4
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12",
-    reason="2.11's compiler cannot trace how a layer gets its first state",
-)
-def test_a_named_recipe_in_a_region() -> None:
-    layer, x = Linear(40, 70), wide(33, 40)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with ottava.autocast("mxfp8"):
-            return layer(x)
-
-    check_same(compiled(run)(x), run(x))
-    assert not torch.equal(run(x), layer(x))
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param("default", marks=pytest.mark.slow), "squares"])
 def test_primary_weights(name: str) -> None:
     recipe = RECIPES[name]
     torch.manual_seed(0)
@@ -191,6 +178,7 @@ def test_primary_weights(name: str) -> None:
         check_same(twin[0].weight.detach(), net[0].weight.detach())
 
 
+@pytest.mark.slow
 def test_microbatches() -> None:
     torch.manual_seed(0)
     eager = Linear(40, 70, recipe=RECIPES["default"])
@@ -206,6 +194,7 @@ def test_microbatches() -> None:
     assert all(map(torch.equal, gradients[::2], gradients[1::2]))
 
 
+@pytest.mark.slow
 def test_compiled_code_that_is_recomputed() -> None:
     torch.manual_seed(0)
     model = ottava.convert(Net(), RECIPES["default"])
@@ -262,12 +251,13 @@ def test_quantize_and_dequantize() -> None:
         return made
 
     fast = compiled(run)
-    for shape in ((33, 70), (2, 31, 65), (), (0, 7)):
+    for shape in ((33, 70), ()):
         x = wide(*shape, dtype=torch.bfloat16)
         for mine, theirs in zip(fast(x), run(x), strict=True):
             check_same(mine, theirs)
 
 
+@pytest.mark.slow
 def test_quantize_and_dequantize_by_inductor() -> None:
     make = quantizer("both")
     make.internal = True

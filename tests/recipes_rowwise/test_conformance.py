@@ -8,13 +8,11 @@ from ottava.formats import Format
 from ottava_testing import RecipeConformance
 
 
-# The checks of a class on several processes share a launch.
-@pytest.mark.xdist_group("TestRowwise")
 class TestRowwise(RecipeConformance):
     recipe = "rowwise"
 
 
-@pytest.mark.xdist_group("TestPowersOfTwo")
+@pytest.mark.variant
 class TestPowersOfTwo(RecipeConformance):
     recipe = "rowwise"
     options = {  # noqa: RUF012
@@ -24,7 +22,7 @@ class TestPowersOfTwo(RecipeConformance):
     }
 
 
-@pytest.mark.xdist_group("TestWgrad")
+@pytest.mark.variant
 class TestWgrad(RecipeConformance):
     recipe = "rowwise"
     options = {"wgrad_high_precision": True}  # noqa: RUF012

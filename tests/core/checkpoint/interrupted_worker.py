@@ -1,5 +1,4 @@
-"""Saves in forked processes that are killed, at every call that matters and, in the long run, at
-random times; what is left is whole.
+"""Saves in forked processes that are killed at every call that matters; what is left is whole.
 
 Usage: interrupted_worker.py FOLDER. It ends with an error where it is not.
 """
@@ -7,11 +6,9 @@ Usage: interrupted_worker.py FOLDER. It ends with an error where it is not.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from sampling import some
 
 from ottava.checkpoint import (
     files,
@@ -34,17 +28,17 @@ from ottava.checkpoint import (
 )
 
 
-def state(value: int, size: int = 40) -> dict[str, Any]:
+def state(value: int) -> dict[str, Any]:
     return {
-        "x": torch.full((size,), float(value)),
-        "deep": {"y": torch.full((size, 3), value)},
+        "x": torch.full((40,), float(value)),
+        "deep": {"y": torch.full((40, 3), value)},
         "value": value,
     }
 
 
-def value_of(path: Path, size: int = 40) -> int:
+def value_of(path: Path) -> int:
     """The one value that everything in a checkpoint has."""
-    loaded = load_sharded(state(-1, size), path)
+    loaded = load_sharded(state(-1), path)
     value: int = loaded["value"]
     assert (loaded["x"] == value).all(), path
     assert (loaded["deep"]["y"] == value).all(), path
@@ -161,42 +155,12 @@ def pruned(folder: Path) -> None:
     at_every_call(folder, prepare, lambda: save_step(state(3), folder, 3, keep=1), after)
 
 
-def at_random_times(folder: Path, times: int) -> None:
-    size, path, chance = 200_000, folder / "step-0000000", random.Random(0)
-    save_step(state(0, size), folder, 0)
-    seen: list[int] = []
-    longest = 0.12
-    for _ in range(times):
-        child = os.fork()
-        if not child:
-            try:
-                for value in range(len(seen) * 1000, len(seen) * 1000 + 1000):
-                    save_step(state(value, size), folder, 0, overwrite=True)
-                    save_step(state(value, size), folder, value + 1, keep=2, overwrite=True)
-            finally:
-                os._exit(1)
-        time.sleep(chance.uniform(0.005, longest))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        latest = latest_checkpoint(folder)
-        assert latest is not None
-        assert int(latest.name[5:]) in (0, value_of(latest, size) + 1)
-        # It may have been pruned, but is never half there.
-        seen.append(value_of(path, size) if path.exists() or is_complete(path) else -1)
-        if seen[-1:] == seen[-2:-1]:
-            # It had not come to its first save: the machine is busy.
-            longest = min(1.5 * longest, 4.0)
-    assert len(set(seen)) > times // 4, seen
-
-
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     new_step(folder / "new")
     replaced(folder / "replaced")
     pruned(folder / "pruned")
-    if some(False, True):
-        at_random_times(folder / "random", 200)
 
 
 if __name__ == "__main__":

@@ -382,11 +382,13 @@ def test_steps_are_found_and_pruned(tmp_path: Path) -> None:
     assert load_sharded({}, latest_checkpoint(tmp_path / "run")) == {"n": 100}
 
 
-@pytest.mark.parametrize("every", ["", pytest.param("1", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("worker", [WORKER, INTERRUPTED], ids=lambda worker: worker.stem)
+@pytest.mark.parametrize(
+    ("worker", "every"),
+    [(WORKER, ""), (INTERRUPTED, ""), pytest.param(WORKER, "1", marks=pytest.mark.slow)],
+    ids=["ranks", "kills", "every rank"],
+)
 def test_ranks_and_kills(worker: Path, every: str, tmp_path: Path) -> None:
-    """Cases under FSDP2 on four processes; saves killed at every call that changes the disk and, in
-    the long run, at random times."""
+    """Cases under FSDP2 on four processes; saves killed at every call that changes the disk."""
     command = [sys.executable, "-W", "ignore", str(worker), str(tmp_path)]
     environment = os.environ | {VARIABLE: every}
     done = subprocess.run(

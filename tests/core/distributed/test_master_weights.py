@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 1e-40, 3e38, 65520.0, 0.0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3),
     st.lists(st.one_of(st.floats(width=32), st.sampled_from(SPECIAL)), max_size=40),
@@ -77,7 +77,7 @@ def test_gathered_shards_are_the_values_bit_for_bit(
         assert torch.equal(found.view(bits), whole.view(bits))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 9), st.integers(0, 9), st.sampled_from(DTYPES), st.data())
 def test_a_shard_is_written_and_nothing_else(
     rows: int, columns: int, dtype: torch.dtype, data: Any

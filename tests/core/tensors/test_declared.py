@@ -162,7 +162,7 @@ def test_an_empty_result_of_a_wrong_shape_is_refused() -> None:
         quantizer.make_empty((1, 2), requires_grad=True)
 
 
-@pytest.mark.parametrize("primary", [False, True])
+@pytest.mark.parametrize("primary", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_layer_compiles(primary: bool) -> None:
     torch.manual_seed(0)
     with ottava.quantized_model_init(Rows(), enabled=primary):
