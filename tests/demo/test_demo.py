@@ -160,6 +160,21 @@ def test_a_long_run_is_announced_once(
         assert "--steps" in text
 
 
+def test_a_recipe_asked_for_twice_is_trained_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trained = []
+
+    def run(recipe: str | None, corpus: object, **options: Any) -> Run:
+        trained.append(recipe)
+        return Run(recipe or "bf16", [1.0], 1.0, 1.0, 1)
+
+    monkeypatch.setattr(command, "train", run)
+    options = {**OPTIONS, "recipes": ["current", "current"], "steps": 1}
+    assert run_demo(**options, out=tmp_path) == 0  # type: ignore[arg-type]
+    assert trained == [None, "current"]
+
+
 def test_peak_memory_is_a_column_where_it_is_known() -> None:
     on_cpu, on_gpu = (
         Run("x", [2.0], 2.0, 1.0, 1),

@@ -119,14 +119,6 @@ def test_a_broken_plugin_ends_it_where_all_are_required(site: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_recipe_asked_for_twice_is_trained_once(site: Path, tmp_path: Path) -> None:
-    done = run(site, *DEMO, "--recipe", "good", "--recipe", "good", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert [one["name"] for one in results["runs"]] == ["bf16", "good"]
-    assert results["skipped"] == []
-
-
 @pytest.mark.parametrize(
     "options", [["--seed", "99999999999999999999"], ["--out", "/proc/nonesuch"]]
 )

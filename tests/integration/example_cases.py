@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from example_commands import EXAMPLES, Run, commands, parsed
+from example_commands import EXAMPLES, TINY, Run, commands, parsed
 from forked_ranks import Ranks
 from sampling import each, some
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,6 @@ sys.path.insert(0, str(EXAMPLES))
 
 RECIPES = [spec.name for spec in ottava.list_recipes()]
 STATEFUL = [spec.name for spec in ottava.list_recipes() if spec.stateful]
-TINY = "--width 64 --layers 1 --batch 8"
 VARIANTS = {
     "zero": "zero",
     "zero-stage-2": "zero --stage 2",
@@ -56,7 +55,7 @@ def run(lines: list[str], world: int, folder: Path) -> list[Run]:
 def interrupted_runs_end_as_others(folder: Path) -> None:
     """Every variant and recipe: at once, to the middle, and from there on."""
     variants = VARIANTS | ACCUMULATED
-    cases = each(RECIPES, list(VARIANTS))
+    cases = each(some(["blockwise", "current", "mxfp8", "delayed"], RECIPES), list(VARIANTS))
     cases += [
         (name, v)
         for name in STATEFUL
@@ -120,12 +119,13 @@ def continued_by_one(
 
 
 def commands_of_the_documentation(folder: Path) -> None:
-    """What follows the name of the example; how ranks are started is test_examples.py's."""
+    """What follows the name of the example, with a small model unless all are tried; how ranks are
+    started is test_examples.py's."""
     by_world: dict[int, list[str]] = {}
     for command in commands():
         ranks = re.match(r"torchrun --nproc-per-node (\d+) ", command)
         assert ranks or command.startswith("python "), command
-        line = re.sub(r".*examples/(\w+)\.py", r"\1", command)
+        line = re.sub(r".*examples/(\w+)\.py", r"\1", command) + some(f" {TINY}", "")
         by_world.setdefault(int(ranks[1]) if ranks else 1, []).append(line)
     assert by_world.keys() == {1, 2}
     for world, lines in by_world.items():

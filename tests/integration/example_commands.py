@@ -8,6 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+#: Arguments of a small model.
+TINY = "--width 64 --layers 1 --batch 8"
 COMMAND = re.compile(r"^\s*((?:torchrun|python) .*examples/\w+\.py.*)$", re.M)
 
 

@@ -48,7 +48,7 @@ def training(mesh: Any) -> None:
 def uneven_rows(mesh: Any) -> None:
     """Empty shards, and blocks that are cut, too."""
     rows = ((33, "layers"), (33, "root"), (1, "layers"), (40, "layers"))
-    for recipe, (hidden, groups) in itertools.product(RECIPES, rows):
+    for recipe, (hidden, groups) in each(RECIPES, rows):
         both(mesh, recipe, "rows", hidden=hidden, groups=groups)
 
 
@@ -130,7 +130,7 @@ def mixed_precision(mesh: Any) -> None:
 
 
 def compiled(mesh: Any) -> None:
-    for recipe, groups in each(some(RECIPES[1:], RECIPES), GROUPS):
+    for recipe, groups in some([("delayed", "layers")], pairs(RECIPES, GROUPS)):
         alone, shards = (made(recipe, gathered=False) for _ in range(2))
         # A graph of both passes is traced around what the first of them gathers.
         gather_quantized(shards, recomputes=recipe == "mxfp8")
@@ -201,7 +201,7 @@ def accumulating(way: str) -> Callable[..., list[float]]:
 
 def accumulation(mesh: Any) -> None:
     ways = ("plain", "sync", "region", "sync region")
-    for recipe, groups, way, reshard in pairs(RECIPES, GROUPS, ways, FLAGS):
+    for recipe, groups, way, reshard in each(RECIPES, GROUPS, ways, FLAGS):
         both(
             mesh,
             recipe,
@@ -468,7 +468,9 @@ def fsdp_keeps_its_modules(names: dict[str, Any] | None) -> Iterator[None]:
 def without_private_names(mesh: Any) -> None:
     """Results are those of one process; what is gathered and reduced is more, and correct."""
     x, y = next(batches(1))
-    for recipe, groups, names in pairs(RECIPES, GROUPS, (None, {}, {"_module_state_mapping": {}})):
+    for recipe, groups, names in each(
+        RECIPES, GROUPS[::-1], (None, {}, {"_module_state_mapping": {}})
+    ):
         with fsdp_keeps_its_modules(names):
             both(mesh, recipe, f"private names: {names}", groups=groups, reshard_after_forward=True)
             net = sharded(made(recipe, gathered=True), mesh, groups, reshard_after_forward=True)

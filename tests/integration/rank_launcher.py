@@ -29,9 +29,13 @@ import torch.distributed as dist
 from forked_ranks import Ranks, import_all
 from torch.distributed.device_mesh import DeviceMesh
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
-SECONDS = 600
+from sampling import some
+
+#: After which the ranks of all cases are killed.
+SECONDS = some(900, 3600)
 
 
 def function(case: str) -> Callable[[Any], Any]:
@@ -57,7 +61,6 @@ def on_ranks(cases: list[str], world: int, folder: Path) -> None:
                 # Garbage would take part in reductions until it is collected, on each rank at
                 # another time.
                 gc.collect()
-                gc.freeze()
                 function(case)(mesh)
                 dist.barrier()
                 if dist.get_rank() == 0:

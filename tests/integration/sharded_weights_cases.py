@@ -423,4 +423,4 @@ def run(examples: int) -> None:
 
 
 def random_shards(mesh: Any) -> None:
-    run(some(80, 250) if mesh.size() == 2 else some(40, 120))
+    run(some(40, 250) if mesh.size() == 2 else some(20, 120))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
+from sampling import some
 from torch.utils.checkpoint import checkpoint
 
 import ottava
@@ -15,16 +15,13 @@ from tests.integration.step_models import diagonal, values
 from tests.integration.step_oracle import World
 from tests.integration.step_programs import Evaluate, Program, Step, Use, programs
 
-#: How many programs ranks run.
-EXAMPLES = "OTTAVA_TESTS_STEP_PROGRAMS"
-
 
 def of_ranks(mesh: Any) -> None:
     """Random programs, the same on all ranks; their data differ."""
     rank, ranks = mesh.get_rank(), mesh.size()
 
     @settings(
-        max_examples=int(os.environ.get(EXAMPLES, "60")),
+        max_examples=some(60, 10000),
         derandomize=True,
         database=None,
         deadline=None,

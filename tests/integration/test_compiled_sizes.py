@@ -12,6 +12,7 @@ import torch
 import ottava
 from ottava_current import Float8CurrentScaling
 from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
+from tests.combinations import slow
 
 
 def hybrid(role: Any) -> HybridQuantizer:
@@ -37,7 +38,7 @@ class Tied(torch.nn.Module):
         return self.layer(self.layer(x).relu())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["current", *slow("reference", "hybrid")])
 def test_a_layer_that_runs_twice_compiles_for_all_sizes(name: str) -> None:
     model = ottava.convert(torch.nn.Sequential(Tied(), torch.nn.Linear(32, 16)), RECIPES[name]())
     eager = copy.deepcopy(model)

@@ -12,8 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import ottava
 from benchmarks.installed import recipes
+from tests.combinations import slow
 
-STEPS = 10
+STEPS = 6
 
 
 def train(net: torch.nn.Module, run: Any) -> list[torch.Tensor]:
@@ -33,7 +34,13 @@ def train(net: torch.nn.Module, run: Any) -> list[torch.Tensor]:
     return [*seen, *gradients, *(value.clone() for value in net.state_dict().values())]
 
 
-@pytest.mark.parametrize("recipe", recipes())
+# The conformance kit compiles each of the others.
+NOT_SLOW = ("delayed", "mxfp8")
+
+
+@pytest.mark.parametrize(
+    "recipe", [*NOT_SLOW, *slow(*(name for name in recipes() if name not in NOT_SLOW))]
+)
 def test_compiled_steps_have_the_bytes_of_eager_ones(recipe: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ from ottava import checkpoint
 from ottava.gemm import gemm
 from ottava_custom import CustomRecipe, by_direction, by_layer, by_tensor, mirror
 from ottava_testing import check_recipe
+from tests.combinations import slow
 
 FACTORIES = {
     "MX forward": by_direction("mxfp8", "current"),
@@ -33,7 +34,12 @@ FACTORIES = {
 }
 
 
-@pytest.mark.parametrize("name", FACTORIES)
+NOT_SLOW = ("blocks of 128 forward, rows backward", "delayed and a hybrid")
+
+
+@pytest.mark.parametrize(
+    "name", [*NOT_SLOW, *slow(*(name for name in FACTORIES if name not in NOT_SLOW))]
+)
 def test_a_mixed_recipe_conforms(name: str) -> None:
     report = check_recipe(CustomRecipe(FACTORIES[name]), skip_slow=True)
     assert report.ok, str(report)

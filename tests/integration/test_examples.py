@@ -1,5 +1,5 @@
-"""The commands of the documentation start the examples as printed. Other ways to run these are
-example_cases.py's."""
+"""torchrun starts the examples, and the commands of the documentation work as printed. Other ways
+to run these are example_cases.py's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from example_commands import ROOT, commands, parsed
+from example_commands import ROOT, TINY, Run, commands, parsed
 
 # No port is fixed, and nothing but this machine is asked for a name.
 ENVIRONMENT = os.environ | {
@@ -24,8 +24,6 @@ ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
 }
 PRINTED = commands()
-# One goes through torchrun each time; the arguments of all are tried on ranks that are there.
-SHORT = next(command for command in PRINTED if command.startswith("torchrun"))
 
 
 def test_commands_are_printed() -> None:
@@ -33,14 +31,25 @@ def test_commands_are_printed() -> None:
     assert any(command.startswith("torchrun") and "fsdp2.py" in command for command in PRINTED)
 
 
-@pytest.mark.parametrize(
-    "command", [c if c == SHORT else pytest.param(c, marks=pytest.mark.slow) for c in PRINTED]
-)
-def test_commands_of_the_documentation_work_as_printed(command: str) -> None:
+def printed_by(command: str) -> Run:
     done = subprocess.run(
         shlex.split(command), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    run = parsed(done.stdout)
+    return parsed(done.stdout)
+
+
+def test_torchrun_starts_an_example() -> None:
+    """A small model on one rank; example_cases.py tries the arguments of all commands."""
+    command = next(command for command in PRINTED if command.startswith("torchrun"))
+    command = command.replace("--nproc-per-node 2", "--nproc-per-node 1")
+    run = printed_by(f"{command} {TINY} --steps 2")
+    assert sorted(run.losses) == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PRINTED)
+def test_commands_of_the_documentation_work_as_printed(command: str) -> None:
+    run = printed_by(command)
     assert sorted(run.losses) == list(range(1, 21))
     assert run.falls()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+import forking
 
 WITHOUT_SCHEMA = """
 import sys, torch
@@ -50,11 +54,7 @@ for name in ("delayed", "current", "mxfp8", "blockwise"):
 
 def test_layers_and_quantized_weights_without_schemas() -> None:
     """With the name hidden from everybody but torch the same values come out."""
-    command = [sys.executable, "-c", WITHOUT_SCHEMA]
-    said = [
-        subprocess.run([*command, kind], capture_output=True, text=True)
-        for kind in ("hidden", "shown")
-    ]
+    said = [forking.python(WITHOUT_SCHEMA, kind) for kind in ("hidden", "shown")]
     assert said[0].returncode == 0, said[0].stderr
     assert said[0].stdout == said[1].stdout
     lines = said[0].stdout.splitlines()

@@ -4,7 +4,6 @@ to a file."""
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -15,6 +14,10 @@ import pytest
 import safetensors.torch
 import torch
 from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+import forking
 
 import ottava
 from ottava_custom import CustomRecipe, IdentityQuantizer, current_scaling_ref_quantizer_factory
@@ -226,8 +229,7 @@ def test_a_safetensors_that_cannot_be_taught_is_shown_no_memory() -> None:
         except Exception as error:
             print(type(error).__name__)
     """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forking.python(textwrap.dedent(code))
     assert (done.returncode, done.stdout.strip()) == (0, "SafetensorError"), done.stderr
 
 

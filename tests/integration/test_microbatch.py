@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import sys
 import threading
 import warnings
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.errors import OptionError
+from tests.combinations import slow
 
 RECIPES = ["delayed", "current"]
 MICROBATCHES = 3
@@ -140,13 +142,18 @@ WAYS = [
     decorated,
     after_an_exception,
     beside_the_argument,
-    compiled,
-    compiled_with_the_block,
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "way"),
+    [
+        *itertools.product(RECIPES, WAYS),
+        ("delayed", compiled),
+        ("current", compiled_with_the_block),
+        *slow(("current", compiled), ("delayed", compiled_with_the_block)),
+    ],
+)
 def test_the_bytes_of_the_argument(recipe: str, way: Callable[..., Any]) -> None:
     model = net(recipe)
     assert same(steps(model, way(model)), by_argument(recipe))

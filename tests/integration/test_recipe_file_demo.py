@@ -54,7 +54,7 @@ def demo(out: Path, *options: object, **environment: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("seed", "steps"),
-    [(0, 60), *(pytest.param(seed, 300, marks=pytest.mark.slow) for seed in (0, 1))],
+    [(0, 20), *(pytest.param(seed, 300, marks=pytest.mark.slow) for seed in (0, 1))],
 )
 def test_a_mixed_file_trains_the_tiny_demo_as_bf16_does(
     seed: int, steps: int, tmp_path: Path
@@ -66,7 +66,7 @@ def test_a_mixed_file_trains_the_tiny_demo_as_bf16_does(
     runs = demo(tmp_path, *size, "--recipe", path, OMP_NUM_THREADS="1")
     mixed, plain = runs[str(path)], runs["bf16"]
     # It has learnt, and not in BF16.
-    assert plain["validation"] < plain["losses"][0] * (0.5 if steps == 300 else 0.75)
+    assert plain["validation"] < plain["losses"][0] * (0.5 if steps == 300 else 0.9)
     assert mixed["losses"] != plain["losses"]
     assert abs(mixed["validation"] / plain["validation"] - 1) < 0.01
 

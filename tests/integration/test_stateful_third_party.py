@@ -31,8 +31,9 @@ def _installed(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def test_it_conforms() -> None:
-    done = CliRunner().invoke(app, ["check-recipe", "acme-average"])
+@pytest.mark.parametrize("options", [["--fast"], pytest.param([], marks=pytest.mark.slow)])
+def test_it_conforms(options: list[str]) -> None:
+    done = CliRunner().invoke(app, ["check-recipe", "acme-average", *options])
     assert done.exit_code == 0, done.output
 
 

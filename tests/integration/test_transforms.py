@@ -4,6 +4,7 @@ changes."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import func
 
 import ottava
 from ottava.errors import UsageError
+from tests.combinations import slow
 
 RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
 
@@ -165,8 +167,18 @@ def test_torch_jit_trace(recipe: str) -> None:
         assert torch.equal(traced(x), model(x))
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("name", ["vmap of a layer", "grad", "grad of the parameters", "jvp"])
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("current", "vmap of a layer"),
+        ("delayed", "jvp"),
+        *slow(
+            ("current", "jvp"),
+            ("delayed", "vmap of a layer"),
+            *itertools.product(["current", "delayed"], ["grad", "grad of the parameters"]),
+        ),
+    ],
+)
 def test_refused_inside_compiled_code(recipe: str, name: str) -> None:
     """There a gradient would be zeros."""
     model, x = made(recipe), torch.randn(8, 32)

@@ -15,6 +15,7 @@ import ottava
 from ottava.nn import Linear, TransposedLinear
 from ottava_integrations import convert_file
 from tests import ranks
+from tests.combinations import slow
 
 RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
 
@@ -108,7 +109,7 @@ def test_main_grad_and_microbatches(recipe: str, high_precision: bool) -> None:
     assert nets[0][0].weight.grad_added_to_main_grad is True
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", *slow(*(r for r in RECIPES if r != "delayed"))])
 def test_compiled_whole(recipe: str) -> None:
     torch.compiler.reset()
     stored, _ = twins(recipe)

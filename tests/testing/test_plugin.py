@@ -11,6 +11,7 @@ from typing import Any
 # What the classes under test import: pytester forgets what it imported itself, and torch cannot be
 # imported twice.
 import broken_tensors  # noqa: F401
+import hypothesis.strategies  # noqa: F401
 import pytest
 import torch._dynamo  # noqa: F401
 
@@ -137,7 +138,6 @@ def test_a_class_names_the_layers_that_it_checks(pytester: pytest.Pytester) -> N
 REFUSED = {
     "an override": "    def test_roles(self):\n        pass",
     "None": "    test_roles = None",
-    "a property": "    test_roles = property(lambda self: None)",
     "no reason": "    @pytest.mark.xfail\n    def test_roles(self):\n        assert False",
     "an empty reason": "    @pytest.mark.xfail(reason=' ')\n    def test_roles(self):\n        "
     "assert False",
@@ -149,26 +149,13 @@ REFUSED = {
     "pass",
     "a skip beside": "    @pytest.mark.skip\n    @pytest.mark.xfail(reason='x')\n    def "
     "test_roles(self): pass",
-    "set afterwards": "\nTestRows.test_roles = lambda self: None",
     "a skip on the class": "\nTestRows = pytest.mark.skip(TestRows)",
     "a skipif on the class": "\nTestRows = pytest.mark.skipif(True, reason='x')(TestRows)",
     "an xfail on the class": "\nTestRows = pytest.mark.xfail(reason='x')(TestRows)",
     "a skip on the module": "\npytestmark = pytest.mark.skip",
     "a mark in the class": "    pytestmark = pytest.mark.skip",
-    "a hook that looks away": (
-        "\nclass Away(RecipeConformance):\n    def __init_subclass__(cls): pass\n"
-        "class TestAway(Away):\n    recipe, spec = rows.Rows(), rows.SPEC\n    def "
-        "test_roles(self): pass"
-    ),
     "__test__ of the class": "    __test__ = False",
-    "__test__ of the class, set afterwards": "\nTestRows.__test__ = False",
-    "__test__ of an override": XFAIL + "    test_clone_shares_nothing.__test__ = False",
     "__init__": "    def __init__(self): pass",
-    "__new__": "    def __new__(cls): return object.__new__(cls)",
-    "__init__ of a class between": (
-        "\nclass Mixin:\n    def __init__(self): pass\n"
-        "class TestMixed(Mixin, RecipeConformance):\n    recipe, spec = rows.Rows(), rows.SPEC"
-    ),
     "a class between": (
         "\nclass Mixin:\n    def test_roles(self): pass\n"
         "class TestMixed(Mixin, RecipeConformance):\n    recipe, spec = rows.Rows(), rows.SPEC"
