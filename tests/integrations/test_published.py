@@ -1,4 +1,4 @@
-"""Checkpoints that other tools have quantized are neither converted nor analyzed as if codes were
+"""Checkpoints that other tools have quantized are neither converted nor analyzed as if data were
 values."""
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def test_every_source_of_every_format_is_refused(source: str, name: str, tmp_pat
     for recipe in ("bf16", "current"):
         with pytest.raises(CheckpointError) as caught:
             convert_file(place, tmp_path / "out", recipe)
-        assert f"{place} holds codes" in caught.value.what
+        assert f"{place} holds data" in caught.value.what
         assert f"format, {title}: '0.weight" in caught.value.what
-    with pytest.raises(CheckpointError, match="holds codes"):
+    with pytest.raises(CheckpointError, match="holds data"):
         ottava_debug.analyze(place, model=model(), recipes=["current"])
     assert os.listdir(tmp_path) == ["in"]
 

@@ -32,7 +32,7 @@ def test_every_format_is_refused_by_name(
 ) -> None:
     error = refusal(write(name, tmp_path, config=config), model(), strict=strict)
     title = FORMATS[name].title if config else FORMATS[name].title_by_names
-    assert "model.safetensors holds codes of quantized weights" in error.what
+    assert "model.safetensors holds data of quantized weights" in error.what
     assert f"format, {title}: '0.weight" in error.what
     assert "checkpoint in high precision" in error.remedy
     assert "strict" not in str(error)
@@ -102,7 +102,7 @@ def test_elements_without_scales_are_values(tmp_path: Path) -> None:
     assert torch.equal(net[0].weight, values.float())
 
 
-def test_a_model_that_has_the_codes_and_the_scales_itself_loads_them(tmp_path: Path) -> None:
+def test_a_model_that_has_the_data_and_the_scales_itself_loads_them(tmp_path: Path) -> None:
     net = torch.nn.Module()
     net.register_buffer("weight", e4m3(4, 8))
     net.register_buffer("weight_scale", ones(1))
@@ -112,7 +112,7 @@ def test_a_model_that_has_the_codes_and_the_scales_itself_loads_them(tmp_path: P
     assert torch.equal(net.weight.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_what_is_in_high_precision_beside_codes_loads(tmp_path: Path) -> None:
+def test_what_is_in_high_precision_beside_data_loads(tmp_path: Path) -> None:
     """Where nothing of the model is quantized in the file."""
     file = write("Hugging Face FP8", tmp_path, config=True)
     part = torch.nn.ModuleDict({"1": torch.nn.Linear(256, 64)})

@@ -11,7 +11,7 @@ import torch
 
 from ottava.checkpoint import save_file
 from ottava.checkpoint.flatten import held_tensors, place_of
-from ottava.checkpoint.published import FLOAT8, find_codes
+from ottava.checkpoint.published import FLOAT8, find_published
 from ottava.errors import (
     CheckpointError,
     DTypeError,
@@ -157,7 +157,7 @@ def _read_source(source: AnyPath, prefix: str) -> tuple[dict[str, Any], dict[str
     if not isinstance(prefix, str):
         raise DTypeError(f"prefix is a {type(prefix).__name__}", expected="the beginning of names")
     state, metadata = read_state(source)
-    foreign = find_codes(state, as_path(source))
+    foreign = find_published(state, as_path(source))
     foreign.refuse(source, [name for name in foreign.scales if name.startswith(prefix)])
     if prefix:
         state = _beginning_with(prefix, state)

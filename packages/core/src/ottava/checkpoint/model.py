@@ -15,7 +15,7 @@ import torch
 
 from ottava.checkpoint.files import check_memory
 from ottava.checkpoint.flatten import Value, held_tensors, load_file, save_file
-from ottava.checkpoint.published import Codes, find_codes, weight_of
+from ottava.checkpoint.published import PublishedWeights, find_published, weight_of
 from ottava.errors import (
     CheckpointError,
     DTypeError,
@@ -74,8 +74,8 @@ def load_model(
     check_flag("strict", strict)
     targets = _targets_of(_module(model))
     state = load_file(path, verify=verify)
-    codes = find_codes(state, as_path(path))
-    codes.refuse(path, _misread_names(codes, targets, state, strict))
+    published = find_published(state, as_path(path))
+    published.refuse(path, _misread_names(published, targets, state, strict))
     with named(as_path(path)):
         missing, unexpected = _differing_names(model, targets, state)
         if strict:
@@ -209,7 +209,7 @@ def _module(model: object) -> torch.nn.Module:
 
 
 def _misread_names(
-    codes: Codes,
+    published: PublishedWeights,
     targets: Mapping[str, torch.Tensor],
     state: Mapping[str, Value],
     strict: bool,
@@ -219,11 +219,11 @@ def _misread_names(
     With ``strict`` these are all names that the model has no place for.
     """
     names = []
-    for name, scales in codes.scales.items():
+    for name, scales in published.scales.items():
         target = targets.get(name)
-        same_dtype = target is not None and target.dtype == codes.dtypes[name]
+        same_dtype = target is not None and target.dtype == published.dtypes[name]
         if same_dtype and all(scale in targets for scale in scales if scale in state):
-            # The model holds such codes and scales itself.
+            # The model holds such data and scales itself.
             continue
         if strict or name in targets or weight_of(name) in targets:
             names.append(name)

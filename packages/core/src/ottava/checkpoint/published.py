@@ -1,6 +1,6 @@
-"""Weights that other tools have quantized: codes, with scales under names that are not Ottava's.
+"""Weights that other tools have quantized: data, with scales under names that are not Ottava's.
 
-Ottava does not read these formats yet, and codes are not values without their scales. So code that
+Ottava does not read these formats yet, and data are not values without their scales. So whoever
 would take them for values checks here first. The formats are recognized by the names and dtypes of
 the tensors, and by the configuration beside the file.
 """
@@ -24,8 +24,8 @@ from ottava.tensors.storage import QuantizedTensorStorage
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _PACKED = (torch.uint8, torch.int8, torch.int32, torch.float4_e2m1fn_x2)
 _SCALE = re.compile(r"scale|absmax|SCB$")
-# Suffixes and prefixes that turn the name of a weight into that of its codes.
-_CODES = re.compile(r"[._]_?(?:packed|qdata|data|blocks)$")
+# Suffixes and prefixes that turn the name of a weight into that of its data.
+_DATA = re.compile(r"[._]_?(?:packed|qdata|data|blocks)$")
 _PREFIXED = re.compile(r"(^|\.)qweight$")
 # Words that may stand between the weight's name and "scale": `weight_input_global_scale` has two.
 _QUALIFIERS = 3
@@ -68,14 +68,14 @@ class _NamePattern(NamedTuple):
     """The names and dtypes by which a format is recognized.
 
     Attributes:
-        codes: a pattern of the name of the codes.
+        data: a pattern of the name of the data.
         scales: a pattern of the name of one of their scales.
         scale_dtypes: the possible dtypes of these scales; empty for any.
         key: the key of the format in :data:`FORMATS`; empty for a format that is not there.
         addition: an addition to the title of the format.
     """
 
-    codes: str
+    data: str
     scales: str
     scale_dtypes: tuple[torch.dtype, ...]
     key: str
@@ -101,14 +101,14 @@ _NAME_PATTERNS = (
 
 
 @dataclass(frozen=True)
-class Codes:
-    """The codes in a file.
+class PublishedWeights:
+    """The quantized weights in a file.
 
     Attributes:
-        scales: the names of the codes -> the names of their scales; no names where the
+        scales: the names of the data -> the names of their scales; no names where the
             configuration alone tells of scales.
-        dtypes: the dtypes of the codes, by name.
-        format: the format of the codes.
+        dtypes: the dtypes of the data, by name.
+        format: the format of the weights.
     """
 
     scales: Mapping[str, tuple[str, ...]]
@@ -116,18 +116,18 @@ class Codes:
     format: Format
 
     def refuse(self, path: object, names: Iterable[str]) -> None:
-        """Raise CheckpointError if there are any ``names``, which are names of codes."""
-        codes = list(names)
-        if not codes:
+        """Raise CheckpointError if there are any ``names``, which are names of data."""
+        data_names = list(names)
+        if not data_names:
             return
-        first = codes[0]
+        first = data_names[0]
         scales = " and ".join(map(repr, self.scales[first])) or "other files"
         example = f"{first!r} of {dtype_name(self.dtypes[first])} has its scales in {scales}"
-        if len(codes) > 1:
-            example += f"; {len(codes) - 1} more tensors are such codes"
+        if len(data_names) > 1:
+            example += f"; {len(data_names) - 1} more tensors are such data"
         reader = self.format.reader or "dequantize this one with the tool that wrote it"
         raise CheckpointError(
-            f"{path} holds codes of quantized weights, and Ottava does not read their format, "
+            f"{path} holds data of quantized weights, and Ottava does not read their format, "
             f"{self.format.title}: {example}",
             expected="values in high precision, or weights that Ottava has quantized",
             remedy="take the checkpoint in high precision that it was made of; or "
@@ -135,11 +135,11 @@ class Codes:
         )
 
 
-_NO_CODES = Codes({}, {}, Format(""))
+_NOTHING = PublishedWeights({}, {}, Format(""))
 
 
-def find_codes(state: Mapping[str, Value], path: Path | None = None) -> Codes:
-    """The codes among the tensors of a checkpoint that another tool has quantized.
+def find_published(state: Mapping[str, Value], path: Path | None = None) -> PublishedWeights:
+    """The quantized weights among the tensors of a checkpoint that another tool has written.
 
     Elements of 8-bit float formats that come without scales are values, and are not among them.
 
@@ -154,7 +154,7 @@ def find_codes(state: Mapping[str, Value], path: Path | None = None) -> Codes:
         if dtype in (*FLOAT8, *_PACKED) and not _is_scale(name)
     ]
     if not candidates:
-        return _NO_CODES
+        return _NOTHING
     format: Format | None = None
     names = [*dtypes]
     if path is not None:
@@ -169,10 +169,10 @@ def find_codes(state: Mapping[str, Value], path: Path | None = None) -> Codes:
         if scale_names or (format is not None and dtypes[name] in FLOAT8):
             scales[name] = tuple(scale_names)
     if not scales:
-        return _NO_CODES
+        return _NOTHING
     if format is None:
         format = _format_of_names(scales, dtypes)
-    return Codes(scales, {name: dtypes[name] for name in scales}, format)
+    return PublishedWeights(scales, {name: dtypes[name] for name in scales}, format)
 
 
 def _scales_by_weight(names: Iterable[str]) -> dict[str, list[str]]:
@@ -185,8 +185,8 @@ def _scales_by_weight(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def weight_of(name: str) -> str:
-    """The name of the weight that codes are of: ``"a.weight"`` for ``"a.weight_packed"``."""
-    return _PREFIXED.sub(r"\1weight", _CODES.sub("", name))
+    """The name of the weight that data are of: ``"a.weight"`` for ``"a.weight_packed"``."""
+    return _PREFIXED.sub(r"\1weight", _DATA.sub("", name))
 
 
 def _is_scale(name: str) -> bool:
@@ -202,7 +202,7 @@ def _weights_of_scale(name: str) -> list[str]:
     before = leaf[: word.start()].rstrip("_")
     if not before:
         # `scale`, `scales`, `scale_inv` and `scale_weight` lie beside a weight, or in a module that
-        # has codes.
+        # has data.
         return [module, f"{module}{dot}weight"]
     parts = before.rsplit("_", _QUALIFIERS)
     return [module, *(module + dot + "_".join(parts[:count]) for count in range(1, len(parts) + 1))]
@@ -211,12 +211,12 @@ def _weights_of_scale(name: str) -> list[str]:
 def _format_of_names(
     scales: Mapping[str, tuple[str, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> Format:
-    """The format, by the names and dtypes of the first codes and their scales."""
-    codes, scale_names = next(iter(scales.items()))
+    """The format, by the names and dtypes of the first data and their scales."""
+    data_name, scale_names = next(iter(scales.items()))
     for row in _NAME_PATTERNS:
         names = [name for name in scale_names if re.search(row.scales, name)]
         dtype_fits = not row.scale_dtypes or any(dtypes.get(n) in row.scale_dtypes for n in names)
-        if re.search(row.codes, codes) and names and dtype_fits:
+        if re.search(row.data, data_name) and names and dtype_fits:
             format = FORMATS.get(row.key, Format(""))
             return Format(f"{format.title} {row.addition}".strip(), format.reader)
     raise AssertionError("the last row fits everything")

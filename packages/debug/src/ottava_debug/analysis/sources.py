@@ -9,7 +9,7 @@ import torch
 
 from ottava.checkpoint.files import INDEX_NAME
 from ottava.checkpoint.flatten import place_of
-from ottava.checkpoint.published import find_codes
+from ottava.checkpoint.published import find_published
 from ottava.errors import CheckpointError, DTypeError, UsageError
 from ottava.filesystem import as_path
 from ottava.kernels import HIGH_PRECISION
@@ -73,7 +73,7 @@ def check_values(source: Any, state: Mapping[str, Any]) -> None:
         CheckpointError: it has such data.
     """
     path = None if isinstance(source, Mapping) else as_path(source)
-    codes = find_codes(state, path)
+    codes = find_published(state, path)
     codes.refuse(path or "the state dict", codes.scales)
 
 
