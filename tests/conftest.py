@@ -7,6 +7,14 @@ import os
 
 import pytest
 
+# The tests on a GPU run without hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    # A busy machine exceeds any deadline.
+    settings.register_profile("tests", deadline=None)
+    settings.load_profile("tests")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # There is a process for each processor, so more threads would only take turns. Before torch
     # starts its own; the processes that tests start inherit it.

@@ -181,6 +181,7 @@ def test_a_gpu_gets_its_own_code_and_both_are_found_when_they_come_later(tmp_pat
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_on_builds_it_for_all_generations_or_those_named(tmp_path: Path) -> None:
     done, said, targets = configure(tmp_path / "all", OTTAVA_CUDA="on")
     assert done, said

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ottava
@@ -219,7 +219,6 @@ def known_anew(text: str) -> Layout:
     return Layout.of("/".join(words))
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_text_and_back(made: Layout) -> None:
     for again in (
@@ -233,7 +232,6 @@ def test_text_and_back(made: Layout) -> None:
         assert hash(again) == hash(made)
 
 
-@settings(deadline=None)
 @given(layouts(), layouts())
 def test_texts_are_equal_where_layouts_are(one: Layout, other: Layout) -> None:
     assert (one == other) == (one.text == other.text)
@@ -265,7 +263,6 @@ def test_equality() -> None:
         MX.epsilon = 1.0  # type: ignore[misc]
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_pickles_and_files(made: Layout) -> None:
     assert pickle.loads(pickle.dumps(made)) == made

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import forking
+import pytest
 
 import ottava
 from ottava import _cpu
@@ -39,13 +40,24 @@ def test_importing_what_users_need_does_not_import_the_compiler() -> None:
     assert found.stdout.strip() == "False", found.stderr
 
 
+STUB = Path(ottava.__file__).with_suffix(".pyi")
+
+
+def stub_names() -> set[str]:
+    """The names that the stub of the package imports."""
+    imports: list[Any] = ast.parse(STUB.read_text()).body[:-1]
+    return {alias.asname for node in imports for alias in node.names}
+
+
+def test_the_stub_has_all_public_names_and_no_others() -> None:
+    assert stub_names() | {"__version__"} == set(dir(ottava))
+    assert (STUB.parent / "py.typed").exists()
+
+
+@pytest.mark.slow
 def test_the_types_of_public_names_are_told(tmp_path: Path) -> None:
-    """By a stub, to who checks the types of a program: all that are public, each as what it is, and
-    no others."""
-    stub = Path(ottava.__file__).with_suffix(".pyi")
-    imports: list[Any] = ast.parse(stub.read_text()).body[:-1]
-    names = {alias.asname for node in imports for alias in node.names}
-    assert names | {"__version__"} == set(dir(ottava))
+    """To who checks the types of a program."""
+    names = stub_names()
     wrong = ["ottava.get_recipe(3)", "ottava.absent"]
     used = [
         "def width(layout: ottava.Layout) -> str: return ottava.__version__ + layout.text",
@@ -62,8 +74,8 @@ def test_the_types_of_public_names_are_told(tmp_path: Path) -> None:
     settings += "[mypy-ottava.*]\nfollow_imports = silent\n[mypy-torch.*]\nfollow_imports = skip\n"
     (tmp_path / "mypy.ini").write_text(settings)
     environment = dict(os.environ)
-    if "site-packages" not in stub.parts:
-        environment["MYPYPATH"] = str(stub.parents[1])
+    if "site-packages" not in STUB.parts:
+        environment["MYPYPATH"] = str(STUB.parents[1])
     command = [
         sys.executable,
         "-m",
@@ -76,5 +88,4 @@ def test_the_types_of_public_names_are_told(tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     told = [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line]
-    assert (stub.parent / "py.typed").exists()
     assert told == [str(len(lines) - 1), str(len(lines))], done.stdout + done.stderr

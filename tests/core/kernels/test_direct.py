@@ -107,19 +107,6 @@ def test_the_bytes_are_those_of_the_operator(code_path: str) -> None:
         assert_same(made, expected, note=name)
 
 
-def test_nobody_is_asked_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(
-        torch._ops.OpOverloadPacket, "__call__", lambda self, *a, **k: asked.append(str(self))
-    )
-    for _, call in EVERY:
-        call(values())
-    assert asked == []
-    with Seen():
-        kernels.amax(values())
-    assert asked == ["ottava.amax"]
-
-
 @every_call
 def test_modes_see_the_operators(name: str, call: Callable[[torch.Tensor], Any]) -> None:
     with Seen() as seen:
