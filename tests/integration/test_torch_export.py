@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from torch.export import Dim
 
 import ottava
 from ottava.errors import UsageError
+from tests.combinations import each_value, slow
 
 RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
+FLAGS = [False, True]
+SOME = ["delayed", "mxfp8", "mixed"]
 
 
 def mixed() -> ottava.Recipe:
@@ -23,7 +27,14 @@ def mixed() -> ottava.Recipe:
     return recipe
 
 
-def made(recipe: Any, features: int = 64, *, primary: bool = False) -> Any:
+def combined(axis: list[Any]) -> list[Any]:
+    """Recipes with values; those of recipes that are traced as the others are slow."""
+    others = [recipe for recipe in RECIPES if recipe not in SOME]
+    return [*each_value(SOME, axis), *slow(*itertools.product(others, axis))]
+
+
+def made(name: str, features: int = 64, *, primary: bool = False) -> Any:
+    recipe = mixed() if name == "mixed" else ottava.get_recipe(name)
     torch.manual_seed(0)
     with ottava.quantized_model_init(recipe, enabled=primary):
         layers = [ottava.nn.Linear(features, features, name=name) for name in "02"]
@@ -49,13 +60,11 @@ def saved(program: Any) -> Any:
     return torch.export.load(file)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("recipe", [*RECIPES, mixed()], ids=[*RECIPES, "mixed"])
-def test_evaluation(recipe: Any, gradients: bool, strict: bool) -> None:
+@pytest.mark.parametrize(("recipe", "modes"), combined(list(itertools.product(FLAGS, FLAGS))))
+def test_evaluation(recipe: str, modes: tuple[bool, bool]) -> None:
     """The bytes of eager evaluation, with gradients enabled as without; neither model nor program
     moves a scale."""
-    model = made(recipe)
+    model, (gradients, strict) = made(recipe), modes
     before = copied(model)
     with torch.set_grad_enabled(gradients):
         program = saved(torch.export.export(model, (torch.randn(8, 64),), strict=strict))
@@ -79,9 +88,8 @@ def test_evaluation(recipe: Any, gradients: bool, strict: bool) -> None:
     assert not program.run_decompositions().graph_signature.buffers_to_mutate
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("recipe", ["delayed", mixed()], ids=["delayed", "mixed"])
-def test_training_with_state_is_refused(recipe: Any, strict: bool) -> None:
+@pytest.mark.parametrize(("recipe", "strict"), each_value(["delayed", "mixed"], FLAGS))
+def test_training_with_state_is_refused(recipe: str, strict: bool) -> None:
     """A program would have no backward pass, and write a step's scales."""
     model = made(recipe).train()
     before = copied(model)
@@ -94,11 +102,12 @@ def test_training_with_state_is_refused(recipe: Any, strict: bool) -> None:
         torch.export.export(model, (torch.randn(8, 64),), strict=strict)
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("recipe", ["delayed", mixed()], ids=["delayed", "mixed"])
-def test_a_block_that_never_ran_is_refused(recipe: Any, training: bool, strict: bool) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "training", "strict"), each_value(["delayed", "mixed"], FLAGS, FLAGS)
+)
+def test_a_block_that_never_ran_is_refused(recipe: str, training: bool, strict: bool) -> None:
     """The state would have to be made while the program is traced."""
+    in_block = mixed() if recipe == "mixed" else recipe
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -106,7 +115,7 @@ def test_a_block_that_never_ran_is_refused(recipe: Any, training: bool, strict: 
             self.layer = ottava.nn.Linear(64, 64, name="first")
 
         def forward(self, x: torch.Tensor) -> Any:
-            with ottava.autocast(recipe):
+            with ottava.autocast(in_block):
                 return self.layer(x)
 
     net, x = Net().train(training), torch.randn(8, 64)
@@ -121,8 +130,9 @@ def test_a_block_that_never_ran_is_refused(recipe: Any, training: bool, strict: 
         assert torch.equal(torch.export.export(net, (x,), strict=strict).module()(x), net(x))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "delayed"])
+@pytest.mark.parametrize(
+    ("recipe", "strict"), each_value([recipe for recipe in RECIPES if recipe != "delayed"], FLAGS)
+)
 def test_training_without_state(recipe: str, strict: bool) -> None:
     """The forward pass, alone: there are no gradients of the parameters."""
     model, x = made(recipe).train(), torch.randn(8, 64)
@@ -135,20 +145,18 @@ def test_training_without_state(recipe: str, strict: bool) -> None:
     assert all(p.grad is None for p in run.parameters())
 
 
-@pytest.mark.parametrize("features", [64, 24, 8])
-@pytest.mark.parametrize("recipe", [*RECIPES, mixed()], ids=[*RECIPES, "mixed"])
-def test_dynamic_shapes_with_small_examples(recipe: Any, features: int) -> None:
+@pytest.mark.parametrize(("recipe", "features"), combined([64, 24, 8]))
+def test_dynamic_shapes_with_small_examples(recipe: str, features: int) -> None:
     """Examples smaller than a block, for programs that take any number of rows."""
     model = made(recipe, features)
     sizes = [2, 32, 33, 100]
-    for example in (2, 33):
-        for kind in (Dim("rows", min=2, max=4096), Dim.DYNAMIC):
-            x = torch.randn(example, features)
-            run = torch.export.export(model, (x,), dynamic_shapes=({0: kind},)).module()
-            for size in sizes:
-                x = torch.randn(size, features)
-                with torch.no_grad():
-                    assert torch.equal(run(x), model(x)), (example, kind, size)
+    for example, kind in ((2, Dim.DYNAMIC), (33, Dim("rows", min=2, max=4096))):
+        x = torch.randn(example, features)
+        run = torch.export.export(model, (x,), dynamic_shapes=({0: kind},)).module()
+        for size in sizes:
+            x = torch.randn(size, features)
+            with torch.no_grad():
+                assert torch.equal(run(x), model(x)), (example, kind, size)
     dims = ({0: Dim("batch", max=64), 1: Dim("tokens", max=512)},)
     run = torch.export.export(model, (torch.randn(2, 3, features),), dynamic_shapes=dims).module()
     for shape in ((2, 2), (3, 50), (16, 2)):

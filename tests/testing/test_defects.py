@@ -14,9 +14,20 @@ import row_recipe as rows
 from defects import DEFECTS, Defect
 
 from ottava_testing import check_recipe, list_checks
+from tests.combinations import slow
+
+# Code compiled with these runs, which takes long; the same checks find BreaksGraph and ReadsGlobal.
+COMPILED = {"KnowsCompiler", "KnowsCompilerHere"}
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda d: f"{d.check}-{d.name}")
+@pytest.mark.parametrize(
+    "defect",
+    [
+        *(defect for defect in DEFECTS if defect.name not in COMPILED),
+        *slow(*(defect for defect in DEFECTS if defect.name in COMPILED)),
+    ],
+    ids=lambda d: f"{d.check}-{d.name}",
+)
 def test_a_broken_recipe_fails_with_the_name_of_its_defect(defect: Defect) -> None:
     report = check_recipe(defect.make(), spec=defect.spec, only=[defect.check])
     (result,) = report.results
