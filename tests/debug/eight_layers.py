@@ -8,7 +8,7 @@ import torch
 import ottava
 from ottava.gemm import LayerProduct, dispatch
 from ottava.gemm.operand import stored
-from ottava_debug.products import TENSORS
+from ottava_debug.operands import TENSORS
 
 #: Layer -> its features in and out: no two layers have the same.
 SIZES = [16, 24, 40, 32, 48, 56, 64, 72, 80]

@@ -17,7 +17,8 @@ import torch
 
 import ottava_debug
 from ottava.debug import fake_quantize
-from ottava_debug.products import TENSORS, Inspection, Watch
+from ottava_debug.operands import TENSORS
+from ottava_debug.products import Inspection, Watch
 from ottava_demo.data import batch, load_corpus
 from ottava_demo.model import SIZES
 from ottava_demo.training import Trainee

@@ -8,7 +8,7 @@ from eight_layers import GOOD, NAMES, Recorder, layers_of, model_of, step
 
 from ottava.errors import OptionError
 from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.products import BY_COLUMN, TENSORS
+from ottava_debug.operands import BY_COLUMN, TENSORS
 
 LAYER = NAMES[2]
 FILE = """

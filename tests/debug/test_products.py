@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from benchmarks.installed import recipes
-from ottava_debug.products import OPERANDS, TENSORS, Inspection, Watch
+from ottava_debug.operands import OPERANDS, TENSORS
+from ottava_debug.products import Inspection, Watch
 
 RECIPES = [name for name in recipes() if name != "custom"]
 

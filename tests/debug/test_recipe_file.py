@@ -12,10 +12,10 @@ from ottava.errors import OptionError, RecipeNotFoundError
 from ottava.formats import Format
 from ottava_custom import CustomRecipe
 from ottava_custom.files.source import MAX_BYTES
-from ottava_debug import located
+from ottava_debug import located, operands
 from ottava_debug.log_files import StatisticsFile
 from ottava_debug.output import write_text
-from ottava_debug.recipe_file import OPERANDS, Keep, recipe_text, write_recipe_file
+from ottava_debug.recipe_file import Keep, recipe_text, write_recipe_file
 
 ROLES = ("input", "weight", "grad_output")
 
@@ -137,7 +137,7 @@ def test_where_one_direction_cannot_be_served_alone_the_role_is_kept(tmp_path, d
     assert "Only rowwise data need it" in (tmp_path / "kept.yaml").read_text()
 
 
-@pytest.mark.parametrize(("gemm", "tensor"), OPERANDS)
+@pytest.mark.parametrize(("gemm", "tensor"), operands.OPERANDS)
 def test_an_operand_that_is_kept_is_what_its_product_takes(tmp_path, gemm, tensor):
     keep = Keep.of_operand("0", "x", gemm, tensor)
     recipe = write_recipe_file(tmp_path / "kept.yaml", [keep])
@@ -151,8 +151,8 @@ def test_an_operand_that_is_kept_is_what_its_product_takes(tmp_path, gemm, tenso
     def operand(of, name, values):
         if (of, name) == (gemm, tensor):
             return values.detach()
-        role = OPERANDS[of, name][0]
-        return ottava.get_recipe("current").quantizer(role).quantize(values.detach()).dequantize()
+        quantizer = ottava.get_recipe("current").quantizer(operands.ROLES[name])
+        return quantizer.quantize(values.detach()).dequantize()
 
     w = model[0].weight
     expected = {

@@ -13,7 +13,7 @@ import ottava
 import ottava_debug
 from ottava.debug import fake_quantize
 from ottava.errors import DTypeError, OptionError
-from ottava_debug.products import TENSORS
+from ottava_debug.operands import TENSORS
 
 
 def own(name):

@@ -8,7 +8,7 @@ from eight_layers import NAMES, Recorder, layers_of, model_of, step
 
 from ottava.debug import fake_quantize
 from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.products import ROLES, TENSORS
+from ottava_debug.operands import ROLES, TENSORS
 
 FORMATS = ("FP8E4M3", "FP8E5M2", "MXFP8E4M3", "MXFP8E5M2")
 FC1 = ["model.blocks.0.fc1", "model.blocks.1.fc1"]

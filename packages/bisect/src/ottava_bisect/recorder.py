@@ -8,7 +8,8 @@ import torch
 from ottava.tensors import QuantizedTensorStorage
 from ottava_bisect.bundle import digest
 from ottava_debug.measures import direction_of
-from ottava_debug.products import BY_COLUMN, OPERANDS, Inspection
+from ottava_debug.operands import BY_COLUMN, OPERANDS
+from ottava_debug.products import Inspection
 
 
 def values_of(quantized: QuantizedTensorStorage, gemm: str, tensor: str) -> torch.Tensor:

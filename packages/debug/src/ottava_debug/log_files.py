@@ -18,6 +18,11 @@ from ottava.filesystem import open_text
 _FOLDER = "nvdlfw_inspect_statistics_logs"
 
 
+def own_rank() -> int:
+    """The rank of this process; 0 where there is one process."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 class StatisticsFile(BaseLogger):  # type: ignore[misc]
     """A file for each rank with one line for each number, in nvdlfw-inspect's format.
 
@@ -34,8 +39,7 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self.path = Path(log_dir) / _FOLDER / f"nvdlfw_inspect_globalrank-{rank}.log"
+        self.path = Path(log_dir) / _FOLDER / f"nvdlfw_inspect_globalrank-{own_rank()}.log"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_text(self.path)

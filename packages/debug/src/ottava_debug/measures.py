@@ -203,11 +203,15 @@ class Comparison:
         self.dot += dot
         self.noise += noise
 
-    def take(self, numbers: Mapping[str, float]) -> None:
-        """Set the attributes of :attr:`together` to these numbers, each converted to its own
+    def numbers(self) -> dict[tuple[str, str], float]:
+        """``(operation, attribute)`` -> the number, by :attr:`together`."""
+        return {(how, name): float(getattr(self, name)) for name, how in self.together.items()}
+
+    def take(self, numbers: Mapping[tuple[str, str], float]) -> None:
+        """Set the attributes to the numbers of another comparison, each converted to its own
         type."""
-        for name, number in numbers.items():
-            setattr(self, name, type(getattr(self, name))(number))
+        for name, how in self.together.items():
+            setattr(self, name, type(getattr(self, name))(numbers[how, name]))
 
     def measures(self) -> Measures:
         """The measures of all tensors that were added."""

@@ -27,21 +27,7 @@ from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.plan import plan_for
 from ottava.tensors import QuantizedTensorStorage
 from ottava.torch_private import unsafe_view
-
-#: GEMM -> its operands and its result, by nvdlfw-inspect's names.
-TENSORS = {
-    "fprop": ("activation", "weight", "output"),
-    "dgrad": ("gradient", "weight", "dgrad"),
-    "wgrad": ("gradient", "activation", "wgrad"),
-}
-#: nvdlfw-inspect's name of an operand -> the recipes' name.
-ROLES = {"activation": "input", "weight": "weight", "gradient": "grad_output"}
-#: Operands of the three products, as ``(gemm, tensor)``.
-OPERANDS = tuple(
-    (gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors[:2]
-)
-#: The operands whose columnwise data the products read; they read rowwise data of the others.
-BY_COLUMN = frozenset({("dgrad", "weight"), ("wgrad", "gradient"), ("wgrad", "activation")})
+from ottava_debug.operands import BY_COLUMN, OPERANDS, ROLES, TENSORS
 
 
 class Inspection:
@@ -96,7 +82,7 @@ class Inspection:
         product is recomputed.
 
         Args:
-            gemm: the product, a key of :data:`TENSORS`.
+            gemm: the product, a key of :data:`ottava_debug.operands.TENSORS`.
             tensor: the operand or result.
             values: a matrix in high precision: ``[*, K]`` for operands, ``[out, in]`` for a weight
                 and its gradient.
@@ -204,6 +190,15 @@ def _inspected_linear(
         return _InspectedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def quantizer_of(state: Any, gemm_type: str, tensor: str) -> Any:
+    """The quantizer of an operand for one product alone; it reads the state of the recipe and does
+    not change it."""
+    by_column = (gemm_type, tensor) in BY_COLUMN
+    return state.quantizer(
+        ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False
+    )
+
+
 class _Products:
     """Computes the products of one pass, with the inspections."""
 
@@ -281,9 +276,7 @@ class _Products:
             quantized = operand
             operand = plain
         elif operand is not plain:
-            by_column = (gemm_type, tensor) in BY_COLUMN
-            usage = {"rowwise": not by_column, "columnwise": by_column}
-            quantizer = self.state.quantizer(ROLES[tensor], **usage, recording=False)
+            quantizer = quantizer_of(self.state, gemm_type, tensor)
             quantized = quantizer.quantize_impl(operand, self.dtype)
         if observed:
             self.observe(gemm_type, tensor, operand, quantized)

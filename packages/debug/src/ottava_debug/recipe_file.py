@@ -19,18 +19,9 @@ from ottava_custom import CustomRecipe, HybridQuantizer, IdentityQuantizer
 from ottava_custom.files import FileFactory
 from ottava_custom.hybrid import side_of
 from ottava_custom.hybrid_tensors import SIDES
+from ottava_debug.operands import BY_COLUMN, OPERANDS, ROLES
 from ottava_debug.output import check_suffix, write_text
 
-#: GEMM and operand, by nvdlfw-inspect's names -> the recipes' name of the operand, and the
-#: direction that the GEMM reads.
-OPERANDS = {
-    ("fprop", "activation"): ("input", "rowwise"),
-    ("fprop", "weight"): ("weight", "rowwise"),
-    ("dgrad", "gradient"): ("grad_output", "rowwise"),
-    ("dgrad", "weight"): ("weight", "columnwise"),
-    ("wgrad", "gradient"): ("grad_output", "columnwise"),
-    ("wgrad", "activation"): ("input", "columnwise"),
-}
 _WIDTH = 110
 # Text that YAML reads as text without quotes. YAML's words for null and booleans are excluded.
 _PLAIN = re.compile(r"(?!(?i:null|true|false)\Z)[A-Za-z_][\w.-]*", re.A)
@@ -67,12 +58,14 @@ class Keep:
         """Keep one operand of one GEMM.
 
         Raises:
-            OptionError: :data:`OPERANDS` does not list the GEMM and the operand.
+            OptionError: :data:`ottava_debug.operands.OPERANDS` does not list the GEMM and the
+                operand.
         """
         if (gemm, tensor) not in OPERANDS:
             pairs = ", ".join(" ".join(pair) for pair in OPERANDS)
             raise OptionError(f"the operand {tensor!r} of {gemm!r}", expected=f"one of {pairs}")
-        return cls(layer, reason, *OPERANDS[gemm, tensor])
+        direction = "columnwise" if (gemm, tensor) in BY_COLUMN else "rowwise"
+        return cls(layer, reason, ROLES[tensor], direction)
 
 
 def _check_one_of(name: str, value: str | None, words: Sequence[str]) -> None:

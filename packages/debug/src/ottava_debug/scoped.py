@@ -31,7 +31,7 @@ def _as_list(names: Any) -> list[Any]:
 
 
 class LayerSelection:
-    """The chosen layers of a model, with the interface of a section's selector."""
+    """The chosen layers of a model, a :class:`~ottava_debug.session.Selection`."""
 
     def __init__(self, model: torch.nn.Module, layers: Layers) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -51,17 +51,12 @@ class LayerSelection:
         elif callable(layers):
             selected = {module: name for module, name in every.items() if layers(name, module)}
         else:
-            patterns = _as_list(layers)
-            selected = {
-                module: name
-                for module, name in every.items()
-                if any(fnmatchcase(name, pattern) for pattern in patterns)
-            }
-            self.unmatched = {
-                f"layers {p!r}": "the model"
-                for p in patterns
-                if not any(fnmatchcase(name, p) for name in every.values())
-            }
+            selected = {}
+            for pattern in _as_list(layers):
+                matching = {m: name for m, name in every.items() if fnmatchcase(name, pattern)}
+                selected |= matching
+                if not matching:
+                    self.unmatched[f"layers {pattern!r}"] = "the model"
         self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary(selected)
         # Compiled code identifies layers by their own names.
         self.own_names = {str(layer.name) for layer in selected}
@@ -84,7 +79,7 @@ class Run:
         layers: Layers,
         features: Iterable[tuple[Feature, dict[str, Any]]],
     ) -> None:
-        selection: Any = LayerSelection(model, layers)
+        selection = LayerSelection(model, layers)
         self.iteration = 0
         enabled = []
         for feature, options in features:
@@ -211,12 +206,7 @@ def _group_of(reduce: Any) -> Callable[[], Any] | None:
 
 def statistics(
     model: torch.nn.Module,
-    stats: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (
-        "cur_amax",
-        "underflows%",
-        "saturation%",
-        "sqnr",
-    ),
+    stats: Stats = ("cur_amax", "underflows%", "saturation%", "sqnr"),
     *,
     layers: Layers = None,
     tensors: str | Sequence[str] = ("activation", "weight", "gradient"),

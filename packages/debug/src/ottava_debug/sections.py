@@ -39,11 +39,7 @@ def enabled_in(
     for name in root:
         title = f"section {name!r}"
         section = mapping(root, name, title)
-        if "enabled" not in section:
-            raise OptionError(
-                f"{root.where(name)}: {title} has no enabled", expected="enabled: True or False"
-            )
-        if not truth(section, "enabled", title):
+        if not _is_enabled(root, name, section, title):
             continue
         if "layers" not in section:
             raise OptionError(
@@ -78,11 +74,7 @@ def _features(
             problem = f"{section_title}: {namespace} has no feature"
             raise unknown(features.where(name), problem, name, known_features)
         config = mapping(features, name, section_title)
-        if "enabled" not in config:
-            raise OptionError(
-                f"{features.where(name)}: {title} has no enabled", expected="enabled: True or False"
-            )
-        if not truth(config, "enabled", title):
+        if not _is_enabled(features, name, config, title):
             continue
         feature = known_features[name]
         targets = feature.targets(config, title) if isinstance(feature, Feature) else None
@@ -93,6 +85,15 @@ def _features(
                 Enabled(located_title, namespace, feature, plain(config), selector, targets, policy)
             )
     return enabled
+
+
+def _is_enabled(parent: Located, name: str, section: Located, title: str) -> bool:
+    """Whether the section or feature ``name`` of ``parent`` is enabled, which it has to say."""
+    if "enabled" not in section:
+        raise OptionError(
+            f"{parent.where(name)}: {title} has no enabled", expected="enabled: True or False"
+        )
+    return truth(section, "enabled", title)
 
 
 def _policy(section: Located, title: str, default: str) -> str:

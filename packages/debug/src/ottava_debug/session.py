@@ -4,7 +4,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -12,8 +12,22 @@ import torch
 from ottava.errors import OptionError, PluginError, text_of
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.features.base import Feature, Target
-from ottava_debug.products import BY_COLUMN, ROLES, Inspection, Watch
-from ottava_debug.selectors import Selector
+from ottava_debug.operands import BY_COLUMN
+from ottava_debug.products import Inspection, Watch, quantizer_of
+
+
+class Selection(Protocol):
+    """A choice of layers by their names.
+
+    Attributes:
+        unmatched: the patterns, numbers and names that no layer has matched so far -> their place
+            in the configuration.
+    """
+
+    unmatched: dict[str, str]
+
+    def matches(self, name: str) -> bool:
+        """Whether a layer of this name is chosen."""
 
 
 @dataclass(eq=False)
@@ -37,7 +51,7 @@ class Enabled:
     namespace: str
     feature: Any
     config: Any
-    selector: Selector
+    selector: Selection
     targets: list[Target] | None
     on_error: str = "warn"
     off: set[str] = field(default_factory=set)
@@ -346,9 +360,7 @@ class LayerInspection(Inspection):
         state = self.call.state
         if state is None or (gemm, tensor) not in self.quantized:
             return None
-        columnwise = (gemm, tensor) in BY_COLUMN
-        usages = {"rowwise": not columnwise, "columnwise": columnwise}
-        return state.quantizer(ROLES[tensor], **usages, recording=False)
+        return quantizer_of(state, gemm, tensor)
 
     def _fitting(self, enabled: Enabled, answer: Any, plain: torch.Tensor) -> Any:
         """``answer`` in the dtype of ``plain``; or ``plain``, where ``answer`` does not fit and the

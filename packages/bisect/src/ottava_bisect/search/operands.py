@@ -16,7 +16,8 @@ from ottava_bisect.bundle import Bundle, digest
 from ottava_bisect.recorder import Recorder, Recording, values_of
 from ottava_bisect.search.measure import loss_of_operand
 from ottava_debug.measures import Measures, compare
-from ottava_debug.products import BY_COLUMN, ROLES
+from ottava_debug.operands import BY_COLUMN, ROLES
+from ottava_debug.products import quantizer_of
 
 _NUDGE = 2.0**-9
 # The loss of an operand from which the origin of its scale is examined.
@@ -32,14 +33,6 @@ class Operand(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.layer}: {self.tensor} in {self.gemm}"
-
-
-def quantizer_of(call: Call, gemm: str, tensor: str) -> Any:
-    """The quantizer of an operand for one product alone; it reads state and does not change it."""
-    state, by_column = cast(Any, call.state), (gemm, tensor) in BY_COLUMN
-    return state.quantizer(
-        ROLES[tensor], rowwise=not by_column, columnwise=by_column, recording=False
-    )
 
 
 class Lossy(NamedTuple):
@@ -63,10 +56,9 @@ def loses_by_initial_state(operand: Operand, lossy: Lossy) -> bool:
     columnwise = operand[1:] in BY_COLUMN
     fresh: Any = copy.deepcopy(state)
     fresh.reset()
-    fresh_call = lossy.call._replace(state=fresh)
 
     def quantize() -> Any:
-        quantizer = quantizer_of(fresh_call, operand.gemm, operand.tensor)
+        quantizer = quantizer_of(fresh, operand.gemm, operand.tensor)
         return quantizer.quantize_impl(values, values.dtype)
 
     initial = quantize()
@@ -129,7 +121,7 @@ class Comparison:
             if loss_of_operand(measures) > _MUCH:
                 self.lossy[operand] = Lossy(call, values.detach().clone(), digest(own_values))
         recipe: Any = call.recipe
-        if recipe.stateful or quantizer_of(call, operand.gemm, operand.tensor).stateful:
+        if recipe.stateful or quantizer_of(call.state, operand.gemm, operand.tensor).stateful:
             self.stateful.add(operand)
         if captured is not None:
             self.products += 1
@@ -260,7 +252,7 @@ class First(Recording):
 
     def failed(self, gemm: str, tensor: str, values: torch.Tensor, error: Exception) -> None:
         try:
-            quantizer_of(self.call, gemm, tensor).quantize_impl(values, values.dtype)
+            quantizer_of(self.call.state, gemm, tensor).quantize_impl(values, values.dtype)
         except Exception as failure:
             # The quantizer is called again for this product alone, because the call that raised may
             # have been for both directions.
@@ -327,7 +319,8 @@ class Switched(First):
         if self._look is None or quantized is not None:
             return
         if operand in self._operands.comparison.statistics:
-            storage = quantizer_of(self.call, gemm, tensor).quantize_impl(values, values.dtype)
+            quantizer = quantizer_of(self.call.state, gemm, tensor)
+            storage = quantizer.quantize_impl(values, values.dtype)
             self._look.note(self.call, operand, values, storage, None)
 
 

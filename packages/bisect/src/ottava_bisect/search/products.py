@@ -14,7 +14,8 @@ from ottava.recipes import Recipe
 from ottava_bisect.bundle import Bundle
 from ottava_bisect.recipe_data import build
 from ottava_bisect.search.operands import Comparison, Operand
-from ottava_debug.products import OPERANDS, TENSORS, Inspection, Watch
+from ottava_debug.operands import OPERANDS, TENSORS
+from ottava_debug.products import Inspection, Watch
 
 
 class _Product(Inspection):

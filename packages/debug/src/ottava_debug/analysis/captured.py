@@ -18,7 +18,8 @@ from ottava_custom import CustomRecipe, identity_factory
 from ottava_debug.analysis.measuring import Candidate, Series
 from ottava_debug.analysis.report import Skipped
 from ottava_debug.losses import LOSSES, Loss, loss_in
-from ottava_debug.products import ROLES, Inspection, Watch
+from ottava_debug.operands import ROLES
+from ottava_debug.products import Inspection, Watch
 from ottava_debug.references import ANYTHING
 
 

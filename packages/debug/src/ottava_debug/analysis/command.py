@@ -1,13 +1,22 @@
 """The command ``ottava analyze``."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.progress import TaskID, TaskProgressColumn
 
-from ottava_debug.output import Force
+from ottava.cli.output import console, say
+from ottava.errors import OptionError
+from ottava_debug.output import RECIPE_FILE, Force, Output, check_outputs, progress_bar
+from ottava_debug.references import call, resolve
 
 _Paths = Path | None
+_TARGETS = "targets"
+# Unit of the progress -> the title of its bar.
+_WORDS = {"elements": "Weights", "steps": "Steps"}
 
 
 def analyze(
@@ -75,13 +84,78 @@ def analyze(
 ) -> None:
     """Say what each recipe would make of a checkpoint's tensors, and which layers should stay in
     BF16."""
-    from ottava_debug.analysis.running import run
+    from ottava_debug.analysis import output
+    from ottava_debug.analysis.analyze import analyze as measure
+    from ottava_debug.losses import LOSSES
 
-    options: dict[str, Any] = {
-        "recipes": recipe,
-        "loss": loss,
-        "steps": steps,
-        "threshold": threshold,
-    }
-    files = {"json": json_file, "html": html, "recipe": recipe_file}
-    run(checkpoint, model, data, files, rows=rows, base=base, force=force, **options)
+    outputs = (
+        Output("--json", json_file, output.JSON),
+        Output("--html", html, output.PAGE),
+        Output("--recipe-file", recipe_file, RECIPE_FILE),
+    )
+    check_outputs(outputs, (checkpoint, data, base, *(recipe or ())), force)
+    if base is not None and recipe and base not in recipe:
+        raise OptionError(f"--base {base!r}", expected=f"one of {', '.join(recipe)}")
+    function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
+    with _progress() as progress:
+        report = measure(
+            checkpoint,
+            recipes=recipe,
+            model=None if model is None else call("--model", model),
+            data=None if data is None else _batches(data, loss is not None),
+            loss=function,
+            steps=steps,
+            threshold=threshold,
+            progress=progress,
+        )
+    # This raises, before anything is shown, if ``base`` is not in the report.
+    keeps = report.keeps(base or report.best_recipe())
+    _show(report, rows)
+    if json_file is not None:
+        output.write_json(report, json_file)
+    if html is not None:
+        output.write_html(report, html)
+    if recipe_file is not None:
+        output.write_suggestion(report, recipe_file, base)
+        if base is not None:
+            say(f"{recipe_file} is {base} with {len(keeps)} layers in high precision.")
+    for path in filter(None, (json_file, html, recipe_file)):
+        say(f"Written: {path}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function that shows the progress in a bar for each unit."""
+    with progress_bar(TaskProgressColumn()) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(unit: str, done: int, total: int) -> None:
+            if unit not in tasks:
+                tasks[unit] = bar.add_task(_WORDS[unit], total=total)
+            bar.update(tasks[unit], completed=done)
+
+        yield show
+
+
+def _batches(data: str, pairs: bool) -> Any:
+    """The batches that ``--data`` names: those that a callable returns, or one from a file.
+
+    With ``pairs`` a batch from a file is a pair with its targets, if the file has any.
+    """
+    from ottava_integrations import read_state
+
+    if not Path(data).is_file():
+        return call("--data", data)
+    batch = dict(read_state(Path(data))[0])
+    if pairs and _TARGETS in batch:
+        return [(batch, batch.pop(_TARGETS))]
+    return [batch]
+
+
+def _show(report: Any, rows: int) -> None:
+    from ottava_debug.analysis.terminal import sentences, summary_table, tensor_table
+
+    console().print(summary_table(report))
+    console().print(tensor_table(report, rows))
+    for sentence in sentences(report, rows):
+        say(sentence)

@@ -11,11 +11,10 @@ from ottava.formats import E4M3
 from ottava_debug.analysis.report import (
     Analysis,
     Noise,
-    Summary,
     TensorReport,
     most_underflow,
 )
-from ottava_debug.analysis.terminal import decibels, notes, percent
+from ottava_debug.analysis.terminal import decibels, losses, notes, percent
 from ottava_debug.output import rendered
 
 # The range of magnitudes below the amax that one scale of E4M3 does not round to zero, in powers of
@@ -93,7 +92,8 @@ def page(report: Analysis, suggestion: str) -> str:
         worst=[
             _worst(tensor, name, columns, report.threshold) for tensor, name in report.worst(_WORST)
         ],
-        summaries=[_summary(summary) for summary in report.summaries()],
+        summaries=report.summaries(),
+        losses=losses,
         best=best,
         reason=report.why_best(),
         kept=report.keeps(best),
@@ -131,17 +131,6 @@ def _worst(
         "texts": [metric.text(metric.value(noise)) for metric in columns],
         "bad": bool(noise.complaint(threshold)),
     }
-
-
-def _summary(summary: Summary) -> dict[str, Any]:
-    """A row of the table of recipes."""
-    texts = [
-        decibels(summary.sqnr),
-        decibels(summary.lowest_sqnr),
-        percent(summary.underflow),
-        percent(summary.saturation),
-    ]
-    return {"recipe": summary.recipe, "texts": texts, "kept": len(summary.kept)}
 
 
 def _cell(noise: Noise, columns: tuple[Metric, ...], threshold: float) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from ottava.cli.output import escaped, table
-from ottava_debug.analysis.report import Analysis, Noise, most_underflow
+from ottava_debug.analysis.report import Analysis, Noise, Summary, most_underflow
 from ottava_integrations.command import grouped
 
 #: Marks the cells of tensors that need high precision.
@@ -31,19 +31,22 @@ def percent(value: float | None) -> str:
     return "< 0.01 %" if value < 0.01 else f"{value:.2f} %"
 
 
+def losses(summary: Summary) -> tuple[str, ...]:
+    """The losses of all tensors under a recipe, as texts."""
+    return (
+        decibels(summary.sqnr),
+        decibels(summary.lowest_sqnr),
+        percent(summary.underflow),
+        percent(summary.saturation),
+    )
+
+
 def summary_table(report: Analysis) -> Table:
     """One row for each recipe."""
     heads = ("recipe", "SQNR (dB)", "lowest", "underflow", "saturation", "layers to keep")
     rows = [
-        (
-            s.recipe,
-            decibels(s.sqnr),
-            decibels(s.lowest_sqnr),
-            percent(s.underflow),
-            percent(s.saturation),
-            f"{len(s.kept)} of {len(report.layers)}",
-        )
-        for s in report.summaries()
+        (summary.recipe, *losses(summary), f"{len(summary.kept)} of {len(report.layers)}")
+        for summary in report.summaries()
     ]
     return table(
         "Recipes: the middle tensor's SQNR, and the worst of all tensors",

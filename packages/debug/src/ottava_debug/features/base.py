@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from ottava.errors import OptionError, OttavaError
 from ottava_debug.located import Located, kind_of, names, truth, unknown
-from ottava_debug.products import TENSORS
+from ottava_debug.operands import TENSORS
 
 GEMMS = tuple(TENSORS)
 EVERY_TENSOR = tuple(dict.fromkeys(tensor for tensors in TENSORS.values() for tensor in tensors))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from nvdlfw_inspect.logging import get_logger  # type: ignore[import-untyped]
 from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
@@ -19,6 +18,7 @@ from ottava.filesystem import AnyPath
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.features.base import Check, Feature, Target
 from ottava_debug.located import kind_of
+from ottava_debug.log_files import own_rank
 
 #: The folder in ``log_dir``.
 FOLDER = "tensor_dumps"
@@ -153,7 +153,7 @@ class DumpTensors(Feature):
         return entries
 
     def _folder(self) -> Path:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = own_rank()
         log_dir = get_logger().root_log_dir if self._log_dir is None else self._log_dir
         folder = Path(log_dir) / FOLDER / f"rank-{rank:05d}"
         folder.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,16 @@ def _format(value: Any) -> str:
     return value
 
 
-class FakeQuant(Feature):
+class _HighPrecision(Feature):
+    """Computes the products that the configuration names in high precision."""
+
+    @api_method  # type: ignore[untyped-decorator]
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
+        """False: the product is computed in high precision."""
+        return False
+
+
+class FakeQuant(_HighPrecision):
     """Computes products in high precision, with tensors that were quantized and dequantized before.
 
     Options: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, and ``quant_format``,
@@ -34,11 +43,6 @@ class FakeQuant(Feature):
     by_gemm = by_tensor = True
     options: ClassVar[dict[str, Check]] = {"quant_format": _format}
     required = ("quant_format",)
-
-    @api_method  # type: ignore[untyped-decorator]
-    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
-        """False: the product is computed in high precision."""
-        return False
 
     @api_method  # type: ignore[untyped-decorator]
     def modify_tensor_enabled(
@@ -62,24 +66,14 @@ class FakeQuant(Feature):
         return fake_quantize(tensor, config["quant_format"], out)
 
 
-class DisableFP8GEMM(Feature):
+class DisableFP8GEMM(_HighPrecision):
     """Computes the products ``gemms``, a list of fprop, dgrad and wgrad, in high precision."""
 
     by_gemm = True
 
-    @api_method  # type: ignore[untyped-decorator]
-    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
-        """False: the product is computed in high precision."""
-        return False
 
-
-class DisableFP8Layer(Feature):
+class DisableFP8Layer(_HighPrecision):
     """Computes all products of a layer in high precision."""
-
-    @api_method  # type: ignore[untyped-decorator]
-    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int = 0) -> bool:
-        """False: the product is computed in high precision."""
-        return False
 
 
 class DisableQuantizationGEMM(DisableFP8GEMM):

@@ -13,7 +13,7 @@ from ottava.formats import E4M3, E5M2, FP8
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, Quantizer
 from ottava_debug.features.base import Check, Feature, Target
 from ottava_debug.located import kind_of
-from ottava_debug.products import BY_COLUMN, ROLES
+from ottava_debug.operands import BY_COLUMN, ROLES
 
 
 def _margin(value: Any) -> float:

@@ -21,6 +21,7 @@ from ottava_debug.features.sums import (
     BLOCK_DIMS,
     BLOCK_SIZE,
     BLOCKWISE,
+    EXPONENTS,
     QUANTIZED,
     VALUES,
     QuantizedSums,
@@ -30,10 +31,8 @@ from ottava_debug.features.sums import (
 )
 from ottava_debug.features.together import put_together
 from ottava_debug.located import kind_of, unknown
-from ottava_debug.products import ROLES
+from ottava_debug.operands import ROLES
 
-#: The histogram, the only statistic that is not a number.
-EXPONENTS = "exponents"
 _COLUMNWISE = "_columnwise"
 # The names of recipes in TransformerEngine's configurations -> Ottava's names.
 _RECIPES = {
@@ -159,9 +158,9 @@ class _Statistics(Feature):
             for kind, sums in by_kind.items()
             if key[2] != "weight"
         }
-        combined = put_together({key: sums.numbers() for key, sums in own.items()}, self._group())
+        combined = put_together({key: sums.numbers for key, sums in own.items()}, self._group())
         for key, sums in own.items():
-            sums.take(combined[key])
+            sums.numbers = combined[key]
         self._is_together = True
 
     def step(self) -> None:
@@ -298,9 +297,8 @@ class LogTensorStats(_Statistics):
         if self._is_counted(layer, layer_name, tensor_name, (None, False)):
             return
         stats = config["stats"]
-        names = [requested.stat for requested in stats]
         key = iteration, layer_name, tensor_name
-        make = partial(ValueSums, names, EXPONENTS in names, tensor_name in ROLES)
+        make = partial(ValueSums, [each.stat for each in stats], tensor_name in ROLES)
         self._sums(key, stats, (None, False), make).add(tensor)
 
 

@@ -4,7 +4,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -15,7 +14,8 @@ from ottava_debug.measures import Comparison, exponents
 
 _Sum = tuple[Callable[[torch.Tensor], torch.Tensor], str]
 
-
+#: The histogram, the only statistic that is not a number.
+EXPONENTS = "exponents"
 # The exponents of all high-precision values: those of float32, with its subnormal numbers.
 _EXPONENTS = range(-149, 128)
 
@@ -55,6 +55,7 @@ def _smallest(x: torch.Tensor) -> torch.Tensor:
 
 # Name -> the function of a tensor, and the operation that combines its values of two tensors.
 _SUMS: dict[str, _Sum] = {
+    "count": (lambda x: torch.full((), x.numel(), dtype=torch.float64, device=x.device), "sum"),
     "min": (torch.min, "min"),
     "max": (torch.max, "max"),
     "total": (lambda x: x.sum(dtype=torch.float64), "sum"),
@@ -90,28 +91,11 @@ VALUES: dict[str, _Value] = {
 }
 
 
-class Scales(NamedTuple):
-    """The extremes of ``scale_inv`` over a tensor's blocks.
-
-    Attributes:
-        smallest, largest: the extremes of the factors that multiply elements.
-        least, most: the extremes of the stored values: bytes for E8M0, otherwise the factors.
-    """
-
-    smallest: float
-    largest: float
-    least: float
-    most: float
-
-    def with_those(self, other: "Scales") -> "Scales":
-        """The extremes over the blocks of both."""
-        together = [_TOGETHER[how] for how in _OF_SCALES.values()]
-        return Scales(*(put(a, b) for put, a, b in zip(together, self, other, strict=True)))
-
-
-# Field of Scales -> the operation that combines those of two tensors.
-_OF_SCALES = {"smallest": "min", "largest": "max", "least": "min", "most": "max"}
-_NO_SCALES = Scales(*(NEUTRAL[how] for how in _OF_SCALES.values()))
+# The extremes of ``scale_inv`` over a tensor's blocks: those of the factors that multiply elements,
+# and those of the stored values, which are bytes for E8M0 and otherwise the factors.
+_LEAST_FACTOR, _MOST_FACTOR = ("min", "least factor"), ("max", "most factor")
+_LEAST_STORED, _MOST_STORED = ("min", "least stored"), ("max", "most stored")
+_SCALES = (_LEAST_FACTOR, _MOST_FACTOR, _LEAST_STORED, _MOST_STORED)
 
 
 def _overflows(lost: Comparison) -> float | None:
@@ -135,15 +119,15 @@ _LOSSES: dict[str, Callable[[Comparison], float | None]] = {
     "mse": _mse,
 }
 # Statistic of the scales -> the function of their extremes.
-_SCALES: dict[str, Callable[[Scales], float]] = {
-    "scale_inv_min": lambda scales: scales.least,
-    "scale_inv_max": lambda scales: scales.most,
-    "scale_inv_value_min": lambda scales: scales.smallest,
-    "scale_inv_value_max": lambda scales: scales.largest,
-    "scale": lambda scales: 1 / scales.smallest if scales.smallest else math.inf,
+_OF_SCALES: dict[str, Callable[[Numbers], float]] = {
+    "scale_inv_min": operator.itemgetter(_LEAST_STORED),
+    "scale_inv_max": operator.itemgetter(_MOST_STORED),
+    "scale_inv_value_min": operator.itemgetter(_LEAST_FACTOR),
+    "scale_inv_value_max": operator.itemgetter(_MOST_FACTOR),
+    "scale": lambda scales: 1 / scales[_LEAST_FACTOR] if scales[_LEAST_FACTOR] else math.inf,
 }
 #: Statistics of a quantized tensor.
-QUANTIZED = (*_LOSSES, *_SCALES)
+QUANTIZED = (*_LOSSES, *_OF_SCALES)
 
 
 #: The blockwise statistic's name in configurations, and the defaults of its options.
@@ -194,46 +178,55 @@ def block_range(matrix: torch.Tensor, block: tuple[int, int]) -> float:
     return float(ranges.max())
 
 
+def _add_to(numbers: Numbers, others: Numbers) -> None:
+    """Combine ``numbers`` with those of another tensor."""
+    for key, other in others.items():
+        numbers[key] = _TOGETHER[key[0]](numbers[key], other)
+
+
+def _neutral(keys: Iterable[tuple[str, str]]) -> Numbers:
+    """The numbers of no tensor, with which those of other tensors and ranks can be combined."""
+    return {key: NEUTRAL[key[0]] for key in keys}
+
+
 class ValueSums:
     """Sums over high-precision tensors, for statistics over all of them together.
 
     Args:
         stats: the statistics that :meth:`value` will be called for.
-        with_exponents: whether these include the histogram.
         both_ways: whether products take the tensors along rows and along columns; blocks are then
             measured in both directions.
+
+    Attributes:
+        numbers: the numbers to combine with those of other ranks, which may replace them.
     """
 
-    def __init__(self, stats: Iterable[str], with_exponents: bool, both_ways: bool = False) -> None:
+    def __init__(self, stats: Iterable[str], both_ways: bool = False) -> None:
         stats = list(stats)
-        needed = dict.fromkeys(name for stat in stats if stat in VALUES for name in VALUES[stat][0])
-        self._names = [name for name in needed if name in _SUMS]
-        self._with_exponents = with_exponents
+        needed = (name for stat in stats if stat in VALUES for name in VALUES[stat][0])
+        self._names = list(dict.fromkeys(["count", *needed]))
         self._blocks = {stat: block for stat in stats if (block := block_of(stat)) is not None}
+        self._with_exponents = EXPONENTS in stats
         self._both_ways = both_ways
-        # A rank without values starts with neutral numbers, so that other ranks' can be combined
-        # with them.
-        self._numbers: dict[str, float] = {name: NEUTRAL[_SUMS[name][1]] for name in self._names}
-        self._numbers |= dict.fromkeys(self._blocks, NEUTRAL["max"])
-        self._numbers["count"] = 0.0
-        self._exponents: dict[int, int] = {}
+        keys = [*map(_key, self._names), *map(_key_of_blocks, self._blocks)]
+        if self._with_exponents:
+            # All possible exponents are included, so that ranks have numbers of the same names.
+            keys += map(_key_of_exponent, _EXPONENTS)
+        self.numbers = _neutral(keys)
 
     def add(self, values: torch.Tensor) -> None:
         """Add a tensor, with one transfer from its device, and another one for the histogram."""
         flat = values.detach().reshape(-1)
         if not flat.numel():
             return
-        sums = [_SUMS[name][0](flat).double() for name in self._names]
-        numbers = dict(zip(self._names, torch.stack(sums).tolist() if sums else [], strict=True))
-        for name, number in numbers.items():
-            self._numbers[name] = _TOGETHER[_SUMS[name][1]](self._numbers[name], number)
+        sums = torch.stack([_SUMS[name][0](flat).double() for name in self._names]).tolist()
+        _add_to(self.numbers, dict(zip(map(_key, self._names), sums, strict=True)))
         for stat, block in self._blocks.items():
             largest = self._block_range(as_matrix(values.detach()), block)
-            self._numbers[stat] = _most(self._numbers[stat], largest)
-        self._numbers["count"] += flat.numel()
+            _add_to(self.numbers, {_key_of_blocks(stat): largest})
         if self._with_exponents:
-            for exponent, count in exponents(flat).items():
-                self._exponents[exponent] = self._exponents.get(exponent, 0) + count
+            counts = exponents(flat)
+            _add_to(self.numbers, {_key_of_exponent(e): count for e, count in counts.items()})
 
     def _block_range(self, matrix: torch.Tensor, block: tuple[int, int]) -> float:
         largest = block_range(matrix, block)
@@ -241,42 +234,29 @@ class ValueSums:
             largest = max(largest, block_range(matrix.t(), block))
         return largest
 
-    def _operation(self, name: str) -> str:
-        """The operation that combines a number with that of another tensor."""
-        if name in self._blocks:
-            return "max"
-        return "sum" if name == "count" else _SUMS[name][1]
-
-    def numbers(self) -> Numbers:
-        """The numbers to combine with those of other ranks."""
-        numbers: Numbers = {
-            (self._operation(name), name): number for name, number in self._numbers.items()
-        }
-        if self._with_exponents:
-            # All possible exponents are included, so that ranks have numbers of the same names.
-            for exponent in _EXPONENTS:
-                numbers["sum", f"exponent {exponent}"] = self._exponents.get(exponent, 0)
-        return numbers
-
-    def take(self, numbers: Numbers) -> None:
-        """Replace the numbers by those that were combined over ranks."""
-        self._numbers = {name: numbers[self._operation(name), name] for name in self._numbers}
-        counts = {
-            exponent: int(numbers.get(("sum", f"exponent {exponent}"), 0))
-            for exponent in _EXPONENTS
-        }
-        self._exponents = {exponent: count for exponent, count in counts.items() if count}
-
     def value(self, stat: str) -> float | dict[int, int] | None:
         """A statistic; None where there are no values."""
-        if stat not in VALUES and stat not in self._blocks:
-            return dict(sorted(self._exponents.items()))
-        if not self._numbers["count"]:
+        if stat == EXPONENTS:
+            counts = {e: int(self.numbers[_key_of_exponent(e)]) for e in _EXPONENTS}
+            return {exponent: count for exponent, count in counts.items() if count}
+        if not self.numbers[_key("count")]:
             return None
         if stat in self._blocks:
-            return self._numbers[stat]
+            return self.numbers[_key_of_blocks(stat)]
         names, function = VALUES[stat]
-        return function(*(self._numbers[name] for name in names))
+        return function(*(self.numbers[_key(name)] for name in names))
+
+
+def _key(name: str) -> tuple[str, str]:
+    return _SUMS[name][1], name
+
+
+def _key_of_blocks(stat: str) -> tuple[str, str]:
+    return "max", stat
+
+
+def _key_of_exponent(exponent: int) -> tuple[str, str]:
+    return "sum", f"exponent {exponent}"
 
 
 class QuantizedSums:
@@ -284,55 +264,45 @@ class QuantizedSums:
 
     def __init__(self, columnwise: bool) -> None:
         self._columnwise = columnwise
-        self._lost = Comparison()
-        self._scales: Scales | None = None
+        self._comparison = Comparison()
+        self._scales = _neutral(_SCALES)
 
     def add(self, values: torch.Tensor, quantized: QuantizedTensorStorage) -> None:
         """Add a tensor and its quantized values."""
-        self._lost.add(values, quantized, columnwise=self._columnwise)
-        scales = _scales(quantized, self._columnwise)
-        if scales is not None:
-            self._scales = scales if self._scales is None else self._scales.with_those(scales)
+        self._comparison.add(values, quantized, columnwise=self._columnwise)
+        _add_to(self._scales, _scales(quantized, self._columnwise))
 
+    @property
     def numbers(self) -> Numbers:
-        """The numbers to combine with those of other ranks."""
-        lost = {
-            (how, name): float(getattr(self._lost, name))
-            for name, how in self._lost.together.items()
-        }
-        scales = self._scales or _NO_SCALES
-        return lost | {
-            (how, f"scales {name}"): getattr(scales, name) for name, how in _OF_SCALES.items()
-        }
+        """The numbers to combine with those of other ranks; setting them replaces this rank's."""
+        return self._comparison.numbers() | self._scales
 
-    def take(self, numbers: Numbers) -> None:
-        """Replace the numbers by those that were combined over ranks."""
-        self._lost.take({name: numbers[how, name] for name, how in self._lost.together.items()})
-        scales = Scales(
-            **{name: numbers[how, f"scales {name}"] for name, how in _OF_SCALES.items()}
-        )
-        self._scales = None if scales == _NO_SCALES else scales
+    @numbers.setter
+    def numbers(self, numbers: Numbers) -> None:
+        self._comparison.take(numbers)
+        self._scales = {key: numbers[key] for key in _SCALES}
 
     def value(self, stat: str) -> float | None:
         """A statistic; None where there are no values, or the statistic is not known."""
-        if not self._lost.count:
+        if not self._comparison.count:
             return None
         if stat in _LOSSES:
-            return _LOSSES[stat](self._lost)
-        return None if self._scales is None else _SCALES[stat](self._scales)
+            return _LOSSES[stat](self._comparison)
+        has_scales = self._scales != _neutral(_SCALES)
+        return _OF_SCALES[stat](self._scales) if has_scales else None
 
 
-def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> Scales | None:
-    """The extremes of the scales of one direction; None where the storage declares no scales."""
+def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> Numbers:
+    """The extremes of the scales of one direction; empty where the storage declares no scales."""
     operand = quantized.grid_operand(columnwise=columnwise)
     layout = getattr(quantized, "grid_layout", None)
     if operand is None or layout is None or not operand[1].numel():
-        return None
+        return {}
     scales = operand[1]
     if scales.dtype == torch.uint8:
         scales = scales.view(layout.scale)
-    values = scales.float()
+    factors = scales.float()
     # E8M0 scales are shown as bytes.
-    bytes_or_values = scales.view(torch.uint8) if layout.scale == torch.float8_e8m0fnu else values
-    ends = [*values.aminmax(), *bytes_or_values.aminmax()]
-    return Scales(*torch.stack([end.double() for end in ends]).tolist())
+    stored = scales.view(torch.uint8) if layout.scale == torch.float8_e8m0fnu else factors
+    extremes = torch.stack([end.double() for end in (*factors.aminmax(), *stored.aminmax())])
+    return dict(zip(_SCALES, extremes.tolist(), strict=True))
