@@ -19,9 +19,9 @@ from ottava.nn.call import Call
 from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import (
     IntoMainGrad,
-    constant_gradients,
     note_added,
     quantized_linear,
+    refusing_second_derivatives,
 )
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.plan import plan_for
@@ -421,7 +421,7 @@ class _InspectedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
-            return constant_gradients(_gradients, ctx, grads)
+            return refusing_second_derivatives(_gradients, ctx, grads)
         return _gradients(ctx, *grads)
 
 

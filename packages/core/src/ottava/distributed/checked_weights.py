@@ -1,7 +1,7 @@
 """The checks of quantized weights and of the master weights that are written into them.
 
 A :class:`CheckedWeight` checks the arguments of one weight: that the shard lies in the weight, and
-that the target can take the shard. Its ``job`` is the shard to quantize. :func:`check_agreement`
+that the target can take the shard. Its ``job`` is the shard to quantize. :func:`check_batch`
 checks that each quantizer makes tensors of the kind of its weight, and that the weights can be a
 batch.
 """
@@ -243,8 +243,8 @@ def _rows_of(weight: Weight, name: str) -> "tuple[range | None, ProcessGroup | N
     return rows, distributed.device_mesh.get_group(sharded[0])
 
 
-def check_agreement(weights: Sequence[CheckedWeight]) -> None:
-    """Check that the weights can be a batch.
+def check_batch(weights: Sequence[CheckedWeight]) -> None:
+    """Check, on this rank alone, that the weights can be quantized together.
 
     Each weight is listed once, and its quantizer fits it. All weights agree in their device, and in
     the options that their class of quantizers names.

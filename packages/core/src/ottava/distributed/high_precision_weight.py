@@ -27,10 +27,10 @@ from ottava.distributed.hooks import (
     post_all_gather,
     pre_all_gather,
 )
-from ottava.distributed.layers import gather_quantizer, is_converted
+from ottava.distributed.layers import is_converted, quantizer_for_gather
 from ottava.distributed.quantized_on_gather import (
     ShardedWeight,
-    gathers_quantized,
+    can_quantize_shards,
     quantize_together,
     take_quantized,
 )
@@ -175,7 +175,9 @@ class HighPrecisionWeight(torch.Tensor):
         check_shard(values.shape, orig_size, module)
         world = dist.get_world_size(group)
         shard = take_quantized(module)
-        if shard is None and not gathers_quantized(gather_quantizer(module), orig_size, world):
+        if shard is None and not can_quantize_shards(
+            quantizer_for_gather(module), orig_size, world
+        ):
             dtype = mp_policy.param_dtype or self.dtype
             rows = math.ceil(orig_size[0] / world)
             return (pad_rows(values.to(dtype), rows).contiguous(),), orig_size

@@ -117,8 +117,8 @@ def pre_all_gather(
     group = mesh.get_group()
     world = dist.get_world_size(group)
     if world > 1:
-        # This comes before the ranks compare their weights, because a rank whose shard makes no
-        # blocks has no hook and takes no part in the comparison.
+        # This comes before the ranks compare their weights, because a rank whose shard cuts a block
+        # has a plain tensor without hooks, and takes no part in the comparison.
         _check_rows(tensor, size, world)
     compare_weights(tensor, size, group, module)
     check_shard(tensor.shape, size, module)
@@ -301,8 +301,11 @@ def _gatherable_data(tensor: QuantizedTensor) -> dict[InnerTensor, torch.Tensor]
 
 
 def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
-    """Refuse shards whose inner tensors do not make those of the whole, whichever pass is the
-    first; a ShapeError."""
+    """Refuse shards whose inner tensors cannot be joined to those of the whole; a ShapeError.
+
+    Rows and columns are both checked, so that the error does not depend on the pass that gathers
+    first.
+    """
     inner_tensors = list(_gatherable_data(tensor))
     if tensor.rowwise_serves_columnwise:
         inner_tensors = [inner for inner in tensor.inner_tensors if inner.gather]
@@ -318,7 +321,8 @@ def _check_uneven(
 ) -> None:
     """Refuse uneven shards of inner tensors that FSDP cannot pad; a ShapeError.
 
-    FSDP asks for the padded size of the parameter itself.
+    FSDP pads to rows of the size of the parameter's rows. Inner tensors with blocks of rows, or
+    with rows of another size, do not have it.
     """
     for inner in inner_tensors:
         data: torch.Tensor | None = getattr(tensor, inner.attribute)

@@ -17,7 +17,7 @@ def is_converted(module: torch.nn.Module) -> "TypeGuard[Layer]":
     return hasattr(module, "_binding")
 
 
-def gather_quantizer(module: torch.nn.Module) -> Quantizer:
+def quantizer_for_gather(module: torch.nn.Module) -> Quantizer:
     """The quantizer of the recipe that is bound to a layer, for a gather of its weight.
 
     Raises:

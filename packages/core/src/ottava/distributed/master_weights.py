@@ -25,7 +25,7 @@ from ottava.distributed.checked_weights import (
     ShardTarget,
     Weight,
     WeightArguments,
-    check_agreement,
+    check_batch,
     default_group,
 )
 from ottava.distributed.shards import check_kind, check_places
@@ -233,7 +233,7 @@ class MasterWeights:
         """
         with torch.no_grad():
             weights = [CheckedWeight(arguments) for arguments in self._arguments()]
-            check_agreement(weights)
+            check_batch(weights)
             check_places([data for weight in weights for data in weight.job.output.data])
             self._group = default_group(weights, self.amax_reduce_group)
             for weight in weights:

@@ -1,18 +1,18 @@
 """Shards of weights in high precision, quantized by each rank when FSDP2 gathers them.
 
-One weight of the group that is gathered next takes one of three ways, the same on every rank:
+Each weight of the group that is gathered next takes one of three ways, the same on every rank:
 
 1. Its shard can be quantized by itself, because its rows make whole blocks: no communication.
 2. Its scales depend on all shards, by amaxes: one all-reduce(MAX) serves all such weights of the
    group, when the first of them is gathered. The shards of the others wait in a table until FSDP
    asks for them.
 3. Neither is possible, because shards cut blocks or a quantizer has to see all values:
-   :func:`gathers_quantized` is False, the values themselves are gathered, and the layer quantizes
+   :func:`can_quantize_shards` is False, the values themselves are gathered, and the layer quantizes
    them.
 
 Whether a rank reduces amaxes depends only on the pass and on which weights are gathered, and all
-ranks agree on these. It must not depend on the values, because a rank that alone wrote its shard
-would wait for the others forever.
+ranks agree on these. It must not depend on whether a shard has changed since: if only one rank had
+written its shard, that rank would start an all-reduce alone, and wait for the others forever.
 """
 
 import math
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ottava.distributed.batches import ShardBatches
-from ottava.distributed.layers import gather_quantizer
+from ottava.distributed.layers import quantizer_for_gather
 from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import UsageError
@@ -59,7 +59,7 @@ _group_amaxes: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.Tensor]]
 _group_amaxes = weakref.WeakKeyDictionary()
 
 
-def gathers_quantized(quantizer: Quantizer, size: torch.Size, world: int) -> bool:
+def can_quantize_shards(quantizer: Quantizer, size: torch.Size, world: int) -> bool:
     """Whether each rank can quantize its own shard; the same on every rank.
 
     Args:
@@ -108,8 +108,8 @@ def quantize_together(
     jobs: list[ShardJob] = []
     shards: dict[torch.nn.Module, QuantizedTensor] = {}
     for weight in weights:
-        quantizer = gather_quantizer(weight.module).with_usage(True, True)
-        if not gathers_quantized(quantizer, weight.size, dist.get_world_size(group)):
+        quantizer = quantizer_for_gather(weight.module).with_usage(True, True)
+        if not can_quantize_shards(quantizer, weight.size, dist.get_world_size(group)):
             continue
         dtype = param_dtype or weight.values.dtype
         check_dtype(dtype, "a weight would be gathered in")

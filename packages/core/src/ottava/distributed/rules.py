@@ -86,12 +86,12 @@ class ShardRule:
         return False
 
     def independent_rows(self, quantizer: Quantizer) -> int | None:
-        """The number of rows that ``quantizer`` quantizes the same alone as in the whole matrix;
-        None if there is no such number."""
+        """Shards of a multiple of this number of rows can be quantized without the other shards,
+        because their scales depend on nothing else. None: scales depend on all shards."""
         return self._rows
 
     def rows_of_blocks(self, quantizer: Quantizer) -> int:
-        """The number of rows that the rows of a quantized shard must be a multiple of."""
+        """The rows of a shard must be a multiple of this number, so that it cuts no block."""
         return self.independent_rows(quantizer) or 1
 
 

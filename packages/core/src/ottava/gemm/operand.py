@@ -43,11 +43,12 @@ def side_of(x: Matrix, columnwise: bool) -> Side | None:
     elements = x.grid_operand(columnwise=columnwise)
     if elements is None:
         return None
+    # A hybrid storage has another layout for columns, and may have no rows with a layout. Other
+    # storages have one layout for both.
     layout = ""
     if columnwise:
         layout = x.column_layout_text
     if not layout:
-        # A storage of two kinds may lack rows, and so the layout of rows.
         layout = x.layout_text
     return Side(*elements, layout, columnwise, x)
 

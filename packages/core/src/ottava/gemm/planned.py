@@ -193,7 +193,8 @@ def _decoding_plan(
         return None
     scaled = not (left.folded and right.folded)
     product = dense.product_for(compute, device, out_dtype, bias_dtype, scaled)
-    # The module finishes float32 sums that scales multiply, or that are the result.
+    # The module itself applies scales and bias to float32 sums, and converts them to the dtype of
+    # the result. Without a scale that is left to apply, ``product`` makes results of other dtypes.
     finishes = compute is torch.float32 and (scaled or compute is out_dtype)
     plan = cpu.native.ProductPlan(
         left, right, product, out_dtype, DTYPE_CODES[out_dtype] if finishes else -1
@@ -204,7 +205,8 @@ def _decoding_plan(
 def _planned_side(place: int, side: Side, compute: torch.dtype) -> PlannedSide | None:
     """How the compiled module decodes a side.
 
-    None for a side that is too large, and for one with scales of blocks that are no powers of two.
+    None for a side that is too large, for scales of blocks that are no powers of two, and for one
+    scale of a tensor whose elements are not FP8.
     """
     layout, element, rule, _ = native_layout(side.layout)
     out = memory.scratch.empty(place, side.values, compute)

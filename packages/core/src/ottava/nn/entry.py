@@ -6,7 +6,7 @@ the pass runs             what happens
 in a region, in training  the region's step begins, unless it has; the state becomes a member
 in a calibrating region   the state becomes a member of the step that begins at the region's end
 outside, in training      a step begins that is the layer's own
-in evaluation             nothing
+in evaluation             no step begins; a settled state notes the step of its region
 as a recomputation        nothing
 ========================  ====================================================================
 """
@@ -78,7 +78,8 @@ def enter_step_of_region(
     if of_step or region.calibrating:
         region.step.join(layer, state, region.group, region.calibrating, compiling)
     elif not compiling and state._phase is Phase.SETTLED:
-        # So that a checkpoint that is loaded next waits for a step of this region.
+        # No step begins. But if a checkpoint is loaded next, its values are to be taken up when the
+        # step of this region begins.
         state.step = region.step
 
 

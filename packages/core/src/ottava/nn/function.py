@@ -105,7 +105,7 @@ def _quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: 
         # No backward pass follows, so that nothing is saved.
         y, _, _ = _forward(x, weight, bias, one_pass)
     plan = one_pass.plan
-    if plan.evaluating:
+    if plan.may_count_clamps:
         plan.state.note_evaluation(weight)
     return y
 
@@ -200,7 +200,7 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor) -> _Gradients:
         # Gradients are enabled where a second derivative may be asked for (create_graph=True).
         if torch.is_grad_enabled():
-            return constant_gradients(_gradients, ctx, grads)  # type: ignore[return-value]
+            return refusing_second_derivatives(_gradients, ctx, grads)  # type: ignore[return-value]
         return _gradients(ctx, *grads)
 
 
@@ -227,18 +227,18 @@ def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
     x_tensors, w_tensors, primary = _saved_tensors(ctx)
     if dy.dim() != 2:
         dy = as_matrix(dy)
-    dy_of_x: Tensor | _Quantized = dy
-    dy_of_w: Tensor | _Quantized = dy
+    dy_for_dx: Tensor | _Quantized = dy
+    dy_for_dw: Tensor | _Quantized = dy
     if plan.quantize_grad_output is not None:
-        dy_of_x = dy_of_w = plan.quantize_grad_output(dy)
+        dy_for_dx = dy_for_dw = plan.quantize_grad_output(dy)
     if plan.w_needs_grad and not plan.wgrad_reads_quantized_dy:
-        dy_of_w = dy.to(plan.dtype)
+        dy_for_dw = dy.to(plan.dtype)
     dx = dw = db = None
     if plan.x_needs_grad:
         weight = _restored(w_tensors, ctx.w_spec) if primary is None else primary
-        dx = _input_gradient(dy_of_x, weight, plan)
+        dx = _input_gradient(dy_for_dx, weight, plan)
     if plan.w_needs_grad:
-        dw = _weight_gradient(dy_of_w, _restored(x_tensors, ctx.x_spec), ctx)
+        dw = _weight_gradient(dy_for_dw, _restored(x_tensors, ctx.x_spec), ctx)
     if ctx.bias_dtype is not None:
         db = _bias_gradient(dy, ctx.bias_dtype, compiling)
     return dx, dw, db, None
@@ -302,16 +302,16 @@ def _bias_gradient(dy: Tensor, dtype: torch.dtype, compiling: bool) -> Tensor:
 ContextT = TypeVar("ContextT")
 
 
-def constant_gradients(
+def refusing_second_derivatives(
     backward: Callable[Concatenate[ContextT, ...], Sequence[Tensor | None]],
     ctx: ContextT,
     grads: tuple[Tensor, ...],
 ) -> tuple[Tensor | None, ...]:
     """The gradients that ``backward(ctx, *grads)`` returns, which refuse to be differentiated.
 
-    Gradients depend on the operands even if the incoming gradient is a constant. torch's
-    ``once_differentiable`` would take them for constants then, so that the gradient of a penalty on
-    them would be lost without an error.
+    torch's ``once_differentiable`` refuses only if the incoming gradient requires a gradient. If it
+    does not, a penalty on these gradients would silently contribute nothing, although they depend
+    on the operands. Here differentiating them is always an error.
     """
     with torch.no_grad():
         gradients = backward(ctx, *grads)

@@ -136,6 +136,7 @@ class Linear(torch.nn.Linear):
         if call.state is None:
             return self._high_precision(input, call, inspection, main_grad)
         weight, bias = self._operands()
+        # Also for a pass in high precision, because the plan's making checks the operands.
         plan = plan_for(self, call, input, weight, bias, compiling)
         in_high_precision = call.calibrating or _is_in_high_precision(weight, call)
         if observed and not in_high_precision:
@@ -307,9 +308,9 @@ def _take_quantizer(weight: torch.Tensor, state: RecipeState) -> None:
 
 
 def _is_in_high_precision(weight: torch.Tensor, call: Call) -> bool:
-    """Whether a pass computes in high precision, because no quantizer quantizes anything.
+    """Whether a pass computes in high precision, because none of its quantizers quantizes.
 
-    The weight of microbatches is kept in a storage even then, and an FP8-primary weight is one.
+    False for a weight that is a storage all the same: that of microbatches, or an FP8-primary one.
     """
     if call.state is None or not call.state.in_high_precision or call.first is not None:
         return False

@@ -63,7 +63,8 @@ class Plan(NamedTuple):
         dgrad: ``(dy, w) -> dx [M, K]``.
         wgrad: ``(dy, x) -> dw [N, K]``; added to ``out`` where that is given.
         state: the recipe's state.
-        evaluating: whether the state counts the elements that these calls clamp.
+        may_count_clamps: whether these calls are an evaluation in which the state may count the
+            elements that it clamps.
         dtype: of the products, and the nominal dtype of the operands.
         amp_dtype: of torch.autocast; None outside of it.
         x_needs_grad, w_needs_grad: whether the input, and the weight, get a gradient.
@@ -79,7 +80,7 @@ class Plan(NamedTuple):
     dgrad: Product
     wgrad: Product
     state: RecipeState
-    evaluating: bool
+    may_count_clamps: bool
     dtype: torch.dtype
     amp_dtype: torch.dtype | None
     x_needs_grad: bool
@@ -208,7 +209,7 @@ def _make_plan(
         dgrad=dgrad,
         wgrad=wgrad,
         state=state,
-        evaluating=call.recording is Recording.CLAMPS,
+        may_count_clamps=call.recording is Recording.CLAMPS,
         dtype=dtype,
         amp_dtype=amp_dtype,
         x_needs_grad=x_needs_grad,

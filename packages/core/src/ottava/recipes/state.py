@@ -73,7 +73,8 @@ class Phase(Enum):
 
     #: Nothing is new in the state since the last step began.
     SETTLED = "settled"
-    #: The state may hold values, such as amaxes, that no step has begun with. The next step does.
+    #: The state may hold values, such as amaxes, that have not gone into its scales yet. They do
+    #: when the next step begins.
     RAN = "ran"
     #: The same, and a backward pass has run. Another forward pass should be one of the next step.
     WENT_BACK = "went back"

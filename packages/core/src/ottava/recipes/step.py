@@ -4,6 +4,10 @@ The layers below a converted model begin one step, at its forward pass; layers t
 ``autocast`` blocks of one recipe and process group begin another, at the entry of a block; a layer
 outside of both begins its own. Which states begin a step depends on what ran, and in which order.
 That is the same on all ranks; the times at which garbage is collected are not.
+
+To begin a step with a state is to call ``update_states`` of its recipe: the amaxes that the state
+has recorded since it last began a step are reduced over the ranks, and new scales are computed from
+them. All quantizations use these scales until the next step begins.
 """
 
 import weakref
@@ -60,7 +64,9 @@ _awaited: set["Step"] = set()
 
 
 class Step:
-    """The states that begin a step together: those of a model, and those that ran.
+    """The states that begin every step of training together: those of a model, and those that ran.
+
+    It is a lasting object, not one step of training: :meth:`begin` is called once for each of them.
 
     ==========  ==================================  ==========  ============================
     from        event                               to          what happens

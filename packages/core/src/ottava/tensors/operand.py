@@ -60,7 +60,8 @@ class Side(NamedTuple):
         return self.layout != ""
 
     def is_turned(self) -> bool:
-        """Whether ``values`` are ``[reduced, outer]``: the product sums over their rows."""
+        """Whether ``values`` are ``[reduced, outer]``: the product sums over their first dimension,
+        and the second remains in the result."""
         if not self.columnwise:
             return False
         return not (self.is_quantized() and Layout.of(self.layout).transposed)
