@@ -456,3 +456,13 @@ def test_fresh_processes_read_what_was_saved(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         f"{kind} {type(made).__name__} {values}" for kind in paths
     ], done.stderr
+
+
+def test_a_hybrid_is_explained_in_each_direction() -> None:
+    recipe = CustomRecipe(lambda role: IdentityQuantizer())
+    recipe.set_quantizer_factory(lambda role: HybridQuantizer(reference(E4M3), reference(E5M2)))
+    explanation = recipe.explain("weight")
+    assert "E4M3" in explanation.rowwise
+    assert "E5M2" not in explanation.rowwise
+    assert "E5M2" in explanation.columnwise
+    assert "E4M3" not in explanation.columnwise
