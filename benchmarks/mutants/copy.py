@@ -52,6 +52,9 @@ class Copy:
         path = self.root / file
         original, status = path.read_bytes(), path.stat()
         path.write_text(source, encoding="utf-8")
+        # Python takes bytecode for that of a file with the same size and the same second. A mutant
+        # that is tried within a second of the copy would run as the original.
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10 * 10**9))
         try:
             return self.run(arguments, limit, PYTHONDONTWRITEBYTECODE="1")
         finally:

@@ -15,6 +15,7 @@ READERS = [*PAGES, ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")
 FENCE = re.compile(r"(`{3,})(.*)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,3} (.+)$", re.M)
+INCLUDE = re.compile(r"^```\{include\} (\S+)$", re.M)
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.M | re.S)
 
 
@@ -34,9 +35,13 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub and MyST name them."""
+    """The anchors of a page's headings, as GitHub and MyST name them; those of a page that it
+    includes are among them."""
     texts = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose(page)))
-    return {text.replace(" ", "-") for text in texts}
+    names = {text.replace(" ", "-") for text in texts}
+    for path in INCLUDE.findall(page.read_text(encoding="utf-8")):
+        names |= anchors((page.parent / path).resolve())
+    return names
 
 
 def missing(reader: Path) -> list[str]:
