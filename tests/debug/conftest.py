@@ -6,7 +6,6 @@ from pathlib import Path
 
 import nvdlfw_inspect.api as debug_api
 import pytest
-import torch
 
 import ottava_debug
 
@@ -32,12 +31,3 @@ def initialize(tmp_path):
 
     yield begin
     debug_api.end_debug()
-
-
-@pytest.fixture
-def one_thread():
-    """Threads cost small tensors more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -28,14 +28,10 @@ from ottava.distributed.raw_data import post_all_gather_processing, replace_raw_
 from ottava.distributed.rules import GridShards, ShardBatch, ShardRule, rule_of
 from ottava.distributed.shards import ShardJob, ShardOutput
 
-#: An older name of :class:`GridShards`.
-PerTensorShards = GridShards
-
 __all__ = [
     "GridShards",
     "HighPrecisionWeight",
     "MasterWeights",
-    "PerTensorShards",
     "ShardBatch",
     "ShardJob",
     "ShardOutput",
