@@ -21,13 +21,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # starts its own; the processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-with contextlib.suppress(ImportError):  # tests/gpu runs without hypothesis, too
-    from hypothesis import settings
-
-    # A busy machine may take any time for an example, and that is no failure.
-    settings.register_profile("any machine", deadline=None)
-    settings.load_profile("any machine")
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

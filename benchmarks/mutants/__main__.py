@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mutants.copy import Copy, Outcome
+from benchmarks.mutants.copy import Copy, Limit, Outcome
 from benchmarks.mutants.source import Mutant, digest, mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("benchmarks") / "mutants"
 # A mutant may be slower than the code that it replaces, and the machine busier than before.
-TIMEOUT_FACTOR = 3.0
+PROCESSOR_FACTOR = 3.0
+CLOCK_FACTOR = 20.0
 # In a process whose data exceed this many bytes a mutant fails, rather than the machine.
 MEMORY = 12 << 30
 
@@ -58,6 +59,12 @@ class UnmutatedFails(Exception):
     """The tests of a room fail without a mutant, so they say nothing about mutants."""
 
 
+def _processor_seconds() -> float:
+    """Processor time of the processes that this one has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 class Trial:
     """The tests of a room, with which mutants are tried.
 
@@ -68,13 +75,14 @@ class Trial:
     def __init__(self, table: Table, room: str, copy: Copy) -> None:
         self._copy = copy
         self._arguments = [*table.options, *table.rooms[room]["tests"]]
-        start = time.monotonic()
+        start, before = time.monotonic(), _processor_seconds()
         # Bytecode is kept for the runs with mutants, which write none.
         if copy.run(self._arguments, None, PYTHONDONTWRITEBYTECODE="") is not Outcome.SURVIVED:
             output = copy.log.read_text(encoding="utf-8", errors="replace")
             raise UnmutatedFails("\n".join([room, *output.splitlines()[-30:]]))
         seconds = time.monotonic() - start
-        self._limit = TIMEOUT_FACTOR * seconds
+        processor = PROCESSOR_FACTOR * (_processor_seconds() - before)
+        self._limit = Limit(processor, CLOCK_FACTOR * seconds)
         print(f"{room}: {seconds:.1f} s without a mutant", flush=True)
 
     def entry(self, mutant: Mutant) -> dict[str, Any] | None:

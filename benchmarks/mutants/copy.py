@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import importlib.util
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 # What is hidden, generated or built is not copied.
@@ -23,6 +25,23 @@ class Outcome(enum.StrEnum):
     KILLED = "killed"
     TIMED_OUT = "timed out"
     SURVIVED = "survived"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long a run may take, in seconds.
+
+    Processor time is the strict one, because it hardly depends on what else the machine does.
+    Processes that wait for each other use none.
+    """
+
+    processor: float
+    clock: float
+
+    def apply(self) -> None:
+        """Limit the processor time of this process, and of each process that it starts."""
+        seconds = int(self.processor) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
 
 class Copy:
@@ -46,9 +65,9 @@ class Copy:
                 shutil.copy2(module, package)
 
     def run_mutated(
-        self, file: str, source: str, arguments: Sequence[str], limit: float
+        self, file: str, source: str, arguments: Sequence[str], limit: Limit
     ) -> Outcome:
-        """Run pytest for ``limit`` seconds at most, while a file has another text."""
+        """Run pytest within a limit, while a file has another text."""
         path = self.root / file
         original, status = path.read_bytes(), path.stat()
         path.write_text(source, encoding="utf-8")
@@ -61,7 +80,7 @@ class Copy:
             path.write_bytes(original)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def run(self, arguments: Sequence[str], limit: float | None, **variables: str) -> Outcome:
+    def run(self, arguments: Sequence[str], limit: Limit | None, **variables: str) -> Outcome:
         """Run pytest with these environment variables; its output is in ``log``."""
         # Hypothesis must not try the failing example of one mutant on the next.
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -83,9 +102,10 @@ class Copy:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=limit.apply if limit else None,
             )
         try:
-            code = process.wait(limit)
+            code = process.wait(limit.clock if limit else None)
         except subprocess.TimeoutExpired:
             return Outcome.TIMED_OUT
         finally:
@@ -93,4 +113,6 @@ class Copy:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        if code in (-signal.SIGXCPU, -signal.SIGKILL):
+            return Outcome.TIMED_OUT
         return Outcome.SURVIVED if code == 0 else Outcome.KILLED
