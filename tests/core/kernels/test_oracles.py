@@ -57,7 +57,7 @@ def matrices(draw: st.DrawFn) -> torch.Tensor:
 
 
 @given(layouts(), matrices())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_quantize(layout: Layout, x: torch.Tensor) -> None:
     """The oracle and its twin give the same bytes, of which the layout says the shapes."""
     rows = oracle.quantize(x.tolist(), layout, x.dtype)
@@ -72,7 +72,7 @@ def test_quantize(layout: Layout, x: torch.Tensor) -> None:
 
 
 @given(layouts(), matrices(), st.sampled_from([*samples.DTYPES, torch.float64]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_decode(layout: Layout, x: torch.Tensor, dtype: torch.dtype) -> None:
     """Codes and scales of any kind."""
     random = np.random.default_rng(x.numel())
