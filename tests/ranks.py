@@ -157,23 +157,61 @@ class _Forker:
         return codes
 
 
-class Counted:
-    """Counts the all-reduces of a block, while it runs."""
+class Collectives:
+    """Records the collectives of a block: (name, the tensor's dtype, its bytes on this rank)."""
 
-    count = 0
+    NAMES = (
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        # What FSDP2 calls, from torch 2.13 on.
+        "all_gather_single",
+        "all_gather_object",
+        "broadcast",
+        "barrier",
+    )
 
-    def __enter__(self) -> Counted:
-        self.original = dist.all_reduce
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, int]] = []
+        self.inside = False
 
-        def all_reduce(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self.original(*args, **kwargs)
-
-        dist.all_reduce = all_reduce
+    def __enter__(self) -> Collectives:
+        self.originals = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
+        for name in self.originals:
+            setattr(dist, name, functools.partial(self._record, name))
         return self
 
     def __exit__(self, *error: object) -> None:
-        dist.all_reduce = self.original
+        for name, original in self.originals.items():
+            setattr(dist, name, original)
+
+    def _record(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.inside:
+            # One collective calls another.
+            return self.originals[name](*args, **kwargs)
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        # The last one is what a rank sends.
+        sent = tensors[-1] if tensors else torch.empty(0)
+        self.calls.append((name, sent.dtype, sent.nbytes))
+        self.inside = True
+        try:
+            return self.originals[name](*args, **kwargs)
+        finally:
+            self.inside = False
+
+    @property
+    def count(self) -> int:
+        """All-reduces."""
+        return sum(name == "all_reduce" for name, *_ in self.calls)
+
+    @property
+    def gathered(self) -> list[int]:
+        """The bytes that this rank sent in each all-gather of tensors."""
+        names = ("all_gather", "all_gather_into_tensor", "all_gather_single")
+        return [size for name, _, size in self.calls if name in names]
+
+
+Counted = Collectives
 
 
 def failures(module: str, names: list[str], world: int = 2) -> dict[str, str | None]:
