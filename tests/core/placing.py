@@ -1,77 +1,72 @@
-"""Tensors of any values at any address, and whether what surrounds them is left alone."""
+"""Kernels at any address: their results, and whether what lies beside them is left alone."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 import torch
 
+from ottava.kernels.table import Operation
+from tests.comparing import assert_same
+
 Tensor = torch.Tensor
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-SPECIAL = [
-    0.0,
-    -0.0,
-    math.nan,
-    -math.nan,
-    math.inf,
-    -math.inf,
-    1e-45,
-    -1e-40,
-    6e-8,
-    65520.0,
-    -3.4028e38,
-]
+#: Elements beyond a boundary of 64 bytes, of sources and of results.
+OFFSETS = [(0, 0), (1, 0), (0, 1), (8, 3), (3, 8), (1, 1)]
+_turns = itertools.cycle(OFFSETS)
+_NOTHING: Mapping[int, Tensor] = {}
 
 
-def sample(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Stretches of very different magnitudes, some with special values."""
-    random = np.random.default_rng([seed, *shape])
-    low, high = (-20, 8) if dtype is torch.float16 else (-130, 110)
-    exponents = random.integers(low, high, (shape[0], -(-shape[1] // 32))).repeat(32, 1)[
-        :, : shape[1]
-    ]
-    x = np.ldexp(random.standard_normal(shape), exponents).astype(np.float32)
-    odd = random.random(shape) < 0.1 * (random.random((shape[0], 1)) < 0.4)
-    x[odd] = random.choice(np.array(SPECIAL, np.float32), int(odd.sum()))
-    return torch.from_numpy(x).to(dtype)
+def junk(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+    """Bytes 0xA5 at ``offset`` elements beyond a boundary of 64 bytes, in a room of the same."""
+    count = math.prod(shape) * dtype.itemsize
+    room = torch.full((count + 192,), 0xA5, dtype=torch.uint8)
+    first = -room.data_ptr() % 64 + offset * dtype.itemsize
+    return room[first : first + count].view(dtype).view(shape)
 
 
 def at(x: Tensor, offset: int) -> Tensor:
-    """The same values, ``offset`` elements beyond a boundary of 64 bytes, in a buffer of bytes
-    0xA5."""
-    size = x.element_size()
-    room = torch.full((x.numel() * size + 256,), 0xA5, dtype=torch.uint8)
-    first = -room.data_ptr() % 64 + offset * size
-    part = room[first : first + x.numel() * size].view(x.dtype).view(x.shape)
-    part.copy_(x)
-    return part
+    """The same values there."""
+    return junk(tuple(x.shape), x.dtype, offset).copy_(x)
 
 
-def surroundings_kept(part: Tensor) -> bool:
+def is_alone(part: Tensor) -> bool:
+    """Whether the room beside a part still has its bytes."""
     room = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())
     first = part.storage_offset() * part.element_size()
     rest = torch.cat([room[:first], room[first + part.numel() * part.element_size() :]])
     return bool((rest == 0xA5).all())
 
 
-def junk(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-    return at(
-        torch.full((math.prod(shape) * dtype.itemsize,), 0x5A, dtype=torch.uint8)
-        .view(dtype)
-        .view(shape),
-        offset,
-    )
+def check(
+    row: Operation,
+    arguments: tuple[Any, ...],
+    expected: tuple[Tensor | None, ...],
+    note: object,
+    written: Mapping[int, Tensor] = _NOTHING,
+) -> None:
+    """A row's results in given buffers are the expected ones, and sometimes those of a call, too.
 
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    bits = BITS.get(a.dtype, a.dtype)
-    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
-
-
-def one_nan(values: Tensor, data: Tensor) -> Tensor:
-    """Decoded values whose NaN have one pattern, and the sign of their code."""
-    sign = torch.where(data >= 128, -1.0, 1.0).to(values.dtype)
-    return torch.where(
-        values.isnan(), torch.copysign(torch.full_like(values, math.nan), sign), values
-    )
+    Args:
+        expected: None for each result that the caller does not ask for.
+        written: the argument's number -> what it holds afterwards; all others stay as they are.
+    """
+    source, result = next(_turns)
+    for placed in (True,) if source else (True, False):
+        given = [at(a, source) if isinstance(a, Tensor) else a for a in arguments]
+        if placed:
+            outs = [e if e is None else junk(tuple(e.shape), e.dtype, result) for e in expected]
+            row.into(outs, *given)
+            assert_same(outs, expected, note=(note, source, result))
+            assert all(is_alone(out) for out in outs if out is not None), note
+        else:
+            made = row(*given)  # type: ignore[operator]
+            nothing = torch.empty(0, dtype=torch.uint8)
+            wanted = [nothing if e is None else e for e in expected]
+            assert_same([made] if isinstance(made, Tensor) else made, wanted, note=note)
+        for number, (argument, before) in enumerate(zip(given, arguments, strict=True)):
+            if isinstance(argument, Tensor):
+                assert_same(argument, written.get(number, before), note=(note, number))
+                assert is_alone(argument), (note, number)

@@ -126,8 +126,3 @@ def serving_cpu() -> Iterator[Any]:
         backends._loaded.pop("cuda")
         if before[0] is not None:
             backends._loaded["cuda"] = before[0]
-
-
-def grid_orders() -> tuple[str, ...]:
-    """Orders in which threads and blocks may run; results do not depend on them."""
-    return ("ascending", "descending", "7")

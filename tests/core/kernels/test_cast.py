@@ -1,160 +1,247 @@
-"""Casts against ml_dtypes for finite in-range values and against the scalar oracle for the rest,
-byte for byte."""
+"""Kernels with one scale for the tensor, on every path, against the array twin of the oracle."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
-import oracle
 import pytest
 import torch
-from comparing import assert_same
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ottava import kernels
-from ottava.kernels.backends import use_backend
+from ottava import Layout, kernels
+from ottava.kernels import table
+from tests import arrays, oracle, samples
+from tests.comparing import assert_same
+from tests.core.conftest import FP8_DTYPES
+from tests.core.placing import check
 
-FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-ML_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
-
-
-def all_16_bit(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
-
-
-def hard_float32() -> torch.Tensor:
-    """Every exponent with extreme mantissas, every tie between neighbouring data with both its
-    neighbours, random."""
-    exponents = np.arange(256, dtype=np.uint32)[:, None] << 23
-    mantissas = np.array(
-        [0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x7FFFFE, 0x7FFFFF], dtype=np.uint32
-    )[None]
-    patterns = [(exponents | mantissas).ravel()]
-    for fmt in FP8:
-        values = [oracle.decode(code, fmt) for code in range(0x7F)]
-        finite = np.array([v for v in values if np.isfinite(v)], dtype=np.float64)
-        ties = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
-        both = np.concatenate([finite.astype(np.float32), ties]).view(np.uint32)
-        patterns.append(np.concatenate([both, both + 1, np.maximum(both, 1) - 1]))
-    patterns.append(np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32))
-    positive = np.concatenate(patterns).astype(np.uint32)
-    return torch.from_numpy(np.concatenate([positive, positive | 0x80000000]).view(np.float32))
+Tensor = torch.Tensor
+E4M3, E5M2 = FP8_DTYPES.values()
+SHAPES = [(), (0,), (1,), (0, 5), (3, 0), (63,), (1, 300), (131, 77), (2, 3, 41), (40, 1030)]
+OPTIONS = [(0.0, False), (1e-3, True), (0.0, True), (2.0, False)]
+ASKED = [(True, True), (True, False), (False, True)]
+FACTORS = [1.0, 13.7, -2.0, 0.0, 1e-30, 3e38, math.inf, math.nan]
 
 
-def expected_codes(x: torch.Tensor, fmt: str) -> np.ndarray:
-    """ml_dtypes within the format's range; the rule for NaN and saturation beyond."""
-    values = x.to(torch.float32).numpy()
-    finite = np.isfinite(values)
-    clipped = np.clip(np.where(finite, values, 0.0), -oracle.MAX[fmt], oracle.MAX[fmt]).astype(
-        np.float32
-    )
-    data = clipped.astype(ML_DTYPES[fmt]).view(np.uint8).copy()
-    top = 0x7E if fmt == "e4m3" else 0x7B
-    data[np.isposinf(values)] = top
-    data[np.isneginf(values)] = top | 0x80
-    data[np.isnan(values)] = 0x7F
-    return data
+class Case(NamedTuple):
+    """Arguments of a row of the table, its results, and what it writes into arguments."""
+
+    arguments: tuple[Any, ...]
+    expected: tuple[Tensor | None, ...]
+    written: dict[int, Tensor] = {}  # noqa: RUF012
 
 
-@cache
-def inputs(source: str) -> torch.Tensor:
-    return hard_float32() if source == "float32" else all_16_bit(getattr(torch, source))
+def matrices() -> Iterator[tuple[Tensor, torch.dtype]]:
+    """Every shape and every value of each dtype, each with one of the formats."""
+    formats = itertools.cycle(FP8_DTYPES.values())
+    for dtype in samples.DTYPES:
+        for shape in SHAPES:
+            yield samples.tiles(*shape, dtype=dtype), next(formats)
+        yield samples.patterns(dtype), E4M3
+        yield samples.patterns(dtype), E5M2
+        for _, x in samples.special(dtype):
+            yield x, next(formats)
 
 
-@pytest.mark.parametrize("source", ["bfloat16", "float16", "float32"])
-def test_codes_equal_ml_dtypes_and_the_rule(code_path: str, fmt: str, source: str) -> None:
-    x = inputs(source)
-    assert_same(kernels.cast(x, torch.ones(()), FP8[fmt]), expected_codes(x, fmt), x)
+def largest(x: Tensor) -> Tensor:
+    return torch.from_numpy(arrays.amaxes(arrays.numbers(x), (None, None))).view(())
 
 
-@cache
-def scalar_codes(source: str, fmt: str) -> list[int]:
-    return [oracle.encode(value, fmt) for value in inputs(source)[::7].to(torch.float32).tolist()]
+def amaxes() -> Iterator[Case]:
+    for x, _ in matrices():
+        yield Case((x,), (largest(x),))
+    # The largest element may be anywhere.
+    for n, dtype in itertools.product((1, 15, 17, 64, 65, 1000, 4097, 70_003), samples.DTYPES):
+        for place in {0, n // 2, n - 1}:
+            x = torch.full((n,), 0.5, dtype=dtype)
+            x[place] = -7.0
+            yield Case((x,), (torch.tensor(7.0),))
 
 
-@pytest.mark.parametrize("source", ["bfloat16", "float16"])
-def test_codes_equal_the_scalar_oracle(code_path: str, fmt: str, source: str) -> None:
-    x = inputs(source)[::7]
-    assert_same(kernels.cast(x, torch.ones(()), FP8[fmt]), scalar_codes(source, fmt), x)
+def scales() -> Iterator[Case]:
+    """Of every exponent, around values at which a rule changes, and of random bits."""
+    edges = torch.tensor([oracle.MAX["e4m3"], oracle.MAX["e5m2"], 1e-3, 2.0, 0.0, math.inf])
+    bits = torch.cat([samples.patterns(torch.float32).view(-1)[:65536:7], edges])
+    around = (bits.view(torch.int32)[:, None] + torch.arange(-1, 2, dtype=torch.int32)).view(-1)
+    amax = around.view(torch.float32).abs()
+    for fp8, (epsilon, floor) in itertools.product(FP8_DTYPES.values(), OPTIONS):
+        rounding = "floor" if floor else "nearest"
+        layout = Layout(fp8, (None, None), rounding=rounding, epsilon=epsilon)
+        expected = map(torch.from_numpy, arrays.scales(amax.numpy(), layout, torch.float32))
+        yield Case((amax, fp8, epsilon, floor), tuple(expected))
+    for shape in ((), (0,), (2, 3)):
+        ones = torch.ones(shape)
+        yield Case((448 * ones, E4M3, 0.0, False), (ones, ones))
+    # float32 does not hold this epsilon: whatever was seen counts as infinite.
+    seen, one = torch.tensor([0.0, 3.0, math.inf]), torch.ones(3)
+    yield Case((seen, E4M3, 1e39, False), (one, one))
 
 
-@given(scale=st.floats(width=32, min_value=2**-100, max_value=2**100), seed=st.integers(0, 2**31))
-def test_the_product_with_the_scale_is_rounded_to_float32_first(scale: float, seed: int) -> None:
-    x = torch.randn(97, generator=torch.Generator().manual_seed(seed)) / scale * 100
-    expected = [oracle.encode(oracle.float32(v * scale), "e4m3") for v in x.tolist()]
-    for backend in ("reference", "cpu"):
-        with use_backend(backend):
-            assert kernels.cast(x, torch.tensor(scale), FP8["e4m3"]).tolist() == expected
-
-
-def test_every_shape_and_stride_equals_the_reference(code_path: str) -> None:
-    shapes = [
-        (0,),
-        (1,),
-        (),
-        (3, 0),
-        (0, 5),
-        (7,),
-        (3, 5),
-        (17, 33),
-        (64, 64),
-        (65, 129),
-        (2, 3, 41),
-    ]
-    for shape, dtype in itertools.product(shapes, (torch.float32, torch.bfloat16, torch.float16)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-        tensors = [x] + ([x.transpose(0, 1), x.flip(0), x[..., ::2]] if x.dim() >= 2 else [])
-        for i, tensor in enumerate(tensors):
-            got = kernels.quantize(tensor, FP8["e4m3"], transposed=tensor.dim() > 0)
-            with use_backend("reference"):
-                expected = kernels.quantize(tensor, FP8["e4m3"], transposed=tensor.dim() > 0)
-            assert_same(got, expected, note=(shape, dtype, i))
-
-
-def test_transposes_move_bytes(code_path: str) -> None:
-    for shape in [
-        (1, 1),
-        (16, 16),
-        (31, 47),
-        (64, 200),
-        (129, 257),
-        (300, 1),
-        (1, 300),
-        (0, 4),
-        (4, 0),
-    ]:
-        data = torch.randint(
-            0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2)
+def quantized() -> Iterator[Case]:
+    options, asked = itertools.cycle(OPTIONS), itertools.cycle(ASKED)
+    for x, fp8 in matrices():
+        (epsilon, floor), (rowwise, transposed) = next(options), next(asked)
+        rowwise, transposed = rowwise or not x.dim(), transposed and x.dim() > 0
+        rounding = "floor" if floor else "nearest"
+        layout = Layout(
+            fp8, (None, None), rounding=rounding, epsilon=epsilon, columnwise="transposed"
         )
-        assert_same(kernels.transpose(data), data.t(), note=shape)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
-        data, transposed = kernels.cast_transpose(x, torch.tensor(3.0), FP8["e5m2"])
-        assert_same(transposed, data.t(), note=shape)
-        assert_same(data, kernels.cast(x, torch.tensor(3.0), FP8["e5m2"]), x, shape)
+        parts, amax = arrays.quantize(x, layout), largest(x)
+        scale = torch.from_numpy(arrays.scales(amax.view(1).numpy(), layout, x.dtype)[0])
+        data = parts.rowwise_data if rowwise else None
+        transpose = parts.columnwise_data if transposed else None
+        inverse = parts.rowwise_scale_inv.view(())
+        arguments = (x, fp8, epsilon, floor, rowwise, transposed)
+        yield Case(arguments, (data, transpose, scale.view(()), inverse, amax))
 
 
-def test_decode_every_code(code_path: str, fmt: str) -> None:
-    data = torch.arange(256, dtype=torch.uint8)
-    values = torch.tensor([oracle.decode(code, fmt) for code in range(256)], dtype=torch.float32)
-    factors = [None, *(torch.tensor(factor) for factor in (1.0, 0.1, 2.0**-20, 3e38))]
-    for factor, dtype in itertools.product(factors, (torch.float32, torch.bfloat16, torch.float16)):
-        expected = (values if factor is None else values * factor).to(dtype)
-        assert_same(kernels.decode(data, factor, FP8[fmt], dtype), expected, data, (factor, dtype))
+def casts() -> Iterator[Case]:
+    """With any scale; some update an amax, some count elements beyond the format too."""
+    factors, asked = itertools.cycle(FACTORS), itertools.cycle([*ASKED, (False, False)])
+    recordings = itertools.cycle([(True, True), (True, False), (False, False)])
+    for x, fp8 in matrices():
+        factor, (rowwise, transposed) = np.float32(next(factors)), next(asked)
+        transposed = transposed and x.dim() > 0
+        with np.errstate(all="ignore"):
+            products = x.float().numpy() * factor
+            inverse = torch.from_numpy(np.array(np.float32(1) / factor))
+        beyond = int((np.abs(products) > oracle.MAX[oracle.NAMES[fp8]]).sum())
+        data = torch.from_numpy(np.asarray(arrays.encode(products, fp8)))
+        transpose = data.movedim(-1, 0).contiguous() if transposed else None
+        recorded, counted = next(recordings)
+        amax, count = torch.tensor(0.5), torch.tensor(7)
+        written = {}
+        if recorded:
+            written[2] = torch.maximum(amax, largest(x))
+        if counted:
+            written[3] = count + beyond
+        yield Case(
+            (
+                x,
+                torch.tensor([factor]),
+                amax if recorded else None,
+                count if counted else None,
+                fp8,
+                rowwise,
+                transposed,
+            ),
+            (data if rowwise else None, transpose, inverse),
+            written,
+        )
 
 
-def test_threads_do_not_change_bytes(code_path: str) -> None:
-    x = torch.randn(513, 517)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(kernels.quantize(x, FP8["e4m3"], transposed=True))
-    finally:
-        torch.set_num_threads(before)
-    for result in results[1:]:
-        assert_same(result, results[0])
+def transposes() -> Iterator[Case]:
+    for shape in [*SHAPES[1:], (16, 16), (31, 47), (64, 200), (160, 144), (129, 257), (300, 1)]:
+        data = torch.randint(0, 256, shape, dtype=torch.uint8)
+        yield Case((data,), (data.movedim(-1, 0).contiguous(),))
+
+
+def decoded() -> Iterator[Case]:
+    """Every code, with any scale and without one; enough of them for wide loads."""
+    for shape in ((), (0, 5), (256,), (3, 5, 7), (70_001,)):
+        data = torch.arange(math.prod(shape)).to(torch.uint8).view(shape)
+        few = shape != (256,)
+        for fp8, dtype in itertools.product(FP8_DTYPES.values(), samples.DTYPES):
+            layout = Layout(fp8, (None, None))
+            for factor in (None, 0.1) if few else (None, *FACTORS):
+                scale = None if factor is None else torch.tensor(factor)
+                stored = torch.ones(1, 1) if scale is None else scale.view(1, 1)
+                expected = arrays.decode(data, stored, layout, columnwise=False, dtype=dtype)
+                yield Case((data, scale, layout.text, False, dtype), (expected,))
+
+
+#: Row of the table -> its cases.
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "amax": amaxes,
+    "scale_from_amax": scales,
+    "quantize": quantized,
+    "cast_amax": casts,
+    "transpose": transposes,
+    "grid_decode": decoded,
+}
+
+
+@cache
+def cases(name: str) -> list[Case]:
+    torch.manual_seed(0)
+    return list(CASES[name]())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes(code_path: str, name: str) -> None:
+    # The loops of the CUDA kernels are slow; every option is in every fifth case, too.
+    every = 5 if code_path == "grid" and len(cases(name)) > 20 else 1
+    for number, case in enumerate(cases(name)[::every]):
+        shown = [tuple(a.shape) if isinstance(a, Tensor) else a for a in case.arguments]
+        check(table.OPERATIONS[name], *case[:2], (number, shown), case.written)
+
+
+def test_any_strides(code_path: str) -> None:
+    """Sources, data and amaxes in another order in memory."""
+    for dtype in samples.DTYPES:
+        x = samples.tiles(67, 75, dtype=dtype)
+        expected = arrays.quantize(x, Layout(E4M3, (None, None), columnwise="transposed"))
+        scale, amax = expected.rowwise_scale_inv.view(()).reciprocal(), largest(x)
+        for name, view in samples.strided(x):
+            data, transpose, _, _, seen = kernels.quantize(view, E4M3, transposed=True)
+            assert_same(data, expected.rowwise_data, x, name)
+            assert_same(transpose, expected.columnwise_data, note=name)
+            assert_same((seen, kernels.amax(view)), (amax, amax), note=name)
+            both = kernels.cast_transpose(view, torch.tensor(3.0), E4M3)
+            assert_same(both[0], kernels.cast(x, torch.tensor(3.0), E4M3), x, name)
+            assert_same(both[1], both[0].t().contiguous(), note=name)
+    bits = torch.randint(0, 256, (67, 75), dtype=torch.uint8)
+    expected_values = kernels.decode(bits, scale, E5M2, torch.float32)
+    for name, view in samples.strided(bits):
+        assert_same(kernels.transpose(view), bits.t().contiguous(), note=name)
+        assert_same(kernels.decode(view, scale, E5M2, torch.float32), expected_values, note=name)
+    magnitudes = samples.wide(20, 30).abs()
+    expected_scales = kernels.scale_from_amax(magnitudes, E4M3)
+    for name, view in samples.strided(magnitudes):
+        assert_same(kernels.scale_from_amax(view, E4M3), expected_scales, note=name)
+
+
+def test_threads_and_sizes_beyond_the_caches(on_every_isa: Callable[..., None]) -> None:
+    """The work is divided, and large results are written around the caches: the same bytes."""
+    for shape in ((513, 517), (2050, 2100), (3, 70_000)):
+        x = samples.wide(*shape, dtype=torch.bfloat16)
+        parts = arrays.quantize(x, Layout(E4M3, (None, None), columnwise="transposed"))
+        scale_inv = parts.rowwise_scale_inv.view(())
+        layout = Layout(E4M3, (None, None))
+        values = arrays.decode(
+            parts.rowwise_data, scale_inv.view(1, 1), layout, columnwise=False, dtype=x.dtype
+        )
+
+        def run(x: Tensor = x, parts: Any = parts, values: Tensor = values) -> None:
+            before = torch.get_num_threads()
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                try:
+                    data, transpose, _, inverse, _ = kernels.quantize(x, E4M3, transposed=True)
+                    again = kernels.transpose(data)
+                    found = kernels.decode(data, inverse, E4M3, x.dtype)
+                finally:
+                    torch.set_num_threads(before)
+                assert_same(data, parts.rowwise_data, x)
+                assert_same((transpose, again), (parts.columnwise_data,) * 2)
+                assert_same(found, values)
+
+        on_every_isa(run)
+
+
+CHUNK = 1 << 24
+
+
+@pytest.mark.slow
+def test_every_float32(code_path: str, fmt: str) -> None:
+    """All 2^32 values, against torch's conversions on the host, which saturate for neither inf."""
+    dtype, limit = FP8_DTYPES[fmt], oracle.MAX[fmt]
+    for start in range(0, 1 << 32, CHUNK):
+        bits = torch.arange(start, start + CHUNK, dtype=torch.int64).to(torch.uint32)
+        x = bits.view(torch.float32)
+        expected = x.clamp(-limit, limit).to(dtype).view(torch.uint8).masked_fill(x.isnan(), 0x7F)
+        assert_same(kernels.cast(x, torch.ones(()), dtype), expected, x, fmt)

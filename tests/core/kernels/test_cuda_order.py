@@ -1,80 +1,67 @@
-"""The CUDA kernels as loops in several orders of threads and blocks: no result depends on who comes
-first."""
+"""The CUDA kernels as loops in several orders of threads and blocks: nothing depends on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
 
 import pytest
 import torch
-from sequential_grid import grid_orders, serving_cpu
-from whole_tensors import multi_amax, multi_cast
 
-from ottava import kernels
-from ottava.kernels import use_backend
+from ottava import Layout, kernels
+from tests import arrays, samples
+from tests.comparing import assert_same
+from tests.core.conftest import running
+from tests.core.kernels.test_grids import E4M3, LAYOUTS
+from tests.core.kernels.test_shards import cut
 
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-Results = tuple[torch.Tensor, ...]
-
-
-def values(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
-
-
-def scale() -> torch.Tensor:
-    return torch.tensor(200.0)
+pytestmark = pytest.mark.grid
+#: Everything else runs in ascending order; a number is the seed of a shuffle.
+ORDERS = ["descending", "7"]
 
 
-def cast_amax(x: torch.Tensor) -> Results:
-    amax, saturated = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-    data, turned, scale_inv = kernels.cast_amax(
-        x, scale(), amax, E4M3, transposed=True, saturated=saturated
-    )
-    return data, turned, scale_inv, amax, saturated
-
-
-def multi(x: torch.Tensor) -> Results:
-    xs = list(x.unbind())
-    dtypes, outs = [BF16] * len(xs), [torch.zeros(row.shape, dtype=torch.uint8) for row in xs]
-    multi_cast(xs, dtypes, torch.full((len(xs),), 3.0), [E4M3] * len(xs), outs)
-    return multi_amax(xs, dtypes), *outs
-
-
-def update(x: torch.Tensor) -> Results:
-    scales, histories = (
-        [torch.ones(3), torch.ones(40)],
-        [x[:, :3].float().abs(), x[:, 3:43].float().abs()],
-    )
-    histories = [history.contiguous() for history in histories]
-    kernels.update_scales(scales, histories, [448.0] * 43)
-    return *scales, *histories
-
-
-CALLS: dict[str, Callable[[torch.Tensor], Results]] = {
-    "amax": lambda x: (kernels.amax(x),),
-    "cast": lambda x: (kernels.cast(x, scale(), E4M3),),
-    "cast_transpose": lambda x: kernels.cast_transpose(x, scale(), E4M3),
-    "cast_amax": cast_amax,
-    "quantize": lambda x: kernels.quantize(x, E4M3, transposed=True),
-    "transpose": lambda x: (kernels.transpose(x.view(torch.uint8)),),
-    "multi": multi,
-    "update": update,
-}
-
-
-@pytest.fixture(params=grid_orders())
-def grid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=ORDERS)
+def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTTAVA_GRID_ORDER", request.param)
-    with serving_cpu():
-        yield
 
 
 @pytest.mark.parametrize("shape", [(160, 144), (131, 77)], ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_bytes_are_the_cpus_in_any_order(grid: None, name: str, shape: tuple[int, int]) -> None:
-    x = values(*shape)
-    found = CALLS[name](x)
-    with use_backend("cpu"):
-        expected = CALLS[name](x)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+def test_one_scale(shape: tuple[int, int]) -> None:
+    x = samples.wide(*shape, dtype=torch.bfloat16)
+    parts = arrays.quantize(x, Layout(E4M3, (None, None), columnwise="transposed"))
+    scale = torch.tensor(200.0)
+    values = arrays.encode(x.float().numpy() * 200, E4M3)
+    beyond = int((x.float().abs() * 200 > 448).sum())
+    amax, count = torch.zeros(()), torch.tensor(0)
+    with running("grid"):
+        data, transpose, _, scale_inv, seen = kernels.quantize(x, E4M3, transposed=True)
+        again = kernels.transpose(data)
+        cast, cast_t, _ = kernels.cast_amax(x, scale, amax, E4M3, saturated=count, transposed=True)
+    assert_same((data, transpose, again), (parts[0], parts[2], parts[2]))
+    assert_same((scale_inv, seen, amax), (parts[1].view(()), x.abs().amax().float(), seen))
+    assert_same((cast, cast_t.t().contiguous()), (torch.from_numpy(values),) * 2)
+    assert count == beyond > 0
+
+
+@pytest.mark.parametrize("name", ["1x128", "128x128-own", "rows", "mx", "mx-squares-floor"])
+def test_grids(name: str) -> None:
+    x, layout = samples.tiles(260, 200, dtype=torch.bfloat16), LAYOUTS[name]
+    parts = arrays.quantize(x, layout)
+    values = arrays.decode(*parts[2:], layout, columnwise=True, dtype=x.dtype)
+    with running("grid"):
+        for sides in itertools.product((True, False), repeat=2):
+            if any(sides):
+                made = kernels.grid_quantize(x, layout, rowwise=sides[0], columnwise=sides[1])
+                for part, expected, asked in zip(made, parts, sides[:1] * 2 + sides[1:] * 2):
+                    assert_same(part, expected if asked else torch.zeros(0, dtype=torch.uint8))
+        decoded = kernels.grid_decode(*parts[2:], layout, x.dtype, columnwise=True)
+    assert_same(decoded, values)
+
+
+def test_shards_and_updates() -> None:
+    scales, history = [torch.ones(43)], samples.wide(131, 43).abs()
+    expected = torch.div(torch.full((43,), 448.0), history.amax(0))
+    with running("grid"):
+        for name in ("mx", "mx-squares", "tensor"):
+            cut((70, 300), [1, 130, 9000], LAYOUTS[name]).check()
+        kernels.update_scales(scales, [history], [448.0] * 43)
+    assert_same(scales[0], expected)

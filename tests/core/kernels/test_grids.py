@@ -1,0 +1,304 @@
+"""Kernels on grids of scales, on every path and for every layout, against the array twin."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import gfloat
+import gfloat.formats
+import numpy as np
+import pytest
+import torch
+
+from ottava import Layout, kernels
+from ottava.kernels import table
+from tests import arrays, oracle, samples
+from tests.comparing import assert_same
+from tests.core.placing import check
+
+Tensor = torch.Tensor
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+E8M0 = torch.float8_e8m0fnu
+LAYOUTS = {
+    "tensor": Layout(E4M3, (None, None), columnwise="same"),
+    "tensor-transposed": Layout(
+        E5M2, (None, None), rounding="floor", epsilon=1e-3, columnwise="transposed"
+    ),
+    "tensor-int8": Layout(INT8, (None, None), finite_as="input"),
+    "1x128": Layout(E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"),
+    "1x128-own": Layout(E5M2, (1, 128), epsilon=1e-3),
+    "128x128": Layout(
+        E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"
+    ),
+    "128x128-own": Layout(E5M2, (128, 128), epsilon=2.0, shared=(128, 128)),
+    "1x128-shared": Layout(E4M3, (1, 128), shared=(128, 128), columnwise="transposed"),
+    "rows": Layout(E4M3, (1, None), epsilon=1e-3),
+    "rows-transposed": Layout(E5M2, (1, None), rounding="floor", columnwise="transposed"),
+    "columns": Layout(E5M2, (None, 1)),
+    "mx": Layout(E4M3, (1, 32), E8M0, "up"),
+    "mx-E5M2-floor": Layout(E5M2, (1, 32), E8M0, "floor"),
+    "mx-squares": Layout(E4M3, (1, 32), E8M0, "up", shared=(32, 32)),
+    "mx-squares-floor": Layout(E5M2, (1, 32), E8M0, "floor", shared=(32, 32)),
+    "mx-transposed": Layout(E4M3, (1, 32), E8M0, "up", columnwise="transposed"),
+    "int8-8x64": Layout(INT8, (8, 64), rounding="floor"),
+    "int8-e8m0": Layout(INT8, (1, 64), E8M0, "up"),
+    "int8-e8m0-16x16": Layout(INT8, (16, 16), E8M0, "floor", columnwise="same"),
+    "3x5-in-squares": Layout(E4M3, (3, 5), shared=(15, 15), rounding="floor"),
+    "1x1": Layout(E5M2, (1, 1), E8M0, "floor"),
+    "300x3": Layout(E4M3, (300, 3), columnwise="transposed"),
+}
+each_layout = pytest.mark.parametrize("name", LAYOUTS)
+SHAPES = [(), (0,), (5,), (0, 5), (3, 0), (2, 0, 7), (7, 1), (1, 300), (33, 70), (3, 5, 41)]
+SHAPES += [(131, 130), (144, 136), (40, 513), (5, 1100)]
+ASKED = [(True, True), (True, False), (False, True)]
+
+
+def share(items: list[Any], path: str) -> list[Any]:
+    """Some of them for the CUDA kernels, whose loops are slow."""
+    return items[::3] if path == "grid" else items
+
+
+@cache
+def quantized(name: str) -> list[tuple[Tensor, tuple[bool, bool], arrays.Bytes]]:
+    # Layouts take turns with dtypes, and with values that are not ordinary.
+    layout, turn, asked = LAYOUTS[name], list(LAYOUTS).index(name), itertools.cycle(ASKED)
+    dtype = samples.DTYPES[turn % 3]
+    matrices = [
+        samples.tiles(*shape, dtype=samples.DTYPES[(turn + i) % 3])
+        for i, shape in enumerate(SHAPES)
+    ]
+    matrices += [samples.tiles(131, 130, dtype=dtype, seed=1) for dtype in samples.DTYPES]
+    matrices += [x for _, x in samples.special(dtype)][turn // 3 % 2 :: 2]
+    matrices.append(samples.patterns(dtype)[turn // 3 % 4 :: 4].contiguous())
+    return [(x, next(asked), arrays.quantize(x, layout)) for x in matrices]
+
+
+@each_layout
+def test_quantize(code_path: str, name: str) -> None:
+    """Every kind of value in every kind of shape; both directions, or one of them."""
+    for x, (rowwise, columnwise), parts in share(quantized(name), code_path):
+        expected = tuple(
+            part if asked else None
+            for part, asked in zip(parts, (rowwise,) * 2 + (columnwise,) * 2, strict=True)
+        )
+        arguments = (x, LAYOUTS[name].text, rowwise, columnwise)
+        check(table.grid_quantize, arguments, expected, (name, tuple(x.shape), x.dtype))
+
+
+@cache
+def amaxes() -> Tensor:
+    """Every exponent with extreme mantissas, and neighbours of what gives a power of two."""
+    exponents = np.arange(256)[:, None] << 23
+    mantissas = np.array([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF])
+    patterns = [(exponents | mantissas).ravel()]
+    for limit in oracle.MAX.values():
+        edges = np.float32(limit) * np.exp2(np.float32([-128, -127, -126, -100, 0]))
+        edges = np.append(edges, np.float32(limit / 65504))
+        patterns.append((edges.view(np.uint32).astype(int)[:, None] + np.arange(-2, 3)).ravel())
+    return torch.from_numpy(np.concatenate(patterns).astype(np.uint32).view(np.float32))
+
+
+@each_layout
+def test_scales(code_path: str, name: str) -> None:
+    layout = LAYOUTS[name]
+    for dtype in samples.DTYPES:
+        scale, stored = map(torch.from_numpy, arrays.scales(amaxes().numpy(), layout, dtype))
+        expected = (scale if layout.scale is torch.float32 else None, stored)
+        arguments = (amaxes(), layout.text, dtype)
+        check(table.grid_scales, arguments, expected, (name, dtype))
+    for shape in ((), (0,), (3, 0), (2, 3)):
+        assert kernels.grid_scales(torch.ones(shape), layout)[1].shape == shape
+    # An amax has no sign: one that has counts as its magnitude.
+    if layout.scale is E8M0:
+        assert_same(kernels.grid_scales(-amaxes(), layout)[1], stored, amaxes())
+
+
+def any_scales(shape: tuple[int, ...], layout: Layout) -> Tensor:
+    if layout.scale is E8M0:
+        return torch.randint(0, 256, shape, dtype=torch.uint8)
+    scales = samples.wide(*shape, seed=3, sigma=20.0)
+    unusual = torch.tensor(samples.SPECIAL)[torch.randint(len(samples.SPECIAL), shape)]
+    return torch.where(torch.rand(shape) < 0.1, unusual, scales)
+
+
+@cache
+def decoded(name: str) -> list[tuple[Tensor, Tensor, bool, torch.dtype, Tensor]]:
+    torch.manual_seed(0)
+    layout, dtypes = LAYOUTS[name], itertools.cycle([*samples.DTYPES, torch.float64])
+    cases = []
+    # Every code with every scale, and other shapes.
+    for shape, columnwise in itertools.product([*SHAPES, (256, 256)], (False, True)):
+        data = torch.randint(0, 256, layout.data_shape(shape, columnwise), dtype=torch.uint8)
+        scales = any_scales(layout.scale_shape(shape, columnwise), layout)
+        if shape == (256, 256):
+            data = torch.arange(256, dtype=torch.uint8).expand(256, 256)
+            data = data.t().contiguous() if columnwise and not layout.transposed else data.clone()
+            if layout.scale is E8M0 and layout.block[0] == 1:
+                line = torch.arange(256, dtype=torch.uint8)
+                over_rows = not columnwise or layout.transposed
+                scales = line[:, None] if over_rows else line
+                scales = scales.expand(layout.scale_shape(shape, columnwise)).contiguous()
+        for dtype in [next(dtypes) for _ in range(2 if data.dim() == 2 else 1)]:
+            values = arrays.decode(data, scales, layout, columnwise=columnwise, dtype=dtype)
+            cases.append((data, scales, columnwise, dtype, values))
+        next(dtypes)
+    return cases
+
+
+@each_layout
+def test_decode(code_path: str, name: str) -> None:
+    """Any codes and any scales: NaN, infinite and negative ones among them."""
+    for data, scales, columnwise, dtype, values in share(decoded(name), code_path):
+        arguments = (data, scales, LAYOUTS[name].text, columnwise, dtype)
+        check(table.grid_decode, arguments, (values,), (name, tuple(data.shape), arguments[3:]))
+
+
+def test_any_strides(code_path: str) -> None:
+    dtypes = itertools.cycle(samples.DTYPES)
+    for name in ("tensor", "1x128", "rows", "mx", "mx-squares", "int8-8x64"):
+        layout = LAYOUTS[name]
+        x = samples.tiles(67, 75, dtype=next(dtypes))
+        parts = arrays.quantize(x, layout)
+        values = arrays.decode(*parts[:2], layout, columnwise=False, dtype=torch.float32)
+        for (view_name, view), (_, data), (_, scales) in zip(
+            samples.strided(x),
+            samples.strided(parts.rowwise_data),
+            samples.strided(parts.rowwise_scale_inv),
+            strict=True,
+        ):
+            note = (name, view_name)
+            assert_same(kernels.grid_quantize(view, layout), parts, note=note)
+            assert_same(kernels.grid_decode(data, scales, layout, torch.float32), values, note=note)
+    cube = samples.tiles(5, 17, 42)
+    for view in (cube.permute(2, 0, 1), cube[1:, :, 1::3], cube[:, :0], cube[:1].expand(4, 17, 42)):
+        parts = arrays.quantize(view.contiguous(), LAYOUTS["mx"])
+        assert_same(kernels.grid_quantize(view, LAYOUTS["mx"]), parts, note=view.shape)
+
+
+BEYOND_CACHES = ["mx", "1x128", "rows"]
+
+
+@pytest.mark.parametrize("name", BEYOND_CACHES)
+def test_threads_and_sizes_beyond_the_caches(on_every_isa: Callable[..., None], name: str) -> None:
+    """Regions and panels that threads share; large results are written around the caches."""
+    layout = LAYOUTS[name]
+    x = samples.tiles(2049, 2113, dtype=torch.bfloat16)
+    parts = arrays.quantize(x, layout)
+    values = arrays.decode(*parts[2:], layout, columnwise=True, dtype=torch.bfloat16)
+    on_every_isa(lambda: check_threads(x, layout, parts, values))
+
+
+def check_threads(x: Tensor, layout: Layout, parts: arrays.Bytes, values: Tensor) -> None:
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        try:
+            made = kernels.grid_quantize(x, layout)
+            found = kernels.grid_decode(*made[2:], layout, torch.bfloat16, columnwise=True)
+        finally:
+            torch.set_num_threads(before)
+        assert_same(made, parts, note=threads)
+        assert_same(found, values, note=threads)
+
+
+def test_one_element_decides_wherever_it_is(code_path: str) -> None:
+    """Each thread's part of a block's amax counts, for the block of this element alone."""
+    x = torch.zeros(128, 128)
+    rows = torch.arange(128)
+    x[rows, (rows * 37 + 5) % 128] = torch.exp2(rows / 2 - 30)
+    for name in ("1x128-own", "128x128-own", "rows", "columns", "mx", "mx-squares", "tensor"):
+        for source in (x, x.flip(0).bfloat16()):
+            parts = arrays.quantize(source, LAYOUTS[name])
+            assert_same(kernels.grid_quantize(source, LAYOUTS[name]), parts, note=name)
+
+
+def test_sizes_up_to_97(code_path: str) -> None:
+    """Many sizes, each once as a number of rows and once as a number of columns."""
+    names = itertools.cycle(["mx", "1x128", "mx-squares-floor", "int8-8x64", "rows"])
+    for rows in share(list(range(1, 98, 2)), code_path):
+        name, dtype = next(names), samples.DTYPES[rows % 3]
+        x = samples.tiles(rows, rows * 37 % 97 + 1, dtype=dtype)
+        note = (name, tuple(x.shape))
+        assert_same(
+            kernels.grid_quantize(x, LAYOUTS[name]), arrays.quantize(x, LAYOUTS[name]), note=note
+        )
+
+
+def test_blocks_larger_than_the_tensor(code_path: str) -> None:
+    """They cost what a block of its size costs, and do not overflow."""
+    x, far = samples.tiles(5, 7), 2**40
+    for block, same in (((far, far), (None, None)), ((1, far), (1, None))):
+        large, whole = Layout(E4M3, block), Layout(E4M3, same)
+        parts = kernels.grid_quantize(x, whole)
+        assert_same(kernels.grid_quantize(x, large), parts)
+        for columnwise in (False, True):
+            values, expected = (
+                kernels.grid_decode(
+                    *parts[2 * columnwise :][:2], layout, torch.float32, columnwise=columnwise
+                )
+                for layout in (large, whole)
+            )
+            assert_same(values, expected)
+
+
+def test_by_hand(code_path: str) -> None:
+    """Blocks whose bytes follow from the rules without an oracle."""
+    nan, inf = math.nan, math.inf
+    x = torch.tensor([[nan] * 32, [inf, 1.0, -inf] + [0.0] * 29, [-0.0] * 32, [480.0, -1.0] * 16])
+    data, scales, _, _ = kernels.grid_quantize(x, LAYOUTS["mx"], columnwise=False)
+    assert scales.flatten().tolist() == [0, 254, 0, 128]
+    assert data[0].tolist() == [0x7F] * 32
+    assert data[1].tolist() == [0x7E, 0, 0xFE] + [0] * 29
+    assert data[2].tolist() == [0x80] * 32
+    assert data[3].tolist() == [0x77, 0xB0] * 16  # 240 and -1/2
+    rows = Layout(INT8, (1, None))
+    x = torch.tensor([[127.0, 0.5, 1.5, -0.5, 126.5, nan, -0.0], [inf, -inf, 200, -200, 3, 0, 1]])
+    data, scales, _, _ = kernels.grid_quantize(x, rows, columnwise=False)
+    assert scales.tolist() == [[1.0], [1.0]]
+    expected = [[127, 0, 2, 0, 126, -128, 0], [127, -127, 127, -127, 3, 0, 1]]
+    assert data.view(torch.int8).tolist() == expected
+    # Scales of nothing are those of an amax of 0.
+    for shape in ((3, 0), (0, 4), (2, 3, 0)):
+        torch.full((64,), 7.5)  # What would be there if nothing were written.
+        for scales in kernels.grid_quantize(torch.empty(shape), rows)[1::2]:
+            assert bool((scales == 1.0).all())
+
+
+def gfloat_blocks() -> Iterator[np.ndarray[Any, Any]]:
+    """Finite blocks: of one magnitude, of many, with zeros, of powers of two, close below them."""
+    random = np.random.default_rng(5)
+    for number in range(60):
+        x = random.standard_normal(32) * np.exp(random.normal(0, (0.0, 2.0, 12.0)[number % 3]))
+        if number % 2:
+            x *= random.lognormal(0, 4, 32)
+        if number % 5 == 0:
+            x[random.random(32) < 0.4] = 0.0
+        if number % 7 == 0:
+            x = np.exp2(np.round(np.log2(np.abs(x) + 1e-3)))
+        x = x.astype(np.float32)
+        yield np.nextafter(x, np.float32(0)) if number % 11 == 0 else x
+    yield np.zeros(32, np.float32)
+    yield np.linspace(400, 511, 32, dtype=np.float32)
+    yield np.linspace(50000, 65535, 32, dtype=np.float32)
+
+
+@pytest.mark.parametrize("rounding", ["floor", "up"])
+def test_mx_blocks_are_those_of_gfloat(fmt: str, rounding: str) -> None:
+    """Another implementation, which has the rule "floor"; with "up" it is given our scales.
+
+    Not compared: NaN, infinities and scales at the ends of the range, for which its rules differ.
+    """
+    layout = Layout(oracle.ELEMENTS[fmt].dtype, (1, 32), E8M0, rounding)
+    info = getattr(gfloat.formats, f"format_info_mxfp8_{fmt}")
+    blocks = np.stack(list(gfloat_blocks()))
+    data, scales, _, _ = kernels.grid_quantize(torch.from_numpy(blocks), layout, columnwise=False)
+    values = kernels.grid_decode(data, scales, layout, torch.float64).numpy()
+    for block, mine, code in zip(blocks.astype(np.float64), values, scales.tolist(), strict=True):
+        compute = gfloat.compute_scale_amax
+        if rounding == "up":
+            compute = lambda *_, code=code[0]: 2.0 ** (code - 127)  # noqa: E731
+        assert_same(mine, gfloat.quantize_block(info, block, compute), block)

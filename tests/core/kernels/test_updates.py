@@ -1,0 +1,168 @@
+"""The update of delayed scaling's state, on every path, against the rules with Python numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ottava import kernels
+from ottava.errors import DeviceError, DTypeError, OttavaError, ShapeError
+from tests import oracle
+from tests.comparing import assert_same
+from tests.core.conftest import Runs
+
+Tensor = torch.Tensor
+AMAXES = [0.0, math.nan, math.inf, 1e-42, 3e38, 2.5, 448.0, -0.0]
+
+
+class State:
+    """Scales and histories of some tensors' slots, and what an update makes of them."""
+
+    def __init__(self, counts: list[int], length: int, maxima: list[float]) -> None:
+        self.maxima = maxima
+        self.scales = [[1.0] * count for count in counts]
+        self.histories = [[[0.0] * count for _ in range(length)] for count in counts]
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        scales = [torch.tensor(scale) for scale in self.scales]
+        return scales, [torch.tensor(history).view(len(history), -1) for history in self.histories]
+
+    def update(self, last: list[float], most_recent: bool) -> None:
+        given = iter(zip(last, self.maxima, strict=True))
+        for scale, history in zip(self.scales, self.histories, strict=True):
+            for slot in range(len(scale)):
+                newest, maximum = next(given)
+                history[0][slot] = newest
+                if newest == 0:
+                    continue
+                # A NaN counts only in the step that saw it.
+                older = [row[slot] for row in history[1:] if not math.isnan(row[slot])]
+                amax = newest if most_recent or math.isnan(newest) else max([newest, *older])
+                for row, following in itertools.pairwise(history):
+                    row[slot] = following[slot]
+                history[-1][slot] = newest
+                history[0][slot] = 0.0
+                if math.isfinite(amax) and amax > 0:
+                    scale[slot] = min(oracle.float32(maximum / amax), oracle.FLOAT32_MAX)
+
+
+#: The amaxes of all slots, whether they are given as ``last``, and ``most_recent``.
+Step = tuple[list[float], bool, bool]
+
+
+def check_steps(run: Runs, counts: list[int], length: int, steps: list[Step]) -> None:
+    maxima = [[448.0, 57344.0, 28672.0][i % 3] for i in range(sum(counts))]
+    state, expected = State(counts, length, maxima), []
+    steps = [([oracle.float32(amax) for amax in amaxes], *how) for amaxes, *how in steps]
+    first = state.tensors()
+    for amaxes, _, most_recent in steps:
+        state.update(amaxes, most_recent)
+        expected.append(state.tensors())
+
+    def check() -> None:
+        scales, histories = ([tensor.clone() for tensor in part] for part in first)
+        for step, (amaxes, is_last, most_recent) in enumerate(steps):
+            last = torch.tensor(amaxes)
+            for history, row in zip(histories, last.split(counts), strict=True):
+                # Where the last amaxes are given, the first rows are only compared with 0.
+                history[0] = torch.where(row == 0, row, 123.0) if is_last else row
+            given = last if is_last else None
+            kernels.update_scales(scales, histories, maxima, most_recent=most_recent, last=given)
+            assert_same((scales, histories), expected[step], note=step)
+
+    run(check)
+
+
+@st.composite
+def any_steps(draw: st.DrawFn, slots: int = 4) -> list[Step]:
+    amaxes = st.lists(
+        st.sampled_from(AMAXES) | st.floats(0.0, width=32), min_size=slots, max_size=slots
+    )
+    return draw(st.lists(st.tuples(amaxes, st.booleans(), st.booleans()), min_size=1, max_size=8))
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 5), any_steps())
+def test_any_steps(on_every_path: Runs, length: int, steps: list[Step]) -> None:
+    check_steps(on_every_path, [1, 3], length, steps)
+
+
+@pytest.mark.parametrize(
+    ("counts", "length", "count"),
+    [
+        pytest.param([1] * 590 + [0, 3], 2, 1, id="more tensors than a launch takes"),
+        pytest.param([5, 2060, 1], 2, 1, id="more slots than a launch takes"),
+        pytest.param([2, 1], 1024, 3, id="1024"),
+        pytest.param([3, 2], 1026, 3, id="1026"),
+        pytest.param([4, 7, 30], 17, 3, id="17"),
+    ],
+)
+def test_many_slots_and_long_histories(
+    on_every_path: Runs, counts: list[int], length: int, count: int
+) -> None:
+    random = torch.Generator().manual_seed(length)
+    steps = []
+    for step in range(count):
+        amaxes = torch.rand(sum(counts), generator=random) * 400
+        unusual = torch.tensor(AMAXES)[torch.randint(8, amaxes.shape, generator=random)]
+        amaxes = torch.where(torch.rand(amaxes.shape, generator=random) < 0.2, unusual, amaxes)
+        steps.append((amaxes.tolist(), step == 1, False))
+    check_steps(on_every_path, counts, length, steps)
+
+
+def test_a_full_history(code_path: str) -> None:
+    """The largest amax of any row counts, until as many steps have passed."""
+    for length in (1, 2, 16, 17, 33, 1024):
+        for place in {0, length // 2, length - 1}:
+            scale, history = torch.ones(1), torch.full((length, 1), 2.0)
+            history[place] = 7.0
+            kernels.update_scales([scale], [history], [448.0])
+            assert scale.item() == 64.0, (length, place)
+            assert_same(history[0], torch.zeros(1))
+
+
+def test_nothing_moves_in_a_backward_pass(code_path: str) -> None:
+    """Recomputation runs the update again there, and no step begins."""
+    scale, history = torch.ones(1), torch.full((2, 1), 4.0)
+
+    def update(grad: Tensor) -> None:
+        kernels.update_scales([scale], [history], [448.0])
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(update)
+    x.sum().backward()
+    assert scale.item() == 1.0
+    kernels.update_scales([scale], [history], [448.0])
+    assert scale.item() == 112.0
+    kernels.update_scales([], [], [])
+
+
+ONE = [torch.ones(3)], [torch.ones(2, 3)], [448.0] * 3
+BAD: dict[str, tuple[type[OttavaError], Callable[[], Any]]] = {
+    "too few maxima": (ShapeError, lambda: kernels.update_scales(*ONE[:2], [448.0])),
+    "no history": (ShapeError, lambda: kernels.update_scales(ONE[0], [], ONE[2])),
+    "a history of one dimension": (
+        ShapeError, lambda: kernels.update_scales(ONE[0], [torch.ones(3)], ONE[2])),
+    "no rows": (ShapeError, lambda: kernels.update_scales(ONE[0], [torch.ones(0, 3)], ONE[2])),
+    "other slots": (ShapeError, lambda: kernels.update_scales(ONE[0], [torch.ones(2, 4)], ONE[2])),
+    "strided": (ShapeError, lambda: kernels.update_scales([torch.ones(6)[::2]], *ONE[1:])),
+    "dtype": (DTypeError, lambda: kernels.update_scales([torch.ones(3).double()], *ONE[1:])),
+    "device": (
+        DeviceError, lambda: kernels.update_scales([torch.ones(3, device="meta")], *ONE[1:])),
+    "last": (ShapeError, lambda: kernels.update_scales(*ONE, last=torch.ones(2))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    error, call = BAD[case]
+    with pytest.raises(error):
+        call()
+    assert_same((ONE[0][0], ONE[1][0]), (torch.ones(3), torch.ones(2, 3)))
