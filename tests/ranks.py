@@ -46,7 +46,13 @@ SECONDS = 120.0
 #: In which the other ranks can fail by themselves, once one has failed.
 GRACE = 2.0
 # What every rank would import for itself; ``fully_shard`` imports the first.
-IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "ottava.nn",
+    "ottava.kernels.cpu",
+)
 
 
 # -- in the process of pytest --
@@ -236,7 +242,8 @@ def _main() -> None:
     import ottava
 
     for name in IMPORTS:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for spec in ottava.list_recipes():
         ottava.get_recipe(spec.name)
     for line in sys.stdin:
@@ -295,9 +302,10 @@ def _rank(rank: int, request: dict[str, Any]) -> None:
         code = 0
     except BaseException:
         error = f"rank {rank} of {world}:\n{traceback.format_exc()}"
-        (folder / f"error-{rank}").write_text(error)
-    # Without the interpreter's finalization, which gloo's threads can abort.
-    os._exit(code)
+        (folder / f"error-{rank}").write_text(error, errors="replace")
+    finally:
+        # Without the interpreter's finalization, which gloo's threads can abort.
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -11,64 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import disagreeing_weights_cases
-
 LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 #: By the number of ranks, or "" for functions that start ranks themselves; by module.
 TABLE = {
     "2": {
-        # Models of every recipe under FSDP2, used in every way that it can be used, equal one
-        # process bit for bit.
-        "fsdp_running_cases": "training uneven_rows world_of_one collectives mixed_precision "
-        "unusual_loops written_by_one_rank clipping "
-        "accumulation explicit evaluation recomputation recomputed_in_blocks under_torch_autocast "
-        "frozen tied compiled "
-        "without_private_names",
-        # They gather what they always have.
-        "fsdp_golden_cases": "as_recorded",
-        "fsdp_keeping_cases": "meta_device refused refused_masters saving copying third_party "
-        "fp8_primary "
-        "sharded_masters",
-        # Mixed recipes, hybrids and a third party's tensors.
-        "custom_fsdp_cases": "mixed_recipes scales_that_nobody_keeps_equal",
-        # Shards of master weights are quantized as the whole weight, after one all-reduce and one
-        # all-gather at most.
-        "sharded_weights_cases": "random_shards",
-        # FSDP2 with layouts that no recipe of this project has.
-        "layout_cases": "one_scale_in_two_buffers columns_of_whole_blocks "
-        "columns_of_blocks_that_are_cut",
-        # Tensor parallel plans are refused by layers that quantize, until they are supported.
-        "tensor_parallel_cases": "after_conversion before_conversion by_hand with_fully_shard "
-        "without_recipe sharded_by_fully_shard",
-        # Delayed scaling in the stages of a pipeline.
-        "pipeline_cases": "converted layers_alone of_known_shapes several_recipes in_blocks "
-        "interleaved",
         # Scales and histories after each event of programs are those of the rule.
         "step_ranks": "of_ranks alone alone_in_another_block in_evaluation_mode",
-        # FSDP2 ranks whose recipes differ raise one typed error, all of them.
-        "disagreeing_weights_cases": " ".join(
-            [*disagreeing_weights_cases.TABLE, "other_dtypes", "compared_once"]
-        ),
-        # So do ranks whose layers or options of a recipe with state differ, at the first step.
-        "disagreeing_cases": "agreeing other_order_in_a_block other_margin other_history "
-        "other_algorithm other_format other_options_in_a_block fewer_layers other_layers "
-        "fewer_layers_in_a_block other_roles other_reduction converted_again copied "
-        "functions_at_other_addresses",
-    },
-    "4": {
-        "pipeline_cases": "refused_among_replicas",
-        "fsdp_running_cases": "uneven_rows",
-        "fsdp_keeping_cases": "hybrid fp8_primary sharded_masters resharded_to_fewer",
-        "sharded_weights_cases": "random_shards",
     },
     "": {
-        # Sharded training equals one process to the last bit of losses, bytes and scales.
-        "long_training_cases": "zero_on_two_and_four_ranks fsdp_on_two_ranks",
         # Ranks are killed, in steps and while they write checkpoints; saved by four ranks, loaded
         # by two and by one.
         "kill_cases": "zero_is_killed primary_is_killed resharded",
-        # The examples.
-        "example_cases": "interrupted_runs_end_as_others commands_of_the_documentation",
         # 4, 2 x 2, 2 and 1 ranks and a process without a group load what each of them saved.
         "sharded_checkpoint_cases": "every_recipe_on_any_number_of_ranks",
     },
