@@ -37,9 +37,7 @@ VARIANTS = {
     "fsdp2 of microbatches": "fsdp2 --no-reshard --no-mixed-precision --accumulate 2",
 }
 SAMPLE = {
-    ("zero", "blockwise"),
     ("zero of stage 2", "delayed"),
-    ("fsdp2", "mxfp8"),
     ("fsdp2 of quantized weights", "current"),
     ("fsdp2 of microbatches", "delayed"),
 }

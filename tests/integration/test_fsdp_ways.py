@@ -226,8 +226,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+REPEATED = (
+    "a frozen layer",
+    "evaluated in between, training=True, grad=True",
+    "evaluated in between, training=False, grad=False",
+)
+
+
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[SLOW] * (w in REPEATED)) for w in WAYS])
 @on_ranks(2)
 def test_training_equals_one_process(mesh: DeviceMesh, way: str, every: bool) -> None:
     # Delayed scaling reduces as current scaling does, and has a state.

@@ -419,6 +419,38 @@ def test_four_ranks(mesh: DeviceMesh, examples: int) -> None:
     check(mesh, examples)
 
 
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        MXFP8Quantizer(E4M3),
+        MXFP8Quantizer(E4M3, with_2d_quantization=True),
+        Float8BlockQuantizer(E4M3),
+        Float8BlockQuantizer(E4M3, block_scaling_dim=1),
+        Float8RowwiseQuantizer(E4M3),
+    ],
+    ids=["mxfp8", "mxfp8 of squares", "blockwise", "blockwise of rows", "rowwise"],
+)
+def test_a_part_has_the_scales_of_its_rows(quantizer: Any) -> None:
+    for shape, first in (((256, 300), 128), ((8, 32, 40), 4)):
+        master = torch.randn(shape)
+        weight, part = quantizer(torch.ones(shape)), quantizer(torch.ones_like(master[first:]))
+        start = first * master[0].numel()
+        quantize_master_weights([weight], [master[first:]], [start], None, [part])
+        for columnwise in (False, True):
+            expected = quantizer(master[first:]).for_usage(columnwise)
+            assert_same(part.for_usage(columnwise), expected, note=(shape, columnwise))
+
+
+def test_a_plan_follows_another_quantizer() -> None:
+    weight, master = Float8CurrentScalingQuantizer(E4M3)(torch.ones(4, 6)), torch.randn(4, 6) * 3
+    plan = MasterWeights([weight], [master])
+    plan.quantize()
+    other = Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=True)
+    weight.update_quantizer(other)
+    plan.quantize()
+    assert_same(weight.dequantize(), other(master).dequantize())
+
+
 @pytest.mark.parametrize("side", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("other", [Float8CurrentScalingQuantizer, MXFP8Quantizer])
 def test_one_side_of_a_hybrid(other: Any, side: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ottava
 from ottava import GridQuantizer, Layout
 from ottava.distributed import (
     MasterWeights,
@@ -131,6 +132,21 @@ def test_a_transpose_follows_the_bytes(quantizer: Any) -> None:
         assert weight._transpose is alias._transpose is None
         post_all_gather_processing([weight])
         assert_same(weight._transpose, weight._data.t())
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_forward_pass_rebuilds_a_transpose(recipe: Any, manual: bool) -> None:
+    """Unless the caller does, after the gather of the bytes."""
+    with columnwise_layout("transpose"), ottava.quantized_model_init(recipe):
+        layer: Any = ottava.nn.Linear(6, 4, recipe=recipe)
+        layer.weight.update_usage(columnwise_usage=True)
+        assert layer.weight._transpose is not None
+        quantize_master_weights(
+            [layer.weight], [torch.randn(4, 6)], None, manual_post_all_gather_processing=manual
+        )
+        assert layer.weight._transpose is None
+        layer(torch.ones(2, 6))
+        assert (layer.weight._transpose is None) == manual
 
 
 #: Positional arguments after the weights and the masters, those by name, and whether the order is
