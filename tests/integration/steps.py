@@ -118,7 +118,7 @@ class Rule:
         for tensor_type in ELEMENTS:
             slots = [slots[tensor_type] for slots in state.ranks]
             if self.reduces:
-                largest = max(slot.history[0] for slot in slots)
+                largest = max(slot.amax for slot in slots)
                 for slot in slots:
                     slot.observe(largest)
             for slot in slots:
@@ -235,9 +235,7 @@ class Bank(torch.nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(
-            ottava.nn.Linear(1, 1, bias=False) for _ in range(count)
-        )
+        self.layers = torch.nn.ModuleList(ottava.nn.Linear(1, 1, bias=False) for _ in range(count))
 
     def forward(self, call: Any, *inputs: torch.Tensor) -> Any:
         return tuple(call(place, x) for place, x in enumerate(inputs))
@@ -494,9 +492,7 @@ class Steps(RuleBasedStateMachine):
             layer.recomputed = (recipe,)
         return True
 
-    def call(
-        self, layer: Layer, use: Use, x: torch.Tensor, whole: bool | None
-    ) -> torch.Tensor:
+    def call(self, layer: Layer, use: Use, x: torch.Tensor, whole: bool | None) -> torch.Tensor:
         def in_blocks(x: torch.Tensor) -> torch.Tensor:
             with contextlib.ExitStack() as stack:
                 for name in use.blocks:

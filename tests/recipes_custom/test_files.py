@@ -227,8 +227,10 @@ def test_a_role_that_nothing_serves_is_named() -> None:
     assert complete("weight").recipe.name == "alpha"
     half = factory("default:\n  {rowwise: weights,\n   columnwise: alpha}")
     assert isinstance(half("weight"), HybridQuantizer)
-    weights, keeps = factory("default:\n  weights\n"), factory("default: {rowwise: alpha,\n "
-        "columnwise: keeps}")
+    weights, keeps = (
+        factory("default:\n  weights\n"),
+        factory("default: {rowwise: alpha,\n columnwise: keeps}"),
+    )
     for made, tensor_type, words in (
         (complete, "output", "model.yaml: nothing serves 'output' of layer 'a'"),
         (weights, "input", "model.yaml, line 1, column 1: nothing serves 'input' of layer 'a'"),

@@ -41,8 +41,12 @@ def codes(tensor: Any) -> torch.Tensor:
 @pytest.mark.parametrize("quant_dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("pow_2", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 1e-3])
-def test_bytes_and_scales_are_those_of_the_oracle(quant_dtype: Any, pow_2: bool, eps: float) -> None:
-    layout = Layout(quant_dtype, (None, None), rounding="floor" if pow_2 else "nearest", epsilon=eps)
+def test_bytes_and_scales_are_those_of_the_oracle(
+    quant_dtype: Any, pow_2: bool, eps: float
+) -> None:
+    layout = Layout(
+        quant_dtype, (None, None), rounding="floor" if pow_2 else "nearest", epsilon=eps
+    )
     for dtype in DTYPES:
         every = patterns(dtype)
         finite = torch.where(every.isfinite(), every, 0)

@@ -42,9 +42,17 @@ class Slot:
     def __post_init__(self) -> None:
         self.history = [0.0] * self.length
 
+    @property
+    def amax(self) -> float:
+        """That of the current step."""
+        return self.history[0]
+
     def observe(self, amax: float) -> None:
         if not amax <= self.history[0]:
             self.history[0] = amax
+
+    def calibrate(self, amax: float) -> None:
+        self.history[0] = amax
 
     def update(self) -> None:
         last = self.history[0]

@@ -75,7 +75,8 @@ def check_steps(length: int, algorithm: str, by_function: bool, steps: int) -> N
         for _ in range(3)
     ]
     states = {
-        name: [DelayedScalingState(recipe, ROLES) for _ in range(3)] for name in ("cpu", "reference")
+        name: [DelayedScalingState(recipe, ROLES) for _ in range(3)]
+        for name in ("cpu", "reference")
     }
     random = np.random.default_rng(length)
     for step in range(steps):
