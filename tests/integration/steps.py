@@ -274,19 +274,16 @@ class Steps(RuleBasedStateMachine):
     options: ClassVar[Any]
 
     def recipe(self, options: Any, reduces: bool) -> Any:
-        raise NotImplementedError
+        """A recipe that keeps state."""
 
     def slot(self, options: Any, tensor_type: str) -> Any:
-        """A slot of the rule: ``observe``, ``calibrate``, ``update``, ``scale``, ``history``."""
-        raise NotImplementedError
+        """A slot of the rule: scale, amax and saturated; observe, calibrate and update."""
 
-    def contents(self, slot: Any) -> list[Any]:
+    def contents(self, slot: Any) -> Any:
         """What a slot of the rule has."""
-        raise NotImplementedError
 
-    def found(self, state: Any, place: int) -> list[Any]:
-        """What a slot of a layer's state has, in the same order."""
-        raise NotImplementedError
+    def found(self, state: Any, place: int) -> Any:
+        """What a slot of a layer's state has, in the same form."""
 
     @initialize(data=st.data(), reduces=st.booleans())
     def start(self, data: Any, reduces: bool) -> None:
@@ -513,6 +510,7 @@ class Steps(RuleBasedStateMachine):
     def observe(self, layer: Layer, use: Use, x: torch.Tensor, recompute: bool | None) -> Run:
         """What the rule makes of a forward pass."""
         region = self.rule.stack[-1] if self.rule.stack else None
+        calibrates = region is not None and region.calibrating
         recipe, grad = self.rule.recipe_of(layer), torch.is_grad_enabled()
         run = Run(use, layer, x, recompute)
         needs = x.requires_grad or (region is not None and region.began)
@@ -522,17 +520,19 @@ class Steps(RuleBasedStateMachine):
         if recipe in ("A", "B"):
             state = self.state_of(layer, recipe)
             self.rule.join(state, training=training)
-            if region is not None and region.calibrating:
+            if calibrates:
                 for rank, slots in enumerate(state.ranks):
                     slots["input"].calibrate(abs(self.value(use.x, rank)))
                     slots["weight"].calibrate(abs(layer.module.weight.item()))
                 return run
             run.state = state
             run.quantized_x = self.quantize(state, "input", use.x, records=grad)
-            run.quantized_w = self.weight(layer, use, records=grad, keeps_records=training)
-        elif recipe == "current" and use.first is not None:
-            if not (region is not None and region.calibrating):
-                self.keep(layer, use, "current", None)
+            # A weight that is kept is recorded now, also in a reentrant checkpoint.
+            records = grad if use.first is None else training
+            run.quantized_w = self.weight(layer, use.first, records=records, again=False)
+        elif recipe == "current" and use.first is not None and not calibrates:
+            keeps = use.first or layer.kept is None or layer.kept[0] != "current"
+            layer.kept = ("current", None) if keeps else layer.kept
         return run
 
     def state_of(self, layer: Layer, recipe: str) -> State:
@@ -553,29 +553,21 @@ class Steps(RuleBasedStateMachine):
         slot.observe(abs(value))
         slot.saturated += abs(oracle.float32(value * slot.scale)) > slot.fp8_max
 
-    def weight(
-        self, layer: Layer, use: Use, *, records: bool, keeps_records: bool, again: bool = False
-    ) -> Operand:
+    def weight(self, layer: Layer, first: bool | None, *, records: bool, again: bool) -> Operand:
         """The quantized weight of a call, which ``again`` recomputes."""
         state = layer.state
         assert state is not None
-        if use.first is not None:
-            if layer.kept is not None and layer.kept[0] is state and (again or not use.first):
-                assert layer.kept[1] is not None
-                return layer.kept[1]
-            records = keeps_records
+        kept = first is not None and layer.kept is not None and layer.kept[0] is state
+        if kept and (again or not first):
+            return layer.kept[1]  # type: ignore[index,return-value]
         value = layer.module.weight.item()
         for slots in state.ranks:
             if records:
                 self.record(slots["weight"], value)
-        made = quantized(value, state.ranks[self.rank]["weight"].scale, "weight")
-        if use.first is not None:
-            layer.kept = (state, made)
-        return made
-
-    def keep(self, layer: Layer, use: Use, owner: Any, made: Operand | None) -> None:
-        if use.first or layer.kept is None or layer.kept[0] is not owner:
-            layer.kept = (owner, made)
+        operand = quantized(value, state.ranks[self.rank]["weight"].scale, "weight")
+        if first is not None:
+            layer.kept = (state, operand)
+        return operand
 
     # -- backward passes --
 
@@ -640,7 +632,8 @@ class Steps(RuleBasedStateMachine):
             # Of a reentrant checkpoint, which ran without gradients, it is the first record.
             records = run.recompute
             x = self.quantize(state, "input", use.x, records=records)
-            w = self.weight(run.layer, use, records=records, keeps_records=False, again=True)
+            records = records and use.first is None
+            w = self.weight(run.layer, use.first, records=records, again=True)
         dy = self.quantize(state, "grad_output", use.dy, records=True)
         state.pending = True
         if stopped:

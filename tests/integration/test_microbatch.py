@@ -1,4 +1,4 @@
-"""``ottava.microbatch``: what ``is_first_microbatch`` says for one layer, said for all in a block."""
+"""``ottava.microbatch``: ``is_first_microbatch`` for all layers in a block."""
 
 from __future__ import annotations
 

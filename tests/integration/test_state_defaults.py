@@ -1,5 +1,5 @@
-"""The state is float32 and lies where its layer does, whatever torch's defaults are where a model is
-built, converted and cast."""
+"""The state is float32 and lies where its layer does, whatever torch's defaults are where a model
+is built, converted and cast."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def on_cpu(function: Any, x: torch.Tensor) -> Any:
 
 
 class Sine(torch.autograd.Function):
-    """A function whose node in the graph is of a class in Python, as a reentrant checkpoint's is."""
+    """A function whose node in the graph is of a class in Python, as that of a checkpoint is."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
