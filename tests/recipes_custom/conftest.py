@@ -1,10 +1,8 @@
-"""A package with recipes and quantizer factories that the tests' recipe files name, installed for a
-module's tests."""
+"""A package with recipes and quantizer factories that recipe files name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -122,16 +120,9 @@ def alpha(role):
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def recipe_file_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def published_for_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The package, found while the tests of a module run."""
     modules = {"recipe_file_plugin": _PLUGIN, "recipe_file_impl": _IMPL}
     with published(tmp_path_factory.mktemp("packages"), "recipe-files", **modules):
         yield
-
-
-def write(folder: Path, text: str, name: str = "model.yaml") -> Path:
-    """A recipe file with this text."""
-    path = folder / name
-    path.write_bytes(text.encode())
-    return path
