@@ -69,8 +69,6 @@ TABLE = {
         "kill_cases": "zero_is_killed primary_is_killed resharded",
         # The examples.
         "example_cases": "interrupted_runs_end_as_others commands_of_the_documentation",
-        # 4, 2 x 2, 2 and 1 ranks and a process without a group load what each of them saved.
-        "sharded_checkpoint_cases": "every_recipe_on_any_number_of_ranks",
     },
 }
 CASES = [

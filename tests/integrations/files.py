@@ -16,7 +16,7 @@ from ottava.tensors import QuantizedTensor
 from tests.comparing import assert_same
 
 #: Dtypes of numpy by the names in the header of a file.
-NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "U8": np.uint8}
+NUMPY = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64}
 NUMPY |= {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
 NUMPY |= {"F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
@@ -35,21 +35,18 @@ def plain(path: Path) -> dict[str, np.ndarray[Any, Any]]:
     return arrays
 
 
-def dequantized(path: Path, name: str) -> np.ndarray[Any, Any]:
-    """The values of a weight in a file: data times scales, each for a block of equal size."""
+def dequantized(path: Path, name: str, block: tuple[int, int]) -> np.ndarray[Any, Any]:
+    """The values of a weight in a file whose rowwise data has a scale for each block."""
     arrays = plain(path)
-    mine = {key.removeprefix(f"{name}."): array for key, array in arrays.items() if name in key}
     if name in arrays:
         return arrays[name].astype(np.float32)
-    data = mine.get("rowwise_data", mine.get("data")).astype(np.float32)
-    scales = mine.get("rowwise_scale_inv", mine.get("fp8_scale_inv")).astype(np.float32)
-    if scales.size == 1:
-        return data * scales.reshape(())
-    for axis, size in enumerate(data.shape):
-        block = -(-size // scales.shape[axis])
-        block = 1 << (block - 1).bit_length() if scales.shape[axis] > 1 else size
-        scales = scales.repeat(block, axis)[(slice(None),) * axis + (slice(size),)]
-    return data * scales
+    old_names = f"{name}.data" in arrays
+    parts = ("data", "fp8_scale_inv") if old_names else ("rowwise_data", "rowwise_scale_inv")
+    data, scales = (arrays[f"{name}.{part}"].astype(np.float32) for part in parts)
+    scales = scales.reshape(-(-data.shape[0] // block[0]), -1)
+    for axis, size in enumerate(block):
+        scales = scales.repeat(size, axis)
+    return data * scales[: data.shape[0], : data.shape[1]]
 
 
 def same_files(a: Path, b: Path) -> None:
