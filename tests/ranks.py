@@ -217,12 +217,8 @@ class Collectives:
         return [size for name, _, size in self.calls if name in names]
 
 
-Counted = Collectives
-
-
 def failures(module: str, names: list[str], world: int = 2) -> dict[str, str | None]:
-    """What went wrong in each function of a module, or None: of tests that are no ``on_ranks``
-    yet."""
+    """What went wrong in each function of a module, or None."""
     found: dict[str, str | None] = {}
     for name in names:
         _, message, _ = _launch(getattr(importlib.import_module(module), name), world, SECONDS, {})
