@@ -261,10 +261,11 @@ def compat(session: nox.Session) -> None:
     find_links = "UV_FIND_LINKS" if _uses_uv(session) else "PIP_FIND_LINKS"
     install(session, *every, tools=[*TEST_TOOLS, "pyyaml"], torch=torch, without=find_links)
     session.run("python", "-c", "import torch; print('torch', torch.__version__)")
-    names = ["conformance", "compile", "fsdp", "linear", "recompute", "train"]
+    names = ["conformance", "compile", "linear", "recompute", "train"]
     recipes = sorted(
         p for name in names for p in (ROOT / "tests").glob(f"recipes_*/test_*{name}*.py")
     )
+    recipes += sorted((ROOT / "tests" / "integration").glob("test_fsdp*.py"))
     # Of the kernels' tests only test_direct runs, which is about questions to torch.
     left_out = [
         "kernels/test_[!d]*",

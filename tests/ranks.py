@@ -46,7 +46,13 @@ SECONDS = 120.0
 #: In which the other ranks can fail by themselves, once one has failed.
 GRACE = 2.0
 # What every rank would import for itself; ``fully_shard`` imports the first.
-IMPORTS = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "ottava.nn",
+    "ottava.kernels.cpu",
+)
 
 
 # -- in the process of pytest --
@@ -211,12 +217,8 @@ class Collectives:
         return [size for name, _, size in self.calls if name in names]
 
 
-Counted = Collectives
-
-
 def failures(module: str, names: list[str], world: int = 2) -> dict[str, str | None]:
-    """What went wrong in each function of a module, or None: of tests that are no ``on_ranks``
-    yet."""
+    """What went wrong in each function of a module, or None."""
     found: dict[str, str | None] = {}
     for name in names:
         _, message, _ = _launch(getattr(importlib.import_module(module), name), world, SECONDS, {})
@@ -236,7 +238,8 @@ def _main() -> None:
     import ottava
 
     for name in IMPORTS:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     for spec in ottava.list_recipes():
         ottava.get_recipe(spec.name)
     for line in sys.stdin:
@@ -295,9 +298,10 @@ def _rank(rank: int, request: dict[str, Any]) -> None:
         code = 0
     except BaseException:
         error = f"rank {rank} of {world}:\n{traceback.format_exc()}"
-        (folder / f"error-{rank}").write_text(error)
-    # Without the interpreter's finalization, which gloo's threads can abort.
-    os._exit(code)
+        (folder / f"error-{rank}").write_text(error, errors="replace")
+    finally:
+        # Without the interpreter's finalization, which gloo's threads can abort.
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Hidden folders of writers, found by nobody else and gone in the end; files that are replaced
-while they are read."""
+"""Hidden folders of writers, gone in the end; files that are replaced while they are read."""
 
 from __future__ import annotations
 
@@ -13,31 +12,31 @@ from typing import Any
 import pytest
 
 from ottava.errors import CheckpointError
-from ottava.filesystem import Partial, remove_leftovers, unreplaced
+from ottava.filesystem import Partial, open_text, read_bytes, remove_leftovers, unreplaced
 
 
 def test_a_folder_that_is_taken_for_a_leftover_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it is locked, at its opening and at its locking, another writer may remove it."""
-    real_mkdir, real_flock, made = os.mkdir, fcntl.flock, []
+    real_mkdir, real_flock, folders = os.mkdir, fcntl.flock, []
 
     def mkdir(path: Any, *mode: int) -> None:
         real_mkdir(path, *mode)
-        made.append(path)
-        if len(made) == 1:
+        folders.append(path)
+        if len(folders) == 1:
             os.rmdir(path)
 
     def flock(descriptor: int, how: int) -> None:
-        if len(made) == 2:
-            os.rmdir(made[1])
+        if len(folders) == 2:
+            os.rmdir(folders[1])
         real_flock(descriptor, how)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
     monkeypatch.setattr(fcntl, "flock", flock)
     descriptors = len(os.listdir("/dev/fd"))
     with Partial(tmp_path / "x") as partial:
-        assert len(made) == 3
+        assert len(folders) == 3
         assert [partial.path] == list(tmp_path.iterdir())
         remove_leftovers(tmp_path, ".x")
         assert partial.path.exists()
@@ -60,31 +59,49 @@ def test_without_locks_nothing_of_others_is_removed(
     assert (tmp_path / "x").read_text() == "whole"
 
 
-def test_what_was_left_goes_before_something_is_written(tmp_path: Path) -> None:
-    """So that a disk that it filled has room; names are no patterns."""
+def test_leftovers_go_before_something_is_written(tmp_path: Path) -> None:
+    """So that a disk that they filled has room; names are no patterns."""
     for name in ("[x]", "x"):
         with Partial(tmp_path / name) as partial:
             shutil.copytree(partial.path, tmp_path / f"{partial.path.name[:-8]}-left.partial")
-    assert len(list(tmp_path.iterdir())) == 2
     with Partial(tmp_path / "[x]"):
         assert sum(entry.name.startswith(".[x]") for entry in tmp_path.iterdir()) == 1
     assert [entry.name[:3] for entry in tmp_path.iterdir()] == [".x-"]
 
 
 @pytest.mark.parametrize(
-    ("raised", "seen"),
+    ("error", "expected"),
     [
         (KeyboardInterrupt, KeyboardInterrupt),
         (ValueError, CheckpointError),
         (None, CheckpointError),
     ],
 )
-def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path, raised: Any, seen: Any) -> None:
-    """What was read of two files is said to be that; an interrupt stays an interrupt."""
+def test_a_file_that_is_replaced_while_it_is_read(
+    tmp_path: Path, error: Any, expected: Any
+) -> None:
+    """An error comes from reading two files, and the message says so; Ctrl-C stays Ctrl-C."""
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(seen), unreplaced(path):
+    with pytest.raises(expected), unreplaced(path):
         (tmp_path / "new").write_text("another")
         (tmp_path / "new").replace(path)
-        if raised is not None:
-            raise raised
+        if error is not None:
+            raise error
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    with open_text(tmp_path / "text") as file:
+        file.write("a\n")
+        assert read_bytes(tmp_path / "text") == b"a\n"
+        file.write("bc")
+    assert read_bytes(tmp_path / "text", 3) == b"a\nb"
+    with open_text(tmp_path / "text"):
+        assert read_bytes(tmp_path / "text") == b""
+    os.mkfifo(tmp_path / "pipe")
+    for path, words in ((tmp_path, "folder"), (tmp_path / "pipe", "no regular file")):
+        for use in (read_bytes, open_text):
+            with pytest.raises(OSError, match=f"it is .*{words}"):
+                use(path)
+    with pytest.raises(FileNotFoundError):
+        read_bytes(tmp_path / "absent")

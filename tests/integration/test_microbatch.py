@@ -1,11 +1,9 @@
-"""``ottava.microbatch``: what ``is_first_microbatch`` says for one layer, said for all in a
-block."""
+"""``ottava.microbatch``: ``is_first_microbatch`` for all layers in a block."""
 
 from __future__ import annotations
 
 import copy
 import io
-import itertools
 import sys
 import threading
 import warnings
@@ -18,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.errors import OptionError
-from tests.combinations import slow
+from tests.comparing import assert_same
 
-RECIPES = ["delayed", "current"]
 MICROBATCHES = 3
+Run = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 class Net(torch.nn.Module):
@@ -37,7 +35,7 @@ class Net(torch.nn.Module):
         return self.down(hidden, is_first_microbatch=first)
 
 
-def net(recipe: str) -> Any:
+def net(recipe: str = "current") -> Any:
     return ottava.convert(Net(), ottava.get_recipe(recipe))
 
 
@@ -45,35 +43,21 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(number)) * (1 + number)
 
 
-def steps(
-    model: Any, run: Callable[[torch.Tensor, bool], torch.Tensor], count: int = 2
-) -> list[torch.Tensor]:
-    """What some steps of several microbatches give: outputs, gradients, weights and states."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made: list[torch.Tensor] = []
-    for step in range(count):
+def steps(model: Any, run: Run) -> list[torch.Tensor]:
+    """Outputs, gradients, weights and states of two steps of several microbatches."""
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(2):
         for number in range(MICROBATCHES):
-            # A converted model begins a step of scales with every forward pass, with or without
-            # microbatches.
             y = run(batch(step * MICROBATCHES + number).requires_grad_(), number == 0)
             y.square().mean().backward()
-            made.append(y.detach().clone())
-        made += [p.grad.clone() for p in model.parameters()]
+            results.append(y)
+        results += [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    return made + [value.clone() for value in model.state_dict().values()]
+    return [*results, *(value.clone() for value in model.state_dict().values())]
 
 
-def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
-    return len(got) == len(want) and all(map(torch.equal, got, want))
-
-
-def by_argument(recipe: str) -> list[torch.Tensor]:
-    model = net(recipe)
-    return steps(model, lambda x, first: model(x, first))
-
-
-def in_a_block(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+def in_a_block(model: Any) -> Run:
     def run(x: torch.Tensor, first: bool) -> torch.Tensor:
         with ottava.microbatch(first=first):
             y: torch.Tensor = model(x)
@@ -82,29 +66,11 @@ def in_a_block(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
     return run
 
 
-def with_other_blocks(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
-    """The innermost block says it, and the one around it goes on afterwards."""
+def with_other_blocks(model: Any) -> Run:
+    """The innermost block decides, and the one around it goes on afterwards."""
 
     def run(x: torch.Tensor, first: bool) -> torch.Tensor:
         with ottava.microbatch(first=not first), ottava.microbatch(first=first):
-            with ottava.microbatch(first=not first):
-                pass
-            y: torch.Tensor = model(x)
-        return y
-
-    return run
-
-
-def decorated(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
-    functions = {
-        first: ottava.microbatch(first=first)(lambda x: model(x)) for first in (True, False)
-    }
-    return lambda x, first: functions[first](x)
-
-
-def after_an_exception(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
-    def run(x: torch.Tensor, first: bool) -> torch.Tensor:
-        with ottava.microbatch(first=first):
             with pytest.raises(ZeroDivisionError), ottava.microbatch(first=not first):
                 raise ZeroDivisionError
             y: torch.Tensor = model(x)
@@ -113,7 +79,14 @@ def after_an_exception(model: Any) -> Callable[[torch.Tensor, bool], torch.Tenso
     return run
 
 
-def beside_the_argument(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+def decorated(model: Any) -> Run:
+    functions = {
+        first: ottava.microbatch(first=first)(lambda x: model(x)) for first in (True, False)
+    }
+    return lambda x, first: functions[first](x)
+
+
+def beside_the_argument(model: Any) -> Run:
     """What a call says goes before what a block says."""
 
     def run(x: torch.Tensor, first: bool) -> torch.Tensor:
@@ -124,96 +97,86 @@ def beside_the_argument(model: Any) -> Callable[[torch.Tensor, bool], torch.Tens
     return run
 
 
-def compiled(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+def around_a_checkpoint(use_reentrant: bool) -> Callable[[Any], Run]:
+    """The block is over when the recomputation runs."""
+
+    def way(model: Any) -> Run:
+        return in_a_block(lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
+
+    return way
+
+
+def inside_a_checkpoint(use_reentrant: bool) -> Callable[[Any], Run]:
+    def way(model: Any) -> Run:
+        run: Any = in_a_block(model)
+        return lambda x, first: checkpoint(run, x, first, use_reentrant=use_reentrant)
+
+    return way
+
+
+def compiled(model: Any) -> Run:
     torch._dynamo.reset()
     return in_a_block(torch.compile(model, backend="aot_eager", fullgraph=True))
 
 
-def compiled_with_the_block(model: Any) -> Callable[[torch.Tensor, bool], torch.Tensor]:
+def compiled_with_the_block(model: Any) -> Run:
     torch._dynamo.reset()
-    block: Callable[[torch.Tensor, bool], torch.Tensor]
-    block = torch.compile(in_a_block(model), backend="aot_eager", fullgraph=True)
-    return block
+    run: Any = torch.compile(in_a_block(model), backend="aot_eager", fullgraph=True)
+    return run  # type: ignore[no-any-return]
 
 
-WAYS = [
-    in_a_block,
-    with_other_blocks,
-    decorated,
-    after_an_exception,
-    beside_the_argument,
-]
+WAYS: dict[str, Callable[[Any], Run]] = {
+    "in a block": in_a_block,
+    "with other blocks": with_other_blocks,
+    "decorated": decorated,
+    "beside the argument": beside_the_argument,
+    "around a checkpoint": around_a_checkpoint(False),
+    "around a reentrant checkpoint": around_a_checkpoint(True),
+    "inside a checkpoint": inside_a_checkpoint(False),
+    "inside a reentrant checkpoint": inside_a_checkpoint(True),
+}
+COMPILED = {"compiled": compiled, "compiled with the block": compiled_with_the_block}
 
 
 @pytest.mark.parametrize(
     ("recipe", "way"),
     [
-        *itertools.product(RECIPES, WAYS),
-        ("delayed", compiled),
-        ("current", compiled_with_the_block),
-        *slow(("current", compiled), ("delayed", compiled_with_the_block)),
+        *((recipe, way) for recipe in ("delayed", "current") for way in WAYS),
+        ("delayed", "compiled"),
+        pytest.param("current", "compiled", marks=pytest.mark.slow),
+        pytest.param("current", "compiled with the block", marks=pytest.mark.slow),
     ],
 )
-def test_the_bytes_of_the_argument(recipe: str, way: Callable[..., Any]) -> None:
-    model = net(recipe)
-    assert same(steps(model, way(model)), by_argument(recipe))
+def test_a_block_has_the_bytes_of_the_argument(recipe: str, way: str) -> None:
+    model, other = net(recipe), net(recipe)
+    expected = steps(other, lambda x, first: other(x, first))
+    assert_same(steps(model, (WAYS | COMPILED)[way](model)), expected)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recomputed(recipe: str, inside: bool, use_reentrant: bool) -> None:
-    """The block is around the checkpoint, and over by the recomputation, or inside of what is
-    recomputed."""
-    model = net(recipe)
-    block = in_a_block(model)
-
-    def run(x: torch.Tensor, first: bool) -> torch.Tensor:
-        y: torch.Tensor
-        if inside:
-            y = checkpoint(block, x, first, use_reentrant=use_reentrant)
-            return y
-        with ottava.microbatch(first=first):
-            y = checkpoint(model, x, use_reentrant=use_reentrant)
-        return y
-
-    assert same(steps(model, run), by_argument(recipe))
-
-
-def test_weights_are_kept_in_a_block_alone() -> None:
-    """With False layers use what they kept, whatever the weight is now; after the block they
-    quantize it."""
-    model = net("current")
-    x = batch(0)
-    with ottava.microbatch(first=True):
-        before = model(x)
+def negated(model: Any) -> Any:
+    """The model with another weight, which only layers that quantize it notice."""
     with torch.no_grad():
         model.up.weight.mul_(-1.0)
-    with ottava.microbatch(first=False):
-        assert torch.equal(model(x), before)
-    assert not torch.equal(model(x), before)
+    return model
 
 
-def test_other_threads_are_not_in_the_block() -> None:
-    model = net("current")
-    x = batch(0)
-    told: list[torch.Tensor] = []
+def test_weights_are_kept_in_blocks_of_this_thread_alone() -> None:
+    model, x, elsewhere = net(), batch(0), []
     with ottava.microbatch(first=True):
         before = model(x)
-    with torch.no_grad():
-        model.up.weight.mul_(-1.0)
+    negated(model)
     with ottava.microbatch(first=False):
-        thread = threading.Thread(target=lambda: told.append(model(x)))
+        thread = threading.Thread(target=lambda: elsewhere.append(model(x)))
         thread.start()
         thread.join()
         assert torch.equal(model(x), before)
-    assert torch.equal(told[0], model(x))
-    assert not torch.equal(told[0], before)
+    assert torch.equal(model(x), elsewhere[0])
+    assert not torch.equal(elsewhere[0], before)
 
 
 def test_threads_may_share_a_block() -> None:
     """One enters it while another is in it, and each goes back to what it was in."""
-    model, block, x = net("current"), ottava.microbatch(first=True), batch(0)
+    model, block, x = net(), ottava.microbatch(first=True), batch(0)
     entered, left = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -226,99 +189,104 @@ def test_threads_may_share_a_block() -> None:
         model(x)
         thread.start()
         entered.wait()
-    with torch.no_grad():
-        model.up.weight.mul_(-1.0)
-    after = model(x)
+    after = negated(model)(x)
     left.set()
     thread.join()
-    assert torch.equal(after, net_with(model.up.weight)(x))
-
-
-def net_with(weight: torch.Tensor) -> Any:
-    made = net("current")
-    with torch.no_grad():
-        made.up.weight.copy_(weight)
-    return made
+    assert torch.equal(after, negated(net())(x))
 
 
 @pytest.mark.parametrize("first", [None, 1, "yes", torch.tensor(True)])
-def test_what_is_no_bool_is_refused(first: Any) -> None:
+def test_a_block_refuses_what_is_no_bool(first: Any) -> None:
     with pytest.raises(OptionError, match=r"first of a microbatch is .*Expected: True or False"):
         ottava.microbatch(first=first)
 
 
-def test_blocks_end_in_any_order_and_in_any_thread() -> None:
+def test_blocks_of_generators_end_in_any_order_and_in_any_thread() -> None:
     def block(first: bool) -> Iterator[None]:
         with ottava.microbatch(first=first):
             yield
 
-    layer, x = ottava.nn.Linear(32, 32, recipe="current"), torch.randn(16, 32)
+    model, x = net(), batch(0)
     outer, inner = block(True), block(False)
     next(outer)
     next(inner)
     outer.close()
-    layer(x)
-    quantized = layer._binding.microbatch_weight
-    assert quantized is not None
-    layer(x)
-    assert layer._binding.microbatch_weight is quantized, "the block that is left says False"
-    failed: list[BaseException] = []
+    before = model(x)
+    # The block that is left says False.
+    assert torch.equal(negated(model)(x), before)
+    errors: list[BaseException] = []
 
     def elsewhere() -> None:
-        inner.close()
         try:
-            layer(x)
+            inner.close()
+            model(x)
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
     # The block was never ended in the thread that it was begun in.
     del ottava.recipes.region.regions.microbatches[:]
-    assert not failed
-
-
-def test_a_kept_weight_is_that_of_the_parameter() -> None:
-    layer, x = ottava.nn.Linear(32, 32, recipe="current"), torch.randn(16, 32)
-    layer(x, is_first_microbatch=True)
-    size = io.BytesIO()
-    torch.save(layer, size)
-    assert copy.deepcopy(layer)._binding.microbatch_weight is None
-    assert size.tell() < 32 * 32 * 4 + 4096
-    layer.weight, layer.bias = (
-        torch.nn.Parameter(torch.zeros(32, 32)),
-        torch.nn.Parameter(torch.zeros(32)),
-    )
-    assert not layer(x, is_first_microbatch=False).any()
-    layer(x, is_first_microbatch=True)
-    layer.bfloat16()
-    assert layer._binding.microbatch_weight is None
-    layer(x.bfloat16(), is_first_microbatch=True)
-    layer.load_state_dict(layer.state_dict())
-    assert layer._binding.microbatch_weight is None
-
-
-def test_a_kept_weight_is_that_of_the_recipe() -> None:
-    """A region's other recipe quantizes it anew, whatever the call says."""
-    layer, x = ottava.nn.Linear(32, 32, recipe="current"), torch.randn(16, 32)
-    layer(x, is_first_microbatch=True)
-    other = ottava.nn.Linear.from_linear(layer)
-    with ottava.autocast("mxfp8"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        assert torch.equal(layer(x, is_first_microbatch=False), other(x))
-    assert type(layer._binding.microbatch_weight.storage).__name__ == "MXFP8TensorStorage"
+    assert not errors
 
 
 def test_a_block_begins_and_ends_without_a_call() -> None:
     """After one, an interrupt may come, which would leave the block open."""
-    block, seen = ottava.microbatch(first=True), []
-    own = {ottava.microbatch.__enter__.__code__, ottava.microbatch.__exit__.__code__}
-    outer = ottava.microbatch(first=False)
-    with outer:
-        sys.setprofile(lambda frame, event, _: seen.append(event) if frame.f_code in own else None)
+    block, events = ottava.microbatch(first=True), []
+    codes = {ottava.microbatch.__enter__.__code__, ottava.microbatch.__exit__.__code__}
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if frame.f_code in codes:
+            events.append(event)
+
+    with ottava.microbatch(first=False):
+        sys.setprofile(note)
         try:
             with block:
                 pass
         finally:
             sys.setprofile(None)
-    assert seen == ["call", "return"] * 2
+    assert events == ["call", "return"] * 2
+
+
+def loaded(layer: Any) -> None:
+    zeros = {name: torch.zeros_like(value) for name, value in layer.named_parameters()}
+    layer.load_state_dict(zeros, strict=False)
+
+
+def replaced(layer: Any) -> None:
+    layer.weight = torch.nn.Parameter(torch.zeros(32, 32))
+
+
+def bound(layer: Any) -> None:
+    layer.bind("mxfp8")
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("change", [loaded, replaced, torch.nn.Module.bfloat16, bound])
+def test_a_kept_weight_goes_with_the_parameter_and_the_recipe(change: Any, recipe: str) -> None:
+    layer: Any = ottava.nn.Linear(32, 32, recipe=recipe)
+    x = torch.randn(16, 32)
+    layer(x, is_first_microbatch=True)
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
+        change(layer)
+        other = ottava.nn.Linear.from_linear(copy.deepcopy(layer))
+        other.bind(layer.recipe)
+        x = x.to(layer.weight.dtype)
+        assert torch.equal(layer(x, is_first_microbatch=False), other(x))
+        # A region's other recipe quantizes it anew, whatever the call says.
+        with ottava.autocast("rowwise"):
+            assert torch.equal(layer(x, is_first_microbatch=False), other(x))
+
+
+def test_a_kept_weight_is_in_no_copy_and_no_file() -> None:
+    layer, x = ottava.nn.Linear(32, 32, bias=False, recipe="current"), torch.randn(16, 32)
+    layer(x, is_first_microbatch=True)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    assert file.tell() < 32 * 32 * 4 + 4096
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.weight.zero_()
+    assert not other(x, is_first_microbatch=False).any()

@@ -4,8 +4,9 @@ one warning."""
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,129 +15,106 @@ import torch
 import ottava
 
 RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
+# Each recipe before one and after one, and both ways between two with a state or none.
+PAIRS = [*zip(RECIPES, RECIPES[1:] + RECIPES[:1], strict=True), ("delayed", "current")]
 
 
 def plain() -> torch.nn.Sequential:
-    torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
 
 
-def primary(recipe: str) -> torch.nn.Sequential:
+def lone(recipe: str | None = None) -> Any:
+    return ottava.nn.Linear(32, 32, name="lone", recipe=recipe)
+
+
+def primary(recipe: str) -> Any:
     with ottava.quantized_model_init(recipe):
-        return torch.nn.Sequential(
-            *(ottava.nn.Linear(32, 32, name=f"layer {place}") for place in range(2))
-        )
+        layers = (ottava.nn.Linear(32, 32, name=f"layer {place}") for place in range(2))
+        return torch.nn.Sequential(*layers)
 
 
-class Told:
-    """What was warned of inside."""
-
-    def __enter__(self) -> list[str]:
-        self.texts: list[str] = []
-        self.caught = warnings.catch_warnings(record=True)
-        self.records: Any = self.caught.__enter__()
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """The warnings that are given inside."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        return self.texts
-
-    def __exit__(self, *error: Any) -> None:
-        self.caught.__exit__(*error)
-        self.texts += [str(record.message) for record in self.records]
+        yield texts
+    texts += [str(record.message) for record in records]
 
 
 def run(model: Any, *regions: Any) -> list[str]:
-    """A training step in each of these regions; what was warned of."""
-    with Told() as told:
+    """The warnings of a training step in each of these regions."""
+    with told() as texts:
         for region in regions:
             with region:
                 model(torch.ones(4, 32)).sum().backward()
-    return told
+    return texts
 
 
-@pytest.mark.parametrize(("bound", "other"), itertools.permutations(RECIPES, 2))
+@pytest.mark.parametrize(("bound", "other"), PAIRS)
 def test_a_region_of_another_kind(bound: str, other: str) -> None:
     """Once for each layer, however often it goes to and fro, and not for its copy again."""
     model = ottava.convert(plain(), bound)
     assert run(model, ottava.autocast()) == []
-    told = run(model, *[ottava.autocast(other), ottava.autocast()] * 3)
-    assert sorted(told) == [
-        f"Linear '{name}' changes from recipe '{bound}' to '{other}'" for name in "02"
-    ]
+    texts = run(model, *[ottava.autocast(other), ottava.autocast()] * 2)
+    change = f"changes from recipe '{bound}' to '{other}'"
+    assert sorted(texts) == [f"Linear '{name}' {change}" for name in "02"]
     assert run(copy.deepcopy(model), ottava.autocast(other)) == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_no_change_of_kind(recipe: str) -> None:
-    """High precision, an equal recipe, other options of one that keeps nothing, and binding
-    anew."""
-    model = ottava.convert(plain(), recipe)
-    regions = [
-        ottava.autocast(enabled=False),
-        ottava.autocast(),
-        ottava.autocast(ottava.get_recipe(recipe)),
-    ]
+    """High precision, an equal recipe, other options of one that keeps nothing, binding anew, and a
+    weight of the layer's own recipe."""
+    equal = ottava.get_recipe(recipe)
+    regions = [ottava.autocast(enabled=False), ottava.autocast(), ottava.autocast(equal)]
     if recipe in ("current", "blockwise", "rowwise"):
         regions.append(ottava.autocast(ottava.get_recipe(recipe, amax_epsilon=0.5)))
-    assert run(model, *regions) == []
-    with Told() as told:
+    with told() as texts:
+        of_its_own = ottava.convert(primary(recipe), recipe)
+        model = ottava.convert(plain(), recipe)
         for other in RECIPES:
             ottava.convert(model, other)
             model(torch.ones(4, 32)).sum().backward()
-    assert told == []
+    assert texts == []
+    assert run(of_its_own, *regions[:3]) == []
+    assert run(ottava.convert(plain(), recipe), *regions) == []
 
 
-def test_regions_alone() -> None:
-    """Layers without a bound recipe change between regions."""
-    model = torch.nn.Sequential(ottava.nn.Linear(32, 32, name="lone"))
-    told = run(
-        model, ottava.autocast("current"), ottava.autocast("mxfp8"), ottava.autocast("current")
+def test_layers_without_a_bound_recipe_and_states_that_are_discarded() -> None:
+    regions = [ottava.autocast(name) for name in ("current", "mxfp8", "current")]
+    assert run(lone(), *regions) == ["Linear 'lone' changes from recipe 'current' to 'mxfp8'"]
+    (text,) = run(
+        lone(),
+        ottava.autocast(ottava.get_recipe("delayed", amax_history_len=4)),
+        ottava.autocast("delayed"),
     )
-    assert told == ["Linear 'lone' changes from recipe 'current' to 'mxfp8'"]
+    assert "the scaling state of Linear 'lone' is discarded" in text
 
 
-def test_state_that_is_discarded_is_told_of_as_ever() -> None:
-    layer = ottava.nn.Linear(
-        32, 32, name="lone", recipe=ottava.get_recipe("delayed", amax_history_len=4)
-    )
-    (told,) = run(layer, ottava.autocast("delayed"))
-    assert "the scaling state of Linear 'lone' is discarded" in told
-
-
-@pytest.mark.parametrize(("kept", "other"), itertools.permutations(RECIPES, 2))
+@pytest.mark.parametrize(("kept", "other"), PAIRS)
 def test_a_weight_that_another_recipe_keeps(kept: str, other: str) -> None:
     """Known when the layer is bound, or at its first forward pass in a region."""
-    with Told() as told:
+    with told() as texts:
         model = ottava.convert(primary(kept), other)
-    assert len(told) == 2
-    for place, text in enumerate(told):
-        assert text.startswith(
-            f"the weight of Linear 'layer {place}' stays as a Float8"
-            if kept != "mxfp8"
-            else "the w"
-        )
+    assert len(texts) == 2
+    for place, text in enumerate(texts):
+        assert text.startswith(f"the weight of Linear 'layer {place}' stays as a ")
         assert f"runs under '{other}'" in text
         assert f"quantized_model_init('{other}')" in text
         assert "torch.nn.Parameter(weight.dequantize())" in text
     assert run(model, *[ottava.autocast()] * 2) == []
+    # The remedy.
     for layer in model:
         layer.weight = torch.nn.Parameter(layer.weight.dequantize())
-    with Told() as told:
+    with told() as texts:
         ottava.convert(model, other, primary=True)
-    assert told == []
+    assert texts == []
     assert all(isinstance(layer.weight, ottava.QuantizedTensor) for layer in model)
     assert run(model, ottava.autocast()) == []
-    (first, second) = run(primary(kept), *[ottava.autocast(other)] * 2)
-    assert "Linear 'layer 0'" in first
-    assert "Linear 'layer 1'" in second
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_weight_of_its_own_recipe(recipe: str) -> None:
-    with Told() as told:
-        model = ottava.convert(primary(recipe), recipe)
-    assert told == []
-    assert (
-        run(model, ottava.autocast(), ottava.autocast(recipe), ottava.autocast(enabled=False)) == []
-    )
+    texts = run(primary(kept), *[ottava.autocast(other)] * 2)
+    assert [f"Linear 'layer {place}'" in text for place, text in enumerate(texts)] == [True] * 2
 
 
 def put(layer: Any, weight: Any) -> None:
@@ -148,18 +126,17 @@ def loaded(layer: Any, weight: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [put, loaded])
-def test_a_weight_that_another_recipe_quantized_comes_later(how: Any) -> None:
+def test_a_weight_of_another_recipe_that_comes_later(how: Any) -> None:
     """Also after a change of the recipe was told of."""
-    model = torch.nn.Sequential(ottava.nn.Linear(32, 32, name="late", recipe="current"))
-    assert len(run(model, ottava.autocast("mxfp8"), ottava.autocast())) == 1
-    weight = primary("mxfp8")[0].weight
-    with Told() as told:
-        how(model[0], weight)
-        how(model[0], weight)
-        model(torch.ones(4, 32))
-    assert len(told) == 1
-    assert "the weight of Linear 'late' stays as a MXFP8Quantizer quantized it" in told[0]
-    with Told() as told:
-        how(ottava.nn.Linear(32, 32, recipe="mxfp8"), weight)
-        how(ottava.nn.Linear(32, 32), weight)
-    assert told == []
+    layer, weight = lone("current"), primary("mxfp8")[0].weight
+    assert len(run(layer, ottava.autocast("mxfp8"), ottava.autocast())) == 1
+    with told() as texts:
+        how(layer, weight)
+        how(layer, weight)
+        layer(torch.ones(4, 32))
+    assert len(texts) == 1
+    assert "the weight of Linear 'lone' stays as a MXFP8Quantizer quantized it" in texts[0]
+    with told() as texts:
+        how(lone("mxfp8"), weight)
+        how(lone(), weight)
+    assert texts == []

@@ -1,8 +1,7 @@
-"""Sharded checkpoints of real recipes under FSDP2: every byte is kept, whoever saves and loads."""
+"""Sharded checkpoints of every recipe, on four ranks and in one process."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,38 +9,61 @@ import torch
 
 from ottava.checkpoint import load_sharded, save_sharded
 from ottava.errors import CheckpointError
+from ottava_integrations import read_state
+from tests import ranks
+from tests.integration.sharded_checkpoint_cases import (
+    CASES,
+    OTHER_RECIPES,
+    RECIPES,
+    Training,
+    gathered,
+    same,
+)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-sys.path.insert(0, str(Path(__file__).parent))
 
-from sharded_checkpoint_cases import RECIPES, Training, gathered, same
+MODULE = "tests.integration.sharded_checkpoint_cases"
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str | None]:
+    return ranks.failures(MODULE, CASES, 4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_four_ranks(case: str, failures: dict[str, str | None]) -> None:
+    assert failures[case] is None, failures[case]
+
+
+@pytest.mark.slow
+def test_other_recipes_on_four_ranks() -> None:
+    assert ranks.failures(MODULE, OTHER_RECIPES, 4) == dict.fromkeys(OTHER_RECIPES)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
-def test_a_state_of_another_recipe_is_refused(kind: str, tmp_path: Path) -> None:
-    training = Training(kind, 1)
-    training.step()
-    save_sharded(training.net.state_dict(), tmp_path / "saved")
+def test_in_one_process(kind: str, tmp_path: Path) -> None:
+    """Loaded into a model of the recipe, which computes with it, and refused by others."""
+    saved, loaded, x = Training(kind, 1), Training(kind, 2), torch.ones(4, 40)
+    saved.step()
+    save_sharded(saved.state(), tmp_path / "saved")
+    expected = gathered(saved.state())
     for other in RECIPES:
         if other == kind:
             continue
         fresh = Training(other, 2)
         before = gathered(fresh.net.state_dict())
         # Current and delayed scaling have the same tensors, and differ in the state besides.
-        kinds = {name: RECIPES[name][0] for name in (kind, other)}
-        strict = set(kinds.values()) <= {"current", "delayed"}
+        strict = {kind, other} == {"current", "delayed"}
         with pytest.raises(CheckpointError, match="recipe_state" if strict else "0.weight"):
-            load_sharded(fresh.net.state_dict(), tmp_path / "saved", strict=strict)
+            load_sharded({"model": fresh.net.state_dict()}, tmp_path / "saved", strict=strict)
         same(gathered(fresh.net.state_dict()), before, f"{kind} into {other}")
-
-
-@pytest.mark.parametrize("kind", RECIPES)
-def test_a_layer_computes_with_what_was_loaded(kind: str, tmp_path: Path) -> None:
-    """Whatever it has kept from the products before."""
-    saved, loaded, x = Training(kind, 1), Training(kind, 2), torch.ones(4, 40).bfloat16()
-    save_sharded(saved.net.state_dict(), tmp_path / "saved")
     with torch.no_grad():
-        expected = saved.net(x)
-        assert not torch.equal(loaded.net(x), expected)
-        load_sharded(loaded.net.state_dict(), tmp_path / "saved")
-        assert torch.equal(loaded.net(x), expected)
+        y = loaded.net(x)
+        loaded.resume(tmp_path / "saved")
+        assert not torch.equal(loaded.net(x), y)
+        assert torch.equal(loaded.net(x), saved.net(x))
+    same(gathered(loaded.state()), expected, kind)
+    state, _ = read_state(tmp_path / "saved")
+    names = {name: value for name, value in state.items() if name.startswith("model.")}
+    model = {"model": {name.removeprefix("model."): value for name, value in names.items()}}
+    for name, value in gathered(model).items():
+        assert torch.equal(value, expected[name]), name

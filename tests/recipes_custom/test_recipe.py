@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,195 +27,198 @@ from ottava_custom import (
     mirror,
 )
 
-
-def kinds(recipe: Any, name: str = "") -> list[str]:
-    return [
-        type(recipe.quantizer(QuantizerRole("linear", t, name))).__name__
-        for t in ("input", "weight", "grad_output")
-    ]
+REF, IDENTITY, HYBRID = CurrentScalingQuantizerRef, IdentityQuantizer, HybridQuantizer
+TENSORS = ("input", "weight", "grad_output")
 
 
-REF, IDENTITY = "CurrentScalingQuantizerRef", "IdentityQuantizer"
+def kinds(recipe: Any, name: str = "") -> list[type]:
+    return [type(recipe.quantizer(QuantizerRole("linear", t, name))) for t in TENSORS]
 
 
-def test_by_itself_it_is_the_reference() -> None:
-    recipe = ottava.get_recipe("custom")
-    assert recipe == CustomRecipe(current_scaling_ref_quantizer_factory)
-    assert kinds(recipe) == [REF] * 3
-    assert ottava.get_recipe("custom", qfactory="identity") == CustomRecipe(identity_factory)
-    assert CustomRecipe("current-ref").qfactory is current_scaling_ref_quantizer_factory
+def over(factory: Any) -> CustomRecipe:
+    """The reference, with a factory over it."""
+    recipe = CustomRecipe(current_scaling_ref_quantizer_factory)
+    recipe.set_quantizer_factory(factory)
+    return recipe
 
 
-def test_a_function_is_asked_for_each_role_of_each_layer() -> None:
-    asked = []
+#: Recipe, layer, and what serves input, weight and grad_output.
+SERVED: dict[str, tuple[Any, str, list[type]]] = {
+    "the default": (ottava.get_recipe("custom"), "", [REF] * 3),
+    "the name of a factory": (CustomRecipe("current-ref"), "", [REF] * 3),
+    "an option": (ottava.get_recipe("custom", qfactory="identity"), "", [IDENTITY] * 3),
+    "by tensor": (CustomRecipe(by_tensor("custom", weight="identity")), "", [REF, IDENTITY, REF]),
+    "by direction": (
+        *(CustomRecipe(by_direction("custom", identity_factory)), ""),
+        [HYBRID, HYBRID, IDENTITY],
+    ),
+    "a mirror": (CustomRecipe(mirror("custom", qfactory="identity")), "", [IDENTITY] * 3),
+    "a mirror of a recipe": (CustomRecipe(mirror(CustomRecipe("identity"))), "", [IDENTITY] * 3),
+    "a factory over it": (
+        *(over(lambda role: IDENTITY() if role.tensor_type == "weight" else None), ""),
+        [REF, IDENTITY, REF],
+    ),
+    "the name of a factory over it": (over("identity"), "", [IDENTITY] * 3),
+    "no factory over it": (over(None), "", [REF] * 3),
+}
+EDGES = CustomRecipe(by_layer({"first": "identity", "head*": identity_factory}, "custom"))
+SERVED |= {
+    f"the layer {name}": (EDGES, name, [kind] * 3)
+    for name, kind in {
+        "first": IDENTITY,
+        "first.proj": IDENTITY,
+        "head.0": IDENTITY,
+        "body.first": REF,
+        "firsts": REF,
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_what_serves_a_role(name: str) -> None:
+    recipe, layer, expected = SERVED[name]
+    assert kinds(recipe, layer) == expected
+
+
+def test_the_sides_of_a_direction() -> None:
+    made: Any = CustomRecipe(by_direction("custom", "identity")).quantizer("weight")
+    assert type(made.rowwise_quantizer) is REF
+    assert type(made.columnwise_quantizer) is IDENTITY
+
+
+def test_recipes_compare_copy_and_pickle() -> None:
+    def made(pattern: str = "a") -> CustomRecipe:
+        by_weight = by_tensor("custom", weight="identity")
+        return CustomRecipe(by_layer({pattern: by_weight}, by_direction("custom", "identity")))
+
+    assert made() == made() == pickle.loads(pickle.dumps(made())) == copy.deepcopy(made())
+    assert made().same_as(made())
+    assert made() != made("b")
+    assert ottava.get_recipe("custom") == CustomRecipe(current_scaling_ref_quantizer_factory)
+    assert mirror("custom")(QuantizerRole()) == QuantizerRequest(ottava.get_recipe("custom"))
+
+
+def test_a_function_is_asked_once_for_each_role_of_each_layer() -> None:
+    asked: list[tuple[str, str, str]] = []
 
     def qfactory(role: QuantizerRole) -> Any:
         asked.append((role.module_type, role.tensor_type, role.name))
-        return IdentityQuantizer()
-
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    ottava.convert(model, CustomRecipe(qfactory))
-    assert {
-        ("linear", t, n) for t in ("input", "weight", "grad_output") for n in ("0", "1")
-    } == set(asked)
-
-
-def test_how_often_a_function_is_asked() -> None:
-    calls: list[str] = []
-
-    def qfactory(role: QuantizerRole) -> Any:
-        calls.append(role.tensor_type)
         return current_scaling_ref_quantizer_factory(role)
 
     def converted(primary: bool) -> torch.nn.Module:
         net = torch.nn.Sequential(torch.nn.Linear(8, 8))
         return ottava.convert(net, CustomRecipe(qfactory), primary=primary)
 
-    def made(primary: bool) -> torch.nn.Module:
+    def built(primary: bool) -> torch.nn.Module:
         recipe = CustomRecipe(qfactory)
         with ottava.quantized_model_init(recipe, enabled=primary):
-            return ottava.nn.Linear(8, 8, recipe=recipe)
+            return ottava.nn.Linear(8, 8, name="0", recipe=recipe)
 
-    def over(primary: bool) -> torch.nn.Module:
-        recipe = CustomRecipe(current_scaling_ref_quantizer_factory)
-        recipe.set_quantizer_factory(qfactory)
-        return ottava.convert(torch.nn.Linear(8, 8), recipe, primary=primary)
+    def converted_under_it(primary: bool) -> torch.nn.Module:
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8))
+        return ottava.convert(net, over(qfactory), primary=primary)
 
-    for make in (converted, made, over):
+    def in_blocks(primary: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+        layer = ottava.nn.Linear(8, 8, name="0")
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with ottava.autocast(CustomRecipe(qfactory)):
+                return layer(x)  # type: ignore[no-any-return]
+
+        return run
+
+    for make in (converted, built, converted_under_it, in_blocks):
         for primary in (False, True):
-            model = make(primary)
+            run = make(primary)
             for _ in range(2):
-                model(torch.randn(4, 8)).sum().backward()
-            assert sorted(calls) == ["grad_output", "input", "weight"], (make, primary)
-            calls.clear()
-    layer = ottava.nn.Linear(8, 8)
-    for _ in range(2):
-        with ottava.autocast(CustomRecipe(qfactory)):
-            layer(torch.randn(4, 8)).sum().backward()
-    assert sorted(calls) == ["grad_output", "input", "weight"]
+                run(torch.randn(4, 8)).sum().backward()
+            roles = [("linear", tensor_type, "0") for tensor_type in sorted(TENSORS)]
+            assert sorted(asked) == roles, (make.__name__, primary)
+            asked.clear()
 
 
-def test_first_and_last_layers_stay_in_high_precision() -> None:
-    recipe = CustomRecipe(by_layer({"first": "identity", "head*": identity_factory}, "custom"))
-    assert kinds(recipe, "first") == kinds(recipe, "head.0") == [IDENTITY] * 3
-    assert kinds(recipe, "first.proj") == [IDENTITY] * 3
-    assert kinds(recipe, "body.first") == kinds(recipe, "firsts") == [REF] * 3
-    model = torch.nn.Sequential()
-    for name in ("first", "body", "head"):
-        model.add_module(name, torch.nn.Linear(8, 8))
-    twin = copy.deepcopy(model)
-    ottava.convert(model, recipe)
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(model.first(x), twin.first(x))
-    assert not torch.allclose(model.body(x), twin.body(x), rtol=1e-4)
+def test_explanations() -> None:
+    recipe = CustomRecipe(by_layer({"head": "identity"}, by_direction("custom", identity_factory)))
+    explained = recipe.explain(QuantizerRole("linear", "weight", "body"))
+    assert explained.rowwise == "CurrentScalingQuantizerRef E4M3"
+    assert explained.columnwise == "IdentityQuantizer"
+    explained = recipe.explain(QuantizerRole("linear", "input", "head"))
+    assert (explained.rowwise, explained.columnwise) == ("IdentityQuantizer",) * 2
+    assert recipe.rules() == ()
 
 
-def test_tensors_and_directions() -> None:
-    recipe = CustomRecipe(by_tensor("custom", weight="identity"))
-    assert kinds(recipe) == [REF, IDENTITY, REF]
-    recipe = CustomRecipe(by_direction("custom", identity_factory))
-    assert kinds(recipe) == ["HybridQuantizer", "HybridQuantizer", IDENTITY]
-    made: Any = recipe.quantizer("weight")
-    assert isinstance(made, HybridQuantizer)
-    assert isinstance(made.rowwise_quantizer, CurrentScalingQuantizerRef)
-    assert isinstance(made.columnwise_quantizer, IdentityQuantizer)
+def test_a_pattern_that_fits_no_layer_is_refused_with_the_nearest() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    recipe = CustomRecipe(by_tensor("custom", weight=by_layer({"10": "identity"}, "custom")))
+    with pytest.raises(OptionError, match=r"pattern '10' of by_layer matches no layer"):
+        ottava.convert(model, recipe)
 
 
-def test_factories_nest_compare_and_pickle() -> None:
-    def made() -> CustomRecipe:
-        return CustomRecipe(
-            by_layer(
-                {"a": by_tensor("custom", weight="identity")}, by_direction("custom", "identity")
-            )
-        )
+WEIGHT = QuantizerRole("", "weight")
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a number": (lambda: CustomRecipe(3), DTypeError, "qfactory is a int"),  # type: ignore[arg-type]
+    "a function of nothing": (
+        lambda: CustomRecipe(lambda: None),  # type: ignore[arg-type,misc]
+        *(DTypeError, r"qfactory cannot be called.*qfactory\(role\)"),
+    ),
+    "a function of two": (
+        lambda: CustomRecipe(lambda role, layer: None),  # type: ignore[arg-type,misc]
+        *(DTypeError, "qfactory cannot be called.*'layer'"),
+    ),
+    "a path": (
+        lambda: CustomRecipe("a/model.yaml"),  # type: ignore[arg-type]
+        *(OptionError, r"CustomRecipe.from_file\('a/model.yaml'\)"),
+    ),
+    "an unknown name": (
+        lambda: CustomRecipe("nonesuch"),  # type: ignore[arg-type]
+        *(RecipeNotFoundError, "quantizer factory 'nonesuch'"),
+    ),
+    "no quantizer": (
+        lambda: CustomRecipe(lambda role: None).quantizer("input"),
+        *(DTypeError, "returned None for .*IdentityQuantizer"),
+    ),
+    "a text for a quantizer": (
+        lambda: CustomRecipe(lambda role: "x").quantizer("input"),
+        *(DTypeError, "returned a str for"),
+    ),
+    "a class for a quantizer": (
+        lambda: CustomRecipe(lambda role: IDENTITY).quantizer("input"),
+        *(DTypeError, "returned a ABCMeta for"),
+    ),
+    "a factory and a file": (
+        lambda: ottava.get_recipe("custom", qfactory="identity", file="a.yaml"),
+        *(OptionError, "qfactory and file"),
+    ),
+    "a pattern that is a number": (
+        lambda: by_layer({3: "identity"}, "identity"),  # type: ignore[dict-item]
+        *(DTypeError, "a pattern is a int"),
+    ),
+    "a factory that is a number": (
+        lambda: by_layer({"a": 3}, "identity"),  # type: ignore[dict-item]
+        *(DTypeError, "the factory is a int"),
+    ),
+    "an unknown default": (*(lambda: by_layer({}, "nonesuch"), RecipeNotFoundError, "nonesuch"),),
+    "an unknown tensor": (
+        lambda: by_tensor("identity", wieght="identity"),
+        *(OptionError, "tensor type 'wieght'"),
+    ),
+    "no quantizer for a side": (
+        lambda: by_direction("identity", lambda role: None)(WEIGHT),
+        *(OptionError, "no quantizer"),
+    ),
+    "options for a recipe that is built": (
+        lambda: mirror(CustomRecipe(identity_factory), qfactory="identity"),
+        *(DTypeError, "options for a recipe that is built"),
+    ),
+    "a mirror of nothing": (lambda: mirror("nonesuch"), RecipeNotFoundError, "nonesuch"),
+    "a mirror of a number": (lambda: mirror(3), DTypeError, "int"),  # type: ignore[arg-type]
+}
 
-    assert made() == made()
-    assert pickle.loads(pickle.dumps(made())) == made()
-    assert copy.deepcopy(made()) == made()
-    assert made() != CustomRecipe(
-        by_layer({"b": by_tensor("custom", weight="identity")}, "identity")
-    )
-    assert made().same_as(made())
 
-
-def test_a_mirror_asks_the_recipe() -> None:
-    assert mirror("custom")(QuantizerRole()) == QuantizerRequest(ottava.get_recipe("custom"))
-    assert kinds(CustomRecipe(mirror("custom", qfactory="identity"))) == [IDENTITY] * 3
-    assert kinds(CustomRecipe(mirror(CustomRecipe(identity_factory)))) == [IDENTITY] * 3
-    with pytest.raises(DTypeError, match="options for a recipe that is built"):
-        mirror(CustomRecipe(identity_factory), qfactory="identity")
-    with pytest.raises(RecipeNotFoundError, match="nonesuch"):
-        mirror("nonesuch")
-    with pytest.raises(DTypeError):
-        mirror(3)  # type: ignore[arg-type]
-
-
-def test_a_factory_over_it_comes_first() -> None:
-    recipe = CustomRecipe(current_scaling_ref_quantizer_factory)
-    recipe.set_quantizer_factory(
-        lambda role: IdentityQuantizer() if role.tensor_type == "weight" else None
-    )
-    assert kinds(recipe) == [REF, IDENTITY, REF]
-    recipe.set_quantizer_factory("identity")
-    assert kinds(recipe) == [IDENTITY] * 3
-    recipe.set_quantizer_factory(None)
-    assert kinds(recipe) == [REF] * 3
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
-    [
-        (lambda: CustomRecipe(3), DTypeError, "qfactory is a int"),
-        (lambda: CustomRecipe(None), DTypeError, "qfactory is a NoneType"),
-        (
-            lambda: CustomRecipe(lambda: None),
-            DTypeError,
-            r"qfactory cannot be called.*qfactory\(role\)",
-        ),
-        (
-            lambda: CustomRecipe(lambda role, layer: None),
-            DTypeError,
-            "qfactory cannot be called.*'layer'",
-        ),
-        (
-            lambda: CustomRecipe("a/model.yaml"),
-            OptionError,
-            r"CustomRecipe.from_file\('a/model.yaml'\)",
-        ),
-        (lambda: CustomRecipe("nonesuch"), RecipeNotFoundError, "quantizer factory 'nonesuch'"),
-        (
-            lambda: CustomRecipe(lambda role: None).quantizer("input"),
-            DTypeError,
-            "returned None for .*IdentityQuantizer",
-        ),
-        (
-            lambda: CustomRecipe(lambda role: "x").quantizer("input"),
-            DTypeError,
-            "returned a str for",
-        ),
-        (
-            lambda: CustomRecipe(lambda role: IdentityQuantizer).quantizer("input"),
-            DTypeError,
-            "returned a ABCMeta for",
-        ),
-        (
-            lambda: ottava.get_recipe("custom", qfactory="identity", file="a.yaml"),
-            OptionError,
-            "qfactory and file",
-        ),
-        (lambda: by_layer({3: "identity"}, "identity"), DTypeError, "a pattern is a int"),
-        (lambda: by_layer({"a": 3}, "identity"), DTypeError, "the factory is a int"),
-        (lambda: by_layer({}, "nonesuch"), RecipeNotFoundError, "nonesuch"),
-        (lambda: by_tensor("identity", wieght="identity"), OptionError, "tensor type 'wieght'"),
-        (
-            lambda: by_direction("identity", lambda role: None)(QuantizerRole("", "weight")),
-            OptionError,
-            "no quantizer",
-        ),
-    ],
-)
-def test_mistakes_are_told(make: Any, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said):
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told(name: str) -> None:
+    make, error, words = MISTAKES[name]
+    with pytest.raises(error, match=words):
         make()
 
 
@@ -222,21 +226,9 @@ def test_a_factory_that_raises_leaves_the_model_as_it_was() -> None:
     def qfactory(role: QuantizerRole) -> Any:
         if role.name == "1":
             raise ValueError("not this one")
-        return IdentityQuantizer()
+        return IDENTITY()
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match="not this one"):
         ottava.convert(model, CustomRecipe(qfactory))
     assert type(model[0]) is torch.nn.Linear
-
-
-def test_what_a_function_gives_is_explained() -> None:
-    recipe = CustomRecipe(by_layer({"head": "identity"}, by_direction("custom", identity_factory)))
-    made = recipe.explain(QuantizerRole("linear", "weight", "body"))
-    assert (made.rowwise, made.columnwise) == (
-        "CurrentScalingQuantizerRef E4M3",
-        "IdentityQuantizer",
-    )
-    made = recipe.explain(QuantizerRole("linear", "input", "head"))
-    assert (made.rowwise, made.columnwise) == ("IdentityQuantizer", "IdentityQuantizer")
-    assert recipe.rules() == ()

@@ -1,4 +1,4 @@
-"""The reference of current scaling: its bytes against numbers, and its tensors."""
+"""The reference of current scaling: bytes, tensors, products and layers, against numbers."""
 
 from __future__ import annotations
 
@@ -6,281 +6,157 @@ import copy
 import io
 import itertools
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ottava import kernels, prepare_for_saving, restore_from_saved
+import ottava
+from ottava import Layout, kernels, prepare_for_saving, restore_from_saved
 from ottava.distributed import is_custom
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+from ottava.gemm import gemm
 from ottava_custom import (
     CurrentScalingQuantizerRef,
     CurrentScalingTensorRef,
     CurrentScalingTensorRefStorage,
+    CustomRecipe,
+    by_layer,
     current_scaling_ref_factory,
     current_scaling_ref_quantizer_factory,
 )
-from tests.cases import told
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-
-import oracle
+from tests import arrays
+from tests.comparing import assert_same
+from tests.samples import DTYPES, patterns, special, strided, wide
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
-NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
-FORMATS = pytest.mark.parametrize("quant_dtype", [E4M3, E5M2])
-HIGH = [torch.float32, torch.bfloat16, torch.float16]
-SPECIAL = [
-    math.nan,
-    math.inf,
-    -math.inf,
-    0.0,
-    -0.0,
-    1e-45,
-    -1e-40,
-    6e-8,
-    448.0,
-    464.0,
-    57344.0,
-    3.4e38,
-    -1.0,
-]
+USAGES = [(True, True), (True, False), (False, True)]
+reference = CurrentScalingQuantizerRef
 
 
-def codes_of(tensor: Any) -> torch.Tensor:
-    return tensor.data.view(torch.uint8)
+def codes(tensor: Any) -> torch.Tensor:
+    return tensor.data.view(torch.uint8)  # type: ignore[no-any-return]
 
 
-def by_numbers(
-    x: torch.Tensor, quant_dtype: torch.dtype, pow_2: bool, eps: float
-) -> tuple[list[int], float]:
-    """Codes and the inverse of the scale, by the scalar oracle."""
-    values = [float(v) for v in x.flatten().float()]
-    amax = max((abs(v) for v in values if not math.isnan(v)), default=0.0)
-    scale, inverse = oracle.scale_from_amax(amax, oracle.MAX[NAMES[quant_dtype]], eps, pow_2)
-    return [oracle.encode(oracle.float32(v * scale), NAMES[quant_dtype]) for v in values], inverse
-
-
-@FORMATS
+@pytest.mark.parametrize("quant_dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("pow_2", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 1e-3])
-@given(
-    values=st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(width=32)), max_size=20),
-    dtype=st.sampled_from(HIGH),
-)
-@settings(max_examples=60, deadline=None)
-def test_bytes_and_scale_are_those_of_the_oracle(
-    quant_dtype: torch.dtype, pow_2: bool, eps: float, values: list[float], dtype: torch.dtype
+def test_bytes_and_scales_are_those_of_the_oracle(
+    quant_dtype: Any, pow_2: bool, eps: float
 ) -> None:
-    x = torch.tensor(values, dtype=torch.float32).to(dtype)
-    tensor = CurrentScalingQuantizerRef(quant_dtype, pow_2_scales=pow_2, eps=eps)(x)
-    codes, inverse = by_numbers(x, quant_dtype, pow_2, eps)
-    assert codes_of(tensor).tolist() == codes
-    assert tensor.scale.item() == inverse
-
-
-@FORMATS
-def test_every_bfloat16_value_at_scale_one(quant_dtype: torch.dtype) -> None:
-    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    finite = x[x.abs() <= oracle.MAX[NAMES[quant_dtype]]]
-    tensor = CurrentScalingQuantizerRef(quant_dtype)(finite)
-    assert tensor.scale.item() == 1.0
-    expected = finite.float().numpy().astype(NUMPY[quant_dtype]).view(np.uint8)
-    assert np.array_equal(codes_of(tensor).numpy(), expected)
-    assert torch.equal(
-        tensor.dequantize(),
-        torch.from_numpy(expected.view(NUMPY[quant_dtype]).astype(np.float32)).bfloat16(),
+    layout = Layout(
+        quant_dtype, (None, None), rounding="floor" if pow_2 else "nearest", epsilon=eps
     )
-    # Those beyond, and NaN.
-    everything = CurrentScalingQuantizerRef(quant_dtype)(
-        torch.cat([x, torch.tensor([math.inf]).bfloat16()])
-    )
-    assert set(codes_of(everything)[:-1][x.isnan()].tolist()) == {0x7F}
-    top = oracle.encode(math.inf, NAMES[quant_dtype])
-    assert set(codes_of(everything)[:-1][x > oracle.MAX[NAMES[quant_dtype]]].tolist()) == {top}
+    for dtype in DTYPES:
+        every = patterns(dtype)
+        finite = torch.where(every.isfinite(), every, 0)
+        matrices = [("every value", every), ("every finite value", finite), *special(dtype)]
+        matrices += [(str(shape), wide(*shape, dtype=dtype)) for shape in ((), (0, 3), (2, 3, 4))]
+        for name, x in [*matrices, *strided(wide(6, 10, dtype=dtype))]:
+            tensor = reference(quant_dtype, pow_2_scales=pow_2, eps=eps)(x)
+            data, stored, *_ = arrays.quantize(x, layout)
+            note = f"{name}, {dtype}"
+            assert_same(codes(tensor), data, x, note)
+            assert_same(tensor.scale, stored.reshape(()), note=note)
+            values = arrays.decode(data, stored, layout, columnwise=False, dtype=dtype)
+            assert_same(tensor.dequantize(), values, x, note)
 
 
-@FORMATS
-@pytest.mark.parametrize("pow_2", [False, True])
-def test_the_kernels_give_the_same(quant_dtype: Any, pow_2: bool) -> None:
-    for dtype, shape in itertools.product(
-        HIGH, [(), (0,), (1,), (7,), (5, 0), (33, 17), (2, 3, 4)]
-    ):
-        with told(dtype, shape):
-            torch.manual_seed(len(shape))
-            x = torch.randn(shape, dtype=dtype)
-            tensor = CurrentScalingQuantizerRef(quant_dtype, pow_2_scales=pow_2)(x)
-            data, _, _, scale_inv, _ = kernels.quantize(x, quant_dtype, 0.0, pow_2)
-            assert torch.equal(codes_of(tensor), data)
-            assert torch.equal(tensor.scale, scale_inv.reshape(()))
-            assert torch.equal(
-                tensor.dequantize(), kernels.decode(data, scale_inv, quant_dtype, dtype)
-            )
+# -- tensors --
 
 
-@pytest.mark.parametrize(
-    "view", [lambda x: x.t(), lambda x: x[::2], lambda x: x[:, 1:3], lambda x: x[1]]
-)
-def test_other_strides_are_read_right(view: Any) -> None:
-    x = torch.randn(6, 8)
-    quantizer = CurrentScalingQuantizerRef(E4M3)
-    assert torch.equal(codes_of(quantizer(view(x))), codes_of(quantizer(view(x).contiguous())))
-
-
-# -- usages and parts --
-
-
-@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("rowwise", "columnwise"), USAGES)
 def test_the_parts_are_those_of_the_usages(rowwise: bool, columnwise: bool) -> None:
     for shape, internal in itertools.product([(4, 6), (2, 3, 4), (5,), (0, 3)], (False, True)):
-        with told(shape, internal):
-            check_parts(shape, rowwise, columnwise, internal)
+        x, quantizer = torch.randn(shape), reference(E4M3, rowwise, columnwise)
+        quantizer.internal = internal
+        tensor, both = quantizer(x), reference(E4M3)(x)
+        kind = CurrentScalingTensorRefStorage if internal else CurrentScalingTensorRef
+        assert type(tensor) is kind
+        assert tensor.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
+        for held, data, scale, expected in (
+            (rowwise, tensor.data, tensor.scale, codes(both)),
+            (columnwise, tensor.data_t, tensor.scale_t, codes(both).movedim(-1, 0)),
+        ):
+            assert (data is not None) is (scale is not None) is held
+            if held:
+                assert data.dtype == E4M3
+                assert_same(data.view(torch.uint8), expected, note=shape)
+                assert_same(scale, both.scale)
+        assert tensor.quant_dtype == E4M3
+        assert tensor.original_shape == tuple(tensor.size()) == shape
+        assert torch.equal(tensor.dequantize(), both.dequantize())
 
 
-def check_parts(shape: Any, rowwise: bool, columnwise: bool, internal: bool) -> None:
-    x = torch.randn(shape)
-    quantizer = CurrentScalingQuantizerRef(E4M3, rowwise, columnwise)
-    quantizer.internal = internal
-    tensor = quantizer(x)
-    both = CurrentScalingQuantizerRef(E4M3)(x)
-    assert type(tensor) is (CurrentScalingTensorRefStorage if internal else CurrentScalingTensorRef)
-    assert tensor.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
-    for held, data, scale, expected in (
-        (rowwise, tensor.data, tensor.scale, codes_of(both)),
-        (columnwise, tensor.data_t, tensor.scale_t, codes_of(both).movedim(-1, 0)),
-    ):
-        assert (data is not None) is (scale is not None) is held
-        if held:
-            assert data.dtype == E4M3
-            assert torch.equal(data.view(torch.uint8), expected)
-            assert torch.equal(scale, both.scale)
-    assert tensor.quant_dtype == E4M3
-    assert tensor.original_shape == tuple(tensor.size()) == shape
-    assert torch.equal(tensor.dequantize(), both.dequantize())
-
-
-def test_update_usage_turns_one_into_the_other() -> None:
-    x = torch.randn(4, 6)
-    tensor = CurrentScalingQuantizerRef(E4M3, columnwise=False)(x)
-    values = tensor.dequantize()
-    for rowwise, columnwise in (
-        (True, True),
-        (False, True),
-        (True, True),
-        (True, False),
-        (False, True),
-        (True, None),
-    ):
-        tensor.update_usage(rowwise, columnwise)
-        assert tensor.get_usages()["rowwise"] is rowwise
-        assert (tensor.data is not None, tensor.data_t is not None) == tuple(
-            tensor.get_usages().values()
-        )
+def test_update_usage_turns_one_usage_into_the_other() -> None:
+    tensor = reference(E4M3, columnwise=False)(torch.randn(4, 6))
+    values, order = tensor.dequantize(), ((1, 1), (0, 1), (1, 1), (1, 0), (0, 1), (1, None))
+    for rowwise, columnwise in order:
+        tensor.update_usage(bool(rowwise), None if columnwise is None else bool(columnwise))
+        usages = tensor.get_usages()
+        assert usages["rowwise"] is bool(rowwise)
+        parts = (tensor.data is not None, tensor.data_t is not None)
+        assert parts == tuple(usages.values())
         assert torch.equal(tensor.dequantize(), values)
-        assert tensor.shape == (4, 6)
     with pytest.raises(OptionError):
         tensor.update_usage(False, False)
 
 
 def test_a_transpose_is_never_stale() -> None:
-    tensor = CurrentScalingQuantizerRef(E4M3)(torch.randn(4, 6))
+    tensor = reference(E4M3)(torch.randn(4, 6))
     alias, copied = tensor.detach(), tensor.clone()
     before = copied.dequantize()
     tensor.copy_(torch.randn(4, 6))
     for one in (tensor, alias):
-        assert torch.equal(one.data_t.view(torch.uint8), codes_of(one).t())
+        assert torch.equal(one.data_t.view(torch.uint8), codes(one).t())
         assert torch.equal(one.dequantize(), tensor.dequantize())
     tensor._data.zero_()
     assert not tensor.data_t.view(torch.uint8).any()
     assert torch.equal(copied.dequantize(), before)
 
 
-def test_it_is_built_from_its_parts() -> None:
-    both = CurrentScalingQuantizerRef(E5M2)(torch.randn(2, 3, 4))
-    rows = both.data.reshape(6, 4)
-    for cls in (CurrentScalingTensorRef, CurrentScalingTensorRefStorage):
-        for parts in (
-            {"data": both.data, "scale": both.scale},
-            {"data": codes_of(both), "scale": both.scale.reshape(1)},
-            {"data": rows, "scale": both.scale, "original_shape": (2, 3, 4)},
-            {"data_t": both.data_t, "scale_t": both.scale_t},
-            {
-                "data_t": rows.view(torch.uint8).t().contiguous(),
-                "scale_t": both.scale,
-                "original_shape": (2, 3, 4),
-            },
-            {
-                "data": both.data,
-                "scale": both.scale,
-                "data_t": both.data_t,
-                "scale_t": both.scale_t,
-            },
-        ):
-            made = cls(**parts, dtype=torch.float32, quant_dtype=E5M2)
-            assert torch.equal(made.dequantize(), both.dequantize())
-            assert made.original_shape == (2, 3, 4)
-            assert made.get_usages() == {
-                "rowwise": "data" in parts,
-                "columnwise": "data_t" in parts,
-            }
+@pytest.mark.parametrize("kind", [CurrentScalingTensorRef, CurrentScalingTensorRefStorage])
+def test_it_is_built_from_its_parts(kind: Any) -> None:
+    both = reference(E5M2)(torch.randn(2, 3, 4))
+    rows, shape = both.data.reshape(6, 4), {"original_shape": (2, 3, 4)}
+    columns = rows.view(torch.uint8).t().contiguous()
+    for parts in (
+        {"data": both.data, "scale": both.scale},
+        {"data": codes(both), "scale": both.scale.reshape(1)},
+        {"data": rows, "scale": both.scale, **shape},
+        {"data_t": both.data_t, "scale_t": both.scale_t},
+        {"data_t": columns, "scale_t": both.scale, **shape},
+        {"data": both.data, "scale": both.scale, "data_t": both.data_t, "scale_t": both.scale_t},
+    ):
+        tensor = kind(**parts, dtype=torch.float32, quant_dtype=E5M2)
+        assert torch.equal(tensor.dequantize(), both.dequantize())
+        assert tensor.original_shape == (2, 3, 4)
+        assert tensor.get_usages() == {"rowwise": "data" in parts, "columnwise": "data_t" in parts}
 
 
-@pytest.mark.parametrize(
-    ("parts", "error"),
-    [
-        ({}, UsageError),
-        ({"scale": torch.ones(())}, UsageError),
-        ({"data": torch.zeros(2, 2, dtype=torch.uint8)}, DTypeError),
-        ({"data": torch.zeros(2, 2, dtype=torch.uint8), "scale": torch.ones(2)}, ShapeError),
-        (
-            {
-                "data": torch.zeros(2, 2, dtype=torch.uint8),
-                "scale": torch.ones((), dtype=torch.float64),
-            },
-            DTypeError,
-        ),
-        ({"data": torch.zeros(2, 2), "scale": torch.ones(())}, DTypeError),
-        (
-            {
-                "data": torch.zeros(2, 2, dtype=torch.uint8),
-                "scale": torch.ones(()),
-                "original_shape": (3, 2),
-            },
-            ShapeError,
-        ),
-        (
-            {
-                "data": torch.zeros(2, 3, dtype=torch.uint8),
-                "data_t": torch.zeros(2, 2, dtype=torch.uint8),
-                "scale": torch.ones(()),
-            },
-            ShapeError,
-        ),
-        (
-            {
-                "data": torch.zeros(2, 2, dtype=torch.uint8),
-                "scale": torch.ones(()),
-                "quant_dtype": torch.int8,
-            },
-            DTypeError,
-        ),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(parts: Any, error: Any) -> None:
+BYTES, ONE = torch.zeros(2, 2, dtype=torch.uint8), torch.ones(())
+WRONG_PARTS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "none": ({}, UsageError),
+    "no data": ({"scale": ONE}, UsageError),
+    "no scale": ({"data": BYTES}, DTypeError),
+    "two scales": ({"data": BYTES, "scale": torch.ones(2)}, ShapeError),
+    "a scale in float64": ({"data": BYTES, "scale": ONE.double()}, DTypeError),
+    "data in float32": ({"data": BYTES.float(), "scale": ONE}, DTypeError),
+    "another shape": ({"data": BYTES, "scale": ONE, "original_shape": (3, 2)}, ShapeError),
+    "another transpose": ({"data": BYTES, "data_t": BYTES[:1], "scale": ONE}, ShapeError),
+    "int8": ({"data": BYTES, "scale": ONE, "quant_dtype": torch.int8}, DTypeError),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_parts_that_do_not_fit_are_refused(name: str) -> None:
+    parts, error = WRONG_PARTS[name]
     with pytest.raises(error):
         CurrentScalingTensorRef(**parts)
 
 
-def test_data_of_a_parameter_is_what_torch_means() -> None:
-    tensor = CurrentScalingQuantizerRef(E4M3)(torch.randn(4, 6))
+def test_the_data_of_a_parameter_is_what_torch_means() -> None:
+    tensor = reference(E4M3)(torch.randn(4, 6))
     assert tensor.data.dtype == E4M3
     parameter = torch.nn.Parameter(tensor)
     assert isinstance(parameter.data, CurrentScalingTensorRef)
@@ -291,49 +167,40 @@ def test_data_of_a_parameter_is_what_torch_means() -> None:
     assert torch.equal(tensor.dequantize(), torch.full((2, 3), 2.0))
 
 
-# -- saving, copying --
-
-
 @pytest.mark.parametrize("internal", [False, True])
-@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
-def test_saving_and_restoring(rowwise: bool, columnwise: bool, internal: bool) -> None:
-    quantizer = CurrentScalingQuantizerRef(E4M3, rowwise, columnwise)
-    quantizer.internal = internal
-    # Not of every tensor: quantizing values again, whose scale is computed anew, may give others.
-    torch.manual_seed(0)
-    tensor = quantizer(torch.randn(4, 6))
-    values = tensor.dequantize()
-    (back,) = restore_from_saved(*prepare_for_saving(tensor))
-    tensors, owner = (
-        copy.copy(tensor).prepare_for_saving()
-        if not internal
-        else quantizer(values).prepare_for_saving()
-    )
-    assert owner.restore_from_saved([*tensors, torch.ones(2)])[0].sum() == 2
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    for other in (back, owner, torch.load(file, weights_only=True), copy.deepcopy(tensor)):
-        assert type(other) is type(tensor)
-        assert other.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
-        assert torch.equal(other.dequantize(), values)
+def test_saving_and_restoring(internal: bool) -> None:
+    for rowwise, columnwise in USAGES:
+        quantizer = reference(E4M3, rowwise, columnwise)
+        quantizer.internal = internal
+        tensor, file = quantizer(torch.randn(4, 6)), io.BytesIO()
+        torch.save(tensor, file)
+        file.seek(0)
+        values, twin = tensor.dequantize(), copy.copy(tensor)
+        tensors, owner = twin.prepare_for_saving()
+        assert owner.restore_from_saved([*tensors, torch.ones(2)])[0].sum() == 2
+        (restored,) = restore_from_saved(*prepare_for_saving(copy.copy(owner)))
+        for other in (restored, torch.load(file, weights_only=True), copy.deepcopy(tensor)):
+            assert type(other) is type(tensor)
+            assert other.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
+            assert torch.equal(other.dequantize(), values)
 
 
-def test_copies_of_quantizers_and_equality() -> None:
-    one = CurrentScalingQuantizerRef(E4M3, pow_2_scales=True, eps=0.5)
+def test_equality_and_copies_of_quantizers() -> None:
+    one = reference(E4M3, pow_2_scales=True, eps=0.5)
     other = one.copy()
-    assert one == other
-    assert hash(one) == hash(other)
+    assert (one, hash(one)) == (other, hash(other))
     other.set_usage(columnwise=False)
     assert one.columnwise_usage
-    assert one != CurrentScalingQuantizerRef(E4M3, pow_2_scales=True)
-    assert one != CurrentScalingQuantizerRef(E5M2, pow_2_scales=True, eps=0.5)
+    assert one != reference(E4M3, pow_2_scales=True)
+    assert one != reference(E5M2, pow_2_scales=True, eps=0.5)
     assert is_custom(one)
     assert is_custom(one(torch.ones(2, 2)))
+    one.fp8_dtype = E5M2
+    assert one.dtype == one.fp8_dtype == E5M2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("options", "error"),
     [
         ({"dtype": torch.int8}, DTypeError),
         ({"dtype": E4M3, "eps": -1.0}, OptionError),
@@ -341,24 +208,201 @@ def test_copies_of_quantizers_and_equality() -> None:
         ({"dtype": E4M3, "pow_2_scales": 1}, OptionError),
         ({"dtype": E4M3, "rowwise": None}, OptionError),
     ],
+    ids=str,
 )
-def test_wrong_options_are_refused(arguments: Any, error: Any) -> None:
+def test_wrong_options_are_refused(options: Any, error: Any) -> None:
     with pytest.raises(error):
-        CurrentScalingQuantizerRef(**arguments)
+        reference(**options)
 
 
 def test_the_factory_has_the_formats_of_the_roles() -> None:
-    formats = {
-        t: current_scaling_ref_quantizer_factory(t).dtype
-        for t in ("input", "weight", "output", "grad_output", "grad_input")
-    }
-    assert formats == {
-        "input": E4M3,
-        "weight": E4M3,
-        "output": E5M2,
-        "grad_output": E5M2,
-        "grad_input": E5M2,
-    }
+    for tensor_type in ("input", "weight", "output", "grad_output", "grad_input"):
+        expected = E4M3 if tensor_type in ("input", "weight") else E5M2
+        assert current_scaling_ref_factory(tensor_type).dtype == expected
     assert current_scaling_ref_factory is current_scaling_ref_quantizer_factory
     with pytest.raises(OptionError, match="tensor type 'bias'"):
-        current_scaling_ref_quantizer_factory("bias")
+        current_scaling_ref_factory("bias")
+
+
+# -- products --
+
+SHAPES = {"fprop": ((5, 7), (6, 7)), "dgrad": ((5, 6), (6, 7)), "wgrad": ((5, 6), (5, 7))}
+
+
+@pytest.mark.parametrize("gemm_type", SHAPES)
+def test_products_are_those_of_the_reference_backend_bit_for_bit(gemm_type: Any) -> None:
+    quantizers = reference(E4M3 if gemm_type == "fprop" else E5M2), reference(E4M3)
+    a, b = (q(wide(*s, sigma=1.0)) for q, s in zip(quantizers, SHAPES[gemm_type], strict=True))
+    turns = gemm_type == "wgrad", gemm_type == "fprop"
+    left, right = (x.t() if turn else x for x, turn in zip((a, b), turns, strict=True))
+    exact = left.dequantize(torch.float64) @ right.dequantize(torch.float64)
+    left, right = (
+        x.elements().t() if turn else x.elements() for x, turn in zip((a, b), turns, strict=True)
+    )
+    for out_dtype, with_bias in itertools.product(DTYPES, (False, True)):
+        bias = torch.randn(exact.shape[1], dtype=out_dtype) if with_bias else None
+        with kernels.use_backend("reference"):
+            expected = torch.ops.ottava.scaled_mm(left, right, a.scale, b.scale, bias, out_dtype)
+        arguments = (a.data, b.data, None, out_dtype, a.scale, b.scale, bias)
+        for product in (
+            gemm(a, b, gemm_type, out_dtype=out_dtype, bias=bias),
+            quantizers[0].qgemm(*arguments, gemm_type=gemm_type, qresult_x=a, qresult_w=b),
+            quantizers[0].qgemm(*arguments, gemm_type=gemm_type),
+        ):
+            assert_same(product, expected, note=(out_dtype, with_bias))
+        biased = exact if bias is None else exact + bias.double()
+        tolerance = {"rtol": 2 * torch.finfo(out_dtype).eps, "atol": 1e-4}
+        torch.testing.assert_close(product.double(), biased, **tolerance)
+
+
+def test_scales_may_be_missing() -> None:
+    x, w, scale = torch.randn(5, 7), torch.randn(6, 7), torch.tensor(2.0)
+    plain = reference(E4M3).qgemm(x, w, None, torch.float32, None, None)
+    for sx, sw, factor in ((scale, None, 2.0), (None, scale, 2.0), (scale, scale, 4.0)):
+        assert_same(reference(E4M3).qgemm(x, w, None, torch.float32, sx, sw), plain * factor)
+
+
+def test_products_are_added_with_one_rounding() -> None:
+    a, b = reference(E4M3)(torch.randn(5, 6)), reference(E4M3)(torch.randn(5, 7))
+    product = gemm(a, b, "wgrad", out_dtype=torch.float32)
+    for out_dtype in DTYPES:
+        start = torch.randn(6, 7, dtype=out_dtype)
+        out = start.clone()
+        assert gemm(a, b, "wgrad", out=out, accumulate=True) is out
+        assert_same(out, (start.float() + product).to(out_dtype))
+        gemm(a, b, "wgrad", out=out)
+        assert_same(out, product.to(out_dtype))
+
+
+def test_products_read_the_usage_that_they_need() -> None:
+    q, columns, dy = reference(E4M3), reference(E4M3, rowwise=False), torch.randn(5, 6)
+    x, w = q(torch.randn(5, 7)), q(torch.randn(6, 7))
+    with pytest.raises(UsageError, match="without rowwise data in a product"):
+        gemm(columns(torch.randn(5, 7)), w, "fprop")
+    assert torch.equal(gemm(q(dy), x, "wgrad"), gemm(columns(dy), columns(x.dequantize()), "wgrad"))
+    with pytest.raises(OptionError, match="gemm_type"):
+        q.qgemm(x, w, None, torch.float32, None, None, gemm_type="forward")
+    with pytest.raises(OptionError, match="accumulate"):
+        q.qgemm(x, w, None, torch.float32, None, None, accumulate=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"qx": torch.zeros(5, 7, dtype=torch.uint8)}, DTypeError),
+        ({"qx": None}, DTypeError),
+        ({"qx": torch.zeros(5, 6)}, ShapeError),
+        ({"sx": 2.0}, DTypeError),
+        ({"sw": torch.ones(2)}, DTypeError),
+        ({"bias": torch.zeros(5)}, ShapeError),
+        ({"out": torch.zeros(5, 5)}, ShapeError),
+        ({"out": torch.zeros(1, 6)}, ShapeError),
+        ({"out": torch.zeros(5, 6, dtype=torch.int32)}, DTypeError),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(changed: Any, error: Any) -> None:
+    arguments: Any = {"qx": torch.ones(5, 7), "qw": torch.ones(6, 7), "sx": ONE, "sw": ONE}
+    arguments |= {"m_params": None, "out_dtype": torch.float32}
+    reference(E4M3).qgemm(**arguments)
+    with pytest.raises(error):
+        reference(E4M3).qgemm(**(arguments | changed))
+
+
+# -- layers --
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("primary", [False, True])
+def test_a_layer_of_any_rank(dtype: torch.dtype, primary: bool) -> None:
+    eps = torch.finfo(dtype).eps
+    for lead in ((), (3,), (2, 1, 4), (0,), (2, 0)):
+        with ottava.quantized_model_init("custom", enabled=primary):
+            layer: Any = ottava.nn.Linear(7, 5, dtype=dtype, recipe="custom")
+        assert isinstance(layer.weight, CurrentScalingTensorRef) is primary
+        x = torch.randn(*lead, 7, dtype=dtype, requires_grad=True)
+        dy = torch.randn(*lead, 5, dtype=dtype)
+        y = layer(x)
+        y.backward(dy)
+
+        def exact(tensor_type: str, value: torch.Tensor) -> torch.Tensor:
+            matrix = value.detach().reshape(-1, value.shape[-1])
+            return current_scaling_ref_factory(tensor_type)(matrix).dequantize(torch.float64)
+
+        qx, qdy, weight = exact("input", x), exact("grad_output", dy), layer.weight.detach()
+        qw = weight.dequantize(torch.float64) if primary else exact("weight", weight)
+        for found, expected in (
+            (y, (qx @ qw.t() + layer.bias.detach().double()).view(y.shape)),
+            (x.grad, (qdy @ qw).view(x.shape)),
+            (layer.weight.grad, qdy.t() @ qx),
+        ):
+            torch.testing.assert_close(
+                found.detach().double(), expected, rtol=2 * eps, atol=16 * eps, msg=str(lead)
+            )
+
+
+@pytest.mark.parametrize("primary", [False, True])
+def test_microbatches_before_their_backward_passes_and_main_grad(primary: bool) -> None:
+    with ottava.quantized_model_init("custom", enabled=primary):
+        layer: Any = ottava.nn.Linear(7, 5, recipe="custom")
+    twin, batches = copy.deepcopy(layer), [torch.randn(2, 3, 7) for _ in range(3)]
+    twin.fuse_wgrad_accumulation, twin.weight.main_grad = True, torch.zeros(5, 7)
+    for x in batches:
+        layer(x).square().sum().backward()
+    outputs = [twin(x).square().sum() for x in batches]
+    for output in outputs:
+        output.backward()
+    assert twin.weight.grad is None
+    torch.testing.assert_close(twin.weight.main_grad, layer.weight.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_a_backward_pass_under_torch_autocast_multiplies_in_float32() -> None:
+    layer = ottava.nn.Linear(24, 8, dtype=torch.bfloat16, recipe="custom")
+    x, dy = torch.randn(16, 24).bfloat16().requires_grad_(), torch.randn(16, 8).bfloat16()
+    results = []
+    for enabled in (False, True):
+        y = layer(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            results.append(torch.autograd.grad(y, [x, layer.weight, layer.bias], dy))
+    assert_same(*results)
+
+
+class DefaultProduct(CurrentScalingQuantizerRef):
+    """Its products are those that every quantizer has."""
+
+    qgemm = ottava.Quantizer.qgemm
+
+
+class Residual(torch.nn.Module):
+    """Layers between which a compiler could leave out roundings."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        first = {"first": lambda role: reference(E4M3)}
+        recipe = CustomRecipe(by_layer(first, lambda role: DefaultProduct(E4M3)))
+        self.first = ottava.nn.Linear(32, 32, dtype=dtype, name="first", recipe=recipe)
+        self.second = ottava.nn.Linear(32, 32, dtype=dtype, name="second", recipe=recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)) + x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [*((dtype, None) for dtype in DTYPES), (torch.float32, torch.bfloat16)],
+)
+def test_inductor_gives_the_bytes_of_eager_code(dtype: Any, autocast: Any) -> None:
+    torch._dynamo.reset()
+    eager, results = Residual(dtype), []
+    twin = copy.deepcopy(eager)
+    for module, run in ((eager, eager), (twin, torch.compile(twin, fullgraph=True))):
+        for layer in (module.first, module.second) if dtype is torch.bfloat16 else ():
+            layer.fuse_wgrad_accumulation = True
+            layer.weight.main_grad = torch.ones(32, 32)
+        random = torch.Generator().manual_seed(1)
+        x = torch.randn(65, 32, generator=random).to(dtype).requires_grad_()
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            y = run(x)
+        y.backward(torch.randn(65, 32, generator=random).to(y.dtype))
+        results.append([y, x.grad, *(getattr(p, "main_grad", p.grad) for p in module.parameters())])
+    assert_same(*results)

@@ -1,4 +1,4 @@
-"""The update of one slot in Python's own arithmetic, written from the numerics page."""
+"""One slot of delayed scaling in Python's own arithmetic, written from the numerics page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def largest(history: list[float]) -> float:
 
 @dataclass
 class Slot:
-    """Scale and history of one tensor."""
+    """Scale and history of one tensor, and how many of its elements were clamped."""
 
     length: int
     fp8_max: float
@@ -36,14 +36,23 @@ class Slot:
     amax_of: Callable[[list[float]], float] = largest
     scale_of: Callable[[float, float, float, float], float] | None = None
     scale: float = 1.0
+    saturated: int = 0
     history: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.history = [0.0] * self.length
 
+    @property
+    def amax(self) -> float:
+        """That of the current step."""
+        return self.history[0]
+
     def observe(self, amax: float) -> None:
         if not amax <= self.history[0]:
             self.history[0] = amax
+
+    def calibrate(self, amax: float) -> None:
+        self.history[0] = amax
 
     def update(self) -> None:
         last = self.history[0]

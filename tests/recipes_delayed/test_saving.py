@@ -1,111 +1,151 @@
-"""The state is plain tensors: saved, loaded, moved, copied, resized, and resumed after SIGKILL, bit
-for bit."""
+"""The state is plain tensors: saved, loaded, moved, copied, resized and resumed, bit for bit."""
 
 from __future__ import annotations
 
 import copy
-import io
-import os
 import pickle
-import signal
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-
-# What an optimizer imports at its first step: once, and not in every fork.
-import torch._dynamo
 import torch.distributed.checkpoint as dcp
 
 import ottava
-from ottava_delayed import DelayedScaling
+from ottava.errors import UsageError
+from ottava_delayed import DelayedScaling, DelayedScalingState
+from tests.comparing import assert_same
+
+LENGTH = 5
 
 
-def trained(recipe: Any = None, steps: int = 3) -> torch.nn.Sequential:
+def model(recipe: Any = None) -> Any:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
-    ottava.convert(net, recipe or DelayedScaling(amax_history_len=5))
-    for step in range(steps):
-        net((1 + step) * torch.randn(6, 16)).sum().backward()
+    return ottava.convert(net, recipe or DelayedScaling(amax_history_len=LENGTH))
+
+
+def train(net: Any, steps: range = range(3)) -> Any:
+    for step in steps:
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(step))
+        net((1 + step) * x).sum().backward()
     return net
 
 
-def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
-    mine, theirs = a.state_dict(), b.state_dict()
-    return mine.keys() == theirs.keys() and all(
-        torch.equal(mine[name], theirs[name]) for name in mine
-    )
+def assert_equal_models(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    mine, theirs = one.state_dict(), other.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert_same([*mine.values()], [*theirs.values()], note=list(mine))
 
 
-def through_torch(net: torch.nn.Module, tmp_path: Path) -> Any:
-    torch.save(net.state_dict(), tmp_path / "state.pt")
-    return torch.load(tmp_path / "state.pt", weights_only=True)
+def through_torch(state: Any, folder: Path) -> Any:
+    torch.save(state, folder / "state.pt")
+    return torch.load(folder / "state.pt", weights_only=True)
 
 
-def through_safetensors(net: torch.nn.Module, tmp_path: Path) -> Any:
-    safetensors.torch.save_file(net.state_dict(), tmp_path / "state.safetensors")
-    return safetensors.torch.load_file(tmp_path / "state.safetensors")
+def through_safetensors(state: Any, folder: Path) -> Any:
+    safetensors.torch.save_file(state, folder / "state.safetensors")
+    return safetensors.torch.load_file(folder / "state.safetensors")
 
 
-def through_dcp(net: torch.nn.Module, tmp_path: Path) -> Any:
-    dcp.save(net.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    state = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    return state
+def through_dcp(state: Any, folder: Path) -> Any:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(loaded, checkpoint_id=folder, no_dist=True)
+    return loaded
 
 
 @pytest.mark.parametrize("way", [through_torch, through_safetensors, through_dcp])
-def test_round_trips(way: Any, tmp_path: Path) -> None:
-    net, other = trained(), trained(steps=0)
-    state = way(net, tmp_path)
-    assert all(type(value) is torch.Tensor for value in state.values())
-    other.load_state_dict(state, strict=True)
-    assert equal(net, other)
-    x = torch.randn(4, 16)
-    for module in (net, other):
-        module.zero_grad()
-        module(x).sum().backward()
-    assert torch.equal(net[0].weight.grad, other[0].weight.grad)
-    assert equal(net, other)
+def test_training_goes_on_from_a_file(way: Any, tmp_path: Path) -> None:
+    straight, interrupted = train(model(), range(6)), train(model())
+    state = way(interrupted.state_dict(), tmp_path)
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    resumed = model()
+    resumed.load_state_dict(state, strict=True)
+    assert_equal_models(resumed, interrupted)
+    train(resumed, range(3, 6))
+    assert_equal_models(resumed, straight)
 
 
-def test_copies_share_nothing() -> None:
-    net = trained()
-    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert equal(net, copied)
-        before = {name: value.clone() for name, value in net.state_dict().items()}
-        copied(100 * torch.randn(6, 16)).sum().backward()
-        copied(100 * torch.randn(6, 16)).sum().backward()
-        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-        assert not equal(net, copied)
-        assert copied[0].recipe_state is copied[0]._binding.state
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_on_meta_is_filled_from_a_state_dict(assign: bool) -> None:
+    net, other = train(model()), model().to("meta")
+    assert all(buffer.is_meta for buffer in other.buffers())
+    assert other(torch.empty(3, 16, device="meta")).shape == (3, 4)
+    if not assign:
+        other.to_empty(device="cpu")
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    other.load_state_dict(state, assign=assign)
+    for one in (net, other):
+        train(one, range(3, 5))
+    assert_equal_models(net, other)
 
 
-def test_moving_keeps_the_state_alive() -> None:
-    net = trained()
-    moved = copy.deepcopy(net).to("meta")
-    assert moved[0].recipe_state.scale.is_meta
-    scale = net[0].recipe_state.scale.clone()
-    net(50 * torch.randn(6, 16)).sum().backward()
-    net(50 * torch.randn(6, 16)).sum().backward()
-    assert not torch.equal(net[0].recipe_state.scale, scale)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_copies_share_nothing(duplicate: Any) -> None:
+    net = train(model())
+    copied, before = duplicate(net), copy.deepcopy(net)
+    train(copied)
+    assert_equal_models(net, before)
+    assert not torch.equal(net[0].recipe_state.amax_history, copied[0].recipe_state.amax_history)
+    twin = train(before)
+    assert_equal_models(copied, twin)
+
+
+def assigned(state: Any) -> None:
+    values = {name: value.clone() for name, value in state.state_dict().items()}
+    state.load_state_dict(values, assign=True)
+
+
+def given_data(state: Any) -> None:
+    for buffer in state.buffers():
+        buffer.data = buffer.data.clone()
+
+
+def replaced(state: Any) -> None:
+    for name, buffer in list(state.named_buffers()):
+        setattr(state, name, buffer.clone())
+
+
+@pytest.mark.parametrize("change", [assigned, given_data, replaced])
+def test_a_layer_records_into_the_buffers_that_it_has_now(change: Any) -> None:
+    net, other = train(model()), train(model())
+    change(net[0].recipe_state)
+    for one in (net, other):
+        train(one, range(3, 6))
+    assert_equal_models(net, other)
+
+
+def test_a_layer_that_went_to_meta_and_back_starts_afresh() -> None:
+    net = train(model()).to("meta").to_empty(device="cpu")
+    for layer in (net[0], net[2]):
+        layer.reset_parameters()
+        assert layer.recipe_state.scale.tolist() == [1.0] * 3
+        assert not layer.recipe_state.amax_history.any()
+    train(net)
+    assert net[0].recipe_state.amax_history[0, 0] > 0
+
+
+def test_initializing_a_layer_forgets_its_steps() -> None:
+    net = model()
+    fresh = [buffer.clone() for buffer in net.buffers()]
+    train(net, range(1000, 1003))
+    assert net[0].recipe_state.saturated[0] > 0
+    for layer in (net[0], net[2]):
+        layer.reset_parameters()
+    assert_same(list(net.buffers()), fresh)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(6, 3), (6, 1), (3, 6), (1, 4)])
-def test_history_of_another_length(saved: int, loaded: int) -> None:
-    net, other = (
-        trained(DelayedScaling(amax_history_len=saved), 8),
-        trained(DelayedScaling(amax_history_len=loaded), 0),
-    )
-    state = net.state_dict()
+def test_a_history_of_another_length(saved: int, loaded: int) -> None:
+    net = train(model(DelayedScaling(amax_history_len=saved)), range(8))
+    other, state = model(DelayedScaling(amax_history_len=loaded)), net.state_dict()
     with pytest.warns(UserWarning, match=f"saved with {saved} steps and is loaded into {loaded}"):
         other.load_state_dict(state, strict=True)
     old, new = net[0].recipe_state.amax_history, other[0].recipe_state.amax_history
-    assert torch.equal(new[0], old[0])
     kept = min(saved, loaded) - 1
+    assert torch.equal(new[0], old[0])
     assert torch.equal(new[loaded - kept :], old[saved - kept :])
     assert not new[1 : loaded - kept].any()
     assert torch.equal(other[0].recipe_state.scale, net[0].recipe_state.scale)
@@ -113,126 +153,26 @@ def test_history_of_another_length(saved: int, loaded: int) -> None:
     assert state["0.recipe_state.amax_history"].shape[0] == saved
 
 
-def test_a_wrong_number_of_slots_is_an_error() -> None:
-    state = trained().state_dict()
-    state["0.recipe_state.amax_history"] = torch.zeros(5, 4)
+def test_another_number_of_slots_is_an_error() -> None:
+    state = train(model()).state_dict()
+    state["0.recipe_state.amax_history"] = torch.zeros(LENGTH, 4)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        trained(steps=0).load_state_dict(state)
+        model().load_state_dict(state)
 
 
-def test_loading_before_the_region_that_brings_the_recipe() -> None:
-    recipe = DelayedScaling(amax_history_len=5)
-    net, x = trained(recipe), torch.randn(6, 16)
-    other = ottava.convert(trained(steps=0), recipe)
-    for layer in (other[0], other[2]):
-        layer.bind(None)
-    other.load_state_dict(net.state_dict(), strict=True)
-    # The step that it was saved after is behind it: the region begins the next one, as the
-    # converted model does.
-    expected = net(x)
-    with ottava.autocast(DelayedScaling(amax_history_len=5)):
-        assert torch.equal(other(x), expected)
-    assert equal(net, other)
+def test_a_state_says_what_it_has() -> None:
+    text = repr(model()[0].recipe_state)
+    assert "slots=['input', 'weight', 'grad_output'], amax_history_len=5" in text
+    assert isinstance(model()[0].recipe_state, DelayedScalingState)
 
 
-def test_a_converted_model_enters_its_first_block() -> None:
-    net, x = trained(), torch.randn(6, 16)
-    other = copy.deepcopy(net)
-    expected = net(x)
-    with ottava.autocast():
-        assert torch.equal(other(x), expected)
-    assert equal(net, other)
-
-
-def train_and_save(folder: Path, steps: int, kill_at: int) -> None:
-    """Resumes from FOLDER/checkpoint.pt, saves after every step; told to, kills its process in the
-    middle of one."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)
-    ).bfloat16()
-    ottava.convert(net, DelayedScaling(amax_history_len=4))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    first = 0
-    checkpoint = folder / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        net.load_state_dict(saved["model"], strict=True)
-        optimizer.load_state_dict(saved["optimizer"])
-        first = saved["step"] + 1
-    for step in range(first, steps):
-        x = torch.randn(12, 16, generator=torch.Generator().manual_seed(step)).bfloat16() * (
-            1 + step % 5
-        )
-        loss = net(x).square().mean()
-        loss.backward()
-        if step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.step()
-        optimizer.zero_grad()
-        with (folder / "losses").open("a") as losses:
-            losses.write(f"{step} {loss.item()!r}\n")
-        temporary = folder / "checkpoint.tmp"
-        torch.save(
-            {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
-            temporary,
-        )
-        temporary.replace(checkpoint)
-
-
-def in_a_fork(*arguments: Any) -> int:
-    """The exit code of a process that trains."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            train_and_save(*arguments)
-            code = 0
-        except Exception:
-            traceback.print_exc()
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_resumed_after_sigkill(tmp_path: Path) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    for folder in (straight, killed):
-        folder.mkdir()
-    assert in_a_fork(straight, 14, -1) == 0
-    for kill_at in (4, 9):
-        assert in_a_fork(killed, 14, kill_at) == -signal.SIGKILL
-    assert in_a_fork(killed, 14, -1) == 0
-    assert (killed / "losses").read_text() == (straight / "losses").read_text()
-    one, two = (
-        torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
-        for folder in (straight, killed)
-    )
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_nothing_is_pickled_but_tensors() -> None:
-    stream = io.BytesIO()
-    torch.save(trained().state_dict(), stream)
-    stream.seek(0)
-    with torch.serialization.safe_globals([]):
-        loaded = torch.load(stream, weights_only=True)
-    assert {type(value) for value in loaded.values()} == {torch.Tensor}
-
-
-def test_a_weight_that_was_made_on_meta_takes_its_scale_from_its_first_values() -> None:
-    with torch.device("meta"), ottava.quantized_model_init("delayed"):
-        net = ottava.nn.Linear(16, 8, dtype=torch.bfloat16)
-    net = ottava.convert(net, "delayed").to_empty(device="cpu")
-    assert torch.equal(net.recipe_state.scale, torch.ones(3))
-    assert not net.recipe_state.amax_history.any()
-    values = torch.randn(8, 16).mul(0.01).bfloat16()
-    with torch.no_grad():
-        net.weight.copy_(values)
-        net.bias.zero_()
-    scale = torch.div(torch.tensor(448.0), values.float().abs().max())
-    assert net.recipe_state.scale[1] == scale
-    assert torch.equal(net.weight._scale_inv[0], torch.div(torch.tensor(1.0), scale))
-    net(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
-    assert net.weight.grad.isfinite().all()
+def test_replicas_of_data_parallel_are_refused() -> None:
+    """They are made anew in each pass, so that what they record would be lost."""
+    stateless = ottava.nn.Linear(16, 8)
+    assert stateless._replicate_for_data_parallel() is not stateless
+    layer = ottava.nn.Linear(16, 8, name="block.0", recipe="delayed")
+    with pytest.raises(UsageError, match=r"'block\.0'(?s:.*)DistributedDataParallel"):
+        layer._replicate_for_data_parallel()
+    layer.bind(None)
+    with pytest.raises(UsageError, match="is lost"):  # A block may bring the recipe of the state.
+        layer._replicate_for_data_parallel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,89 +13,112 @@ import torch
 
 from ottava import checkpoint
 from ottava.errors import CheckpointError
-from tests.other_formats import FORMATS, e4m3, model, ones, state_of, write
+from tests.core.checkpoint.files import contents, module_of
+from tests.other_formats import FORMATS, model, state_of, write
+
+FP8 = "Hugging Face FP8"
+READERS = {
+    "float-quantized, block": "CompressedTensorsConfig(run_compressed=False)",
+    FP8: "FineGrainedFP8Config(dequantize=True)",
+    "MXFP4 of experts": "Mxfp4Config(dequantize=True)",
+    "ModelOpt FP8": "the tool that wrote it",
+}
 
 
-def refusal(file: Path, net: Any, *, strict: bool) -> CheckpointError:
+def refusal(file: Path, *, strict: bool, net: Any = None) -> CheckpointError:
     """The error of loading, which has left the model as it was."""
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    net = net or model()
+    before = contents(net)
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load_model(net, file, strict=strict)
-    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+    assert contents(net) == before
     return caught.value
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("config", [True, False])
+@pytest.mark.parametrize("config", [True, False], ids=["configuration", "names"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_is_refused_by_name(
-    name: str, config: bool, strict: bool, tmp_path: Path
-) -> None:
-    error = refusal(write(name, tmp_path, config=config), model(), strict=strict)
+def test_every_format_is_refused_by_name(name: str, config: bool, tmp_path: Path) -> None:
+    file = write(name, tmp_path, config=config)
     title = FORMATS[name].title if config else FORMATS[name].title_by_names
-    assert "model.safetensors holds data of quantized weights" in error.what
-    assert f"format, {title}: '0.weight" in error.what
-    assert "checkpoint in high precision" in error.remedy
-    assert "strict" not in str(error)
+    for strict in (True, False):
+        error = refusal(file, strict=strict)
+        assert "model.safetensors holds data of quantized weights" in error.what
+        assert f"format, {title}: '0.weight" in error.what
+        assert "checkpoint in high precision" in error.remedy
+        assert READERS.get(name, "") in error.remedy or not config
+        assert "strict" not in str(error)
 
 
-def test_what_the_remedy_names(tmp_path: Path) -> None:
-    for name, said in (
-        ("float-quantized, block", "CompressedTensorsConfig(run_compressed=False)"),
-        ("Hugging Face FP8", "FineGrainedFP8Config(dequantize=True)"),
-        ("MXFP4 of experts", "Mxfp4Config(dequantize=True)"),
-        ("ModelOpt FP8", "the tool that wrote it"),
-    ):
-        file = write(name, tmp_path, config=True)
-        assert said in refusal(file, model(), strict=True).remedy
+def modelopt(folder: Path) -> Path:
+    """ModelOpt has a file of its own."""
+    file = write("ModelOpt FP8", folder, config=False)
+    text = json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}})
+    (folder / "hf_quant_config.json").write_text(text)
+    return file
 
 
-def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
-    file = write("ModelOpt FP8", tmp_path, config=False)
-    about = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(about))
-    assert "format, ModelOpt FP8: '0.weight'" in refusal(file, model(), strict=False).what
+def unreadable(text: bytes) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        file = write(FP8, folder, config=False)
+        for name in ("config.json", "hf_quant_config.json", "model.safetensors.index.json"):
+            (folder / name).write_bytes(text)
+        return file
+
+    return make
 
 
-@pytest.mark.parametrize(
-    "text", [b"\xff", b"{", b"[]", b"[" * 100000, b'{"quantization_config": 1}']
-)
-def test_a_configuration_that_cannot_be_read_hides_nothing(text: bytes, tmp_path: Path) -> None:
-    file = write("Hugging Face FP8", tmp_path, config=False)
-    for name in ("config.json", "hf_quant_config.json", "model.safetensors.index.json"):
-        (tmp_path / name).write_bytes(text)
-    assert "format, Hugging Face FP8: '0.weight'" in refusal(file, model(), strict=False).what
+def in_two_files(beside: str) -> Callable[[Path], Path]:
+    """The scales are in another file."""
+
+    def make(folder: Path) -> Path:
+        state = state_of(FP8)
+        files = {"b": {"0.weight_scale_inv": state.pop("0.weight_scale_inv")}, "a": state}
+        for file, tensors in files.items():
+            safetensors.torch.save_file(tensors, folder / file)
+        where = {"weight_map": {name: file for file, of in files.items() for name in of}}
+        text: Any = where if "index" in beside else {"quantization_config": FORMATS[FP8].config}
+        (folder / beside).write_text(json.dumps(text))
+        return folder / "a"
+
+    return make
 
 
-@pytest.mark.parametrize("known_by", ["index", "configuration"])
-def test_scales_in_another_file(known_by: str, tmp_path: Path) -> None:
-    state = state_of("Hugging Face FP8")
-    scales = {"0.weight_scale_inv": state.pop("0.weight_scale_inv")}
-    files = {"model-1.safetensors": state, "model-2.safetensors": scales}
-    for file, tensors in files.items():
-        safetensors.torch.save_file(tensors, tmp_path / file)
-    if known_by == "index":
-        where = {name: file for file, tensors in files.items() for name in tensors}
-        index = tmp_path / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": where}))
-    else:
-        config = {"quantization_config": FORMATS["Hugging Face FP8"].config}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-    error = refusal(tmp_path / "model-1.safetensors", model(), strict=True)
-    assert "format, Hugging Face FP8: '0.weight'" in error.what
+CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "modelopt": (modelopt, "ModelOpt FP8"),
+    "index": (in_two_files("model.safetensors.index.json"), FP8),
+    "configuration": (in_two_files("config.json"), FP8),
+}
+CASES |= {
+    f"beside {text[:9]!r}": (unreadable(text), FP8)
+    for text in (b"\xff", b"{", b"[]", b"[" * 100_000, b'{"quantization_config": 1}')
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_beside_the_file(name: str, tmp_path: Path) -> None:
+    make, title = CASES[name]
+    assert f"format, {title}: '0.weight'" in refusal(make(tmp_path), strict=True).what
 
 
 def test_a_file_of_ours_that_another_tool_has_rewritten(recipe: Any, tmp_path: Path) -> None:
     weight = recipe.quantizer("weight")(torch.randn(16, 8))
     tensors, _ = checkpoint.flatten_state_dict({"weight": weight})
     safetensors.torch.save_file(tensors, tmp_path / "x")
-    error = refusal(tmp_path / "x", torch.nn.Linear(8, 16, bias=False), strict=False)
+    error = refusal(tmp_path / "x", strict=False, net=torch.nn.Linear(8, 16, bias=False))
     assert "Ottava's own, without its metadata" in error.what
 
 
+def test_names_that_only_look_like_scales(tmp_path: Path) -> None:
+    """A pattern that is as good as any: a file of which nothing is known."""
+    tensors = {"0.qweight": torch.ones(4, 4, dtype=torch.int32), "0.weight_absmax": torch.ones(1)}
+    safetensors.torch.save_file(tensors, tmp_path / "x")
+    error = refusal(tmp_path / "x", strict=False)
+    assert "format, none that Ottava knows: '0.qweight' of int32" in error.what
+
+
 def test_elements_without_scales_are_values(tmp_path: Path) -> None:
-    """Checkpoints that were cast; names of scales that belong to other tensors do not matter."""
-    values = e4m3(4, 8)
+    """Checkpoints that were cast; names of scales of other tensors do not matter."""
+    values = torch.randn(4, 8).to(torch.float8_e4m3fn)
     net = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False))
     net.register_buffer("logit_scale", torch.ones(()))
     safetensors.torch.save_file({"0.weight": values, "logit_scale": torch.ones(())}, tmp_path / "x")
@@ -102,22 +126,19 @@ def test_elements_without_scales_are_values(tmp_path: Path) -> None:
     assert torch.equal(net[0].weight, values.float())
 
 
-def test_a_model_that_has_the_data_and_the_scales_itself_loads_them(tmp_path: Path) -> None:
-    net = torch.nn.Module()
-    net.register_buffer("weight", e4m3(4, 8))
-    net.register_buffer("weight_scale", ones(1))
+def test_a_model_that_has_data_and_scales_itself_loads_them(tmp_path: Path) -> None:
+    weight = torch.randn(4, 8).to(torch.float8_e4m3fn)
+    net = module_of({"weight": weight, "weight_scale": torch.ones(1)})
     checkpoint.save_model(net, tmp_path / "x")
-    expected, net.weight = net.weight, torch.zeros_like(net.weight)
+    net.weight = torch.zeros_like(weight)
     assert checkpoint.load_model(net, tmp_path / "x") == ([], [])
-    assert torch.equal(net.weight.view(torch.uint8), expected.view(torch.uint8))
+    assert contents(net.weight) == contents(weight)
 
 
 def test_what_is_in_high_precision_beside_data_loads(tmp_path: Path) -> None:
-    """Where nothing of the model is quantized in the file."""
-    file = write("Hugging Face FP8", tmp_path, config=True)
+    file = write(FP8, tmp_path, config=True)
     part = torch.nn.ModuleDict({"1": torch.nn.Linear(256, 64)})
     missing, unexpected = checkpoint.load_model(part, file, strict=False)
     assert (missing, len(unexpected)) == ([], 3)
     assert torch.equal(part["1"].weight, torch.ones(64, 256))
-    with pytest.raises(CheckpointError, match="format, Hugging Face FP8"):
-        checkpoint.load_model(part, file)
+    assert "format, Hugging Face FP8" in refusal(file, strict=True, net=part).what

@@ -1,5 +1,5 @@
-"""Weights in high precision that are to be gathered quantized: what sets, moves and loads them
-keeps what they are."""
+"""Weights in high precision that are to be gathered quantized: they are plain weights to whoever
+sets, moves, loads and saves them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ import torch.distributed as dist
 import ottava
 from ottava.distributed import HighPrecisionWeight, gather_quantized
 from ottava.errors import DTypeError, ShapeError, UsageError
+from tests.comparing import assert_same
+
+
+def layers() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3))
 
 
 @pytest.fixture
-def model(recipe: Any) -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    return gather_quantized(
-        ottava.convert(torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)), recipe)
-    )
+def model(recipe: Any) -> Any:
+    return gather_quantized(ottava.convert(layers(), recipe))
 
 
 @pytest.fixture
@@ -37,21 +40,30 @@ def test_new_data_is_taken_over(model: Any) -> None:
     model[0].weight.data = values
     assert isinstance(model[0].weight, HighPrecisionWeight)
     assert model[0].weight.high_precision().data_ptr() == values.data_ptr()
-    assert torch.equal(model[0].weight * 1, values)
+    model[0].weight.data = copy.deepcopy(model)[0].weight
     with pytest.raises(ShapeError, match="new data has shape"):
         model[0].weight.data = torch.zeros(8, 6)
     with pytest.raises(DTypeError):
         model[0].weight.data = 3
-    assert torch.equal(model[0].weight * 1, values)
+    assert_same(model[0].weight * 1, values)
+
+
+def test_operators_keep_the_class_or_give_plain_values(model: Any) -> None:
+    weight = model[0].weight
+    with torch.no_grad():
+        assert weight.mul_(2) is weight
+        for view in (weight.view(8, 6), weight[:2], weight.clone(), *weight.chunk(2)):
+            assert isinstance(view, HighPrecisionWeight)
+    assert type(weight * 1) is torch.Tensor
+    assert repr(weight).startswith("HighPrecisionWeight(")
 
 
 def test_moving_to_another_dtype(model: Any) -> None:
     before = model[0].weight.high_precision().clone()
-    model.to(torch.bfloat16)
-    weight = model[0].weight
+    weight = model.to(torch.bfloat16)[0].weight
     assert isinstance(weight, HighPrecisionWeight)
-    assert weight.dtype == weight.high_precision().dtype == torch.bfloat16
-    assert torch.equal(weight.high_precision(), before.bfloat16())
+    assert weight.dtype == torch.bfloat16
+    assert_same(weight.high_precision(), before.bfloat16())
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -61,7 +73,7 @@ def test_loading_plain_values(model: Any, assign: bool) -> None:
     weight = model[0].weight
     assert isinstance(weight, HighPrecisionWeight)
     assert weight.requires_grad
-    assert torch.equal(weight.high_precision(), state["0.weight"])
+    assert_same(weight.high_precision(), state["0.weight"])
 
 
 def test_files_hold_plain_values(model: Any) -> None:
@@ -70,7 +82,7 @@ def test_files_hold_plain_values(model: Any) -> None:
     buffer.seek(0)
     read = torch.load(buffer, weights_only=True)
     assert {type(value) for value in read.values()} == {torch.Tensor}
-    assert torch.equal(read["0.weight"], model[0].weight.high_precision())
+    assert_same(read["0.weight"], model[0].weight.high_precision())
 
 
 def test_copies_are_apart(model: Any) -> None:
@@ -78,16 +90,12 @@ def test_copies_are_apart(model: Any) -> None:
     with torch.no_grad():
         copied[0].weight.add_(1)
     assert isinstance(copied[0].weight, HighPrecisionWeight)
-    assert not torch.equal(copied[0].weight.high_precision(), model[0].weight.high_precision())
+    assert not torch.equal(copied[0].weight * 1, model[0].weight * 1)
 
 
 def test_the_layer_computes_as_before(model: Any, recipe: Any) -> None:
-    plain = ottava.convert(
-        torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3)), recipe
-    )
-    plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     x = torch.randn(4, 8)
-    assert torch.equal(model(x), plain(x))
+    assert_same(model(x), ottava.convert(layers(), recipe)(x))
 
 
 def test_collectives_on_quantized_tensors_are_refused(recipe: Any, alone: None) -> None:
@@ -103,12 +111,12 @@ def test_collectives_on_quantized_tensors_are_refused(recipe: Any, alone: None) 
     ):
         with pytest.raises(UsageError, match="was called with a quantized tensor"):
             call()
-    assert torch.equal(weight.dequantize(), before)
+    assert_same(weight.dequantize(), before)
 
 
-def test_a_sharded_model_is_refused(model: Any, recipe: Any) -> None:
+def test_wrong_models_are_refused(model: Any) -> None:
     with pytest.raises(UsageError, match="no layer of the model has a recipe bound"):
-        gather_quantized(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        gather_quantized(layers())
     with pytest.raises(DTypeError, match="model is a str"):
         gather_quantized("model")  # type: ignore[type-var]
     with pytest.raises(DTypeError, match="recomputes"):

@@ -1,5 +1,4 @@
-"""What a class of quantizers declares of shards is an object, and holds for the quantization that
-it is of."""
+"""Rules for shards: a rule goes with the quantization that it describes."""
 
 from __future__ import annotations
 
@@ -7,110 +6,84 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SampleQuantizer
-from rows import OneScaleQuantizer, RowQuantizer
 
-from ottava import Quantizer, kernels
-from ottava.distributed import GridShards, ShardJob, ShardRule, quantize_master_weights, rule_of
-from ottava.distributed.batches import ShardBatches
-from ottava.distributed.shards import shard_output
+from ottava import GridQuantizer, Layout, kernels
+from ottava.distributed import GridShards, ShardRule, quantize_master_weights, rule_of
 from ottava.errors import DTypeError
-from ottava.tensors import Float8QuantizerBase
+from tests.comparing import assert_same
+from tests.strangers import AloneRows, ReducedRows, SilentOneScale, SilentRows
 
 E4M3 = torch.float8_e4m3fn
+ONE_SCALE = Layout(E4M3, (None, None))
 
 
-class Declared(SampleQuantizer):
-    shards = GridShards(lambda jobs, amaxes: kernels.scale_from_amax(amaxes, E4M3))
-
-
-class SameQuantization(Declared):
+class Derived(GridQuantizer):
     """Derives what it quantizes with, and the rule for it."""
 
 
-class OtherQuantization(Declared):
+class Halved(GridQuantizer):
+    """Quantizes otherwise, and says nothing about it."""
+
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         return super().quantize_impl(tensor / 2, dtype)
 
 
-class OtherDeclared(OtherQuantization):
+class DeclaredHalved(Halved):
     shards = ShardRule(rows=2)
 
 
-class Unset(Declared):
-    shards = None
+class Floored(GridQuantizer):
+    """Scales of its own, by an option."""
+
+    floor = 100.0
+    shards = GridShards(
+        lambda jobs, amaxes: kernels.scale_from_amax(amaxes, E4M3, jobs[0].quantizer.floor),
+        options=("floor",),
+    )
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        raise AssertionError("only shards are quantized")
 
 
 def test_a_rule_goes_with_its_quantization() -> None:
-    def rule(cls: type[Quantizer]) -> ShardRule:
-        return rule_of(cls(E4M3))  # type: ignore[call-arg]
+    def rule(quantizer: Any) -> tuple[ShardRule, Any, int | None]:
+        found = rule_of(quantizer)
+        return found, found.batch_for(quantizer), found.independent_rows(quantizer)
 
-    assert rule(Declared) is rule(SameQuantization) is Declared.shards
-    assert rule(OtherDeclared) is OtherDeclared.shards
-    for silent in (OtherQuantization, SampleQuantizer):
-        assert rule(silent).batch is None
-        assert rule(silent).independent_rows(silent(E4M3)) is None
-    assert rule_of(RowQuantizer()).independent_rows(RowQuantizer()) == 1
-    assert rule_of(OneScaleQuantizer()).independent_rows(OneScaleQuantizer()) is None
-
-
-def test_a_class_is_not_rewritten() -> None:
-    """A subclass has what its author wrote, and the operands of its own quantization."""
-    added = set(vars(OtherQuantization)) - {
-        "quantize_impl",
-        "quantization",
-        "__module__",
-        "__doc__",
-        "__firstlineno__",
-    }
-    assert {name for name in added if not name.startswith("__") and name != "_abc_impl"} == set()
+    declared = rule_of(GridQuantizer(ONE_SCALE))
+    assert rule(Derived(ONE_SCALE)) == (declared, declared.batch, None)
+    assert rule(Halved(ONE_SCALE))[1:] == (None, None)
+    assert rule(DeclaredHalved(ONE_SCALE)) == (DeclaredHalved.shards, None, 2)
+    assert rule(AloneRows())[1:] == (None, 1)
+    assert rule(ReducedRows())[0] is ReducedRows.shards
+    for silent in (SilentRows(), SilentOneScale()):
+        assert rule(silent)[1:] == (None, None)
+    # Rows and columns of blocks are whole.
+    assert rule(GridQuantizer(Layout(E4M3, (1, 32))))[2] == 32
 
 
-@pytest.mark.parametrize(
-    ("value", "kind"), [(GridShards, "type"), ("NoSuchRule", "str"), ("math", "str")]
-)
-def test_what_is_no_rule_is_refused(value: object, kind: str) -> None:
-    class Wrong(SampleQuantizer):
-        shards = value
+@pytest.mark.parametrize("value", [GridShards, "NoSuchRule", "math"])
+def test_what_is_no_rule_is_refused(value: object) -> None:
+    class Wrong(GridQuantizer):
+        shards = value  # type: ignore[assignment]
 
-    weight = Wrong(E4M3).quantize(torch.zeros(2, 2))
-    with pytest.raises(
-        DTypeError, match=rf"Wrong.shards is a {kind}.*an ottava.distributed.ShardRule"
-    ):
+    weight = Wrong(ONE_SCALE).quantize(torch.zeros(2, 2))
+    message = rf"Wrong.shards is a {type(value).__name__}.*an ottava.distributed.ShardRule"
+    with pytest.raises(DTypeError, match=message):
         quantize_master_weights([weight], [torch.ones(4)], [0])
 
 
-@pytest.mark.parametrize(
-    "cls", [Declared, SameQuantization, OtherQuantization, OtherDeclared], ids=lambda c: c.__name__
-)
-def test_shards_are_quantized_as_the_whole(cls: type[Float8QuantizerBase]) -> None:
-    quantizer, master = cls(E4M3), torch.randn(6, 8)
-    weight: Any = quantizer.quantize(torch.zeros(6, 8))
+@pytest.mark.parametrize("cls", [GridQuantizer, Derived, Halved, DeclaredHalved])
+def test_shards_are_quantized_as_the_whole(cls: Any) -> None:
+    quantizer, master = cls(ONE_SCALE), torch.randn(6, 8)
+    weight, whole = quantizer.quantize(torch.zeros(6, 8)), quantizer.quantize(master)
     quantize_master_weights([weight], [master.flatten()], [0])
-    whole: Any = quantizer.quantize(master)
-    assert torch.equal(weight._data, whole._data)
-    assert torch.equal(weight._scale_inv, whole._scale_inv)
+    assert_same(weight.inner_list(), whole.inner_list())
 
 
-def scales_of_epsilon(jobs: Any, amaxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return kernels.scale_from_amax(amaxes, E4M3, jobs[0].quantizer.epsilon)
-
-
-class WithEpsilon(SampleQuantizer):
-    """Its scales follow an option."""
-
-    epsilon = 0.0
-    shards = GridShards(scales_of_epsilon, options=("epsilon",))
-
-
-def test_quantizers_of_a_class_keep_their_own_options() -> None:
-    """Layers that FSDP2 gathers together may have recipes of one class with different options."""
-    jobs: list[ShardJob] = []
-    for epsilon in (0.0, 100.0):
-        quantizer = WithEpsilon(E4M3)
-        quantizer.epsilon = epsilon
-        output = shard_output(quantizer.quantize(torch.zeros(2, 4)), (2, 4), 0, 8, "a shard")
-        jobs.append(ShardJob(quantizer, torch.ones(8), (2, 4), torch.float32, 0, output))
-    ShardBatches.of(jobs).quantize(None)
-    holders: list[Any] = [job.output.holder for job in jobs]
-    assert [holder._scale_inv.item() for holder in holders] == pytest.approx([1 / 448, 100 / 448])
+def test_scales_by_a_function() -> None:
+    """It sees the amaxes, and the options of the quantizer."""
+    quantizer = Floored(ONE_SCALE)
+    weight: Any = quantizer.make_empty((2, 4))
+    quantize_master_weights([weight], [torch.full((8,), 50.0)], [0])
+    assert_same(weight.dequantize(), torch.full((2, 4), 50.0), note="224 of 448 is 50 of 100")

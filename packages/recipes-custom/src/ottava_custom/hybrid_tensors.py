@@ -87,7 +87,7 @@ class HybridTensorStorage(QuantizedTensorStorage):
             self.inner_tensors = tuple(  # type: ignore[misc]
                 inner
                 for side, kind in zip(SIDES, self.kinds, strict=True)
-                for inner in _inner_tensors_of_side(side, kind, declared)
+                for inner in _inner_tensors_of_side(side, kind, declared, quantizer)
             )
         super()._hold(declared, quantizer)
 
@@ -180,16 +180,21 @@ def _has_layouts(kind: _Kind) -> TypeGuard[type[GridTensorStorage]]:
 
 
 def _inner_tensors_of_side(
-    side: Side, kind: _Kind, declared: Mapping[str, Any]
+    side: Side, kind: _Kind, declared: Mapping[str, Any], quantizer: Quantizer | None
 ) -> list[InnerTensor]:
-    """The inner tensors of a side, in a hybrid that is given the arguments ``declared``."""
+    """The inner tensors of a side, in a hybrid that is given the arguments ``declared`` and
+    ``quantizer``."""
     inner_tensors = kind.inner_tensors
     if _has_layouts(kind):
         fields = _fields_of_side(kind)
         static = {field.argument: declared[f"{side}_{field.argument}"] for field in fields}
-        # A side that is not held has no layout.
+        # A side that is not held has no static values. It has the layout of its quantizer, so that
+        # hybrids of one quantizer are of one kind.
+        layout = getattr(getattr(quantizer, f"{side}_quantizer", None), "layout", None)
         if None not in static.values():
-            inner_tensors = inner_tensors_of(kind.layout_of(static))
+            layout = kind.layout_of(static)
+        if layout is not None:
+            inner_tensors = inner_tensors_of(layout)
     return [_inner_tensor(side, inner) for inner in inner_tensors]
 
 

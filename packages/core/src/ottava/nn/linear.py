@@ -146,7 +146,7 @@ class Linear(torch.nn.Linear):
             enter_step(self, call, compiling)
             if not compiling:
                 _take_quantizer(weight, call.state)
-        if call.calibrating:
+        if call.calibrating and not call.recomputed:
             self._calibrate(input, call.state)
         if in_high_precision:
             return self._high_precision(input, call, inspection, main_grad)

@@ -1,0 +1,285 @@
+"""Ranks whose recipes or layers differ: all raise one error that names the difference, before
+anything is changed, and the group goes on to serve models on which they agree."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import ottava
+from ottava.distributed import gather_quantized
+from ottava.errors import OttavaError, UsageError, stable_repr
+from ottava_delayed import DelayedScaling
+from tests.comparing import assert_same
+from tests.ranks import Collectives, on_ranks
+
+E5M2 = ottava.Format.E5M2
+
+
+def assert_told_alike(text: str) -> None:
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert texts == [text] * len(texts), texts
+
+
+# -- the state of delayed scaling, compared at the first step --
+
+
+def model(recipe: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential()
+    for name in ("first", "second", "third"):
+        layers.add_module(name, torch.nn.Linear(16, 16))
+    return ottava.convert(layers, recipe, **options)
+
+
+def train(net: Any) -> None:
+    net(torch.ones(4, 16)).sum().backward()
+
+
+Make = Callable[[bool], tuple[Any, DelayedScaling]]
+
+
+def options(**options: Any) -> Make:
+    """Options that one rank alone has."""
+
+    def make(other: bool) -> tuple[Any, DelayedScaling]:
+        recipe = DelayedScaling(**(options if other else {}))
+        return model(recipe), recipe
+
+    return make
+
+
+def without(one: str | None, other_one: str) -> Make:
+    recipe = DelayedScaling()
+    return lambda other: (model(recipe, exclude=other_one if other else one), recipe)
+
+
+def converted_again(other: bool) -> tuple[Any, DelayedScaling]:
+    net, recipe = model(DelayedScaling()), DelayedScaling(margin=int(other))
+    train(net)
+    return ottava.convert(net, recipe), recipe
+
+
+def copied(other: bool) -> tuple[Any, DelayedScaling]:
+    """A copy compares what it is by itself, which may have been changed on one rank since."""
+    net, recipe = model(DelayedScaling()), DelayedScaling(margin=int(other))
+    train(net)
+    again = copy.deepcopy(net)
+    for layer in again:
+        layer.bind(recipe)
+    return again, recipe
+
+
+def other_roles(other: bool) -> tuple[Any, DelayedScaling]:
+    """A layer whose input alone another recipe serves on one rank."""
+    recipe, request = DelayedScaling(), ottava.QuantizerRequest("current")
+    if other:
+        roles = {("second", "input"): request}
+        recipe.set_quantizer_factory(lambda role: roles.get((role.name, role.tensor_type)))
+    return model(recipe), recipe
+
+
+def other_order(other: bool) -> tuple[Any, DelayedScaling]:
+    layers = [ottava.nn.Linear(16, 16, name=name) for name in ("first", "second")]
+    return torch.nn.Sequential(*layers[:: -1 if other else 1]), DelayedScaling()
+
+
+#: What a rank makes, or the other one; words of the error; and whether it trains in regions, which
+#: know their layers when these have run once.
+STATES: dict[str, tuple[Make, tuple[str, ...], bool]] = {
+    "margin": (options(margin=1), ("margin",), False),
+    "history": (options(amax_history_len=4), ("amax_history_len",), False),
+    "algorithm": (options(amax_compute_algo="most_recent"), ("amax_compute_algo",), False),
+    "format": (options(fp8_format=ottava.Format.E4M3), ("fp8_format",), False),
+    "one rank reduces": (options(reduce_amax=False), ("first", "nothing else"), False),
+    "converted again": (converted_again, ("margin",), False),
+    "copied": (copied, ("margin",), False),
+    "fewer layers": (without(None, "second"), ("second",), False),
+    "other layers": (without("third", "second"), ("second", "third"), False),
+    "other roles": (other_roles, ("second",), False),
+    "order in a block": (other_order, ("another order",), True),
+    "margin in a block": (options(margin=1), ("margin",), True),
+    "fewer layers in a block": (without(None, "second"), ("second",), True),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+@on_ranks(2)
+def test_states(mesh: DeviceMesh, case: str) -> None:
+    make, words, in_block = STATES[case]
+    net, recipe = make(mesh.get_rank() == 1)
+    if in_block:
+        with ottava.autocast(recipe):
+            train(net)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(OttavaError) as caught:
+        with ottava.autocast(recipe) if in_block else nullcontext():
+            train(net)
+    for word in words:
+        assert word in str(caught.value), (word, str(caught.value))
+    for name, value in net.state_dict().items():
+        assert_same(value, before[name], note=name)
+    if case != "one rank reduces":
+        assert_told_alike(str(caught.value))
+    agreed = model(DelayedScaling())
+    for _ in range(2):
+        train(agreed)
+
+
+@on_ranks(2)
+def test_agreeing_ranks_compare_once(mesh: DeviceMesh) -> None:
+    """One all-gather of 32 bytes at the first step, and one all-reduce a step; functions at other
+    addresses are the same, as far as their names go."""
+
+    class Largest:
+        def __call__(self, history: torch.Tensor) -> torch.Tensor:
+            return history.amax(0)
+
+    functions = [Largest() for _ in range(mesh.get_rank() + 1)]
+    for recipe in (DelayedScaling(), DelayedScaling(amax_compute_algo=functions[-1])):
+        net = model(recipe)
+        assert "0x" not in stable_repr(recipe)
+        for step in range(3):
+            with Collectives() as collectives:
+                train(net)
+            # Three slots of three layers.
+            reduced = ("all_reduce", torch.float32, 4 * 9)
+            compared = ("all_gather_into_tensor", torch.uint8, 32)
+            assert collectives.calls == ([compared, reduced] if step == 0 else [reduced])
+
+
+# -- weights that FSDP2 gathers, compared before the first of them --
+
+
+def plain() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128)).bfloat16()
+
+
+def recipe(name: str, **options: Any) -> Any:
+    return ottava.get_recipe(name, **options)
+
+
+def gathered(recipe: Any, *, recomputes: bool = False, **options: Any) -> Any:
+    return gather_quantized(ottava.convert(plain(), recipe, **options), recomputes=recomputes)
+
+
+def primary(recipe: Any) -> Any:
+    return ottava.convert(plain(), recipe, primary=True)
+
+
+def unbound() -> Any:
+    net = gathered("current")
+    net[0].bind(None)
+    return net
+
+
+def shard(net: Any, mesh: DeviceMesh, groups: str, **options: Any) -> Any:
+    for layer in net if groups == "layers" else ():
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(net, mesh=mesh, **options)
+
+
+def run(net: Any) -> None:
+    net(torch.ones(32, 128, dtype=torch.bfloat16)).sum().backward()
+
+
+#: The recipes of rank 0 and of rank 1, and a word of the error.
+RECIPES: dict[str, tuple[Any, Any, str]] = {
+    "elements": ("current", recipe("current", fp8_format=E5M2), "float8_e5m2"),
+    "elements of blocks": ("mxfp8", recipe("mxfp8", fp8_format=E5M2), "float8_e5m2"),
+    "current and delayed": ("current", "delayed", "DelayedScaling"),
+    "delayed and mxfp8": ("delayed", "mxfp8", "MXFP8"),
+    "mxfp8 and blockwise": ("mxfp8", "blockwise", "Float8BlockQuantizer"),
+    "blockwise and rowwise": ("blockwise", "rowwise", "Float8RowwiseQuantizer"),
+    **{
+        f"{option} of {name}": (name, recipe(name, **{option: value}), f"{option}={value!r}")
+        for name, option, value in (
+            ("mxfp8", "with_2d_quantization", True),
+            ("blockwise", "w_block_scaling_dim", 1),
+            # As many bytes, in the same places.
+            ("mxfp8", "scale_rounding", "floor"),
+            ("blockwise", "force_pow_2_scales", False),
+            ("current", "amax_epsilon", 1.0),
+        )
+    },
+}
+
+
+#: What the ranks make, and a word of the error.
+WEIGHTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "no recipe": (partial(gathered, "current"), unbound, "for None"),
+    "fewer layers": (
+        *(partial(gathered, "current"), partial(gathered, "current", exclude="1")),
+        "gathered as it is",
+    ),
+    "recomputes": (
+        *(partial(gathered, "mxfp8"), partial(gathered, "mxfp8", recomputes=True)),
+        "recomputes=True",
+    ),
+    "kept and gathered": (
+        *(partial(primary, "current"), partial(gathered, "current")),
+        "Float8Tensor",
+    ),
+    "kept on one": (partial(primary, "mxfp8"), partial(gathered, "current"), "MXFP8Tensor"),
+    **{
+        f"{name}, {kept.__name__}": (partial(kept, one), partial(kept, other), word)
+        for (name, (one, other, word)), kept in zip(
+            RECIPES.items(), itertools.cycle((gathered, primary)), strict=False
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+@on_ranks(2)
+def test_weights(mesh: DeviceMesh, case: str) -> None:
+    """Gathered layer by layer or all at once, by turns; a second attempt is refused alike."""
+    *makes, word = WEIGHTS[case]
+    groups = ("root", "layers")[list(WEIGHTS).index(case) % 2]
+    net = shard(makes[mesh.get_rank()](), mesh, groups)
+
+    def values() -> list[torch.Tensor]:
+        state = [getattr(value, "_local_tensor", value) for value in net.state_dict().values()]
+        return [v.dequantize() if hasattr(v, "dequantize") else v.clone() for v in state]
+
+    before = values()
+    for _ in range(2):
+        with pytest.raises(UsageError) as caught:
+            run(net)
+        for part in (word, "rank 0 has", "rank 1"):
+            assert part in str(caught.value), (part, str(caught.value))
+        assert_told_alike(str(caught.value))
+    assert all(map(torch.equal, before, values()))
+    run(shard(gathered("current"), mesh, groups))
+
+
+@on_ranks(2)
+def test_dtypes_of_a_policy(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(torch.float16 if mesh.get_rank() else torch.float32)
+    net = shard(gathered("current"), mesh, "layers", mp_policy=policy)
+    with pytest.raises(UsageError, match=r"torch\.float16"):
+        run(net)
+
+
+@on_ranks(2)
+def test_agreeing_weights_are_compared_once(mesh: DeviceMesh) -> None:
+    """One all-gather of 32 bytes for all weights of a model, and none after the first gather."""
+    for make in (gathered, primary):
+        for groups in ("layers", "root"):
+            net = shard(make("current"), mesh, groups)
+            for expected in (1, 0):
+                with Collectives() as collectives:
+                    run(net)
+                assert collectives.gathered.count(32) == expected, (make.__name__, groups)

@@ -1,0 +1,200 @@
+"""States of models under FSDP2: made on meta, saved, loaded, copied; masters that are sharded
+alike."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import ottava
+from ottava.distributed import HighPrecisionWeight, gather_quantized, quantize_master_weights
+from ottava.errors import DTypeError, OptionError, OttavaError, ShapeError
+from ottava_current import Float8CurrentScalingQuantizer
+from tests.comparing import assert_same
+from tests.fsdp import (
+    Net,
+    assert_states_equal,
+    batches,
+    loss_of,
+    make,
+    shard,
+    state_of,
+    train,
+)
+from tests.ranks import Collectives, on_ranks
+
+GATHERED, FULL = "gathered quantized", StateDictOptions(full_state_dict=True)
+
+
+@on_ranks(2)
+def test_a_model_is_made_on_meta(mesh: DeviceMesh) -> None:
+    """Sharded without values, initialized, and given the values of another."""
+    for recipe, rows in (("delayed", 33), ("mxfp8", 64)):
+        with torch.device("meta"):
+            net = Net(rows).bfloat16()
+        net = shard(gather_quantized(ottava.convert(net, recipe)), mesh)
+        assert all(p.is_meta for p in net.parameters())
+        net.to_empty(device="cpu")
+        for module in net.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        for name, value in state_of(net).items():
+            if name.endswith("first.weight"):
+                assert 0.9 / 8 < value.float().abs().max() <= 1 / 8, (recipe, name)
+            if name.endswith("recipe_state.scale"):
+                assert_same(value, torch.ones(3), note=name)
+        alone = make(recipe, "high precision", rows)
+        set_model_state_dict(net, alone.state_dict(), options=FULL)
+        assert train(net) == train(alone), (recipe, rows)
+        assert_states_equal(state_of(net), state_of(alone), recipe)
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe", "rows"),
+    [
+        ("load_state_dict", "delayed", 33),
+        ("assigned", "current", 64),
+        ("dcp", "mxfp8", 33),
+        ("dcp", "delayed", 64),
+        ("full", "delayed", 33),
+    ],
+)
+@on_ranks(2)
+def test_a_loaded_model_goes_on(mesh: DeviceMesh, way: str, recipe: str, rows: int) -> None:
+    """As one that was not interrupted; files hold plain tensors."""
+    folder: list[Any] = [tempfile.mkdtemp() if mesh.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    net = shard(make(recipe, GATHERED, rows), mesh)
+    train(net, 2)
+    whole, path = state_of(net), os.path.join(folder[0], recipe)
+    other = make(recipe, GATHERED, rows)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    shard(other, mesh)
+    if way == "dcp":
+        dcp.save({"model": net.state_dict()}, checkpoint_id=path)
+        state = {"model": other.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        other.load_state_dict(state["model"])
+        # A model that is not sharded reads the same file.
+        lone = {"model": make(recipe, "high precision", rows).state_dict()}
+        dcp.load(lone, checkpoint_id=path)
+        for name, value in whole.items():
+            assert_same(lone["model"][name], value, note=(recipe, name))
+    elif way == "full":
+        state = get_model_state_dict(net, options=FULL)
+        assert {type(value) for value in state.values()} == {torch.Tensor}
+        set_model_state_dict(other, state, options=FULL)
+    else:
+        other.load_state_dict(net.state_dict(), assign=way == "assigned")
+    assert_states_equal(state_of(other), whole, (recipe, way))
+    reference = make(recipe, "high precision", rows)
+    reference.load_state_dict(whole, strict=False)
+    assert train(other) == train(reference), (recipe, way)
+
+
+@on_ranks(2)
+def test_files_and_copies(mesh: DeviceMesh) -> None:
+    """A rank's file of its shards holds plain tensors; a copy is another model of the kind."""
+    for recipe in ("delayed", "mxfp8"):
+        net = make(recipe, GATHERED)
+        twin = copy.deepcopy(net)
+        assert isinstance(twin.first.weight, HighPrecisionWeight)
+        addresses = [n.first.weight.high_precision().data_ptr() for n in (net, twin)]
+        assert addresses[0] != addresses[1]
+        # Not sharded it is the model that it was.
+        expected = train(make(recipe, "high precision"))
+        assert train(net) == train(shard(twin, mesh)) == expected, recipe
+        local = twin.first.weight.to_local()
+        with tempfile.TemporaryFile() as file:
+            torch.save(local, file)
+            file.seek(0)
+            read = torch.load(file, weights_only=True)
+        assert type(read) is torch.Tensor
+        assert_same(read, local.high_precision())
+
+
+@on_ranks(2, 4)
+def test_sharded_masters(mesh: DeviceMesh) -> None:
+    """Masters of this rank's rows are written into the shards of quantized weights, with the scales
+    of the whole, by one all-reduce."""
+    rank, world = mesh.get_rank(), mesh.size()
+    for recipe, rows in (("current", 33), ("delayed", 33), ("mxfp8", 128), ("current", 64)):
+        alone = make(recipe, "quantized", rows, width=128)
+        net = shard(make(recipe, "quantized", rows, width=128), mesh, "root")
+        mine, theirs = ([n.first.weight, n.second.weight, n.last.weight] for n in (net, alone))
+        for step, batch in enumerate(batches(3, 128)):
+            losses = [loss_of(n, batch) for n in (net, alone)]
+            assert losses[0].item() == losses[1].item(), (recipe, rows, step)
+            torch.autograd.backward(losses)
+            random = torch.Generator().manual_seed(step)
+            masters = [torch.randn(w.shape, generator=random) * 2.0**step for w in theirs]
+            own: list[Any] = [
+                distribute_tensor(master, mesh, weight.placements)
+                for master, weight in zip(masters, mine, strict=True)
+            ]
+            starts: list[int | None] | None = None
+            if step:
+                # None where nothing is held, and offsets where something is.
+                own = [shard if shard.numel() else None for shard in (m.to_local() for m in own)]
+                firsts = [-(-len(m) // world) * rank * m.shape[1] for m in masters]
+                starts = [
+                    None if shard is None else first
+                    for shard, first in zip(own, firsts, strict=True)
+                ]
+            with Collectives() as collectives:
+                quantize_master_weights(mine, own, starts)
+            assert collectives.count == 1
+            for weight, master in zip(theirs, masters, strict=True):
+                weight._quantizer.update_quantized(master.bfloat16(), weight)
+            assert_states_equal(state_of(net), state_of(alone), (recipe, rows, step))
+
+
+@on_ranks(2)
+def test_masters_that_do_not_fit_the_shards(mesh: DeviceMesh) -> None:
+    """Nothing is written or reduced."""
+    net = shard(make("current", "quantized", 33), mesh, "root")
+    weight, norm = net.first.weight, net.norm.weight
+    local = weight.to_local()
+    own, start = torch.randn(local.shape), min(mesh.get_rank() * 17, 33) * 64
+    before = local._data.clone(), local._scale_inv.clone()
+    refused: list[tuple[Any, ...]] = [
+        (ShapeError, weight, torch.randn(33, 64), None, None),
+        (ShapeError, weight, own[:-1], start, None),
+        (OptionError, weight, own, start + 64, None),
+        (OptionError, weight, own, float(start), None),
+        (DTypeError, weight, own.double(), None, None),
+        (DTypeError, norm, torch.randn(33), None, None),
+        (DTypeError, weight, net.norm, None, None),
+        (OptionError, weight, own, None, 1),
+        (OptionError, weight, own, None, [0, 1]),
+        (OttavaError, weight, own, None, "no such group"),
+    ]
+    for kind, target, master, offset, group in refused:
+        with Collectives() as collectives, pytest.raises(kind):
+            quantize_master_weights([target], [master], None if offset is None else [offset], group)
+        assert not collectives.calls
+        assert_same((local._data, local._scale_inv), before)
+
+
+@on_ranks(2)
+def test_a_replicated_weight_is_written_on_every_rank(mesh: DeviceMesh) -> None:
+    ones = Float8CurrentScalingQuantizer(torch.float8_e4m3fn).quantize(torch.ones(4, 64))
+    weight = distribute_tensor(ones, mesh, [Replicate()], src_data_rank=None)
+    quantize_master_weights([weight], [torch.full((4, 64), 3.0)], None)
+    assert_same(weight.to_local().dequantize(), torch.full((4, 64), 3.0))

@@ -1,0 +1,378 @@
+"""Ways to run a model under FSDP2 whose weights are gathered quantized: each trains as one process,
+bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import ottava
+from ottava.errors import UsageError
+from tests.fsdp import (
+    GROUPS,
+    assert_states_equal,
+    assert_trains_alike,
+    batches,
+    loss_of,
+    make,
+    optimizer_of,
+    shard,
+    state_of,
+    train,
+    values_of,
+)
+from tests.ranks import Collectives, on_ranks
+
+RECIPES: dict[str, Callable[[], ottava.Recipe]] = {
+    "current": lambda: ottava.get_recipe("current"),
+    "delayed": lambda: ottava.get_recipe("delayed", amax_history_len=4),
+    "mxfp8": lambda: ottava.get_recipe("mxfp8"),
+}
+GATHERED, SLOW = "gathered quantized", pytest.mark.slow
+#: Groups, and reshard_after_forward.
+SHARDINGS = list(itertools.product(GROUPS, (True, False)))
+
+
+# -- what a training does besides; of a model that is not sharded some of it is nothing --
+
+Hook = Callable[[Any, int], Any]
+
+
+def nothing(net: Any, number: int) -> None:
+    pass
+
+
+def loop(
+    before: Hook = nothing,
+    backward: Callable[[Any, torch.Tensor], Any] = lambda net, loss: loss.backward(),
+    after: Hook = nothing,
+    *,
+    microbatches: int = 1,
+    region: bool = False,
+) -> Callable[[Any, int], list[float]]:
+    """Steps of some microbatches, all of them in one region or each by itself."""
+
+    def run(net: Any, count: int) -> list[float]:
+        optimizer, losses, block = optimizer_of(net), [], contextlib.ExitStack()
+        for number, batch in enumerate(batches(count * microbatches)):
+            before(net, number)
+            if region and number % microbatches == 0:
+                block.enter_context(ottava.autocast())
+            loss = loss_of(net, batch)
+            backward(net, loss)
+            losses.append(loss.item())
+            if number % microbatches == microbatches - 1:
+                block.close()
+                optimizer.step()
+                optimizer.zero_grad()
+            after(net, number)
+        return losses
+
+    return run
+
+
+def reduce_last(net: Any, number: int) -> None:
+    if hasattr(net, "set_requires_gradient_sync"):
+        net.set_requires_gradient_sync(number % 2 == 1)
+
+
+def keep_weights(net: Any, number: int) -> None:
+    reduce_last(net, number)
+    if hasattr(net, "set_reshard_after_backward"):
+        net.set_reshard_after_backward(number % 2 == 1)
+
+
+def unshard(net: Any, number: int) -> None:
+    if hasattr(net, "unshard"):
+        if number == 1:
+            net.unshard()
+            net.reshard()
+        handle = net.unshard(async_op=number == 0)
+        if handle is not None:
+            handle.wait()
+
+
+def toggle(net: Any, number: int) -> None:
+    if hasattr(net, "set_reshard_after_forward"):
+        net.set_reshard_after_forward(number % 2 == 0)
+
+
+def evaluate(net: Any, number: int, *, training: bool, grad: bool) -> None:
+    """A step begins where one process would begin it, whatever ran before."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3)).bfloat16() * 9
+    net.train(training)
+    with torch.set_grad_enabled(grad):
+        net(x)
+    # FSDP keeps what no backward pass follows, quantized with the scale of the evaluation.
+    for module in net.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+    net.train()
+
+
+def clip(net: Any, loss: torch.Tensor) -> None:
+    """By a norm that clips nothing: it is summed shard by shard, so its last bits differ."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e6)
+
+
+def twice(net: Any, loss: torch.Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def write(net: Any, number: int) -> None:
+    for parameter in net.parameters():
+        parameter.data.mul_(1.25)
+
+
+def optimize_in_backward(net: Any, number: int) -> None:
+    """Which leaves no gradients to the optimizer of the loop."""
+    if number:
+        return
+    optimizers = {p: torch.optim.SGD([p], lr=0.02) for p in net.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def prefetch(net: Any) -> None:
+    net.set_modules_to_forward_prefetch([net.first, net.second])
+    net.first.set_modules_to_forward_prefetch([net.second])
+    net.second.set_modules_to_backward_prefetch([net.first])
+
+
+def frozen(name: str) -> Callable[[Any], None]:
+    def freeze(net: torch.nn.Module) -> None:
+        for own, parameter in net.named_parameters():
+            parameter.requires_grad_(name not in own)
+
+    return freeze
+
+
+class Tied(torch.nn.Module):
+    """An embedding is the weight of the last layer."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, width)
+        self.first, self.second = torch.nn.Linear(width, rows), torch.nn.Linear(rows, width)
+        self.last = torch.nn.Linear(width, 64, bias=False)
+        self.last.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = x.float().abs().mul(10).long().clamp(max=63)[:, 0]
+        hidden: torch.Tensor = self.last(self.second(self.first(self.embedding(ids))))
+        return hidden
+
+
+class TiedLayers(torch.nn.Module):
+    """Two layers have one weight, and are both quantized."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+        self.last = torch.nn.Linear(width, width)
+        self.last.weight = self.second.weight
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(torch.nn.functional.gelu(self.second(self.first(x))))
+
+
+#: Arguments of `assert_trains_alike`.
+WAYS: dict[str, dict[str, Any]] = {
+    "microbatches": {"loop": loop(microbatches=2)},
+    "microbatches that are reduced once": {"loop": loop(reduce_last, microbatches=2)},
+    "microbatches in a region": {"loop": loop(microbatches=2, region=True)},
+    # The weights of the first one serve the second: in one region, where scales do not change.
+    "microbatches with weights that are kept": {
+        "loop": loop(keep_weights, microbatches=2, region=True)
+    },
+    "unsharded by hand": {"loop": loop(unshard)},
+    "prefetched": {"prepare_sharded": prefetch, "groups": "layers"},
+    **{
+        f"evaluated in between, training={training}, grad={grad}": {
+            "loop": loop(after=functools.partial(evaluate, training=training, grad=grad))
+        }
+        for training, grad in itertools.product((True, False), repeat=2)
+    },
+    "recomputed": {"reentrant": False, "recomputes": True},
+    "recomputed by a reentrant checkpoint": {"reentrant": True, "recomputes": True},
+    "clipped": {"loop": loop(backward=clip)},
+    "two backward passes": {"loop": loop(backward=twice)},
+    "optimizer in the backward pass": {"loop": loop(optimize_in_backward)},
+    "written through .data": {"loop": loop(after=write)},
+    "resharding that changes": {"loop": loop(toggle)},
+    "a frozen weight": {"prepare": frozen("first.weight")},
+    "a frozen layer": {"prepare": frozen("second")},
+    "frozen weights": {"prepare": frozen("weight")},
+    "tied to an embedding": {"kind": Tied},
+    "tied layers": {"kind": TiedLayers, "groups": "root"},
+}
+
+
+REPEATED = (
+    "a frozen layer",
+    "evaluated in between, training=True, grad=True",
+    "evaluated in between, training=False, grad=False",
+)
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[SLOW] * (w in REPEATED)) for w in WAYS])
+@on_ranks(2)
+def test_training_equals_one_process(mesh: DeviceMesh, way: str, every: bool) -> None:
+    # Delayed scaling reduces as current scaling does, and has a state.
+    names = list(RECIPES) if every else ["delayed", "mxfp8"]
+    if way == "resharding that changes":
+        # What is gathered of blocks for each pass is decided once.
+        names.remove("mxfp8")
+    for place, name in enumerate(names):
+        for groups, reshard in SHARDINGS if every else [SHARDINGS[(place + len(way)) % 4]]:
+            options = {"groups": groups} | WAYS[way]
+            sharding = {"reshard_after_forward": reshard}
+            assert_trains_alike(
+                mesh, RECIPES[name](), GATHERED, name, fully_shard_options=sharding, **options
+            )
+
+
+@on_ranks(2)
+def test_blocks_of_two_directions_are_not_recomputed_unless_announced(mesh: DeviceMesh) -> None:
+    """The gather for the backward pass brings columns alone."""
+    for kept in (GATHERED, "quantized"):
+        net = shard(make("mxfp8", kept, reentrant=False), mesh, reshard_after_forward=True)
+        remedy = "reshard_after_forward=False or with_2d_quantization=True"
+        loss = loss_of(net, next(batches(1)))
+        with pytest.raises(UsageError, match=remedy):
+            loss.backward()
+    squares = functools.partial(ottava.get_recipe, "mxfp8", with_2d_quantization=True)
+    for make_recipe, reshard in ((squares, True), (RECIPES["mxfp8"], False)):
+        sharding = {"reshard_after_forward": reshard}
+        assert_trains_alike(
+            mesh, make_recipe(), "quantized", reentrant=False, fully_shard_options=sharding
+        )
+
+
+@on_ranks(2)
+def test_a_gradient_norm_is_that_of_one_process(mesh: DeviceMesh) -> None:
+    net, norms = shard(make("current", GATHERED), mesh), []
+    for model in (make("current", "high precision"), net):
+        loss_of(model, next(batches(1))).backward()
+        norms.append(values_of(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)).float())
+    torch.testing.assert_close(norms[1], norms[0], rtol=0.02, atol=0)
+    clipped = torch.cat([values_of(p.grad).float().flatten() for p in net.parameters()]).norm()
+    torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=0.02, atol=0)
+
+
+@on_ranks(2)
+def test_mixed_precision(mesh: DeviceMesh) -> None:
+    """Float32 parameters, cast to bfloat16 before they are quantized."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name, rows in (("delayed", 33), ("mxfp8", 64), ("current", 33)):
+        recipe = RECIPES[name]
+        net = make(recipe(), GATHERED, rows, dtype=torch.float32)
+        shard(net, mesh, "layers" if rows == 64 else "root", mp_policy=policy)
+        masters = make(recipe(), "high precision", rows, dtype=torch.float32)
+        narrow, optimizer = copy.deepcopy(masters).to(torch.bfloat16), optimizer_of(masters)
+        expected = []
+        pairs = list(zip(narrow.parameters(), masters.parameters(), strict=True))
+        for batch in batches(3):
+            with torch.no_grad():
+                for own, master in pairs:
+                    own.copy_(master)
+            loss = loss_of(narrow, batch)
+            loss.backward()
+            for own, master in pairs:
+                assert own.grad is not None
+                master.grad, own.grad = own.grad.float(), None
+            optimizer.step()
+            expected.append(loss.item())
+        assert train(net) == expected, (name, rows)
+        state = state_of(narrow) | {n: p.detach() for n, p in masters.named_parameters()}
+        assert_states_equal(state_of(net), state, (name, rows))
+
+
+@on_ranks(2)
+def test_torch_autocast(mesh: DeviceMesh) -> None:
+    """Float32 parameters and gathers, products in bfloat16."""
+
+    def run(net: Any, count: int) -> list[float]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(net, count)
+
+    for name in ("delayed", "mxfp8"):
+        assert_trains_alike(mesh, RECIPES[name](), GATHERED, name, loop=run, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name", ["delayed", *(pytest.param(n, marks=SLOW) for n in ("current", "mxfp8"))]
+)
+@on_ranks(2)
+def test_compiled(mesh: DeviceMesh, name: str) -> None:
+    """A graph of both passes is traced around what the first of them gathers."""
+
+    recipe = RECIPES[name]()
+    alone = make(recipe, "high precision")
+    expected, net = train(alone), make(recipe, GATHERED, recomputes=name == "mxfp8")
+    assert train(net, run=torch.compile(shard(net, mesh), backend="aot_eager")) == expected
+    assert_states_equal(state_of(net), state_of(alone), name)
+
+
+@on_ranks(2)
+def test_a_rank_may_write_its_shards_alone(mesh: DeviceMesh) -> None:
+    """Between the passes: the backward pass reduces nothing, so no rank waits for another."""
+    for name, groups in (("current", "layers"), ("delayed", "root")):
+        net = shard(make(RECIPES[name](), GATHERED), mesh, groups, reshard_after_forward=True)
+        for batch in batches(2):
+            loss = loss_of(net, batch)
+            if mesh.get_rank() == 0:
+                for layer in (net.first, net.second, net.last):
+                    layer.weight.to_local().high_precision().mul_(0.5)
+            with Collectives() as backward:
+                loss.backward()
+            assert backward.count == 0, (name, groups)
+            assert all(p.grad.to_local().isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [None, *(pytest.param(a, marks=SLOW) for a in ({}, {"_module_state_mapping": {}}))],
+    ids=str,
+)
+@on_ranks(2)
+def test_other_private_names_of_torch(mesh: DeviceMesh, attributes: Any) -> None:
+    """In a version that does not say which weights it gathers together, more is gathered and
+    reduced, and all of it is right."""
+    private = "torch.distributed._composable_state"
+    substitute: Any = None if attributes is None else types.SimpleNamespace(**attributes)
+    sharding = {"reshard_after_forward": True}
+    reductions, sizes = [], []
+    for module in (sys.modules[private], substitute):
+        sys.modules[private] = module
+        for name, seen in (("current", reductions), ("mxfp8", sizes)):
+            net = shard(make(RECIPES[name](), GATHERED), mesh, "root", **sharding)
+            with Collectives() as collectives:
+                loss_of(net, next(batches(1))).backward()
+            seen.append(collectives.count if name == "current" else sum(collectives.gathered))
+    for name, recipe in RECIPES.items():
+        assert_trains_alike(
+            mesh, recipe(), GATHERED, name, groups="root", fully_shard_options=sharding
+        )
+    # The scale of each weight by itself; rows and columns in each pass.
+    assert reductions == [1, 3]
+    assert sizes[1] > sizes[0]

@@ -1,0 +1,467 @@
+"""Shards of master weights, of any recipe and any cut: bytes and scales are those that quantizing
+the whole weight at once gives."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+
+from ottava.distributed import (
+    MasterWeights,
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+    rule_of,
+)
+from ottava.tensors import columnwise_layout
+from ottava_blockwise import Float8BlockQuantizer
+from ottava_current import Float8CurrentScalingQuantizer
+from ottava_custom import HybridQuantizer
+from ottava_delayed import Float8Quantizer
+from ottava_mxfp8 import MXFP8Quantizer
+from ottava_rowwise import Float8RowwiseQuantizer
+from tests.comparing import assert_same
+from tests.ranks import Collectives, on_ranks
+from tests.strangers import ReducedRows, SilentOneScale, SilentRows
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SPECIAL = (
+    *(math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -1e-45, 3e38, -3.4028234663852886e38),
+    # What a rounding to float16 or bfloat16 makes infinite, or not quite.
+    *(65519.0, 65520.0, -3.3961775292304957e38, 3.39e38, 448.0, 464.0, 57344.0, 2.0**-9),
+)
+#: Of every byte that was not written.
+OLD = 0x5A
+
+
+def delayed(fp8_dtype: torch.dtype, scale: float, amax: float | None, fits: bool) -> Any:
+    found = None if amax is None else torch.tensor([amax])
+    counts = None if amax is None else torch.zeros(1, dtype=torch.int64)
+    quantizer = Float8Quantizer(torch.tensor([scale]), found, fp8_dtype, saturated=counts)
+    quantizer.fits = fits and amax is not None
+    return quantizer
+
+
+FORMATS, FLAGS, EPSILONS = (
+    st.sampled_from((E4M3, E5M2)),
+    st.booleans(),
+    st.sampled_from((0.0, 1e-3)),
+)
+SCALES = {"force_pow_2_scales": FLAGS, "amax_epsilon": EPSILONS}
+ROUNDINGS = st.sampled_from(("up", "floor"))
+QUANTIZERS: dict[str, st.SearchStrategy[Any]] = {
+    "delayed": st.builds(
+        delayed,
+        FORMATS,
+        st.sampled_from((1.0, 0.37, 448.0, 2.0**-20, 3.0e38)),
+        st.sampled_from((None, 0.0, 2.5, 1e30)),
+        FLAGS,
+    ),
+    "mxfp8": st.builds(
+        MXFP8Quantizer, FORMATS, with_2d_quantization=FLAGS, scale_rounding=ROUNDINGS
+    ),
+    "blockwise": st.builds(
+        Float8BlockQuantizer, FORMATS, block_scaling_dim=st.sampled_from((1, 2)), **SCALES
+    ),
+    "rowwise": st.builds(Float8RowwiseQuantizer, FORMATS, **SCALES),
+    "strangers": st.sampled_from((SilentRows, SilentOneScale, ReducedRows)).map(lambda cls: cls()),
+}
+SHAPES = st.one_of(
+    st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    st.tuples(st.integers(1, 100), st.sampled_from((1, 31, 32, 33, 64))),
+    st.tuples(st.integers(0, 130)),
+    st.tuples(st.integers(0, 5), st.integers(0, 11), st.integers(0, 40)),
+    st.tuples(st.just(1), st.integers(0, 200)),
+    st.just(()),
+)
+LARGE = st.tuples(st.integers(100, 300), st.integers(1, 200))
+
+
+class Weight:
+    """A quantizer, the whole master weight, and the dtype that the weight stands for."""
+
+    def __init__(self, quantizer: Any, master: torch.Tensor, dtype: torch.dtype) -> None:
+        self.quantizer, self.master, self.dtype = quantizer, master, dtype
+        # With a state of its own.
+        self.oracle = copy.deepcopy(quantizer)
+
+    @functools.cached_property
+    def expected(self) -> Any:
+        """Quantized at once, by the code for whole tensors."""
+        return self.oracle.quantize(self.master.to(self.dtype))
+
+    def empty(self, shape: Sequence[int]) -> Any:
+        """A quantized tensor that holds something else."""
+        holder = self.quantizer.make_empty(shape, dtype=self.dtype)
+        for inner in holder.inner_tensors:
+            if getattr(holder, inner.attribute) is not None:
+                getattr(holder, inner.attribute).fill_(OLD)
+        holder.mark_written()
+        return holder
+
+    def __repr__(self) -> str:
+        return f"{self.quantizer!r} {tuple(self.master.shape)} {self.dtype}"
+
+
+@st.composite
+def weights(draw: st.DrawFn, layout: str | None, current: st.SearchStrategy[Any]) -> Weight:
+    kind = draw(st.sampled_from(("current", *QUANTIZERS)))
+    quantizer = draw(current if kind == "current" else QUANTIZERS[kind])
+    shape = draw(st.one_of(LARGE, SHAPES) if kind == "blockwise" else SHAPES)
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    values = torch.randn(shape, generator=random) * 2.0 ** draw(st.integers(-30, 30))
+    for _ in range(draw(st.integers(0, 6)) if values.numel() else 0):
+        values.view(-1)[draw(st.integers(0, values.numel() - 1))] = draw(st.sampled_from(SPECIAL))
+    usages = [(True, True), (True, False)]
+    if kind != "blockwise" and layout is None:
+        # Of a transpose alone there is no range.
+        usages.append((False, True))
+    rowwise, columnwise = draw(st.sampled_from(usages))
+    quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
+    quantizer.internal = draw(st.integers(0, 3)) == 0
+    dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+    return Weight(quantizer, values, dtype)
+
+
+class Case:
+    """A batch of weights, of which each rank has shards."""
+
+    def __init__(self, data: Any, mesh: DeviceMesh | None) -> None:
+        self.data = data
+        self.rank, self.world = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
+
+    def cuts(self, numel: int) -> range:
+        """This rank's range; drawn for all ranks, which go on in step."""
+        points = st.integers(0, numel)
+        if self.draw(st.integers(0, 3)) == 0:
+            # All of it on one rank.
+            points = st.sampled_from((0, numel))
+        ends = [0, *sorted(self.draw(points) for _ in range(self.world - 1)), numel]
+        place = self.draw(st.permutations(range(self.world)))[self.rank]
+        return range(ends[place], ends[place + 1])
+
+    def draw(self, strategy: st.SearchStrategy[Any]) -> Any:
+        return self.data.draw(strategy)
+
+    def shard(self, master: torch.Tensor, own: range) -> tuple[torch.Tensor | None, int | None]:
+        """A shard in any memory, and where it begins; None for both where it is empty."""
+        without, strided = self.draw(FLAGS), self.draw(FLAGS)
+        if not own and without:
+            return None, None
+        values = master.reshape(-1)[own.start : own.stop].clone()
+        return values.repeat_interleave(2)[::2] if strided else values, own.start
+
+    def cast(self, batch: list[Weight], holders: Any, shards: Any, starts: Any, **more: Any) -> Any:
+        """One all-reduce for all weights, and one all-gather for those whose amaxes do not
+        suffice."""
+        plan = None
+        with Collectives() as collectives:
+            if self.draw(FLAGS):
+                quantize_master_weights(holders, shards, starts, **more)
+            elif self.draw(FLAGS):
+                quantizers = [w.quantizer for w in batch] if self.draw(FLAGS) else None
+                cast_master_weights_to_fp8(holders, shards, starts, quantizers=quantizers, **more)
+            else:
+                plan = MasterWeights(holders, shards, start_offsets=starts, **more)
+                plan.quantize()
+        several = self.world > 1 and len(batch) > 0
+        silent = any(rule_of(w.quantizer).batch_for(w.quantizer) is None for w in batch)
+        assert collectives.count == several
+        assert len(collectives.gathered) == (several and silent)
+        return plan
+
+
+def raw(holder: Any) -> list[str]:
+    return [inner.attribute for inner in holder.raw_inner()]
+
+
+def assert_written(weight: Weight, holder: Any, own: range) -> None:
+    """The elements of a range and all scales are those of the whole; other elements are old."""
+    for inner in holder.inner_tensors:
+        held = getattr(holder, inner.attribute)
+        if held is None or holder.is_derived(inner):
+            continue
+        expected = getattr(weight.expected, inner.attribute)
+        if inner.attribute in raw(holder):
+            whole, expected = expected.reshape(-1), torch.full_like(held, OLD).reshape(-1)
+            expected[own.start : own.stop] = whole[own.start : own.stop]
+            held = held.reshape(-1)
+        assert_same(held, expected, note=f"{weight} {inner.attribute}")
+
+
+def assert_seen(weight: Weight) -> None:
+    """A quantizer with state has seen what one of the whole weight sees."""
+    if isinstance(weight.quantizer, Float8Quantizer) and weight.quantizer.amax is not None:
+        assert weight.expected is not None
+        clamped = weight.quantizer.saturated.clone()
+        if dist.is_initialized():
+            dist.all_reduce(clamped)
+        for mine, theirs in (
+            (weight.quantizer.amax, weight.oracle.amax),
+            (weight.quantizer.scale, weight.oracle.scale),
+            (clamped, weight.oracle.saturated),
+        ):
+            assert_same(mine, theirs, note=weight)
+
+
+# -- where shards are written --
+
+
+def into_weights(case: Case, batch: list[Weight]) -> None:
+    """Into ranges of the weights; a plan is used again for other values."""
+    holders = [weight.empty(weight.master.shape) for weight in batch]
+    own = [case.cuts(weight.master.numel()) for weight in batch]
+    shards = [case.shard(w.master, place) for w, place in zip(batch, own, strict=True)]
+    values, starts = ([each[number] for each in shards] for number in (0, 1))
+    plan = case.cast(batch, holders, values, starts)
+    if plan is not None and not any(isinstance(w.quantizer, Float8Quantizer) for w in batch):
+        # What delayed scaling has seen would stay.
+        for factor in (3.0, 0.0):
+            for value in values:
+                if value is not None:
+                    value.mul_(factor).nan_to_num_()
+            plan.quantize()
+        for (value, start), weight in zip(shards, batch, strict=True):
+            if value is not None:
+                value.copy_(weight.master.reshape(-1)[start : start + value.numel()])
+        plan.quantize()
+    for weight, holder, place in zip(batch, holders, own, strict=True):
+        assert_written(weight, holder, place)
+
+
+def into_whole_weights(case: Case, batch: list[Weight]) -> None:
+    """Without offsets every rank has the whole masters."""
+    holders = [weight.empty(weight.master.shape) for weight in batch]
+    case.cast(batch, holders, [weight.master for weight in batch], None)
+    for weight, holder in zip(batch, holders, strict=True):
+        assert_written(weight, holder, range(weight.master.numel()))
+
+
+def into_bytes(case: Case, batch: list[Weight]) -> None:
+    """Into buffers; the scales go into the weights, whose elements stay."""
+    holders = [weight.empty(weight.master.shape) for weight in batch]
+    own = [case.cuts(weight.master.numel()) for weight in batch]
+    shards = [case.shard(w.master, place) for w, place in zip(batch, own, strict=True)]
+    outs = [
+        [torch.zeros(len(place), dtype=torch.uint8) for _ in raw(holder)]
+        for holder, place in zip(holders, own, strict=True)
+    ]
+    given_outs = [o[0] if len(o) == 1 and case.draw(FLAGS) else tuple(o) for o in outs]
+    values, starts = ([each[number] for each in shards] for number in (0, 1))
+    case.cast(batch, holders, values, starts, fsdp_shard_model_weights=given_outs)
+    for weight, holder, place, buffers in zip(batch, holders, own, outs, strict=True):
+        assert_written(weight, holder, range(0))
+        for name, buffer in zip(raw(holder), buffers, strict=True):
+            whole = getattr(weight.expected, name).reshape(-1)[place.start : place.stop]
+            assert_same(buffer, whole.view(torch.uint8), note=f"{weight} {name}")
+
+
+def into_rows(case: Case, batch: list[Weight]) -> None:
+    """Into quantized tensors that have rows of the weights; blocks are whole."""
+    rows_of = []
+    outs = []
+    # There are no rows of blocks along transposed columns.
+    batch[:] = [
+        weight
+        for weight in batch
+        if weight.master.dim() > 1
+        and not (
+            isinstance(weight.quantizer, Float8BlockQuantizer)
+            and rule_of(weight.quantizer).batch_for(weight.quantizer) is None
+        )
+    ]
+    for weight in batch:
+        count, lines = weight.master.shape[0], max(weight.master.shape[1:-1].numel(), 1)
+        inner_tensors = [i for i in weight.expected.inner_tensors if i.gather]
+        blocks = math.lcm(*(inner.block_rows or 1 for inner in inner_tensors))
+        step = blocks // math.gcd(blocks, lines)
+        own = case.cuts(count // step)
+        last = count if own.stop == count // step else own.stop * step
+        own = range(own.start * step, last) if own else range(0)
+        rows_of.append(own)
+        outs.append(weight.empty((len(own), *weight.master.shape[1:])))
+    shards = [w.master[own.start : own.stop] for w, own in zip(batch, rows_of, strict=True)]
+    starts = [own.start * w.master.shape[1:].numel() for w, own in zip(batch, rows_of, strict=True)]
+    holders = [weight.empty(weight.master.shape) for weight in batch]
+    case.cast(batch, holders, shards, starts, fsdp_shard_model_weights=outs)
+    for weight, out, own in zip(batch, outs, rows_of, strict=True):
+        lines = weight.master.shape[1:-1].numel()
+        for inner in out.inner_tensors:
+            held = getattr(out, inner.attribute)
+            if held is None or out.is_derived(inner):
+                continue
+            expected = getattr(weight.expected, inner.attribute)
+            if inner.gather:
+                block = inner.block_rows
+                first = own.start if block is None else own.start * lines // block
+                expected = expected[first : first + held.shape[0]]
+            assert_same(held, expected, note=f"{weight} {own} {inner.attribute}")
+
+
+def into_one_buffer(case: Case, batch: list[Weight]) -> None:
+    """ZeRO-2: the bytes of all weights lie in one buffer, of which each rank writes its share; the
+    caller's all-gather completes it."""
+    holders = [weight.empty(weight.master.shape) for weight in batch]
+    batch[:] = [w for w, holder in zip(batch, holders, strict=True) if len(raw(holder)) == 1]
+    holders = [holder for holder in holders if len(raw(holder)) == 1]
+    share = -(-sum(weight.master.numel() for weight in batch) // case.world)
+    buffer, place = torch.zeros(share * case.world, dtype=torch.uint8), 0
+    mine = range(case.rank * share, (case.rank + 1) * share)
+    shards: list[Any] = []
+    for weight, holder in zip(batch, holders, strict=True):
+        end = place + weight.master.numel()
+        replace_raw_data(holder, buffer[place:end])
+        assert torch.all(buffer[place:end] == OLD)
+        own = range(max(place, mine.start) - place, min(end, mine.stop) - place)
+        flat = weight.master.reshape(-1)
+        shards.append((flat[own.start : own.stop], own.start) if own else (None, None))
+        place = end
+    values, starts = ([each[number] for each in shards] for number in (0, 1))
+    manual = case.draw(FLAGS)
+    case.cast(batch, holders, values, starts, manual_post_all_gather_processing=manual)
+    if dist.is_initialized():
+        dist.all_gather_into_tensor(buffer, buffer[mine.start : mine.stop].clone())
+    post_all_gather_processing(holders)
+    for weight, holder in zip(batch, holders, strict=True):
+        assert_written(weight, holder, range(weight.master.numel()))
+        assert_same(holder.dequantize(), weight.expected.dequantize(), note=weight)
+        transpose = getattr(holder, "_transpose", None)
+        if transpose is not None:
+            assert_same(transpose, getattr(holder, raw(holder)[0]).movedim(-1, 0), note=weight)
+
+
+TARGETS = (
+    into_weights,
+    into_weights,
+    into_whole_weights,
+    into_bytes,
+    into_rows,
+    into_one_buffer,
+)
+
+
+def check(mesh: DeviceMesh | None, examples: int) -> None:
+    """Random weights and cuts, the same on all ranks; none after one that failed."""
+    failures: list[str] = []
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def run(data: Any) -> None:
+        if failures:
+            return
+        # Quantizers of one class agree in these options.
+        options = {name: data.draw(strategy) for name, strategy in SCALES.items()}
+        current = st.builds(Float8CurrentScalingQuantizer, FORMATS, **map_just(options))
+        layout, target = data.draw(st.sampled_from((None, "transpose"))), data.draw(TARGET)
+        with nullcontext() if layout is None else columnwise_layout(layout):
+            batch = data.draw(st.lists(weights(layout, current), min_size=1, max_size=4))
+            try:
+                target(Case(data, mesh), batch)
+                for weight in batch if target is not into_whole_weights else ():
+                    assert_seen(weight)
+            except Exception:
+                note = f"{target.__name__}, {layout}: {batch}"
+                failures.append(f"{traceback.format_exc()}\n{note}")
+        if mesh is not None:
+            # The ranks go on in step.
+            every: list[Any] = [None] * mesh.size()
+            dist.all_gather_object(every, failures)
+            failures[:] = [text for texts in every for text in texts]
+
+    run()
+    assert not failures, "\n".join(failures)
+
+
+TARGET = st.sampled_from(TARGETS)
+
+
+def map_just(options: dict[str, Any]) -> dict[str, st.SearchStrategy[Any]]:
+    return {name: st.just(value) for name, value in options.items()}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(300, marks=SLOW)])
+def test_one_process_has_all_shards(examples: int) -> None:
+    check(None, examples)
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(300, marks=SLOW)])
+@on_ranks(2)
+def test_two_ranks(mesh: DeviceMesh, examples: int) -> None:
+    check(mesh, examples)
+
+
+@pytest.mark.parametrize("examples", [15, pytest.param(150, marks=SLOW)])
+@on_ranks(4)
+def test_four_ranks(mesh: DeviceMesh, examples: int) -> None:
+    check(mesh, examples)
+
+
+@pytest.mark.parametrize(
+    "quantizer",
+    [
+        MXFP8Quantizer(E4M3),
+        MXFP8Quantizer(E4M3, with_2d_quantization=True),
+        Float8BlockQuantizer(E4M3),
+        Float8BlockQuantizer(E4M3, block_scaling_dim=1),
+        Float8RowwiseQuantizer(E4M3),
+    ],
+    ids=["mxfp8", "mxfp8 of squares", "blockwise", "blockwise of rows", "rowwise"],
+)
+def test_a_part_has_the_scales_of_its_rows(quantizer: Any) -> None:
+    for shape, first in (((256, 300), 128), ((8, 32, 40), 4)):
+        master = torch.randn(shape)
+        weight, part = quantizer(torch.ones(shape)), quantizer(torch.ones_like(master[first:]))
+        start = first * master[0].numel()
+        quantize_master_weights([weight], [master[first:]], [start], None, [part])
+        for columnwise in (False, True):
+            expected = quantizer(master[first:]).for_usage(columnwise)
+            assert_same(part.for_usage(columnwise), expected, note=(shape, columnwise))
+
+
+def test_a_plan_follows_another_quantizer() -> None:
+    weight, master = Float8CurrentScalingQuantizer(E4M3)(torch.ones(4, 6)), torch.randn(4, 6) * 3
+    plan = MasterWeights([weight], [master])
+    plan.quantize()
+    other = Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=True)
+    weight.update_quantizer(other)
+    plan.quantize()
+    assert_same(weight.dequantize(), other(master).dequantize())
+
+
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("other", [Float8CurrentScalingQuantizer, MXFP8Quantizer])
+def test_one_side_of_a_hybrid(other: Any, side: str) -> None:
+    quantizer = HybridQuantizer(MXFP8Quantizer(E4M3, with_2d_quantization=True), other(E5M2))
+    if side == "columnwise":
+        quantizer = HybridQuantizer(quantizer.columnwise_quantizer, quantizer.rowwise_quantizer)
+    values, master, wanted = torch.randn(64, 64), torch.randn(64, 64), side == "rowwise"
+    one_sided = quantizer.with_usage(wanted, not wanted)
+    for weight in (one_sided(values), quantizer(values)):
+        weight.update_usage(wanted, not wanted)
+        quantize_master_weights([weight], [master.flatten()], [0])
+        assert_same(weight.dequantize(), one_sided(master).dequantize())
+        weight.copy_(quantizer(values))
+        assert_same(weight.dequantize(), one_sided(values).dequantize())

@@ -1,0 +1,428 @@
+"""Identity keeps values; a hybrid is one quantizer along rows and another along columns."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava import GridQuantizer, Layout, checkpoint, kernels
+from ottava.distributed import (
+    ShardRule,
+    cast_master_weights_to_fp8,
+    quantize_master_weights,
+    rule_of,
+)
+from ottava.errors import DTypeError, OptionError, UsageError
+from ottava.tensors import Float8QuantizerBase, QuantizedTensor, columnwise_layout
+from ottava_custom import (
+    CurrentScalingQuantizerRef,
+    CustomRecipe,
+    HybridQuantizer,
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
+    by_direction,
+    identity_factory,
+)
+from tests import arrays
+from tests.choosing import cpu_products
+from tests.comparing import assert_same
+from tests.samples import wide
+from tests.strided import ROWS, VIEWS, check_places
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BY_ROWS = Layout(E4M3, (1, None))
+reference = CurrentScalingQuantizerRef
+
+
+class PerTensor(Float8QuantizerBase):
+    """Core's per-tensor tensors, which keep a transpose on some devices."""
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        rows, columns = self.needs(tensor.device)
+        data, transpose, _, scale_inv, _ = kernels.quantize(
+            tensor, self.fp8_dtype, rowwise=rows, transposed=columns
+        )
+        return self.wrap(data if rows else None, transpose if columns else None, scale_inv, dtype)
+
+
+# Pairs of very different kinds: one scale, a scale for each row, none.
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "formats": (reference(E4M3), reference(E5M2)),
+    "rows and one": (GridQuantizer(BY_ROWS), reference(E5M2)),
+    "one and identity": (reference(E4M3), IdentityQuantizer()),
+}
+PAIR = pytest.mark.parametrize("pair", PAIRS)
+
+
+def hybrid(pair: str, **usages: bool) -> HybridQuantizer:
+    return HybridQuantizer(*PAIRS[pair], **usages)
+
+
+def values(tensor: Any, columnwise: bool) -> torch.Tensor:
+    """The matrix that a product reads."""
+    matrix, scale = tensor.gemm_operand(columnwise=columnwise, dtype=torch.float32)
+    return matrix if scale is None else matrix * scale
+
+
+# -- identity --
+
+
+def test_identity_keeps_values_of_its_own() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in ((), (0,), (5,), (2, 3), (2, 0, 3)):
+            x = wide(*shape, dtype=dtype)
+            before, tensor = x.clone(), IdentityQuantizer()(x)
+            assert type(tensor) is IdentityTensor
+            x.zero_()
+            tensor.dequantize().zero_()
+            assert torch.equal(tensor.dequantize(), before)
+    assert IdentityQuantizer().is_requantization_safe()
+    with pytest.raises(UsageError, match="holds no data"):
+        IdentityTensorStorage(dtype=torch.float32, rowwise=True, columnwise=True).dequantize()
+
+
+def test_identity_has_the_usages_that_it_was_given() -> None:
+    for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+        tensor = IdentityQuantizer(rowwise=rowwise, columnwise=columnwise)(torch.ones(2, 3))
+        assert tensor.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
+    tensor.update_usage(rowwise_usage=True)
+    assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+@pytest.mark.parametrize("product", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        *((dtype, None) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        *((torch.float32, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_a_layer_of_identity_is_a_plain_layer(dtype: Any, autocast: Any, product: Any) -> None:
+    """To the byte, whatever the machine multiplies in."""
+    both = HybridQuantizer(IdentityQuantizer(), IdentityQuantizer())
+    recipes = [None, CustomRecipe(identity_factory), CustomRecipe(lambda role: both)]
+    for shape, bias in (((4, 3, 64), True), ((1, 64), False), ((32, 64), True)):
+        results = []
+        for recipe in recipes:
+            torch.manual_seed(0)
+            layer = ottava.nn.Linear(64, 48, bias=bias, dtype=dtype, recipe=recipe)
+            x = (30 * torch.randn(shape, dtype=dtype)).requires_grad_()
+            enabled = autocast is not None
+            with cpu_products(product), torch.autocast("cpu", autocast, enabled=enabled):
+                y = layer(x)
+                y.backward(torch.randn_like(y))
+                with torch.no_grad():
+                    results.append([y, layer(x), x.grad, *(p.grad for p in layer.parameters())])
+        for result in results[1:]:
+            assert_same(result, results[0], note=shape)
+
+
+def test_an_operand_of_identity_that_is_overwritten_is_refused_in_backward() -> None:
+    layer = ottava.nn.Linear(4, 4, bias=False, recipe=CustomRecipe(identity_factory))
+    x = torch.randn(2, 4)
+    y = layer(x)
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("factory", [identity_factory, by_direction("identity", "custom")])
+def test_a_weight_that_is_kept_for_microbatches_does_not_change(factory: Any) -> None:
+    layer, x = ottava.nn.Linear(6, 4, recipe=CustomRecipe(factory)), torch.randn(3, 6)
+    first = layer(x, is_first_microbatch=True)
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    assert torch.equal(layer(x, is_first_microbatch=False), first)
+    first.sum().backward()
+    assert not torch.equal(layer(x, is_first_microbatch=True), first)
+
+
+# -- hybrids --
+
+
+@PAIR
+@pytest.mark.parametrize("internal", [False, True])
+def test_each_side_has_the_bytes_of_its_quantizer(pair: str, internal: bool) -> None:
+    x, quantizer = wide(4, 6), hybrid(pair)
+    quantizer.internal = internal
+    tensor = quantizer(x)
+    assert isinstance(tensor, QuantizedTensor) is not internal
+    assert tensor.get_usages() == {"rowwise": True, "columnwise": True}
+    for columnwise, own in enumerate(PAIRS[pair]):
+        own = own.with_usage(not columnwise, bool(columnwise))
+        assert_same(values(tensor, bool(columnwise)), values(own(x), bool(columnwise)))
+        alone = quantizer.for_usage(bool(columnwise))(x)
+        assert_same(alone.dequantize(), own(x).dequantize())
+    assert_same(tensor.dequantize(), PAIRS[pair][0](x).dequantize())
+
+
+def test_the_bytes_of_a_hybrid_are_those_of_the_oracle() -> None:
+    x, columns = wide(4, 6), Layout(E5M2, (2, 2), torch.float8_e8m0fnu, "up")
+    tensor = HybridQuantizer(GridQuantizer(BY_ROWS), GridQuantizer(columns))(x)
+    for columnwise, layout in ((False, BY_ROWS), (True, columns)):
+        expected = arrays.quantize(x, layout)
+        data, stored = expected[2:] if columnwise else expected[:2]
+        exact = arrays.decode(data, stored, layout, columnwise=columnwise, dtype=torch.float32)
+        assert_same(values(tensor, columnwise), exact)
+
+
+@PAIR
+def test_one_side_alone(pair: str) -> None:
+    x = torch.randn(4, 6)
+    rows, columns = hybrid(pair, columnwise=False)(x), hybrid(pair, rowwise=False)(x)
+    assert rows.get_usages() == {"rowwise": True, "columnwise": False}
+    assert columns.get_usages() == {"rowwise": False, "columnwise": True}
+    assert torch.equal(columns.dequantize(), PAIRS[pair][1](x).dequantize())
+    for tensor, side in ((rows, "columnwise"), (columns, "rowwise")):
+        with pytest.raises(UsageError, match=f"has no {side} data"):
+            tensor.gemm_operand(columnwise=side == "columnwise", dtype=torch.float32)
+    both = hybrid(pair)(x)
+    both.update_usage(rowwise_usage=False)
+    assert both.get_usages() == {"rowwise": False, "columnwise": True}
+    assert torch.equal(both.dequantize(), columns.dequantize())
+
+
+@PAIR
+def test_saving_copying_and_writing(pair: str, tmp_path: Path) -> None:
+    tensor, file = hybrid(pair)(torch.randn(4, 6)), io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    checkpoint.save_file({"w": tensor}, tmp_path / "w.safetensors")
+    for other in (
+        torch.load(file, weights_only=True),
+        checkpoint.load_file(tmp_path / "w.safetensors")["w"],
+        tensor.clone(),
+    ):
+        assert type(other) is type(tensor)
+        for columnwise in (False, True):
+            assert_same(values(other, columnwise), values(tensor, columnwise))
+    doubled = tensor.clone().mul_(2)
+    assert torch.equal(doubled.dequantize(), hybrid(pair)(2 * tensor.dequantize()).dequantize())
+    assert not torch.equal(doubled.dequantize(), tensor.dequantize())
+
+
+def test_views_lie_where_plain_ones_do() -> None:
+    for quantizer in (IdentityQuantizer(), reference(E4M3)):
+        check_places(quantizer(torch.randn(96, 64)), set(VIEWS))
+    for pair in PAIRS:
+        check_places(hybrid(pair)(torch.randn(96, 64)), ROWS)
+
+
+@PAIR
+def test_equality_and_copies(pair: str) -> None:
+    one, other = hybrid(pair), hybrid(pair).copy()
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.is_alike(other)
+    turned = HybridQuantizer(*reversed(PAIRS[pair]))
+    assert one != turned
+    assert not one.is_alike(turned)
+    assert not one.is_alike(PAIRS[pair][0])
+    other.set_usage(columnwise=False)
+    assert one.columnwise_usage
+
+
+@PAIR
+@pytest.mark.parametrize("side", ["both", "rowwise", "columnwise", "columns left"])
+def test_writes_reach_the_sides_that_are_held(pair: str, side: str) -> None:
+    quantizer, x, master = hybrid(pair), torch.randn(6, 8), torch.randn(6, 8)
+
+    def make(values: torch.Tensor) -> Any:
+        if side == "columns left":
+            tensor = quantizer(values)
+            tensor.update_usage(rowwise_usage=False)
+            return tensor
+        return quantizer.with_usage(side != "columnwise", side != "rowwise")(values)
+
+    expected = make(master)
+    for source in (quantizer(master), make(master), master):
+        tensor = make(x)
+        tensor.copy_(source)
+        assert_same(tensor.dequantize(), expected.dequantize())
+    for quantizers in (None, quantizer):
+        tensor = make(x)
+        cast_master_weights_to_fp8([tensor], [master.flatten()], [0], quantizers=quantizers)
+        for inner in expected.inner_tensors:
+            parts = (getattr(one, inner.attribute) for one in (tensor, expected))
+            assert_same(*parts, note=inner.attribute)
+
+
+@pytest.mark.parametrize("layout", ["shared", "transpose"])
+def test_a_written_weight_has_no_stale_side(layout: Any) -> None:
+    with columnwise_layout(layout):
+        quantizer = HybridQuantizer(PerTensor(E4M3), PerTensor(E5M2))
+        weight, master = quantizer(torch.zeros(6, 8)), torch.randn(6, 8)
+        alias, whole = weight.detach(), quantizer(master)
+        quantize_master_weights([weight], [master.flatten()], [0])
+        for one in (weight, alias):
+            for columnwise in (False, True):
+                assert_same(values(one, columnwise), values(whole, columnwise))
+        # Of columns alone a tensor holds elements too, which can be written to and gathered.
+        columns = quantizer.with_usage(False, True)(master)
+        assert_same(columns.dequantize(), PerTensor(E5M2)(master).dequantize())
+
+
+class FourRows(GridQuantizer):
+    shards = ShardRule(rows=4)
+
+
+class SixRows(GridQuantizer):
+    shards = ShardRule(rows=6)
+
+
+def test_rows_are_independent_where_both_sides_say_so() -> None:
+    rows = GridQuantizer(BY_ROWS)
+    for sides, expected in (
+        ((rows, IdentityQuantizer()), 1),
+        ((rows, reference(E4M3)), None),
+        ((FourRows(BY_ROWS), SixRows(BY_ROWS)), 12),
+    ):
+        quantizer = HybridQuantizer(*sides)
+        assert rule_of(quantizer).independent_rows(quantizer) == expected
+
+
+class Stateful(GridQuantizer):
+    stateful = True
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "error"),
+    [
+        (None, reference(E4M3), DTypeError),
+        (reference(E4M3), "current", DTypeError),
+        (reference(E4M3), hybrid("formats"), DTypeError),
+        (Stateful(BY_ROWS), reference(E4M3), OptionError),
+        (reference(E4M3), Stateful(BY_ROWS), OptionError),
+    ],
+)
+def test_what_cannot_be_a_side_is_refused(rows: Any, columns: Any, error: Any) -> None:
+    with pytest.raises(error, match=r"(rowwise|columnwise)_quantizer is a"):
+        HybridQuantizer(rows, columns)
+
+
+@pytest.mark.parametrize("side", ["rowwise", "columnwise"])
+def test_an_option_of_a_side_is_not_set_on_the_hybrid(side: str) -> None:
+    """It would have no effect there."""
+    sides = [reference(E4M3), IdentityQuantizer()]
+    quantizer: Any = HybridQuantizer(*(sides if side == "rowwise" else reversed(sides)))
+    for name in ("fp8_dtype", "eps"):
+        with pytest.raises(OptionError, match=rf"{name} is set on a Hybrid.*on {side}_quantizer"):
+            setattr(quantizer, name, E5M2)
+    getattr(quantizer, f"{side}_quantizer").fp8_dtype = E5M2
+    quantizer.internal = True
+    quantizer.note = "an attribute that no side has"
+    assert quantizer.for_usage(side == "columnwise").dtype == E5M2
+
+
+def test_errors_show_short_names() -> None:
+    rows = hybrid("one and identity", columnwise=False)(torch.ones(2, 2))
+    name = r"HybridTensor\[CurrentScalingTensorRefStorage, IdentityTensorStorage\]"
+    with pytest.raises(UsageError, match=f"^{name} has no columnwise data"):
+        rows.gemm_operand(columnwise=True, dtype=torch.float32)
+
+
+def test_a_hybrid_with_identity_keeps_values_of_its_own() -> None:
+    for columns in (reference(E5M2), IdentityQuantizer()):
+        x = torch.randn(4, 6)
+        before, tensor = x.clone(), HybridQuantizer(IdentityQuantizer(), columns)(x)
+        tensor.mul_(3)
+        assert torch.equal(x, before)
+        tripled = tensor.dequantize()
+        x.zero_()
+        assert torch.equal(tensor.dequantize(), tripled)
+
+
+def test_a_hybrid_is_explained_in_each_direction() -> None:
+    recipe = CustomRecipe(lambda role: hybrid("formats"))
+    explained = recipe.explain("weight")
+    assert "E4M3" in explained.rowwise
+    assert "E5M2" in explained.columnwise
+
+
+# -- in layers --
+
+
+@pytest.mark.parametrize("primary", [False, True])
+def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
+    recipe = CustomRecipe(by_direction("custom", lambda role: reference(E5M2)))
+    with ottava.quantized_model_init(recipe, enabled=primary):
+        layer: Any = ottava.nn.Linear(8, 4, bias=False, recipe=recipe)
+    weight = layer.weight.get_high_precision_init_val() if primary else layer.weight.detach()
+    x, dy = torch.randn(5, 8, requires_grad=True), torch.randn(5, 4)
+    y = layer(x)
+    y.backward(dy)
+
+    def exact(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+        return reference(dtype)(tensor.detach()).dequantize(torch.float64)
+
+    qdy = exact(E5M2, dy)
+    for found, expected in (
+        (y, exact(E4M3, x) @ exact(E4M3, weight).t()),
+        (x.grad, qdy @ exact(E5M2, weight)),
+        (layer.weight.grad, qdy.t() @ exact(E5M2, x)),
+    ):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_every_pair_compile() -> None:
+    """A weight that is quantized in each step, and one that is kept quantized."""
+    layers = []
+    for primary in (False, True):
+        for pair in PAIRS:
+            recipe = CustomRecipe(lambda role, pair=pair: hybrid(pair))
+            with ottava.quantized_model_init(recipe, enabled=primary):
+                layers.append(ottava.nn.Linear(8, 8, bias=False, recipe=recipe))
+    model, results = torch.nn.Sequential(*layers), []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        x = torch.ones(3, 8, requires_grad=True)
+        y = run(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(layer.weight.grad for layer in layers)])
+    assert_same(*results)
+
+
+# In a process that has imported core and no recipe; each file in a fork of it.
+READ = """
+import os, pickle, sys, torch
+import ottava.tensors
+from ottava import checkpoint
+for path in sys.argv[1:]:
+    if os.fork():
+        os.wait()
+        continue
+    kind = path.rpartition(".")[2]
+    if kind == "pickle":
+        tensor = pickle.load(open(path, "rb"))
+    elif kind == "torch":
+        import ottava_custom
+        quantizer = ottava_custom.by_direction("custom", "identity")("weight")
+        tensor = torch.load(path, weights_only=True)
+    else:
+        tensor = checkpoint.load_file(path)["w"]
+    print(kind, type(tensor).__name__, tensor.dequantize().double().sum().item(), flush=True)
+    os._exit(0)
+"""
+
+
+def test_fresh_processes_read_what_was_saved(tmp_path: Path) -> None:
+    made: Any = by_direction("custom", "identity")("weight")
+    tensor = made(torch.randn(4, 6))
+    paths = {kind: tmp_path / f"w.{kind}" for kind in ("pickle", "torch", "safetensors")}
+    paths["pickle"].write_bytes(pickle.dumps(tensor))
+    torch.save(tensor, paths["torch"])
+    checkpoint.save_file({"w": tensor}, paths["safetensors"])
+    command = [sys.executable, "-W", "ignore", "-c", READ, *map(str, paths.values())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    total = tensor.dequantize().double().sum().item()
+    lines = [f"{kind} {type(tensor).__name__} {total}" for kind in paths]
+    assert done.stdout.splitlines() == lines, done.stderr
