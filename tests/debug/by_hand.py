@@ -11,6 +11,7 @@ import torch
 
 import ottava
 from ottava.gemm import gemm
+from ottava_debug import Inspection
 
 #: Product -> its operands and its result, by the names of configurations.
 TENSORS = {
@@ -45,9 +46,11 @@ def passes(layer: ottava.nn.Linear, x: torch.Tensor, dy: torch.Tensor) -> dict[s
     y = layer(x)
     y.backward(dy)
     results = {"output": y.detach(), "dgrad": x.grad, "wgrad": layer.weight.grad}
-    bias_grad = None if layer.bias is None else layer.bias.grad
+    if layer.bias is not None:
+        results["bias"] = layer.bias.grad
+    results = {name: value.clone() for name, value in results.items()}
     layer.zero_grad()
-    return {name: value.clone() for name, value in {**results, "bias": bias_grad}.items()}
+    return results
 
 
 def quantized(recipe: str, gemm_type: str, tensor: str, values: torch.Tensor) -> Any:
@@ -132,6 +135,16 @@ def block_range(x: torch.Tensor, rows: int, columns: int) -> float:
                 ends = block.max().item(), block.min().item()
                 largest = max(largest, math.log2(ends[0]) - math.log2(ends[1]))
     return largest
+
+
+class Operands(Inspection):
+    """Keeps the tensors of products: the values, and what is quantized of them."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[str, str], tuple[torch.Tensor, Any]] = {}
+
+    def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
+        self.taken[gemm, tensor] = values.clone(), quantized
 
 
 class Writer:

@@ -252,7 +252,7 @@ def test_selectors_that_are_refused(initialize: Initialize) -> None:
         "exact_layer_names: [3]",
         "typo: 1",
     ):
-        with pytest.raises(OptionError, match="section 'it': (layer|exact)"):
+        with pytest.raises(OptionError, match=r"section 'it': (layer|exact)"):
             initialize(section("DisableFP8Layer", layers=layers))
 
 

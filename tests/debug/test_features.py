@@ -14,11 +14,11 @@ import torch
 import ottava
 import ottava_debug
 from ottava.debug import fake_quantize
-from ottava_debug import Inspection, Watch
+from ottava_debug import Watch
 from tests.arrays import decode, quantize
 from tests.debug.by_hand import (
-    BY_COLUMN,
     TENSORS,
+    Operands,
     assert_results,
     inputs,
     layer_of,
@@ -101,7 +101,8 @@ def test_fake_quant(
     x, dy = inputs(dtype)
     for options, formats in FAKE_QUANT.items():
         off = section("FakeQuant", options, name="off").replace("enabled: True", "enabled: False")
-        initialize(section("FakeQuant", options, namespace=namespace) + off)
+        off_feature = "    DisableFP8Layer: {enabled: False}\n"
+        initialize(section("FakeQuant", options, namespace=namespace) + off_feature + off)
         layer = layer_of(recipe, dtype=dtype)
         found = passes(layer, x, dy)
         assert_results(found, products(layer, x, dy, **fake_quantized(recipe, formats)))
@@ -116,23 +117,18 @@ def test_fake_quant(
 
 def test_fake_quant_from_python() -> None:
     x, dy = inputs()
-    every = sorted({tensor for tensors in TENSORS.values() for tensor in tensors})
-    cases: list[tuple[dict[str, Any], Formats]] = [
-        ({"gemms": "fprop", "tensors": "weight"}, {("fprop", "weight"): "FP8E5M2"}),
-        (
-            {"tensors": every},
-            {(gemm, name): "FP8E5M2" for gemm, names in TENSORS.items() for name in names},
-        ),
-        (
-            {},
-            {(gemm, name): "FP8E5M2" for gemm, names in TENSORS.items() for name in names[:2]},
-        ),
-    ]
     layer = layer_of("current")
-    for options, formats in cases:
+    every = sorted({tensor for tensors in TENSORS.values() for tensor in tensors})
+    for options, count in (({}, 2), ({"tensors": every}, 3)):
+        tensors = {gemm: names[:count] for gemm, names in TENSORS.items()}
+        formats = {(gemm, name): "FP8E5M2" for gemm in tensors for name in tensors[gemm]}
         with ottava_debug.fake_quant(layer, "FP8E5M2", **options):
             found = passes(layer, x, dy)
         assert_results(found, products(layer, x, dy, **fake_quantized("current", formats)))
+    with ottava_debug.fake_quant(layer, "FP8E5M2", gemms="fprop", tensors="weight"):
+        found = passes(layer, x, dy)
+    formats = {("fprop", "weight"): "FP8E5M2"}
+    assert_results(found, products(layer, x, dy, **fake_quantized("current", formats)))
     assert_results(passes(layer, x, dy), products(layer, x, dy, partial(quantized, "current")))
 
 
@@ -183,16 +179,6 @@ def test_switches_for_high_precision(recipe: str, initialize: Initialize) -> Non
         assert not torch.equal(layer_of(recipe)(x), plain["output"])
 
 
-class Operands(Inspection):
-    """Keeps the operands that products take."""
-
-    def __init__(self) -> None:
-        self.taken: dict[tuple[str, str], Any] = {}
-
-    def observe(self, gemm: str, tensor: str, values: torch.Tensor, quantized: Any) -> None:
-        self.taken[gemm, tensor] = values.clone() if quantized is None else quantized
-
-
 # Options of PerTensorScaling -> (product, operand) -> margin.
 SCALED = {
     "gemms: [fprop, wgrad], tensors: [activation, gradient]": {
@@ -227,15 +213,14 @@ def test_per_tensor_scaling(recipe: str, initialize: Initialize) -> None:
             found = passes(layer, x, dy)
         values = {"activation": x, "weight": layer.weight.detach(), "gradient": dy}
         for (gemm, tensor), margin in margins.items():
-            taken = operands.taken[gemm, tensor]
+            _, taken = operands.taken[gemm, tensor]
             usual = quantized(recipe, gemm, tensor, values[tensor])
             expected = with_one_scale(values[tensor], usual.grid_layout.element, margin)
             assert torch.equal(taken.dequantize(torch.float32), expected)
-            assert taken.get_usages()["columnwise"] is ((gemm, tensor) in BY_COLUMN)
 
         def operand(gemm: str, tensor: str, values: torch.Tensor) -> Any:
             if (gemm, tensor) in margins:  # noqa: B023
-                return operands.taken[gemm, tensor]  # noqa: B023
+                return operands.taken[gemm, tensor][1]  # noqa: B023
             return quantized(recipe, gemm, tensor, values)
 
         assert_results(found, products(layer, x, dy, operand))

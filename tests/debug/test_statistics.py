@@ -338,13 +338,6 @@ def test_a_file_has_the_format_of_nvdlfw_inspect(tmp_path: Path) -> None:
     assert {len(line[0]) for line in lines[0]} == {len(line[0]) for line in lines[1]}
 
 
-def test_each_rank_has_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda *group: 3)
-    ottava_debug.statistics(layer_of("current"), "max", log_dir=tmp_path, reduce=False).close()
-    assert [path.name for path in tmp_path.rglob("*.log")] == ["nvdlfw_inspect_globalrank-3.log"]
-
-
 def test_a_histogram_is_written_as_one() -> None:
     class Histograms(Writer):
         def add_histogram(self, name: str, values: torch.Tensor, step: int) -> None:
@@ -369,6 +362,8 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
         ottava_debug.statistics(layer, log_dir=tmp_path / "file")
     with pytest.raises(DTypeError, match="tb_writer is a str"):
         ottava_debug.statistics(layer, log_dir=tmp_path, tb_writer="logs")
+    with pytest.raises(OptionError, match="stats has 'nonsense'"):
+        ottava_debug.statistics(layer, "nonsense", log_dir=tmp_path)
     assert ottava.nn.function.inspector is None
 
 

@@ -102,9 +102,13 @@ def test_from_python(mesh: DeviceMesh) -> None:
     for reduce, ranks in ((True, [0, 1]), (mesh.get_group(), [0, 1]), (False, [rank])):
         if reduce is False and rank:
             continue
-        with ottava_debug.statistics(layer, VALUES, tensors="activation", reduce=reduce) as run:
-            layer(share(rank))
-            run.step()
+        options = {"tensors": "activation", "reduce": reduce}
+        with tempfile.TemporaryDirectory() as folder:
+            with ottava_debug.statistics(layer, VALUES, log_dir=folder, **options) as run:
+                layer(share(rank))
+                run.step()
+            (file,) = Path(folder).rglob("*.log")
+            assert file.name == f"nvdlfw_inspect_globalrank-{rank}.log"
         found = {stat: value for (_, _, stat), value in run.latest().items()}
         expected = statistics(torch.cat([share(other) for other in ranks]))
         assert found == pytest.approx({stat: expected[stat] for stat in VALUES})
