@@ -278,20 +278,6 @@ def test_patterns_that_match_no_layer_are_named_once(initialize: Initialize) -> 
         debug_api.end_debug()
 
 
-def test_layers_of_one_name_are_told_once(initialize: Initialize) -> None:
-    initialize(GOOD)
-    layers = [layer_of("current", "same") for _ in range(2)]
-    x, _ = inputs()
-    layers[0](x)
-    words = "several layers are called 'same'.*infer_and_assign_layer_names"
-    with pytest.warns(UserWarning, match=words):
-        layers[1](x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        layers[0](x)
-        layers[1](x)
-
-
 def test_the_same_feature_twice_for_a_layer_is_refused(initialize: Initialize) -> None:
     sections = [
         section("DisableFP8Layer", name=name, layers=f"layer_types: [{part}]", namespace="ottava")

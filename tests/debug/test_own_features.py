@@ -66,6 +66,21 @@ class Looks:
 
 
 @register
+class Parses:
+    def parse_config_and_api(self, config, gemm_parsing, tensor_parsing, gemm=None, tensor_name=""):
+        assert (gemm_parsing, tensor_parsing) == (gemm is not None, bool(tensor_name))
+        return gemm == "fprop", {"of": config["tensor"]}
+
+    @api_method
+    def modify_tensor_enabled(self, config, layer_name, tensor_name):
+        return tensor_name == config["of"]
+
+    @api_method
+    def modify_tensor(self, config, layer_name, tensor):
+        return tensor * 2
+
+
+@register
 class FailsAfter(Feature):
     def step(self):
         sys.exit(4)
@@ -125,6 +140,17 @@ def test_a_feature_changes_tensors(begin: Callable[..., None]) -> None:
     with torch.no_grad():
         layer.weight.mul_(0.5)
     assert all(torch.equal(found[name], value) for name, value in passes(layer, x, dy).items())
+
+
+def test_a_feature_may_parse_its_options_as_those_of_nvdlfw_inspect(
+    begin: Callable[..., None],
+) -> None:
+    x, dy = inputs()
+    expected = passes(layer_of("current"), x, dy)
+    begin("Parses", "tensor: output")
+    found = passes(layer_of("current"), x, dy)
+    assert torch.equal(found["output"], 2 * expected["output"])
+    assert torch.equal(found["wgrad"], expected["wgrad"])
 
 
 def test_a_feature_looks_at_tensors(begin: Callable[..., None]) -> None:
