@@ -252,31 +252,6 @@ def test_a_first_step_of_delayed_scaling(tmp_path: Path) -> None:
     assert all(INITIAL in finding.reason for finding in report.findings)
 
 
-class Again(torch.nn.Module):
-    """A layer that runs twice, the first time with an outlier in its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a = torch.nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outlier = torch.zeros(16)
-        outlier[3] = 2.0**20
-        return self.a(x + outlier) * 0 + self.a(x)
-
-
-def test_of_several_calls_the_worst_counts(tmp_path: Path) -> None:
-    model = Again()
-    with torch.no_grad():
-        model.a.weight[:, 3] = 0
-    report = bisect(captured(model, tmp_path / "step"))
-    (finding,) = (finding for finding in report.findings if finding.gemm == "fprop")
-    assert finding.operands == (("a", "fprop", "activation"),)
-    assert finding.alone > 0.9
-    assert finding.statistics.amax > 2.0**19
-
-
 # -- what is refused --
 
 

@@ -326,11 +326,11 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_
 TREES = st.recursive(
     PLAIN | st.sampled_from([torch.bfloat16, torch.int8]),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
-    max_leaves=12,
+    max_leaves=6,
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(TREES)
 def test_arguments_come_back(value: Any) -> None:
     tensors: dict[str, torch.Tensor] = {}

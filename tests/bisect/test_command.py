@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +42,7 @@ Run = Callable[..., Result]
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the command in a folder with a captured step and a module."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "of_a_user", raising=False)
+    monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
     captured(outlier(Stack()), STEP, loss=None)
     Path("of_a_user.py").write_text(MODULE)
     return lambda *arguments: CliRunner().invoke(app, ["bisect", STEP, *arguments])

@@ -294,6 +294,14 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
         assert any("holds functions" in note for note in report.notes)
 
 
+def test_of_several_calls_the_worst_counts(tmp_path: Path) -> None:
+    report = bisect(FAULTS["the second of two calls"].capture(tmp_path / "step"))
+    (finding,) = (finding for finding in report.findings if finding.gemm == "fprop")
+    assert finding.operands == (("shared", "fprop", "activation"),)
+    assert finding.alone > 0.9
+    assert finding.statistics.amax > 2.0**25
+
+
 def test_a_consequence_of_a_fault_is_told_from_it(tmp_path: Path) -> None:
     """The gradient that comes back through a weight that has grown outgrows its own scale."""
     report = bisect(LARGE_BLOCK_WEIGHT.capture(tmp_path / "step"), gpt())

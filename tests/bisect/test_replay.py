@@ -19,6 +19,7 @@ from ottava.errors import CheckpointError, UsageError
 from ottava_bisect import Bundle, bisect, capture
 from ottava_bisect.bundle import digest
 from ottava_bisect.recorder import values_of
+from ottava_bisect.search.operands import CapturedOperands
 from ottava_bisect.search.replay import Replay
 from tests.bisect.steps import Model, broken, captured, converted, data, step_of
 
@@ -236,6 +237,22 @@ def test_quantized_bytes_are_the_same_where_sums_have_another_order(
         assert torch.equal(again.gradients[name], replay.first.gradients[name])
         limit = 0.02 * float(value.abs().max())
         torch.testing.assert_close(again.gradients[name], value, rtol=0.02, atol=limit)
+
+
+def test_a_change_moves_the_captured_operand(step: Bundle) -> None:
+    operands, key = CapturedOperands(step, fed=True), ("first", 0)
+    captured = step.operands["0.activation"]
+    arrived = captured + 0.25
+    arrived[:, 0] = captured[:, 0]
+    assert torch.equal(operands.meet(key, "activation", arrived), captured)
+    changed = arrived.clone()
+    changed[0] += 1
+    moved = operands.moved(key, "activation", changed)
+    assert torch.equal(moved[1:], captured[1:])
+    torch.testing.assert_close(moved[0], captured[0] + 1)
+    assert torch.equal(moved[:, 0], changed[:, 0])
+    # What arrived as captured is not replaced.
+    assert operands.moved(("last", 0), "activation", changed) is changed
 
 
 def test_digests_are_those_of_the_direction_that_a_product_takes() -> None:

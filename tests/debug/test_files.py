@@ -91,8 +91,8 @@ def test_two_outputs_in_one_file_are_refused() -> None:
 
 
 def test_a_file_is_written_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("page.html").write_text("before")
     report = ottava_debug.analyze(CHECKPOINT, recipes=["current"])
-    ottava_debug.write_html(report, "page.html")
     before = contents()
 
     def full(descriptor: int) -> None:

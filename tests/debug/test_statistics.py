@@ -167,7 +167,7 @@ def test_scales_in_e8m0_are_bytes() -> None:
     assert measured(list(named), x) == named
 
 
-@pytest.mark.parametrize("size", [32, 16, 7, 1, 1000])
+@pytest.mark.parametrize("size", [32, 7, 1000])
 def test_ranges_of_blocks_of_operands_are_those_of_both_directions(size: int) -> None:
     x, dy = inputs(rows=40)
     for values in (x, dy):
