@@ -21,6 +21,7 @@ from ottava.checkpoint.files import read_tensors, write_tensors
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError
 from ottava_bisect import Bundle, capture
 from ottava_bisect.bundle import METADATA_KEY
+from ottava_bisect.recipe_data import build
 from ottava_bisect.trees import flatten, unflatten
 from tests.bisect.steps import Model, broken, captured, converted, data, seed, step_of
 
@@ -99,6 +100,10 @@ def test_recipes_are_described_by_data(path: Path, tmp_path: Path) -> None:
     read = Bundle.read(captured(Model(), path, str(tmp_path / "mixed.yaml")))
     assert read.recipes[0]["text"] == text
     assert {call.layer for call in read.calls} == {"twice", "last"}
+    options = {"fp8_format": ottava.Format.E4M3, "amax_epsilon": 0.5}
+    recipe = ottava.get_recipe("current", **options)
+    read = Bundle.read(captured(Model(), path, recipe))
+    assert build(read.recipes[0]).same_as(recipe)
     read = Bundle.read(captured(Model(), path, broken()))
     assert set(read.recipes[0]) == {"words"}
     model, (x, y) = torch.nn.Sequential(ottava.nn.Linear(16, 16)), data()
