@@ -1,114 +1,100 @@
-"""The page of ``ottava analyze``: one file that asks for nothing else, in a browser without an
-error."""
+"""The page of ``ottava analyze``: one file that requests nothing else, without an error in a
+browser."""
+
+from __future__ import annotations
 
 import html
 import json
 import re
 import shutil
 import subprocess
-import time
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ottava_debug
-from benchmarks.installed import recipes
+from ottava_debug import Analysis
 from ottava_debug.analysis.output import suggestion
 from ottava_debug.analysis.page import page
-from ottava_debug.analysis.report import Analysis, Noise, TensorReport
-from ottava_debug.measures import Measures
-from tests.debug.checkpoints import demo_checkpoint, real_checkpoint
+from ottava_debug.analysis.report import Noise
+from tests.debug.analyses import demo_checkpoint, noise_of, tensor_of
 
-ASKING = {
-    "src",
-    "srcset",
-    "href",
-    "action",
-    "formaction",
-    "poster",
-    "data",
-    "background",
-    "manifest",
-    "ping",
-    "cite",
-}
+REQUESTS = re.compile(
+    "src|srcset|href|action|formaction|poster|data|background|manifest|ping|cite|on.*"
+)
 HARMFUL = {"iframe", "object", "embed", "base", "form", "audio", "video", "img"}
 
 
 class Parser(HTMLParser):
-    """What a page asks for, its tags, and its text."""
+    """The requests of a page, its tags, and its text by tags."""
 
-    def __init__(self, text):
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.asked, self.tags, self.text = [], [], {}
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.tags: list[str] = []
+        self.text: dict[str, str] = {}
         self.feed(text)
 
-    def handle_starttag(self, tag, attributes):
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.asked += [(tag, key, value) for key, value in attributes if key in ASKING]
-        self.asked += [(tag, key, value) for key, value in attributes if key.startswith("on")]
-        self.asked += [(tag, key, value) for key, value in attributes if "url(" in (value or "")]
+        for key, value in attributes:
+            if REQUESTS.fullmatch(key) or "url(" in (value or ""):
+                self.requests.append((tag, key, value))
 
-    def handle_data(self, data):
-        self.text[self.tags[-1] if self.tags else ""] = (
-            self.text.get(self.tags[-1] if self.tags else "", "") + data
-        )
-
-
-def report_of(layers, recipes=("current", "mxfp8")):
-    """Any report, of invented numbers."""
-    tensors = []
-    for number, layer in enumerate(layers):
-        for role in ("weight", "input", "grad_output"):
-            measures = Measures(100, 0, 2.0, number % 40, 0.5, 10.0 + number % 30, 0.99)
-            noise = {recipe: Noise(measures) for recipe in recipes}
-            exponents = {exponent: 5 + exponent % 7 for exponent in range(-30, 1)}
-            tensors.append(
-                TensorReport(layer, role, (10, 10), "bfloat16", 100, 0, 2.0, exponents, noise)
-            )
-    return Analysis("a <model>", tuple(recipes), tuple(tensors), steps=2)
+    def handle_data(self, data: str) -> None:
+        tag = self.tags[-1] if self.tags else ""
+        self.text[tag] = self.text.get(tag, "") + data
 
 
-def rendered(report):
-    installed = {*report.recipes} <= {*recipes()}
-    return page(report, suggestion(report) if installed else "default: current")
+def report_of(layers: list[str], recipes: tuple[str, ...] = ("current", "mxfp8")) -> Analysis:
+    """A report of invented numbers."""
+    tensors = [
+        tensor_of(layer, role, **dict.fromkeys(recipes, noise_of(10.0 + number % 30, number % 40)))
+        for number, layer in enumerate(layers)
+        for role in ("weight", "input", "grad_output")
+    ]
+    return Analysis("a <model>", recipes, tuple(tensors), steps=2)
 
 
-def test_the_page_asks_for_nothing_and_shows_the_numbers(tmp_path):
-    report = ottava_debug.analyze(demo_checkpoint(tmp_path))
-    text = rendered(report)
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
+    path = demo_checkpoint(tmp_path_factory.mktemp("demo"))
+    return ottava_debug.analyze(path, recipes=["current", "mxfp8"])
+
+
+def test_the_page_requests_nothing_and_shows_the_numbers(demo: Analysis) -> None:
+    text = page(demo, suggestion(demo))
     parser = Parser(text)
-    assert parser.asked == [("link", "href", "data:,")]
+    assert parser.requests == [("link", "href", "data:,")]
     assert not HARMFUL & {*parser.tags}
     assert not re.search(r"url\(|@import", parser.text["style"])
     assert not re.search(r"fetch|XMLHttp|import\(|WebSocket|https?:|//\w", parser.text["script"])
-    assert parser.tags.count("svg") == len(report.tensors) == 16
-    for tensor in report.tensors:
+    assert parser.tags.count("svg") == len(demo.tensors) == 16
+    for tensor in demo.tensors:
         for noise in tensor.noise.values():
             assert f'data-t="{noise.sqnr:.1f}|' in text
-    assert text.count('class="c k') == len(report.tensors) * len(report.recipes)
-    assert html.escape(suggestion(report)) in text
+    assert text.count('class="c k') == len(demo.tensors) * len(demo.recipes)
+    assert html.escape(suggestion(demo)) in text
 
 
-def test_names_are_escaped():
+def test_names_and_reasons_are_escaped() -> None:
     name = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'"
-    parser = Parser(rendered(report_of([name])))
+    parser = Parser(page(report_of([name]), name))
     assert parser.tags.count("script") == 1
     assert "img" not in parser.tags
-    assert parser.asked == [("link", "href", "data:,")]
+    assert parser.requests == [("link", "href", "data:,")]
+    broken = tensor_of("", "weight", current=Noise(error="no <luck>"))
+    text = page(Analysis("x", ("current",), (broken,)), "")
+    assert "fails: no &lt;luck&gt;" in text
+    assert "(root)" in text
+    zeros = ottava_debug.analyze({"weight": torch.zeros(32, 32)}, recipes=["current"])
+    assert "no value but zeros" in page(zeros, "")
 
 
-def test_a_page_of_five_hundred_layers_is_made_at_once():
-    start = time.perf_counter()
-    text = rendered(
-        report_of(
-            [f"model.layers.{n // 7}.mlp.{n % 7}" for n in range(500)], recipes=tuple("abcdef")
-        )
-    )
-    assert time.perf_counter() - start < 20
-    assert len(text) < 6_000_000
-
+# -- in a browser --
 
 WATCH = """<head><script>
 window.found = {errors: []};
@@ -141,86 +127,38 @@ addEventListener("load", () => {
 </script>"""
 
 
-def in_browser(text, folder, *options):
-    """What :data:`WATCH` finds in a browser, and what the browser's console says."""
+def in_browser(text: str, folder: Path, *options: str) -> tuple[dict[str, Any], list[str]]:
+    """What :data:`WATCH` finds in a browser, and the lines of the browser's console."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         pytest.skip("the distribution's package chromium is not installed")
     file = folder / "watched.html"
     file.write_text(text.replace("<head>", WATCH, 1), encoding="utf-8")
     quiet = (
-        "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking --disable-component-update --disable-sync "
+        "--enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
     )
-    quiet += (
-        " --disable-component-update --disable-sync --enable-logging=stderr "
-        "--virtual-time-budget=5000"
-    )
-    profile = folder / "profile"
-    command = [
-        browser,
-        "--headless",
-        *quiet.split(),
-        f"--user-data-dir={profile}",
-        *options,
-        "--dump-dom",
-        file.as_uri(),
-    ]
+    profile = f"--user-data-dir={folder / 'profile'}"
+    command = [browser, *quiet.split(), profile, *options, file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     dumped = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
     assert dumped, done.stderr[-2000:]
-    return json.loads(html.unescape(dumped[1])), [
-        line for line in done.stderr.splitlines() if "CONSOLE" in line
-    ]
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(html.unescape(dumped[1])), console
 
 
-@pytest.mark.parametrize("of", ["demo", "real"])
-def test_a_browser_shows_it_without_an_error(of, tmp_path):
-    path = demo_checkpoint(tmp_path) if of == "demo" else real_checkpoint()
-    report = ottava_debug.analyze(path, recipes=["current", "mxfp8"])
-    ottava_debug.write_html(report, tmp_path / "report.html")
-    found, console = in_browser((tmp_path / "report.html").read_text(), tmp_path)
-    assert found["errors"] == console == []
-    assert found["resources"] == []
-    assert found["layers"] == [tensor.layer for tensor in report.tensors]
-    values = [f"{tensor.noise['current'].sqnr:.1f}" for tensor in report.tensors]
+def test_a_browser_sorts_and_filters_without_an_error(demo: Analysis, tmp_path: Path) -> None:
+    ottava_debug.write_html(demo, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    found, console = in_browser(text, tmp_path, "--window-size=500,900")
+    assert found["errors"] == found["resources"] == console == []
+    assert found["wide"] is False
+    assert found["layers"] == [tensor.layer for tensor in demo.tensors]
+    values = [f"{tensor.noise['current'].sqnr:.1f}" for tensor in demo.tensors]
     assert found["ascending"] == sorted(values, key=float)
     assert found["descending"] == sorted(values, key=float, reverse=True)
     assert len(found["underflow"]) == len(values)
     assert all(re.fullmatch(r"0|(< )?[\d.]+ %", text) for text in found["underflow"])
-    assert {*found["bad"]} == {*report.complaints("current")}
-    assert {*found["filtered"]} == {layer for layer in report.layers if "blocks.2" in layer}
-
-
-def test_a_narrow_window_is_not_wider_than_itself(tmp_path):
-    text = rendered(
-        report_of(
-            [f"encoder.layer.{n}.attention.output.dense" for n in range(4)], tuple("abcdefgh")
-        )
-    )
-    found, console = in_browser(text, tmp_path, "--window-size=500,900")
-    assert found["wide"] is False
-    assert found["errors"] == console == []
-
-
-def test_the_browser_would_tell_of_a_request_and_of_an_error(tmp_path):
-    text = rendered(report_of(["a"])).replace(
-        "</body>", '<img src="http://127.0.0.1:9/x.png"><script>nothing()</script>'
-    )
-    found, console = in_browser(text, tmp_path)
-    assert any("127.0.0.1" in error for error in found["errors"])
-    assert any("nothing" in error for error in found["errors"])
-    assert any("CONSOLE" in line for line in console)
-
-
-def test_layers_without_values_and_broken_recipes_have_a_page():
-    report = ottava_debug.analyze({"weight": torch.zeros(32, 32)}, recipes=["current"])
-    assert report.layers == ("",)
-    assert "(root)" in rendered(report)
-    broken = Noise(error="no <luck>")
-    tensor = TensorReport("a", "weight", (2, 2), "float32", 4, 4, 0.0, {}, {"x": broken})
-    text = rendered(
-        Analysis(
-            "x", ("current",), (TensorReport(**(vars(tensor) | {"noise": {"current": broken}})),)
-        )
-    )
-    assert "fails: no &lt;luck&gt;" in text
+    assert {*found["bad"]} == {*demo.complaints("current")}
+    assert {*found["filtered"]} == {layer for layer in demo.layers if "blocks.2" in layer}

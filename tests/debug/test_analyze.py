@@ -1,481 +1,398 @@
-"""``ottava analyze`` of weights: its numbers are those of a direct computation, its words name what
-was left out."""
+"""``ottava analyze`` of weights: the numbers, the suggestion, and what is left out or refused."""
+
+from __future__ import annotations
 
 import json
 import math
-import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from safetensors.torch import save_file as save_plain
-from typer.testing import CliRunner
 
 import ottava
 import ottava_debug
 from benchmarks.installed import recipes
 from ottava.checkpoint import save_file, save_sharded
-from ottava.cli.main import app
 from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFoundError, UsageError
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
+from ottava_debug import Analysis
 from ottava_debug.analysis.measuring import Candidate, Series
 from ottava_debug.analysis.page import page
-from ottava_debug.analysis.report import Analysis, Noise, TensorReport, most_underflow
+from ottava_debug.analysis.report import most_underflow
 from ottava_debug.analysis.terminal import sentences
-from ottava_debug.measures import Measures
-from tests.debug.checkpoints import demo_checkpoint, direct, real_checkpoint
+from tests.debug.analyses import command, decoded, demo_checkpoint, noise_of, tensor_of
+from tests.debug.by_hand import exponents, losses
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_checkpoint(tmp_path_factory.mktemp("demo"))
 
 
-@pytest.mark.parametrize("of", ["demo", "real"])
-def test_the_numbers_are_those_of_a_direct_computation(of, tmp_path):
-    path = demo_checkpoint(tmp_path) if of == "demo" else real_checkpoint()
-    start = time.perf_counter()
-    done = run(path, "--json", tmp_path / "report.json", "--html", tmp_path / "report.html")
-    elapsed = time.perf_counter() - start
-    assert done.exit_code == 0, done.output
-    assert elapsed < 60
-    report = json.loads((tmp_path / "report.json").read_text())
-    with safe_open(path, "pt") as file:
-        names = [name for name in file.keys() if name.endswith(".weight")]  # noqa: SIM118
-        matrices = {name: file.get_tensor(name) for name in names}
-    layers = {
-        name.removesuffix(".weight") for name, weight in matrices.items() if weight.dim() == 2
+@pytest.fixture(scope="module")
+def report(demo: Path) -> Analysis:
+    return ottava_debug.analyze(demo)
+
+
+# -- the numbers --
+
+
+def test_the_numbers_are_those_of_a_direct_computation(demo: Path, report: Analysis) -> None:
+    told = report.to_json()
+    state = load_file(demo)
+    layers = [f"blocks.{n}.{part}" for n in range(4) for part in ("qkv", "proj", "up", "down")]
+    assert {tensor["layer"] for tensor in told["tensors"]} == {*layers}
+    assert {skip["name"] for skip in told["skipped"]} == {
+        name for name in [*state, "head.weight"] if name.removesuffix(".weight") not in layers
     }
-    looked_up = {
-        name for name in layers if name.startswith(("embeddings.", "tokens", "positions", "head"))
-    }
-    assert len(looked_up) == (2 if of == "demo" else 3)
-    assert {tensor["layer"] for tensor in report["tensors"]} == layers - looked_up
-    # The recipe for files does by itself what current does.
-    assert report["recipes"] == [name for name in recipes() if name != "custom"]
-    # Of the real one each kind of layer, which takes time enough.
-    chosen = [
-        t
-        for t in report["tensors"]
-        if of == "demo" or ".layer.3." in t["layer"] or t["layer"] == "pooler.dense"
-    ]
-    assert len(chosen) == (16 if of == "demo" else 7)
-    for tensor in chosen:
-        weight = matrices[f"{tensor['layer']}.weight"]
+    # Without a file, the recipe for recipe files does what current does.
+    assert told["recipes"] == [name for name in recipes() if name != "custom"]
+    words = "without a file it makes of all tensors what current makes"
+    assert told["unavailable"] == [{"name": "custom", "reason": words}]
+    for tensor in told["tensors"]:
+        weight = state[f"{tensor['layer']}.weight"]
+        assert (tensor["role"], tensor["dtype"]) == ("weight", "float32")
         assert tensor["shape"] == [*weight.shape]
         assert tensor["amax"] == weight.abs().max().item()
-        assert sum(tensor["exponents"].values()) == weight.count_nonzero()
-        for recipe in report["recipes"]:
-            noise = tensor["noise"][recipe]
-            sides = [side for side in (noise["rowwise"], noise["columnwise"]) if side is not None]
-            sqnr, underflow, cosine = direct(recipe, weight)
-            assert min(side["sqnr"] for side in sides) == pytest.approx(sqnr, rel=1e-9), (
-                tensor["layer"],
-                recipe,
-            )
-            assert max(side["underflow"] for side in sides) == pytest.approx(underflow, abs=1e-9)
-            assert min(side["cosine"] for side in sides) == pytest.approx(cosine, rel=1e-9)
-            assert max(side["saturation"] for side in sides) == 0
-    left = {skip["name"]: skip["reason"] for skip in report["skipped"]}
-    assert {*left} | {f"{tensor['layer']}.weight" for tensor in report["tensors"]} >= {*matrices}
+        assert tensor["exponents"] == {str(e): n for e, n in exponents(weight).items()}
+        assert tensor["noise"].keys() == {*told["recipes"]}
+        for recipe, noise in tensor["noise"].items():
+            for side, columnwise in (("rowwise", False), ("columnwise", True)):
+                # Without an entry, the direction has the data of the other one.
+                found = noise[side] or noise["rowwise"]
+                made = decoded(recipe, "weight", weight, columnwise=columnwise)
+                expected = losses(weight, made)
+                assert found["sqnr"] == pytest.approx(expected["sqnr"], rel=1e-9)
+                assert found["cosine"] == pytest.approx(expected["cosine"], rel=1e-9)
+                underflow = expected["underflows_of_nonzero%"]
+                assert found["underflow"] == pytest.approx(underflow, abs=1e-9)
+                assert found["saturation"] == 0
 
 
-def test_what_needs_high_precision_is_named_and_suggested(tmp_path):
-    path = demo_checkpoint(tmp_path)
-    report = ottava_debug.analyze(path, recipes=["current", "mxfp8"])
-    assert report.recipes == ("current", "mxfp8")
-    assert {*report.complaints("current")} == {"blocks.1.up", "blocks.2.down"}
+def test_layers_that_need_high_precision_are_suggested(
+    demo: Path, report: Analysis, tmp_path: Path
+) -> None:
+    kept = ["blocks.1.up", "blocks.2.down"]
+    assert [*report.complaints("current")] == kept
     assert report.complaints("mxfp8") == {}
-    assert report.best_recipe() == "mxfp8"
-    ranked = report.worst(16)
-    assert [(tensor.layer, recipe) for tensor, recipe in ranked[:2]] == [
-        ("blocks.1.up", "current"),
-        ("blocks.2.down", "current"),
-    ]
-    qualities = [tensor.noise[recipe].quality for tensor, recipe in ranked]
-    assert qualities == sorted(qualities)
-    summaries = {summary.recipe: summary for summary in report.summaries()}
-    assert summaries["current"].kept == ("blocks.1.up", "blocks.2.down")
-    assert summaries["current"].lowest_sqnr == min(t.noise["current"].sqnr for t in report.tensors)
-    ottava_debug.write_suggestion(report, tmp_path / "kept.yaml", "current")
-    kept = CustomRecipe.from_file(tmp_path / "kept.yaml")
+    assert report.best_recipe() not in ("current", "delayed")
+    ranked = [tensor.noise[recipe].quality for tensor, recipe in report.worst(16)]
+    assert ranked == sorted(ranked)
+    assert {tensor.layer for tensor, _ in report.worst(2)} == {*kept}
+    summary = next(each for each in report.summaries() if each.recipe == "current")
+    assert summary.kept == tuple(kept)
+    assert summary.lowest_sqnr == min(t.noise["current"].sqnr for t in report.tensors)
+    recipe = ottava_debug.write_suggestion(report, tmp_path / "kept.yaml", "current")
+    assert recipe == CustomRecipe.from_file(tmp_path / "kept.yaml")
     for layer in report.layers:
-        serves = kept.explain(ottava.QuantizerRole("linear", "weight", layer)).rowwise
-        assert serves == ("identity" if layer in summaries["current"].kept else "current E4M3")
-    assert "# weight: underflow" in (tmp_path / "kept.yaml").read_text()
-    done = run(path, "--recipe", "current", "--recipe-file", tmp_path / "same.yaml", "--rows", 3)
+        rows = recipe.explain(ottava.QuantizerRole("linear", "weight", layer)).rowwise
+        assert rows == ("identity" if layer in kept else "current E4M3")
+    text = (tmp_path / "kept.yaml").read_text()
+    assert "# weight: underflow" in text
+    options = ("--recipe", "current", "--recipe-file", tmp_path / "same.yaml", "--rows", 3)
+    done = command(demo, *options)
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "same.yaml").read_text() == (tmp_path / "kept.yaml").read_text()
-    for text in (
+    assert (tmp_path / "same.yaml").read_text() == text
+    for words in (
         "blocks.2.down",
         "2 of 16",
         "13 more tensors are not shown",
         "tied to tokens.weight",
+        "Suggested: current, with 2 of 16 layers in high precision.",
+        "same.yaml",
     ):
-        assert text in done.output
+        assert words in done.output
+    assert "Recipe custom left out: without a file" in "".join(sentences(report, 5))
 
 
-def test_the_threshold_is_that_of_noise_and_of_underflow(tmp_path):
-    # What a grid with the noise of the threshold leaves of a normal distribution: Monte Carlo
-    # against the formula.
-    torch.manual_seed(0)
+def test_the_limits_of_noise_and_of_underflow_belong_together(demo: Path) -> None:
     x = torch.randn(1_000_000)
+    # A grid with the noise of 20 dB.
     step = math.sqrt(12 * 10 ** (-20 / 10))
-    q = (x / step).round() * step
-    assert ottava_debug.compare(x, q).sqnr == pytest.approx(20, abs=0.1)
-    assert ottava_debug.compare(x, q).underflow == pytest.approx(most_underflow(20), abs=0.1)
-    strict = ottava_debug.analyze(demo_checkpoint(tmp_path), recipes=["current"], threshold=40.0)
-    # Rounding alone leaves 31 dB, but where one large weight is the sum of squares.
+    found = ottava_debug.compare(x, (x / step).round() * step)
+    assert found.sqnr == pytest.approx(20, abs=0.1)
+    assert found.underflow == pytest.approx(most_underflow(20), abs=0.1)
+    strict = ottava_debug.analyze(demo, recipes=["current"], threshold=40.0)
     assert len(strict.complaints("current")) == 16
-    with pytest.raises(OptionError, match="threshold is nan"):
-        ottava_debug.analyze({}, threshold=math.nan)
 
 
-def test_every_source_gives_the_same_report(tmp_path):
-    torch.manual_seed(0)
-    state = {f"{name}.weight": torch.randn(32, 64) for name in ("a", "b.c", "d")}
-    expected = ottava_debug.analyze(state, recipes=["mxfp8"])
-    assert expected.source == "a state dict"
-    save_plain(state, tmp_path / "one.safetensors")
-    torch.save(state, tmp_path / "one.pt")
-    save_file(state, tmp_path / "own.safetensors")
-    save_sharded(state, tmp_path / "sharded")
-    indexed, folder = tmp_path / "indexed", tmp_path / "folder"
-    for place in (indexed, folder):
-        place.mkdir()
-        save_plain({"a.weight": state["a.weight"]}, place / "part-1.safetensors")
-        save_plain(
-            {k: v for k, v in state.items() if k != "a.weight"}, place / "part-2.safetensors"
-        )
-    files = {name: f"part-{1 if name == 'a.weight' else 2}.safetensors" for name in state}
-    (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    several = {"-1": ["a.weight"], "-2": ["b.c.weight", "d.weight"]}
-    for place, parts in (("by-torch", {"": list(state)}), ("parts", several)):
-        (tmp_path / place).mkdir()
-        torch.save({"never": "read"}, tmp_path / place / "training_args.bin")
-        for part, names in parts.items():
-            torch.save(
-                {name: state[name] for name in names}, tmp_path / place / f"pytorch_model{part}.bin"
-            )
-    for source in (
-        "one.safetensors",
-        "one.pt",
-        "own.safetensors",
-        "sharded",
-        "indexed",
-        "folder",
-        "by-torch",
-        "parts",
-    ):
-        found = ottava_debug.analyze(tmp_path / source, recipes=["mxfp8"])
-        assert {t.layer: t for t in found.tensors} == {t.layer: t for t in expected.tensors}
-    assert expected.layers == ("a", "b.c", "d")
+# -- the report, of invented numbers --
 
 
-def test_what_is_no_weight_of_a_product_is_left_out_by_name(tmp_path):
-    weight = torch.randn(32, 64)
-    tied = torch.randn(16, 64)
-    quantized = ottava.get_recipe("mxfp8").quantizer("weight").quantize(weight)
-    state = {
-        "layer.weight": weight,
-        "quantized.weight": quantized,
-        "fp8.weight": weight.to(torch.float8_e4m3fn),
-        "packed.weight": torch.zeros(32, 32, dtype=torch.uint8),
-        "double.weight": weight.double(),
-        "layer.bias": torch.zeros(32),
-        "norm.weight": torch.ones(64),
-        "expert.weight": torch.zeros(2, 4, 4),
-        "conv.weight": torch.zeros(2, 4, 4, 4),
-        "scalar": torch.tensor(1.0),
-        "lora_a": weight,
-        "none.weight": torch.zeros(0, 4),
-        "model.embed_tokens.weight": tied,
-        "wte.weight": weight.clone(),
-        "lm_head.weight": tied,
-        "recipe_state.weight": weight,
-    }
-    report = ottava_debug.analyze(state, recipes=["current"])
-    assert report.layers == ("layer",)
-    reasons = {skip.name: skip.reason for skip in report.skipped}
-    assert {*reasons} == {*state} - {"layer.weight"}
-    for name, words in {
-        "quantized.weight": "quantized already, as MXFP8Tensor",
-        "fp8.weight": "float8_e4m3fn is no high precision",
-        "packed.weight": "uint8 is no high precision",
-        "double.weight": "float64, which no recipe quantizes",
-        "layer.bias": "1 dimension",
-        "conv.weight": "4 dimensions",
-        "lora_a": "not named weight",
-        "none.weight": "empty",
-        "model.embed_tokens.weight": "named as an embedding",
-        "lm_head.weight": "tied to model.embed_tokens.weight",
-        "recipe_state.weight": "state of a recipe",
-    }.items():
-        assert words in reasons[name]
-    # The same from a file of Ottava's own, where they come back as quantized tensors.
-    save_file({"layer.weight": weight, "quantized.weight": quantized}, tmp_path / "own.safetensors")
-    found = ottava_debug.analyze(tmp_path / "own.safetensors", recipes=["current"])
-    assert [(skip.name, skip.reason[:17]) for skip in found.skipped] == [
-        ("quantized.weight", "quantized already")
+def test_all_reasons_of_a_layer_are_told() -> None:
+    tensors = (
+        tensor_of("a", "weight", current=noise_of(10.0, 20.0)),
+        tensor_of("a", "input", current=noise_of(30.0)),
+        tensor_of("a", "grad_output", current=noise_of(5.0)),
+        tensor_of("b", "grad_output", current=noise_of(30.0, 50.0)),
+    )
+    report = Analysis("x", ("current",), tensors)
+    of_a = [
+        "weight: SQNR 10.0 dB < 20 dB, underflow 20.0 % > 13.8 %",
+        "grad_output: SQNR 5.0 dB < 20 dB",
     ]
-    with pytest.raises(UsageError, match="nothing that was read is a weight of a product; fp8"):
-        ottava_debug.analyze({"fp8.weight": state["fp8.weight"]})
+    of_b = ["grad_output: underflow 50.0 % > 13.8 %"]
+    assert report.complaints("current") == {"a": of_a, "b": of_b}
+    keeps = [(keep.layer, keep.reason) for keep in report.keeps("current")]
+    assert keeps == [("a", "; ".join(of_a)), ("b", of_b[0])]
+    with pytest.raises(OptionError, match="not in the report"):
+        report.complaints("mxfp8")
 
 
-def test_what_cannot_be_read_is_an_error_and_nothing_is_written(tmp_path):
-    damaged, pickled, empty = (
-        tmp_path / "damaged.safetensors",
-        tmp_path / "code.pt",
-        tmp_path / "empty",
-    )
-    empty.mkdir()
-    save_plain({"a.weight": torch.randn(32, 32)}, damaged)
-    data = damaged.read_bytes()
-    damaged.write_bytes(data[:-100])
-    torch.save({"a": print}, pickled)
-    twice = tmp_path / "twice"
-    twice.mkdir()
-    for number in "12":
-        (twice / f"{number}.safetensors").write_bytes(data)
-    for path, words in (
-        (damaged, "damaged"),
-        (pickled, "code to be run"),
-        (empty, "has no safetensors file"),
-        (twice, "in several files"),
-        (tmp_path / "missing.safetensors", "cannot be read"),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            ottava_debug.analyze(path)
-        done = run(path, "--json", tmp_path / "report.json")
-        assert done.exit_code == 2
-        assert f"error: {str(path)[:10]}" in done.output
-        assert "Traceback" not in done.output
-    assert not (tmp_path / "report.json").exists()
+GOOD, BETTER, BAD = noise_of(25.0), noise_of(30.0), noise_of(5.0)
+EXACT = noise_of(math.inf)
+NOT_FINITE = noise_of(30.0, not_finite=1)
+KEEPS_MORE = "its worst tensor keeps more, 30.0 dB"
+# Noises of tensors by recipe, the best recipe, and the reason among equal ones.
+BEST = {
+    "fewest layers kept": ([{"x": BETTER, "y": BAD}], "x", ""),
+    "fewest elements kept": (
+        [{"x": BAD, "y": BETTER}, {"x": BETTER, "y": BAD}],
+        "x",
+        "",
+    ),
+    "better worst tensor": (
+        [{"x": GOOD, "y": BETTER}, {"x": EXACT, "y": BETTER}],
+        "y",
+        f"x would leave as little: y is suggested because {KEEPS_MORE} (x 25.0 dB).",
+    ),
+    "not finite in high precision": (
+        [{"x": GOOD, "y": BETTER}, {"x": NOT_FINITE, "y": NOT_FINITE}],
+        "y",
+        f"x would leave as little: y is suggested because {KEEPS_MORE} (x 25.0 dB).",
+    ),
+    "the first of equals": (
+        [{"x": EXACT, "y": EXACT}],
+        "x",
+        "y would leave as little: x is suggested because it comes before y, whose worst tensor "
+        "keeps as much.",
+    ),
+    "both": (
+        [{"x": GOOD, "y": BETTER, "z": BETTER}],
+        "y",
+        f"x, z would leave as little: y is suggested because {KEEPS_MORE} (x 25.0 dB), and it "
+        "comes before z, whose worst tensor keeps as much.",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "neither a source nor a model"),
-        (("--data", "torch:get_num_threads"), "neither a source nor a model"),
-        (("FILE", "--recipe", "nothing-such"), "nothing-such"),
-        (("FILE", "--recipe-file", "kept.toml"), "a name that ends in .yaml or .yml"),
-        (("FILE", "--base", "mxfp8", "--recipe", "current"), "--base 'mxfp8'"),
-        (("FILE", "--base", "nothing-such"), "not in the report"),
-        (("FILE", "--json", "none/report.json"), "cannot be written"),
-        (("FILE", "--model", "no_such_module:model"), "cannot be had"),
-        (("FILE", "--model", "torch:nothing"), "cannot be had"),
-        (("FILE", "--model", "torch:get_num_threads"), "the model is a int"),
-        (("FILE", "--loss", "nothing"), "cannot be had"),
-        (("FILE", "--data", "torch:get_num_threads"), "data without a model"),
-    ],
-)
-def test_wrong_options_are_told(arguments, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_plain({"a.weight": torch.randn(32, 32)}, tmp_path / "file.safetensors")
-    done = run(*["file.safetensors" if argument == "FILE" else argument for argument in arguments])
-    assert done.exit_code == 2
-    assert words in done.output
-    assert "Traceback" not in done.output
-    assert [path.name for path in tmp_path.iterdir()] == ["file.safetensors"]
-
-
-def test_wrong_arguments_are_told():
-    with pytest.raises(DTypeError, match="'a' is a int"):
-        ottava_debug.analyze({"a": 1})
-    with pytest.raises(DTypeError, match="path is a int"):
-        ottava_debug.analyze(3)
-    with pytest.raises(OptionError, match="steps is 0"):
-        ottava_debug.analyze({}, steps=0)
-    with pytest.raises(OptionError, match="loss is 'x'"):
-        ottava_debug.analyze({}, loss="x")
-    with pytest.raises(RecipeNotFoundError):
-        ottava_debug.analyze({"a.weight": torch.ones(2, 2)}, recipes=["nothing-such"])
-
-
-class Broken(Recipe):
-    """A stranger's recipe, which fails at its work."""
-
-    name = "broken"
-
-    def make_quantizer(self, role, *, amax_reduction_group=None):
-        raise RuntimeError("no quantizer today")
-
-
-def test_a_recipe_that_fails_is_named_and_the_others_go_on():
-    series = Series(
-        "a",
-        "weight",
-        [Candidate("broken", Broken()), Candidate("current", ottava.get_recipe("current"))],
-    )
-    series.add(torch.randn(32, 32))
-    tensor = series.report()
-    assert tensor.noise["broken"].error == "RuntimeError: no quantizer today"
-    assert tensor.noise["current"].sqnr > 30
-    report = Analysis("x", ("broken", "current"), (tensor,))
-    assert report.complaints("broken") == {"a": ["weight: fails: RuntimeError: no quantizer today"]}
-    assert report.best_recipe() == "current"
-    assert (
-        json.loads(json.dumps(report.to_json()))["tensors"][0]["noise"]["broken"]["rowwise"] is None
-    )
+@pytest.mark.parametrize("case", BEST)
+def test_the_recipe_that_is_suggested(case: str) -> None:
+    noises, best, reason = BEST[case]
+    # Later weights are larger.
+    tensors = [
+        tensor_of(f"layer{n}", "weight", 100 * (1 + n), **noise) for n, noise in enumerate(noises)
+    ]
+    report = Analysis("x", tuple(noises[0]), tuple(tensors))
+    assert report.best_recipe() == best
+    assert report.to_json()["suggestion"]["reason"] == report.why_best() == reason
+    assert (reason in list(sentences(report, 5))) is bool(reason)
+    assert reason in page(report, "")
 
 
 @pytest.mark.parametrize(
     ("value", "count"), [(math.nan, 4096), (math.inf, 1), (-math.inf, 3), (math.nan, 1)]
 )
-def test_values_that_are_not_finite_are_a_complaint_everywhere(value, count, tmp_path):
-    torch.manual_seed(0)
+def test_values_that_are_not_finite_are_told_everywhere(
+    value: float, count: int, tmp_path: Path
+) -> None:
     weight, good = torch.randn(64, 64), torch.randn(64, 64) * torch.logspace(-7, 0, 64)
     weight.view(-1)[:count] = value
-    state = {"good.weight": good, "a.weight": weight}
-    save_plain(state, tmp_path / "file.safetensors")
-    report = ottava_debug.analyze(state, recipes=["current", "mxfp8"])
-    tensor, finite = report.tensors[1], weight[weight.isfinite()]
-    assert tensor.not_finite == count
-    assert tensor.amax == (finite.abs().max().item() if finite.numel() else 0)
-    words = f"weight: {count} of 4096 values are NaN or infinite"
-    for recipe in report.recipes:
-        assert report.complaints(recipe)["a"] == [words]
-    assert report.worst(1)[0][0] is tensor
-    # What no recipe can mend does not hide which one is better.
-    assert report.best_recipe() == "mxfp8"
-    files = [tmp_path / name for name in ("report.json", "report.html", "kept.yaml")]
-    options = ["--recipe", "current", "--recipe", "mxfp8", "--json", files[0], "--html", files[1]]
-    done = run(tmp_path / "file.safetensors", *options, "--recipe-file", files[2])
-    assert (
-        f"a (weight): {count} of 4096 values are NaN or infinite, in high precision too."
-        in done.output
-    )
-    assert "Suggested: mxfp8, with 1 of 2 layers" in done.output
-    assert "broken !" in done.output
-    told = json.loads(files[0].read_text())
-    assert told["suggestion"]["kept"] == [{"layer": "a", "reason": words}]
-    assert told["complaints"]["mxfp8"] == {"a": [words]}
-    assert 'data-t="broken|' in files[1].read_text()
-    assert f"a (weight): {count} of 4096 values are NaN or infinite" in files[1].read_text()
-    assert words in files[2].read_text()
+    save_plain({"good.weight": good, "a.weight": weight}, tmp_path / "file.safetensors")
+    json_file, html, kept = (tmp_path / name for name in ("r.json", "r.html", "kept.yaml"))
+    options = ["--recipe", "current", "--recipe", "mxfp8", "--json", json_file, "--html", html]
+    done = command(tmp_path / "file.safetensors", *options, "--recipe-file", kept)
+    values = f"{count} of 4096 values are NaN or infinite"
+    for words in (
+        f"a (weight): {values}, in high precision too.",
+        # What no recipe can mend does not hide which one is better.
+        "Suggested: mxfp8, with 1 of 2 layers",
+        "broken !",
+    ):
+        assert words in done.output
+    told = json.loads(json_file.read_text())
+    tensor = next(t for t in told["tensors"] if t["layer"] == "a")
+    finite = weight[weight.isfinite()]
+    assert tensor["not_finite"] == count
+    assert tensor["amax"] == (finite.abs().max().item() if finite.numel() else 0)
+    assert told["suggestion"]["kept"] == [{"layer": "a", "reason": f"weight: {values}"}]
+    assert told["complaints"]["current"]["a"] == [f"weight: {values}"]
+    assert told["complaints"]["mxfp8"] == {"a": [f"weight: {values}"]}
+    assert 'data-t="broken|' in html.read_text()
+    assert f"a (weight): {values}" in html.read_text()
+    assert values in kept.read_text()
 
 
-def measured(sqnr, underflow=0.0):
-    return Noise(Measures(100, 0, 1.0, underflow, 0.0, sqnr, 0.99))
+class Broken(Recipe):
+    """A recipe of a user, which fails."""
+
+    name = "broken"
+
+    def make_quantizer(self, role: object, *, amax_reduction_group: object = None) -> None:
+        raise RuntimeError("no quantizer today")
 
 
-def tensor_of(layer, role, count=100, **noise):
-    return TensorReport(layer, role, (10, count // 10), "float32", count, 0, 1.0, {}, noise)
+def test_a_recipe_that_fails_is_named_and_the_others_go_on() -> None:
+    trials = [Candidate("broken", Broken()), Candidate("current", ottava.get_recipe("current"))]
+    series = Series("a", "weight", trials)
+    series.add(torch.randn(32, 32))
+    report = Analysis("x", ("broken", "current"), (series.report(),))
+    reason = "weight: fails: RuntimeError: no quantizer today"
+    assert report.complaints("broken") == {"a": [reason]}
+    assert report.tensors[0].noise["current"].sqnr > 30
+    assert report.best_recipe() == "current"
+    told = json.loads(json.dumps(report.to_json()))
+    assert told["tensors"][0]["noise"]["broken"]["rowwise"] is None
 
 
-def test_every_reason_of_a_layer_is_told():
-    tensors = (
-        tensor_of("a", "weight", current=measured(10.0, 20.0)),
-        tensor_of("a", "input", current=measured(30.0)),
-        tensor_of("a", "grad_output", current=measured(5.0)),
-        tensor_of("b", "grad_output", current=measured(30.0, 50.0)),
-    )
-    report = Analysis("x", ("current",), tensors)
-    expected = {
-        "a": [
-            "weight: SQNR 10.0 dB < 20 dB, underflow 20.0 % > 13.8 %",
-            "grad_output: SQNR 5.0 dB < 20 dB",
-        ],
-        "b": ["grad_output: underflow 50.0 % > 13.8 %"],
+# -- sources --
+
+
+def test_every_source_gives_the_same_report(tmp_path: Path) -> None:
+    state = {f"{name}.weight": torch.randn(32, 64) for name in ("a", "b.c", "d")}
+    save_plain(state, tmp_path / "one.safetensors")
+    torch.save(state, tmp_path / "one.pt")
+    save_file(state, tmp_path / "own.safetensors")
+    save_sharded(state, tmp_path / "sharded")
+    parts = {"1": ["a.weight"], "2": ["b.c.weight", "d.weight"]}
+    for folder in ("indexed", "folder", "by-torch"):
+        (tmp_path / folder).mkdir()
+    for part, names in parts.items():
+        some = {name: state[name] for name in names}
+        save_plain(some, tmp_path / "indexed" / f"part-{part}.safetensors")
+        save_plain(some, tmp_path / "folder" / f"part-{part}.safetensors")
+        torch.save(some, tmp_path / "by-torch" / f"pytorch_model-{part}.bin")
+    torch.save({"never": "read"}, tmp_path / "by-torch" / "training_args.bin")
+    files = {name: f"part-{part}.safetensors" for part, names in parts.items() for name in names}
+    index = tmp_path / "indexed" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    expected = ottava_debug.analyze(state, recipes=["current"])
+    assert (expected.source, expected.layers) == ("a state dict", ("a", "b.c", "d"))
+    sources = "one.safetensors one.pt own.safetensors sharded indexed folder by-torch"
+    for source in sources.split():
+        found = ottava_debug.analyze(tmp_path / source, recipes=["current"])
+        assert {t.layer: t for t in found.tensors} == {t.layer: t for t in expected.tensors}
+
+
+def test_what_is_no_weight_of_a_product_is_left_out_with_a_reason(tmp_path: Path) -> None:
+    weight, tied = torch.randn(32, 64), torch.randn(16, 64)
+    quantized = ottava.get_recipe("mxfp8").quantizer("weight").quantize(weight)
+    left_out = {
+        "quantized.weight": (quantized, "quantized already, as MXFP8Tensor"),
+        "fp8.weight": (weight.to(torch.float8_e4m3fn), "float8_e4m3fn is no high precision"),
+        "packed.weight": (torch.zeros(32, 32, dtype=torch.uint8), "uint8 is no high precision"),
+        "double.weight": (weight.double(), "float64, which no recipe quantizes"),
+        "layer.bias": (torch.zeros(32), "1 dimension"),
+        "conv.weight": (torch.zeros(2, 4, 4, 4), "4 dimensions"),
+        "scalar": (torch.tensor(1.0), "0 dimensions"),
+        "lora_a": (weight, "not named weight"),
+        "none.weight": (torch.zeros(0, 4), "empty"),
+        "model.embed_tokens.weight": (tied, "named as an embedding"),
+        "wte.weight": (weight.clone(), "named as an embedding"),
+        "lm_head.weight": (tied, "tied to model.embed_tokens.weight"),
+        "recipe_state.weight": (weight, "state of a recipe"),
     }
-    assert report.complaints("current") == expected
-    assert [(keep.layer, keep.reason) for keep in report.keeps("current")] == [
-        (layer, "; ".join(reasons)) for layer, reasons in expected.items()
-    ]
+    state = {name: value for name, (value, _) in left_out.items()} | {"layer.weight": weight}
+    report = ottava_debug.analyze(state, recipes=["current"])
+    assert report.layers == ("layer",)
+    reasons = {skip.name: skip.reason for skip in report.skipped}
+    assert reasons.keys() == left_out.keys()
+    for name, (_, words) in left_out.items():
+        assert words in reasons[name]
+    own = {"layer.weight": weight, "quantized.weight": quantized}
+    save_file(own, tmp_path / "own.safetensors")
+    found = ottava_debug.analyze(tmp_path / "own.safetensors", recipes=["current"])
+    assert [skip.name for skip in found.skipped] == ["quantized.weight"]
+    with pytest.raises(UsageError, match="nothing that was read is a weight of a product; fp8"):
+        ottava_debug.analyze({"fp8.weight": state["fp8.weight"]})
 
 
-def test_of_recipes_that_keep_as_much_the_best_is_the_one_whose_worst_tensor_is_better():
-    small, large = (
-        {"x": measured(25.0), "y": measured(28.0)},
-        {"x": measured(40.0), "y": measured(29.0)},
-    )
-    tensors = (tensor_of("a", "weight", **small), tensor_of("b", "weight", **large))
-    for recipes_in_order in (("x", "y"), ("y", "x")):
-        assert Analysis("x", recipes_in_order, tensors).best_recipe() == "y"
-    # What was not finite before is so under both.
-    broken = Noise(Measures(100, 1, 1.0, 0.0, 0.0, 30.0, 0.99))
-    tensors += (
-        TensorReport(
-            "broken", "weight", (10, 10), "float32", 100, 1, 1.0, {}, {"x": broken, "y": broken}
-        ),
-    )
-    assert Analysis("x", ("x", "y"), tensors).best_recipe() == "y"
-    # The fewest elements in high precision come first, and equal recipes are as they are named.
-    tensors += (tensor_of("c", "weight", x=measured(5.0), y=measured(30.0)),)
-    tensors += (tensor_of("d", "weight", 200, x=measured(30.0), y=measured(19.0)),)
-    assert Analysis("x", ("y", "x"), tensors).best_recipe() == "x"
-    same = (tensor_of("a", "weight", x=measured(25.0), y=measured(25.0)),)
-    assert [Analysis("x", names, same).best_recipe() for names in (("x", "y"), ("y", "x"))] == [
-        "x",
-        "y",
-    ]
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for folder in ("empty", "twice"):
+        (tmp_path / folder).mkdir()
+    for number in "12":
+        save_plain({"a.weight": torch.ones(2, 2)}, tmp_path / "twice" / f"{number}.safetensors")
+    torch.save({"a": print}, tmp_path / "code.pt")
+    for name, words in {
+        "code.pt": "code to be run",
+        "empty": "has no safetensors file",
+        "twice": "in several files",
+        "missing.safetensors": "cannot be read",
+    }.items():
+        with pytest.raises(CheckpointError, match=words):
+            ottava_debug.analyze(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("noise", "expected"),
-    [
-        ({"x": measured(30.0), "y": measured(5.0)}, ""),
-        (
-            {"x": measured(30.0), "y": measured(25.0)},
-            "y would leave as little: x is suggested because its worst tensor keeps more, 30.0 dB "
-            "(y 25.0 dB).",
-        ),
-        (
-            {"x": measured(math.inf), "y": measured(math.inf)},
-            "y would leave as little: x is suggested because it comes before y, whose worst "
-            "tensor keeps as much.",
-        ),
-        (
-            {"x": measured(25.0), "y": measured(30.0), "z": measured(30.0)},
-            "x, z would leave as little: y is suggested because its worst tensor keeps more, 30.0 "
-            "dB (x 25.0 dB), "
-            "and it comes before z, whose worst tensor keeps as much.",
-        ),
-    ],
-)
-def test_why_one_of_several_equal_recipes_is_suggested(noise, expected):
-    report = Analysis("x", tuple(noise), (tensor_of("a", "weight", **noise),))
-    assert report.why_best() == expected
-    assert report.to_json()["suggestion"]["reason"] == expected
-    told = list(sentences(report, 5))
-    assert (expected in told) is bool(expected)
-    assert expected in page(report, "")
+def test_files_are_not_read_into_memory(tmp_path: Path) -> None:
+    def anonymous() -> int:
+        """Kilobytes of memory that no file is behind."""
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0])
 
-
-def test_a_reader_of_files_that_repeats_another_recipe_is_left_out():
-    weights = {"a.weight": torch.randn(32, 32)}
-    report = ottava_debug.analyze(weights)
-    assert "custom" not in report.recipes
-    assert all("custom" not in tensor.noise for tensor in report.tensors)
-    assert {"current", "delayed"} <= {*report.recipes}
-    words = "without a file it makes of all tensors what current makes"
-    assert [(skip.name, skip.reason) for skip in report.unavailable] == [("custom", words)]
-    assert ottava_debug.analyze(weights, recipes=["current", "custom"]).recipes == (
-        "current",
-        "custom",
-    )
-
-
-def test_files_are_not_read_into_memory(tmp_path):
-    def anonymous():
-        """Bytes of memory that no file is behind."""
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
-
-    save_plain(
-        {f"{n}.weight": torch.randn(512, 4096) for n in range(16)}, tmp_path / "large.safetensors"
-    )
-    size = (tmp_path / "large.safetensors").stat().st_size
-    seen = []
-    ottava_debug.analyze({"a.weight": torch.randn(512, 4096)}, recipes=["current"])
+    path, count = tmp_path / "large.safetensors", 256 * 2048
+    save_plain({f"{n}.weight": torch.randn(256, 2048) for n in range(32)}, path)
+    seen: list[tuple[int, Any]] = []
+    ottava_debug.analyze({"a.weight": torch.randn(256, 2048)}, recipes=["current"])
     before = anonymous()
-    ottava_debug.analyze(
-        tmp_path / "large.safetensors",
-        recipes=["current"],
-        progress=lambda *about: seen.append((anonymous(), about)),
-    )
-    assert max(memory for memory, _ in seen) - before < size / 3
-    assert [about for _, about in seen] == [
-        ("elements", n * 512 * 4096, 16 * 512 * 4096) for n in range(17)
-    ]
+    options = {"progress": lambda *about: seen.append((anonymous(), about))}
+    ottava_debug.analyze(path, recipes=["current"], **options)
+    assert max(memory for memory, _ in seen) - before < path.stat().st_size / 1024 / 3
+    assert [about for _, about in seen] == [("elements", n * count, 32 * count) for n in range(33)]
+
+
+# -- what is refused --
+
+FILE = "file.safetensors"
+REFUSED = {
+    (): "neither a source nor a model",
+    ("--data", "torch:get_num_threads"): "neither a source nor a model",
+    (FILE, "--recipe", "nothing-such"): "nothing-such",
+    (FILE, "--recipe-file", "kept.toml"): "a name that ends in .yaml or .yml",
+    (FILE, "--base", "mxfp8", "--recipe", "current"): "--base 'mxfp8'",
+    (FILE, "--base", "nothing-such"): "not in the report",
+    (FILE, "--json", "none/report.json"): "cannot be written",
+    (FILE, "--model", "no_such_module:model"): "cannot be had",
+    (FILE, "--model", "torch:nothing"): "cannot be had",
+    (FILE, "--model", "torch"): "cannot be had",
+    (FILE, "--model", "torch:get_num_threads"): "the model is a int",
+    (FILE, "--loss", "nothing"): "cannot be had",
+    (FILE, "--data", "torch:get_num_threads"): "data without a model",
+    ("--model", "ends:model"): "--model 'ends:model' fails: SystemExit: 3",
+    ("--model", "ends_at_once:model"): "--model 'ends_at_once:model' cannot be had: SystemExit: 3",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
+def test_options_that_are_refused(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    save_plain({"a.weight": torch.randn(32, 32)}, tmp_path / FILE)
+    (tmp_path / "ends.py").write_text("def model():\n    raise SystemExit(3)\n")
+    (tmp_path / "ends_at_once.py").write_text("raise SystemExit(3)\n")
+    before = sorted(tmp_path.iterdir())
+    done = command(*arguments)
+    assert done.exit_code == 2
+    assert REFUSED[arguments] in " ".join(done.output.split())
+    assert "Traceback" not in done.output
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_arguments_that_are_refused() -> None:
+    weights = {"a.weight": torch.ones(2, 2)}
+    for arguments, options, error, words in (
+        (({"a": 1},), {}, DTypeError, "'a' is a int"),
+        ((3,), {}, DTypeError, "path is a int"),
+        ((weights,), {"steps": 0}, OptionError, "steps is 0"),
+        ((weights,), {"loss": "x"}, OptionError, "loss is 'x'"),
+        ((weights,), {"threshold": math.nan}, OptionError, "threshold is nan"),
+        ((weights,), {"recipes": []}, UsageError, "there is no recipe to try"),
+        ((weights,), {"recipes": ["nothing-such"]}, RecipeNotFoundError, "nothing-such"),
+    ):
+        with pytest.raises(error, match=words):
+            ottava_debug.analyze(*arguments, **options)

@@ -1,363 +1,344 @@
-"""What is wrong in a configuration is told with section, key, line and what is allowed; what
-matches nothing is warned of; nothing exits."""
+"""Configurations: which layers a section selects, and what is refused, with the line and what is
+allowed."""
 
-import textwrap
+from __future__ import annotations
+
+import os
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-from eight_layers import GOOD, NAMES, model_of, step
+import yaml
 
 import ottava
-from ottava.errors import OptionError
-from ottava_debug.located import Located
-from ottava_debug.selectors import Selector
+import ottava_debug
+from ottava.errors import DTypeError, OptionError
+from ottava_custom.files.source import MAX_BYTES, MAX_DEPTH
+from ottava_debug.located import plain, read
+from tests.debug.by_hand import inputs, layer_of, passes
+from tests.debug.yaml_files import GOOD, section
 
-OF_FAKE_QUANT = "section 'it', FakeQuant"
+Initialize = Callable[..., Path]
 
-# What is replaced in the good file, by what, the line, and what the error says besides.
-WRONG = {
-    "unknown format": (
-        "FP8E4M3",
-        "FP8E4M4",
-        11,
-        [OF_FAKE_QUANT, "quant_format", "FP8E4M4", "FP8E4M3, FP8E5M2"],
-    ),
-    "a format of no package": ("FP8E4M3", "ACME9E4M3", 11, ["pip install ottava-recipes-acme9"]),
-    "no format": ("      quant_format: FP8E4M3\n", "", 8, [OF_FAKE_QUANT, "no quant_format"]),
-    "unknown gemm": (
-        "[fprop]",
-        "[fprop, fprob]",
-        9,
-        [OF_FAKE_QUANT, "gemms", "fprob", "dgrad, fprop, wgrad", "'fprop'"],
-    ),
-    "unknown tensor": (
-        "[weight]",
-        "[weights]",
-        10,
-        [OF_FAKE_QUANT, "tensors", "weights", "activation, dgrad, gradient"],
-    ),
-    "unknown key": (
-        "quant_format:",
-        "quant_fromat:",
-        11,
-        [OF_FAKE_QUANT, "quant_fromat", "use 'quant_format'"],
-    ),
-    "no tensors": (
-        "      tensors: [weight]\n",
-        "",
-        8,
-        [OF_FAKE_QUANT, "no tensors", "tensors_struct"],
-    ),
-    "no gemms": ("      gemms: [fprop]\n", "", 8, [OF_FAKE_QUANT, "no gemms", "gemms_struct"]),
-    "a pair that no product has": (
-        "[weight]",
-        "[gradient]",
-        8,
-        [OF_FAKE_QUANT, "of fprop activation, weight, output"],
-    ),
-    "a struct that is no list": (
-        "gemms: [fprop]",
-        "gemms_struct: fprop",
-        9,
-        [OF_FAKE_QUANT, "gemms_struct"],
-    ),
-    "a struct without a name": (
-        "gemms: [fprop]",
-        "gemms_struct: [{gem: fprop}]",
-        9,
-        [OF_FAKE_QUANT, "no gemm"],
-    ),
-    "a struct with a wrong key": (
-        "gemms: [fprop]\n      tensors: [weight]",
+# What is wrong: the text of the good file that is replaced, by what, and the error.
+GEMMS, TENSORS, FORMAT = "gemms: [fprop]", "tensors: [weight]", "quant_format: FP8E4M3"
+REFUSED = {
+    "format": ("FP8E4M3", "FP8E4M4", "line 11: section 'it', FakeQuant: quant_format is 'FP8E4M4'"),
+    "format's package": ("FP8E4M3", "ACME9E4M3", "line 11: .*pip install ottava-recipes-acme9"),
+    "format missing": (FORMAT, "", "line 8: section 'it', FakeQuant has no quant_format"),
+    "gemm": ("[fprop]", "[fprop, fprob]", "line 9: .*gemms has 'fprob'.*dgrad, fprop.*'fprop'"),
+    "tensor": ("[weight]", "[weights]", "line 10: .*tensors has 'weights'.*activation, dgrad"),
+    "key": ("quant_format", "quant_fromat", "line 11: .*'quant_fromat'.*use 'quant_format'"),
+    "tensors missing": (TENSORS, "", "line 8: .*names no tensors.*tensors_struct"),
+    "gemms missing": (GEMMS, "", "line 8: .*names no gemms.*gemms_struct"),
+    "pair": ("[weight]", "[gradient]", "line 8: .*of fprop activation, weight, output"),
+    "struct": (GEMMS, "gemms_struct: fprop", "line 9: .*gemms_struct is 'fprop'.*a list"),
+    "struct empty": (GEMMS, "gemms_struct: []", "line 9: .*gemms_struct is a list of 0"),
+    "struct's name": (GEMMS, "gemms_struct: [{gem: fprop}]", "line 9: .*has no gemm"),
+    "struct's key": (
+        f"{GEMMS}\n      {TENSORS}",
         "gemms_struct: [{gemm: fprop, tensor: [weight]}]",
-        9,
-        [OF_FAKE_QUANT, "no key 'tensor'", "use 'tensors'"],
+        "line 9: .*no key 'tensor'.*use 'tensors'",
     ),
-    "a section twice": (GOOD, GOOD + GOOD.strip(), 12, ["'it' stands twice, first in line 2"]),
-    "a key twice": (
-        "gemms:",
-        "freq: 2\n      freq: 3\n      gemms:",
-        10,
-        ["'freq' stands twice, first in line 9"],
-    ),
-    "unknown feature": (
-        "FakeQuant",
-        "FakeQuantize",
-        7,
-        ["section 'it'", "transformer_engine", "use 'FakeQuant'"],
-    ),
-    "unknown namespace": (
+    "section twice": (GOOD, GOOD + GOOD.strip(), "line 12: 'it' stands twice, first in line 2"),
+    "key twice": ("gemms:", "freq: 2\n      freq: 3\n      gemms:", "line 10: 'freq' stands twice"),
+    "feature": ("FakeQuant", "FakeQuantize", "line 7: .*transformer_engine.*use 'FakeQuant'"),
+    "namespace": (
         "transformer_engine",
         "transformer_motor",
-        6,
-        ["section 'it'", "one of LogTensorStats, enabled, layers, on_error, ottava"],
+        "line 6: section 'it' has no key.*one of LogTensorStats, enabled, layers, on_error, ottava",
     ),
-    "unknown selector": (
-        "layer_name_regex_pattern",
-        "layer_regex",
-        5,
-        ["section 'it'", "layers", "exact_layer_names"],
-    ),
-    "no regular expression": (
-        "pattern: .*",
-        "pattern: '*'",
-        5,
-        ["section 'it'", "regular expression"],
-    ),
-    "no layers": (
+    "selector": ("layer_name_regex_pattern", "layer_regex", "line 5: .*exact_layer_names"),
+    "expression": ("pattern: .*", "pattern: '*'", "line 5: .*a regular expression"),
+    "layers missing": (
         "  layers:\n    layer_name_regex_pattern: .*\n",
         "",
-        2,
-        ["section 'it'", "has no layers"],
+        "line 2: section 'it' has no layers",
     ),
-    "no enabled": ("it:\n  enabled: True", "it:", 2, ["section 'it'", "has no enabled"]),
-    "enabled is text": (
+    "enabled missing": ("it:\n  enabled: True", "it:", "line 2: section 'it' has no enabled"),
+    "enabled": (
         "  enabled: True\n  l",
         "  enabled: maybe\n  l",
-        3,
-        ["section 'it'", "'maybe'", "True or False"],
+        "line 3: .*'maybe'.*True or False",
     ),
-    "a feature without enabled": (
-        "      enabled: True\n",
-        "",
-        7,
-        [OF_FAKE_QUANT, "has no enabled"],
+    "feature's enabled": ("      enabled: True\n", "", "line 7: .*FakeQuant has no enabled"),
+    "feature's kind": (
+        GOOD[GOOD.index("      enabled") :],
+        "      - 1\n",
+        "line 7: .*FakeQuant is a list of 1. Expected: a mapping",
     ),
-    "a step that is none": (
-        "enabled: True\n      g",
-        "start_step: soon\n      enabled: True\n      g",
-        8,
-        ["start_step"],
+    "start_step": ("gemms:", "start_step: soon\n      gemms:", "line 9: .*start_step is 'soon'"),
+    "end_step": ("gemms:", "end_step: -2\n      gemms:", "line 9: .*end_step is -2"),
+    "backwards": ("gemms:", "start_end_list: [[5, 2]]\n      gemms:", "line 9: .*ascending"),
+    "overlap": ("gemms:", "start_end_list: [[1, 4], [3, 5]]\n      gemms:", "line 9: .*overlap"),
+    "open end": ("gemms:", "start_end_list: [[0, -1], [3, 4]]\n      gemms:", "line 9: .*the last"),
+    "negative": ("gemms:", "start_end_list: [[-1, 2]]\n      gemms:", "line 9: .*start_end_list"),
+    "no pair": ("gemms:", "start_end_list: [[1]]\n      gemms:", "line 9: .*a list of 1"),
+    "freq": ("gemms:", "freq: 0\n      gemms:", "line 9: .*freq is 0"),
+    "on_error": ("gemms:", "on_error: exit\n      gemms:", "line 9: .*on_error.*warn or raise"),
+    "YAML": ("[fprop]", "[fprop", "line 10: not YAML"),
+    "a list": (GOOD, "- a\n", "debug.yaml holds a list of 1. Expected: sections"),
+    "nothing": (GOOD, "\n", "debug.yaml holds nothing. Expected: sections"),
+    "bytes": (GOOD, GOOD + "#" * MAX_BYTES, f"larger than {MAX_BYTES} bytes.*fewer sections"),
+    "brackets": (GOOD, "it: " + "[" * 50_000, "values are nested too deeply"),
+    "sequences": (GOOD, "- " * 50_000, "values are nested too deeply"),
+    "one level": (
+        GOOD,
+        "it:\n  " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),
+        f"line 2: values are nested too deeply.*at most {MAX_DEPTH} levels",
     ),
-    "a range backwards": (
-        "gemms:",
-        "start_end_list: [[5, 2]]\n      gemms:",
-        9,
-        ["start_end_list", "ascending"],
-    ),
-    "ranges that overlap": (
-        "gemms:",
-        "start_end_list: [[1, 4], [3, 5]]\n      gemms:",
-        9,
-        ["start_end_list", "overlap"],
-    ),
-    "freq of zero": ("gemms:", "freq: 0\n      gemms:", 9, ["freq"]),
-    "on_error": ("gemms:", "on_error: exit\n      gemms:", 9, ["on_error", "warn or raise"]),
-    "not YAML": ("[fprop]", "[fprop", 10, ["not YAML"]),
-    "a list": (GOOD, "- a\n", None, ["a list of 1", "sections"]),
-    "nothing": (GOOD, "\n", None, ["nothing", "sections"]),
+    "digits": (GOOD, "it: " + "9" * 5000, "not a value"),
+    "date": (GOOD, "it: 2001-99-99", "not a value"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_told_before_anything_runs(case, initialize):
-    old, new, line, told = WRONG[case]
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_file_is_refused_with_its_line(case: str, initialize: Initialize) -> None:
+    old, new, words = REFUSED[case]
     assert old in GOOD
-    text = GOOD.replace(old, new)
-    with pytest.raises(OptionError) as caught:
-        initialize(text)
-    assert isinstance(caught.value, ValueError)
-    for words in [*told, *([f"debug.yaml, line {line}"] if line else ["debug.yaml"])]:
-        assert words in str(caught.value), caught.value
-    # It can be put right in the same process.
+    with pytest.raises(OptionError, match=words) as error:
+        initialize(GOOD.replace(old, new))
+    assert isinstance(error.value, ValueError)
+    assert "debug.yaml" in str(error.value)
+    assert len(str(error.value)) < 1000
+    # It can be corrected in the same process.
     initialize(GOOD)
     assert debug_api.transformer_engine.fp8_gemm_enabled("x", gemm="fprop", iteration=0) is False
 
 
-def test_a_file_that_is_missing(tmp_path):
-    with pytest.raises(OptionError, match=r"nowhere\.yaml cannot be read"):
-        debug_api.initialize(config_file=str(tmp_path / "nowhere.yaml"), log_dir=str(tmp_path))
+BLOCKS = "max_blockwise_dynamic_range"
+# Options of a feature, and the error.
+FEATURES_REFUSED = {
+    "PerTensorScaling": {
+        "gemms: [fprop], tensors: [weight], margin: 65": "margin is 65. Expected: .* -64 to 64",
+        "gemms: [fprop], tensors: [weight], margin: True": "margin is True",
+        "gemms: [fprop], tensors: [output]": "output is the result of a product.*activation, weig",
+        "gemms: [fprop]": "names no tensors",
+        "gemms: [fprop], tensors: [weight], margins: 1": "use 'margin'",
+    },
+    "DumpTensors": {
+        "tensors: [weight], freq: 2": "nothing of weight is to be written.*high_precision_tensor",
+        "tensors: [weight], high_precision_tensor: False": "nothing of weight",
+        "tensors: weight, high_precision_tensor: True, dump_quantized_internals: True": (
+            "dump_quantized_internals without quantized_tensor"
+        ),
+        "tensors: [weight], quantized_tensor: 1": "quantized_tensor is 1. Expected: True or False",
+        "tensors: [weight], quantised_tensor: True": "use 'quantized_tensor'",
+    },
+    "LogFp8TensorStats": {
+        "tensors: [weight], stats: [sqnr_rowwise]": "stats has 'sqnr_rowwise'",
+        "tensors: [weight], stats: [acme_sqnr]": "stats has 'acme_sqnr'.*current_sqnr",
+        "tensors: [weight], stats: [mxfp8sqnr]": "stats has 'mxfp8sqnr'",
+        "tensors: [weight], stats: []": "stats is a list of 0. Expected: a list of statistics",
+        "tensors: [weight]": "has no stats",
+    },
+    "LogTensorStats": {
+        "tensors: [weight], stats: [maximum]": "stats has 'maximum'.*use 'max'",
+        "tensors: [weight], stats: 3": "stats is 3",
+        f"tensors: weight, stats: {{{BLOCKS}: {{block_size: 0}}}}": "block_size 0.*from 1",
+        f"tensors: weight, stats: {{{BLOCKS}: {{block_size: 2.5}}}}": r"block_size 2\.5",
+        f"tensors: weight, stats: {{{BLOCKS}: {{dims: 3}}}}": "dims 3.*1 or 2",
+        f"tensors: weight, stats: {{{BLOCKS}: {{dims: True}}}}": "dims True",
+        f"tensors: weight, stats: {{{BLOCKS}: {{size: 3}}}}": "the key 'size'.*block_size",
+        f"tensors: weight, stats: {{{BLOCKS}: 32}}": f"{BLOCKS}: 32",
+        "tensors: weight, stats: {max: {}}": "a mapping of max",
+        "tensors: weight, stats: [{}]": "a mapping of nothing",
+        f"tensors: weight, stats: {BLOCKS}_block_size_0_dims_1": f"one of .*{BLOCKS}",
+    },
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES_REFUSED)
+def test_options_of_a_feature_are_refused(feature: str, initialize: Initialize) -> None:
+    for options, words in FEATURES_REFUSED[feature].items():
+        with pytest.raises(OptionError, match=f"section 'it', {feature}.*{words}"):
+            initialize(section(feature, options))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "utf16.yaml").write_bytes(GOOD.encode("utf-16"))
+    ottava_debug.register_features()
+    for name, words in {
+        "nowhere.yaml": r"nowhere\.yaml cannot be read",
+        "folder.yaml": "is no regular file. Expected: a YAML file",
+        "pipe.yaml": "is no regular file. Expected: a YAML file",
+        "utf16.yaml": "line 1: byte 0xff is not UTF-8. Expected: UTF-8",
+    }.items():
+        with pytest.raises(OptionError, match=words):
+            debug_api.initialize(config_file=str(tmp_path / name), log_dir=str(tmp_path))
     debug_api.initialize(log_dir=str(tmp_path))
     debug_api.end_debug()
 
 
-def test_a_dict_is_taken_too(tmp_path):
-    section = {"enabled": True, "layers": {"layer_types": ["fc1"]}}
-    section["ottava"] = {"DisableFP8GEMM": {"enabled": True, "gemms": ["dgrad"]}}
-    with pytest.raises(
-        OptionError, match="the configuration: section 'a', DisableFP8GEMM: gemms has 'x'"
-    ):
-        wrong = {"DisableFP8GEMM": {"enabled": True, "gemms": ["x"]}}
-        debug_api.initialize(config_file={"a": section | {"ottava": wrong}}, log_dir=str(tmp_path))
-    debug_api.initialize(config_file={"a": section}, log_dir=str(tmp_path))
-    assert debug_api.ottava.fp8_gemm_enabled("b.fc1", gemm="dgrad", iteration=0) is False
-    assert debug_api.ottava.fp8_gemm_enabled("b.fc1", gemm="fprop", iteration=0) is True
-    assert debug_api.ottava.fp8_gemm_enabled("b.fc2", gemm="dgrad", iteration=0) is True
+def test_a_dict_is_a_configuration(tmp_path: Path) -> None:
+    ottava_debug.register_features()
+
+    def configuration(gemm: str) -> dict[str, Any]:
+        layers = {"layer_types": ("fc1",)}
+        feature = {"DisableFP8GEMM": {"enabled": True, "gemms": (gemm,)}}
+        return {"a": {"enabled": True, "layers": layers, "ottava": feature}}
+
+    words = "the configuration: section 'a', DisableFP8GEMM: gemms has 'x'"
+    with pytest.raises(OptionError, match=words):
+        debug_api.initialize(config_file=configuration("x"), log_dir=str(tmp_path))
+    debug_api.initialize(config_file=configuration("dgrad"), log_dir=str(tmp_path))
+    enabled = debug_api.ottava.fp8_gemm_enabled
+    assert enabled("b.fc1", gemm="dgrad", iteration=0) is False
+    assert enabled("b.fc1", gemm="fprop", iteration=0) is True
+    assert enabled("b.fc2", gemm="dgrad", iteration=0) is True
     debug_api.end_debug()
 
 
-SELECTORS = [
-    ({"exact_layer_names": ["model.blocks.0.fc1"]}, ["model.blocks.0.fc1"]),
-    (
-        {"layer_name_regex_pattern": r"\.1\..*(fc1|qkv)"},
-        ["model.blocks.1.qkv", "model.blocks.1.fc1"],
-    ),
-    ({"layer_types": ["fc1"]}, ["model.blocks.0.fc1", "model.blocks.1.fc1"]),
-    ({"layer_types": ["all"]}, NAMES),
-    ({"layer_types": "proj"}, ["model.blocks.0.proj", "model.blocks.1.proj"]),
-    ({"layer_numbers": 1}, NAMES[4:]),
-    ({"layer_numbers": [0]}, NAMES[:4]),
-    ({"layer_numbers": ["0-0", 1]}, NAMES),
-    ({"layer_numbers": "all"}, NAMES),
-    ({"layer_numbers": [0], "layer_types": ["fc1", "fc2"]}, NAMES[2:4]),
-    # Of these nvdlfw-inspect takes the first alone.
-    ({"exact_layer_names": NAMES[:1], "layer_types": ["fc2"]}, NAMES[:1]),
-    ({"layer_name_regex_pattern": "qkv", "layer_numbers": [0]}, [NAMES[0], NAMES[4]]),
-]
-
-
-@pytest.mark.parametrize(("given", "expected"), SELECTORS, ids=lambda value: str(value)[:60])
-def test_selectors(given, expected):
-    selector = Selector(Located(given), "section")
-    assert [name for name in NAMES if selector.matches(name)] == expected
-    assert selector.unmatched == {}
-    # Names without a number, and with several, are no errors.
-    assert selector.matches("model.head") == (given.get("layer_types") == ["all"])
-    selector.matches("model.layers.3.experts.17.fc1")
-
-
-def test_a_layers_number_is_the_first_of_its_name():
-    selector = Selector(Located({"layer_numbers": ["2-4"]}), "section")
-    found = [
-        f"layers.{n}.experts.3.w1" for n in range(8) if selector.matches(f"layers.{n}.experts.3.w1")
-    ]
-    assert found == [f"layers.{n}.experts.3.w1" for n in (2, 3, 4)]
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"layer_numbers": "x"},
-        {"layer_numbers": [True]},
-        {"layer_numbers": []},
-        {"exact_layer_names": [3]},
-        {"typo": 1},
-    ],
-    ids=str,
-)
-def test_selectors_that_are_wrong(given):
-    with pytest.raises(OptionError, match="section"):
-        Selector(Located(given), "section")
-
-
-def test_patterns_that_match_nothing_are_named(initialize):
-    text = """
-    first:
-      enabled: True
-      layers: {exact_layer_names: [model.blocks.0.fc1, model.blocks.7.fc1]}
-      ottava: {DisableFP8Layer: {enabled: True}}
-    second:
-      enabled: True
-      layers:
-        layer_name_regex_pattern: attention
-      ottava: {DisableFP8Layer: {enabled: True}}
-    """
-    initialize(text)
-    model = model_of("current")
-    debug_api.infer_and_assign_layer_names(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(model)
-    with pytest.warns(UserWarning, match="matches no layer") as caught:
-        debug_api.step()
-    told = [str(warning.message) for warning in caught]
-    assert len(told) == 2
-    assert "line 4: exact_layer_names 'model.blocks.7.fc1' matches no layer" in told[0]
-    assert "line 9: layer_name_regex_pattern 'attention' matches no layer" in told[1]
-    assert "model.blocks.0.qkv" in told[1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        debug_api.step()
-        debug_api.end_debug()
-
-
-def test_patterns_that_match_nothing_are_named_where_no_step_ends(initialize):
-    initialize(GOOD.replace(".*", "attention"))
-    step(model_of("current"))
-    with pytest.warns(
-        UserWarning, match=r"line 5: layer_name_regex_pattern 'attention' matches no layer.*fc1"
-    ):
-        debug_api.end_debug()
-
-
-def test_layers_of_one_name_are_told(initialize):
-    initialize(GOOD)
-    models = [ottava.nn.Linear(8, 8, recipe="current", name="same") for _ in range(2)]
-    x = torch.randn(4, 8)
-    models[0](x)
-    with pytest.warns(
-        UserWarning, match="several layers are called 'same'.*infer_and_assign_layer_names"
-    ) as caught:
-        [model(x) for model in models * 2]
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ottava.nn.Linear(8, 8, recipe="current", name="other")(x)
-
-
-@pytest.mark.parametrize("name", ["DisableQuantizationLayer", "DisableQuantizationGEMM"])
-def test_newer_names_of_features(initialize, name):
-    expected = step(model_of(None))
-    options = "" if name.endswith("Layer") else ", gemms: [fprop, dgrad, wgrad]"
-    layers = "layers: {layer_types: [all]}"
-    initialize(
-        f"it:\n  enabled: True\n  {layers}\n  transformer_engine:\n    {name}: {{enabled: "
-        f"True{options}}}\n"
+def test_yaml_is_read_as_pyyaml_reads_it(tmp_path: Path) -> None:
+    text = (
+        "base: &base {enabled: yes, list: [1, two, {three: 0x3}]}\n"
+        "a:\n  <<: *base\n  more: on\n"
+        f"b: *base\n1: ~\ndeep: {'[' * (MAX_DEPTH - 1)}{']' * (MAX_DEPTH - 1)}\n"
     )
-    assert all(torch.equal(a, b) for a, b in zip(step(model_of("current")), expected, strict=True))
-
-
-def test_two_sections_with_the_same_feature_for_a_layer(initialize):
-    section = "layers: {{layer_types: [{}]}}\n  ottava: {{DisableFP8Layer: {{enabled: True}}}}"
-    first, second = (section.format(name) for name in ("fc1", "blocks.0"))
-    initialize(f"first:\n  enabled: True\n  {first}\nsecond:\n  enabled: True\n  {second}\n")
-    with pytest.raises(
-        OptionError, match=r"layer 'blocks\.0\.fc1' has DisableFP8Layer twice, of .*line 4.* line 8"
-    ):
-        step(model_of("current"))
-
-
-def test_the_api_is_asked_by_hand(initialize, tmp_path):
-    initialize(GOOD)
-    api = debug_api.transformer_engine
-    assert api.fp8_gemm_enabled("a", gemm="fprop", iteration=0) is False
-    assert api.fp8_gemm_enabled("a", gemm="wgrad", iteration=0) is True
-    assert api.modify_tensor_enabled("a", gemm="fprop", tensor_name="weight", iteration=0) is True
-    assert (
-        api.modify_tensor_enabled("a", gemm="fprop", tensor_name="activation", iteration=0) is False
-    )
-    x = torch.randn(4, 5)
-    made = api.modify_tensor("a", gemm="fprop", tensor_name="weight", tensor=x, iteration=0)
-    assert torch.equal(made, ottava.debug.fake_quantize(x, "FP8E4M3"))
-    # The other namespace has nothing for the layer.
-    assert debug_api.ottava.fp8_gemm_enabled("a", gemm="fprop", iteration=0) is True
-
-
-def test_yaml_of_all_kinds_is_read_as_pyyaml_reads_it(tmp_path):
-    import yaml
-
-    from ottava_debug.located import plain, read
-
-    text = textwrap.dedent("""
-    base: &base {enabled: yes, list: [1, two, {three: 0x3}]}
-    a:
-      <<: *base
-      more: on
-    b: *base
-    1: ~
-    """)
     path = tmp_path / "x.yaml"
     path.write_text(text)
     found = read(path)
     assert plain(found) == {str(key): value for key, value in yaml.safe_load(text).items()}
-    assert (found.lines["b"], found["a"].lines["more"]) == (6, 5)
+    assert (found.lines["b"], found["a"].lines["more"]) == (5, 4)
 
 
-def test_an_empty_list_is_nothing_to_do(initialize):
-    initialize(GOOD.replace("[fprop]", "[]"))
-    asked = {"layer_name": "x", "gemm": "fprop", "tensor_name": "weight", "iteration": 0}
-    assert debug_api.transformer_engine.fp8_gemm_enabled("x", gemm="fprop", iteration=0) is True
-    assert debug_api.transformer_engine.modify_tensor_enabled(**asked) is False
+# -- layers --
+
+NAMES = [f"model.blocks.{n}.{part}" for n in range(2) for part in ("qkv", "proj", "fc1", "fc2")]
+MORE_NAMES = ["model.head", *(f"layers.{n}.experts.3.w1" for n in range(6))]
+# What selects, and the layers.
+SELECTORS = {
+    "exact_layer_names: [model.blocks.0.fc1]": NAMES[2:3],
+    "layer_name_regex_pattern: '\\.1\\..*(fc1|qkv)'": [NAMES[4], NAMES[6]],
+    "layer_types: [fc1]": [NAMES[2], NAMES[6]],
+    "layer_types: [all]": NAMES + MORE_NAMES,
+    "layer_types: proj": [NAMES[1], NAMES[5]],
+    "layer_numbers: 1": [*NAMES[4:], MORE_NAMES[2]],
+    "layer_numbers: ['2-4']": MORE_NAMES[3:6],
+    "layer_numbers: ['0-0', 1], layer_types: [model]": NAMES,
+    "layer_numbers: all": NAMES + MORE_NAMES[1:],
+    "layer_numbers: [0], layer_types: [fc1, fc2]": NAMES[2:4],
+    # If both are given, nvdlfw-inspect uses the first alone.
+    "exact_layer_names: [model.blocks.0.qkv], layer_types: [fc2]": NAMES[:1],
+    "layer_name_regex_pattern: qkv, layer_numbers: [0]": [NAMES[0], NAMES[4]],
+}
+
+
+@pytest.mark.parametrize("layers", SELECTORS)
+def test_a_section_selects_layers(layers: str, initialize: Initialize) -> None:
+    initialize(section("DisableFP8Layer", layers=layers))
+    enabled = debug_api.transformer_engine.fp8_gemm_enabled
+    names = NAMES + MORE_NAMES
+    selected = [name for name in names if not enabled(name, gemm="fprop", iteration=0)]
+    assert selected == SELECTORS[layers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        debug_api.step()
+
+
+def test_selectors_that_are_refused(initialize: Initialize) -> None:
+    for layers in (
+        "",
+        "layer_numbers: x",
+        "layer_numbers: [True]",
+        "layer_numbers: [-1]",
+        "layer_numbers: []",
+        "exact_layer_names: [3]",
+        "typo: 1",
+    ):
+        with pytest.raises(OptionError, match=r"section 'it': (layer|exact)"):
+            initialize(section("DisableFP8Layer", layers=layers))
+
+
+def test_patterns_that_match_no_layer_are_named_once(initialize: Initialize) -> None:
+    names = "exact_layer_names: [a.fc1, b.fc1]"
+    first = section("DisableFP8Layer", name="first", layers=names)
+    pattern = "layer_name_regex_pattern: attention"
+    initialize(first + section("DisableFP8Layer", name="second", layers=pattern))
+    passes(layer_of("current", "a.fc1"), *inputs())
+    with pytest.warns(UserWarning, match="matches no layer") as caught:
+        debug_api.step()
+    first_words, second_words = (str(warning.message) for warning in caught)
+    assert "line 3: exact_layer_names 'b.fc1' matches no layer" in first_words
+    assert "line 8: layer_name_regex_pattern 'attention' matches no layer" in second_words
+    assert second_words.endswith("Layers that ran: 'a.fc1'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        debug_api.step()
+        debug_api.end_debug()
+    # They are named at the end, too, where no step has ended.
+    initialize(section("DisableFP8Layer", layers=pattern))
+    with pytest.warns(UserWarning, match="'attention' matches no layer. Layers that ran: none"):
+        debug_api.end_debug()
+
+
+def test_the_same_feature_twice_for_a_layer_is_refused(initialize: Initialize) -> None:
+    sections = [
+        section("DisableFP8Layer", name=name, layers=f"layer_types: [{part}]", namespace="ottava")
+        for name, part in (("first", "fc1"), ("second", "a"))
+    ]
+    initialize("".join(sections))
+    words = r"layer 'a\.fc1' has DisableFP8Layer twice, of .*line 5.* line 10"
+    with pytest.raises(OptionError, match=words):
+        layer_of("current", "a.fc1")(inputs()[0])
+
+
+def test_names_that_nvdlfw_inspect_gives(initialize: Initialize) -> None:
+    initialize(section("LogTensorStats", "tensors: weight, stats: max", layers="layer_types: all"))
+    model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(32, 48)), "current")
+    debug_api.infer_and_assign_layer_names(model)
+    assert model[0].name == "model.0"
+
+
+# -- from Python --
+
+
+def test_arguments_that_are_refused() -> None:
+    layer = layer_of("current")
+    for options, words in (
+        ({"quant_format": "FP9"}, "the arguments: FakeQuant: quant_format is 'FP9'"),
+        ({"quant_format": 3}, "quant_format is 3"),
+        ({"gemms": ["gprop"]}, "gemms has 'gprop'"),
+        ({"tensors": ["weights"]}, "tensors has 'weights'"),
+        ({"on_error": "exit"}, "on_error is 'exit'"),
+        ({"start": 3}, "no key 'start'"),
+        ({"freq": 0}, "freq is 0"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            ottava_debug.fake_quant(layer, **{"quant_format": "FP8E4M3", **options})
+    for reduce in (None, 3, torch.zeros(1)):
+        with pytest.raises(OptionError, match=r"reduce is None|the group is"):
+            ottava_debug.statistics(layer, ["max"], reduce=reduce)
+    with pytest.raises(OptionError, match=r"call ottava\.convert"):
+        ottava_debug.high_precision(torch.nn.Linear(4, 4))
+    with pytest.raises(DTypeError, match="model is a str"):
+        ottava_debug.high_precision("model")
+    with pytest.raises(OptionError, match="'warn' or 'raise'"):
+        ottava_debug.on_error("exit")
+    assert ottava.nn.function.inspector is None
+
+
+def test_layers_of_a_model_are_chosen_by_patterns_or_a_predicate() -> None:
+    model = torch.nn.ModuleDict({name: layer_of("current") for name in ("a", "b", "c")})
+    x, _ = inputs()
+
+    def measured(layers: Any) -> list[str]:
+        with ottava_debug.statistics(model, "max", layers=layers, tensors="output") as run:
+            for layer in model.values():
+                layer(x)
+            layer_of("current")(x)
+        return [each.layer for each in run.found]
+
+    assert measured(None) == ["a", "b", "c"]
+    assert measured("[ab]") == measured(["a", "b"]) == ["a", "b"]
+    assert measured(lambda name, layer: layer is model["c"]) == ["c"]
+    with pytest.warns(
+        UserWarning, match=r"layers 'z\*' matches no layer\. Layers of the model: 'a'"
+    ):
+        assert measured(["a", "z*"]) == ["a"]

@@ -1,39 +1,48 @@
-"""Features of one's own: what they are called with, and what becomes of their errors."""
+"""Features of users: their calls, and what becomes of their errors."""
+
+from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-from eight_layers import GOOD, layers_of, model_of, step
 
 import ottava
-from ottava.errors import OptionError, PluginError
+import ottava_debug
+from ottava.errors import PluginError
+from tests.debug.by_hand import inputs, layer_of, passes
+from tests.debug.yaml_files import GOOD, section
 
+Initialize = Callable[..., Path]
 FEATURES = """
 import sys
 import torch
 from nvdlfw_inspect.registry import Registry, api_method
 from ottava_debug import Feature
 
+register = Registry.register_feature(namespace="ottava")
 
-@Registry.register_feature(namespace="transformer_engine")
-class Half:
+
+@register
+class Times:
     calls = []
 
     @api_method
     def modify_tensor_enabled(self, config, layer_name, gemm, tensor_name, iteration):
-        return gemm == "fprop" and tensor_name == "output", iteration + 1
+        return tensor_name == config["tensor"], iteration + 1
 
     @api_method
     def modify_tensor(
         self, config, layer_name, tensor_name, gemm, tensor, iteration, default_quantizer, out=None
     ):
-        self.calls.append((layer_name, gemm, tensor_name, config["by"]))
-        return tensor * config["by"]
+        self.calls.append((layer_name, gemm, tensor_name, iteration, default_quantizer is None))
+        return tensor.mul_(config["by"])
 
 
-@Registry.register_feature(namespace="transformer_engine")
+@register
 class Looks:
     seen = []
 
@@ -43,33 +52,41 @@ class Looks:
 
     @api_method
     def inspect_tensor(self, config, layer_name, tensor_name, iteration, tp_group, tensor):
-        self.seen.append((layer_name, tensor_name, tuple(tensor.shape), iteration))
+        self.seen.append((tensor_name, tuple(tensor.shape), iteration))
+
+    @api_method
+    def inspect_tensor_postquantize_enabled(self, config, layer_name, gemm, iteration):
+        return gemm != "dgrad"
 
     @api_method
     def inspect_tensor_postquantize(
         self, config, layer_name, gemm, tensor_name, tensor, rowwise, iteration, **rest
     ):
-        self.seen.append((layer_name, gemm, tensor_name, type(tensor).__name__, rowwise))
+        self.seen.append((gemm, tensor_name, type(tensor).__name__, rowwise))
 
 
-@Registry.register_feature(namespace="ottava")
+@register
+class Parses:
+    def parse_config_and_api(self, config, gemm_parsing, tensor_parsing, gemm=None, tensor_name=""):
+        assert (gemm_parsing, tensor_parsing) == (gemm is not None, bool(tensor_name))
+        return gemm == "fprop", {"of": config["tensor"]}
+
+    @api_method
+    def modify_tensor_enabled(self, config, layer_name, tensor_name):
+        return tensor_name == config["of"]
+
+    @api_method
+    def modify_tensor(self, config, layer_name, tensor):
+        return tensor * 2
+
+
+@register
 class FailsAfter(Feature):
     def step(self):
         sys.exit(4)
 
 
-@Registry.register_feature(namespace="ottava")
-class InPlace:
-    @api_method
-    def modify_tensor_enabled(self, config, layer_name, gemm, tensor_name, iteration):
-        return (gemm, tensor_name) == ("fprop", "weight")
-
-    @api_method
-    def modify_tensor(self, config, layer_name, gemm, tensor_name, tensor, iteration):
-        return tensor.mul_(0.5)
-
-
-@Registry.register_feature(namespace="ottava")
+@register
 class Fails:
     @api_method
     def modify_tensor_enabled(self, config, layer_name, gemm, tensor_name, iteration):
@@ -81,169 +98,143 @@ class Fails:
             sys.exit(3)
         if config["how"] == "shape":
             return torch.zeros(3)
+        if config["how"] == "text":
+            return "text"
         raise AttributeError("no such thing")
 """
 
 
 @pytest.fixture
-def features(tmp_path):
+def begin(tmp_path: Path, initialize: Initialize) -> Callable[..., None]:
+    """Initializes nvdlfw-inspect with a section for a feature of :data:`FEATURES`."""
     folder = tmp_path / "features"
     folder.mkdir()
     (folder / "own.py").write_text(FEATURES)
-    return [str(folder)]
+
+    def with_feature(feature: str, options: str = "") -> None:
+        text = section(feature, options, namespace="ottava")
+        initialize(text, feature_dirs=[str(folder)])
+
+    return with_feature
 
 
-def section(feature, namespace="transformer_engine", **options):
-    given = ", ".join(f"{key}: {value}" for key, value in {"enabled": True, **options}.items())
-    return f"""
-    own:
-      enabled: True
-      layers: {{exact_layer_names: [model.blocks.0.fc1]}}
-      {namespace}:
-        {feature}: {{{given}}}
-    """
-
-
-def test_features_of_ones_own(initialize, features):
-    expected = step(model_of("current"))
-    initialize(section("Half", by=0.5), feature_dirs=features)
-    model = model_of("current")
-    debug_api.infer_and_assign_layer_names(model)
-    outputs = {}
-    for name, layer in layers_of(model).items():
-        layer.register_forward_hook(
-            lambda layer, x, y, name=name: outputs.__setitem__(name, (x[0].detach(), y.detach()))
-        )
-    found = step(model)
-    assert not torch.equal(found[0], expected[0])
-    (half,) = {id(m): m for m in [debug_api.transformer_engine.namespace_features["Half"]]}.values()
-    assert half.calls == [("model.blocks.0.fc1", "fprop", "output", 0.5)]
-    x, y = outputs["model.blocks.0.fc1"]
+def test_a_feature_changes_tensors(begin: Callable[..., None]) -> None:
+    x, dy = inputs()
+    expected = passes(layer_of("current"), x, dy)
+    begin("Times", "tensor: output, by: 0.5")
+    layer = layer_of("current")
+    found = passes(layer, x, dy)
+    assert torch.equal(found["output"], expected["output"] * 0.5)
+    assert torch.equal(found["wgrad"], expected["wgrad"])
+    calls = debug_api.ottava.namespace_features["Times"].calls
+    assert calls == [("layer", "fprop", "output", 0, True)]
     debug_api.end_debug()
-    assert torch.equal(y, layers_of(model)["model.blocks.0.fc1"](x) * 0.5)
+    # A feature may change its tensor in place; the parameter stays as it is.
+    begin("Times", "tensor: weight, by: 0.5")
+    weight = layer.weight.detach().clone()
+    found = passes(layer, x, dy)
+    calls = debug_api.ottava.namespace_features["Times"].calls
+    assert calls[-2:] == [("layer", gemm, "weight", 0, False) for gemm in ("fprop", "dgrad")]
+    debug_api.end_debug()
+    assert torch.equal(layer.weight, weight)
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    assert all(torch.equal(found[name], value) for name, value in passes(layer, x, dy).items())
 
 
-def test_features_of_ones_own_that_look(initialize, features):
-    expected = step(model_of("current"))
-    initialize(section("Looks", tensors="[activation, gradient]"), feature_dirs=features)
-    model = model_of("current")
-    debug_api.infer_and_assign_layer_names(model)
-    found = step(model)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    layer = "model.blocks.0.fc1"
-    assert debug_api.transformer_engine.namespace_features["Looks"].seen == [
-        (layer, "activation", (12, 40), 0),
-        (layer, "fprop", "activation", "Float8TensorStorage", True),
-        (layer, "fprop", "weight", "Float8TensorStorage", True),
-        (layer, "gradient", (12, 32), 0),
-        (layer, "dgrad", "gradient", "Float8TensorStorage", True),
-        (layer, "dgrad", "weight", "Float8TensorStorage", False),
-        (layer, "wgrad", "gradient", "Float8TensorStorage", False),
-        (layer, "wgrad", "activation", "Float8TensorStorage", False),
+def test_a_feature_may_parse_its_options_as_those_of_nvdlfw_inspect(
+    begin: Callable[..., None],
+) -> None:
+    x, dy = inputs()
+    expected = passes(layer_of("current"), x, dy)
+    begin("Parses", "tensor: output")
+    found = passes(layer_of("current"), x, dy)
+    assert torch.equal(found["output"], 2 * expected["output"])
+    assert torch.equal(found["wgrad"], expected["wgrad"])
+
+
+def test_a_feature_looks_at_tensors(begin: Callable[..., None]) -> None:
+    x, dy = inputs()
+    expected = passes(layer_of("current"), x, dy)
+    begin("Looks", "tensors: [activation, gradient]")
+    debug_api.step()
+    found = passes(layer_of("current"), x, dy)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert debug_api.ottava.namespace_features["Looks"].seen == [
+        ("activation", (16, 32), 1),
+        ("fprop", "activation", "Float8TensorStorage", True),
+        ("fprop", "weight", "Float8TensorStorage", True),
+        ("gradient", (16, 48), 1),
+        ("wgrad", "gradient", "Float8TensorStorage", False),
+        ("wgrad", "activation", "Float8TensorStorage", False),
     ]
 
 
-@pytest.mark.parametrize("tensor", ["weight", "gradient"])
 @pytest.mark.parametrize(
-    ("how", "told"), [("raise", "no such thing"), ("exit", "SystemExit"), ("shape", r"\(3,\)")]
+    ("how", "words"),
+    [
+        ("raise", "AttributeError: no such thing"),
+        ("exit", "SystemExit: 3"),
+        ("shape", r"it returned \(3,\) of torch.float32. Expected: a tensor \("),
+        ("text", "it returned a str"),
+    ],
 )
 def test_a_feature_that_fails_is_switched_off_for_its_layer(
-    initialize, features, how, told, tensor
-):
-    expected = step(model_of("current"))
-    initialize(section("Fails", "ottava", how=how, tensor=tensor), feature_dirs=features)
-    model = model_of("current")
-    debug_api.infer_and_assign_layer_names(model)
-    with pytest.warns(
-        UserWarning,
-        match=rf"line 6: section 'own', Fails: modify_tensor failed in layer .*fc1'.*{told}",
-    ) as w:
-        found = step(model)
-    assert len(w) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(model)
-
-
-@pytest.mark.parametrize("where", ["feature", "function"])
-def test_a_feature_that_fails_stops_training_where_that_is_asked_for(initialize, features, where):
-    import ottava_debug
-
-    options = {"on_error": "raise"} if where == "feature" else {}
-    if where == "function":
-        ottava_debug.on_error("raise")
-    try:
-        initialize(
-            section("Fails", "ottava", how="exit", tensor="weight", **options),
-            feature_dirs=features,
-        )
-        model = model_of("current")
-        debug_api.infer_and_assign_layer_names(model)
-        with pytest.raises(
-            PluginError,
-            match=r"line 6: section 'own', Fails: modify_tensor failed in layer .*SystemExit",
-        ):
-            step(model)
-    finally:
+    how: str, words: str, begin: Callable[..., None]
+) -> None:
+    x, dy = inputs()
+    expected = passes(layer_of("current"), x, dy)
+    words = f"line 5: section 'it', Fails: modify_tensor failed in layer 'layer': .*{words}"
+    for tensor in ("weight", "gradient"):
+        begin("Fails", f"how: {how}, tensor: {tensor}")
+        layer = layer_of("current")
+        with pytest.warns(UserWarning, match=f"{words}.*switched off") as caught:
+            found = passes(layer, x, dy)
+        assert len(caught) == 1
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            passes(layer, x, dy)
+        debug_api.end_debug()
+    # The section, or on_error() for all sections, makes the error stop training.
+    for options, default in ((", on_error: raise", "warn"), ("", "raise")):
+        ottava_debug.on_error(default)
+        begin("Fails", f"how: {how}, tensor: weight{options}")
         ottava_debug.on_error("warn")
-    with pytest.raises(OptionError, match="'warn' or 'raise'"):
-        ottava_debug.on_error("exit")
-
-
-def test_a_feature_that_fails_after_a_step_is_switched_off(initialize, features):
-    initialize(section("FailsAfter", "ottava"), feature_dirs=features)
-    model = model_of("current")
-    debug_api.infer_and_assign_layer_names(model)
-    step(model)
-    with pytest.warns(
-        UserWarning, match="line 6: section 'own', FailsAfter: step failed: SystemExit: 4. .*off"
-    ):
-        debug_api.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(model)
-        debug_api.step()
+        with pytest.raises(PluginError, match=words):
+            passes(layer_of("current"), x, dy)
         debug_api.end_debug()
 
 
-def test_a_feature_that_fails_after_a_step_stops_training_where_that_is_asked_for(
-    initialize, features
-):
-    initialize(section("FailsAfter", "ottava", on_error="raise"), feature_dirs=features)
-    model = model_of("current")
-    debug_api.infer_and_assign_layer_names(model)
-    step(model)
+def test_a_feature_that_fails_after_a_step(
+    begin: Callable[..., None], initialize: Initialize
+) -> None:
+    layer, (x, _) = layer_of("current"), inputs()
+    words = "line 5: section 'it', FailsAfter: step failed: SystemExit: 4"
+    begin("FailsAfter")
+    layer(x)
+    with pytest.warns(UserWarning, match=f"{words}. .*off"):
+        debug_api.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer(x)
+        debug_api.step()
+        debug_api.end_debug()
+    begin("FailsAfter", "on_error: raise")
+    layer(x)
     for end in (debug_api.step, debug_api.end_debug):
-        with pytest.raises(
-            PluginError, match="line 6: section 'own', FailsAfter: step failed: SystemExit: 4"
-        ):
+        with pytest.raises(PluginError, match=words):
             end()
-    # What failed is forgotten all the same.
+    # The failure leaves nothing behind.
     initialize(GOOD)
-    assert ottava.nn.function.inspector is not None
+    layer(x)
     debug_api.end_debug()
     assert ottava.nn.function.inspector is None
 
 
-def test_a_feature_may_change_the_tensor_that_it_modifies(initialize, features):
-    initialize(section("InPlace", "ottava"), feature_dirs=features)
-    model = model_of("current")
-    debug_api.infer_and_assign_layer_names(model)
-    layer, x = layers_of(model)["model.blocks.0.fc1"], torch.randn(12, 40)
-    weight = layer.weight.detach().clone()
-    found = layer(x)
-    assert torch.equal(layer.weight, weight)
-    debug_api.end_debug()
-    with torch.no_grad():
-        layer.weight.mul_(0.5)
-    assert torch.equal(found, layer(x))
-
-
-def test_a_feature_that_cannot_be_imported_is_an_error(initialize, tmp_path):
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    (folder / "own.py").write_text("raise KeyError('lost')")
-    with pytest.raises(PluginError, match="lost"):
-        initialize(GOOD, feature_dirs=[str(folder)])
+def test_a_feature_that_cannot_be_imported(initialize: Initialize, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("raise KeyError('lost')")
+    with pytest.raises(PluginError, match="cannot be imported: KeyError: 'lost'"):
+        initialize(GOOD, feature_dirs=[str(tmp_path)])
     initialize(GOOD)
+    debug_api.end_debug()

@@ -1,42 +1,50 @@
-"""Recipe files that keep something in high precision: read back they say exactly what was
-written."""
+"""Recipe files that keep something in high precision say exactly what was asked for."""
+
+from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ottava
 from ottava.errors import OptionError, RecipeNotFoundError
 from ottava.formats import Format
 from ottava_custom import CustomRecipe
 from ottava_custom.files.source import MAX_BYTES
-from ottava_debug import located, operands
-from ottava_debug.log_files import StatisticsFile
-from ottava_debug.output import write_text
-from ottava_debug.recipe_file import Keep, recipe_text, write_recipe_file
+from ottava_debug import Keep, write_recipe_file
+from ottava_debug.recipe_file import recipe_text
+from tests.debug.by_hand import (
+    BY_COLUMN,
+    ROLES,
+    TENSORS,
+    assert_results,
+    inputs,
+    layer_of,
+    passes,
+    products,
+    quantized,
+)
 
-ROLES = ("input", "weight", "grad_output")
+E4M3, E5M2, IDENTITY = ("current E4M3",) * 2, ("current E5M2",) * 2, ("identity",) * 2
+CURRENT = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
+KEPT = dict.fromkeys(CURRENT, IDENTITY)
 
 
-def served(recipe, layer):
+def served(recipe: CustomRecipe, layer: str) -> dict[str, tuple[str, str]]:
     """Role -> what serves its rows and its columns."""
     explained = {
-        role: recipe.explain(ottava.QuantizerRole("linear", role, layer)) for role in ROLES
+        role: recipe.explain(ottava.QuantizerRole("linear", role, layer)) for role in CURRENT
     }
-    return {role: (found.rowwise, found.columnwise) for role, found in explained.items()}
+    return {role: (each.rowwise, each.columnwise) for role, each in explained.items()}
 
 
-CURRENT = {
-    "input": ("current E4M3",) * 2,
-    "weight": ("current E4M3",) * 2,
-    "grad_output": ("current E5M2",) * 2,
-}
-KEPT = dict.fromkeys(ROLES, ("identity", "identity"))
-
-
-def test_layers_roles_and_directions_are_kept_and_nothing_else(tmp_path):
+def test_layers_roles_and_directions_are_kept_and_nothing_else(tmp_path: Path) -> None:
     keeps = [
         Keep("blocks.0.up", "SQNR 12.3 dB"),
         Keep("blocks.1.up", "underflow", role="grad_output"),
@@ -45,179 +53,133 @@ def test_layers_roles_and_directions_are_kept_and_nothing_else(tmp_path):
         Keep("blocks.3.up", "first", role="weight", direction="columnwise"),
         Keep("blocks.3.up", "second", role="weight", direction="rowwise"),
     ]
-    recipe = write_recipe_file(
-        tmp_path / "kept.yaml", keeps, about="Found by a search.\nTwo lines."
-    )
-    assert recipe == CustomRecipe.from_file(tmp_path / "kept.yaml")
+    path = tmp_path / "kept.yaml"
+    recipe = write_recipe_file(path, keeps, about="Found by a search.\nTwo lines.")
+    assert recipe == CustomRecipe.from_file(path)
     assert served(recipe, "blocks.0.up") == KEPT
-    assert served(recipe, "blocks.1.up") == CURRENT | {"grad_output": ("identity",) * 2}
-    one_side = {"weight": ("current E4M3", "identity"), "input": ("identity", "current E4M3")}
-    assert served(recipe, "blocks.2.up") == CURRENT | one_side
-    assert served(recipe, "blocks.3.up") == CURRENT | {"weight": ("identity",) * 2}
+    assert served(recipe, "blocks.1.up") == CURRENT | {"grad_output": IDENTITY}
+    sides = {"weight": ("current E4M3", "identity"), "input": ("identity", "current E4M3")}
+    assert served(recipe, "blocks.2.up") == CURRENT | sides
+    assert served(recipe, "blocks.3.up") == CURRENT | {"weight": IDENTITY}
     assert served(recipe, "blocks.0.down") == served(recipe, "blocks.00.up") == CURRENT
-    text = (tmp_path / "kept.yaml").read_text()
+    text = path.read_text()
     assert text.startswith("# Found by a search.\n# Two lines.\ndefault: current\n")
-    for keep in keeps:
-        assert f"# {keep.reason}\n" in text
-    assert [rule.text for rule in recipe.rules()] == [f"blocks.{number}.up" for number in range(4)]
+    assert all(f"# {keep.reason}\n" in text for keep in keeps)
+    assert [rule.text for rule in recipe.rules()] == [f"blocks.{n}.up" for n in range(4)]
+    assert recipe_text([], "mxfp8") == "default: mxfp8\n"
 
 
-NAMES = [
-    "",
-    "a",
-    "null",
-    "True",
-    "1e4",
-    "0o17",
-    "~",
-    "a: b",
-    "#a",
-    "it's",
-    '"',
-    "\\",
-    "[x]*?",
-    "é😀",
-    "a\nb",
-    "-",
-    " a ",
-]
+NAMES = ["", "null", "True", "1e4", "0o17", "~", "a: b", "#a", "it's", '"', "\\", "[x]*?", "é😀"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_any_name_is_taken_character_by_character(tmp_path, name):
-    recipe = write_recipe_file(
-        tmp_path / "kept.yaml", [Keep(name, f"because of {name}\n- match: x\x00")]
-    )
+def assert_is_kept_alone(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "kept.yaml"
+    recipe = write_recipe_file(path, [Keep(name, f"because of {name}\n- match: x\x00")])
     assert served(recipe, name) == KEPT
-    other = recipe.explain(ottava.QuantizerRole("linear", "weight", "another"))
-    assert other.rowwise == ("current E4M3" if name else "identity")
-    assert yaml.safe_load((tmp_path / "kept.yaml").read_text()).keys() == {"default", "layers"}
+    assert served(recipe, "another") == (CURRENT if name else KEPT)
+    assert yaml.safe_load(path.read_text()).keys() == {"default", "layers"}
 
 
-def test_a_module_in_a_kept_one_may_be_kept_too(tmp_path):
-    keeps = [
-        Keep(name, "x", role=role)
-        for name, role in (("", "input"), ("a", "weight"), ("a.b", None), ("a.b.c", None))
-    ]
-    recipe = write_recipe_file(tmp_path / "kept.yaml", keeps)
+@pytest.mark.parametrize("name", [*NAMES, "a\nb", "-", " a "])
+def test_a_name_is_taken_character_by_character(tmp_path: Path, name: str) -> None:
+    assert_is_kept_alone(name, tmp_path)
+
+
+@settings(max_examples=12)
+@given(name=st.text(min_size=1, max_size=12).filter(lambda name: not name.startswith("another")))
+def test_any_name_is_taken_character_by_character(
+    tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    assert_is_kept_alone(name.encode("utf-8", "replace").decode(), tmp_path_factory.mktemp("x"))
+
+
+def test_a_module_inside_a_kept_one_may_be_kept_too(tmp_path: Path) -> None:
+    roles = {"": "input", "a": "weight", "a.b": None, "a.b.c": None}
+    keeps = [Keep(name, "x", role=role) for name, role in roles.items()]
+    recipe = write_recipe_file(tmp_path / "kept.yml", keeps)
     assert served(recipe, "a.b.c") == served(recipe, "a.b") == KEPT
-    assert served(recipe, "a.c") == CURRENT | {
-        "weight": ("identity",) * 2,
-        "input": ("identity",) * 2,
-    }
-    assert served(recipe, "d") == CURRENT | {"input": ("identity",) * 2}
+    assert served(recipe, "a.c") == CURRENT | {"weight": IDENTITY, "input": IDENTITY}
+    assert served(recipe, "d") == CURRENT | {"input": IDENTITY}
 
 
-def test_options_and_files_serve_the_rest(tmp_path):
+def test_options_and_files_serve_the_rest(tmp_path: Path) -> None:
     keeps = [Keep("a", "x", role="weight", direction="rowwise")]
-    first = write_recipe_file(
-        tmp_path / "first.yaml", keeps, "current", {"fp8_format": Format.E4M3}
-    )
-    assert served(first, "b") == dict.fromkeys(ROLES, ("current E4M3",) * 2)
+    file, options = tmp_path / "first.yaml", {"fp8_format": Format.E4M3}
+    first = write_recipe_file(file, keeps, "current", options)
+    assert served(first, "b") == dict.fromkeys(CURRENT, E4M3)
     assert served(first, "a") == served(first, "b") | {"weight": ("identity", "current E4M3")}
-    second = write_recipe_file(
-        tmp_path / "second.yaml", [Keep("b", "y")], str(tmp_path / "first.yaml")
-    )
-    of_file = f", file={tmp_path / 'first.yaml'}"
-    assert served(second, "a") == {
-        role: (a + of_file, b + of_file) for role, (a, b) in served(first, "a").items()
-    }
+    second = write_recipe_file(tmp_path / "second.yaml", [Keep("b", "y")], str(file))
+    of_first = served(first, "a").items()
+    expected = {role: tuple(f"{side}, file={file}" for side in sides) for role, sides in of_first}
+    assert served(second, "a") == expected
     assert served(second, "b") == KEPT
 
 
 @pytest.mark.parametrize("default", ["delayed", "hybrid.yaml"])
-def test_where_one_direction_cannot_be_served_alone_the_role_is_kept(tmp_path, default):
+def test_a_role_is_kept_where_one_direction_cannot_be(tmp_path: Path, default: str) -> None:
+    (tmp_path / "hybrid.yaml").write_text("default: {rowwise: mxfp8, columnwise: current}\n")
     if default != "delayed":
         default = str(tmp_path / default)
-        with open(default, "w") as file:
-            file.write("default: {rowwise: mxfp8, columnwise: current}\n")
     keeps = [Keep("a", "x", role="weight", direction="rowwise")]
     recipe = write_recipe_file(tmp_path / "kept.yaml", keeps, default)
-    assert served(recipe, "a") == served(recipe, "b") | {"weight": ("identity",) * 2}
+    assert served(recipe, "a") == served(recipe, "b") | {"weight": IDENTITY}
     assert "Only rowwise data need it" in (tmp_path / "kept.yaml").read_text()
 
 
-@pytest.mark.parametrize(("gemm", "tensor"), operands.OPERANDS)
-def test_an_operand_that_is_kept_is_what_its_product_takes(tmp_path, gemm, tensor):
-    keep = Keep.of_operand("0", "x", gemm, tensor)
-    recipe = write_recipe_file(tmp_path / "kept.yaml", [keep])
-    torch.manual_seed(0)
-    x, dy = torch.randn(8, 32, requires_grad=True), torch.randn(8, 16)
-    weight = torch.nn.Linear(32, 16, bias=False)
-    model = ottava.convert(torch.nn.Sequential(weight), recipe)
-    y = model(x)
-    y.backward(dy)
-
-    def operand(of, name, values):
-        if (of, name) == (gemm, tensor):
-            return values.detach()
-        quantizer = ottava.get_recipe("current").quantizer(operands.ROLES[name])
-        return quantizer.quantize(values.detach()).dequantize()
-
-    w = model[0].weight
-    expected = {
-        "fprop": (y, operand("fprop", "activation", x) @ operand("fprop", "weight", w).t()),
-        "dgrad": (x.grad, operand("dgrad", "gradient", dy) @ operand("dgrad", "weight", w)),
-        "wgrad": (w.grad, operand("wgrad", "gradient", dy).t() @ operand("wgrad", "activation", x)),
-    }
-    for found, wanted in expected.values():
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+OPERANDS = [(gemm, tensor) for gemm, tensors in TENSORS.items() for tensor in tensors[:2]]
 
 
-def test_without_anything_kept_the_file_is_the_recipe(tmp_path):
-    recipe = write_recipe_file(tmp_path / "kept.yml", [], "mxfp8")
-    assert recipe.explain("weight").rowwise == "mxfp8 E4M3"
-    assert recipe_text([], "mxfp8") == "default: mxfp8\n"
+@pytest.mark.parametrize(("gemm", "tensor"), OPERANDS)
+def test_a_kept_operand_is_in_high_precision_in_its_product_alone(
+    tmp_path: Path, gemm: str, tensor: str
+) -> None:
+    keep = Keep.of_operand("layer", "x", gemm, tensor)
+    layer = layer_of(write_recipe_file(tmp_path / "kept.yaml", [keep]))
+    x, dy = inputs()
+
+    def operand(of: str, name: str, values: torch.Tensor) -> Any:
+        # The products of one direction share an operand.
+        by_column = (of, name) in BY_COLUMN
+        if name == tensor and by_column is ((gemm, tensor) in BY_COLUMN):
+            return values
+        return quantized("current", of, name, values)
+
+    assert keep.role == ROLES[tensor]
+    assert_results(passes(layer, x, dy), products(layer, x, dy, operand))
 
 
-def test_a_file_that_is_too_large_to_be_read_is_not_written(tmp_path):
-    """Neither over another one nor anew; the largest one is read back."""
+def test_a_file_too_large_to_be_read_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "kept.yaml"
     write_recipe_file(path, [Keep("a", "x")])
     before = path.read_bytes()
     for name in ("kept.yaml", "new.yaml"):
         with pytest.raises(OptionError, match=rf"is larger than {MAX_BYTES} bytes.*fewer patterns"):
-            write_recipe_file(tmp_path / name, [Keep("a", "é" * MAX_BYTES)])
+            write_recipe_file(tmp_path / name, [], about="é" * (MAX_BYTES // 2))
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept.yaml"]
-    # A comment of several lines takes more room than its text.
     room = MAX_BYTES - len(recipe_text([], about="x"))
     write_recipe_file(path, [], about="\n".join(["x" * 97] * (room // 100)))
     assert MAX_BYTES - 200 < path.stat().st_size <= MAX_BYTES
 
 
-def test_pipes_are_refused(tmp_path):
-    """Nobody has their other ends: to open one would wait for ever."""
-    pipe = tmp_path / "kept.yaml"
-    os.mkfifo(pipe)
-    logs = tmp_path / "nvdlfw_inspect_statistics_logs"
-    logs.mkdir()
-    os.mkfifo(logs / "nvdlfw_inspect_globalrank-0.log")
-    for call in (
-        lambda: write_recipe_file(pipe, []),
-        lambda: CustomRecipe.from_file(pipe),
-        lambda: located.read(pipe),
-        lambda: write_text(pipe, "a report"),
-        lambda: write_text("/dev/null", "a report"),
-        lambda: StatisticsFile(tmp_path),
+def test_what_is_refused_writes_nothing(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for arguments, error, words in (
+        (("kept.toml", []), OptionError, r"\.yaml or \.yml"),
+        (("kept.yaml", [], "nothing-such"), RecipeNotFoundError, "nothing-such"),
+        (("none/kept.yaml", []), OptionError, "cannot be written"),
+        # Nobody has the other end of the pipe: to open it would wait for ever.
+        (("pipe.yaml", []), OptionError, "no regular file"),
     ):
-        with pytest.raises(OptionError, match=r"no regular file"):
-            call()
-
-
-def test_bad_input_is_told_and_nothing_is_written(tmp_path):
-    with pytest.raises(OptionError, match=r"\.yaml or \.yml"):
-        write_recipe_file(tmp_path / "kept.toml", [])
-    with pytest.raises(RecipeNotFoundError, match="nothing-such"):
-        write_recipe_file(tmp_path / "kept.yaml", [], "nothing-such")
-    with pytest.raises(OptionError, match="cannot be written"):
-        write_recipe_file(tmp_path / "none" / "kept.yaml", [])
-    with pytest.raises(OptionError, match="role is 'bias'"):
-        Keep("a", "x", role="bias")
-    with pytest.raises(OptionError, match="direction is 'up'"):
-        Keep("a", "x", role="weight", direction="up")
-    with pytest.raises(OptionError, match="of no role"):
-        Keep("a", "x", direction="rowwise")
+        with pytest.raises(error, match=words):
+            write_recipe_file(tmp_path / arguments[0], *arguments[1:])
+    for options, words in (
+        ({"role": "bias"}, "role is 'bias'"),
+        ({"role": "weight", "direction": "up"}, "direction is 'up'"),
+        ({"direction": "rowwise"}, "of no role"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            Keep("a", "x", **options)
     with pytest.raises(OptionError, match="fprop activation"):
         Keep.of_operand("a", "x", "fprop", "gradient")
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe.yaml"]

@@ -1,388 +1,389 @@
-"""Statistics are what a direct computation gives, change nothing, and cost nothing in steps without
-them."""
+"""Statistics are what float64 arithmetic gives, and change nothing."""
+
+from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
-from eight_layers import NAMES, Recorder, layers_of, model_of, step
 from torch.utils.checkpoint import checkpoint
 
+import ottava
 import ottava_debug
-from ottava import QuantizerRole, get_recipe
 from ottava.errors import DTypeError, OptionError
-from ottava_debug import measures
+from tests.debug.by_hand import (
+    ROLES,
+    TENSORS,
+    Writer,
+    block_range,
+    exponents,
+    inputs,
+    layer_of,
+    losses,
+    passes,
+    quantized,
+    statistics,
+)
+from tests.debug.yaml_files import section
 
-FILE = """
-it:
-  enabled: True
-  layers: {exact_layer_names: [model.blocks.0.fc1]}
-  transformer_engine:
-    LogTensorStats:
-      enabled: True
-      tensors: [activation, weight, gradient, output, dgrad, wgrad]
-      stats: [min, max, mean, std, l1_norm, l2_norm, cur_amax, dynamic_range]
-      freq: 2
-    LogFp8TensorStats:
-      enabled: True
-      tensors_struct:
-        - tensor: activation
-          stats: [underflows%, underflows_of_nonzero%, saturation%, overflows%, sqnr, cosine, mse,
-                  scale, scale_inv_value_min, scale_inv_value_max, sqnr_columnwise]
-        - tensor: gradient
-          stats: [sqnr]
-          start_step: 1
-          end_step: 1
-        - tensor: weight
-          stats: [mxfp8_sqnr, fp8_current_scaling_mse]
-          start_end_list: [[0, 0], [2, 3]]
-"""
-LAYER = "model.blocks.0.fc1"
+Initialize = Callable[..., Path]
+VALUES = list(statistics(torch.ones(2)))
+EVERY_TENSOR = sorted({tensor for tensors in TENSORS.values() for tensor in tensors})
+RECIPES = ["current", "mxfp8", "blockwise", "rowwise", "delayed"]
 
 
-class Writer:
-    """A writer of TensorBoard."""
-
-    def __init__(self):
-        self.scalars, self.histograms = {}, {}
-
-    def add_scalar(self, name, value, step):
-        self.scalars[name, step] = value
-
-    def add_histogram(self, name, values, step):
-        self.histograms[name, step] = values
-
-
-def mse(values, quantized):
-    quantized.update_usage(columnwise_usage=False)
-    return (values.double() - quantized.dequantize(torch.float32).double()).square().mean().item()
-
-
-def direct(x):
-    x = x.double()
-    magnitudes = x.abs()
-    return {
-        "min": x.min(),
-        "max": x.max(),
-        "mean": x.mean(),
-        "std": x.std(),
-        "l1_norm": magnitudes.sum(),
-        "l2_norm": x.norm(),
-        "cur_amax": magnitudes.max(),
-        "dynamic_range": (magnitudes.max() / magnitudes[magnitudes > 0].min()).log2(),
-    }
-
-
-@pytest.mark.parametrize("recipe", ["current", "mxfp8", "blockwise", "rowwise", "delayed"])
-def test_statistics_of_a_file_are_those_of_a_direct_computation(recipe, initialize, monkeypatch):
-    writer = Writer()
-    initialize(FILE, tb_writer=writer)
-    model = model_of(recipe)
-    debug_api.infer_and_assign_layer_names(model)
-    recorder, steps = Recorder(monkeypatch, model), []
-    quantizer = layers_of(model)[LAYER]._binding.state.quantizer
-    for number in range(3):
-        step(model, seed=number)
-        taken = dict(recorder.plain[LAYER])
-        taken["q"] = quantizer("input", rowwise=True, columnwise=True, recording=False).quantize(
-            taken["activation"]
-        )
-        taken["qdy"] = quantizer("grad_output", rowwise=True, columnwise=True).quantize(
-            taken["gradient"]
-        )
-        steps.append(taken)
-        debug_api.step()
-    expected = {}
-    for number in (0, 2):
-        for tensor in ("activation", "weight", "gradient", "output", "dgrad", "wgrad"):
-            found = direct(steps[number][tensor])
-            expected |= {
-                (f"{tensor}_{stat}", number): value.item() for stat, value in found.items()
-            }
-        w = steps[number]["weight"]
-        by = {
-            name: get_recipe(name).make_quantizer(QuantizerRole("linear", "weight"))
-            for name in ("mxfp8", "current")
-        }
-        expected["weight_mxfp8_sqnr", number] = measures.compare(
-            w, by["mxfp8"].quantize(w), columnwise=False
-        ).sqnr
-        expected["weight_fp8_current_scaling_mse", number] = mse(w, by["current"].quantize(w))
-    for number, taken in enumerate(steps):
-        x, q = taken["activation"], taken["q"]
-        lost, columns = (
-            measures.compare(x, q, columnwise=False),
-            measures.compare(x, q, columnwise=True),
-        )
-        scales = q.grid_operand(columnwise=False)[1]
-        scales = (
-            torch.exp2(scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
-        )
-        of_activation = {
-            "underflows%": 100 * int(((x != 0) & (q.dequantize() == 0)).sum()) / x.numel(),
-            "underflows_of_nonzero%": lost.underflow,
-            "saturation%": lost.saturation,
-            "overflows%": lost.saturation,
-            "sqnr": lost.sqnr,
-            "cosine": lost.cosine,
-            "sqnr_columnwise": columns.sqnr,
-            "mse": mse(x, q),
-            "scale_inv_value_min": scales.min().item(),
-            "scale_inv_value_max": scales.max().item(),
-            "scale": 1 / scales.min().item(),
-        }
-        expected |= {(f"activation_{stat}", number): value for stat, value in of_activation.items()}
-    expected["gradient_sqnr", 1] = measures.compare(
-        steps[1]["gradient"], steps[1]["qdy"], columnwise=False
-    ).sqnr
-    found = {
-        (name.removeprefix(f"{LAYER}_"), number): value
-        for (name, number), value in writer.scalars.items()
-    }
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert math.isclose(found[key], value, rel_tol=1e-5, abs_tol=1e-9), key
-
-
-def test_files_are_in_the_format_of_nvdlfw_inspect(tmp_path):
-    """The lines that its own logger writes, but for the time."""
-    from nvdlfw_inspect.logging import FileLogger
-
-    from ottava_debug.log_files import StatisticsFile
-
-    own, theirs = (
-        StatisticsFile(tmp_path / "own"),
-        FileLogger("nvdlfw_inspect", str(tmp_path / "theirs")),
-    )
-    theirs._initialize_stats_logger("nvdlfw_inspect_statistics_logs")
-    for logger in (own, theirs):
-        logger.log_scalar("a_weight_max", 1.25, 7)
-    own.close()
-    found = [list((tmp_path / where).rglob("*.log")) for where in ("own", "theirs")]
-    for handler in list(theirs.stats_logger.handlers):
-        theirs.stats_logger.removeHandler(handler)
-        handler.close()
-    (mine,), (other,) = found
-    assert mine.relative_to(tmp_path / "own") == other.relative_to(tmp_path / "theirs")
-    first, second = (path.read_text().split(" - ", 1) for path in (mine, other))
-    assert first[1] == second[1]
-    assert len(first[0]) == len(second[0])
-
-
-def test_histograms_of_exponents(tmp_path):
-    writer, model = Writer(), model_of("current")
-    with ottava_debug.statistics(
-        model,
-        ["exponents"],
-        layers="blocks.0.fc1",
-        tensors=["weight"],
-        tb_writer=writer,
-        log_dir=tmp_path,
-    ) as run:
-        step(model)
-        run.step()
-    weight = layers_of(model)[LAYER].weight.detach()
-    ((_, layer, tensor, stat, counts),) = run.found
-    assert (layer, tensor, stat) == ("blocks.0.fc1", "weight", "exponents")
-    expected = torch.frexp(weight)[1] - 1
-    assert counts == {
-        e: int((expected == e).sum()) for e in sorted(set(expected.flatten().tolist()))
-    }
-    assert sum(counts.values()) == weight.numel()
-    (((name, number), values),) = writer.histograms.items()
-    assert (name, number) == ("blocks.0.fc1_weight_exponents", 0)
-    assert set(values.tolist()) == set(map(float, counts))
-    lines = next(tmp_path.rglob("*.log")).read_text().splitlines()
-    assert len(lines) == len(counts)
-    assert f"blocks.0.fc1_weight_exponents_{min(counts)} " in lines[0]
-
-
-def test_microbatches_of_a_step_are_put_together():
-    model, stats = (
-        model_of("current"),
-        ["min", "max", "mean", "std", "l1_norm", "cur_amax", "mse", "underflows%"],
-    )
-    stats += ["scale_inv_min", "scale_inv_max"]
-    layer = layers_of(model)[LAYER]
-    xs = [torch.randn(6, 40) * scale for scale in (1.0, 3.0, 2.0)]
-    with ottava_debug.statistics(
-        model, stats, layers="blocks.0.fc1", tensors=["activation"]
-    ) as run:
-        for x in xs:
+def measured(
+    stats: Any, *batches: torch.Tensor, tensor: str = "activation", recipe: str = "current"
+) -> dict[str, Any]:
+    """The statistics of one tensor of a layer without bias in a step of some batches."""
+    layer = layer_of(recipe, bias=False)
+    with ottava_debug.statistics(layer, stats, tensors=tensor) as run:
+        for x in batches:
             layer(x)
         run.step()
-    both = direct(torch.cat(xs))
-    values = {stat: value for (_, _, stat), value in run.latest().items()}
-    for stat in stats[:6]:
-        assert math.isclose(values[stat], both[stat].item(), rel_tol=1e-6), stat
-    made = [
-        layer._binding.state.quantizer("input", rowwise=True, columnwise=True)
-        .quantize(x)
-        .dequantize()
-        for x in xs
-    ]
-    error = torch.cat(xs).double() - torch.cat(made).double()
-    scales = [
-        layer._binding.state.quantizer("input", rowwise=True, columnwise=True).quantize(x)
-        for x in xs
-    ]
-    scales = [made.grid_operand(columnwise=False)[1].float() for made in scales]
-    assert values["scale_inv_min"] == min(scale.min().item() for scale in scales)
-    assert values["scale_inv_max"] == max(scale.max().item() for scale in scales)
-    assert values["scale_inv_min"] < values["scale_inv_max"]
-    assert math.isclose(values["mse"], error.square().mean().item(), rel_tol=1e-6)
-    assert {each.step for each in run.found} == {0}
-    assert len(run.found) == len(stats)
+    return {each.stat: each.value for each in run.found}
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "rowwise"])
-def test_statistics_change_no_bit(recipe):
-    expected = model_of(recipe)
-    wanted = [step(expected, seed) for seed in range(3)]
-    model = model_of(recipe)
-    with ottava_debug.statistics(model, ["exponents", "std", "sqnr"]) as run:
-        found = []
-        for seed in range(3):
-            found.append(step(model, seed))
-            run.step()
-    assert {each.layer for each in run.found} == {name.removeprefix("model.") for name in NAMES}
-    for a, b in zip(found, wanted, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    states = model.state_dict(), expected.state_dict()
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+# -- the numbers --
 
 
-def test_steps_without_statistics_are_not_looked_at(monkeypatch):
-    from ottava_debug import products
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_statistics_of_values(recipe: str, initialize: Initialize) -> None:
+    writer = Writer()
+    tensors = ", ".join(EVERY_TENSOR)
+    options = f"tensors: [{tensors}], stats: [{', '.join(VALUES)}, exponents], freq: 2"
+    initialize(section("LogTensorStats", options), tb_writer=writer)
+    layer, expected = layer_of(recipe), {}
+    for step in range(3):
+        x, dy = inputs(seed=step)
+        values = passes(layer, x, dy)
+        values |= {"activation": x, "weight": layer.weight.detach(), "gradient": dy}
+        for tensor in EVERY_TENSOR if step % 2 == 0 else ():
+            found = statistics(values[tensor]) | {
+                f"exponents_{e}": count for e, count in exponents(values[tensor]).items()
+            }
+            expected |= {(f"layer_{tensor}_{stat}", step): v for stat, v in found.items()}
+        debug_api.step()
+    assert writer.scalars == pytest.approx(expected, rel=1e-6)
 
-    looked = []
-    apply = products._InspectedLinear.apply
-    monkeypatch.setattr(
-        products._InspectedLinear,
-        "apply",
-        lambda *given: looked.append(run.iteration) or apply(*given),
-    )
-    model = model_of("current")
-    with ottava_debug.statistics(model, ["amax"], freq=5, start_step=5) as run:
-        for _ in range(12):
-            step(model)
-            run.step()
-    assert looked == [5] * 8 + [10] * 8
-    assert {each.step for each in run.found} == {5, 10}
+
+def of_the_format(recipe: str, tensor: str, x: torch.Tensor, gemm: str) -> dict[str, float]:
+    """The losses of an operand, and the extremes of its scales."""
+    q = quantized(recipe, gemm, tensor, x)
+    scales = q.grid_operand(columnwise=gemm == "wgrad")[1]
+    if scales.dtype == torch.uint8 and q.grid_layout.scale == torch.float8_e8m0fnu:
+        stored, factors = scales, torch.exp2(scales.double() - 127)
+    else:
+        stored = factors = scales.float()
+    found = losses(x, q.dequantize(torch.float32)) | {
+        "overflows%": 0.0,
+        "saturation%": 0.0,
+        "scale_inv_min": stored.min(),
+        "scale_inv_max": stored.max(),
+        "scale_inv_value_min": factors.min(),
+        "scale_inv_value_max": factors.max(),
+        "scale": 1 / factors.min(),
+    }
+    return {stat: float(value) for stat, value in found.items()}
 
 
-def test_what_is_not_quantized_has_no_statistics_of_it():
-    model = model_of("current")
-    with ottava_debug.statistics(model, ["sqnr"], layers="blocks.0.fc1", tensors=["output"]) as run:
-        with pytest.warns(UserWarning, match=r"output of layer 'blocks\.0\.fc1' is not quantized"):
-            step(model)
-        step(model)
-    assert run.found == []
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_statistics_of_the_quantization(recipe: str) -> None:
+    x, dy = inputs()
+    x = x * torch.logspace(-7, 0, 32)
+    stats = list(of_the_format("current", "activation", x, "fprop"))
+    both = [*stats, *(f"{stat}_columnwise" for stat in stats)]
+    layer = layer_of(recipe)
+    with ottava_debug.statistics(layer, both, tensors=["activation", "gradient"]) as run:
+        passes(layer, x, dy)
+        run.step()
+    expected = {}
+    for tensor, values, rows_of in (("activation", x, "fprop"), ("gradient", dy, "dgrad")):
+        for suffix, gemm in (("", rows_of), ("_columnwise", "wgrad")):
+            found = of_the_format(recipe, tensor, values, gemm)
+            expected |= {(tensor, s + suffix): v for s, v in found.items()}
+    found = {key[1:]: value for key, value in run.latest().items()}
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("stats", "told"),
-    [
-        (["maximum"], "maximum"),
-        (["sqnr_rowwise"], "sqnr_rowwise"),
-        (["nowhere_sqnr"], "nowhere_sqnr"),
-        (["custom_sqnr"], "custom_sqnr"),
-        ([], "a list of 0"),
-        ("maximum", "^the arguments: LogTensorStats: stats has 'maximum'"),
-    ],
+    ("name", "recipe"),
+    [("mxfp8", "mxfp8"), ("fp8_current_scaling", "current"), ("fp8_block_scaling", "blockwise")],
 )
-def test_statistics_that_nobody_knows(stats, told):
-    with pytest.raises(OptionError, match=told):
-        ottava_debug.statistics(model_of("current"), stats)
-    # Nothing is left behind.
-    assert ottava_debug.products._watches == []
-
-
-def test_a_logger_that_fails_is_told_and_training_goes_on():
-    class Broken(Writer):
-        def add_scalar(self, name, value, step):
-            raise OSError("disk full")
-
-    model = model_of("current")
-    with ottava_debug.statistics(model, ["amax"], tb_writer=Broken(), on_error="warn") as run:
-        step(model)
-        with pytest.warns(
-            UserWarning,
-            match=r"LogTensorStats: step failed: .*layer 'blocks.*OSError: disk full.*off",
-        ):
-            run.step()
-        step(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            run.step()
-
-
-def test_statistics_under_checkpointing_are_those_without_it():
-    layer, found = layers_of(model_of("current"))[LAYER], []
-    x = torch.randn(6, 40)
-    for call in (
-        layer,
-        *(partial(checkpoint, layer, use_reentrant=kind) for kind in (False, True)),
+def test_the_name_of_a_recipe_chooses_its_quantizer(name: str, recipe: str) -> None:
+    x, dy = inputs()
+    layer = layer_of("rowwise")
+    stats = [f"{name}_{stat}" for stat in ("sqnr", "mse", "underflows%", "scale_inv_max")]
+    with ottava_debug.statistics(layer, stats, tensors=["activation", "weight", "gradient"]) as run:
+        passes(layer, x, dy)
+        run.step()
+    for tensor, values, gemm in (
+        ("activation", x, "fprop"),
+        ("weight", layer.weight.detach(), "fprop"),
+        ("gradient", dy, "dgrad"),
     ):
+        expected = of_the_format(recipe, tensor, values, gemm)
+        for stat in stats:
+            value = run.latest()["", tensor, stat]
+            assert value == pytest.approx(expected[stat.removeprefix(f"{name}_")], rel=1e-6)
+
+
+def test_percentages_by_their_definitions() -> None:
+    # Half of the values are zeros, a quarter is 1, and a quarter is below every number of E4M3.
+    x = torch.zeros(32, 32)
+    x.view(-1)[::2] = 1.0
+    x.view(-1)[::4] = 2.0**-30
+    expected = {"underflows%": 25.0, "underflows_of_nonzero%": 50.0, "overflows%": 0.0}
+    assert measured(list(expected), x) == expected
+    # The scale of the second step of delayed scaling comes from the first.
+    layer = layer_of("delayed")
+    x = torch.ones(32, 32)
+    layer(x)
+    x[:16], x[16:24] = 4.0, math.inf
+    with ottava_debug.statistics(layer, ["overflows%", "saturation%"], tensors="activation") as run:
+        layer(x)
+        run.step()
+    assert [each.value for each in run.found] == [50.0, 100 * 16 / 24]
+
+
+def test_scales_in_e8m0_are_bytes() -> None:
+    x = torch.ones(32, 32) * torch.exp2(torch.arange(32) - 20.0)[:, None]
+    # The largest number of E4M3, 448, lies between 2^8 and 2^9.
+    expected = {
+        "scale_inv_min": 127 - 20 - 8,
+        "scale_inv_max": 127 + 11 - 8,
+        "scale_inv_value_min": 2.0**-28,
+        "scale_inv_value_max": 2.0**3,
+        "scale": 2.0**28,
+    }
+    assert measured(list(expected), x, recipe="mxfp8") == expected
+    named = {f"mxfp8_{stat}": value for stat, value in expected.items()}
+    assert measured(list(named), x) == named
+
+
+@pytest.mark.parametrize("size", [32, 7, 1000])
+def test_ranges_of_blocks_of_operands_are_those_of_both_directions(size: int) -> None:
+    x, dy = inputs(rows=40)
+    for values in (x, dy):
+        values *= torch.exp2(torch.randint(-30, 30, values.shape).float())
+        values[torch.rand(values.shape) < 0.3] = 0
+        values[:, :16] = 0
+        values[3, 20], values[4, 20] = math.inf, math.nan
+    layer, name = layer_of("current"), "max_blockwise_dynamic_range"
+    stats = [{name: {"block_size": size, "dims": dims}} for dims in (1, 2)]
+    tensors = ["activation", "gradient", "weight", "output"]
+    with ottava_debug.statistics(layer, stats, tensors=tensors) as run:
+        results = passes(layer, x, dy)
+        run.step()
+    results |= {"activation": x, "gradient": dy, "weight": layer.weight.detach()}
+    for dims, rows in ((1, 1), (2, size)):
+        for tensor in tensors:
+            values = results[tensor]
+            expected = block_range(values, rows, size)
+            if tensor != "output":
+                expected = max(expected, block_range(values.t(), rows, size))
+            found = run.latest()["", tensor, f"{name}_block_size_{size}_dims_{dims}"]
+            assert found == pytest.approx(expected, abs=1e-9), (tensor, dims)
+
+
+def test_blocks_without_a_range() -> None:
+    name = "max_blockwise_dynamic_range"
+    for fill in (0.0, 3.0, math.inf, math.nan):
+        x = torch.full((32, 32), fill)
+        assert measured(name, x) == {f"{name}_block_size_32_dims_1": 0.0}
+
+
+def test_a_nan_is_told_whichever_batch_has_it() -> None:
+    x = torch.ones(32, 32)
+    broken = x.clone()
+    broken[3, 4] = math.nan
+    for batches in ((x, broken), (broken, x)):
+        found = measured(["min", "max", "mean", "cur_amax"], *batches)
+        assert [math.isnan(value) for value in found.values()] == [True, True, True, False]
+        assert found["cur_amax"] == 1
+
+
+# -- steps and batches --
+
+
+def test_batches_of_a_step_are_one_tensor_and_a_weight_counts_once() -> None:
+    batches = [inputs(seed=seed)[0] * scale for seed, scale in enumerate((1.0, 3.0, 2.0))]
+    name = "max_blockwise_dynamic_range"
+    stats = [*VALUES, "exponents", "mse", "underflows%", "scale_inv_min", "scale_inv_max", name]
+    x = torch.cat(batches)
+    each = [of_the_format("current", "activation", batch, "fprop") for batch in batches]
+    found = measured(stats, *batches)
+    assert found.pop("exponents") == exponents(x)
+    expected = statistics(x) | {
+        "mse": sum(loss["mse"] for loss in each) / 3,
+        "underflows%": sum(loss["underflows%"] for loss in each) / 3,
+        "scale_inv_min": min(loss["scale_inv_min"] for loss in each),
+        "scale_inv_max": max(loss["scale_inv_max"] for loss in each),
+        f"{name}_block_size_32_dims_1": max(
+            block_range(side, 1, 32) for batch in batches for side in (batch, batch.t())
+        ),
+    }
+    assert found == pytest.approx(expected, rel=1e-6)
+    once = measured([*stats, "mxfp8_mse"], batches[0], tensor="weight")
+    assert measured([*stats, "mxfp8_mse"], *batches, tensor="weight") == once
+    layer = layer_of("current")
+    with ottava_debug.statistics(layer, "l1_norm", tensors="weight") as run:
+        for _ in range(2):
+            layer(x)
+            run.step()
+    first, second = run.found
+    assert (first.step, second.step, first.value) == (0, 1, second.value)
+
+
+def test_layers_of_one_name_have_weights_of_their_own(initialize: Initialize) -> None:
+    writer = Writer()
+    initialize(section("LogTensorStats", "tensors: weight, stats: l1_norm"), tb_writer=writer)
+    first, second = layer_of("current"), ottava.nn.Linear(32, 48, recipe="current", name="layer")
+    x, _ = inputs()
+    first(x)
+    words = "several layers are called 'layer'.*infer_and_assign_layer_names"
+    with pytest.warns(UserWarning, match=words):
+        second(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first(x)
+        second(x)
+    debug_api.step()
+    total = sum(layer.weight.detach().double().abs().sum().item() for layer in (first, second))
+    assert writer.scalars == {("layer_weight_l1_norm", 0): pytest.approx(total)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_statistics_change_no_bit(recipe: str) -> None:
+    layer, other = layer_of(recipe), layer_of(recipe)
+    with ottava_debug.statistics(layer, ["exponents", "std", "sqnr"]) as run:
+        for seed in range(3):
+            found, expected = (passes(each, *inputs(seed=seed)) for each in (layer, other))
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            run.step()
+    states = layer.state_dict(), other.state_dict()
+    assert all(torch.equal(states[0][key], value) for key, value in states[1].items())
+    assert {each.step for each in run.found} == {0, 1, 2}
+
+
+def test_statistics_under_checkpointing_are_those_without_it() -> None:
+    layer, found = layer_of("current"), []
+    x, dy = inputs()
+    for call in (layer, *(partial(checkpoint, layer, use_reentrant=is_so) for is_so in (0, 1))):
         with ottava_debug.statistics(layer, ["l1_norm", "sqnr", "exponents"]) as run:
-            call(x.clone().requires_grad_()).square().sum().backward()
+            call(x.clone().requires_grad_()).backward(dy)
             run.step()
         found.append(run.latest())
     assert found[0] == found[1] == found[2]
-    assert {tensor for _, tensor, _ in found[0]} == {"activation", "weight", "gradient"}
+    assert {tensor for _, tensor, _ in found[0]} == set(ROLES)
 
 
-STATE = [f"fp8_delayed_scaling_{stat}" for stat in ("underflows%", "sqnr", "scale_inv_max")]
+# -- what has no statistics --
 
 
-def test_names_of_a_recipe_with_state_are_what_it_made():
-    model, stats = (
-        model_of("delayed"),
-        [*STATE, *(name.removeprefix("fp8_delayed_scaling_") for name in STATE)],
-    )
-    with ottava_debug.statistics(model, stats, layers="blocks.0.fc1") as run:
-        for seed in range(3):
-            step(model, seed)
+def test_a_recipe_with_state_has_statistics_where_it_runs() -> None:
+    x, dy = inputs()
+    layer, stats = layer_of("delayed"), ["underflows%", "sqnr", "scale_inv_max"]
+    named = [f"fp8_delayed_scaling_{stat}" for stat in stats]
+    with ottava_debug.statistics(layer, [*stats, *named]) as run:
+        for _ in range(2):
+            passes(layer, x, dy)
             run.step()
     found = run.latest()
-    assert len(found) == 3 * len(stats)
-    for layer, tensor, stat in found:
-        assert (
-            found[layer, tensor, stat]
-            == found[layer, tensor, stat.removeprefix("fp8_delayed_scaling_")]
-        )
+    assert len(found) == 3 * 6
+    for (name, tensor, stat), value in found.items():
+        assert value == found[name, tensor, stat.removeprefix("fp8_delayed_scaling_")]
+    for stat, tensor, words in (
+        ("delayed_sqnr", "weight", "weight of layer '' is not quantized along rows by 'delayed'"),
+        ("sqnr", "output", "output of layer '' is not quantized along rows"),
+        ("sqnr_columnwise", "output", "output of layer '' is not quantized along columns"),
+    ):
+        layer = layer_of("current")
+        with ottava_debug.statistics(layer, stat, tensors=tensor) as run:
+            with pytest.warns(UserWarning, match=words):
+                layer(x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                layer(x)
+        assert run.found == []
 
 
-def test_names_of_a_recipe_with_state_elsewhere_are_told():
-    model = model_of("current")
+# -- where they are written --
+
+
+def test_a_file_has_the_format_of_nvdlfw_inspect(tmp_path: Path) -> None:
+    from nvdlfw_inspect.logging import FileLogger
+
+    layer = layer_of("current")
     with ottava_debug.statistics(
-        model, "delayed_sqnr", layers="blocks.0.fc1", tensors="weight"
+        layer, ["max", "exponents"], tensors="weight", log_dir=tmp_path / "own"
     ) as run:
-        with pytest.warns(
-            UserWarning,
-            match=r"weight of layer 'blocks\.0\.fc1' is not quantized along rows by 'delayed'",
-        ):
-            step(model)
-    assert run.found == []
+        layer(inputs()[0])
+        run.step()
+    theirs = FileLogger("nvdlfw_inspect", str(tmp_path / "theirs"))
+    theirs._initialize_stats_logger("nvdlfw_inspect_statistics_logs")
+    theirs.log_scalar("_weight_max", run.latest()["", "weight", "max"], 0)
+    for exponent, count in exponents(layer.weight.detach()).items():
+        theirs.log_scalar(f"_weight_exponents_{exponent}", count, 0)
+    for handler in list(theirs.stats_logger.handlers):
+        theirs.stats_logger.removeHandler(handler)
+        handler.close()
+    paths = [next((tmp_path / place).rglob("*.log")) for place in ("own", "theirs")]
+    assert paths[0].relative_to(tmp_path / "own") == paths[1].relative_to(tmp_path / "theirs")
+    # Everything is the same except the time.
+    lines = [[line.split(" - ", 1) for line in path.read_text().splitlines()] for path in paths]
+    assert [line[1] for line in lines[0]] == [line[1] for line in lines[1]]
+    assert {len(line[0]) for line in lines[0]} == {len(line[0]) for line in lines[1]}
 
 
-def test_places_that_cannot_be_written_to(tmp_path):
-    path, model = tmp_path / "file", model_of("current")
-    path.write_text("")
+def test_a_histogram_is_written_as_one() -> None:
+    class Histograms(Writer):
+        def add_histogram(self, name: str, values: torch.Tensor, step: int) -> None:
+            self.scalars[name, step] = values  # type: ignore[assignment]
+
+    layer, writer = layer_of("current"), Histograms()
+    with ottava_debug.statistics(layer, "exponents", tensors="weight", tb_writer=writer) as run:
+        layer(inputs()[0])
+        run.step()
+    ((name, step), values), *others = writer.scalars.items()
+    assert (name, step, others) == ("_weight_exponents", 0, [])
+    counts = run.latest()["", "weight", "exponents"]
+    assert counts == exponents(layer.weight.detach())
+    shares = {e: math.ceil(1000 * count / (32 * 48)) for e, count in counts.items()}
+    assert torch.equal(values, torch.tensor([float(e) for e in shares for _ in range(shares[e])]))
+
+
+def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    layer = layer_of("current")
     with pytest.raises(OptionError, match=r"log_dir is '.*file': .* cannot be written: .*a folder"):
-        ottava_debug.statistics(model, log_dir=path)
+        ottava_debug.statistics(layer, log_dir=tmp_path / "file")
     with pytest.raises(DTypeError, match="tb_writer is a str"):
-        ottava_debug.statistics(model, log_dir=tmp_path, tb_writer="logs")
-    assert ottava_debug.products._watches == []
+        ottava_debug.statistics(layer, log_dir=tmp_path, tb_writer="logs")
+    with pytest.raises(OptionError, match="stats has 'nonsense'"):
+        ottava_debug.statistics(layer, "nonsense", log_dir=tmp_path)
+    assert ottava.nn.function.inspector is None
 
 
-def test_each_rank_has_a_file(tmp_path, monkeypatch):
-    from ottava_debug.log_files import StatisticsFile
+def test_a_logger_that_fails_is_told_once() -> None:
+    class Broken(Writer):
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            raise OSError("disk full")
 
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
-    StatisticsFile(tmp_path).close()
-    assert [path.name for path in tmp_path.rglob("*.log")] == ["nvdlfw_inspect_globalrank-3.log"]
+    layer = layer_of("current")
+    x, _ = inputs()
+    with ottava_debug.statistics(layer, "amax", tb_writer=Broken(), on_error="warn") as run:
+        layer(x)
+        words = r"LogTensorStats: step failed: .*amax of .*of layer ''.*OSError: disk full.*off"
+        with pytest.warns(UserWarning, match=words):
+            run.step()
+        layer(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run.step()

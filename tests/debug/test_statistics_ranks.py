@@ -1,28 +1,189 @@
-"""Statistics of two ranks are those of one that saw all the data; see ``rank_cases``."""
+"""Statistics on two ranks are those of one process that sees the tensors of both."""
 
-import functools
+from __future__ import annotations
 
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+import ottava
 import ottava_debug
-from ottava.errors import OptionError
-from tests import ranks
-from tests.debug.rank_cases import CASES, layer_of
+from tests.debug.by_hand import Writer, exponents, losses, statistics
+from tests.debug.yaml_files import section
+from tests.ranks import on_ranks
+
+VALUES = ["min", "max", "mean", "std", "l1_norm", "l2_norm", "cur_amax", "dynamic_range"]
+LOSSES = ["underflows%", "sqnr", "mse", "scale_inv_min", "scale_inv_max"]
 
 
-@pytest.fixture(scope="module")
-def failures():
-    return functools.cache(lambda: ranks.failures("tests.debug.rank_cases", CASES))
+def share(rank: int, step: int = 0) -> torch.Tensor:
+    """The input of a rank; sizes and magnitudes of ranks differ."""
+    random = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(4 + rank, 32, generator=random) * 100.0**rank
+    x[0, :8] = 0
+    x[0, 8] = 2.0 ** (-30 * rank)
+    return x
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_on_two_ranks(case, failures):
-    assert failures()[case] is None, failures()[case]
+def losses_of(shares: list[torch.Tensor]) -> dict[str, float]:
+    """The losses of all shares together, each quantized with its own scale."""
+    factors = [448 / x.abs().max() for x in shares]
+    decoded = [
+        (x * factor).to(torch.float8_e4m3fn).float() * (1 / factor)
+        for x, factor in zip(shares, factors, strict=True)
+    ]
+    scales = [float(1 / factor) for factor in factors]
+    found = losses(torch.cat(shares), torch.cat(decoded))
+    found |= {"scale_inv_min": min(scales), "scale_inv_max": max(scales)}
+    return {stat: found[stat] for stat in LOSSES}
 
 
-@pytest.mark.parametrize("reduce", [None, 3, torch.zeros(1)], ids=["None", "number", "tensor"])
-def test_what_is_no_group(reduce):
-    with pytest.raises(OptionError, match=r"reduce is None|the group is"):
-        ottava_debug.statistics(layer_of(), ["max"], reduce=reduce)
-    assert ottava_debug.products._watches == []
+def layer_of() -> ottava.nn.Linear:
+    torch.manual_seed(0)
+    return ottava.nn.Linear(32, 16, bias=False, recipe="current", name="layer")
+
+
+def values_of(x: torch.Tensor) -> dict[str, float]:
+    found = statistics(x)
+    counts = {f"exponents_{e}": count for e, count in exponents(x).items()}
+    return {stat: found[stat] for stat in VALUES} | counts
+
+
+def from_a_file(ranks: list[int], group: Any) -> None:
+    """Each rank logs the statistics of ``ranks``; those of weights are each rank's own."""
+    rank, writer, layer = dist.get_rank(), Writer(), layer_of()
+    stats = f"stats: [{', '.join(VALUES)}, exponents], freq: 2"
+    text = section("LogTensorStats", f"tensors: [activation, weight], {stats}")
+    text += f"    LogFp8TensorStats: {{enabled: True, tensors: activation, stats: {LOSSES}}}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "debug.yaml"
+        path.write_text(text)
+        ottava_debug.register_features()
+        debug_api.initialize(config_file=str(path), log_dir=folder, tb_writer=writer)
+        if group is not None:
+            debug_api.set_tensor_reduction_group(group)
+        for step in range(3):
+            layer(share(rank, step))
+            debug_api.step()
+        debug_api.end_debug()
+    expected = {}
+    for step in range(3):
+        shares = [share(other, step) for other in ranks]
+        found = {f"activation_{stat}": v for stat, v in losses_of(shares).items()}
+        if step % 2 == 0:
+            found |= {f"activation_{s}": v for s, v in values_of(torch.cat(shares)).items()}
+            found |= {f"weight_{s}": v for s, v in values_of(layer.weight.detach()).items()}
+        expected |= {(f"layer_{name}", step): value for name, value in found.items()}
+    assert writer.scalars == pytest.approx(expected, rel=1e-6)
+
+
+@on_ranks(2)
+def test_a_file_of_all_ranks(mesh: DeviceMesh) -> None:
+    from_a_file([0, 1], None)
+
+
+@on_ranks(2)
+def test_a_file_with_a_reduction_group(mesh: DeviceMesh) -> None:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    from_a_file([mesh.get_rank()], groups[mesh.get_rank()])
+
+
+@on_ranks(2)
+def test_from_python(mesh: DeviceMesh) -> None:
+    """With ``reduce=False`` the other rank need not take part."""
+    rank, layer = mesh.get_rank(), layer_of()
+    for reduce, ranks in ((True, [0, 1]), (mesh.get_group(), [0, 1]), (False, [rank])):
+        if reduce is False and rank:
+            continue
+        options = {"tensors": "activation", "reduce": reduce}
+        with tempfile.TemporaryDirectory() as folder:
+            with ottava_debug.statistics(layer, VALUES, log_dir=folder, **options) as run:
+                layer(share(rank))
+                run.step()
+            (file,) = Path(folder).rglob("*.log")
+            assert file.name == f"nvdlfw_inspect_globalrank-{rank}.log"
+        found = {stat: value for (_, _, stat), value in run.latest().items()}
+        expected = statistics(torch.cat([share(other) for other in ranks]))
+        assert found == pytest.approx({stat: expected[stat] for stat in VALUES})
+
+
+@on_ranks(2)
+def test_ranks_with_different_layers(mesh: DeviceMesh) -> None:
+    """Each stage of a pipeline gets the statistics of its own layers, and none waits for
+    another."""
+    rank = mesh.get_rank()
+    stage = torch.nn.ModuleDict({f"stage{rank}": layer_of(), "shared": layer_of()})
+    with ottava_debug.statistics(stage, ["l1_norm", "sqnr"], tensors="activation") as run:
+        for name, layer in stage.items():
+            # The first rank does not run the layer that both have.
+            if name != "shared" or rank:
+                layer(share(rank))
+        run.step()
+    found = {(layer, stat): value for (layer, _, stat), value in run.latest().items()}
+    own = {
+        "l1_norm": statistics(share(rank))["l1_norm"],
+        "sqnr": losses_of([share(rank)])["sqnr"],
+    }
+    names = [f"stage{rank}", *(["shared"] if rank else [])]
+    expected = {(name, stat): value for name in names for stat, value in own.items()}
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@on_ranks(2)
+def test_a_nan_of_one_rank(mesh: DeviceMesh) -> None:
+    rank, layer = mesh.get_rank(), layer_of()
+    for broken in range(2):
+        x = share(rank)
+        if rank == broken:
+            x[1, 1] = float("nan")
+        stats = ["min", "max", "cur_amax"]
+        with ottava_debug.statistics(layer, stats, tensors="activation") as run:
+            layer(x)
+            run.step()
+        found = [each.value for each in run.found]
+        assert [value != value for value in found] == [True, True, False]
+        assert found[2] <= max(share(other).abs().max().item() for other in range(2))
+
+
+@on_ranks(2)
+def test_a_rank_that_fails(mesh: DeviceMesh) -> None:
+    """If the logger of one rank fails, the feature is switched off there, and the other goes on."""
+    rank, layer = mesh.get_rank(), layer_of()
+
+    class Broken:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            raise OSError("disk full")
+
+    run = ottava_debug.statistics(
+        layer,
+        ["max"],
+        tensors="activation",
+        tb_writer=Broken() if rank else None,
+        on_error="warn",
+    )
+    with run, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            layer(share(rank, step))
+            run.step()
+    both = [max(share(other).max().item() for other in range(2))]
+    alone = [share(0, step).max().item() for step in (1, 2)] if rank == 0 else []
+    assert [each.value for each in run.found] == pytest.approx(both + alone)
+
+
+@on_ranks(2)
+def test_an_unfinished_step(mesh: DeviceMesh) -> None:
+    """At the end of the block no rank waits for another, which may have failed."""
+    rank, layer = mesh.get_rank(), layer_of()
+    run = ottava_debug.statistics(layer, ["max"], tensors="activation")
+    layer(share(rank))
+    with pytest.warns(UserWarning, match="of this rank alone"):
+        run.close()
+    assert [each.value for each in run.found] == [share(rank).max().item()]

@@ -12,12 +12,7 @@ from ottava_custom.files.source import MAX_DEPTH, read_text
 
 
 class Located(dict[str, Any]):
-    """A mapping with the lines of its keys.
-
-    Attributes:
-        source: the path of the file, or another name for errors.
-        lines: key -> line, from 1; empty for a dict that a program created.
-    """
+    """A mapping from ``source``, a file's path or another name, with the lines of its keys."""
 
     def __init__(
         self, values: Mapping[str, Any], source: str = "", lines: Mapping[str, int] | None = None
@@ -173,11 +168,8 @@ def mapping(parent: Located, key: str, title: str) -> Located:
 
 
 def names(parent: Located, key: str, title: str, allowed: Iterable[str]) -> list[str]:
-    """The names at a key, whose value is one of the ``allowed`` names, a list of them, or ``all``.
-
-    Raises:
-        OptionError: a name is not allowed.
-    """
+    """The names at a key, whose value is one of the ``allowed`` names, a list of them, or
+    ``all``."""
     value = parent[key]
     requested = value if isinstance(value, list) else [value]
     allowed = list(allowed)

@@ -28,12 +28,6 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
 
     An earlier file is replaced.
 
-    Args:
-        log_dir: the folder in which the folder of the files is created.
-
-    Attributes:
-        path: the file.
-
     Raises:
         OptionError: the file cannot be written.
     """

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ottava.errors import OptionError
+
 #: ``loss(output, targets)`` gives a scalar.
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -27,6 +29,19 @@ def mse(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 #: The names that bundles use -> the functions.
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
+
+
+def check_loss(loss: Any) -> Loss | None:
+    """The loss function that ``loss`` is or names; None for None.
+
+    Raises:
+        OptionError: it names no known function.
+    """
+    if isinstance(loss, str) and loss not in LOSSES:
+        raise OptionError(
+            f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function"
+        )
+    return LOSSES[loss] if isinstance(loss, str) else loss
 
 
 def loss_in(output: Any) -> torch.Tensor | None:

@@ -26,12 +26,7 @@ _HEAD_BYTES = 1 << 16
 
 
 class FileKind(NamedTuple):
-    """A kind of file that a command writes.
-
-    Attributes:
-        title: the name of the kind in errors.
-        head: matches the beginning of such a file; None for files that users may have edited.
-    """
+    """A kind of file that a command writes: its name in errors, and the beginning of such files."""
 
     title: str
     head: re.Pattern[bytes] | None
@@ -42,13 +37,7 @@ RECIPE_FILE = FileKind("recipe file", None)
 
 
 class Output(NamedTuple):
-    """A file that a command is to write.
-
-    Attributes:
-        option: the option that names the file.
-        path: the file; None where the option was not used.
-        kind: the kind of the file.
-    """
+    """A file that an option of a command names; ``path`` is None without the option."""
 
     option: str
     path: Path | None
@@ -56,11 +45,7 @@ class Output(NamedTuple):
 
 
 def check_suffix(path: AnyPath, title: str = "the recipe file") -> None:
-    """Refuse a recipe file whose name does not end in one of :data:`SUFFIXES`.
-
-    Raises:
-        OptionError: it does not. The message calls the file ``title``.
-    """
+    """Refuse a recipe file whose name does not end in one of :data:`SUFFIXES`."""
     if not str(path).lower().endswith(SUFFIXES):
         raise OptionError(
             f"{title} is {path}", expected=f"a name that ends in {' or '.join(SUFFIXES)}"
@@ -72,10 +57,7 @@ def check_outputs(
 ) -> None:
     """Check that the outputs of a command can be written without losing other files.
 
-    Args:
-        outputs: the files; those without a path are not written.
-        inputs: the files and folders that the command reads; names that are no files are ignored.
-        force: whether existing files of another kind are replaced.
+    ``inputs`` are what the command reads; ``force`` allows to replace files of another kind.
 
     Raises:
         OptionError: two outputs are one file, one is read as well, or a recipe file has another

@@ -183,11 +183,14 @@ def _inspected_linear(
     if not inspections:
         plan = plan_for(layer, call, x, weight, bias, compiling=False)
         return quantized_linear(x, weight, bias, plan, microbatch_weight, main_grad, observed)
-    if isinstance(x, QuantizedTensorStorage):
-        x = x.dequantize()
     with without_autocast(x.device.type):
-        arguments = x, weight, bias, products, microbatch_weight, torch.is_grad_enabled()
+        arguments = dense(x), weight, bias, products, microbatch_weight, torch.is_grad_enabled()
         return _InspectedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def dense(values: Any) -> Any:
+    """``values``, dequantized if they are quantized."""
+    return values.dequantize() if isinstance(values, QuantizedTensorStorage) else values
 
 
 def quantizer_of(state: Any, gemm_type: str, tensor: str) -> Any:
@@ -221,11 +224,11 @@ class _Products:
         quantized = frozenset(pair for pair, wanted in self.quantized_operands.items() if wanted)
         for inspection in inspections:
             inspection.quantized = quantized
-        every = [
-            (gemm_type, tensor) for gemm_type, tensors in TENSORS.items() for tensor in tensors
-        ]
         self.modified = {
-            pair for pair in every if any(inspection.modifies(*pair) for inspection in inspections)
+            (gemm_type, tensor)
+            for gemm_type, tensors in TENSORS.items()
+            for tensor in tensors
+            if any(inspection.modifies(gemm_type, tensor) for inspection in inspections)
         }
 
     def _quantizes(self, gemm_type: str, tensor: str) -> bool:
@@ -238,11 +241,8 @@ class _Products:
     def quantized(
         self, tensor: str, values: Any, rows_of: str, columns_of: str, needed: bool = True
     ) -> Any:
-        """The operand, quantized by the recipe; None where both products take it in high precision.
-
-        It has rowwise data for the product ``rows_of`` and, if ``needed``, columnwise data for the
-        product ``columns_of``.
-        """
+        """The operand, quantized by rows for one product and, if ``needed``, by columns for another
+        one; None where both take it in high precision."""
         rowwise = self.quantized_operands.get((rows_of, tensor), False)
         columnwise = needed and self.quantized_operands.get((columns_of, tensor), False)
         if isinstance(values, QuantizedTensorStorage) or not (rowwise or columnwise):
@@ -262,16 +262,13 @@ class _Products:
     def operand(
         self, gemm_type: str, tensor: str, values: Any, quantized: Any, observed: bool = True
     ) -> Any:
-        """The operand that a product takes, after modification: quantized, or a matrix in high
-        precision."""
-        plain = values.dequantize() if isinstance(values, QuantizedTensorStorage) else values
-        operand: Any = plain
+        """The operand that a product takes, after modification."""
+        operand = plain = dense(values)
         if (gemm_type, tensor) in self.modified:
             operand = self._modified(gemm_type, tensor, plain)
         if not self.quantized_operands[gemm_type, tensor]:
             quantized = None
-            if isinstance(operand, QuantizedTensorStorage):
-                operand = operand.dequantize()
+            operand = dense(operand)
         elif isinstance(operand, QuantizedTensorStorage):
             quantized = operand
             operand = plain
@@ -297,9 +294,7 @@ class _Products:
     def _modified(self, gemm_type: str, tensor: str, values: torch.Tensor) -> Any:
         current: Any = values
         for inspection in self.inspections:
-            plain = current
-            if isinstance(current, QuantizedTensorStorage):
-                plain = current.dequantize()
+            plain = dense(current)
             changed = inspection.modify(gemm_type, tensor, plain)
             if changed is not plain:
                 current = changed
@@ -316,10 +311,7 @@ class _Products:
 def _in_high_precision(
     products: _Products, x: Any, weight: Any, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The output of a layer with no quantized and no modified tensor.
-
-    Core's own functions compute it, and the inspections observe the tensors on their way.
-    """
+    """The output of a layer with no quantized and no modified tensor, by core's own functions."""
     amp_dtype = autocast_dtype(weight, False)
     main_grad = products.main_grad
     region: AbstractContextManager[object] = nullcontext()
@@ -329,10 +321,9 @@ def _in_high_precision(
         region = torch.autocast(weight.device.type, dtype=products.dtype)
     if main_grad is not None:
         weight = IntoMainGrad.apply(weight, (main_grad,))  # type: ignore[no-untyped-call]
-    elif isinstance(weight, QuantizedTensorStorage):
-        weight = weight.dequantize()
-    if isinstance(x, QuantizedTensorStorage):
-        x = x.dequantize()
+    else:
+        weight = dense(weight)
+    x = dense(x)
 
     def observe(gemm_type: str, tensor: str, values: torch.Tensor) -> None:
         products.observe(gemm_type, tensor, as_matrix(values.detach()).to(products.dtype))

@@ -32,6 +32,15 @@ def resolve(option: str, reference: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def resolve_loss(reference: str | None) -> Any:
+    """The loss of the option ``--loss``: a known name, None, or a callable that it names."""
+    # This import is local, because torch takes seconds.
+    from ottava_debug.losses import LOSSES
+
+    is_known = reference is None or reference in LOSSES
+    return reference if is_known else resolve("--loss", str(reference))
+
+
 def call(option: str, reference: str) -> Any:
     """The result of the callable that ``reference`` names, called without arguments.
 

@@ -24,16 +24,7 @@ def enabled_in(
 ) -> list[Enabled]:
     """The features of the enabled sections, in their order.
 
-    Args:
-        root: the sections.
-        registry: the features of :data:`NAMESPACES` and of other namespaces.
-        others: nvdlfw-inspect's own features, which stand in a section without a namespace.
-        on_error: the policy where neither a section nor a feature sets ``on_error``; see
-            :func:`ottava_debug.on_error`.
-
-    Raises:
-        OptionError: a key or value is not allowed; the message names the section, the key and the
-            line.
+    ``others`` are nvdlfw-inspect's own features, which stand in a section without a namespace.
     """
     features: list[Enabled] = []
     for name in root:

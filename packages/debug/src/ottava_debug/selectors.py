@@ -23,19 +23,7 @@ Test = Callable[[str], bool]
 
 
 class Selector:
-    """The layers of a section.
-
-    Args:
-        layers: the section's ``layers``.
-        title: the name of the section in errors.
-
-    Attributes:
-        unmatched: the patterns, numbers and names that no layer has matched so far -> their place
-            in the configuration.
-
-    Raises:
-        OptionError: a key or a value is not allowed; the message names the line.
-    """
+    """The layers of a section, a :class:`~ottava_debug.session.Selection`."""
 
     def __init__(self, layers: Located, title: str) -> None:
         for key in layers:
@@ -57,10 +45,7 @@ class Selector:
         }
 
     def matches(self, name: str) -> bool:
-        """Whether a layer of this name is selected.
-
-        The patterns, numbers and names that it matches are removed from :attr:`unmatched`.
-        """
+        """Whether a layer of this name is selected; what it matches leaves :attr:`unmatched`."""
         selected = True
         for key, tests in self._tests.items():
             matching = [label for label, test in tests.items() if test(name)]

@@ -13,17 +13,14 @@ from ottava.errors import OptionError, PluginError, text_of
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.features.base import Feature, Target
 from ottava_debug.operands import BY_COLUMN
-from ottava_debug.products import Inspection, Watch, quantizer_of
+from ottava_debug.products import Inspection, Watch, dense, quantizer_of
 
 
 class Selection(Protocol):
-    """A choice of layers by their names.
+    """A choice of layers by their names."""
 
-    Attributes:
-        unmatched: the patterns, numbers and names that no layer has matched so far -> their place
-            in the configuration.
-    """
-
+    #: The patterns, numbers and names that no layer has matched so far -> their place in the
+    #: configuration.
     unmatched: dict[str, str]
 
     def matches(self, name: str) -> bool:
@@ -36,13 +33,8 @@ class Enabled:
 
     Attributes:
         title: the name of the feature in messages, with the line.
-        namespace: the key of the section under which it stands.
-        feature: the feature.
-        config: its options.
-        selector: selects its layers.
         targets: its products and tensors; None for a feature that is no :class:`Feature`, and reads
             ``config`` itself.
-        on_error: ``"warn"`` or ``"raise"``; see :func:`ottava_debug.on_error`.
         off: names of layers for which it is switched off, because it raised.
         stopped: whether it is switched off for all layers, because it raised after a step.
     """
@@ -63,10 +55,6 @@ class Enabled:
     def name(self) -> str:
         """The name of the feature."""
         return type(self.feature).__name__
-
-    def active(self, step: int) -> bool:
-        """Whether the feature does anything in a step."""
-        return not self.stopped and self.is_chosen(step)
 
     def is_chosen(self, step: int) -> bool:
         """Whether the configuration chooses a step for the feature; the answer is the same on all
@@ -94,14 +82,9 @@ class Enabled:
         if not hasattr(self.feature, "parse_config_and_api"):
             return self.config
         if (gemm, tensor) not in self._configs:
-            call: dict[str, Any] = {
-                "gemm_parsing": gemm is not None,
-                "tensor_parsing": tensor is not None,
-            }
-            if gemm:
-                call["gemm"] = gemm
-            if tensor:
-                call["tensor_name"] = tensor
+            names = {"gemm": gemm, "tensor_name": tensor}
+            call: dict[str, Any] = {key: name for key, name in names.items() if name}
+            call["gemm_parsing"], call["tensor_parsing"] = gemm is not None, tensor is not None
             status, options = self.feature.parse_config_and_api(dict(self.config), **call)
             self._configs[gemm, tensor] = (options or self.config) if status else None
         return self._configs[gemm, tensor]
@@ -193,7 +176,11 @@ class Session:
             return None
         self._warn_of_namesake(str(name), layer)
         step = self.step()
-        active = [enabled for enabled in plan if enabled.active(step) and name not in enabled.off]
+        active = [
+            enabled
+            for enabled in plan
+            if not enabled.stopped and name not in enabled.off and enabled.is_chosen(step)
+        ]
         return LayerInspection(self, str(name), layer, active, step) if active else None
 
     def _warn_of_namesake(self, name: str, layer: Any) -> None:
@@ -238,16 +225,12 @@ class Session:
         warnings.warn(f"{text}. It is switched off for this layer", UserWarning, stacklevel=2)
 
     def after_step(self) -> None:
-        """Call ``step`` of each feature; after the first step, warn of patterns that matched no
-        layer."""
+        """Call ``step`` of each feature; once, warn of patterns that matched no layer."""
         self._end_step()
         self.warn_of_unmatched("Layers that ran", self._plans)
 
     def warn_of_unmatched(self, introduction: str, names: Iterable[str]) -> None:
-        """Warn, at the first call only, of patterns that matched no layer.
-
-        The warnings list some of the ``names``, introduced by ``introduction``.
-        """
+        """Warn, at the first call only, of patterns that matched no layer, with some ``names``."""
         if self._warned_of_unmatched:
             return
         self._warned_of_unmatched = True
@@ -335,9 +318,7 @@ class LayerInspection(Inspection):
         for enabled in self._enabled:
             if not self._modifies(enabled, gemm, tensor):
                 continue
-            plain = current
-            if isinstance(current, QuantizedTensorStorage):
-                plain = current.dequantize()
+            plain = dense(current)
             answer = self._ask(
                 enabled,
                 "modify_tensor",
@@ -365,20 +346,13 @@ class LayerInspection(Inspection):
     def _fitting(self, enabled: Enabled, answer: Any, plain: torch.Tensor) -> Any:
         """``answer`` in the dtype of ``plain``; or ``plain``, where ``answer`` does not fit and the
         error is not raised."""
-        is_tensor = isinstance(answer, (torch.Tensor, QuantizedTensorStorage))
-        if (
-            is_tensor
-            and answer.shape == plain.shape
-            and answer.device == plain.device
-            and answer.dtype.is_floating_point
-        ):
-            if isinstance(answer, QuantizedTensorStorage):
-                return answer
-            return answer.detach().to(plain.dtype)
-        if is_tensor:
+        is_quantized = isinstance(answer, QuantizedTensorStorage)
+        description = f"a {type(answer).__name__}"
+        if is_quantized or isinstance(answer, torch.Tensor):
             description = f"{tuple(answer.shape)} of {answer.dtype}"
-        else:
-            description = f"a {type(answer).__name__}"
+            is_like = answer.shape == plain.shape and answer.device == plain.device
+            if is_like and answer.dtype.is_floating_point:
+                return answer if is_quantized else answer.detach().to(plain.dtype)
         error = PluginError(
             f"it returned {description}",
             expected=f"a tensor {tuple(plain.shape)} on {plain.device}",
@@ -393,44 +367,27 @@ class LayerInspection(Inspection):
         # recomputation another object did so.
         first = (gemm, tensor) not in _AGAIN and tensor not in self._observed
         self._observed.add(tensor)
-        for enabled in self._enabled:
-            if first:
-                self._inspect(enabled, tensor, values, quantized)
-            if quantized is not None:
-                self._inspect_quantized(enabled, gemm, tensor, quantized)
-
-    def _inspect(
-        self,
-        enabled: Enabled,
-        tensor: str,
-        values: torch.Tensor,
-        quantized: QuantizedTensorStorage | None,
-    ) -> None:
         about = {"tensor_name": tensor, "tp_group": None}
-        answer = self._ask(enabled, "inspect_tensor_enabled", **about)
-        if not truth_of(answer, enabled.has("inspect_tensor")):
-            return
-        usages = {"rowwise": False, "columnwise": False}
-        if quantized is not None:
-            usages = quantized.get_usages()
-        self._ask(
-            enabled,
-            "inspect_tensor",
-            layer=self._layer,
-            tensor=values,
-            quantizer=getattr(quantized, "_quantizer", None),
-            recipe_name=None if self.call.recipe is None else self.call.recipe.name,
-            rowwise_quantized_tensor=quantized if usages["rowwise"] else None,
-            columnwise_quantized_tensor=quantized if usages["columnwise"] else None,
-            **about,
-        )
+        for enabled in self._enabled:
+            if first and self._is_asked(enabled, "inspect_tensor", about):
+                usages = {} if quantized is None else quantized.get_usages()
+                self._ask(
+                    enabled,
+                    "inspect_tensor",
+                    layer=self._layer,
+                    tensor=values,
+                    quantizer=getattr(quantized, "_quantizer", None),
+                    recipe_name=None if self.call.recipe is None else self.call.recipe.name,
+                    rowwise_quantized_tensor=quantized if usages.get("rowwise") else None,
+                    columnwise_quantized_tensor=quantized if usages.get("columnwise") else None,
+                    **about,
+                )
+            of_product = {**about, "gemm": gemm}
+            method = "inspect_tensor_postquantize"
+            if quantized is not None and self._is_asked(enabled, method, of_product):
+                by_row = (gemm, tensor) not in BY_COLUMN
+                self._ask(enabled, method, tensor=quantized, rowwise=by_row, **of_product)
 
-    def _inspect_quantized(
-        self, enabled: Enabled, gemm: str, tensor: str, quantized: QuantizedTensorStorage
-    ) -> None:
-        method = "inspect_tensor_postquantize"
-        about = {"tensor_name": tensor, "tp_group": None, "gemm": gemm}
-        answer = self._ask(enabled, f"{method}_enabled", **about)
-        if truth_of(answer, enabled.has(method)):
-            by_row = (gemm, tensor) not in BY_COLUMN
-            self._ask(enabled, method, tensor=quantized, rowwise=by_row, **about)
+    def _is_asked(self, enabled: Enabled, method: str, about: dict[str, Any]) -> bool:
+        """Whether a feature has a method, and its ``METHOD_enabled`` does not deny it."""
+        return truth_of(self._ask(enabled, f"{method}_enabled", **about), enabled.has(method))

@@ -22,7 +22,7 @@ from ottava_bisect.search.replay import Replay
 from ottava_bisect.search.report import Finding, Report, reason
 from ottava_custom import CustomRecipe
 from ottava_custom.files import FileFactory
-from ottava_debug.losses import LOSSES, Loss
+from ottava_debug.losses import Loss, check_loss
 from ottava_debug.recipe_file import Keep, recipe_text
 
 #: The relative distance by which an operand may move the result of its product, without the model.
@@ -74,14 +74,14 @@ def bisect(
         CheckpointError: the bundle cannot be read, or the model is not the captured one.
         UsageError: the recipe or a loss function has to be passed.
     """
-    _check_options(measure, loss, tolerance, max_replays)
+    _check_options(measure, tolerance, max_replays)
+    function = check_loss(loss)
     step = bundle if isinstance(bundle, Bundle) else Bundle.read(bundle)
     own_recipe = None if recipe is None else as_recipe(recipe)
     start = time.perf_counter()
     if model is None:
         report = _without_model(step, own_recipe, tolerance or PRODUCT_TOLERANCE, progress)
     else:
-        function = LOSSES[loss] if isinstance(loss, str) else loss
         is_captured = _is_captured(own_recipe, step)
         replay = Replay(step, _model(model), loss=function, recipe=own_recipe, fed=is_captured)
         if measure == "loss" and not replay.knows_loss:
@@ -98,19 +98,13 @@ def bisect(
     return report
 
 
-def _check_options(
-    measure: str, loss: Loss | str | None, tolerance: float | None, max_replays: int
-) -> None:
+def _check_options(measure: str, tolerance: float | None, max_replays: int) -> None:
     if measure not in MEASURES:
         raise OptionError(f"measure is {measure!r}", expected=f"one of {', '.join(MEASURES)}")
     if tolerance is not None and not tolerance > 0:
         raise OptionError(f"tolerance is {tolerance!r}", expected="a number above 0")
     if max_replays < FEWEST_REPLAYS:
         raise OptionError(f"max_replays is {max_replays}", expected=f"at least {FEWEST_REPLAYS}")
-    if isinstance(loss, str) and loss not in LOSSES:
-        raise OptionError(
-            f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function"
-        )
 
 
 def _is_captured(recipe: Recipe | None, step: Bundle) -> bool:

@@ -8,7 +8,7 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from ottava.cli.output import Json, console, say, show_json, table
 from ottava_debug.output import RECIPE_FILE, Force, Output, check_outputs, progress_bar, write_text
-from ottava_debug.references import call, resolve
+from ottava_debug.references import call, resolve_loss
 
 
 def bisect(
@@ -52,12 +52,11 @@ def bisect(
     from ottava_bisect.bundle import Bundle
     from ottava_bisect.search.bisect import bisect as search
     from ottava_bisect.search.page import PAGE, page
-    from ottava_debug.losses import LOSSES
 
     outputs = Output("--recipe-file", recipe_file, RECIPE_FILE), Output("--html", html, PAGE)
     check_outputs(outputs, (BUNDLE, recipe), force)
     step = Bundle.read(BUNDLE)
-    function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
+    function = resolve_loss(loss)
     own_model = None if model is None else call("--model", model)
     # The number of replays is an estimate, which gets better as the search goes on.
     with progress_bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:

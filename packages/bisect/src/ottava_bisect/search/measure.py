@@ -55,15 +55,22 @@ def _norm_distance(outcome: Outcome, reference: Outcome, noisy: frozenset[str]) 
     return max(ours / theirs, theirs / ours) - 1
 
 
+def relative_distance(values: torch.Tensor, reference: torch.Tensor) -> float:
+    """``‖values - reference‖ / ‖reference‖``; infinite where that is no number."""
+    size = float(reference.double().norm())
+    difference = float((values.double() - reference.double()).norm())
+    if not math.isfinite(difference) or (difference and not size):
+        return math.inf
+    return difference / size if size else 0.0
+
+
 def relative_distances(outcome: Outcome, reference: Outcome) -> dict[str, float]:
-    """Parameter -> ``‖g - g₀‖ / ‖g₀‖``, for each whose reference gradient ``g₀`` is not zero."""
-    distances: dict[str, float] = {}
-    for name, right in reference.gradients.items():
-        size = float(right.double().norm())
-        if size:
-            distance = float((outcome.gradients[name].double() - right.double()).norm()) / size
-            distances[name] = distance if math.isfinite(distance) else math.inf
-    return distances
+    """Parameter -> the relative distance of its gradient, where the reference is not zero."""
+    return {
+        name: relative_distance(outcome.gradients[name], right)
+        for name, right in reference.gradients.items()
+        if float(right.double().norm())
+    }
 
 
 def _gradient_distance(outcome: Outcome, reference: Outcome, noisy: frozenset[str]) -> float:

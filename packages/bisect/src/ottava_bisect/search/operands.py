@@ -1,7 +1,6 @@
 """The operands of products: the captured ones, and those that arrive in replays."""
 
 import copy
-import math
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -14,7 +13,7 @@ from ottava.recipes.step import update_states
 from ottava.tensors import QuantizedTensorStorage
 from ottava_bisect.bundle import Bundle, digest
 from ottava_bisect.recorder import Recorder, Recording, values_of
-from ottava_bisect.search.measure import loss_of_operand
+from ottava_bisect.search.measure import loss_of_operand, relative_distance
 from ottava_debug.measures import Measures, compare
 from ottava_debug.operands import BY_COLUMN, ROLES
 from ottava_debug.products import quantizer_of
@@ -192,7 +191,7 @@ class CapturedOperands:
             self._captured[key].pop(tensor)
             return values
         self._arrived[*key, tensor] = values.detach().clone()
-        difference = _relative_difference(values, captured)
+        difference = relative_distance(values, captured)
         comparison.difference = max(comparison.difference, difference)
         return captured
 
@@ -322,15 +321,6 @@ class Switched(First):
             quantizer = quantizer_of(self.call.state, gemm, tensor)
             storage = quantizer.quantize_impl(values, values.dtype)
             self._look.note(self.call, operand, values, storage, None)
-
-
-def _relative_difference(values: torch.Tensor, reference: torch.Tensor) -> float:
-    """``‖values - reference‖ / ‖reference‖``; infinite where that is no number."""
-    size = float(reference.double().norm())
-    if not size:
-        return math.inf
-    difference = float((values.double() - reference.double()).norm()) / size
-    return math.inf if math.isnan(difference) else difference
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """A search without the model: the effect of each operand on the result of its own product."""
 
-import math
 import warnings
 from collections.abc import Callable, Collection
 from typing import Any
@@ -13,6 +12,7 @@ from ottava.errors import CheckpointError, UsageError, translated
 from ottava.recipes import Recipe
 from ottava_bisect.bundle import Bundle
 from ottava_bisect.recipe_data import build
+from ottava_bisect.search.measure import relative_distance
 from ottava_bisect.search.operands import Comparison, Operand
 from ottava_debug.operands import OPERANDS, TENSORS
 from ottava_debug.products import Inspection, Watch
@@ -99,7 +99,7 @@ class Products:
             operand = Operand(call.layer, gemm, tensor)
             if gemm in exact and operand in comparison.statistics:
                 results = self._results(number, recipe, _Product({(gemm, tensor)}))
-                error = _error(results[gemm], exact[gemm])
+                error = relative_distance(results[gemm], exact[gemm])
                 self.errors[operand] = max(self.errors.get(operand, 0.0), error)
 
     def _results(
@@ -164,14 +164,3 @@ def _weight(step: Bundle, number: int) -> torch.Tensor:
             expected=f"high precision, [out, in] as of its operands, {sizes}",
         )
     return weight
-
-
-def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """``‖result - exact‖ / ‖exact‖``."""
-    size = float(exact.double().norm())
-    error = float((result.double() - exact.double()).norm())
-    if not math.isfinite(error):
-        return math.inf
-    if size:
-        return error / size
-    return math.inf if error else 0.0

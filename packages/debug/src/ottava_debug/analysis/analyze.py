@@ -11,7 +11,7 @@ from ottava.errors import OptionError, UsageError
 from ottava_debug.analysis import sources
 from ottava_debug.analysis.measuring import Candidate, Series, candidates, repetitions
 from ottava_debug.analysis.report import THRESHOLD, Analysis, Skipped, TensorReport
-from ottava_debug.losses import LOSSES, Loss
+from ottava_debug.losses import Loss, check_loss
 
 #: ``progress(unit, done, total)``; the unit is ``"elements"`` of weights, or ``"steps"``.
 Progress = Callable[[str, int, int], None]
@@ -61,7 +61,8 @@ def analyze(
         DTypeError: an argument has another type.
         RecipeNotFoundError, PluginError: a named recipe cannot be loaded.
     """
-    _check(source, model, data, loss, steps, threshold)
+    _check(source, model, data, steps, threshold)
+    function = check_loss(loss)
     trials, unavailable = candidates(recipes)
     if not trials:
         raise UsageError(
@@ -77,7 +78,7 @@ def analyze(
         from ottava_debug.analysis.captured import capture
 
         step_series, step_count, missed = capture(
-            subject.model, data, loss, steps, trials, lambda done: report("steps", done, steps)
+            subject.model, data, function, steps, trials, lambda done: report("steps", done, steps)
         )
         tensors = _by_layer([*tensors, *(series.report() for series in step_series)], subject)
         skipped = [*skipped, *missed]
@@ -97,14 +98,8 @@ def analyze(
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is analyzed.
-
-    Attributes:
-        name: the name of the checkpoint or the model.
-        weights: the weights ``[out, in]`` by the names of their layers.
-        skipped: the tensors that are left out.
-        model: a copy of the model in high precision; None without a model.
-    """
+    """What is analyzed: weights ``[out, in]`` by layers, and a copy of the model if there is
+    one."""
 
     name: str
     weights: Mapping[str, torch.Tensor]
@@ -155,17 +150,13 @@ def _by_layer(tensors: Sequence[TensorReport], subject: _Subject) -> list[Tensor
     return sorted(tensors, key=lambda tensor: place.get(tensor.layer, len(place)))
 
 
-def _check(source: Any, model: Any, data: Any, loss: Any, steps: int, threshold: float) -> None:
+def _check(source: Any, model: Any, data: Any, steps: int, threshold: float) -> None:
     if source is None and model is None:
         raise OptionError(
             "neither a source nor a model", expected="a checkpoint, a state dict or a model"
         )
     if data is not None and model is None:
         raise OptionError("data without a model", expected="the model that takes them")
-    if isinstance(loss, str) and loss not in LOSSES:
-        raise OptionError(
-            f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function"
-        )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps is {steps!r}", expected="a positive integer")
     is_number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)

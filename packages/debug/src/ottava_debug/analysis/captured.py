@@ -17,7 +17,7 @@ from ottava.tensors import QuantizedTensorStorage
 from ottava_custom import CustomRecipe, identity_factory
 from ottava_debug.analysis.measuring import Candidate, Series
 from ottava_debug.analysis.report import Skipped
-from ottava_debug.losses import LOSSES, Loss, loss_in
+from ottava_debug.losses import Loss, loss_in
 from ottava_debug.operands import ROLES
 from ottava_debug.products import Inspection, Watch
 from ottava_debug.references import ANYTHING
@@ -27,10 +27,6 @@ def in_high_precision(model: torch.nn.Module, state: Mapping[str, Any] | None) -
     """A copy of a model, whose linear layers can be watched and compute in high precision.
 
     The values of ``state`` are loaded into the copy, if it is not None.
-
-    Raises:
-        DTypeError: ``model`` is not a module.
-        CheckpointError: a parameter is missing from ``state``, or has another shape.
     """
     if not isinstance(model, torch.nn.Module):
         raise DTypeError(f"the model is a {type(model).__name__}", expected="a torch.nn.Module")
@@ -64,11 +60,7 @@ def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 def weights_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Skipped]]:
     """The weights ``[out, in]`` of the layers of :func:`in_high_precision`, and the weights that
-    are left out.
-
-    Raises:
-        UsageError: there is no weight in high precision.
-    """
+    are left out."""
     weights: dict[str, torch.Tensor] = {}
     skipped: list[Skipped] = []
     for name, module in model.named_modules():
@@ -111,12 +103,7 @@ class _Look(Inspection):
 
 
 class _Gatherer:
-    """Gathers the inputs and gradients of a model's layers, a series for each.
-
-    Attributes:
-        names: the names of the layers.
-        series: (layer, role) -> the series of its values.
-    """
+    """Gathers the inputs and gradients of a model's layers, a series for each."""
 
     def __init__(self, model: torch.nn.Module, recipes: Sequence[Candidate]) -> None:
         self.names: dict[Any, str] = {
@@ -162,20 +149,13 @@ class _Gatherer:
 def capture(
     model: torch.nn.Module,
     batches: Iterable[Any],
-    loss: Loss | str | None,
+    loss: Loss | None,
     steps: int,
     recipes: Sequence[Candidate],
     progress: Callable[[int], None],
 ) -> tuple[list[Series], int, list[Skipped]]:
-    """Run up to ``steps`` steps of the model.
-
-    Returns:
-        The series of inputs and gradients of the layers, the number of steps, and the layers or
-        gradients that were not captured.
-
-    Raises:
-        UsageError: there is no batch, or the model or the loss fails.
-    """
+    """Run up to ``steps`` steps of the model; the series of inputs and gradients, the number of
+    steps, and what was not captured."""
     gatherer = _Gatherer(model, recipes)
     step_count, has_backward = 0, False
     with torch.enable_grad():
@@ -204,13 +184,13 @@ def _first(batches: Iterable[Any], steps: int) -> Iterator[Any]:
         yield from itertools.islice(batches, steps)
 
 
-def _step(model: torch.nn.Module, batch: Any, loss: Loss | str | None) -> bool:
+def _step(model: torch.nn.Module, batch: Any, loss: Loss | None) -> bool:
     """Run a forward pass, and a backward pass if there is a loss; returns whether there was one."""
-    function = LOSSES[loss] if isinstance(loss, str) else loss
-    inputs, targets = batch if function is not None and _is_pair(batch) else (batch, batch)
+    is_pair = loss is not None and isinstance(batch, (tuple, list)) and len(batch) == 2
+    inputs, targets = batch if is_pair else (batch, batch)
     try:
         output = _call(model, inputs)
-        value = loss_in(output) if function is None else function(output, targets)
+        value = loss_in(output) if loss is None else loss(output, targets)
         if value is not None:
             value.backward()
     except ANYTHING as error:
@@ -221,10 +201,6 @@ def _step(model: torch.nn.Module, batch: Any, loss: Loss | str | None) -> bool:
     finally:
         model.zero_grad(set_to_none=True)
     return value is not None
-
-
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
 def _call(model: torch.nn.Module, inputs: Any) -> Any:

@@ -11,7 +11,7 @@ from rich.progress import TaskID, TaskProgressColumn
 from ottava.cli.output import console, say
 from ottava.errors import OptionError
 from ottava_debug.output import RECIPE_FILE, Force, Output, check_outputs, progress_bar
-from ottava_debug.references import call, resolve
+from ottava_debug.references import call, resolve_loss
 
 _Paths = Path | None
 _TARGETS = "targets"
@@ -86,7 +86,6 @@ def analyze(
     BF16."""
     from ottava_debug.analysis import output
     from ottava_debug.analysis.analyze import analyze as measure
-    from ottava_debug.losses import LOSSES
 
     outputs = (
         Output("--json", json_file, output.JSON),
@@ -96,7 +95,7 @@ def analyze(
     check_outputs(outputs, (checkpoint, data, base, *(recipe or ())), force)
     if base is not None and recipe and base not in recipe:
         raise OptionError(f"--base {base!r}", expected=f"one of {', '.join(recipe)}")
-    function: Any = loss if loss is None or loss in LOSSES else resolve("--loss", loss)
+    function = resolve_loss(loss)
     with _progress() as progress:
         report = measure(
             checkpoint,

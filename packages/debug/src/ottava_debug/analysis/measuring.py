@@ -26,14 +26,8 @@ class Candidate:
 
 
 def candidates(names: Sequence[str] | None) -> tuple[list[Candidate], list[Skipped]]:
-    """The recipes to try, and those that are left out.
-
-    ``names`` are names of recipes or paths of recipe files. None stands for all installed recipes
-    that need no options.
-
-    Raises:
-        OttavaError: a named recipe cannot be loaded; see :func:`ottava.get_recipe`.
-    """
+    """The recipes of these names or files, or all installed ones that need no options; and those
+    that are left out."""
     if names is not None:
         return [Candidate(name, ottava.get_recipe(name)) for name in dict.fromkeys(names)], []
     recipes: list[Candidate] = []
@@ -47,11 +41,8 @@ def candidates(names: Sequence[str] | None) -> tuple[list[Candidate], list[Skipp
 
 
 def repetitions(recipes: Sequence[Candidate], tensors: Sequence[TensorReport]) -> list[Skipped]:
-    """The recipes that only repeat another one.
-
-    These are recipes that read recipe files, and without a file quantize every tensor as another
-    recipe without state does.
-    """
+    """The recipes that read recipe files, and without one quantize every tensor as another recipe
+    without state does."""
     readers = {spec.name for spec in list_recipes() if spec.file_suffixes}
     stateless = [candidate.name for candidate in recipes if not candidate.recipe.stateful]
     repeats: list[Skipped] = []
@@ -67,13 +58,7 @@ def repetitions(recipes: Sequence[Candidate], tensors: Sequence[TensorReport]) -
 
 
 class Series:
-    """One tensor of a layer under all recipes, through all steps.
-
-    Args:
-        layer: the qualified name of the layer.
-        role: ``"weight"``, ``"input"`` or ``"grad_output"``.
-        recipes: the recipes to try.
-    """
+    """One tensor of a layer under all recipes, through all steps."""
 
     def __init__(self, layer: str, role: str, recipes: Sequence[Candidate]) -> None:
         self._layer, self._role = layer, role

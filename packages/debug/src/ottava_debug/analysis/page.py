@@ -29,16 +29,8 @@ _WORST = 12
 
 @dataclass(frozen=True)
 class Metric:
-    """One of the measures on the page.
-
-    Attributes:
-        title: the name.
-        value: reads the measure.
-        text: formats it.
-        coloured: reads the value that decides the colour.
-        bounds: the six bounds between the seven colours, from bad to good.
-        more_is_better: whether larger values are better.
-    """
+    """One of the measures on the page: its value and text; the value that decides the colour, and
+    the six bounds between the seven colours, from bad to good."""
 
     title: str
     value: Callable[[Noise], float | None]

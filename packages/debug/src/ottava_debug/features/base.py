@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
+
 from ottava.errors import OptionError, OttavaError
 from ottava_debug.located import Located, kind_of, names, truth, unknown
 from ottava_debug.operands import TENSORS
@@ -18,16 +20,13 @@ ON_ERROR = ("warn", "raise")
 Check = Callable[[Any], Any]
 
 
-def _step(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < -1:
-        raise OptionError(f"is {kind_of(value)}", expected="a step, or -1 for no end")
-    return value
+def _integer(least: int, expected: str) -> Check:
+    def check(value: Any) -> Any:
+        if type(value) is not int or value < least:
+            raise OptionError(f"is {kind_of(value)}", expected=expected)
+        return value
 
-
-def _frequency(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"is {kind_of(value)}", expected="a number of steps, from 1")
-    return value
+    return check
 
 
 def _ranges(value: Any) -> list[tuple[int, int]]:
@@ -59,10 +58,10 @@ def _on_error(value: Any) -> str:
 
 #: Options that every feature has.
 COMMON: dict[str, Check] = {
-    "start_step": _step,
-    "end_step": _step,
+    "start_step": _integer(-1, "a step, or -1 for no end"),
+    "end_step": _integer(-1, "a step, or -1 for no end"),
     "start_end_list": _ranges,
-    "freq": _frequency,
+    "freq": _integer(1, "a number of steps, from 1"),
     "on_error": _on_error,
 }
 
@@ -238,6 +237,19 @@ class Feature:
 
     def step(self) -> None:
         """Called after each step."""
+
+
+class Modifying(Feature):
+    """A feature that modifies the tensors of products that a configuration names."""
+
+    by_gemm = by_tensor = True
+
+    @api_method  # type: ignore[untyped-decorator]
+    def modify_tensor_enabled(
+        self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int = 0
+    ) -> bool:
+        """True, because this is called only for the tensors that the configuration names."""
+        return True
 
 
 def _pairs() -> str:

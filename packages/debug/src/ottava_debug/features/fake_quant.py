@@ -7,7 +7,7 @@ from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
 from ottava.debug import fake_quantize
 from ottava.errors import OptionError
-from ottava_debug.features.base import Check, Feature
+from ottava_debug.features.base import Check, Feature, Modifying
 from ottava_debug.located import kind_of
 
 
@@ -32,7 +32,7 @@ class _HighPrecision(Feature):
         return False
 
 
-class FakeQuant(_HighPrecision):
+class FakeQuant(_HighPrecision, Modifying):
     """Computes products in high precision, with tensors that were quantized and dequantized before.
 
     Options: ``gemms`` or ``gemms_struct``, ``tensors`` or ``tensors_struct``, and ``quant_format``,
@@ -40,16 +40,8 @@ class FakeQuant(_HighPrecision):
     operands.
     """
 
-    by_gemm = by_tensor = True
     options: ClassVar[dict[str, Check]] = {"quant_format": _format}
     required = ("quant_format",)
-
-    @api_method  # type: ignore[untyped-decorator]
-    def modify_tensor_enabled(
-        self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int = 0
-    ) -> bool:
-        """True, because this is called only for the tensors that the configuration names."""
-        return True
 
     @api_method  # type: ignore[untyped-decorator]
     def modify_tensor(

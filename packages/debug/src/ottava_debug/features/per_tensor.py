@@ -11,7 +11,7 @@ from ottava import kernels
 from ottava.errors import OptionError
 from ottava.formats import E4M3, E5M2, FP8
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, Quantizer
-from ottava_debug.features.base import Check, Feature, Target
+from ottava_debug.features.base import Check, Modifying, Target
 from ottava_debug.located import kind_of
 from ottava_debug.operands import BY_COLUMN, ROLES
 
@@ -48,7 +48,7 @@ class _PerTensorQuantizer(Float8QuantizerBase):
         return self._wrap((data if with_data else None, transpose, scale_inv), dtype)
 
 
-class PerTensorScaling(Feature):
+class PerTensorScaling(Modifying):
     """Quantizes operands of products with one scale for the tensor, from the tensor's own amax.
 
     Options: ``gemms`` or ``gemms_struct``; ``tensors`` or ``tensors_struct``, with ``activation``,
@@ -58,7 +58,6 @@ class PerTensorScaling(Feature):
     precision.
     """
 
-    by_gemm = by_tensor = True
     options: ClassVar[dict[str, Check]] = {"margin": _margin}
 
     def targets(self, config: Mapping[str, Any], title: str) -> list[Target]:
@@ -75,13 +74,6 @@ class PerTensorScaling(Feature):
                     expected=f"operands: {', '.join(ROLES)}",
                 )
         return targets
-
-    @api_method  # type: ignore[untyped-decorator]
-    def modify_tensor_enabled(
-        self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int = 0
-    ) -> bool:
-        """True, because this is called only for the operands that the configuration names."""
-        return True
 
     @api_method  # type: ignore[untyped-decorator]
     def modify_tensor(

@@ -91,14 +91,8 @@ def reduction_group() -> Any:
 
 
 class _Stat(NamedTuple):
-    """A requested statistic.
-
-    Attributes:
-        text: the name in the configuration.
-        stat: the name without recipe and direction.
-        recipe: the recipe that quantizes the tensor; None for the operand that the product takes.
-        columnwise: whether columnwise data is measured.
-    """
+    """A requested statistic: its name in the configuration, and without recipe and direction; the
+    recipe, None for that of the operand which the product takes; and the direction."""
 
     text: str
     stat: str

@@ -152,14 +152,8 @@ def block_of(stat: str) -> tuple[int, int] | None:
 
 
 def block_range(matrix: torch.Tensor, block: tuple[int, int]) -> float:
-    """The largest ``log2 max|x| - log2 min|x|`` of a block, over its finite nonzero values.
-
-    A block without such values counts as 0.
-
-    Args:
-        matrix: ``[rows, columns]`` in high precision. Blocks at ragged edges are smaller.
-        block: the rows and columns of a block.
-    """
+    """The largest ``log2 max|x| - log2 min|x|`` of a block, over its finite nonzero values; 0
+    without any. Blocks at ragged edges are smaller."""
     rows, columns = matrix.shape
     high, wide = min(block[0], rows), min(block[1], columns)
     magnitudes = matrix.abs()
@@ -192,13 +186,8 @@ def _neutral(keys: Iterable[tuple[str, str]]) -> Numbers:
 class ValueSums:
     """Sums over high-precision tensors, for statistics over all of them together.
 
-    Args:
-        stats: the statistics that :meth:`value` will be called for.
-        both_ways: whether products take the tensors along rows and along columns; blocks are then
-            measured in both directions.
-
-    Attributes:
-        numbers: the numbers to combine with those of other ranks, which may replace them.
+    With ``both_ways``, blocks are measured along rows and along columns. :attr:`numbers` are
+    combined with those of other ranks, which may replace them.
     """
 
     def __init__(self, stats: Iterable[str], both_ways: bool = False) -> None:

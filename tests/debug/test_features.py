@@ -1,0 +1,289 @@
+"""Features that change products: each product takes exactly what the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nvdlfw_inspect.api as debug_api
+import pytest
+import torch
+
+import ottava
+import ottava_debug
+from ottava.debug import fake_quantize
+from ottava_debug import Watch
+from tests.arrays import decode, quantize
+from tests.debug.by_hand import (
+    TENSORS,
+    Operands,
+    assert_results,
+    inputs,
+    layer_of,
+    passes,
+    products,
+    quantized,
+)
+from tests.debug.yaml_files import GOOD, section
+
+Initialize = Callable[..., Path]
+Formats = dict[tuple[str, str], str]
+
+# Options of FakeQuant -> (product, tensor) -> format.
+FAKE_QUANT: dict[str, Formats] = {
+    "gemms: [fprop, dgrad], tensors: [activation, weight], quant_format: FP8E4M3": {
+        ("fprop", "activation"): "FP8E4M3",
+        ("fprop", "weight"): "FP8E4M3",
+        ("dgrad", "weight"): "FP8E4M3",
+    },
+    "gemms: all, tensors: [output, dgrad, wgrad], quant_format: MXFP8E5M2": {
+        ("fprop", "output"): "MXFP8E5M2",
+        ("dgrad", "dgrad"): "MXFP8E5M2",
+        ("wgrad", "wgrad"): "MXFP8E5M2",
+    },
+    "gemms: wgrad, tensors: all, quant_format: MXFP8E4M3": {
+        ("wgrad", "gradient"): "MXFP8E4M3",
+        ("wgrad", "activation"): "MXFP8E4M3",
+        ("wgrad", "wgrad"): "MXFP8E4M3",
+    },
+    """gemms_struct: [
+        {gemm: fprop, tensors: [activation], quant_format: FP8E5M2},
+        {gemm: wgrad, tensors: [gradient, wgrad], quant_format: MXFP8E4M3}]""": {
+        ("fprop", "activation"): "FP8E5M2",
+        ("wgrad", "gradient"): "MXFP8E4M3",
+        ("wgrad", "wgrad"): "MXFP8E4M3",
+    },
+    # Options of an item take precedence over those around the list.
+    """quant_format: FP8E4M3, gemms_struct: [
+        {gemm: fprop, tensors: [activation, weight]},
+        {gemm: dgrad, quant_format: FP8E5M2, tensors_struct: [
+            {tensor: gradient}, {tensor: weight, quant_format: MXFP8E4M3}]}]""": {
+        ("fprop", "activation"): "FP8E4M3",
+        ("fprop", "weight"): "FP8E4M3",
+        ("dgrad", "gradient"): "FP8E5M2",
+        ("dgrad", "weight"): "MXFP8E4M3",
+    },
+    """gemms: [fprop, wgrad], tensors_struct: [
+        {tensor: activation, quant_format: MXFP8E4M3},
+        {tensor: weight, quant_format: FP8E4M3}]""": {
+        ("fprop", "activation"): "MXFP8E4M3",
+        ("fprop", "weight"): "FP8E4M3",
+        ("wgrad", "activation"): "MXFP8E4M3",
+    },
+    "gemms: [], tensors: [weight], quant_format: FP8E4M3": {},
+}
+RECIPES = [("current", torch.float32), ("mxfp8", torch.float32), ("delayed", torch.bfloat16)]
+
+
+def fake_quantized(recipe: str, formats: Formats) -> dict[str, Any]:
+    """What products take and give if tensors are fake-quantized in these formats."""
+
+    def changed(gemm: str, tensor: str, values: torch.Tensor) -> torch.Tensor:
+        if (gemm, tensor) in formats:
+            return fake_quantize(values, formats[gemm, tensor])
+        return values
+
+    def operand(gemm: str, tensor: str, values: torch.Tensor) -> Any:
+        if any(of == gemm for of, _ in formats):
+            return changed(gemm, tensor, values)
+        return quantized(recipe, gemm, tensor, values)
+
+    return {"operand": operand, "result": changed}
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), RECIPES)
+@pytest.mark.parametrize("namespace", ["transformer_engine", "ottava"])
+def test_fake_quant(
+    recipe: str, dtype: torch.dtype, namespace: str, initialize: Initialize
+) -> None:
+    x, dy = inputs(dtype)
+    for options, formats in FAKE_QUANT.items():
+        off = section("FakeQuant", options, name="off").replace("enabled: True", "enabled: False")
+        off_feature = "    DisableFP8Layer: {enabled: False}\n"
+        initialize(section("FakeQuant", options, namespace=namespace) + off_feature + off)
+        layer = layer_of(recipe, dtype=dtype)
+        found = passes(layer, x, dy)
+        assert_results(found, products(layer, x, dy, **fake_quantized(recipe, formats)))
+        other = layer_of(recipe, "other", dtype=dtype)
+        expected = products(other, x, dy, partial(quantized, recipe))
+        assert_results(passes(other, x, dy), expected)
+        assert torch.equal(found["output"], expected["output"]) is not any(
+            gemm == "fprop" for gemm, _ in formats
+        )
+        debug_api.end_debug()
+
+
+def test_fake_quant_from_python() -> None:
+    x, dy = inputs()
+    layer = layer_of("current")
+    every = sorted({tensor for tensors in TENSORS.values() for tensor in tensors})
+    for options, count in (({}, 2), ({"tensors": every}, 3)):
+        tensors = {gemm: names[:count] for gemm, names in TENSORS.items()}
+        formats = {(gemm, name): "FP8E5M2" for gemm in tensors for name in tensors[gemm]}
+        with ottava_debug.fake_quant(layer, "FP8E5M2", **options):
+            found = passes(layer, x, dy)
+        assert_results(found, products(layer, x, dy, **fake_quantized("current", formats)))
+    with ottava_debug.fake_quant(layer, "FP8E5M2", gemms="fprop", tensors="weight"):
+        found = passes(layer, x, dy)
+    formats = {("fprop", "weight"): "FP8E5M2"}
+    assert_results(found, products(layer, x, dy, **fake_quantized("current", formats)))
+    assert_results(passes(layer, x, dy), products(layer, x, dy, partial(quantized, "current")))
+
+
+# Every format of an installed recipe -> the recipe.
+FORMATS = {
+    name: spec.name for spec in ottava.list_recipes() for name in spec.fake_quant_formats
+} | {"FP8E4M3": "current", "FP8E5M2": "current"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_fake_quantize_is_the_layout_of_the_recipe(name: str) -> None:
+    element = ottava.Format.E5M2 if name.endswith("E5M2") else ottava.Format.E4M3
+    recipe = ottava.get_recipe(FORMATS[name], fp8_format=element)
+    layout = recipe.quantizer(ottava.QuantizerRole("linear", "input")).layout
+    random = torch.Generator().manual_seed(3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows, columns in ((64, 96), (33, 70)):
+            powers = torch.randint(-14, 4, (rows, columns), generator=random)
+            x = (torch.randn(rows, columns, generator=random) * torch.exp2(powers)).to(dtype)
+            x[0], x[1, :40] = 0.0, -0.0
+            data, scale_inv, *_ = quantize(x, layout)
+            expected = decode(data, scale_inv, layout, columnwise=False, dtype=dtype)
+            assert torch.equal(fake_quantize(x, name), expected)
+            out = torch.full_like(x, 7.0)
+            assert fake_quantize(x, name, out) is out
+            assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8"])
+def test_switches_for_high_precision(recipe: str, initialize: Initialize) -> None:
+    x, dy = inputs()
+    plain = passes(layer_of(None), x, dy)
+    for feature in ("DisableFP8GEMM", "DisableQuantizationGEMM"):
+        initialize(section(feature, "gemms: [dgrad]"))
+        layer = layer_of(recipe)
+        found = passes(layer, x, dy)
+        expected = products(layer, x, dy, partial(quantized, recipe))
+        assert_results(found, expected | {"dgrad": plain["dgrad"]})
+        debug_api.end_debug()
+    for feature in ("DisableFP8Layer", "DisableQuantizationLayer"):
+        initialize(section(feature))
+        assert_results(passes(layer_of(recipe), x, dy), plain)
+        debug_api.end_debug()
+    layer = layer_of(recipe)
+    with ottava_debug.high_precision(layer):
+        assert_results(passes(layer, x, dy), plain)
+        # A layer that is not the model's stays as it is.
+        assert not torch.equal(layer_of(recipe)(x), plain["output"])
+
+
+# Options of PerTensorScaling -> (product, operand) -> margin.
+SCALED = {
+    "gemms: [fprop, wgrad], tensors: [activation, gradient]": {
+        ("fprop", "activation"): 0,
+        ("wgrad", "activation"): 0,
+        ("wgrad", "gradient"): 0,
+    },
+    "gemms: [fprop], tensors: [weight], margin: 3": {("fprop", "weight"): 3},
+    """gemms_struct: [{gemm: dgrad, tensors_struct: [
+        {tensor: gradient, margin: 2}, {tensor: weight, margin: -1}]}]""": {
+        ("dgrad", "gradient"): 2,
+        ("dgrad", "weight"): -1,
+    },
+}
+
+
+def with_one_scale(values: torch.Tensor, element: torch.dtype, margin: int) -> torch.Tensor:
+    """One scale for the tensor, of an amax times ``2^margin``, in float32."""
+    largest = torch.tensor(torch.finfo(element).max)
+    scale = largest / values.abs().max() * 2.0**-margin
+    return (values * scale).clamp(-largest, largest).to(element).float() * (torch.ones(()) / scale)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "rowwise"])
+def test_per_tensor_scaling(recipe: str, initialize: Initialize) -> None:
+    x, dy = inputs()
+    for options, margins in SCALED.items():
+        initialize(section("PerTensorScaling", options))
+        layer = layer_of(recipe)
+        operands = Operands()
+        with Watch(lambda layer, operands=operands: operands):
+            found = passes(layer, x, dy)
+        values = {"activation": x, "weight": layer.weight.detach(), "gradient": dy}
+        for (gemm, tensor), margin in margins.items():
+            _, taken = operands.taken[gemm, tensor]
+            usual = quantized(recipe, gemm, tensor, values[tensor])
+            expected = with_one_scale(values[tensor], usual.grid_layout.element, margin)
+            assert torch.equal(taken.dequantize(torch.float32), expected)
+
+        def operand(gemm: str, tensor: str, values: torch.Tensor) -> Any:
+            if (gemm, tensor) in margins:  # noqa: B023
+                return operands.taken[gemm, tensor][1]  # noqa: B023
+            return quantized(recipe, gemm, tensor, values)
+
+        assert_results(found, products(layer, x, dy, operand))
+        debug_api.end_debug()
+
+
+def test_per_tensor_scaling_of_a_product_in_high_precision(initialize: Initialize) -> None:
+    x, dy = inputs()
+    text = section("PerTensorScaling", "gemms: all, tensors: [activation, weight, gradient]")
+    initialize(text + "    DisableFP8Layer: {enabled: True}\n")
+    found = passes(layer_of("current"), x, dy)
+    layer = layer_of(None)
+    assert_results(found, products(layer, x, dy, lambda gemm, tensor, values: values))
+
+
+# Options of steps, and the steps of eight in which a feature is active.
+STEPS: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ({"freq": 3}, [0, 3, 6]),
+    ({"start_step": 5, "end_step": -1}, [5, 6, 7]),
+    ({"start_step": 2, "end_step": 4}, [2, 3, 4]),
+    ({"start_step": 1, "end_step": 5, "freq": 2}, [2, 4]),
+    ({"start_end_list": [[1, 3], [5, 5]]}, [1, 2, 3, 5]),
+    ({"start_end_list": [[0, 2], [2, 4]], "freq": 2}, [0, 2, 4]),
+    ({"start_end_list": [[0, 0], [6, -1]]}, [0, 6, 7]),
+]
+
+
+def test_steps_in_which_a_feature_is_active(initialize: Initialize) -> None:
+    layer = layer_of("current")
+    x, _ = inputs()
+    plain = layer_of(None)(x)
+    for options, expected in STEPS:
+        with ottava_debug.high_precision(layer, **options) as run:
+            found = []
+            for step in range(8):
+                if torch.equal(layer(x), plain):
+                    found.append(step)
+                run.step()
+        assert found == expected
+        given = ", ".join(f"{key}: {value}" for key, value in options.items())
+        initialize(section("DisableFP8Layer", given))
+        found = []
+        for step in range(8):
+            if torch.equal(layer(x), plain):
+                found.append(step)
+            debug_api.step()
+        assert found == expected
+        debug_api.end_debug()
+    assert not torch.equal(layer(x), plain)
+
+
+def test_a_feature_is_asked_by_hand(initialize: Initialize) -> None:
+    initialize(GOOD)
+    api = debug_api.transformer_engine
+    fprop = {"gemm": "fprop", "iteration": 0}
+    assert api.fp8_gemm_enabled("a", **fprop) is False
+    assert api.fp8_gemm_enabled("a", gemm="wgrad", iteration=0) is True
+    assert api.modify_tensor_enabled("a", tensor_name="weight", **fprop) is True
+    assert api.modify_tensor_enabled("a", tensor_name="activation", **fprop) is False
+    x = torch.randn(4, 5)
+    changed = api.modify_tensor("a", tensor_name="weight", tensor=x, **fprop)
+    assert torch.equal(changed, fake_quantize(x, "FP8E4M3"))
+    # The other namespace has nothing for the layer.
+    assert debug_api.ottava.fp8_gemm_enabled("a", **fprop) is True
+    debug_api.end_debug()
