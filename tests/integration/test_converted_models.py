@@ -168,7 +168,6 @@ def test_the_class_looks_as_before(cls: Any) -> None:
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "DataParallel": torch.nn.DataParallel,
     "Sequential": torch.nn.Sequential,
-    "compiled": lambda model: torch.compile(model, backend="aot_eager", fullgraph=True),
     "parametrized": lambda model: (
         parametrize.register_parametrization(model.layer, "weight", torch.nn.Identity()),
         model,
@@ -178,7 +177,6 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", WRAPS)
 def test_inside_of_others_a_model_begins_the_same_steps(name: str) -> None:
-    torch._dynamo.reset()
     model, plain = ottava.convert(Net(), RECIPE), ottava.convert(Net(), RECIPE)
     wrapped = WRAPS[name](model)
     for number in range(3):

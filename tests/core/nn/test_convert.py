@@ -264,7 +264,6 @@ def tree(names: str) -> torch.nn.Module:
         # As wrappers have them.
         ("module.attn.output", "module.output"),
         ("base_model.model.model.layers.0.mlp.up_proj", "base_model.model.lm_head"),
-        ("pretrained_model.layers.0.output.fc", "v_head.summary"),
         # LLaMA, as of Transformers and as it was published; BERT; ViT.
         ("model.layers.0.self_attn.o_proj model.layers.0.mlp.down_proj", "lm_head"),
         ("layers.0.attention.wo layers.0.feed_forward.w2", "output"),
