@@ -165,13 +165,15 @@ def test_the_class_looks_as_before(cls: Any) -> None:
     assert b"ConvertedModel" not in pickled
 
 
+def parametrized(model: Any) -> Any:
+    parametrize.register_parametrization(model.layer, "weight", torch.nn.Identity())
+    return model
+
+
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "DataParallel": torch.nn.DataParallel,
     "Sequential": torch.nn.Sequential,
-    "parametrized": lambda model: (
-        parametrize.register_parametrization(model.layer, "weight", torch.nn.Identity()),
-        model,
-    )[1],
+    "parametrized": parametrized,
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import ottava
@@ -19,9 +20,9 @@ from ottava.errors import UsageError
 from ottava.nn import Linear, TransposedLinear
 from ottava_custom import CustomRecipe, IdentityQuantizer, current_scaling_ref_quantizer_factory
 from ottava_integrations import convert_file
-from tests import ranks
 from tests.comparing import assert_same
 from tests.core import forking
+from tests.ranks import on_ranks
 
 NAMED = ("blockwise", "current", "delayed", "mxfp8", "rowwise")
 REFERENCE = CustomRecipe(current_scaling_ref_quantizer_factory)
@@ -462,39 +463,34 @@ def test_optimizers_that_train_the_weights_are_not_warned_of() -> None:
         trained(model, frozen)
 
 
-# -- FSDP2: one launch --
+# -- FSDP2 --
 
 
-def transposed_shards(mesh: Any) -> None:
-    for recipe in NAMED:
-        for gathered in (False, True):
-            model = torch.nn.Sequential(Conv1D(64, 96), torch.nn.Linear(96, 32))
-            weight = ottava.convert(model, recipe)[0].weight
-            expected = losses(copy.deepcopy(model))
-            if gathered:
-                ottava.distributed.gather_quantized(model)
-                assert model[0].weight is weight
-            fully_shard(model, mesh=mesh)
-            assert losses(model) == expected, (recipe, gathered)
+@each_name
+@on_ranks(2)
+def test_shards_of_transposed_weights_train_as_the_whole(mesh: DeviceMesh, recipe: str) -> None:
+    for gathered in (False, True):
+        model = torch.nn.Sequential(Conv1D(64, 96), torch.nn.Linear(96, 32))
+        weight = ottava.convert(model, recipe)[0].weight
+        expected = losses(copy.deepcopy(model))
+        if gathered:
+            ottava.distributed.gather_quantized(model)
+            assert model[0].weight is weight
+        fully_shard(model, mesh=mesh)
+        assert losses(model) == expected, gathered
 
 
-def primary_shards(mesh: Any) -> None:
-    model = ottava.convert(net(), "current")
+@each_name
+@on_ranks(2)
+def test_shards_of_quantized_weights_are_told_apart(mesh: DeviceMesh, recipe: str) -> None:
+    model = ottava.convert(net(), recipe)
     fully_shard(model, mesh=mesh)
-    words = r"the weight of '0' is a DTensor.*before gather_quantized"
-    with pytest.raises(UsageError, match=words):
-        ottava.convert(model, "current", primary=True)
-    # FSDP2 shards what a quantizer in plain PyTorch made in high precision.
-    for recipe in NAMED:
-        first = ottava.convert(net(), recipe, primary=True)
-        fully_shard(first, mesh=mesh)
-        local = [first[i].weight.to_local() for i in (0, 2)]
-        assert all(isinstance(shard, ottava.QuantizedTensor) for shard in local), recipe
-        assert len({shard.data_ptr() for shard in local} - {0}) == 2, recipe
-        assert all(shard.data_ptr() == data_of(shard).data_ptr() for shard in local), recipe
+    with pytest.raises(UsageError, match=r"weight of '0' is a DTensor.*before gather_quantized"):
+        ottava.convert(model, recipe, primary=True)
+    first = ottava.convert(net(), recipe, primary=True)
+    fully_shard(first, mesh=mesh)
+    local = [first[i].weight.to_local() for i in (0, 2)]
+    assert all(isinstance(shard, ottava.QuantizedTensor) for shard in local)
+    assert len({shard.data_ptr() for shard in local} - {0}) == 2
+    assert all(shard.data_ptr() == data_of(shard).data_ptr() for shard in local)
     assert "the weight is kept quantized" in str(ottava.conversion_report(first))
-
-
-def test_shards_of_transposed_and_of_quantized_weights() -> None:
-    names = ["transposed_shards", "primary_shards"]
-    assert ranks.failures(__name__, names) == dict.fromkeys(names)

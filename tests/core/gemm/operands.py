@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ottava import Layout, kernels
 from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage
+from ottava.tensors.grid import GridTensorStorage
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -42,6 +44,15 @@ def coded(
     )
     storage.rebuild_derived()
     return storage
+
+
+def blocks(shape: tuple[int, int], layout: Layout, seed: int = 0) -> GridTensorStorage:
+    """Random values on a grid of blocks, each row of another magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * torch.logspace(-3, 1, shape[0])[:, None]
+    sides = kernels.grid_quantize(values, layout)
+    names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+    return GridTensorStorage(**dict(zip(names, sides, strict=True)), layout=layout)
 
 
 def pair(kind: str, sizes: tuple[int, int, int], *scales: float, formats: Any = FORMATS[0]) -> Any:

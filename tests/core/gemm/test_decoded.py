@@ -20,7 +20,6 @@ from ottava.gemm.decoded import decoded_mm
 from ottava.kernels import products, use_backend
 from ottava.kernels.products import scaled_mm
 from ottava.tensors import columnwise_layout
-from ottava.tensors.grid import GridTensorStorage
 from tests.choosing import cpu_products, scaled_products
 from tests.core.gemm.operands import (
     BF16,
@@ -31,6 +30,7 @@ from tests.core.gemm.operands import (
     SHAPES,
     SIZES,
     Library,
+    blocks,
     cases,
     check,
     coded,
@@ -124,13 +124,6 @@ def test_powers_of_two_as_scales_cost_no_rounding() -> None:
         a, b = pair("fprop", (64, 64, 64), *scales)
         with cpu_products(BF16):
             check(gemm(a, b), a, b, "fprop")
-
-
-def blocks(shape: tuple[int, int], layout: Layout, seed: int = 0) -> GridTensorStorage:
-    torch.manual_seed(seed)
-    sides = kernels.grid_quantize(torch.randn(shape), layout)
-    names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-    return GridTensorStorage(**dict(zip(names, sides, strict=True)), layout=layout)
 
 
 @pytest.mark.parametrize("side", [(None, None), (1, None), (1, 128), (8, 32)], ids=str)

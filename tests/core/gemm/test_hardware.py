@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ import ottava
 from ottava import Layout
 from ottava.gemm import Side, gemm, operators, scaled
 from ottava.kernels import products
-from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage, columnwise_layout
+from ottava.tensors import Float8TensorStorage, columnwise_layout
 from tests.choosing import scaled_products
 from tests.comparing import assert_same
 from tests.core.gemm.operands import (
@@ -32,6 +32,7 @@ from tests.core.gemm.operands import (
     SHAPES,
     SIZES,
     Library,
+    blocks,
     cases,
     check,
     coded,
@@ -182,47 +183,20 @@ def test_what_is_derived_of_a_weight_is_made_once_for_each_value(gpu: Library, k
             raise
 
 
-class LineScaled(QuantizedTensorStorage):
-    """A matrix with one scale for each row."""
-
-    inner_tensors: ClassVar[Any] = (
-        ottava.tensors.InnerTensor("_data", "data", usage="rowwise", gather=True),
-        ottava.tensors.InnerTensor("_scales", "scales"),
-    )
-    _data: torch.Tensor
-    _scales: torch.Tensor
-
-    def __init__(self, *, data: torch.Tensor, scales: torch.Tensor, quantizer: Any = None) -> None:
-        super().__init__(data=data, scales=scales, quantizer=quantizer)
-        self._dtype = BF16
-
-    def dequantize(self, dtype: Any = None) -> torch.Tensor:
-        return (self._data.double() * self._scales.double().unsqueeze(1)).to(dtype or self._dtype)
-
-    @property
-    def layout_text(self) -> str:  # type: ignore[override]
-        return Layout(self._data.dtype, (1, None)).text
-
-    def grid_operand(self, *, columnwise: bool) -> Any:
-        return None if columnwise else (self._data.view(torch.uint8), self._scales.unsqueeze(1))
-
-
 @pytest.mark.parametrize("both", [True, False], ids=["both", "one"])
 def test_scales_of_rows_are_the_librarys_where_it_takes_them(gpu: Library, both: bool) -> None:
     sizes = [(64, 48, 32), (17, 33, 65), (1, 16, 32), (5, 1, 16), (4, 3, 0), (0, 3, 4)]
     for m, n, k in sizes:
         for formats in FORMATS:
-            plain = pair("fprop", (m, n, k), 1.5, 1.5, formats=formats)
-            a, b = (
-                LineScaled(data=x._data.view(f), scales=1e-4 + torch.rand(x._data.shape[0]) * 1e-3)
-                for x, f in zip(plain, formats, strict=True)
-            )
-            # Any strides will do.
-            b._data = b._data.view(torch.uint8).t().contiguous().t().view(formats[1])
-            second = b if both else plain[1]
+            a = blocks((m, k), Layout(formats[0], (1, None)))
+            b: Any = coded((n, k), 1, 1.5, formats[1])
+            if both:
+                b = blocks((n, k), Layout(formats[1], (1, None)))
+                # Any strides will do.
+                b._rowwise_data = b._rowwise_data.t().contiguous().t()
             gpu.calls.clear()
             for dtype, bias in cases(n):
-                check(gemm(a, second, out_dtype=dtype, bias=bias), a, second, "fprop", bias=bias)
+                check(gemm(a, b, out_dtype=dtype, bias=bias), a, b, "fprop", bias=bias)
             by_row = [c for c in gpu.calls if c["scale_a"].numel() * c["scale_b"].numel() > 1]
             native = gpu.capability >= 90 and formats[1] == E4M3 and (m > 1 or (both and n > 1))
             assert len(gpu.calls) == (12 if m * n * k else 0)
@@ -233,10 +207,7 @@ def test_scales_of_rows_are_the_librarys_where_it_takes_them(gpu: Library, both:
 def test_torchs_library_for_the_cpu_scales_rows(cpu_library: Library) -> None:
     if torch.__version__ < "2.13":
         pytest.skip("torch 2.11's function for the CPU takes one scale for a tensor")
-    a, b = (
-        LineScaled(data=coded((size, 64), size)._data.view(E4M3), scales=torch.rand(size))  # type: ignore[union-attr]
-        for size in (48, 40)
-    )
+    a, b = (blocks((size, 64), Layout(E4M3, (1, None))) for size in (48, 40))
     with scaled_products():
         for dtype in (F32, BF16):
             check(gemm(a, b, out_dtype=dtype), a, b, "fprop")

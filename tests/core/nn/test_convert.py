@@ -327,7 +327,9 @@ def test_it_warns_where_less_than_nine_tenths_run_quantized(recipe: Any) -> None
 
 
 def test_it_says_nothing_of_what_is_excluded(recipe: Any) -> None:
-    by_predicate = lambda name, module: name == "head"  # noqa: E731
+    def by_predicate(name: str, module: torch.nn.Module) -> bool:
+        return name == "head"
+
     for exclude in ("head", [ottava.HEADS, "rest"], by_predicate):
         model = linears(body=(8, 8), head=(8, 64))
         if isinstance(exclude, list):
