@@ -18,7 +18,6 @@ from ottava.tensors import Float8QuantizerBase
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from scaled_gemm import library, strict  # noqa: F401  (fixtures)
 from sequential_grid import serving_cpu
 
 try:

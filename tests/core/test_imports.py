@@ -11,18 +11,19 @@ import re
 from functools import cache
 from pathlib import Path
 
-import floors
-import forking
 import pytest
-from floors import CORE, ROOT, UPWARDS, graph
+
+from tests import floors
+from tests.core import forking
+from tests.floors import CORE, ROOT, UPWARDS, graph
 
 PACKAGES = ROOT / "packages"
 SOURCES = sorted(path for path in PACKAGES.glob("*/src/*") if (path / "__init__.py").exists())
 
 
 @cache
-def graph_of_core() -> dict[str, set[str]]:
-    return graph(CORE)
+def graph_of(package: Path) -> dict[str, set[str]]:
+    return graph(package)
 
 
 def circles(edges: dict[str, set[str]]) -> list[set[str]]:
@@ -46,27 +47,13 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
     return found
 
 
-@pytest.mark.parametrize("package", SOURCES, ids=lambda path: path.name)
-def test_there_are_no_circles(package: Path) -> None:
-    assert circles(graph(package)) == []
-
-
-def test_every_package_is_counted() -> None:
-    assert {
-        "ottava",
-        "ottava_blockwise",
-        "ottava_current",
-        "ottava_delayed",
-        "ottava_mxfp8",
-        "ottava_rowwise",
-        "ottava_custom",
-        "ottava_testing",
-        "ottava_demo",
-        "ottava_bisect",
-        "ottava_debug",
-        "ottava_integrations",
-    } <= {path.name for path in SOURCES}
-    assert len(graph_of_core()) > 60
+def test_no_package_has_circles() -> None:
+    assert {path.name: circles(graph_of(path)) for path in SOURCES if circles(graph_of(path))} == {}
+    recipes = {"blockwise", "current", "delayed", "mxfp8", "rowwise", "custom"}
+    others = {"testing", "demo", "bisect", "debug", "integrations"}
+    names = {path.name for path in SOURCES}
+    assert {"ottava"} | {f"ottava_{name}" for name in recipes | others} <= names
+    assert len(graph_of(CORE)) > 60
 
 
 PLANTED = {
@@ -74,13 +61,13 @@ PLANTED = {
     "relative": "from .one import value\n",
     "of a module": "from planted import one\n",
     "plain": "import planted.one\n",
-    "under TYPE_CHECKING": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from "
-    "planted.one import value\n",
+    "under TYPE_CHECKING": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+    "    from planted.one import value\n",
     "inside a function": "def ask():\n    from planted.one import value\n    return value\n",
-    "by its name": "import importlib\ndef ask():\n    return "
-    "importlib.import_module('planted.one').value\n",
-    "by its reference": "from pkgutil import resolve_name\ndef ask():\n    return "
-    "resolve_name('planted.one:value')\n",
+    "by its name": "import importlib\ndef ask():\n"
+    "    return importlib.import_module('planted.one').value\n",
+    "by its reference": "from pkgutil import resolve_name\ndef ask():\n"
+    "    return resolve_name('planted.one:value')\n",
     "by the beginning of its name": "from importlib import import_module\n"
     "def ask(name):\n    return import_module(f'planted.{name}').value\n",
     "through the package": "def ask():\n    from planted import value\n    return value\n",
@@ -100,53 +87,33 @@ def test_a_planted_circle_is_found(planted: str, tmp_path: Path) -> None:
     assert {"planted.one", "planted.two"} <= found
 
 
-def test_rooms_of_core_import_what_is_below_them() -> None:
-    edges = {
-        (name, other)
-        for name, others in graph_of_core().items()
-        for other in others
-        if "ottava" not in (name, other)
-    }
-    assert [edge for edge in edges if floors.floor_of(edge[1]) > floors.floor_of(edge[0])] == []
+def test_rooms_of_core_import_what_is_below_them_as_the_pages_say() -> None:
+    """If a page differs, ``python tests/floors.py --write`` writes it."""
+    edges = {(name, other) for name, others in graph_of(CORE).items() for other in others}
+    inner = [edge for edge in edges if "ottava" not in edge]
+    assert [edge for edge in inner if floors.floor_of(edge[1]) > floors.floor_of(edge[0])] == []
     # The package itself, which names everything, is for the commands.
-    users = {name for name, others in graph_of_core().items() if "ottava" in others}
-    assert {name.split(".")[1] for name in users} <= {"cli"}
-
-
-def test_the_floors_are_those_of_the_code() -> None:
+    assert {name.split(".")[1] for name, other in edges if other == "ottava"} <= {"cli"}
     names = [name for rooms in floors.FLOORS for name in rooms]
     assert sorted(names) == sorted(floors.rooms_of_code())
-
-
-def test_the_written_floors_are_todays() -> None:
-    """If not, ``python tests/floors.py --write`` writes them."""
     text = floors.PAGE.read_text()
     assert text == floors.page(text)
     assert floors.DRAWING.read_text() == floors.drawing()
 
 
-def test_one_module_finds_another_upwards_by_its_name() -> None:
-    """Elsewhere a name that is imported at run time is one of the module's own room, or of another
-    package."""
+def test_one_module_finds_others_upwards_by_their_names_on_first_use() -> None:
+    """As in a process that has not imported ``ottava.distributed``."""
     known = floors.modules(CORE)
-    calls = [
-        (name, node)
-        for name, path in known.items()
-        for node in ast.walk(ast.parse(path.read_text()))
-    ]
+    texts = {name: path.read_text(encoding="utf-8") for name, path in known.items()}
     found = {
         name
-        for name, node in calls
+        for name, text in texts.items()
+        if "import_module" in text or "resolve_name" in text
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and floors.found_by_name(node, known)
     }
     assert found == UPWARDS
-
-
-def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
-    """In a process that has not imported ``ottava.distributed``, as a recipe of its own would
-    have."""
-    sources = [path.read_text(encoding="utf-8") for path in sorted(CORE.rglob("*.py"))]
-    asked = {name for text in sources for name in re.findall(r'above\("(\w+)"\)', text)}
+    asked = {name for text in texts.values() for name in re.findall(r'above\("(\w+)"\)', text)}
     assert asked == {"batches", "fsdp2", "hooks"}
     code = (
         "import sys, ottava.tensors; from ottava.tensors.slots import above\n"
@@ -154,57 +121,6 @@ def test_what_tensors_find_upwards_is_imported_on_first_use() -> None:
         f"print([above(name).__name__ for name in {sorted(asked)}])"
     )
     done = forking.python(code)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str([f"ottava.distributed.{name}" for name in sorted(asked)])
-
-
-#: Sources that look at their callers, with the reason.
-LOOKS = {
-    "torch_private.py": "torch.distributed.pipelining tells a model neither its stage nor the "
-    "microbatch"
-}
-#: What asks who calls: the code, or the frames, of callers. (The ``stacklevel`` of warnings asks
-#: nothing.)
-CALLERS = re.compile(
-    r"\b(_getframe\w*|_current_frames|currentframe|f_back|tb_frame|getouterframes|getinnerframes"
-    r"|extract_stack|walk_stack)\b"
-    r"|\binspect\.(stack|trace)\b|\bfrom inspect import\b[^\n]*\bstack\b"
-)
-
-
-@pytest.mark.parametrize(
-    "planted",
-    [
-        "import sys\nname = sys._getframe(1).f_globals",
-        "from sys import _getframe as f",
-        "getattr(sys, '_getframe')()",
-        "import inspect\ncaller = inspect.stack()[1]",
-        "from inspect import isclass, stack",
-        "frame = inspect.currentframe()",
-        "while frame:\n    frame = frame.f_back",
-        "traceback.extract_stack()",
-    ],
-)
-def test_a_planted_look_at_the_caller_is_found(planted: str) -> None:
-    assert CALLERS.search(planted)
-    assert not CALLERS.search(
-        "warnings.warn('x', stacklevel=2); torch.stack(pair); regions.stack; inspect.isclass(c)"
+    assert done.stdout.strip() == str([f"ottava.distributed.{name}" for name in sorted(asked)]), (
+        done.stderr
     )
-
-
-def test_nothing_is_decided_by_who_calls() -> None:
-    """No source looks at its callers; one that had to would be named here, with the reason."""
-    sources = [
-        path
-        for package in SOURCES
-        for path in package.rglob("*")
-        if path.suffix in (".py", ".pyi", ".tmpl")
-    ]
-    others = [path for path in sources if path.name not in LOOKS]
-    found = [
-        f"{path}: {match[0]}"
-        for path in others
-        for match in CALLERS.finditer(path.read_text(encoding="utf-8"))
-    ]
-    assert found == []
-    assert len(sources) > 150

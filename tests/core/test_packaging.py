@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import forking
 import pytest
 
 import ottava
 from ottava import _cpu
+from tests.core import forking
 
 
 def test_the_compiled_module_needs_neither_torch_nor_cuda() -> None:
@@ -58,16 +58,10 @@ def test_the_stub_has_all_public_names_and_no_others() -> None:
 def test_the_types_of_public_names_are_told(tmp_path: Path) -> None:
     """To who checks the types of a program."""
     names = stub_names()
-    wrong = ["ottava.get_recipe(3)", "ottava.absent"]
-    used = [
-        "def width(layout: ottava.Layout) -> str: return ottava.__version__ + layout.text",
-        *wrong,
-    ]
-    lines = [
-        "import ottava",
-        *(f"from ottava import {name} as {name}" for name in sorted(names)),
-        *used,
-    ]
+    right = "def width(layout: ottava.Layout) -> str: return ottava.__version__ + layout.text"
+    used = [right, "ottava.get_recipe(3)", "ottava.absent"]
+    imports = [f"from ottava import {name} as {name}" for name in sorted(names)]
+    lines = ["import ottava", *imports, *used]
     (tmp_path / "program.py").write_text("\n".join(lines))
     # Reading torch takes four times as long as everything else.
     settings = "[mypy]\nstrict = true\n"
@@ -76,16 +70,8 @@ def test_the_types_of_public_names_are_told(tmp_path: Path) -> None:
     environment = dict(os.environ)
     if "site-packages" not in STUB.parts:
         environment["MYPYPATH"] = str(STUB.parents[1])
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--config-file",
-        "mypy.ini",
-        "--cache-dir",
-        str(tmp_path / "cache"),
-        "program.py",
-    ]
+    options = ["--config-file", "mypy.ini", "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "mypy", *options, "program.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     told = [line.split(":")[1] for line in done.stdout.splitlines() if ": error:" in line]
     assert told == [str(len(lines) - 1), str(len(lines))], done.stdout + done.stderr

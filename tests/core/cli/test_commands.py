@@ -1,5 +1,5 @@
-"""``ottava recipes`` and ``ottava doctor`` as a user runs them, with broken plugins and bad
-environments."""
+"""The commands of core as a user runs them: what they print, where broken plugins are named, and
+how they refuse."""
 
 from __future__ import annotations
 
@@ -7,212 +7,68 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-import forking
 import pytest
-from fake_plugins import GOOD, HOOK, RECIPE, hook, offers, plugin, run
+import torch
+from rich.progress import Progress
 from typer.testing import CliRunner
 
-from ottava.cli import main
-from ottava.kernels import products
-
-
-@pytest.fixture
-def plugins(tmp_path: Path) -> Path:
-    plugin(tmp_path, "aaa-good", "aaa_good", GOOD + HOOK.format(name="mine", module="aaa_impl"))
-    (tmp_path / "aaa_impl.py").write_text(RECIPE)
-    plugin(tmp_path, "bbb-raises", "bbb_raises", "raise ZeroDivisionError('at import [/red]')")
-    plugin(
-        tmp_path,
-        "ccc-signature",
-        "ccc_signature",
-        GOOD + "@h.hookimpl\ndef ottava_recipes(wrong):\n    return []\n",
-    )
-    plugin(tmp_path, "ddd-taken", "ddd_taken", offers("mine", "own", factory="ddd_taken:Thing"))
-    plugin(
-        tmp_path,
-        "eee-unknown",
-        "eee_unknown",
-        GOOD + "@h.hookimpl\ndef ottava_nonesuch():\n    return []\n",
-    )
-    old = HOOK.format(name="o", module="m").replace("summary='s'", "summary='s', api_version=9")
-    plugin(tmp_path, "fff-old", "fff_old", GOOD + old)
-    return tmp_path
-
-
-def listing(folder: Path, **environment: str) -> dict[str, list[dict[str, str]]]:
-    done = run(folder, "recipes", "--json", **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def checks(folder: Path, **environment: str) -> dict[str, dict[str, Any]]:
-    done = run(folder, "doctor", "--json", **environment)
-    report = json.loads(done.stdout)
-    assert done.returncode == (0 if report["ok"] else 1)
-    assert report["ok"] == all(check["ok"] for check in report["checks"])
-    return {check["name"]: check for check in report["checks"]}
-
-
-def test_recipes_lists_the_healthy_and_names_the_broken(plugins: Path) -> None:
-    rows = {(row["distribution"], row["name"]): row for row in listing(plugins)["recipes"]}
-    assert rows["ddd-taken", "own"]["status"] == "ok"
-    for dist in ("aaa-good", "ddd-taken"):
-        assert rows[dist, "mine"]["status"] == "refused"
-        for part in ("mine", "aaa-good 1.2", "ddd-taken 1.2"):
-            assert part in rows[dist, "mine"]["error"]
-    for dist, said in (
-        ("bbb-raises", "at import [/red]"),
-        ("ccc-signature", "wrong"),
-        ("eee-unknown", "ottava_nonesuch"),
-        ("fff-old", "version 9"),
-    ):
-        assert rows[dist, ""]["status"] == "broken"
-        assert said in rows[dist, ""]["error"]
-    text = run(plugins, "recipes").stdout
-    assert "own" in text
-    assert "bbb-raises:main 1.2 is broken: ZeroDivisionError: at import [/red]" in text
-    assert "ddd-taken:main 1.2 mine is refused" in text
-
-
-def test_plugins_can_be_disabled_or_required(plugins: Path) -> None:
-    disabled = "bbb-raises,ccc_signature,aaa.good,eee-unknown,fff-old"
-    rows = listing(plugins, OTTAVA_DISABLE_PLUGINS=disabled)["recipes"]
-    statuses = {(row["distribution"], row["name"]): row["status"] for row in rows}
-    assert (
-        statuses["bbb-raises", ""]
-        == statuses["ccc-signature", ""]
-        == statuses["aaa-good", ""]
-        == "disabled"
-    )
-    assert statuses["ddd-taken", "mine"] == "ok"
-
-
-@pytest.mark.parametrize("command", [["recipes"], ["recipes", "--json"]])
-def test_strict_is_told_in_short(plugins: Path, command: list[str]) -> None:
-    done = run(plugins, *command, OTTAVA_STRICT_PLUGINS="true")
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: plugin bbb-raises:main 1.2 is broken: ZeroDivisionError")
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_quantizer_factories_are_listed(tmp_path: Path) -> None:
-    spec = "return [FactorySpec(name='{}', summary='by row', factory='{}')]"
-    name = "ottava_quantizer_factories"
-    plugin(tmp_path, "aaa-rows", "aaa_rows", hook(spec.format("rows", "builtins:str"), name))
-    plugin(tmp_path, "bbb-gone", "bbb_gone", hook(spec.format("gone", "nonesuch_module:f"), name))
-    plugin(tmp_path, "ccc-gone", "ccc_gone", hook(spec.format("taken", "builtins:str"), name))
-    plugin(tmp_path, "ddd-gone", "ddd_gone", hook(spec.format("taken", "builtins:str"), name))
-    given = listing(tmp_path)
-    rows = {(row["distribution"], row["name"]): row for row in given["quantizer_factories"]}
-    assert rows["aaa-rows", "rows"] == {
-        "name": "rows",
-        "summary": "by row",
-        "plugin": "aaa-rows:main",
-        "distribution": "aaa-rows",
-        "version": "1.2",
-        "status": "ok",
-        "error": "",
-    }
-    assert "ddd-gone 1.2" in rows["ccc-gone", "taken"]["error"]
-    assert not [
-        row for row in given["recipes"] if row["distribution"][:3] in ("aaa", "bbb", "ccc", "ddd")
-    ]
-    assert "by row" in run(tmp_path, "recipes").stdout
-    found = checks(tmp_path)
-    assert found["quantizer factory rows"]["ok"]
-    assert not found["quantizer factory gone"]["ok"]
-    assert not found["plugin ccc-gone:main"]["ok"]
-
-
-def test_an_empty_plugin_is_told(tmp_path: Path) -> None:
-    plugin(tmp_path, "aaa-empty", "aaa_empty", hook("return []"))
-    rows = {row["distribution"]: row for row in listing(tmp_path)["recipes"]}
-    assert (rows["aaa-empty"]["status"], rows["aaa-empty"]["error"]) == (
-        "empty",
-        "it offers nothing",
-    )
-
-
-@pytest.mark.parametrize(
-    ("factory", "source", "said"),
-    [
-        ("aaa_impl:Thing", "", ""),
-        ("aaa_impl:build", "def build(need): return Thing()", ""),
-        ("nonesuch_module:Thing", "", "No module named 'nonesuch_module'"),
-        ("aaa_impl:nonesuch", "", "nonesuch"),
-        ("math:pi", "", "type float"),
-        (
-            "aaa_impl:build",
-            "def build(): raise ValueError('ctor [/red] [bold]')",
-            "ctor [/red] [bold]",
-        ),
-        ("builtins:object", "", "type object"),
-    ],
+from ottava import checkpoint
+from ottava.cli import main, recipes
+from ottava.cli.output import (
+    PlainColumn,
+    console,
+    escaped,
+    parse_options,
+    say,
+    show_json,
+    table,
 )
-def test_doctor_builds_the_recipes(tmp_path: Path, factory: str, source: str, said: str) -> None:
-    plugin(tmp_path, "aaa-good", "aaa_good", offers("mine", factory=factory))
-    (tmp_path / "aaa_impl.py").write_text(RECIPE + source)
-    check = checks(tmp_path)["recipe mine"]
-    assert check["ok"] == (not said)
-    assert said in str(check["detail"])
-    if "need" in source:
-        assert "'need'" in str(check["detail"])
+from ottava.cli.recipes import DEMO_LAYERS, READERS
+from ottava.errors import OptionError
+from ottava.kernels import products
+from ottava.recipes.registry import PluginStatus
+from tests.core import forking
+from tests.core.fake_plugins import GOOD, hook, offers, plugin, run
+
+FACTORIES = "ottava_quantizer_factories"
+IMPL = """
+import torch
+import ottava
+from ottava.errors import OptionError
+from ottava.recipes.role import Explanation, RecipeRule
+from ottava.tensors import Float8QuantizerBase
 
 
-def test_doctor_says_what_is_wrong(plugins: Path) -> None:
-    wrong = {name for name, check in checks(plugins).items() if not check["ok"]}
-    assert {
-        "plugin bbb-raises:main",
-        "plugin aaa-good:main",
-        "plugin ddd-taken:main",
-        "recipe own",
-    } <= wrong
-    assert "kernel self-test" not in wrong
-    # A text of a plugin is no markup.
-    text = run(plugins, "doctor")
-    assert text.returncode == 1
-    assert "ZeroDivisionError: at import [/red]" in text.stdout
+class Q(Float8QuantizerBase):
+    def quantize_impl(self, tensor, dtype): ...
 
 
-def test_doctor_finds_a_healthy_installation(tmp_path: Path) -> None:
-    healthy = run(tmp_path, "doctor")
-    assert healthy.returncode == 0, healthy.stdout
-    assert "instruction set" in healthy.stdout
+class Thing(ottava.Recipe):
+    name = "mine"
+    def make_quantizer(self, role, *, amax_reduction_group=None):
+        return Q(torch.float8_e5m2 if role.is_gradient else torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("wanted", ["bfloat16", "float32", ""])
-def test_doctor_says_how_bfloat16_is_multiplied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
-) -> None:
-    monkeypatch.setattr(products, "_bfloat16_is_fast", None)
-    check = checks(tmp_path, OTTAVA_CPU_PRODUCT=wanted)["bfloat16 products on cpu"]
-    assert check["ok"]
-    if wanted:
-        assert check["detail"] == f"in {wanted}, since OTTAVA_CPU_PRODUCT says so"
-    else:
-        assert check["detail"] in (
-            "in bfloat16, since torch has a fast one of bfloat16 here",
-            "in float32, since torch has no fast one of bfloat16 here",
-        )
+class Ruled(Thing):
+    RULES = (RecipeRule("*.up [red]", "line 3"), RecipeRule("nothing", "line 7"))
+    def __init__(self, file):
+        if "bad" in file:
+            raise OptionError(f"{file}, line 3: bad")
+    def explain(self, role):
+        if role.name.endswith("up"):
+            return Explanation(f"rows of {role.name}", "columns", self.RULES[0], "line 4")
+        return Explanation("same", "same", place="line 1")
+    def rules(self):
+        return self.RULES
 
 
-def test_doctor_shows_variables_that_name_nothing(tmp_path: Path) -> None:
-    """In a process of its own, because the kernels read these variables once."""
-    names = ("OTTAVA_BACKEND", "OTTAVA_ISA", "OTTAVA_CPU_PRODUCT")
-    variables = dict.fromkeys(names, "nonesuch")
-    code = "from ottava.cli.main import app; app()"
-    bad = forking.python(code, "doctor", "--json", path=tmp_path, **variables)
-    assert bad.returncode == 1
-    assert "Traceback" not in bad.stderr
-    wrong = [check["detail"] for check in json.loads(bad.stdout)["checks"] if not check["ok"]]
-    for name in names:
-        assert any(name in detail and "'nonesuch'" in detail for detail in wrong)
-
-
+def needs(option): ...
+def fails(): raise ValueError("ctor [/red] [bold]")
+"""
 COMMANDS = """
 import typer
 from ottava.errors import UsageError
@@ -229,123 +85,353 @@ def strange(what: int | str) -> None: ...
 """
 
 
-def command_package(folder: Path, dist: str, **commands: str) -> None:
-    """A distribution that adds commands."""
-    info = folder / f"{dist.replace('-', '_')}-1.2.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n")
-    entries = "".join(
-        f"{name.replace('_', '-')} = {reference}\n" for name, reference in commands.items()
+def spec(name: str, factory: str, more: str = "") -> str:
+    return f"RecipeSpec(name={name!r}, summary='s', factory={factory!r}{more})"
+
+
+def factory(name: str, reference: str) -> str:
+    body = f"return [FactorySpec(name={name!r}, summary='by row', factory={reference!r})]"
+    return hook(body, FACTORIES)
+
+
+@pytest.fixture(scope="module")
+def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packages, healthy and broken, with recipes, quantizer factories and commands."""
+    folder = tmp_path_factory.mktemp("site")
+    specs = [
+        spec("plain", "cli_impl:Thing"),
+        spec("ruled", "cli_impl:Ruled", ", file_suffixes=('.rules',)"),
+        spec("needs", "cli_impl:needs"),
+        spec("fails", "cli_impl:fails"),
+        spec("number", "math:pi"),
+        spec("gone", "nonesuch_module:Thing"),
+    ]
+    plugin(folder, "aaa-good", "aaa_good", hook(f"return [{', '.join(specs)}]"))
+    (folder / "cli_impl.py").write_text(IMPL)
+    plugin(folder, "bbb-raises", "bbb_raises", "raise ZeroDivisionError('at import [/red]')")
+    plugin(folder, "ccc-first", "ccc_first", offers("taken", factory="a:B"))
+    plugin(folder, "ddd-second", "ddd_second", offers("taken", "own", factory="ddd_second:Thing"))
+    plugin(folder, "eee-unknown", "eee_unknown", GOOD + "@h.hookimpl\ndef ottava_x():\n    ...\n")
+    plugin(folder, "fff-old", "fff_old", hook(f"return [{spec('o', 'a:B', ', api_version=9')}]"))
+    plugin(folder, "ggg-empty", "ggg_empty", hook("return []"))
+    plugin(folder, "hhh-rows", "hhh_rows", factory("rows", "builtins:str"))
+    plugin(folder, "iii-lost", "iii_lost", factory("lost", "nonesuch_module:f"))
+    (folder / "aaa_commands.py").write_text(COMMANDS)
+    (folder / "bbb_commands.py").write_text("raise ZeroDivisionError('at import [/red]')")
+    hello, broken = "aaa_commands:hello", "bbb_commands:run"
+    commands = {
+        "jjj-commands": {
+            "say-hello": hello,
+            "strange": "aaa_commands:strange",
+            "twice": hello,
+            "doctor": "aaa_commands:x",
+        },
+        "kkk-commands": {"breaks": broken, "twice": broken, "number": "math:pi"},
+    }
+    for dist, entries in commands.items():
+        info = folder / f"{dist.replace('-', '_')}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n")
+        lines = "".join(f"{name} = {reference}\n" for name, reference in entries.items())
+        (info / "entry_points.txt").write_text(f"[ottava.commands]\n{lines}")
+    return folder
+
+
+# -- recipes --
+
+
+def test_recipes_lists_the_healthy_and_names_the_broken(plugins: Path) -> None:
+    done = run(plugins, "recipes", "--json")
+    assert done.returncode == 0, done.stderr
+    listing = json.loads(done.stdout)
+    rows = {(row["distribution"], row["name"]): row for row in listing["recipes"]}
+    assert rows["ddd-second", "own"]["status"] == "ok"
+    for dist in ("ccc-first", "ddd-second"):
+        assert rows[dist, "taken"]["status"] == "refused"
+        for part in ("taken", "ccc-first 1.2", "ddd-second 1.2"):
+            assert part in rows[dist, "taken"]["error"]
+    broken = {"bbb-raises": "at import [/red]", "eee-unknown": "ottava_x", "fff-old": "version 9"}
+    for dist, words in broken.items():
+        assert rows[dist, ""]["status"] == "broken"
+        assert words in rows[dist, ""]["error"]
+    empty = rows["ggg-empty", ""]
+    assert (empty["status"], empty["error"]) == ("empty", "it offers nothing")
+    assert not [dist for dist, _ in rows if dist in ("hhh-rows", "iii-lost")]
+    assert next(row for row in listing["quantizer_factories"] if row["name"] == "rows") == {
+        "name": "rows",
+        "summary": "by row",
+        "plugin": "hhh-rows:main",
+        "distribution": "hhh-rows",
+        "version": "1.2",
+        "status": "ok",
+        "error": "",
+    }
+    text = run(plugins, "recipes").stdout
+    for words in ("own", "by row", "ddd-second:main 1.2 taken is refused"):
+        assert words in text
+    assert "bbb-raises:main 1.2 is broken: ZeroDivisionError: at import [/red]" in text
+
+
+def test_plugins_can_be_disabled_or_required(plugins: Path) -> None:
+    done = run(plugins, "recipes", "--json", OTTAVA_DISABLE_PLUGINS="bbb_raises,CCC.first")
+    rows = {(r["distribution"], r["name"]): r["status"] for r in json.loads(done.stdout)["recipes"]}
+    assert rows["bbb-raises", ""] == rows["ccc-first", ""] == "disabled"
+    assert rows["ddd-second", "taken"] == "ok"
+    for options in ([], ["--json"]):
+        done = run(plugins, "recipes", *options, OTTAVA_STRICT_PLUGINS="true")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: plugin bbb-raises:main 1.2 is broken: ZeroDivision")
+        assert len(done.stderr.splitlines()) == 1
+
+
+def explained(folder: Path, *arguments: object) -> Any:
+    done = run(folder, "recipes", "--json", "--explain", *map(str, arguments))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_explain_tells_lines_rules_and_the_layers_of_the_demo(plugins: Path) -> None:
+    layers = explained(plugins, "plain")["layers"]
+    assert list(dict.fromkeys(row["layer"] for row in layers)) == list(DEMO_LAYERS)
+    roles = ["input", "weight", "grad_output"]
+    assert [row["role"] for row in layers] == roles * len(DEMO_LAYERS)
+    elements = {(row["role"] == "grad_output", row["rowwise"].split()[-1]) for row in layers}
+    assert elements == {(False, "E4M3"), (True, "E5M2")}
+    assert {(row["place"], row["rule"]) for row in layers} == {("", None)}
+    names = ["--layer", "a.up", "--layer", "b", "--layer", "a.up"]
+    found = explained(plugins, "model.rules", *names)
+    rows = {(row["layer"], row["role"]): row for row in found["layers"]}
+    assert len(found["layers"]) == 6
+    assert rows["a.up", "weight"] == {
+        "layer": "a.up",
+        "role": "weight",
+        "rowwise": "rows of a.up",
+        "columnwise": "columns",
+        "place": "line 4",
+        "rule": "*.up [red]",
+    }
+    assert (rows["b", "input"]["place"], rows["b", "input"]["rule"]) == ("line 1", None)
+    assert found["unused"] == [{"place": "line 7", "rule": "nothing"}]
+    text = run(plugins, "recipes", "--explain", "model.rules", *names).stdout
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in text.splitlines()
+        if "│" in line
+    ]
+    assert cells[0] == ["a.up", "input", "rows of a.up", "columns", "line 4"]
+    assert [row[0] for row in cells] == ["a.up", "", "", "b", "", ""]
+    assert "unused: the rule in line 7, nothing, serves none of these layers" in text
+    assert "[red]" in run(plugins, "recipes", "--explain", "model.rules", "--layer", "b").stdout
+
+
+def test_explain_takes_the_layers_of_a_checkpoint_that_a_package_reads(
+    plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "read_by_tests.py").write_text(
+        "import ottava\n\n\ndef read(path):\n    return ottava.checkpoint.load_file(path), {}\n"
     )
-    (info / "entry_points.txt").write_text(f"[ottava.commands]\n{entries}")
-
-
-@pytest.fixture
-def with_commands(tmp_path: Path) -> Path:
-    (tmp_path / "aaa_commands.py").write_text(COMMANDS)
-    (tmp_path / "bbb_commands.py").write_text("raise ZeroDivisionError('at import [/red]')")
-    hello = "aaa_commands:hello"
-    command_package(
-        tmp_path,
-        "aaa-commands",
-        say_hello=hello,
-        strange="aaa_commands:strange",
-        twice=hello,
-        doctor="aaa_commands:x",
+    monkeypatch.syspath_prepend(tmp_path)
+    file, x = tmp_path / "x.safetensors", torch.ones(2, 2)
+    checkpoint.save_file({"a.weight": x, "a.bias": x[0].clone(), "b.weight": x[1].clone()}, file)
+    entry = EntryPoint("x", "read_by_tests:read", READERS)
+    monkeypatch.setattr(recipes, "discover", lambda group: [PluginStatus("aaa", "1", entry)])
+    rows = explained(plugins, "plain", "--checkpoint", file, "--layer", "more")["layers"]
+    assert {row["layer"] for row in rows} == {"a", "more"}
+    monkeypatch.setattr(recipes, "discover", lambda group: [])
+    done = run(plugins, "recipes", "--explain", "plain", "--checkpoint", str(file))
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: --checkpoint is not installed. Expected: ottava-integrations. Remedy: pip "
     )
-    command_package(
-        tmp_path,
-        "bbb-commands",
-        breaks="bbb_commands:run",
-        twice="bbb_commands:run",
-        number="math:pi",
-    )
-    return tmp_path
 
 
-def test_other_packages_add_commands(with_commands: Path) -> None:
-    said = run(with_commands, "say-hello", "--name", "me")
-    assert (said.returncode, said.stdout) == (0, "hello me\n"), said.stderr
-    failed = run(with_commands, "say-hello", "--name", "nobody")
+REFUSED = {
+    "--layer a": "--layer without --explain. Remedy: say which recipe: --explain NAME.",
+    "--checkpoint a --layer b --json": "--layer and --checkpoint without --explain.",
+    "--explain nonesuch": "no installed package provides recipe 'nonesuch'",
+    "--explain model.other": "the file 'model.other' is read by no installed recipe",
+    "--explain bad.rules --json": "bad.rules, line 3: bad.",
+    "--explain plain --layer=": "--layer ''. Expected: the qualified name of a layer.",
+}
+
+
+def test_wrong_use_is_one_line(plugins: Path) -> None:
+    for arguments, words in REFUSED.items():
+        done = run(plugins, "recipes", *arguments.split())
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert done.stderr.startswith(f"error: {words}")
+        assert len(done.stderr.splitlines()) == 1
+
+
+# -- doctor --
+
+
+def checks(folder: Path, **environment: str) -> dict[str, dict[str, Any]]:
+    done = run(folder, "doctor", "--json", **environment)
+    report = json.loads(done.stdout)
+    assert done.returncode == (0 if report["ok"] else 1)
+    assert report["ok"] == all(check["ok"] for check in report["checks"])
+    return {check["name"]: check for check in report["checks"]}
+
+
+def test_doctor_builds_the_recipes_and_says_what_is_wrong(plugins: Path) -> None:
+    found = checks(plugins)
+    wrong = {name: check["detail"] for name, check in found.items() if not check["ok"]}
+    expected = {
+        "recipe fails": "ctor [/red] [bold]",
+        "recipe number": "type float",
+        "recipe gone": "No module named 'nonesuch_module'",
+        "recipe own": "",
+        "quantizer factory lost": "",
+        "plugin bbb-raises:main": "at import [/red]",
+        "plugin ccc-first:main": "taken",
+        "plugin ddd-second:main": "taken",
+        "plugin eee-unknown:main": "ottava_x",
+        "plugin fff-old:main": "version 9",
+    }
+    kinds = ("recipe", "plugin", "quantizer")
+    assert set(expected) == {name for name in wrong if name.startswith(kinds)}
+    for name, words in expected.items():
+        assert words in wrong[name]
+    assert "'option'" in found["recipe needs"]["detail"]
+    assert found["quantizer factory rows"]["ok"]
+    assert found["kernel self-test"]["ok"]
+    # A text of a plugin is no markup.
+    text = run(plugins, "doctor")
+    assert text.returncode == 1
+    assert "ZeroDivisionError: at import [/red]" in text.stdout
+
+
+def test_doctor_finds_a_healthy_installation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy = run(tmp_path, "doctor")
+    assert healthy.returncode == 0, healthy.stdout
+    assert "instruction set" in healthy.stdout
+    torchs = "a fast" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "no fast"
+    reasons = {
+        "bfloat16": "in bfloat16, since OTTAVA_CPU_PRODUCT says so",
+        "float32": "in float32, since OTTAVA_CPU_PRODUCT says so",
+        "": f"since torch has {torchs} one of bfloat16 here",
+    }
+    for wanted, reason in reasons.items():
+        monkeypatch.setattr(products, "_bfloat16_is_fast", None)
+        check = checks(tmp_path, OTTAVA_CPU_PRODUCT=wanted)["bfloat16 products on cpu"]
+        assert check["ok"]
+        assert check["detail"].endswith(reason)
+
+
+def test_doctor_shows_variables_that_name_nothing(tmp_path: Path) -> None:
+    """In a process of its own, because the kernels read these variables once."""
+    names = ("OTTAVA_BACKEND", "OTTAVA_ISA", "OTTAVA_CPU_PRODUCT")
+    code = "from ottava.cli.main import app; app()"
+    variables = dict.fromkeys(names, "nonesuch")
+    bad = forking.python(code, "doctor", "--json", path=tmp_path, **variables)
+    assert bad.returncode == 1
+    assert "Traceback" not in bad.stderr
+    wrong = [check["detail"] for check in json.loads(bad.stdout)["checks"] if not check["ok"]]
+    for name in names:
+        assert any(name in detail and "'nonesuch'" in detail for detail in wrong)
+
+
+# -- commands of other packages --
+
+
+def test_other_packages_add_commands(plugins: Path) -> None:
+    good = run(plugins, "say-hello", "--name", "me")
+    assert (good.returncode, good.stdout) == (0, "hello me\n"), good.stderr
+    failed = run(plugins, "say-hello", "--name", "nobody")
     assert (failed.returncode, failed.stderr) == (2, "error: nobody is here [/red].\n")
-    listed = run(with_commands, "--help")
+    listed = run(plugins, "--help")
     assert listed.returncode == 0, listed.stderr
     assert "Says hello [/red]." in listed.stdout
     # Core's own commands are nobody else's.
-    assert run(with_commands, "doctor", "--help").stdout.count("Check versions") == 1
+    assert run(plugins, "doctor", "--help").stdout.count("Check versions") == 1
+    raised = "'breaks' of kkk-commands 1.2 cannot be imported: ZeroDivisionError: at import [/red]"
+    twice = "the command 'twice' is offered by jjj-commands 1.2 and by kkk-commands 1.2"
+    broken = {"breaks": raised, "twice": twice}
+    broken |= {name: f"the command {name!r}" for name in ("number", "strange")}
+    for name, words in broken.items():
+        done = run(plugins, name, "--anything", "else")
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert words in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert name in listed.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        (
-            "breaks",
-            "'breaks' of bbb-commands 1.2 cannot be imported: ZeroDivisionError: at import [/red]",
-        ),
-        ("number", "the command 'number'"),
-        ("strange", "the command 'strange'"),
-        ("twice", "the command 'twice' is offered by aaa-commands 1.2 and by bbb-commands 1.2"),
-    ],
-)
-def test_a_broken_command_is_named_and_harms_no_other(
-    with_commands: Path, name: str, said: str
-) -> None:
-    done = run(with_commands, name, "--anything", "else")
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    listed = run(with_commands, "--help").stdout
-    assert name in listed
-    assert "Says hello [/red]." in listed
-    assert run(with_commands, "say-hello").returncode == 0
-
-
-def test_a_command_of_a_package_that_is_not_installed_says_how_to_get_it(
+def test_a_command_that_is_not_installed_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(main, "discover", lambda group: [])
-    for name, arguments in (
-        ("check-recipe", []),
-        ("check-recipe", ["current", "--fast"]),
-        ("new-recipe", []),
-        ("demo", []),
-        ("analyze", ["model.safetensors"]),
-        ("bisect", []),
-        ("export", ["in", "out", "--recipe", "bf16"]),
-    ):
-        done = CliRunner().invoke(main.app, [name, *arguments])
+    packages = {
+        "check-recipe current --fast": "ottava-",
+        "new-recipe": "ottava-",
+        "demo": "ottava-",
+        "analyze model.safetensors": "ottava-",
+        "bisect": "ottava-",
+        "export in out --recipe bf16": "ottava-integrations",
+    }
+    for arguments, package in packages.items():
+        done = CliRunner().invoke(main.app, arguments.split())
         assert done.exit_code == 2
+        name = arguments.split()[0]
         assert done.output.startswith(f"error: the command {name!r} is not installed")
-        assert "pip install ottava-" in done.output
-    assert "pip install ottava-integrations" in done.output
+        assert f"pip install {package}" in done.output
     assert CliRunner().invoke(main.app, ["nonesuch"]).exit_code == 2
 
 
-PROBE = """
-import sys, ottava
-from ottava.cli.main import app
-from ottava.recipes.registry import list_recipes
-
-def imported():
-    return [name for name in ("torch", "aaa_impl") if name in sys.modules]
-
-assert "mine" in [spec.name for spec in list_recipes()]
-print(imported())
-import aaa_impl
-print(imported())
-"""
-
-
-def test_listing_recipes_imports_neither_torch_nor_the_recipe(tmp_path: Path) -> None:
-    plugin(tmp_path, "aaa-good", "aaa_good", GOOD + HOOK.format(name="mine", module="aaa_impl"))
-    (tmp_path / "aaa_impl.py").write_text("Thing = dict\n")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+def test_listing_recipes_imports_neither_torch_nor_the_recipe(plugins: Path) -> None:
+    code = (
+        "import sys; from ottava.recipes.registry import list_recipes\n"
+        "print('plain' in [spec.name for spec in list_recipes()])\n"
+        "print([name for name in ('torch', 'cli_impl', 'aaa_good') if name in sys.modules])"
+    )
+    path = os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", PROBE],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
-    # The second line shows that the probe sees an import.
-    assert done.stdout.split("\n")[:2] == ["[]", "['aaa_impl']"], done.stderr
+    assert done.stdout.splitlines() == ["True", "['aaa_good']"], done.stderr
+
+
+# -- texts --
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "in_lines"),
+    [
+        ("blocks.1.up [red]", "blocks.1.up [red]", "blocks.1.up [red]"),
+        ("größe 层 🙂", "größe 层 🙂", "größe 层 🙂"),
+        ("\x1b[31m\x9b", r"\x1b[31m\x9b", r"\x1b[31m\x9b"),
+        ("a\r\x07\x08\x7f", r"a\r\x07\x08\x7f", r"a\r\x07\x08\x7f"),
+        ("a\n\tb", r"a\n\tb", "a\n\tb"),
+        ("\u202ea\u2028\ud800", r"\u202ea\u2028\ud800", r"\u202ea\u2028\ud800"),
+    ],
+)
+def test_control_characters_are_written_as_python_does(
+    text: str, shown: str, in_lines: str, capsys: Any
+) -> None:
+    assert escaped(text) == shown
+    assert escaped(text, lines=True) == in_lines
+    say(text)
+    assert capsys.readouterr().out == f"{shown}\n"
+    console().print(table("title", ("head",), [[text]]))
+    with Progress(PlainColumn("{task.description}"), console=console()) as progress:
+        progress.add_task(text, total=1)
+    assert capsys.readouterr().out.count(shown) >= 2
+    show_json({text: text})
+    printed = capsys.readouterr().out
+    assert printed.isascii()
+    assert all(c.isprintable() or c == "\n" for c in printed)
+    assert json.loads(printed) == {text: text}
+
+
+def test_options_are_read_from_texts() -> None:
+    texts = ["a=BLUE", "b=[3, 4]", "c=2.5", "d=None", "e=True", "f=false", "g=x=[", 'h="1"']
+    values = ["BLUE", [3, 4], 2.5, None, True, False, "x=[", "1"]
+    assert list(parse_options(texts).items()) == list(zip("abcdefgh", values, strict=True))
+    for refused in (["a"], ["a b=1"], ["a=1", "a=2"]):
+        with pytest.raises(OptionError, match="key=value, each key once"):
+            parse_options(refused)

@@ -1,16 +1,22 @@
-"""convert: filters, ties, sharing, hooks, what it says, and that errors change nothing."""
+"""convert, converters of classes, and conversion_report: which modules become layers, why others
+do not, what is said of it, and that errors change nothing."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import ottava
-from ottava.errors import DTypeError, OptionError, RecipeNotFoundError
-from ottava.nn import Linear
+from ottava.errors import DTypeError, OptionError, RecipeNotFoundError, ShapeError, stable_repr
+from ottava.nn import Linear, TransposedLinear, converters
+
+QUIET = "ignore:(only|nothing).*of the weights of products"
 
 
 class Block(torch.nn.Module):
@@ -21,6 +27,8 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
+    """A stack, a tied head, a module in two places, attention, and a weight in float64."""
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList([Block(), Block()])
@@ -32,215 +40,106 @@ class Model(torch.nn.Module):
         self.wide = torch.nn.Linear(4, 4, dtype=torch.float64)
 
 
+def names_of(model: torch.nn.Module) -> set[str]:
+    return set(ottava.conversion_report(model).swapped)
+
+
+LAYERS = {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head"}
+
+
+@pytest.mark.filterwarnings(QUIET)
 def test_everything_that_can_be_is_swapped(recipe: Any) -> None:
-    model = Model()
+    model, calls = Model().eval(), []
+    model.head.register_forward_hook(lambda *args: calls.append("hook"))
+    model.head.note = "kept"
     parameters = {name: id(p) for name, p in model.named_parameters()}
     assert ottava.convert(model, recipe) is model
     assert {name: id(p) for name, p in model.named_parameters()} == parameters
     assert model.head.weight is model.embedding.weight
-    assert type(model.head) is Linear
     assert model.shared is model.blocks[0].up
+    assert (type(model.head), model.head.training, model.head.note) == (Linear, False, "kept")
+    assert model.blocks[1].down.name == "blocks.1.down"
+    model.head(torch.ones(4))
+    assert calls == ["hook"]
+    assert names_of(model) == LAYERS
     report = ottava.conversion_report(model)
-    assert set(report.swapped) == {
-        "blocks.0.up",
-        "blocks.0.down",
-        "blocks.1.up",
-        "blocks.1.down",
-        "head",
-    }
     assert "subclass" in report.skipped["attention.out_proj"]
     assert "float64" in report.skipped["wide"]
     assert "5 of 7" in str(report)
-    assert model.blocks[1].down.name == "blocks.1.down"
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"include": "blocks.*"}, {"blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"}),
-        ({"include": ["*.up", "head"], "exclude": "blocks.1.*"}, {"blocks.0.up", "head"}),
-        (
-            {"exclude": lambda name, module: module.in_features == 4},
-            {"blocks.0.down", "blocks.1.down"},
-        ),
-        ({"include": lambda name, module: name.endswith("head")}, {"head"}),
-    ],
-)
-def test_filters(recipe: Any, options: dict[str, Any], expected: set[str]) -> None:
-    model = ottava.convert(Model(), recipe, **options)
-    assert set(ottava.conversion_report(model).swapped) == expected
-    skipped = ottava.conversion_report(model).skipped
-    assert all(
-        "clude" in reason or "subclass" in reason or "float64" in reason
-        for reason in skipped.values()
-    )
-
-
-def test_hooks_mode_and_attributes_are_kept(recipe: Any) -> None:
-    layer = torch.nn.Linear(4, 4).eval()
-    calls: list[str] = []
-    layer.register_forward_hook(lambda *args: calls.append("forward"))
-    layer.note = "kept"  # type: ignore[assignment]
-    converted = ottava.convert(layer, recipe)
-    assert type(converted) is Linear
-    assert not converted.training
-    converted(torch.randn(2, 4))
-    assert calls == ["forward"]
-    assert converted.note == "kept"
-    assert type(layer) is torch.nn.Linear
-
-
-def test_converting_again_binds_the_new_recipe(recipe: Any) -> None:
-    model = ottava.convert(Model(), recipe)
     other = type(recipe)()
     ottava.convert(model, other)
     assert model.head.recipe is other
-    assert "recipe bound" in str(ottava.conversion_report(model))
+    alone = torch.nn.Linear(4, 4)
+    assert type(ottava.convert(alone, recipe)) is Linear
+    assert type(alone) is torch.nn.Linear
 
 
-def test_errors_change_nothing(recipe: Any) -> None:
+FILTERS: list[tuple[dict[str, Any], set[str]]] = [
+    ({"include": "blocks.*"}, LAYERS - {"head"}),
+    ({"include": "blocks"}, LAYERS - {"head"}),
+    ({"include": "block*"}, LAYERS - {"head"}),
+    ({"include": "blocks.1"}, {"blocks.1.up", "blocks.1.down"}),
+    ({"include": ["*.up", "head"], "exclude": "blocks.1.*"}, {"blocks.0.up", "head"}),
+    ({"exclude": "shared"}, LAYERS - {"blocks.0.up"}),
+    ({"exclude": "blocks.0.up"}, LAYERS - {"blocks.0.up"}),
+    ({"exclude": lambda name, module: module.in_features == 4}, {"blocks.0.down", "blocks.1.down"}),
+    ({"include": lambda name, module: name.endswith("head")}, {"head"}),
+    ({"exclude": ottava.HEADS}, LAYERS - {"head"}),
+]
+
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize(("options", "expected"), FILTERS)
+def test_filters(recipe: Any, options: dict[str, Any], expected: set[str]) -> None:
+    model = ottava.convert(Model(), recipe, **options)
+    assert names_of(model) == expected
+    assert model.shared is model.blocks[0].up
+    for reason in ottava.conversion_report(model).skipped.values():
+        assert "clude" in reason or "subclass" in reason or "float64" in reason
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"include": "block.*"}, OptionError, "blocks"),
+    ({"exclude": ["nonesuch"]}, OptionError, "exclude pattern 'nonesuch' matches no module"),
+    ({"include": ""}, OptionError, "'' matches no module"),
+    ({"recipe": 3}, DTypeError, "recipe"),
+    ({"recipe": "nonesuch"}, RecipeNotFoundError, "nonesuch"),
+    ({"model": torch.zeros(2)}, DTypeError, "model is a Tensor"),
+    ({"primary": 1}, OptionError, "primary"),
+    ({"keep_initial_values": "yes"}, OptionError, "keep_initial_values"),
+    ({"keep_initial_values": True}, OptionError, "keep_initial_values without primary"),
+    *(
+        ({name: value}, DTypeError, rf"{name} (has|is|cannot be called).*name patterns or")
+        for name in ("include", "exclude")
+        for value in (3, [1], torch.nn.Linear, torch.nn.Linear(2, 2), lambda name: True, len)
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "words"), WRONG)
+def test_errors_change_nothing(
+    recipe: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
     model = Model()
-    with pytest.raises(OptionError, match="blocks"):
-        ottava.convert(model, recipe, include="block.*")
-    with pytest.raises(OptionError):
-        ottava.convert(model, recipe, exclude=["nonesuch"])
-    with pytest.raises(DTypeError):
-        ottava.convert(model, 3)  # type: ignore[arg-type]
-    with pytest.raises(RecipeNotFoundError):
-        ottava.convert(model, "nonesuch")
-    with pytest.raises(DTypeError):
-        ottava.convert(torch.zeros(2), recipe)  # type: ignore[type-var]
-    for option in ({"primary": 1}, {"keep_initial_values": "yes"}):
-        with pytest.raises(OptionError, match=next(iter(option))):
-            ottava.convert(model, recipe, **option)  # type: ignore[arg-type]
-    assert not any(isinstance(m, Linear) for m in model.modules())
+    with pytest.raises(error, match=words):
+        ottava.convert(**{"model": model, "recipe": recipe} | options)
+    assert not any(isinstance(module, Linear) for module in model.modules())
     assert ottava.conversion_report(model).swapped == ()
 
 
-def test_a_factory_goes_over_a_recipe(recipe: Any) -> None:
-    roles: list[Any] = []
-    other = type(recipe)()
-
-    def factory(role: Any) -> Any:
-        roles.append(role)
-        return other.make_quantizer(role) if role.tensor_type == "input" else None
-
-    recipe.set_quantizer_factory(factory)
-    ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)
-    assert {(r.module_type, r.tensor_type, r.name) for r in roles} == {
-        ("linear", "input", "0"),
-        ("linear", "weight", "0"),
-        ("linear", "grad_output", "0"),
-    }
-    recipe.set_quantizer_factory(lambda role: 3)
-    with pytest.raises(DTypeError, match="factory"):
-        recipe.quantizer("input")
-    with pytest.raises(DTypeError):
-        recipe.set_quantizer_factory(3)
-
-
-@pytest.mark.parametrize("name", ["blocks.0.up", "shared"])
-def test_a_shared_module_is_excluded_by_any_of_its_names(recipe: Any, name: str) -> None:
-    model = ottava.convert(Model(), recipe, exclude=name)
-    assert type(model.shared) is torch.nn.Linear
-    assert model.blocks[0].up is model.shared
-
-
-@pytest.mark.parametrize("pattern", ["blocks", "blocks.1", "block*"])
-def test_a_container_stands_for_what_is_in_it(recipe: Any, pattern: str) -> None:
-    model = ottava.convert(Model(), recipe, include=pattern)
-    assert type(model.blocks[1].down) is Linear
-    assert type(model.head) is torch.nn.Linear
-
-
-@pytest.mark.parametrize("name", ["include", "exclude"])
-@pytest.mark.parametrize(
-    "given",
-    [
-        3,
-        1.5,
-        [1],
-        torch.nn.Linear,
-        torch.nn.Linear(2, 2),
-        lambda name: True,
-        lambda a, b, c: True,
-        len,
-    ],
-    ids=lambda given: getattr(given, "__name__", type(given).__name__),
-)
-def test_a_filter_of_another_type_is_named(recipe: Any, given: Any, name: str) -> None:
-    model = Model()
-    with pytest.raises(
-        DTypeError, match=rf"{name} (has|is|cannot be called).*name patterns or (a )?predicate"
-    ):
-        ottava.convert(model, recipe, **{name: given})
-    assert not any(isinstance(module, Linear) for module in model.modules())
-
-
-def test_a_pattern_without_letters_matches_nothing_but_a_bare_layer(recipe: Any) -> None:
-    for options in ({"include": ""}, {"exclude": ["head", ""]}):
-        with pytest.raises(OptionError, match="'' matches no module"):
-            ottava.convert(Model(), recipe, **options)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="in exclude"):
-        assert type(ottava.convert(torch.nn.Linear(4, 4), recipe, exclude="")) is torch.nn.Linear
-
-
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script`", "ignore:.*weights of products runs quantized"
-)
-@pytest.mark.parametrize("primary", [False, True])
-def test_scripted_modules_are_left_alone(recipe: Any, primary: bool) -> None:
-    scripted = torch.jit.script(torch.nn.Linear(4, 4))  # type: ignore[no-untyped-call]
-    assert ottava.convert(scripted, recipe) is scripted
-    model = ottava.convert(
-        torch.nn.Sequential(torch.nn.Linear(4, 4), scripted), recipe, primary=primary
-    )
-    assert (type(model[0]), model[1]) == (Linear, scripted)
-    assert "1.weight" in str(ottava.conversion_report(model))
-    model(torch.ones(2, 4)).sum().backward()
-
-
-@pytest.mark.filterwarnings(
-    "ignore:.*weights of products runs quantized", "ignore:Sparse CSR tensor support"
-)
-@pytest.mark.parametrize(
-    ("weight", "reason"),
-    [
-        (None, "it has no weight"),
-        (torch.eye(4).to_sparse(), "dtype torch.float32 and layout torch.sparse_coo"),
-        (torch.eye(4).to_sparse_csr(), "layout torch.sparse_csr"),
-        (torch.eye(4).double(), "dtype torch.float64"),
-    ],
-)
-def test_linear_layers_with_other_weights_are_left_alone(
-    recipe: Any, weight: Any, reason: str
-) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    model[0].weight = None if weight is None else torch.nn.Parameter(weight)
-    assert type(ottava.convert(model, recipe)[0]) is torch.nn.Linear
-    assert reason in ottava.conversion_report(model).skipped["0"]
-
-
-def test_a_factory_that_raises_leaves_the_model_alone(recipe: Any) -> None:
+@pytest.mark.filterwarnings(QUIET)
+def test_what_a_factory_raises_leaves_the_model_alone(recipe: Any) -> None:
     model = ottava.convert(Model(), recipe)
 
     class Failing(type(recipe)):  # type: ignore[misc]
         def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Any:
-            if role.name == "blocks.1.down" or role.name == "head":
+            if role.name == "head":
                 raise RuntimeError("no")
             return super().make_quantizer(role)
 
     with pytest.raises(RuntimeError, match="no"):
         ottava.convert(model, Failing())
     assert all(m.recipe is recipe for m in model.modules() if isinstance(m, Linear))
-
-
-def test_a_replaced_forward_is_left_alone(recipe: Any) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    model[0].forward = lambda x: x
-    ottava.convert(model, recipe)
-    assert type(model[0]) is torch.nn.Linear
-    assert "forward was replaced" in ottava.conversion_report(model).skipped["0"]
 
 
 class Foreign(torch.Tensor):
@@ -263,71 +162,83 @@ class Foreign(torch.Tensor):
         return func(*plain, **(kwargs or {}))
 
 
-def test_weights_of_another_library_are_left_alone(recipe: Any) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    model[0].weight = torch.nn.Parameter(Foreign(model[0].weight.detach()))
-    x = torch.randn(2, 4)
-    expected = model[0](x)
-    ottava.convert(model, recipe)
-    assert type(model[0]) is torch.nn.Linear
-    assert type(model[0].weight) is Foreign
-    assert torch.equal(model[0](x), expected)
-    report = ottava.conversion_report(model)
-    assert report.swapped == ("1",)
-    assert "Foreign" in report.skipped["0"]
-    assert "subclass" in report.skipped["0"]
+def with_weight(weight: torch.Tensor | None) -> torch.nn.Linear:
+    layer: Any = torch.nn.Linear(4, 4)
+    layer.weight = None if weight is None else torch.nn.Parameter(weight)
+    return layer
 
 
-def test_weights_that_are_traced_or_quantized_here_are_swapped(recipe: Any) -> None:
+def with_forward() -> torch.nn.Linear:
+    layer = torch.nn.Linear(4, 4)
+    layer.forward = lambda input: input  # type: ignore[method-assign]
+    return layer
+
+
+class Scaled(torch.nn.Linear):
+    """A subclass, which may compute otherwise."""
+
+
+LEFT_ALONE: dict[str, Any] = {
+    "it has no weight": lambda: with_weight(None),
+    "layout torch.sparse_coo": lambda: with_weight(torch.eye(4).to_sparse()),
+    "dtype torch.float64": lambda: with_weight(torch.eye(4).double()),
+    "Foreign, a tensor subclass": lambda: with_weight(Foreign(torch.eye(4))),
+    "forward was replaced": with_forward,
+    "is a subclass, Scaled": lambda: Scaled(4, 4),
+    "is a subclass, ParametrizedLinear": lambda: torch.nn.utils.parametrizations.weight_norm(
+        torch.nn.Linear(4, 4)
+    ),
+}
+
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize("reason", LEFT_ALONE)
+def test_layers_that_would_compute_otherwise_are_left_alone(recipe: Any, reason: str) -> None:
+    module = LEFT_ALONE[reason]()
+    model = ottava.convert(torch.nn.Sequential(module, torch.nn.Linear(4, 4)), recipe)
+    assert model[0] is module
+    assert reason in ottava.conversion_report(model).skipped["0"]
+    assert names_of(model) == {"1"}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`", QUIET)
+def test_scripted_traced_and_quantized_modules(recipe: Any) -> None:
+    scripted = torch.jit.script(torch.nn.Linear(4, 4))  # type: ignore[no-untyped-call]
+    for primary in (False, True):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), scripted)
+        ottava.convert(model, recipe, primary=primary)
+        assert (type(model[0]), model[1]) == (Linear, scripted)
+        assert "1.weight" in str(ottava.conversion_report(model))
+        model(torch.ones(2, 4)).sum().backward()
     with torch._subclasses.FakeTensorMode():
         assert type(ottava.convert(torch.nn.Linear(4, 4), recipe)) is Linear
-    with ottava.quantized_model_init(recipe):
-        layer = Linear(4, 4)
-    assert ottava.convert(layer, recipe).recipe is recipe
     gathered = ottava.distributed.gather_quantized(ottava.convert(torch.nn.Linear(4, 4), recipe))
-    ottava.convert(gathered, recipe)
-    assert ottava.conversion_report(gathered).swapped == ("",)
-
-
-def test_the_report_tells_of_the_encoder_fast_path(recipe: Any) -> None:
-    model = ottava.convert(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), recipe)
-    reasons = {d.name: d.reason for d in ottava.conversion_report(model).decisions if d.swapped}
+    assert names_of(ottava.convert(gathered, recipe)) == {""}
+    encoder = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    report = ottava.conversion_report(ottava.convert(encoder, recipe))
+    reasons = {d.name: d.reason for d in report.decisions if d.swapped}
     assert set(reasons) == {"linear1", "linear2"}
     assert all("bypasses it" in reason for reason in reasons.values())
 
 
-class Tied(torch.nn.Module):
-    """A head that only its weight gives away, and one that only the method does."""
+# -- heads --
 
-    def __init__(self, own: bool = True) -> None:
+
+class Tied(torch.nn.Module):
+    """A head that only its weight gives away, and one that only a method does."""
+
+    def __init__(self, error: type[Exception] | None = None) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(10, 4)
-        self.inner = torch.nn.Linear(4, 4)
+        self.embedding, self.inner = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 4)
         self.to_words = torch.nn.Linear(4, 10, bias=False)
         self.by_method = torch.nn.Linear(4, 10)
         self.to_words.weight = self.embedding.weight
-        self.own = own
+        self.error = error
 
-    def get_output_embeddings(self) -> torch.nn.Module | None:
-        if not self.own:
-            raise NotImplementedError
-        return self.by_method
-
-
-def test_heads_are_excluded(recipe: Any) -> None:
-    for name in ("lm_head", "classifier", "score", "fc", "output"):
-        model = torch.nn.ModuleDict(
-            {"stack": torch.nn.ModuleList([Block()]), name: torch.nn.Linear(4, 2)}
-        )
-        ottava.convert(model, recipe, exclude=ottava.HEADS)
-        assert ottava.conversion_report(model).skipped == {name: "in exclude"}
-    for wrapped in (Tied(), torch.nn.ModuleDict({"model": Tied()})):
-        ottava.convert(wrapped, recipe, exclude=[ottava.HEADS, "*inner"])
-        names = {name.removeprefix("model.") for name in ottava.conversion_report(wrapped).skipped}
-        assert names == {"to_words", "by_method", "inner"}
-    assert set(
-        ottava.conversion_report(ottava.convert(Tied(False), recipe, exclude=ottava.HEADS)).skipped
-    ) == {"to_words"}
+    def get_output_embeddings(self) -> Any:
+        if self.error is not None:
+            raise self.error("there is none")
+        return [self.by_method]
 
 
 def tree(names: str) -> torch.nn.Module:
@@ -346,113 +257,377 @@ def tree(names: str) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("hidden", "heads"),
     [
-        # Without stacks.
         ("attn.query attn.output mlp.fc mlp.score first.attn.heads.q up fc1 fc2", "output"),
-        (
-            "encoder.first.attn.output encoder.first.mlp.fc encoder.first.attn.output_proj",
-            "cls_head value_head",
-        ),
-        ("transformer.up.fc", "output_proj"),
-        ("text.up vision.fc", "text.lm_head vision.classifier"),
+        ("encoder.first.attn.output encoder.first.attn.output_proj", "cls_head value_head"),
+        ("text.up vision.fc transformer.fc", "text.lm_head vision.classifier output_proj"),
+        ("0.output 0.fc", ""),
         # As wrappers have them.
         ("module.attn.output", "module.output"),
         ("base_model.model.model.layers.0.mlp.up_proj", "base_model.model.lm_head"),
-        ("pretrained_model.layers.0.output.fc", "v_head.summary"),
-        # LLaMA, as of Transformers and as it was published.
+        # LLaMA, as of Transformers and as it was published; BERT; ViT.
         ("model.layers.0.self_attn.o_proj model.layers.0.mlp.down_proj", "lm_head"),
         ("layers.0.attention.wo layers.0.feed_forward.w2", "output"),
-        # BERT, with the heads of pretraining, of questions and of classes.
         (
-            "bert.encoder.layer.0.attention.output.dense bert.encoder.layer.0.output.dense "
-            "bert.pooler.dense",
-            "cls.predictions.transform.dense cls.predictions.decoder cls.seq_relationship",
+            "bert.encoder.layer.0.attention.output.dense bert.pooler.dense",
+            "cls.predictions.decoder cls.seq_relationship qa_outputs",
         ),
-        ("bert.encoder.layer.0.output.dense", "qa_outputs"),
         ("roberta.encoder.layer.0.output.dense", "classifier.dense classifier.out_proj"),
-        # ViT, as of torchvision, timm and Transformers.
-        (
-            "encoder.layers.encoder_layer_0.self_attention.out "
-            "encoder.layers.encoder_layer_0.mlp.0",
-            "heads.head",
-        ),
+        ("encoder.layers.encoder_layer_0.self_attention.out", "heads.head"),
         ("blocks.0.attn.proj blocks.0.mlp.fc1", "head"),
-        ("vit.encoder.layer.0.output.dense", "classifier"),
     ],
 )
 def test_heads_of_models_as_there_are(recipe: Any, hidden: str, heads: str) -> None:
     model = ottava.convert(tree(f"{hidden} {heads}"), recipe, exclude=ottava.HEADS)
+    assert names_of(model) == set(hidden.split())
+    skipped = ottava.conversion_report(model).skipped
+    assert skipped == dict.fromkeys(heads.split(), "in exclude")
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_heads_that_a_weight_or_a_method_gives_away(recipe: Any) -> None:
+    for error in (None, NotImplementedError, RuntimeError, TypeError):
+        model = torch.nn.ModuleDict({"model": Tied(error)})
+        ottava.convert(model, recipe, exclude=[ottava.HEADS, "*inner"])
+        skipped = {name.removeprefix("model.") for name in ottava.conversion_report(model).skipped}
+        assert skipped == {"to_words", "inner"} | ({"by_method"} if error is None else set())
+
+
+# -- what is said of it --
+
+
+def warnings_of(model: torch.nn.Module, recipe: Any, **options: Any) -> list[Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ottava.convert(model, recipe, **options)
+    return caught
+
+
+def linears(**features: tuple[int, int]) -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict({name: torch.nn.Linear(*sizes) for name, sizes in features.items()})
+
+
+def test_it_warns_where_less_than_nine_tenths_run_quantized(recipe: Any) -> None:
+    model = linears(wide=(16, 64), last=(8, 2))
+    model["blocks"] = torch.nn.ModuleList([Block(), Block()])
+    (warning,) = warnings_of(model, recipe, include="blocks.*.up")
+    assert str(warning.message).startswith(
+        "only 5% of the weights of products runs quantized; the largest others: 88% wide.weight "
+        "(not in include); 5% blocks.*.down.weight (not in include); 1% last.weight"
+    )
+    assert "\n" not in str(warning.message)
+    assert warning.filename == __file__
+    nothing = [torch.nn.ReLU(), torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(4, 4).double()]
+    for module in nothing:
+        (warning,) = warnings_of(module, recipe)
+        assert "nothing of the weights of products runs quantized" in str(warning.message)
+    # 88.9 and 94.1 percent.
+    for rows, count in ((2, 1), (1, 0)):
+        model = linears(big=(8, 16), rest=(8, rows))
+        assert len(warnings_of(model, recipe, include="big")) == count
+
+
+def test_it_says_nothing_of_what_is_excluded(recipe: Any) -> None:
+    def by_predicate(name: str, module: torch.nn.Module) -> bool:
+        return name == "head"
+
+    for exclude in ("head", [ottava.HEADS, "rest"], by_predicate):
+        model = linears(body=(8, 8), head=(8, 64))
+        if isinstance(exclude, list):
+            # A pattern names modules of any class, here one with a weight of products.
+            model["rest"] = torch.nn.Conv2d(8, 64, 3)
+        assert not warnings_of(model, recipe, exclude=exclude)
+        assert names_of(model) == {"body"}
+    model = linears(q=(8, 8), k=(8, 8), up=(8, 8))
+    assert not warnings_of(model, recipe, exclude=["q", "k"])
+    assert not warnings_of(model, type(recipe)(), include=["up"])
+
+
+class Experts(torch.nn.Module):
+    """As in a mixture of experts: one parameter for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = torch.nn.Parameter(torch.randn(4, 16, 8))
+        self.gate_up_bias = torch.nn.Parameter(torch.zeros(4, 16))
+
+
+class PositionEmbedding(torch.nn.Module):
+    """Rows that are looked up, in a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(20, 8))
+
+
+class Mixture(torch.nn.Module):
+    """128 elements in linear layers, 576 in other products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.rows = torch.nn.Embedding(100, 8), PositionEmbedding()
+        self.positions = torch.nn.Parameter(torch.zeros(1, 50, 8))
+        self.cls = torch.nn.Parameter(torch.zeros(1, 1, 8))
+        self.norm = torch.nn.LayerNorm((4, 8))
+        self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.experts, self.conv = Experts(), torch.nn.Conv1d(8, 8, 1)
+
+
+def weights(model: torch.nn.Module) -> dict[str, str | None]:
+    return {weight.name: weight.recipe for weight in ottava.conversion_report(model).weights}
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_the_report_counts_what_multiplies_and_nothing_else(recipe: Any) -> None:
+    model = ottava.convert(torch.nn.ModuleDict({"model": Mixture()}), recipe, exclude="model.up")
     report = ottava.conversion_report(model)
-    assert set(report.swapped) == set(hidden.split())
-    assert set(report.skipped) == set(heads.split())
+    assert report.share == 64 / 704
+    assert report.recipe == "sample"
+    assert [w.name for w in report.left_out] == [
+        "model.experts.gate_up",
+        "model.up.weight",
+        "model.conv.weight",
+    ]
+    assert (report.left_out[0].shape, report.left_out[0].share) == ((4, 16, 8), 512 / 704)
+    first, linear, others = str(report).split("\n\n")
+    assert first == "1 of 2 linear modules run under 'sample', with 9.1% of the weights of products"
+    assert linear.splitlines() == [
+        "linear module  recipe  reason",
+        "-------------  ------  --------------------",
+        "model.up       no      in exclude",
+        "model.down     yes     recipe bound: sample",
+    ]
+    assert others.splitlines()[2:] == [
+        "model.experts.gate_up     [4, 16, 8]  72.7%  Experts has no converter",
+        "model.up.weight           [8, 8]       9.1%  in exclude",
+        "model.conv.weight         [8, 8, 1]    9.1%  Conv1d has no converter",
+    ]
+    # Nothing has no table.
+    assert len(str(ottava.conversion_report(torch.nn.ReLU())).splitlines()) == 1
+    attention = ottava.convert(torch.nn.MultiheadAttention(8, 2), recipe)
+    left_out = [(w.name, w.share) for w in ottava.conversion_report(attention).left_out]
+    assert left_out == [("in_proj_weight", 0.75), ("out_proj.weight", 0.25)]
+    with pytest.raises(DTypeError, match="model is a list"):
+        ottava.conversion_report([])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, TypeError])
-def test_a_model_may_have_no_head_to_give(recipe: Any, error: Any) -> None:
-    class Model(Tied):
-        def get_output_embeddings(self) -> Any:
-            if self.own:
-                return [self.by_method, self.inner]
-            raise error("there is none")
+@pytest.mark.filterwarnings(QUIET)
+def test_the_report_is_of_the_model_as_it_is_now(recipe: Any) -> None:
+    model: Any = Mixture()
+    report = ottava.conversion_report(model)
+    assert (report.swapped, {*report.skipped.values()}) == ((), {"not converted"})
+    assert str(report).startswith("0 of 2 linear modules run under a recipe, with 0.0%")
+    ottava.convert(model, recipe, exclude="down")
+    model.up, model.added = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+    assert ottava.conversion_report(model).skipped["down"] == "in exclude"
+    model.down = torch.nn.Linear(8, 16)
+    skipped = ottava.conversion_report(model).skipped
+    # Nobody excluded this one.
+    assert set(skipped) == {"up", "down", "added"}
+    assert all("after the last conversion" in reason for reason in skipped.values())
+    ottava.convert(model, recipe)
+    assert names_of(model) == {"up", "down", "added"}
+    model.up.bind(None)
+    assert ottava.conversion_report(model).skipped == {"up": "no recipe is bound"}
+    ottava.convert(model, recipe, exclude="up")
+    ottava.convert(model, recipe, exclude="down").up.bind(None)
+    assert ottava.conversion_report(model).skipped == {"up": "no recipe is bound"}
+    other = type(recipe)()
+    other.name = "other"
+    model.down.bind(other)
+    assert ottava.conversion_report(model).recipe == "other, sample"
+    assert weights(model)["down.weight"] == "other"
 
-    skipped = ottava.conversion_report(
-        ottava.convert(Model(), recipe, exclude=ottava.HEADS)
-    ).skipped
-    assert set(skipped) == {"to_words", "by_method", "inner"}
-    skipped = ottava.conversion_report(
-        ottava.convert(Model(False), recipe, exclude=ottava.HEADS)
-    ).skipped
-    assert set(skipped) == {"to_words"}
+
+@pytest.mark.filterwarnings(QUIET)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_reasons_stay_known_in_copies_and_wrappers(recipe: Any, copied: Any) -> None:
+    model = copied(ottava.convert(Mixture(), recipe, include="up"))
+    for whole in (model, torch.nn.Sequential(torch.nn.Sequential(model))):
+        assert [*ottava.conversion_report(whole).skipped.values()] == ["not in include"]
+    other = ottava.convert(torch.nn.Sequential(model), recipe, exclude="0.up")
+    assert names_of(other) == {"0.up", "0.down"}
+    # What an earlier conversion of a part was told is no longer so.
+    model.down = torch.nn.Linear(8, 8)
+    assert "after the last conversion" in ottava.conversion_report(other).skipped["0.down"]
 
 
-def test_hidden_layers_with_the_name_of_a_head_are_converted(recipe: Any) -> None:
-    stack = torch.nn.Sequential(
-        torch.nn.ModuleDict({"output": torch.nn.Linear(4, 4), "fc": torch.nn.Linear(4, 4)})
+@pytest.mark.filterwarnings(QUIET)
+def test_the_report_of_shared_kept_and_parametrized_weights(recipe: Any) -> None:
+    def tied() -> Any:
+        model: Any = linears(head=(4, 8), again=(4, 8))
+        model.table = torch.nn.Embedding(8, 4)
+        model.head.weight = model.again.weight = model.table.weight
+        return model
+
+    assert weights(ottava.convert(tied(), recipe)) == {"head.weight": "sample"}
+    # A weight is quantized where all products by it are.
+    (weight,) = ottava.conversion_report(ottava.convert(tied(), recipe, exclude="again")).weights
+    assert (weight.name, weight.recipe, weight.reason) == ("again.weight", None, "in exclude")
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.Linear(4, 4, device="meta"))
+    assert weights(lazy) == {"1.weight": None}
+    with ottava.quantized_model_init(recipe):
+        layer = Linear(4, 4, recipe=recipe)
+    assert "the weight is kept quantized" in str(ottava.conversion_report(layer))
+    normed = torch.nn.utils.parametrizations.weight_norm(Linear(4, 4, recipe=recipe))
+    assert ottava.conversion_report(torch.nn.Sequential(normed)).share == 1.0
+
+    class Kept(type(recipe.quantizer("weight"))):  # type: ignore[misc]
+        in_high_precision = aliases_operands = True
+
+    recipe.set_quantizer_factory(
+        lambda role: Kept(torch.float8_e4m3fn) if role.name == "up" else None
     )
-    # There is no head at all, and that is no mistake.
-    ottava.convert(stack, recipe, exclude=ottava.HEADS)
-    assert ottava.conversion_report(stack).swapped == ("0.output", "0.fc")
+    model = ottava.convert(Mixture(), recipe)
+    assert (weights(model)["up.weight"], weights(model)["down.weight"]) == (None, "sample")
+    assert "keeps its operands in high precision" in str(ottava.conversion_report(model))
 
 
-def test_it_says_what_is_left_out_where_that_is_much(recipe: Any) -> None:
-    blocks = torch.nn.ModuleList([Block(), Block()])
-    model = torch.nn.ModuleDict(
-        {"blocks": blocks, "wide": torch.nn.Linear(16, 64), "last": torch.nn.Linear(8, 2)}
-    )
-    with pytest.warns(UserWarning, match="only 5% of the weights of products") as caught:
-        ottava.convert(model, recipe, include="blocks.*.up")
-    (said,) = [str(warning.message) for warning in caught]
-    names = (
-        "88% wide.weight (not in include); 5% blocks.*.down.weight (not in include); 1% last.weight"
-    )
-    assert f"; the largest others: {names}" in said
-    assert "\n" not in said
-    assert caught[0].filename == __file__
+def test_a_text_is_the_same_in_every_process() -> None:
+    assert stable_repr([{"b", "a"}, frozenset({3, 1})]) == "[{'a', 'b'}, frozenset({1, 3})]"
+    assert stable_repr({"b": 1, "a": object()}) == "{'b': 1, 'a': <object object>}"
 
 
-@pytest.mark.parametrize(
-    "model", [torch.nn.ReLU(), torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(4, 4).double()]
-)
-def test_it_says_that_nothing_runs_quantized(recipe: Any, model: torch.nn.Module) -> None:
-    with pytest.warns(UserWarning, match="nothing of the weights of products runs quantized"):
+# -- converters of other classes --
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The converters as they were before the test."""
+    before = dict(converters._CONVERTERS)
+    yield
+    converters._CONVERTERS.clear()
+    converters._CONVERTERS.update(before)
+
+
+class Conv1D(torch.nn.Module):
+    """As that of Transformers: its weight is stored transposed, its bias may not be there."""
+
+    def __init__(self, nf: int, nx: int, bias: bool = True) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = torch.nn.Parameter(torch.randn(nx, nf))
+        if bias:
+            self.bias = torch.nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.t(), getattr(self, "bias", None))
+
+
+class Further(Scaled):
+    """Not registered."""
+
+
+@pytest.mark.filterwarnings(QUIET)
+def test_a_class_is_converted_once_it_is_registered(recipe: Any, table: None) -> None:
+    asked: list[str] = []
+
+    def convert(module: Any, name: str) -> Linear | str:
+        asked.append(name)
+        return Linear.from_linear(module, name) if name != "1" else "not the second"
+
+    ottava.register_converter(Scaled, convert)
+    model = torch.nn.Sequential(*(Scaled(4, 4) for _ in range(3)), Scaled(4, 4).double())
+    model.append(Further(4, 4))
+    weight = model[0].weight
+    ottava.convert(model, recipe, exclude="2")
+    assert asked == ["0", "1"]
+    assert (type(model[0]), model[0].weight, model[0].name) == (Linear, weight, "0")
+    skipped = ottava.conversion_report(model).skipped
+    assert (skipped["1"], skipped["2"]) == ("not the second", "in exclude")
+    assert "float64" in skipped["3"]
+    assert "subclass, Further" in skipped["4"]
+    ottava.register_converter(torch.nn.Linear, lambda module, name: f"no, {name}")
+    model = ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)
+    assert ottava.conversion_report(model).skipped == {"0": "no, 0"}
+
+
+def refuse(module: Any, name: str) -> Linear:
+    raise RuntimeError(f"not {name}")
+
+
+class Factored(torch.nn.Module):
+    """A class of a user's own, of which no layer can be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.randn(6, 4))
+
+
+RETURNS: list[tuple[Any, str]] = [
+    (lambda module, name: None, "returned for '1' a builtins.NoneType"),
+    (lambda module, name: "", "returned for '1' a builtins.str.*or a string that says why not"),
+    (lambda module, name: torch.nn.Linear(4, 4), "of the module's own parameters"),
+    (lambda module, name: Linear(4, 6), "of the module's own parameters"),
+    (Linear.from_linear, "with what a torch.nn.Linear has"),
+    (TransposedLinear.from_linear, "no parameter 'weight'"),
+    (refuse, "not 1"),
+]
+
+
+def test_what_is_wrong_with_a_converter_changes_nothing(recipe: Any, table: None) -> None:
+    for function, words in RETURNS:
+        ottava.register_converter(Factored, function)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Factored())
+        with pytest.raises((DTypeError, ShapeError, RuntimeError), match=words):
+            ottava.convert(model, recipe)
+        assert [type(module) for module in model] == [torch.nn.Linear, Factored]
+    classes: list[Any] = ["Conv1D", "", 3, int, torch.nn.Linear(2, 2)]
+    for cls in classes:
+        with pytest.raises(DTypeError, match="registered for"):
+            ottava.register_converter(cls, Linear.from_linear)
+    no_functions: list[Any] = [
+        "text",
+        Linear,
+        torch.nn.Linear(2, 2),
+        lambda m: m,
+        lambda a, b, c: a,
+    ]
+    for function in no_functions:
+        with pytest.raises(
+            DTypeError, match=r"the converter for .*Scaled.*of a module and its name"
+        ):
+            ottava.register_converter(Scaled, function)
+    with pytest.raises(DTypeError, match=r"the layer is a NoneType.*torch\.nn\.Module"):
+        Linear.from_linear(None)  # type: ignore[arg-type]
+
+
+def test_a_class_of_a_package_is_found_by_name(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Conv1D, "__module__", "transformers.pytorch_utils")
+    for bias in (True, False):
+        model = torch.nn.Sequential(Conv1D(8, 4, bias))
+        weight, keys, x = model[0].weight, set(model.state_dict()), torch.randn(3, 4)
+        expected = model(x)
         ottava.convert(model, recipe)
+        layer: Any = model[0]
+        assert (type(layer), layer.weight, layer.nf) == (TransposedLinear, weight, 8)
+        assert (layer.in_features, layer.out_features) == (4, 8)
+        assert set(model.state_dict()) == keys
+        with ottava.autocast(enabled=False):
+            assert torch.equal(model(x), expected)
+        twin = Linear(4, 8, bias=bias, recipe=recipe)
+        with torch.no_grad():
+            twin.weight.copy_(weight.t())
+            if bias:
+                twin.bias.copy_(layer.bias)
+        assert torch.equal(model(x), twin(x))
+        model(x).sum().backward()
+        assert weight.grad.shape == (4, 8)
+    shapes: list[Any] = []
+    for quantizer in layer._binding.state.quantizers.values():
+        quantizer.calibrate = lambda tensor: shapes.append(tuple(tensor.shape))
+    with ottava.autocast(calibrating=True):
+        layer(torch.randn(3, 4))
+    assert shapes == [(3, 4), (8, 4)], "calibration sees the weight as a product does"
 
 
-@pytest.mark.parametrize(
-    "exclude", ["head", [ottava.HEADS, "rest"], lambda name, module: name == "head"]
-)
-def test_it_says_nothing_of_what_is_excluded(recipe: Any, exclude: Any) -> None:
-    model = torch.nn.ModuleDict({"body": torch.nn.Linear(8, 8), "head": torch.nn.Linear(8, 64)})
-    if isinstance(exclude, list):
-        # A pattern names modules of any class, here one with a weight of products.
-        model["rest"] = torch.nn.Conv2d(8, 64, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ottava.convert(model, recipe, exclude=exclude)
-    assert ottava.conversion_report(model).swapped == ("body",)
-
-
-def test_it_says_nothing_where_most_is_quantized(recipe: Any) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ottava.convert(model, recipe, exclude="1")
+def test_a_transposed_layer_is_initialized_by_its_number_of_inputs(recipe: Any) -> None:
+    with ottava.quantized_model_init(recipe):
+        layer = TransposedLinear(400, 2, recipe=recipe)
+    for _ in range(2):
+        assert type(layer.weight) is torch.nn.Parameter
+        assert layer.weight.shape == (400, 2)
+        assert 0.03 < layer.weight.abs().max() <= 0.05  # 1 / sqrt(400)
+        assert layer.bias.abs().max() <= 0.05
+        layer.reset_parameters()

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_plugins import installed
+
+from tests.core.fake_plugins import installed
 
 
 @pytest.fixture
