@@ -1,5 +1,6 @@
 """Fresh environments with core, its tools and no recipe, for packages that ``ottava new-recipe``
-wrote."""
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +24,8 @@ def _top_level(found: Distribution) -> set[str]:
 
 
 def link_libraries(site: Path) -> None:
-    """Put this environment's libraries into another's ``site-packages``, those that offer recipes
-    left out.
-
-    This is what an installer would fetch from an index: every distribution as it is installed here,
-    by links.
+    """Link this environment's libraries into another's ``site-packages``, except those that offer
+    recipes. An installer would fetch them from an index.
     """
     for libraries in {sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]}:
         left_out = {"__pycache__"}

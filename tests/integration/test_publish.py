@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from template_environment import clean_variables
-
 from ottava_testing.new_recipe.names import Names
 from ottava_testing.new_recipe.rendering import render
+from tests.integration.template_environment import clean_variables
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "publish.md").read_text()

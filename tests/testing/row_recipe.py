@@ -19,7 +19,7 @@ from ottava.tensors import InnerTensor, StaticField
 SPEC = RecipeSpec(
     name="rows",
     summary="E4M3 by row",
-    factory="row_recipe:Rows",
+    factory="tests.testing.row_recipe:Rows",
     block_size=(1, None),
     formats=("E4M3",),
 )
@@ -83,3 +83,16 @@ class Rows(Recipe):
 
     def make_quantizer(self, role: QuantizerRole, *, amax_reduction_group: Any = None) -> Quantizer:
         return self.quantizer_class()
+
+
+class BareQuantizer(RowQuantizer):
+    """Gives bare storages only."""
+
+    tensor = RowStorage
+
+
+class Bare(Rows):
+    """The recipe, for a spec with quantized_weights=False."""
+
+    def __init__(self) -> None:
+        super().__init__(BareQuantizer)

@@ -38,7 +38,7 @@ SPECS = {
     recipe: RecipeSpec(
         name=recipe.name,
         summary=str(recipe.__doc__),
-        factory=f"strange_layouts:{recipe.__name__}",
+        factory=f"tests.testing.strange_layouts:{recipe.__name__}",
         block_size=recipe.layout.block,
         formats=(formats,),
         fake_quant_formats=(recipe.name,),

@@ -1,56 +1,66 @@
 """Ranks are forked by one process: it stays, it is replaced when it is gone, and what went wrong is
-told by name."""
+told by name.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ottava_testing import launch
+from ottava_testing import CheckFailed, launch
 
-BODY = "rank_bodies:body"
+BODY = f"{__name__}:body"
+
+
+def body(name: str, mesh: Any, folder: Path) -> None:
+    """What each rank does, by name."""
+    if name == "hangs":
+        time.sleep(3600)
+    if name == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "fails on one" and mesh.get_rank() == 1:
+        raise CheckFailed("this one")
+    if name == "raises":
+        raise KeyError("a key")
+    if name == "reads":
+        assert (folder / "given").read_text() == os.environ["GIVEN"] == str(mesh.size())
 
 
 def test_what_went_wrong_is_told_by_name() -> None:
     names = ["passes", "fails on one", "dies", "raises", "passes too"]
     told = launch.run_on_ranks(BODY, names)
-    assert told["passes"] is None
-    assert told["passes too"] is None
-    assert told["fails on one"] == "this one"
+    assert (told["passes"], told["fails on one"], told["passes too"]) == (None, "this one", None)
     assert str(told["dies"]).startswith("dies: a process ended without a result")
     assert str(told["raises"]).startswith("raises, on rank ")
     assert "KeyError: 'a key'" in str(told["raises"])
+    assert names[0] == "passes"
 
 
-def test_ranks_have_the_environment_of_now_and_what_was_prepared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for given in ("one", "another"):
-        monkeypatch.setenv("GIVEN", given)
-        told = launch.run_on_ranks(
-            BODY,
-            ["reads"],
-            prepare=lambda f, g=given: (f / "given").write_text(g),  # type: ignore[misc]
-        )
+def test_one_process_serves_all_launches_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks have the environment of now, and what was prepared for them."""
+    servers = []
+    for world in (2, 3, 2):
+        monkeypatch.setenv("GIVEN", str(world))
+
+        def prepare(folder: Path, text: str = str(world)) -> None:
+            (folder / "given").write_text(text)
+
+        told = launch.run_on_ranks(BODY, ["reads"], world, prepare=prepare)
         assert told == {"reads": None}
-
-
-def test_one_process_serves_all_launches_until_it_is_gone() -> None:
-    assert launch.run_on_ranks(BODY, ["passes"]) == {"passes": None}
-    first = launch._launcher().process
-    assert launch.run_on_ranks(BODY, ["passes"], world=3) == {"passes": None}
-    assert launch._launcher().process is first
-    os.kill(first.pid, signal.SIGKILL)
-    first.wait()
-    assert launch.run_on_ranks(BODY, ["passes"]) == {"passes": None}
-    assert launch._launcher().process is not first
+        servers.append(launch.start_server().process)
+        if world == 3:
+            servers[-1].kill()
+            servers[-1].wait()
+    assert servers[0] is servers[1]
+    assert servers[1] is not servers[2]
 
 
 def test_ranks_that_do_not_end_are_ended() -> None:
-    launch.run_on_ranks(BODY, ["passes"])
-    told = launch.run_on_ranks(BODY, ["hangs"], seconds=4)
-    assert told == {
-        "hangs": "hangs: the processes did not end in 4 s: do the ranks wait for each other?"
-    }
+    told = launch.run_on_ranks(BODY, ["hangs"], seconds=3)
+    words = "the processes did not end in 3 s: do the ranks wait for each other?"
+    assert told == {"hangs": f"hangs: {words}"}

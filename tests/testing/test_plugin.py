@@ -1,277 +1,179 @@
-"""The base class in pytest: a good recipe passes, and only an expected failure with a reason leaves
-a test out."""
+"""The base class in pytest: a sound recipe passes, and only an expected failure with a reason
+leaves a test out.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 # What the classes under test import: pytester forgets what it imported itself, and torch cannot be
 # imported twice.
-import broken_tensors  # noqa: F401
 import hypothesis.strategies  # noqa: F401
 import pytest
 import torch._dynamo  # noqa: F401
 
 import ottava_testing.conformance  # noqa: F401
+import tests.testing.defects  # noqa: F401
+from ottava.errors import OttavaError
+from ottava_testing import RecipeConformance, list_checks
+from tests.testing.row_recipe import SPEC, Rows
 
-HERE = str(Path(__file__).parent)
 pytest_plugins = ["pytester"]
 
-GOOD = """
+HEADER = """
 import pytest
-import row_recipe as rows
 from ottava_testing import RecipeConformance
+from tests.testing.defects import DEFECTS
+from tests.testing.row_recipe import SPEC, Rows
+BROKEN = next(d for d in DEFECTS if d.check == "clone-shares-nothing").recipe()
 
-class TestRows(RecipeConformance):
-    recipe = rows.Rows()
-    spec = rows.SPEC
+class Sound(RecipeConformance):
+    recipe, spec = Rows(), SPEC
+
+class Broken(Sound):
+    recipe = BROKEN
 """
-BROKEN = """
-import pytest
-import broken_tensors  # noqa: F401
-from ottava_testing import RecipeConformance
-from row_recipe import SPEC, Rows
-
-class TestBroken(RecipeConformance):
-    spec = SPEC
-
-    def make_recipe(self):
-        return Rows(broken_tensors.AliasedScaleQuantizer)
-"""
-XFAIL = """
-    @pytest.mark.xfail(reason="its clone shares its scale")
-    def test_clone_shares_nothing(self):
-        super().test_clone_shares_nothing()
-"""
-# What runs fast; the whole class is run in test_a_good_class_passes.
-SOME = "test_roles or test_equality or test_clone_shares_nothing or test_zeros"
-
-
-def run(pytester: pytest.Pytester, source: str, *options: str, conftest: str = "") -> Any:
-    pytester.makepyfile(source)
-    pytester.makeconftest(f"import sys\nsys.path.insert(0, {HERE!r})\n{conftest}")
-    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *(options or ("-k", SOME)))
-
-
-def test_a_good_class_passes(pytester: pytest.Pytester) -> None:
-    result = run(pytester, GOOD, "-m", "not ottava_slow", "-v", "--strict-markers")
-    outcomes = result.parseoutcomes()
-    assert result.ret == 0
-    assert outcomes["passed"] > 65
-    assert "failed" not in outcomes
-    assert outcomes["deselected"] == 8
-    result.stdout.fnmatch_lines(["*::TestRows::test_clone_shares_nothing PASSED*"])
-
-
-def test_a_broken_recipe_fails_with_the_name_of_its_defect(pytester: pytest.Pytester) -> None:
-    result = run(pytester, BROKEN)
-    result.assert_outcomes(passed=3, failed=1)
-    result.stdout.fnmatch_lines(
-        ["*shares memory: writing to the clone's '_scale_inv' changed the original's*"]
-    )
-
-
-def test_an_expected_failure_with_a_reason_is_one(pytester: pytest.Pytester) -> None:
-    run(pytester, BROKEN + XFAIL).assert_outcomes(passed=3, xfailed=1)
-
-
-def test_an_expected_failure_that_passes_fails(pytester: pytest.Pytester) -> None:
-    result = run(pytester, GOOD + XFAIL)
-    result.assert_outcomes(passed=3, failed=1)
-    result.stdout.fnmatch_lines(["*XPASS(strict)*its clone shares its scale*"])
-
-
-def test_an_expected_failure_of_what_does_not_apply_fails(pytester: pytest.Pytester) -> None:
-    override = XFAIL.replace("clone_shares_nothing", "state_moves")
-    result = run(pytester, GOOD + override, "-k", "test_state_moves")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*does not apply, and is expected to fail: remove the override*"])
-
-
-def test_a_class_names_its_expected_failures(pytester: pytest.Pytester) -> None:
-    names = {
-        "clone-shares-nothing": "its clone shares its scale",
-        "zeros": "no idea",
-        "state-moves": "no state",
-    }
-    source = f"{BROKEN}\n    expected_failures = {names!r}\n"
-    chosen = f"{SOME} or test_state_moves"
-    result = run(pytester, source, "-k", chosen, "-rx")
-    result.assert_outcomes(passed=2, xfailed=1, failed=2)
-    result.stdout.fnmatch_lines(["*its clone shares its scale (*"])
-    text = result.stdout.str()
-    assert "it passes, and was expected to fail (no idea): remove that" in text
-    assert "it is expected to fail, and does not apply" in text
-
-
-@pytest.mark.parametrize(
-    ("names", "error"),
-    [
-        (
-            {"zeroes": "x"},
-            "OptionError: the expected failure 'zeroes' is no check. Expected: a name such as "
-            "zeros",
-        ),
-        ({"zeros": " "}, "OptionError: the expected failure of 'zeros' has no reason"),
-        (["zeros"], "DTypeError: expected_failures is a list"),
-    ],
+# Of each class these tests run: two quick ones, the one that fails if the recipe is broken, and one
+# that does not apply.
+CHOSEN = "zeros or roles or clone_shares_nothing or state_moves"
+XFAIL = (
+    "    @pytest.mark.xfail(reason='its scale')\n    def test_clone_shares_nothing(self):\n        "
 )
-def test_expected_failures_that_say_something_wrong(
-    names: Any, error: str, pytester: pytest.Pytester
-) -> None:
-    result = run(pytester, f"{GOOD}\n    expected_failures = {names!r}\n")
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines([f"*{error}*"])
+SUPER = XFAIL + "super().test_clone_shares_nothing()"
+ROLES = "    @pytest.mark.xfail(reason='x')\n    def test_roles(self): "
+FIXTURE = "    @pytest.fixture(autouse=True)\n    def away(self): "
 
-
-def test_a_class_names_the_layers_that_it_checks(pytester: pytest.Pytester) -> None:
-    result = run(
-        pytester, BROKEN.replace("spec = SPEC", "spec, layers = SPEC, ('encoder.0', 'head')")
-    )
-    result.assert_outcomes(passed=3, failed=1)
-    result.stdout.fnmatch_lines(["*layer 'encoder.0': *shares memory*"])
-
-
-REFUSED = {
-    "an override": "    def test_roles(self):\n        pass",
-    "None": "    test_roles = None",
-    "no reason": "    @pytest.mark.xfail\n    def test_roles(self):\n        assert False",
-    "an empty reason": "    @pytest.mark.xfail(reason=' ')\n    def test_roles(self):\n        "
-    "assert False",
-    "not strict": "    @pytest.mark.xfail(reason='x', strict=False)\n    def test_roles(self):\n  "
-    "      assert False",
-    "not run": "    @pytest.mark.xfail(reason='x', run=False)\n    def test_roles(self):\n        "
-    "assert False",
-    "a condition": "    @pytest.mark.xfail(False, reason='x')\n    def test_roles(self):\n        "
-    "pass",
-    "a skip beside": "    @pytest.mark.skip\n    @pytest.mark.xfail(reason='x')\n    def "
-    "test_roles(self): pass",
-    "a skip on the class": "\nTestRows = pytest.mark.skip(TestRows)",
-    "a skipif on the class": "\nTestRows = pytest.mark.skipif(True, reason='x')(TestRows)",
-    "an xfail on the class": "\nTestRows = pytest.mark.xfail(reason='x')(TestRows)",
-    "a skip on the module": "\npytestmark = pytest.mark.skip",
-    "a mark in the class": "    pytestmark = pytest.mark.skip",
-    "__test__ of the class": "    __test__ = False",
-    "__init__": "    def __init__(self): pass",
-    "a class between": (
-        "\nclass Mixin:\n    def test_roles(self): pass\n"
-        "class TestMixed(Mixin, RecipeConformance):\n    recipe, spec = rows.Rows(), rows.SPEC"
+#: The body of a class that inherits from Sound or Broken -> its outcomes: passed, failed, xfailed,
+#: skipped.
+CLASSES: dict[str, tuple[str, str, tuple[int, int, int, int]]] = {
+    "sound": ("Sound", "    pass", (3, 0, 0, 1)),
+    "broken": ("Broken", "    pass", (2, 1, 0, 1)),
+    "an override that calls the check": ("Broken", SUPER, (2, 0, 1, 1)),
+    "an override that passes": ("Sound", SUPER, (2, 1, 0, 1)),
+    "an override of what does not apply": (
+        "Sound", SUPER.replace("clone_shares_nothing", "state_moves"), (3, 1, 0, 0)
     ),
-}
+    "expected failures": (
+        "Broken",
+        "    expected_failures = {'clone-shares-nothing': 'x', 'zeros': 'y', 'state-moves': 'z'}",
+        (1, 2, 1, 0),
+    ),
+    "layers": ("Broken", "    layers = ('encoder.0', 'head')", (2, 1, 0, 1)),
+    "no recipe": ("Sound", "    recipe = None", (0, 3, 0, 1)),
+    "an override without a mark": ("Sound", "    def test_roles(self): pass", (2, 1, 0, 1)),
+    "no reason": ("Broken", SUPER.replace("reason='its scale'", ""), (2, 1, 0, 1)),
+    "an empty reason": ("Broken", SUPER.replace("its scale", " "), (2, 1, 0, 1)),
+    "not strict": ("Sound", SUPER.replace("scale'", "scale', strict=False"), (2, 1, 0, 1)),
+    "not run": ("Broken", SUPER.replace("scale'", "scale', run=False"), (2, 1, 0, 1)),
+    "a condition": ("Sound", SUPER.replace("reason", "condition=False, reason"), (2, 1, 0, 1)),
+    "a skip beside": ("Broken", "    @pytest.mark.skip\n" + SUPER, (2, 1, 0, 1)),
+    "a mark in the class": ("Sound", "    pytestmark = pytest.mark.skip", (0, 4, 0, 0)),
+    "an xfail in the class": (
+        "Broken", "    pytestmark = pytest.mark.xfail(reason='x')", (0, 3, 0, 1)
+    ),
+    "an override that skips": ("Sound", ROLES + "pytest.skip('no')", (2, 1, 0, 1)),
+    "an override that fails": ("Sound", ROLES + "assert 0", (2, 1, 0, 1)),
+    "one that fails after its check": (
+        "Sound", ROLES + "super().test_roles(); assert 0", (2, 1, 0, 1)
+    ),
+    "one that calls another check": (
+        "Broken", ROLES + "super().test_clone_shares_nothing()", (1, 2, 0, 1)
+    ),
+    "setup_method that expects failures": (
+        "Sound", "    def setup_method(self, method): pytest.xfail('later')", (0, 4, 0, 0)
+    ),
+    "setup_method that fails": (
+        "Broken", SUPER + "\n    def setup_method(self, method): raise OSError", (0, 4, 0, 0)
+    ),
+    "make_recipe that expects failures": (
+        "Sound", "    def make_recipe(self): pytest.xfail('later')", (0, 3, 0, 1)
+    ),
+    "a fixture that expects failures": ("Sound", FIXTURE + "pytest.xfail('later')", (0, 4, 0, 0)),
+    "a fixture that skips": ("Sound", FIXTURE + "pytest.skip('later')", (0, 4, 0, 0)),
+    "other tests follow pytest's rules": (
+        "Sound", "    def test_zeros_too(self): pytest.skip('no')", (3, 0, 0, 2)
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_class_that_leaves_a_test_out_fails(what: str, pytester: pytest.Pytester) -> None:
-    result = run(pytester, f"{GOOD}\n{REFUSED[what]}\n")
-    assert result.ret != 0
-    assert result.parseoutcomes().get("errors") == 1
-    result.stdout.fnmatch_lines(["*overridden only with @pytest.mark.xfail(reason=*"])
+def outcomes(pytester: pytest.Pytester, source: str, conftest: str = "") -> Any:
+    pytester.makepyfile(source)
+    pytester.makeconftest(conftest)
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-v", "-rA", "-k", CHOSEN)
+
+
+def test_each_class_has_the_outcomes_of_its_checks(pytester: pytest.Pytester) -> None:
+    """Errors of a setup count as failures."""
+    classes = [
+        f"class Test{number}({base}):\n{body}\n"
+        for number, (base, body, _) in enumerate(CLASSES.values())
+    ]
+    text = outcomes(pytester, HEADER + "\n".join(classes)).stdout.str()
+    found = re.findall(r"::Test(\d+)::test_\w+ (PASSED|FAILED|ERROR|XFAIL|SKIPPED)", text)
+    for number, (name, (_, _, expected)) in enumerate(CLASSES.items()):
+        words = [word.replace("ERROR", "FAILED") for n, word in found if int(n) == number]
+        kinds = ("PASSED", "FAILED", "XFAIL", "SKIPPED")
+        assert tuple(words.count(kind) for kind in kinds) == expected, name
+    for words in (
+        "shares memory: writing to the clone's '_scale_inv' changed the original's",
+        "layer 'encoder.0': the ",
+        "names no recipe",
+        "it passes, and was expected to fail (y): remove that",
+        "it is expected to fail, and does not apply: the spec says stateful=False",
+        "x (the ",
+        "overridden only with @pytest.mark.xfail(reason=",
+    ):
+        assert words in text, words
 
 
 CONFTESTS = {
-    "a mark from a conftest": (
+    "a mark that skips": "item.add_marker(pytest.mark.skip)",
+    "a mark that expects a failure": "item.add_marker(pytest.mark.xfail(reason='x'))",
+}
+
+
+@pytest.mark.parametrize("name", CONFTESTS)
+def test_a_test_that_a_conftest_leaves_out_fails(name: str, pytester: pytest.Pytester) -> None:
+    conftest = (
         "import pytest\ndef pytest_collection_modifyitems(items):\n"
-        "    for item in items: item.add_marker(pytest.mark.skip) if 'roles' in item.name else None"
-    ),
-    "an xfail from a conftest": (
-        "import pytest\ndef pytest_collection_modifyitems(items):\n"
-        "    for item in items: item.add_marker(pytest.mark.xfail(reason='x')) if 'roles' in "
-        "item.name else None"
-    ),
-    "a fixture that expects a failure": (
-        "import pytest\n@pytest.fixture(autouse=True)\ndef away(request):\n"
-        "    if 'roles' in request.node.name: pytest.xfail('later')"
-    ),
-    "a fixture that skips": (
-        "import pytest\n@pytest.fixture(autouse=True)\ndef away(request):\n"
-        "    if 'roles' in request.node.name: pytest.skip('no')"
-    ),
+        f"    for item in items:\n        if 'roles' in item.name: {CONFTESTS[name]}"
+    )
+    source = HEADER + "\nclass TestRows(Sound): pass\nclass TestOther:\n    def test_zeros(self): 0"
+    result = outcomes(pytester, source, conftest).parseoutcomes()
+    assert result.get("failed", 0) + result.get("errors", 0) == 1, result
+    assert result["passed"] == 3
+
+
+UNCOLLECTED: dict[str, tuple[dict[str, Any], str]] = {
+    "a test that is none": ({"test_roles": None}, "test_roles is replaced by None"),
+    "__test__": ({"__test__": False}, "__test__ is false"),
+    "__init__": ({"__init__": lambda self: None}, "__init__ is defined"),
+    "an unknown check": ({"expected_failures": {"zeroes": "x"}}, "a name such as zeros"),
+    "no reason": ({"expected_failures": {"zeros": " "}}, "'zeros' has no reason"),
+    "a list": ({"expected_failures": ["zeros"]}, "expected_failures is a list"),
 }
 
 
-@pytest.mark.parametrize("what", CONFTESTS)
-def test_a_test_that_something_else_leaves_out_fails(what: str, pytester: pytest.Pytester) -> None:
-    result = run(pytester, GOOD, conftest=CONFTESTS[what])
-    outcomes = result.parseoutcomes()
-    assert outcomes.get("failed", 0) + outcomes.get("errors", 0) == 1, outcomes
-    assert outcomes["passed"] == 3
+@pytest.mark.parametrize("name", UNCOLLECTED)
+def test_a_class_that_pytest_would_not_collect_is_refused(name: str) -> None:
+    attributes, message = UNCOLLECTED[name]
+    with pytest.raises(OttavaError, match=message):
+        type("TestRows", (RecipeConformance,), {"recipe": Rows(), "spec": SPEC} | attributes)
 
 
-def test_an_override_that_skips_fails(pytester: pytest.Pytester) -> None:
-    override = (
-        "\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self):\n        pytest.skip('no')"
-    )
-    run(pytester, GOOD + override).assert_outcomes(passed=3, failed=1)
+def test_a_base_class_without_a_recipe_may_be_hidden() -> None:
+    assert not type("TestBase", (RecipeConformance,), {"__test__": False}).__test__
 
 
-EXPECTED = {
-    "setup_method": "    def setup_method(self, method): pytest.xfail('later')",
-    "make_recipe": "    def make_recipe(self): pytest.xfail('later')",
-    "a fixture": "    @pytest.fixture(autouse=True)\n    def away(self): pytest.xfail('later')",
-    "a fixture that skips": "    @pytest.fixture(autouse=True)\n    def away(self): "
-    "pytest.skip('later')",
-}
-
-
-@pytest.mark.parametrize("where", EXPECTED)
-def test_expecting_all_tests_to_fail_fails(where: str, pytester: pytest.Pytester) -> None:
-    result = run(pytester, f"{GOOD}\n{EXPECTED[where]}\n")
-    outcomes = result.parseoutcomes()
-    assert outcomes.get("failed", 0) + outcomes.get("errors", 0) == 4, outcomes
-    assert set(outcomes) <= {"failed", "errors", "deselected"}
-    result.stdout.fnmatch_lines(["*overridden only with @pytest.mark.xfail(reason=*"])
-
-
-NO_CHECK = {
-    "another failure": "assert 0",
-    "another failure after a check that passes": "super().test_roles(); assert 0",
-    "an xfail": "pytest.xfail('later')",
-    "another check": "super().test_clone_shares_nothing()",
-}
-
-
-@pytest.mark.parametrize("body", NO_CHECK)
-def test_an_expected_failure_is_one_of_the_standard_check(
-    body: str, pytester: pytest.Pytester
-) -> None:
-    override = (
-        f"\n    @pytest.mark.xfail(reason='x')\n    def test_roles(self):\n        {NO_CHECK[body]}"
-    )
-    result = run(pytester, BROKEN + override, "-k", "test_roles")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*TestBroken: test_roles: *overridden only with*"])
-
-
-def test_a_setup_that_fails_is_no_expected_failure(pytester: pytest.Pytester) -> None:
-    setup = "\n    def setup_method(self, method): raise OSError('no disk')"
-    result = run(pytester, BROKEN + XFAIL + setup, "-k", "test_clone_shares_nothing")
-    assert result.ret != 0
-    assert "xfailed" not in result.parseoutcomes()
-
-
-def test_a_base_class_without_a_recipe_may_be_hidden(pytester: pytest.Pytester) -> None:
-    base = "class TestBase(RecipeConformance):\n    __test__ = False\n\nclass TestRows(TestBase)"
-    source = GOOD.replace("class TestRows(RecipeConformance)", base)
-    source = source.replace("recipe =", "__test__ = True\n    recipe =")
-    run(pytester, source).assert_outcomes(passed=4)
-
-
-def test_other_classes_are_left_alone(pytester: pytest.Pytester) -> None:
-    other = (
-        "\nclass TestOther:\n    @pytest.mark.skip\n    def test_roles(self): pass\n    def "
-        "test_zeros(self): pass"
-    )
-    run(pytester, GOOD + other).assert_outcomes(passed=5, skipped=1)
-
-
-def test_a_class_without_a_recipe_says_so(pytester: pytest.Pytester) -> None:
-    source = "from ottava_testing import RecipeConformance\nclass TestNone(RecipeConformance): pass"
-    result = run(pytester, source, "-k", "test_roles")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*TestNone names no recipe*"])
+def test_each_check_is_a_test_and_the_slow_ones_are_marked() -> None:
+    for check in list_checks():
+        test = getattr(RecipeConformance, check.method)
+        assert test.__doc__ == check.promise
+        marks = [mark.name for mark in getattr(test, "pytestmark", [])]
+        assert marks == (["ottava_slow"] if check.slow else [])
 
 
 def test_loading_the_plugin_imports_no_torch() -> None:

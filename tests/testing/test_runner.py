@@ -1,193 +1,128 @@
-"""``check_recipe`` and its report: what is chosen, expected, and told."""
+"""``check_recipe`` and ``ottava check-recipe``: what is chosen, expected, refused and told."""
 
 from __future__ import annotations
 
 import dataclasses
-import runpy
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import broken_quantizers
-import broken_tensors
 import pytest
-import row_recipe as rows
 import torch
-from acme_fp8.plugin import ottava_recipes
-from acme_fp8.recipe import AcmeRows
+from typer.testing import CliRunner
 
+from ottava.cli.main import app
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError
-from ottava_testing import CheckFailed, Subject, check_recipe, list_checks
+from ottava_testing import Report, Result, Subject, check_recipe, list_checks
 from ottava_testing.compare import same
+from tests.published import published
+from tests.testing.defects import DEFECTS
+from tests.testing.row_recipe import SPEC, Bare, RowQuantizer, Rows
 
+BROKEN = next(d for d in DEFECTS if d.check == "clone-shares-nothing").recipe()
+BOTH = ["copy", "clone-shares-nothing"]
+PLUGIN = """
+import dataclasses
+from ottava import hookimpl
+from tests.testing import row_recipe
 
-def broken() -> Any:
-    return rows.Rows(broken_tensors.AliasedScaleQuantizer)  # type: ignore[attr-defined]
+@hookimpl
+def ottava_recipes():
+    return [
+        row_recipe.SPEC,
+        dataclasses.replace(row_recipe.SPEC, name="rows-broken", factory="rows_plugin:broken"),
+    ]
 
-
-def test_a_recipe_of_bare_storages_conforms_to_what_it_promises() -> None:
-    (spec,) = ottava_recipes()
-    report = check_recipe(AcmeRows(), spec=spec, skip_slow=True)
-    assert report.ok, str(report)
-    assert report.recipe == "acme-rows"
-    assert report.count("passed") > 40
-    left = [check for check in list_checks() if check.why_not(spec)]
-    assert report.count("not applicable") == len([check for check in left if not check.slow])
-    assert "the spec says quantized_weights=False" in {check.why_not(spec) for check in left}
-
-
-def test_the_report_names_what_failed() -> None:
-    report = check_recipe(broken(), spec=rows.SPEC, only=["copy", "clone-shares-nothing"])
-    assert not report.ok
-    assert [r.name for r in report.failures] == ["clone-shares-nothing"]
-    assert [r.outcome for r in report.results] == ["passed", "failed"]
-    assert str(report).startswith(
-        "rows: does not conform (1 passed, 1 failed)\n  failed clone-shares-nothing: "
-    )
-
-
-def test_slow_checks_are_left_out_and_named() -> None:
-    report = check_recipe(rows.Rows(), spec=rows.SPEC, only=["copy", "compile"], skip_slow=True)
-    assert [r.name for r in report.results] == ["copy"]
-    assert report.left_out == ("compile",)
-
-
-def test_an_expected_failure() -> None:
-    expected = {"clone-shares-nothing": "by design", "copy": "no idea"}
-    report = check_recipe(broken(), spec=rows.SPEC, only=list(expected), expected_failures=expected)
-    outcomes = {r.name: (r.outcome, r.message) for r in report.results}
-    assert outcomes["clone-shares-nothing"][0] == "expected"
-    assert outcomes["clone-shares-nothing"][1].startswith("by design (")
-    assert outcomes["copy"] == (
-        "failed",
-        "it passes, and was expected to fail (no idea): remove that",
-    )
-
-
-def test_an_expected_failure_of_what_does_not_apply_fails() -> None:
-    report = check_recipe(
-        rows.Rows(), spec=rows.SPEC, only=["state-moves"], expected_failures={"state-moves": "x"}
-    )
-    assert [r.outcome for r in report.results] == ["failed"]
-    assert "does not apply" in report.results[0].message
-
-
-@pytest.mark.parametrize("reason", ["", "  ", None])
-def test_an_expected_failure_needs_a_reason(reason: Any) -> None:
-    with pytest.raises(OptionError, match="'copy' has no reason"):
-        check_recipe(rows.Rows(), expected_failures={"copy": reason})
-
-
-@pytest.mark.parametrize("options", [{"only": ["copi"]}, {"expected_failures": {"copi": "x"}}])
-def test_an_unknown_check_is_refused_with_the_nearest(options: Any) -> None:
-    with pytest.raises(OptionError, match=r"'copi' is no check\. Expected: a name such as .*copy"):
-        check_recipe(rows.Rows(), **options)
-
-
-def test_expected_failures_are_a_mapping() -> None:
-    with pytest.raises(DTypeError, match="expected_failures is a list"):
-        check_recipe(rows.Rows(), expected_failures=["copy"])  # type: ignore[arg-type]
-
-
-def test_what_is_no_recipe_is_refused() -> None:
-    with pytest.raises(DTypeError, match="the recipe is a int"):
-        check_recipe(3)  # type: ignore[arg-type]
-    with pytest.raises(DTypeError, match="the function made a int"):
-        check_recipe(lambda: 3)  # type: ignore[arg-type, return-value]
-    with pytest.raises(OptionError, match="options for a recipe that is made already"):
-        check_recipe(rows.Rows(), options={"x": 1})
-    with pytest.raises(RecipeNotFoundError, match="no installed package provides recipe 'nowhere'"):
-        check_recipe("nowhere")
-
-
-def test_a_recipe_without_a_spec_has_the_defaults_of_every_flag() -> None:
-    subject = Subject(rows.Rows())
-    assert dataclasses.replace(subject.spec, summary="", factory="a:b") == dataclasses.replace(
-        rows.SPEC, summary="", factory="a:b", block_size=None, formats=()
-    )
-
-
-def test_a_recipe_that_another_process_cannot_have_is_told_so() -> None:
-    class Local(rows.Rows):
-        pass
-
-    (result,) = check_recipe(Local(), spec=rows.SPEC, only=["fsdp2"]).results
-    assert result.outcome == "failed"
-    assert "the recipe cannot be sent to another process" in result.message
-    assert "top of a module" in result.message
-    with pytest.raises(CheckFailed, match="cannot be sent"):
-        Subject(Local()).source()
-
-
-SCRIPT = """
-import row_recipe as rows
-from ottava_testing import check_recipe
-
-class Mine(rows.Rows):
-    pass
-
-if __name__ == "__main__":
-    (result,) = check_recipe(Mine(), spec=rows.SPEC, only=["fsdp2"]).results
-    print(result.outcome, result.message)
+def broken(fraction: float = 0.5):
+    from tests.testing.test_runner import BROKEN
+    return BROKEN
 """
 
 
-def test_classes_of_a_script_are_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    runpy.run_path(str(tmp_path / "script.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert printed.startswith("failed Mine stands in __main__ (a script, a notebook)"), printed
-    assert "Define it in a module" in printed
+@pytest.fixture(scope="module")
+def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with published(tmp_path_factory.mktemp("package"), "rows-plugin", rows_plugin=PLUGIN):
+        yield
 
 
-class BrokenHead(rows.Rows):
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["check-recipe", *arguments], env={"COLUMNS": "300"})
+
+
+# -- results --
+
+
+def test_a_recipe_of_bare_storages_conforms_to_what_it_promises() -> None:
+    spec = dataclasses.replace(SPEC, quantized_weights=False)
+    report = check_recipe(Bare(), spec=spec, skip_slow=True)
+    assert report.ok, str(report)
+    left = [check for check in list_checks() if check.why_not(spec) and not check.slow]
+    assert report.count("not applicable") == len(left) > 20
+    assert report.count("passed") > 40
+    assert set(report.left_out) == {check.name for check in list_checks() if check.slow}
+
+
+def test_a_report_has_the_outcome_of_each_check() -> None:
+    options: dict[str, Any] = {"spec": SPEC, "only": [*BOTH, "compile"], "skip_slow": True}
+    report = check_recipe(BROKEN, **options)
+    assert [(r.name, r.outcome) for r in report.results] == [
+        ("copy", "passed"),
+        ("clone-shares-nothing", "failed"),
+    ]
+    assert not report.ok
+    assert report.failures == report.results[1:]
+    head, failed, left_out = str(report).splitlines()
+    assert head == "rows: does not conform (1 passed, 1 failed)"
+    assert failed == f"  failed clone-shares-nothing: {report.failures[0].message}"
+    assert left_out == "  left out: compile"
+    expected = {"clone-shares-nothing": "by design", "copy": "no idea", "state-moves": "x"}
+    options["only"] = list(expected)
+    results = check_recipe(BROKEN, expected_failures=expected, **options).results
+    assert [r.outcome for r in results] == ["expected", "failed", "failed"]
+    assert re.match(r"by design \(the \w+Storage by the quantizer of .*shares", results[0].message)
+    assert results[1].message == "it passes, and was expected to fail (no idea): remove that"
+    assert results[2].message.startswith("it is expected to fail, and does not apply: the spec")
+    report = Report("rows", (Result("copy", "expected", "by design", 0.0),))
+    assert str(report) == "rows: conforms (1 expected)\n  expected copy: by design"
+
+
+class BrokenHead(Rows):
     """Broken for layers of one name."""
 
-    def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> Any:
-        broken_here = role.name == "head"
-        return broken_quantizers.RoundsAtRandom() if broken_here else super().make_quantizer(role)
+    def make_quantizer(self, role: Any, **options: Any) -> Any:
+        made: Any = super().make_quantizer(role)
+        return RandomQuantizer() if role.name == "head" else made
 
 
-def test_layers_are_checked_by_name() -> None:
-    checks = ["deterministic-cast", "deterministic-training"]
-    assert check_recipe(BrokenHead(), spec=rows.SPEC, only=checks).ok
-    report = check_recipe(BrokenHead(), spec=rows.SPEC, only=checks, layers=["encoder.0", "head"])
-    assert [r.outcome for r in report.results] == ["failed", "failed"]
-    assert all(r.message.startswith("layer 'head': ") for r in report.failures), str(report)
-    assert check_recipe(BrokenHead(), spec=rows.SPEC, only=checks, layers=["encoder.0"]).ok
+class RandomQuantizer(RowQuantizer):
+    def data_and_scale(self, x: torch.Tensor) -> Any:
+        return super().data_and_scale(x * (1 + 0.01 * torch.rand_like(x)))
 
 
-def test_layers_have_the_name_in_other_processes() -> None:
-    only = ["sharded-master-weights"]
-    assert check_recipe(BrokenHead(), spec=rows.SPEC, only=only).ok
-    report = check_recipe(BrokenHead(), spec=rows.SPEC, only=only, layers=["head"])
-    assert str(report.failures[0].message).startswith("layer 'head': "), str(report)
-
-
-def test_layers_that_are_no_names_are_refused() -> None:
-    for wrong in ("head", [1], 3):
-        with pytest.raises(DTypeError, match="layers is"):
-            check_recipe(rows.Rows(), layers=wrong)  # type: ignore[arg-type]
-    for wrong in ([], ["head", "head"]):
-        with pytest.raises(OptionError, match="layers is"):
-            check_recipe(rows.Rows(), layers=wrong)  # type: ignore[arg-type]
+def test_layers_are_checked_by_name_in_other_processes_too() -> None:
+    only = ["deterministic-cast", "sharded-master-weights"]
+    assert check_recipe(BrokenHead(), spec=SPEC, only=only).ok
+    for layers in (["encoder.0", "head"], ["head"]):
+        report = check_recipe(BrokenHead(), spec=SPEC, only=only, layers=layers)
+        assert [r.outcome for r in report.results] == ["failed", "failed"]
+        assert all(r.message.startswith("layer 'head': ") for r in report.failures), str(report)
 
 
 def test_a_check_leaves_the_random_state_and_the_threads_alone() -> None:
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    check_recipe(rows.Rows(), spec=rows.SPEC, only=["deterministic-cast", "linear"])
+    check_recipe(Rows(), spec=SPEC, only=["deterministic-cast", "linear"])
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
 
 
-def test_names_are_unique_and_promises_are_lines() -> None:
-    checks = list_checks()
-    assert len({check.method for check in checks}) == len(checks)
-    assert all(
-        check.promise and "\n" not in check.promise and not check.promise.endswith(".")
-        for check in checks
-    )
+def test_a_recipe_without_a_spec_is_checked_by_the_defaults_of_every_flag() -> None:
+    plain = {"summary": "", "factory": "a:b", "block_size": None, "formats": ()}
+    spec = dataclasses.replace(Subject(Rows()).spec, **plain)  # type: ignore[arg-type]
+    assert spec == dataclasses.replace(SPEC, **plain)  # type: ignore[arg-type]
 
 
 def test_what_is_put_together_is_checked_by_what_its_layers_keep(tmp_path: Path) -> None:
@@ -202,8 +137,142 @@ def test_what_is_put_together_is_checked_by_what_its_layers_keep(tmp_path: Path)
 
 
 def test_bytes_are_compared() -> None:
-    """A recipe that loses the sign of zero is no exact one, one that keeps NaN is."""
+    """A recipe that loses the sign of zero is no exact one; one that keeps NaN is."""
     zero, nan = torch.tensor([0.0, 1.0]), torch.tensor([torch.nan, 1.0])
     assert not same(zero, -zero * torch.tensor([1.0, -1.0]))
     assert same(nan, nan.clone())
     assert not same(zero, zero.double())
+
+
+# -- what is refused --
+
+REFUSED: dict[str, tuple[type[Exception], Any, dict[str, Any]]] = {
+    "the recipe is a int": (DTypeError, 3, {}),
+    "the function made a int": (DTypeError, lambda: 3, {}),
+    "the spec is a str": (DTypeError, Rows(), {"spec": "rows"}),
+    "options for a recipe that is made": (OptionError, Rows(), {"options": {"x": 1}}),
+    "no installed package provides recipe 'nowhere'": (RecipeNotFoundError, "nowhere", {}),
+    "layers is 'head'": (DTypeError, Rows(), {"layers": "head"}),
+    "layers is 3": (DTypeError, Rows(), {"layers": 3}),
+    r"layers is \[1\]": (DTypeError, Rows(), {"layers": [1]}),
+    r"layers is \[\]": (OptionError, Rows(), {"layers": []}),
+    r"layers is \['a', 'a'\]": (OptionError, Rows(), {"layers": ["a", "a"]}),
+    "only 'copi' is no check.*such as .*copy": (OptionError, Rows(), {"only": ["copi"]}),
+    "the expected failure 'copi' is no check": (
+        OptionError, Rows(), {"expected_failures": {"copi": "x"}}
+    ),
+    "'copy' has no reason": (OptionError, Rows(), {"expected_failures": {"copy": " "}}),
+    "of 'copy' has no reason": (OptionError, Rows(), {"expected_failures": {"copy": None}}),
+    "expected_failures is a list": (DTypeError, Rows(), {"expected_failures": ["copy"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_checked_is_refused(message: str) -> None:
+    error, recipe, options = REFUSED[message]
+    with pytest.raises(error, match=message):
+        check_recipe(recipe, **options)
+
+
+class Local(Rows):
+    """Has a function that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = lambda: 0
+
+
+def test_a_recipe_that_another_process_cannot_have_is_told_so() -> None:
+    in_a_script = type("Mine", (Rows,), {"__module__": "__main__"})
+    sys.modules["__main__"].Mine = in_a_script  # type: ignore[attr-defined]
+    messages = [
+        check_recipe(recipe, spec=SPEC, only=["fsdp2"]).results[0].message
+        for recipe in (Local(), in_a_script())
+    ]
+    del sys.modules["__main__"].Mine  # type: ignore[attr-defined]
+    assert messages[0].startswith("the recipe cannot be sent to another process")
+    assert messages[1].startswith("Mine stands in __main__ (a script, a notebook)")
+    assert all("at the top of a module" in message for message in messages)
+
+
+# -- the command --
+
+
+@pytest.mark.usefixtures("_installed")
+def test_the_command_tells_what_passed_and_what_was_left_out() -> None:
+    done = run("rows", "--fast", "--check", "copy", "--check", "compile")
+    assert done.exit_code == 0, done.output
+    assert "rows: conforms (1 passed)" in done.output
+    assert "left out: compile" in done.output
+
+
+@pytest.mark.usefixtures("_installed")
+def test_the_command_tells_what_failed() -> None:
+    checks = [part for name in BOTH for part in ("--check", name)]
+    done = run("rows-broken", *checks, "--json", "--option", "fraction=0.25")
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["recipe"], told["ok"]) == (1, "rows-broken", False)
+    assert (told["left_out"], [r["name"] for r in told["results"]]) == ([], BOTH)
+    assert [r["outcome"] for r in told["results"]] == ["passed", "failed"]
+    assert "shares memory" in told["results"][1]["message"]
+    done = run("rows-broken", *checks, "--expect-failure", f"{BOTH[1]}=it is the point")
+    assert done.exit_code == 0, done.output
+    assert f"expected {BOTH[1]}: it is the point (" in done.output
+    done = run("rows-broken", *checks, "--layer", "encoder.0", "--layer", "head")
+    assert done.exit_code == 1, done.output
+    assert f"failed {BOTH[1]}: layer 'encoder.0': " in done.output
+
+
+MISTAKES = {
+    "layers is ['a', 'a']": ("rows", "--layer", "a", "--layer", "a"),
+    "no recipe is named": (),
+    "no installed package provides recipe 'nowhere'": ("nowhere",),
+    "only 'copi' is no check": ("rows", "--check", "copi"),
+    "the expected failure of 'copy' has no reason": ("rows", "--expect-failure", "copy="),
+    "--expect-failure 'copy'": ("rows", "--expect-failure", "copy"),
+    "--expect-failure 'copy=y'": (
+        "rows", "--expect-failure", "copy=x", "--expect-failure", "copy=y"
+    ),
+    "--option 'x'": ("rows", "--option", "x"),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_mistake_is_told_with_exit_code_2(message: str) -> None:
+    done = run(*MISTAKES[message])
+    assert done.exit_code == 2
+    assert done.output.startswith(f"error: {message}")
+
+
+def test_the_list_has_every_check() -> None:
+    rows = json.loads(run("--list", "--json").output)["checks"]
+    assert rows == [
+        {
+            "name": check.name,
+            "group": check.group,
+            "promise": check.promise,
+            "needs": [needs.field for needs in check.needs],
+            "slow": check.slow,
+        }
+        for check in list_checks()
+    ]
+    table = run("--list").output
+    assert all(check.name in table for check in list_checks())
+
+
+def test_promises_are_lines() -> None:
+    promises = [check.promise for check in list_checks()]
+    assert len(set(promises)) > 70
+    assert all(p and "\n" not in p and not p.endswith(".") for p in promises)
+
+
+def test_listing_the_commands_imports_no_torch() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from ottava.cli.main import app\n"
+        "done = CliRunner().invoke(app, ['--help'])\n"
+        "assert 'Run the conformance kit' in done.output, done.output\n"
+        "assert 'ottava_testing.command' in sys.modules and 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

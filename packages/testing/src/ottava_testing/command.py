@@ -14,23 +14,15 @@ def _show_checks(as_json: bool) -> None:
     """Print every check with the promise that it tests."""
     from ottava_testing.checks import list_checks
 
-    checks = list_checks()
-    if as_json:
-        rows = [
-            {
-                "name": check.name,
-                "group": check.group,
-                "promise": check.promise,
-                "needs": [needs.field for needs in check.needs],
-                "slow": check.slow,
-            }
-            for check in checks
-        ]
-        return show_json({"checks": rows})
-    columns = ("check", "group", "what a recipe that passes keeps", "slow")
-    cells = [
-        (check.name, check.group, check.promise, "slow" if check.slow else "") for check in checks
+    names = ("name", "group", "promise", "needs", "slow")
+    rows = [
+        (check.name, check.group, check.promise, [n.field for n in check.needs], check.slow)
+        for check in list_checks()
     ]
+    if as_json:
+        return show_json({"checks": [dict(zip(names, row, strict=True)) for row in rows]})
+    columns = ("check", "group", "what a recipe that passes keeps", "slow")
+    cells = [(*row[:3], "slow" if row[4] else "") for row in rows]
     return console().print(table("Checks", columns, cells))
 
 
@@ -44,32 +36,16 @@ def _reasons(texts: list[str]) -> dict[str, str]:
     for text in texts:
         name, equals, reason = text.partition("=")
         if not equals or not name or name in reasons:
-            raise OptionError(
-                f"--expect-failure {text!r}", expected="CHECK=REASON, each check once"
-            )
+            expected = "CHECK=REASON, each check once"
+            raise OptionError(f"--expect-failure {text!r}", expected=expected)
         reasons[name] = reason
     return reasons
 
 
 def _show_report(report: Any, as_json: bool) -> None:
     if as_json:
-        results = [
-            {
-                "name": r.name,
-                "outcome": r.outcome,
-                "message": r.message,
-                "seconds": round(r.seconds, 3),
-            }
-            for r in report.results
-        ]
-        return show_json(
-            {
-                "recipe": report.recipe,
-                "ok": report.ok,
-                "results": results,
-                "left_out": list(report.left_out),
-            }
-        )
+        results = [vars(r) | {"seconds": round(r.seconds, 3)} for r in report.results]
+        return show_json(vars(report) | {"ok": report.ok, "results": results})
     rows = [(result.name, result.outcome, f"{result.seconds:.2f}") for result in report.results]
     columns = ("check", "outcome", "seconds")
     console().print(table(f"Conformance of {report.recipe}", columns, rows, right=("seconds",)))
@@ -108,9 +84,8 @@ def check_recipe(
     if list_checks:
         return _show_checks(as_json)
     if NAME is None:
-        raise UsageError(
-            "no recipe is named", expected="the name of an installed recipe, or --list"
-        )
+        expected = "the name of an installed recipe, or --list"
+        raise UsageError("no recipe is named", expected=expected)
     from ottava_testing import runner
     from ottava_testing.subject import LAYER
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class CheckFailed(AssertionError):
     """A recipe does not pass a check; the message names the defect."""
 
 
-def require(truth: bool, defect: str) -> None:
+def require(truth: object, defect: str) -> None:
     """Check a condition.
 
     Raises:
@@ -32,6 +33,15 @@ def require(truth: bool, defect: str) -> None:
     """
     if not truth:
         raise CheckFailed(defect)
+
+
+@contextmanager
+def about(title: str) -> Iterator[None]:
+    """Begin the messages of failures in this block with ``title``."""
+    try:
+        yield
+    except CheckFailed as error:
+        raise CheckFailed(f"{title}: {error}") from error.__cause__
 
 
 def describe(error: BaseException) -> str:
@@ -42,12 +52,16 @@ def describe(error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((*_FOREIGN, "<"))]
-    lines = text_of(error).splitlines() or [""]
-    text = f"{type(error).__name__}: {lines[0]}"
+    text = f"{type(error).__name__}: {first_line(error)}"
     if not frames:
         return text
     frame = (own or frames)[-1]
     return f"{text}, raised at {frame.filename}:{frame.lineno} in {frame.name}()"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message."""
+    return (text_of(error).splitlines() or [""])[0]
 
 
 # -- tensors to check with --
@@ -85,31 +99,33 @@ def inner_by_name(storage: QuantizedTensorStorage) -> dict[str, torch.Tensor]:
 
 def tensors_in(thing: Any) -> dict[str, torch.Tensor]:
     """Every plain tensor that is an attribute of an object, inner tensors included, by name."""
-    tensors = {
-        name: value for name, value in vars(thing).items() if isinstance(value, torch.Tensor)
-    }
+    tensors = dict(vars(thing))
     if isinstance(thing, QuantizedTensorStorage):
         tensors |= inner_by_name(thing)
     return {
         name: value
         for name, value in tensors.items()
-        if not isinstance(value, QuantizedTensorStorage)
+        if isinstance(value, torch.Tensor) and not isinstance(value, QuantizedTensorStorage)
     }
 
 
-def snapshot(
-    tensors: QuantizedTensorStorage | Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """Copies of tensors, or of the inner tensors of a storage, by name."""
-    return {name: plain(tensor).clone() for name, tensor in _by_name(tensors).items()}
+def parts(thing: Any) -> dict[Any, torch.Tensor]:
+    """The plain tensors that comparisons of bytes see, by name.
+
+    These are the inner tensors of a storage, and the values of a plain tensor or of each of a list.
+    """
+    if isinstance(thing, QuantizedTensorStorage):
+        return inner_by_name(thing)
+    if isinstance(thing, torch.Tensor):
+        return {"": thing}
+    if isinstance(thing, Mapping):
+        return dict(thing)
+    return {number: plain(tensor) for number, tensor in enumerate(thing)}
 
 
-def _by_name(
-    tensors: QuantizedTensorStorage | Mapping[str, torch.Tensor],
-) -> Mapping[str, torch.Tensor]:
-    if isinstance(tensors, QuantizedTensorStorage):
-        return inner_by_name(tensors)
-    return tensors
+def snapshot(thing: Any) -> dict[Any, torch.Tensor]:
+    """Copies of :func:`parts`."""
+    return {name: tensor.detach().clone() for name, tensor in parts(thing).items()}
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -124,15 +140,29 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def difference(one: Any, other: Any) -> str | None:
-    """The name of the first inner tensor in which two storages or snapshots differ.
-
-    None where they are equal.
-    """
-    mine, theirs = _by_name(one), _by_name(other)
+    """Words for the first difference in the bytes of :func:`parts`; None where there is none."""
+    mine, theirs = parts(one), parts(other)
     if set(mine) != set(theirs):
-        return str(sorted(set(mine) ^ set(theirs))[0])
-    differing = [str(name) for name in mine if not same(mine[name], theirs[name])]
-    return differing[0] if differing else None
+        return f"another {min(map(str, set(mine) ^ set(theirs)))!r}"
+    for name, tensor in mine.items():
+        if same(tensor, theirs[name]):
+            continue
+        if isinstance(name, str) and name:
+            return f"another {name!r}"
+        if tensor.shape != theirs[name].shape:
+            return f"another shape, {tuple(tensor.shape)}"
+        return f"other values (off by {relative(tensor, theirs[name]):.3g} of their norm)"
+    return None
+
+
+def require_same(title: str, one: Any, other: Any) -> None:
+    """Compare byte by byte, as :func:`difference`.
+
+    Raises:
+        CheckFailed: they differ; the message is ``title`` and what differs.
+    """
+    words = difference(one, other)
+    require(words is None, f"{title} {words}")
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -166,23 +196,16 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error / torch.linalg.vector_norm(reference).clamp(min=1e-300))
 
 
-def _transposed(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
+def _is_transposed(actual: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
     if actual.dim() != 2 or expected.dim() != 2 or actual.numel() != expected.numel():
         return False
-    wrong = [
-        expected.t(),
-        expected.t().reshape(expected.shape),
-        expected.reshape(expected.shape[::-1]).t(),
-    ]
+    transpose = expected.t()
+    wrong = [transpose, transpose.reshape(expected.shape), expected.reshape(transpose.shape).t()]
     return any(w.shape == actual.shape and relative(actual, w) <= bound for w in wrong)
 
 
 def explain(
-    actual: torch.Tensor,
-    expected: torch.Tensor,
-    bound: float,
-    *,
-    before: torch.Tensor | None = None,
+    actual: torch.Tensor, expected: torch.Tensor, bound: float, before: torch.Tensor | None = None
 ) -> str:
     """A description of what is wrong with ``actual``.
 
@@ -190,7 +213,7 @@ def explain(
     that is allowed, and ``before`` are old values that should have changed.
     """
     near = max(bound, 1e-6)
-    if _transposed(actual, expected, near):
+    if _is_transposed(actual, expected, near):
         return "holds the values of its transpose: wrong transpose"
     if actual.shape != expected.shape:
         return f"has shape {tuple(actual.shape)} in place of {tuple(expected.shape)}"
@@ -211,8 +234,8 @@ def explain(
 
 def close(
     title: str,
-    actual: torch.Tensor,
-    expected: torch.Tensor,
+    actual: Any,
+    expected: Any,
     bound: float,
     *,
     before: torch.Tensor | None = None,
@@ -229,22 +252,7 @@ def close(
     Raises:
         CheckFailed: the shapes differ, or the values differ by more than ``bound``.
     """
+    actual, expected = plain(actual), plain(expected)
     error = relative(actual, expected) if actual.shape == expected.shape else float("inf")
     if not error <= bound:
-        raise CheckFailed(f"{title} {explain(actual, expected, bound, before=before)}")
-
-
-def require_same(defect: str, ones: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
-    """Compare lists of tensors byte by byte.
-
-    Raises:
-        CheckFailed: a pair differs; the message is ``defect`` with the size of the difference.
-    """
-    for one, other in zip(ones, others, strict=True):
-        mine, theirs = plain(one), plain(other)
-        if same(mine, theirs):
-            continue
-        size = "another shape"
-        if mine.shape == theirs.shape:
-            size = f"off by {relative(mine, theirs):.3g} of its norm"
-        raise CheckFailed(f"{defect} ({size})")
+        raise CheckFailed(f"{title} {explain(actual, expected, bound, before)}")

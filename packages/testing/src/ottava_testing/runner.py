@@ -6,18 +6,20 @@ import difflib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes.spec import RecipeSpec
+from ottava_testing import launch
 from ottava_testing.checks import list_checks
-from ottava_testing.compare import CheckFailed, describe
+from ottava_testing.compare import CheckFailed, about, describe
 from ottava_testing.subject import LAYER, RecipeLike, Subject
-from ottava_testing.table import Check
+from ottava_testing.table import RANK_BODIES, Check
 
 Outcome = Literal["passed", "failed", "expected", "not applicable"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 @dataclass(frozen=True)
@@ -67,21 +69,17 @@ class Report:
         return sum(result.outcome == outcome for result in self.results)
 
     def __str__(self) -> str:
-        counts = ", ".join(
-            f"{self.count(outcome)} {outcome}" for outcome in OUTCOMES if self.count(outcome)
-        )
-        lines = [f"{self.recipe}: {'conforms' if self.ok else 'does not conform'} ({counts})"]
+        counts = {outcome: self.count(outcome) for outcome in OUTCOMES}
+        words = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+        lines = [f"{self.recipe}: {'conforms' if self.ok else 'does not conform'} ({words})"]
         lines += [
-            f"  {r.outcome} {r.name}: {r.message}"
-            for r in self.results
-            if r.outcome in ("failed", "expected")
+            f"  {result.outcome} {result.name}: {result.message}"
+            for result in self.results
+            if result.outcome in ("failed", "expected")
         ]
         if self.left_out:
             lines.append(f"  left out: {', '.join(self.left_out)}")
         return "\n".join(lines)
-
-
-OUTCOMES: tuple[Outcome, ...] = ("passed", "failed", "expected", "not applicable")
 
 
 def run_check(check: Check, subject: Subject) -> None:
@@ -95,6 +93,9 @@ def run_check(check: Check, subject: Subject) -> None:
     """
     grad = torch.is_grad_enabled()
     threads = torch.get_num_threads()
+    if check.slow and not RANK_BODIES.keys().isdisjoint(subject.check_names or RANK_BODIES):
+        # Its imports take seconds, in which other slow checks compile.
+        launch.start_server()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # The tensors are so small that threads would only wait for each other.
@@ -120,41 +121,51 @@ def subjects_of(
         DTypeError: ``layers`` is no sequence of texts.
         OptionError: ``layers`` is empty, or has a name twice.
     """
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        raise DTypeError(
-            f"layers is a {type(layers).__name__}",
-            expected='a list of names, ["encoder.0", "head"]',
-        )
-    names = list(layers)
+    names = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else [None]
     if not all(isinstance(name, str) for name in names):
-        raise DTypeError(f"layers is {names!r}", expected='a list of names, ["encoder.0", "head"]')
+        raise DTypeError(f"layers is {layers!r}", expected='a list of names, ["encoder.0", "head"]')
     if not names or len(set(names)) != len(names):
         raise OptionError(f"layers is {names!r}", expected="names of layers, each once")
     return [Subject(recipe, options, spec, name) for name in names]  # type: ignore[arg-type]
 
 
-def why_not(check: Check, subjects: Sequence[Subject]) -> str | None:
-    """Why a check applies to none of the layers; None where it applies to at least one."""
-    reasons = [check.why_not(subject.spec) for subject in subjects]
-    return reasons[0] if None not in reasons else None
-
-
-def run_for_layers(check: Check, subjects: Sequence[Subject]) -> None:
+def outcome_of(
+    check: Check, subjects: Sequence[Subject], reason: str | None = None
+) -> tuple[Outcome, str, Exception | None]:
     """Run a check for each of the layers that it applies to, up to the first that does not pass.
 
-    Raises:
-        CheckFailed: as :func:`run_check`. The message has the name of the layer, unless that is the
-            kit's own default.
+    Args:
+        check: the check.
+        subjects: the recipe as each of the layers gets it.
+        reason: why the check has to fail, if that is expected.
+
+    Returns:
+        The outcome, its message, and the exception of the recipe's own code that caused it, if one
+        did. The message has the name of the layer, unless that is the kit's own default.
     """
-    for subject in subjects:
-        if check.why_not(subject.spec) is not None:
+    obstacles = [check.why_not(subject.spec) for subject in subjects]
+    if None not in obstacles:
+        if reason is None:
+            return "not applicable", str(obstacles[0]), None
+        words = f"it is expected to fail, and does not apply: {obstacles[0]}; remove that"
+        return "failed", words, None
+    for subject, obstacle in zip(subjects, obstacles, strict=True):
+        if obstacle is not None:
             continue
         try:
-            run_check(check, subject)
-        except CheckFailed as error:
             if subject.layer_name == LAYER:
-                raise
-            raise CheckFailed(f"layer {subject.layer_name!r}: {error}") from error.__cause__
+                run_check(check, subject)
+            else:
+                with about(f"layer {subject.layer_name!r}"):
+                    run_check(check, subject)
+        except CheckFailed as error:
+            if reason is not None:
+                return "expected", f"{reason} ({error})", None
+            cause = error.__cause__
+            return "failed", str(error), cause if isinstance(cause, Exception) else None
+    if reason is not None:
+        return "failed", f"it passes, and was expected to fail ({reason}): remove that", None
+    return "passed", "", None
 
 
 def find_checks(names: Iterable[str], source: str) -> list[Check]:
@@ -167,10 +178,9 @@ def find_checks(names: Iterable[str], source: str) -> list[Check]:
     for name in names:
         if name not in checks:
             near = difflib.get_close_matches(str(name), checks, n=3, cutoff=0.4)
-            expected = f"a name such as {', '.join(near)}" if near else "the name of a check"
             raise OptionError(
                 f"{source} {name!r} is no check",
-                expected=expected,
+                expected=f"a name such as {', '.join(near)}" if near else "the name of a check",
                 remedy="`ottava check-recipe --list` has all names",
             )
     return [checks[name] for name in names]
@@ -235,38 +245,12 @@ def check_recipe(
     for subject in subjects:
         subject.recipe()
         subject.check_names = frozenset(check.name for check in checks)
-    left_out = tuple(check.name for check in checks if skip_slow and check.slow)
-    results = [
-        _result(check, subjects, reasons.get(check.name))
-        for check in checks
-        if check.name not in left_out
-    ]
-    return Report(subjects[0].label, tuple(results), left_out)
-
-
-def _result(check: Check, subjects: Sequence[Subject], reason: str | None) -> Result:
-    obstacle = why_not(check, subjects)
-    if obstacle is not None and reason is None:
-        return Result(check.name, "not applicable", obstacle, 0.0)
-    start = time.perf_counter()
-    try:
-        if obstacle is not None:
-            raise CheckFailed(
-                f"it is expected to fail, and does not apply: {obstacle}; remove the expected "
-                f"failure"
-            )
-        run_for_layers(check, subjects)
-        failure = ""
-    except CheckFailed as error:
-        failure = str(error)
-    seconds = time.perf_counter() - start
-    if reason is None or obstacle is not None:
-        return Result(check.name, "failed" if failure else "passed", failure, seconds)
-    if failure:
-        return Result(check.name, "expected", f"{reason} ({failure})", seconds)
-    return Result(
-        check.name,
-        "failed",
-        f"it passes, and was expected to fail ({reason}): remove that",
-        seconds,
-    )
+    results, left_out = [], []
+    for check in checks:
+        if skip_slow and check.slow:
+            left_out.append(check.name)
+            continue
+        start = time.perf_counter()
+        outcome, message, _ = outcome_of(check, subjects, reasons.get(check.name))
+        results.append(Result(check.name, outcome, message, time.perf_counter() - start))
+    return Report(subjects[0].label, tuple(results), tuple(left_out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import re
@@ -19,49 +20,19 @@ from ottava.nn import Linear
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.spec import RecipeSpec
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, Quantizer
-from ottava_testing.compare import CheckFailed
+from ottava_testing.compare import CheckFailed, close, require_same, wide
 
 #: The roles that a linear layer asks quantizers for.
 ROLES = ("input", "weight", "grad_output")
 #: The default name of the layers that the checks make.
 LAYER = "layer"
+#: What recipes that can be sent to another process consist of.
+_REMEDY = "Define its classes and functions at the top of a module, or check it by its name"
 RecipeLike = str | Path | ottava.Recipe | Callable[[], ottava.Recipe]
 
 
 def _accept(names: Sequence[str]) -> None:
     """Replaces :meth:`ottava.Recipe.check_layers` and accepts any names."""
-
-
-def _for_any_layers(recipe: ottava.Recipe) -> ottava.Recipe:
-    """The same recipe, made to accept any layers.
-
-    Its patterns may name layers that the models of the checks do not have.
-    """
-    object.__setattr__(recipe, "check_layers", _accept)
-    return recipe
-
-
-@dataclass(frozen=True)
-class Source:
-    """A description from which another process makes the same recipe.
-
-    Attributes:
-        name: the name of an installed recipe, or the path of a recipe file; None where ``recipe``
-            has the recipe itself.
-        options: the recipe's options, pickled.
-        recipe: the recipe, pickled; empty where it has a name.
-        modules: names and files of the modules that the pickles refer to, because some of them
-            cannot be imported by name.
-        spec: the spec whose promises are checked.
-        layer_name: the name of the layers that the checks make.
-    """
-
-    name: str | None
-    options: bytes
-    recipe: bytes
-    modules: tuple[tuple[str, str], ...]
-    spec: RecipeSpec
-    layer_name: str
 
 
 @dataclass
@@ -89,34 +60,35 @@ class Subject:
     #: Names of the checks that are going to be run, if known, because some of them share an
     #: expensive preparation.
     check_names: frozenset[str] = frozenset()
-    #: Results that checks keep for others of the same subject.
-    results: dict[str, Any] = field(default_factory=dict)
+    #: The failure messages of checks on several processes, by name; None where one passed.
+    outcomes: dict[str, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.options = dict(self.options or {})
         if isinstance(self.given, Path):
             self.given = str(self.given)
         if self.options and not isinstance(self.given, str):
-            raise OptionError(
-                "options for a recipe that is made already", expected="the name of a recipe"
-            )
+            words = "options for a recipe that is made already"
+            raise OptionError(words, expected="the name of a recipe")
         if not isinstance(self.given, (str, ottava.Recipe)) and not callable(self.given):
-            raise DTypeError(
-                f"the recipe is a {type(self.given).__name__}",
-                expected="a name, a recipe, or a function that makes one",
-            )
+            words = f"the recipe is a {type(self.given).__name__}"
+            raise DTypeError(words, expected="a name, a recipe, or a function that makes one")
         if self.spec is None:
-            recipe = self.recipe()
-            self.spec = _spec_of(self.given, recipe)
-            if self.options or self.given != self.spec.name or self.layer_name != LAYER:
-                # The installed spec describes the recipe without options and for any layer. With
-                # options, or for this layer, it may be stateful where the spec is not.
-                state = Linear(8, 8, recipe=recipe, name=self.layer_name)._binding.state
-                self.spec = replace(self.spec, stateful=state is not None and state.stateful)
+            self.spec = self._default_spec()
         elif not isinstance(self.spec, RecipeSpec):
-            raise DTypeError(
-                f"the spec is a {type(self.spec).__name__}", expected="an ottava.RecipeSpec"
-            )
+            words = f"the spec is a {type(self.spec).__name__}"
+            raise DTypeError(words, expected="an ottava.RecipeSpec")
+
+    def _default_spec(self) -> RecipeSpec:
+        """The installed spec of the recipe, or one with the defaults of every flag."""
+        recipe = self.recipe()
+        spec = _spec_of(self.given, recipe)
+        if not self.options and self.given == spec.name and self.layer_name == LAYER:
+            return spec
+        # The installed spec describes the recipe without options and for any layer. With options,
+        # or for this layer, it may be stateful where the spec is not.
+        state = Linear(8, 8, recipe=recipe, name=self.layer_name)._binding.state
+        return replace(spec, stateful=state is not None and state.stateful)
 
     @property
     def label(self) -> str:
@@ -128,21 +100,45 @@ class Subject:
         """The relative error that the recipe declares."""
         return float(self.spec.relative_error)
 
+    @property
+    def loose(self) -> float:
+        """A wider bound, for values that are few or uneven, or quantized twice."""
+        return min(0.5, 4 * self.bound)
+
+    def agree(self, title: str, actual: Any, expected: Any, bound: float | None = None) -> None:
+        """Compare bytes, or, if the recipe is not deterministic, values within ``bound``.
+
+        Each side is a tensor or a list of tensors. The bound is twice the recipe's by default.
+
+        Raises:
+            CheckFailed: they differ; the message begins with ``title``.
+        """
+        if self.spec.deterministic:
+            require_same(f"{title} has", actual, expected)
+            return
+        ones, others = ([v] if isinstance(v, torch.Tensor) else v for v in (actual, expected))
+        for one, other in zip(ones, others, strict=True):
+            close(title, one, other, 2 * self.bound if bound is None else bound)
+
     def recipe(self) -> ottava.Recipe:
         """The recipe, as a new object unless the subject was given an object.
+
+        It accepts any layers, because its patterns may name some that the checks do not have.
 
         Raises:
             DTypeError: the function made something else.
         """
-        if isinstance(self.given, str):
-            return _for_any_layers(ottava.get_recipe(self.given, **self.options))
         given: Any = self.given
-        recipe: object = given if isinstance(given, ottava.Recipe) else given()
+        recipe: object = given
+        if isinstance(given, str):
+            recipe = ottava.get_recipe(given, **self.options)
+        elif not isinstance(given, ottava.Recipe):
+            recipe = given()
         if not isinstance(recipe, ottava.Recipe):
-            raise DTypeError(
-                f"the function made a {type(recipe).__name__}", expected="an ottava.Recipe"
-            )
-        return _for_any_layers(recipe)
+            words = f"the function made a {type(recipe).__name__}"
+            raise DTypeError(words, expected="an ottava.Recipe")
+        object.__setattr__(recipe, "check_layers", _accept)
+        return recipe
 
     # -- quantizers and their results --
 
@@ -161,35 +157,32 @@ class Subject:
         return quantizer
 
     def quantizers(self, **usages: bool) -> Iterator[tuple[str, Quantizer]]:
-        """Yields a name for messages and a quantizer, two for each role.
+        """Yields a title and a quantizer, two for each role.
 
         One has ``internal=True``, as layers use it; the other gives tensors.
         """
         for role in ROLES:
             for internal in (True, False):
-                words = f"the quantizer of {role!r} with internal={internal}"
-                yield words, self.quantizer(role, internal=internal, **usages)
+                title = f"the quantizer of {role!r} with internal={internal}"
+                yield title, self.quantizer(role, internal=internal, **usages)
 
-    def quantized(
-        self, **usages: bool
-    ) -> Iterator[tuple[str, QuantizedTensorStorage, torch.Tensor]]:
-        """Yields a name for messages, a quantized matrix ``[48, 40]`` and its values, for each
-        quantizer.
+    def storages(self, **usages: bool) -> Iterator[tuple[str, QuantizedTensorStorage]]:
+        """Yields a title and a quantized matrix ``[48, 40]`` for each quantizer.
+
+        Those of internal quantizers are of float32, and the others of bfloat16.
         """
-        from ottava_testing.compare import wide
-
-        for words, quantizer in self.quantizers(**usages):
+        for title, quantizer in self.quantizers(**usages):
             dtype = torch.float32 if quantizer.internal else torch.bfloat16
-            values = wide(48, 40, seed=3, dtype=dtype)
-            storage = quantizer(values)
-            yield f"the {type(storage).__name__} that {words} gives", storage, values
+            storage = quantizer(wide(48, 40, seed=3, dtype=dtype))
+            yield f"the {type(storage).__name__} by {title}", storage
 
-    def weight(self, values: torch.Tensor, **usages: bool) -> QuantizedTensor:
-        """A weight of these values that is kept quantized.
+    def weight(self, values: torch.Tensor | None = None, **usages: bool) -> Any:
+        """A weight that is kept quantized; by default of some values ``[48, 40]``.
 
         Raises:
             CheckFailed: the quantizer gives a bare storage, although the spec promises tensors.
         """
+        values = wide(48, 40) if values is None else values
         quantizer = self.quantizer("weight", **usages)
         with torch.no_grad():
             quantizer.initialize(values)
@@ -201,6 +194,17 @@ class Subject:
             )
         return weight
 
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """Yields the name of the class of quantized weights, and a function that makes one.
+
+        The weight is a parameter; the function's argument are its values.
+        """
+
+        def make(values: torch.Tensor | None = None) -> Any:
+            return torch.nn.Parameter(self.weight(values))
+
+        yield type(self.weight()).__name__, make
+
     def keeps_state(self, quantizer: Quantizer) -> bool:
         """Whether a quantizer may hold state that its copies share.
 
@@ -210,41 +214,20 @@ class Subject:
 
     # -- layers --
 
+    @property
+    def kinds_of_weights(self) -> tuple[bool, ...]:
+        """The values of ``primary`` that the recipe allows."""
+        return (False, True) if self.spec.quantized_weights else (False,)
+
     def layer(
-        self,
-        columns: int,
-        rows: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        bias: bool = True,
-        primary: bool = False,
-        seed: int = 0,
-        **options: Any,
+        self, columns: int, rows: int, *, primary: bool = False, seed: int = 0, **options: Any
     ) -> Linear:
         """A linear layer under the recipe; with ``primary`` its weight is kept quantized."""
         recipe = self.recipe()
-        with torch.random.fork_rng(devices=[]):
+        kept = ottava.quantized_model_init(recipe) if primary else contextlib.nullcontext()
+        with torch.random.fork_rng(devices=[]), kept:
             torch.manual_seed(seed)
-            if not primary:
-                return Linear(
-                    columns,
-                    rows,
-                    bias=bias,
-                    dtype=dtype,
-                    recipe=recipe,
-                    name=self.layer_name,
-                    **options,
-                )
-            with ottava.quantized_model_init(recipe):
-                return Linear(
-                    columns,
-                    rows,
-                    bias=bias,
-                    dtype=dtype,
-                    recipe=recipe,
-                    name=self.layer_name,
-                    **options,
-                )
+            return Linear(columns, rows, recipe=recipe, name=self.layer_name, **options)
 
     def model(
         self,
@@ -263,50 +246,54 @@ class Subject:
         first = self.layer(width, rows, dtype=dtype, primary=primary, seed=seed)
         second = self.layer(rows, width, dtype=dtype, primary=primary, seed=seed + 1)
         net = torch.nn.Sequential(first, torch.nn.GELU(), second)
-        if self.layer_name == LAYER:
-            return ottava.convert(net, self.recipe())
-        return net
+        return ottava.convert(net, self.recipe()) if self.layer_name == LAYER else net
 
     # -- another process --
 
-    def source(self) -> Source:
-        """The description from which another process makes this recipe.
+    def source(self) -> bytes:
+        """A pickle from which :meth:`of_source` makes this subject in another process.
 
         Raises:
             CheckFailed: the recipe or its options cannot be pickled, or another process could not
                 import their classes.
         """
-        name = self.given if isinstance(self.given, str) else None
-        if name is not None and Path(name).exists():
-            name = str(Path(name).resolve())
-        recipe = b"" if name is not None else _pickle(self.recipe(), "the recipe")
-        options = _pickle(self.options, "the options of the recipe")
-        return Source(
-            name, options, recipe, _modules_of(recipe, options), self.spec, self.layer_name
-        )
+        given = self.given if isinstance(self.given, str) else self.recipe()
+        if isinstance(given, str) and Path(given).exists():
+            given = str(Path(given).resolve())
+        try:
+            recipe = pickle.dumps((given, self.options))
+        except Exception as error:
+            raise CheckFailed(
+                f"the recipe cannot be sent to another process, which the checks on several "
+                f"processes need: {error}. {_REMEDY}"
+            ) from error
+        return pickle.dumps((_modules_of(recipe), recipe, self.spec, self.layer_name))
 
     @classmethod
-    def of_source(cls, source: Source) -> Subject:
-        """The subject that a source describes, in another process."""
-        given: RecipeLike = pickle.loads(source.recipe) if source.name is None else source.name
-        return cls(given, pickle.loads(source.options), source.spec, source.layer_name)
+    def of_source(cls, source: bytes, import_from: Callable[[str, str], None]) -> Subject:
+        """The subject of a source.
+
+        ``import_from`` gets the names and files of the modules that the recipe needs.
+        """
+        modules, recipe, spec, layer_name = pickle.loads(source)
+        for module, file in modules.items():
+            import_from(module, file)
+        given, options = pickle.loads(recipe)
+        return cls(given, options, spec, layer_name)
 
 
-def _spec_of(source: RecipeLike, recipe: ottava.Recipe) -> RecipeSpec:
-    """The installed spec of a recipe, or one with the defaults of every flag."""
-    specs = ottava.list_recipes()
-    if isinstance(source, str):
-        for spec in specs:
-            if spec.name == source:
-                return spec
-        for spec in specs:
-            if Path(source).suffix in spec.file_suffixes:
-                return spec
+def _spec_of(given: RecipeLike, recipe: ottava.Recipe) -> RecipeSpec:
     cls = type(recipe)
     reference = f"{cls.__module__}:{cls.__qualname__}"
-    for spec in specs:
-        if spec.name == recipe.name and spec.factory == reference:
-            return spec
+    suffix = Path(given).suffix if isinstance(given, str) else None
+    for fits in (
+        lambda s: s.name == given,
+        lambda s: suffix in s.file_suffixes,
+        lambda s: s.name == recipe.name and s.factory == reference,
+    ):
+        specs = [spec for spec in ottava.list_recipes() if fits(spec)]
+        if specs:
+            return specs[0]
     name = re.sub(r"[^a-z0-9_-]", "-", (recipe.name or cls.__name__).lower()).strip("-_0123456789")
     return RecipeSpec(
         name=name or "recipe",
@@ -316,29 +303,11 @@ def _spec_of(source: RecipeLike, recipe: ottava.Recipe) -> RecipeSpec:
     )
 
 
-def _pickle(value: Any, title: str) -> bytes:
-    """A value as a pickle; ``title`` names it in messages.
+def _modules_of(data: bytes) -> dict[str, str]:
+    """Names and files of the modules that a pickle refers to, except torch's and Ottava's.
 
     Raises:
-        CheckFailed: it cannot be pickled.
-    """
-    buffer = io.BytesIO()
-    try:
-        pickle.Pickler(buffer).dump(value)
-    except Exception as error:
-        raise CheckFailed(
-            f"{title} cannot be sent to another process, which the checks on several processes "
-            f"need: {error}. Define its classes and functions at the top of a module, or check it "
-            f"by the name that it is installed under"
-        ) from error
-    return buffer.getvalue()
-
-
-def _modules_of(*pickles: bytes) -> tuple[tuple[str, str], ...]:
-    """Names and files of the modules that pickles refer to, except torch's and Ottava's.
-
-    Raises:
-        CheckFailed: a pickle refers to ``__main__``.
+        CheckFailed: the pickle refers to ``__main__``.
     """
     files: dict[str, str] = {}
 
@@ -347,14 +316,12 @@ def _modules_of(*pickles: bytes) -> tuple[tuple[str, str], ...]:
             if module == "__main__":
                 raise CheckFailed(
                     f"{name} stands in __main__ (a script, a notebook), where the other processes "
-                    f"of this check do not find it. Define it in a module that can be imported"
+                    f"of this check do not find it. {_REMEDY}"
                 )
             file = getattr(sys.modules.get(module), "__file__", None)
             if file and not module.startswith(("torch.", "ottava.")):
                 files[module] = str(Path(file).resolve())
             return super().find_class(module, name)
 
-    for data in pickles:
-        if data:
-            Names(io.BytesIO(data)).load()
-    return tuple(files.items())
+    Names(io.BytesIO(data)).load()
+    return files

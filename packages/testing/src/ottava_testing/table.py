@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ottava.recipes.spec import RecipeSpec
+from ottava_testing.compare import about
 
 if TYPE_CHECKING:
     from ottava_testing.subject import Subject
 
-Body = Callable[["Subject"], None]
+Body = Callable[..., None]
+#: Yields a title for messages, and what a check is about.
+Over = Callable[["Subject"], Iterator[tuple[Any, ...]]]
 #: A function that each rank runs. Its arguments are the subject, the device mesh, and the folder
 #: that the launching process filled.
 RankBody = Callable[["Subject", Any, Path], None]
@@ -33,18 +37,16 @@ class Needs:
     otherwise: str
 
 
-QUANTIZED_WEIGHTS = Needs(
-    "quantized_weights", lambda s: s.quantized_weights, "the spec says quantized_weights=False"
-)
-DETERMINISTIC = Needs(
-    "deterministic", lambda s: s.deterministic, "the spec says deterministic=False"
-)
-COMPILES = Needs("compiles", lambda s: s.compiles, "the spec says compiles=False")
-STATEFUL = Needs("stateful", lambda s: s.stateful, "the spec says stateful=False")
-STATELESS = Needs("stateful", lambda s: not s.stateful, "the spec says stateful=True")
-REDUCES = Needs(
-    "needs_reduction", lambda s: s.needs_reduction, "the spec says needs_reduction=False"
-)
+def _flag(field: str, value: bool = True) -> Needs:
+    return Needs(field, lambda s: getattr(s, field) is value, f"the spec says {field}={not value}")
+
+
+QUANTIZED_WEIGHTS = _flag("quantized_weights")
+DETERMINISTIC = _flag("deterministic")
+COMPILES = _flag("compiles")
+STATEFUL = _flag("stateful")
+STATELESS = _flag("stateful", False)
+REDUCES = _flag("needs_reduction")
 BLOCKS = Needs("block_size", lambda s: s.block_size is not None, "the spec says block_size=None")
 FAKE_QUANTIZES = Needs(
     "fake_quant_formats",
@@ -69,7 +71,7 @@ class Check:
     name: str
     group: str
     promise: str
-    run: Body
+    run: Callable[[Subject], None]
     needs: tuple[Needs, ...] = ()
     slow: bool = False
 
@@ -90,18 +92,33 @@ RANK_BODIES: dict[str, RankBody] = {}
 
 
 def check(
-    name: str, group: str, promise: str, *needs: Needs, slow: bool = False
+    group: str, *needs: Needs, over: Over | None = None, slow: bool = False
 ) -> Callable[[Body], Body]:
     """Decorate a function that is a check, to put it into the table.
+
+    The function's name is that of the check, with dashes, and the first paragraph of its docstring
+    is the promise. Its arguments are the subject, and each of what ``over`` yields; messages then
+    begin with the title.
 
     Raises:
         ValueError: another check has that name.
     """
 
     def register(body: Body) -> Body:
+        name = body.__name__.strip("_").replace("_", "-")
         if name in CHECKS:
             raise ValueError(f"two checks are named {name!r}")
-        CHECKS[name] = Check(name, group, promise, body, needs, slow)
+        text = inspect.getdoc(body) or ""
+        promise = " ".join(text.partition("\n\n")[0].split()).rstrip(".")
+
+        def run(subject: Subject) -> None:
+            if over is None:
+                return body(subject)
+            for title, *things in over(subject):
+                with about(title):
+                    body(subject, *things)
+
+        CHECKS[name] = Check(name, group, promise, run, needs, slow)
         return body
 
     return register

@@ -1,9 +1,8 @@
 """The ranks of the checks on several processes: ``python -m ottava_testing.worker``.
 
-This process imports once what takes long, and then reads the folders of requests from standard
-input, one in each line. For each request it forks a process with a session of its own, which forks
-the ranks and waits for them; neither process joins torch's process group. A rank writes one line
-for each name, and ends at the first that fails.
+This process imports once what takes long, and then reads requests from standard input, one in each
+line. It forks the ranks of each request, waits for them, and answers ``ended`` or ``late``. A rank
+writes one line for each name, and ends at the first that fails.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def import_from(name: str, file: str) -> None:
         spec.loader.exec_module(module)
 
 
-def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
+def _rank(rank: int, request: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +48,7 @@ def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    world = int(request["world"])
+    folder, world = Path(request["folder"]), int(request["world"])
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
     dist.init_process_group(
         "gloo", rank=rank, world_size=world, store=store, timeout=timedelta(seconds=60)
@@ -73,44 +72,44 @@ def _rank(rank: int, folder: Path, request: dict[str, Any]) -> None:
                 failure = f"{name}, on rank {rank} of {world}: {describe(error)}"
             # All processes share this clock. The rank that failed first has the cause, and the
             # others fail because they lose it.
-            reports.write(
-                json.dumps({"name": name, "failure": failure, "at": time.monotonic()}) + "\n"
-            )
+            entry = {"name": name, "failure": failure, "at": time.monotonic()}
+            reports.write(json.dumps(entry) + "\n")
             reports.flush()
             if failure:
                 raise SystemExit(1)
 
 
-def _exit_code(work: Any, *arguments: Any) -> int:
-    """Do the whole work of a process, and return the code that it should exit with."""
+def _fork(rank: int, request: dict[str, Any]) -> int:
+    """The process id of a new rank, which has the environment and the path of the request."""
+    pid = os.fork()
+    if pid:
+        return pid
     code = 1
     try:
-        code = int(work(*arguments) or 0)
+        log = os.open(Path(request["folder"]) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        sys.path[:] = request["path"]
+        importlib.invalidate_caches()
+        _rank(rank, request)
+        code = 0
     except SystemExit:
         pass
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    return code
+    # This exit skips the interpreter's finalization, during which gloo's threads can abort.
+    os._exit(code)
 
 
-def _launch(folder: Path) -> int:
-    """Fork the ranks that a request asks for and wait for them; 0 where all ended well."""
-    request = json.loads((folder / "request.json").read_text())
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    sys.path[:] = request["path"]
-    importlib.invalidate_caches()
-    alive: set[int] = set()
-    for rank in range(int(request["world"])):
-        pid = os.fork()
-        if not pid:
-            # This exit skips the interpreter's finalization, during which gloo's threads can abort.
-            os._exit(_exit_code(_rank, rank, folder, request))
-        alive.add(pid)
-    failed = False
-    deadline = float("inf")
+def _run(request: dict[str, Any]) -> str:
+    """Fork the ranks of a request and wait for them; how they ended."""
+    late = time.monotonic() + float(request["seconds"])
+    deadline = late
+    alive = {_fork(rank, request) for rank in range(int(request["world"]))}
     while alive and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -119,28 +118,15 @@ def _launch(folder: Path) -> int:
         alive.discard(pid)
         if status:
             # The other ranks may fail by themselves. Those that wait for this one are killed.
-            failed = True
-            deadline = time.monotonic() + _GRACE
+            deadline = min(deadline, time.monotonic() + _GRACE)
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return int(failed)
-
-
-def _lead(folder: Path) -> int:
-    os.setsid()
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    return _launch(folder)
+    return "late" if alive and deadline == late else "ended"
 
 
 def main() -> None:
-    """Answer requests on standard output, with two lines for each.
-
-    The first line has the process id of the session's leader; the second, ``ended``, follows when
-    that process has ended.
-    """
+    """Answer requests on standard output, with one line for each."""
     answers = os.fdopen(os.dup(1), "w")
     # Whatever is printed goes to standard error, so that it is not taken for an answer.
     os.dup2(2, 1)
@@ -153,12 +139,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            os._exit(_exit_code(_lead, Path(line.rstrip("\n"))))
-        print(pid, file=answers, flush=True)
-        os.waitpid(pid, 0)
-        print("ended", file=answers, flush=True)
+        print(_run(json.loads(line)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,56 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from ottava_testing.checks.training import equal, train
+from ottava_testing import table
+from ottava_testing.checks.training import train
 from ottava_testing.compare import CheckFailed, normal, plain
 from ottava_testing.subject import Subject
-from ottava_testing.table import COMPILES, QUANTIZED_WEIGHTS, check
+from ottava_testing.table import COMPILES, QUANTIZED_WEIGHTS
+
+check = partial(table.check, "compiling", COMPILES, slow=True)
+Results = list[torch.Tensor]
 
 
-def _compiled(subject: Subject, *, primary: bool) -> None:
-    expected = train(subject.model(primary=primary))
-    model = subject.model(primary=primary)
-    results = _run(model, lambda compiled: train(model, run=compiled), _words(primary))
-    equal(
-        subject,
-        f"a compiled model{_words(primary)} trains otherwise than in eager mode",
-        results,
-        expected,
-    )
-
-
-def _run(
-    model: torch.nn.Module,
-    use: Callable[[Any], list[torch.Tensor]],
-    words: str,
+def _compare(
+    subject: Subject,
+    use: Callable[[torch.nn.Module, Any], Results],
+    *,
+    primary: bool = False,
     dynamic: bool | None = None,
-) -> list[torch.Tensor]:
-    """The result of ``use`` with the compiled model.
-
-    Raises:
-        CheckFailed: the compiler refuses the model.
-    """
+) -> None:
+    """Compare what ``use`` gives with a compiled model and in eager mode."""
+    arguments = f"fullgraph=True{', dynamic=True' if dynamic else ''}"
+    words = " with weights that are kept quantized" if primary else ""
+    eager, model = subject.model(primary=primary), subject.model(primary=primary)
+    expected = use(eager, eager)
     torch.compiler.reset()
     try:
-        return use(torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager"))
-    except CheckFailed:
-        raise
+        compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        results = use(model, compiled)
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
-        arguments = f"fullgraph=True{', dynamic=True' if dynamic else ''}"
         raise CheckFailed(
             f"torch.compile({arguments}) refuses a model{words}: {type(error).__name__}: "
             f"{' '.join(lines[:3])}"
         ) from error
     finally:
         torch.compiler.reset()
+    title = f"a model{words}, compiled with {arguments}, unlike in eager mode,"
+    subject.agree(title, results, expected, subject.loose)
 
 
-def _batches(model: torch.nn.Module, run: Any) -> list[torch.Tensor]:
+def _train(model: torch.nn.Module, run: Any) -> Results:
+    return train(model, run=run)
+
+
+def _batches(model: torch.nn.Module, run: Any) -> Results:
     """Outputs and gradients for batches of several sizes."""
     results = []
     for rows in (16, 24, 5):
@@ -60,52 +58,27 @@ def _batches(model: torch.nn.Module, run: Any) -> list[torch.Tensor]:
         model.zero_grad()
         y = run(x)
         y.square().mean().backward()
-        assert x.grad is not None
-        grads = [plain(p.grad).clone() for p in model.parameters() if p.grad is not None]
-        results += [y.detach(), x.grad, *grads]
+        grads = [x.grad, *(p.grad for p in model.parameters())]
+        results += [y.detach(), *(plain(grad).clone() for grad in grads if grad is not None)]
     return results
 
 
-def _words(primary: bool) -> str:
-    return " with weights that are kept quantized" if primary else ""
+@check()
+def compile_(subject: Subject) -> None:
+    """torch.compile(fullgraph=True) takes a model, and changes no bit of its training."""
+    _compare(subject, _train)
 
 
-@check(
-    "compile",
-    "compiling",
-    "torch.compile(fullgraph=True) takes a model, and changes no bit of its training",
-    COMPILES,
-    slow=True,
-)
-def compiles(subject: Subject) -> None:
-    """Forward and backward passes."""
-    _compiled(subject, primary=False)
+@check(QUANTIZED_WEIGHTS)
+def compile_quantized_weights(subject: Subject) -> None:
+    """The same with weights that are kept quantized."""
+    _compare(subject, _train, primary=True)
 
 
-@check(
-    "compile-quantized-weights",
-    "compiling",
-    "The same with weights that are kept quantized",
-    COMPILES,
-    QUANTIZED_WEIGHTS,
-    slow=True,
-)
-def compiles_quantized_weights(subject: Subject) -> None:
-    """Tensor subclasses as parameters."""
-    _compiled(subject, primary=True)
+@check()
+def compile_dynamic(subject: Subject) -> None:
+    """torch.compile(dynamic=True) takes batches of several sizes, and changes no bit.
 
-
-@check(
-    "compile-dynamic",
-    "compiling",
-    "torch.compile(dynamic=True) takes batches of several sizes, and changes no bit",
-    COMPILES,
-    slow=True,
-)
-def compiles_dynamic(subject: Subject) -> None:
-    """The model has two layers, because the compiler may fail at a size that both read."""
-    eager, model = subject.model(), subject.model()
-    expected = _batches(eager, eager)
-    results = _run(model, lambda compiled: _batches(model, compiled), "", dynamic=True)
-    defect = "a model compiled with dynamic=True computes otherwise than in eager mode"
-    equal(subject, defect, results, expected)
+    The model has two layers, because the compiler may fail at a size that both read.
+    """
+    _compare(subject, _batches, dynamic=True)

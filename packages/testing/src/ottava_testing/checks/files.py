@@ -7,6 +7,8 @@ import sys
 import tempfile
 import types
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ import torch
 
 from ottava import checkpoint
 from ottava.tensors import QuantizedTensor
-from ottava_testing.compare import CheckFailed, difference, plain, require, same, wide
+from ottava_testing import table
+from ottava_testing.compare import CheckFailed, first_line, plain, require, require_same, same
 from ottava_testing.subject import Subject
-from ottava_testing.table import QUANTIZED_WEIGHTS, check
+from ottava_testing.table import QUANTIZED_WEIGHTS
+
+check = partial(table.check, "files")
 
 
 def reload(value: Any, title: str) -> Any:
@@ -27,18 +32,14 @@ def reload(value: Any, title: str) -> Any:
         CheckFailed: it cannot be pickled, or its pickle needs code.
     """
     buffer = BytesIO()
+    start = f"the pickle of {title} needs code"
     try:
         torch.save(value, buffer)
     except Exception as error:
-        text = str(error).splitlines()[0]
-        raise CheckFailed(
-            f"the pickle of {title} needs code that cannot be saved: {type(error).__name__}: {text}"
-        ) from error
-    functions = functions_in(buffer)
-    require(
-        not functions,
-        f"the pickle of {title} needs code ({', '.join(functions)}): loading it calls functions",
-    )
+        text = f"{start} that cannot be saved: {type(error).__name__}: {first_line(error)}"
+        raise CheckFailed(text) from error
+    functions = _functions_in(buffer)
+    require(not functions, f"{start} ({', '.join(functions)}): loading it calls functions")
     return load(buffer, title)
 
 
@@ -57,12 +58,11 @@ def load(file: BytesIO, title: str) -> Any:
         reason = f"{type(error).__name__}: {str(error)[:300]}"
         if unsafe:
             reason = f"it needs code ({', '.join(unsafe)})"
-        raise CheckFailed(
-            f"torch.load(weights_only=True) refuses the pickle of {title}: {reason}"
-        ) from error
+        text = f"torch.load(weights_only=True) refuses the pickle of {title}: {reason}"
+        raise CheckFailed(text) from error
 
 
-def functions_in(file: BytesIO) -> list[str]:
+def _functions_in(file: BytesIO) -> list[str]:
     """The functions that a file of ``torch.save`` names, other than those of torch and Ottava.
 
     Functions that somebody has declared safe are included, because they are code all the same.
@@ -70,80 +70,51 @@ def functions_in(file: BytesIO) -> list[str]:
     file.seek(0)
     with zipfile.ZipFile(file) as archive:
         data = next(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
-    functions = []
+    functions = set()
     # torch.save writes protocol 2, in which an opcode has the whole name of a function.
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name != "GLOBAL":
-            continue
         module, _, name = str(argument).partition(" ")
-        value = getattr(sys.modules.get(module), name, None)
-        is_own = module.partition(".")[0] in ("torch", "ottava")
-        if isinstance(value, types.FunctionType) and not is_own:
-            functions.append(f"{module}.{name}")
-    return sorted(set(functions))
+        if opcode.name != "GLOBAL" or module.partition(".")[0] in ("torch", "ottava"):
+            continue
+        if isinstance(getattr(sys.modules.get(module), name, None), types.FunctionType):
+            functions.add(f"{module}.{name}")
+    return sorted(functions)
 
 
-@check("pickle-needs-no-code", "files", "Pickles load under weights_only=True, with the same bytes")
-def pickle_needs_no_code(subject: Subject) -> None:
-    """Pickles of storages, tensors, parameters and state dicts."""
-    for words, storage, _ in subject.quantized():
-        loaded = reload(storage, words)
-        require(
-            type(loaded) is type(storage),
-            f"the pickle of {words} loads as a {type(loaded).__name__}",
-        )
-        wrong = difference(loaded, storage)
-        require(wrong is None, f"the pickle of {words} loads with another {wrong!r}")
-        require(
-            same(plain(loaded), plain(storage)), f"the pickle of {words} loads with other values"
-        )
-        quantizer = loaded._quantizer
-        require(quantizer is not None, f"the pickle of {words} loses its quantizer")
-        if storage._quantizer is not None and not subject.keeps_state(storage._quantizer):
-            require(
-                quantizer == storage._quantizer,
-                f"the quantizer of {words} is another one after pickling",
-            )
-        if isinstance(storage, QuantizedTensor):
-            parameter = torch.nn.Parameter(storage)
-            again = reload({"weight": parameter}, f"a state dict with {words}")["weight"]
-            require(again.requires_grad, f"{words} loses requires_grad in a pickle")
-            wrong = difference(again, storage)
-            require(wrong is None, f"a state dict with {words} loads with another {wrong!r}")
+@check(over=Subject.storages)
+def pickle_needs_no_code(subject: Subject, storage: Any) -> None:
+    """Pickles load under weights_only=True, with the same bytes."""
+    loaded = reload(storage, "it")
+    require(type(loaded) is type(storage), f"the pickle loads as a {type(loaded).__name__}")
+    require_same("the pickle loads with", loaded, storage)
+    require_same("the pickle loads with", plain(loaded), plain(storage))
+    require(loaded._quantizer is not None, "the pickle loses the quantizer")
+    if storage._quantizer is not None and not subject.keeps_state(storage._quantizer):
+        words = "the quantizer is another one after pickling"
+        require(loaded._quantizer == storage._quantizer, words)
+    if isinstance(storage, QuantizedTensor):
+        state = reload({"weight": torch.nn.Parameter(storage)}, "a state dict with it")
+        require(state["weight"].requires_grad, "a pickle loses requires_grad")
+        require_same("a state dict loads with", state["weight"], storage)
 
 
-@check(
-    "safetensors",
-    "files",
-    "A safetensors file holds quantized weights as plain tensors and gives the same bytes back",
-    QUANTIZED_WEIGHTS,
-)
-def safetensors(subject: Subject) -> None:
-    """save_file, load_file, save_model and load_model of ottava.checkpoint."""
-    weight = subject.weight(wide(48, 40))
-    cls = type(weight).__name__
+@check(QUANTIZED_WEIGHTS, over=Subject.weights)
+def safetensors(subject: Subject, make: Callable[[], Any]) -> None:
+    """A safetensors file holds quantized weights as plain tensors and gives the same bytes back."""
+    weight = make().detach()
     flat, _ = checkpoint.flatten_state_dict({"weight": weight, "bias": torch.ones(3)})
     for name, tensor in flat.items():
         is_plain = isinstance(tensor, torch.Tensor) and not isinstance(tensor, QuantizedTensor)
-        require(is_plain, f"{name!r} of a flattened {cls} is a {type(tensor).__name__}")
+        require(is_plain, f"{name!r}, flattened, is a {type(tensor).__name__}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weight.safetensors"
         checkpoint.save_file({"weight": weight}, path)
         loaded = checkpoint.load_file(path)["weight"]
-        require(
-            type(loaded) is type(weight),
-            f"a {cls} is a {type(loaded).__name__} in a safetensors file",
-        )
-        wrong = difference(loaded, weight)
-        require(wrong is None, f"a {cls} has another {wrong!r} in a safetensors file")
-        require(
-            same(plain(loaded), plain(weight)), f"a {cls} has other values in a safetensors file"
-        )
+        require(type(loaded) is type(weight), f"a file gives back a {type(loaded).__name__}")
+        require_same("a safetensors file gives back", loaded, weight)
+        require(same(plain(loaded), plain(weight)), "a safetensors file gives back other values")
         model, other = subject.model(primary=True), subject.model(primary=True, seed=7)
         checkpoint.save_model(model, path)
         checkpoint.load_model(other, path)
-        for one, two in zip(model.parameters(), other.parameters(), strict=True):
-            require(
-                same(plain(one), plain(two)),
-                f"a model with {cls} weights loads other values from its own file",
-            )
+    words = "a model loads from its own file"
+    require_same(words, list(other.parameters()), list(model.parameters()))

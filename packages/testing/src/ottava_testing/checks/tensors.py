@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ottava.errors import UsageError
 from ottava.tensors import QuantizedTensor
-from ottava_testing.compare import CheckFailed, close, flip, plain, relative, require, same, wide
+from ottava_testing import table
+from ottava_testing.compare import (
+    CheckFailed,
+    close,
+    first_line,
+    flip,
+    plain,
+    relative,
+    require,
+    same,
+    wide,
+)
 from ottava_testing.subject import Subject
-from ottava_testing.table import QUANTIZED_WEIGHTS, check
+from ottava_testing.table import QUANTIZED_WEIGHTS
 
+check = partial(table.check, "tensors", QUANTIZED_WEIGHTS, over=Subject.weights)
 Op = Callable[[Any], Any]
+Make = Callable[..., Any]
 
 _TRANSPOSES: dict[str, Op] = {
     "t()": lambda w: w.t(),
@@ -50,184 +65,112 @@ _RESULTS: dict[str, Op] = {
     "abs()": lambda w: w.abs(),
     "linear": lambda w: torch.nn.functional.linear(wide(3, 40, seed=1), w),
 }
+_DTYPES: dict[str, tuple[Op, torch.dtype]] = {
+    "float()": (lambda w: w.float(), torch.float32),
+    "half()": (lambda w: w.half(), torch.float16),
+    "bfloat16()": (lambda w: w.bfloat16(), torch.bfloat16),
+    "to(torch.bfloat16)": (lambda w: w.to(torch.bfloat16), torch.bfloat16),
+    "to_dtype(torch.bfloat16)": (lambda w: w.to_dtype(torch.bfloat16), torch.bfloat16),
+}
+_FILLED: dict[str, tuple[Op, float]] = {
+    "zeros_like": (torch.zeros_like, 0.0),
+    "ones_like": (torch.ones_like, 1.0),
+    "new_zeros": (lambda w: w.new_zeros(48, 40), 0.0),
+    "full_like": (lambda w: torch.full_like(w, 2.0), 2.0),
+}
+_EMPTY: dict[str, Op] = {"empty_like": torch.empty_like, "new_empty": lambda w: w.new_empty(48, 40)}
+_KEEPS_GRAD: dict[str, Op] = {
+    "copy.deepcopy": copy.deepcopy,
+    "copy.copy": copy.copy,
+    "clone()": lambda w: w.clone(),
+    "to()": lambda w: w.to(torch.bfloat16),
+}
 
 
-def _compare(subject: Subject, ops: dict[str, Op], values: torch.Tensor) -> None:
-    weight = subject.weight(values)
-    cls, expected = type(weight).__name__, plain(weight)
-    for name, op in ops.items():
-        # The result of an op may be quantized again, so it is compared with the recipe's bound.
-        close(f"{name} of a {cls}", plain(op(weight)), op(expected), subject.bound)
-
-
-def _compare_transpose(subject: Subject, name: str, op: Op, values: torch.Tensor) -> None:
-    weight = subject.weight(values)
-    cls, expected = type(weight).__name__, op(plain(weight))
-    try:
-        actual = plain(op(weight))
-    except (RuntimeError, ValueError, IndexError) as error:
-        text = str(error).splitlines()[0]
-        raise CheckFailed(
-            f"wrong transpose: {name} of a {cls} fails by {type(error).__name__}: {text}"
-        ) from error
-    close(f"wrong transpose: {name} of a {cls}", actual, expected, subject.bound)
-
-
-@check(
-    "transposes",
-    "tensors",
-    "Transposing gives the transpose, of square matrices too",
-    QUANTIZED_WEIGHTS,
-)
-def transposes(subject: Subject) -> None:
-    """Every spelling of a transpose."""
-    for values in (wide(32, 32), wide(48, 40)):
+@check()
+def transposes(subject: Subject, make: Make) -> None:
+    """Transposing gives the transpose, of square matrices too."""
+    for weight in (make(wide(32, 32)).detach(), make().detach()):
         for name, op in _TRANSPOSES.items():
-            _compare_transpose(subject, name, op, values)
+            try:
+                actual = plain(op(weight))
+            except (RuntimeError, ValueError, IndexError) as error:
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise CheckFailed(f"wrong transpose: {name} fails by {reason}") from error
+            close(f"wrong transpose: {name}", actual, op(plain(weight)), subject.bound)
 
 
-@check(
-    "views",
-    "tensors",
-    "Views, slices and reshapes give the values that they should",
-    QUANTIZED_WEIGHTS,
-)
-def views(subject: Subject) -> None:
-    """Values of views, and writes to views that are quantized.
-
-    Such a write either reaches the whole tensor, or is refused and changes nothing.
-    """
-    _compare(subject, _VIEWS, wide(48, 40))
+@check()
+def views(subject: Subject, make: Make) -> None:
+    """Views, slices and reshapes give the values that they should."""
     for name, op in _VIEWS.items():
-        weight = subject.weight(wide(48, 40))
-        view = op(weight)
+        weight = make().detach()
+        before, view = plain(weight), op(weight)
+        close(name, view, op(before), subject.bound)
         if not isinstance(view, QuantizedTensor) or name.startswith("expand"):
             continue
-        cls, before = type(weight).__name__, plain(weight)
+        # A write to a view either reaches the whole tensor, or is refused and changes nothing.
+        values = torch.full(tuple(view.shape), 0.5)
         try:
-            with torch.no_grad():
-                view.copy_(torch.full(tuple(view.shape), 0.5))
+            view.copy_(values)
         except UsageError:
-            require(
-                same(plain(weight), before),
-                f"a write to {name} of a {cls} is refused, and changes the {cls}",
-            )
+            require(same(plain(weight), before), f"a write to {name} is refused and changes it")
             continue
-        error = relative(plain(op(plain(weight))), torch.full(tuple(view.shape), 0.5))
-        require(
-            error <= min(0.5, 4 * subject.bound),
-            f"a write to {name} of a {cls} does not reach the {cls}",
-        )
+        error = relative(plain(op(plain(weight))), values)
+        require(error <= subject.loose, f"a write to {name} does not reach the tensor")
 
 
-@check("results-of-ops", "tensors", "Ops see the dequantized values", QUANTIZED_WEIGHTS)
-def results_of_ops(subject: Subject) -> None:
-    """Results of arithmetic, products and reductions."""
-    _compare(subject, _RESULTS, wide(48, 40))
+@check()
+def results_of_ops(subject: Subject, make: Make) -> None:
+    """Ops see the dequantized values."""
+    weight = make().detach()
+    for name, op in _RESULTS.items():
+        # The result of an op may be quantized again, so it is compared with the recipe's bound.
+        close(name, op(weight), op(plain(weight)), subject.bound)
 
 
-@check(
-    "nominal-dtype",
-    "tensors",
-    "float(), half(), bfloat16(), to() and to_dtype() give the values in another dtype",
-    QUANTIZED_WEIGHTS,
-)
-def nominal_dtype(subject: Subject) -> None:
-    """A change of the nominal dtype keeps the values."""
-    weight = subject.weight(wide(48, 40))
-    cls, values = type(weight).__name__, plain(weight)
-    ways: dict[str, tuple[Op, torch.dtype]] = {
-        "float()": (lambda w: w.float(), torch.float32),
-        "half()": (lambda w: w.half(), torch.float16),
-        "bfloat16()": (lambda w: w.bfloat16(), torch.bfloat16),
-        "to(torch.bfloat16)": (lambda w: w.to(torch.bfloat16), torch.bfloat16),
-        "to_dtype(torch.bfloat16)": (lambda w: w.to_dtype(torch.bfloat16), torch.bfloat16),
-    }
-    for name, (way, dtype) in ways.items():
-        result = way(weight)
-        require(result.dtype == dtype, f"{name} of a {cls} gives {result.dtype}")
-        close(f"{name} of a {cls}", plain(result), values, 0.01)
+@check()
+def nominal_dtype(subject: Subject, make: Make) -> None:
+    """float(), half(), bfloat16(), to() and to_dtype() give the values in another dtype."""
+    weight = make().detach()
+    for name, (op, dtype) in _DTYPES.items():
+        result = op(weight)
+        require(result.dtype == dtype, f"{name} gives {result.dtype}")
+        close(name, result, weight, 0.01)
 
 
-@check(
-    "new-tensors",
-    "tensors",
-    "zeros_like and its like give what they say, and change nothing",
-    QUANTIZED_WEIGHTS,
-)
-def new_tensors(subject: Subject) -> None:
-    """Optimizers make their state with these functions."""
-    weight = subject.weight(wide(48, 40))
-    cls, values = type(weight).__name__, plain(weight).clone()
-    cases: dict[str, tuple[Any, float]] = {
-        "zeros_like": (torch.zeros_like(weight), 0.0),
-        "ones_like": (torch.ones_like(weight), 1.0),
-        "new_zeros": (weight.new_zeros(48, 40), 0.0),
-        "full_like": (torch.full_like(weight, 2.0), 2.0),
-    }
-    for name, (tensor, value) in cases.items():
-        # The relative error of zeros is not defined, so they have to be exact.
-        is_right = not bool(plain(tensor).any())
-        if value:
-            is_right = relative(plain(tensor), torch.full((48, 40), value)) <= subject.bound
-        require(is_right, f"{name} of a {cls} does not hold {value}")
-    for name, empty in (
-        ("empty_like", torch.empty_like(weight)),
-        ("new_empty", weight.new_empty(48, 40)),
-    ):
-        require(tuple(empty.shape) == (48, 40), f"{name} of a {cls} has shape {tuple(empty.shape)}")
-        with torch.no_grad():
-            empty.copy_(values)
-        bound = min(0.5, 4 * subject.bound)
-        close(f"{name} of a {cls}, after copy_(),", plain(empty), values, bound)
-        if isinstance(empty, QuantizedTensor):
-            for tensor in empty.inner_list():
-                if tensor is not None:
-                    flip(tensor)
-        require(
-            torch.equal(plain(weight), values), f"writing to {name} of a {cls} changed the {cls}"
-        )
+@check()
+def new_tensors(subject: Subject, make: Make) -> None:
+    """zeros_like and its like give what they say, and change nothing."""
+    weight = make().detach()
+    values = plain(weight).clone()
+    for name, (op, value) in _FILLED.items():
+        # Zeros have to be exact, because their relative error is not defined.
+        actual, expected = plain(op(weight)), torch.full((48, 40), value)
+        is_right = relative(actual, expected) <= subject.bound if value else not actual.any()
+        require(is_right, f"{name} does not hold {value}")
+    for name, op in _EMPTY.items():
+        empty = op(weight)
+        require(tuple(empty.shape) == (48, 40), f"{name} has shape {tuple(empty.shape)}")
+        empty.copy_(values)
+        close(f"{name}, after copy_(),", empty, values, subject.loose)
+        for tensor in empty.inner_list() if isinstance(empty, QuantizedTensor) else ():
+            if tensor is not None:
+                flip(tensor)
+        require(torch.equal(plain(weight), values), f"writing to {name} changed the original")
 
 
-@check(
-    "requires-grad",
-    "tensors",
-    "Parameters of quantized tensors require gradients, and copies and moves keep that",
-    QUANTIZED_WEIGHTS,
-)
-def requires_grad(subject: Subject) -> None:
-    """requires_grad of parameters, of their copies, and of what to() gives."""
-    import copy
-
-    weight = subject.weight(wide(48, 40))
-    cls = type(weight).__name__
-    require(not weight.requires_grad, f"a {cls} made of values without gradient requires one")
-    parameter: Any = torch.nn.Parameter(weight)
-    require(
-        parameter.requires_grad and parameter.is_leaf,
-        f"a parameter around a {cls} requires no gradient",
-    )
-    require(
-        isinstance(parameter, torch.nn.Parameter), f"a parameter around a {cls} is no Parameter"
-    )
-    require(
-        copy.deepcopy(parameter).requires_grad,
-        f"a deep copy of a parameter around a {cls} loses requires_grad",
-    )
-    require(
-        copy.copy(parameter).requires_grad,
-        f"copy.copy of a parameter around a {cls} loses requires_grad",
-    )
-    require(
-        parameter.clone().requires_grad, f"clone() of a parameter around a {cls} loses its gradient"
-    )
-    require(
-        parameter.to(torch.bfloat16).requires_grad,
-        f"to() of a parameter around a {cls} loses its gradient",
-    )
-    require(
-        not torch.nn.Parameter(weight, requires_grad=False).requires_grad,
-        f"a frozen {cls} requires a gradient",
-    )
+@check()
+def requires_grad(subject: Subject, make: Make) -> None:
+    """Parameters of quantized tensors require gradients, and copies and moves keep that."""
+    weight, parameter = make().detach(), make()
+    require(not weight.requires_grad, "made of values without gradient, it requires one")
+    require(isinstance(parameter, torch.nn.Parameter), "a parameter of it is no Parameter")
+    is_leaf = parameter.requires_grad and parameter.is_leaf
+    require(is_leaf, "a parameter of it requires no gradient")
+    for name, op in _KEEPS_GRAD.items():
+        require(op(parameter).requires_grad, f"{name} of a parameter loses requires_grad")
+    frozen = torch.nn.Parameter(weight, requires_grad=False)
+    require(not frozen.requires_grad, "a frozen parameter requires a gradient")
     empty: Any = subject.quantizer("weight").make_empty((4, 8), requires_grad=True)
-    require(empty.requires_grad, f"make_empty(requires_grad=True) of a {cls} requires no gradient")
+    require(empty.requires_grad, "make_empty(requires_grad=True) requires no gradient")

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ottava_testing.compare import close, normal, plain, require, require_same
+from ottava_testing import table
+from ottava_testing.compare import normal, plain, require, require_same, snapshot
 from ottava_testing.subject import Subject
-from ottava_testing.table import DETERMINISTIC, QUANTIZED_WEIGHTS, check
+from ottava_testing.table import DETERMINISTIC, QUANTIZED_WEIGHTS
+
+check = partial(table.check, "training")
+
+
+def optimizer_of(model: torch.nn.Module, lr: float = 0.5) -> torch.optim.Optimizer:
+    """An optimizer without state."""
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def values_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of the parameters' values."""
+    return list(snapshot(list(model.parameters())).values())
 
 
 def step(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer,
     number: int,
     *,
     run: Any = None,
@@ -28,159 +40,102 @@ def step(
     Returns:
         The loss, the gradient of the input, and those of the parameters.
     """
-    parameter = next(model.parameters())
-    x = normal(24, width, seed=100 + number, dtype=parameter.dtype).requires_grad_()
-    target = normal(24, width, seed=200 + number, dtype=parameter.dtype)
-    model.zero_grad()
+    dtype = next(model.parameters()).dtype
+    x = normal(24, width, seed=100 + number, dtype=dtype).requires_grad_()
+    target = normal(24, width, seed=200 + number, dtype=dtype)
+    optimizer.zero_grad()
     loss = torch.nn.functional.mse_loss((run or model)(x), target)
     loss.backward()
-    assert x.grad is not None
-    grads = [plain(p.grad).clone() for p in model.parameters() if p.grad is not None]
-    if optimizer is not None:
-        optimizer.step()
-    return [loss.detach(), x.grad, *grads]
+    grads = [x.grad, *(p.grad for p in model.parameters())]
+    results = [loss.detach(), *(plain(grad).clone() for grad in grads if grad is not None)]
+    optimizer.step()
+    return results
 
 
 def train(model: torch.nn.Module, count: int = 3, run: Any = None) -> list[torch.Tensor]:
     """Train some steps; return all that :func:`step` returns, and the parameters at the end."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = optimizer_of(model)
     results = [
         tensor for number in range(count) for tensor in step(model, optimizer, number, run=run)
     ]
-    return [*results, *(plain(p).clone() for p in model.parameters())]
+    return results + values_of(model)
 
 
-def equal(
-    subject: Subject, defect: str, one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
-) -> None:
-    """Compare bits, or values where the recipe is not deterministic.
-
-    Raises:
-        CheckFailed: they differ; ``defect`` says what that means.
-    """
-    require(len(one) == len(other), f"{defect} (not the same gradients)")
-    if subject.spec.deterministic:
-        require_same(defect, one, other)
-        return
-    for mine, theirs in zip(one, other, strict=True):
-        close(f"{defect}: a loss, gradient or parameter", mine, theirs, 4 * subject.bound)
-
-
-@check(
-    "activation-checkpointing", "training", "Recomputing activations changes no bit of any gradient"
-)
+@check()
 def activation_checkpointing(subject: Subject) -> None:
-    """Reentrant checkpointing and the other, weights in high precision and quantized ones."""
-    for primary in (False, True) if subject.spec.quantized_weights else (False,):
+    """Recomputing activations changes no bit of any gradient."""
+    for primary in subject.kinds_of_weights:
         expected = train(subject.model(primary=primary))
         for reentrant in (False, True):
             model = subject.model(primary=primary)
             results = train(model, run=partial(checkpoint, model, use_reentrant=reentrant))
-            words = f"use_reentrant={reentrant}"
-            if primary:
-                words += ", weights that are kept quantized"
-            equal(
-                subject,
-                f"with activation checkpointing ({words}) training is not what it is without",
-                results,
-                expected,
-            )
+            title = f"with activation checkpointing (use_reentrant={reentrant}, primary={primary})"
+            subject.agree(f"training {title}", results, expected, subject.loose)
 
 
-@check(
-    "deterministic-training",
-    "training",
-    "Training twice from the same start gives the same bits",
-    DETERMINISTIC,
-)
+@check(DETERMINISTIC)
 def deterministic_training(subject: Subject) -> None:
-    """Losses, gradients and weights."""
+    """Training twice from the same start gives the same bits."""
     for dtype in (torch.float32, torch.bfloat16):
         one, other = train(subject.model(dtype=dtype)), train(subject.model(dtype=dtype))
-        require_same(
-            f"training twice from the same start in {dtype} gives different bits", one, other
-        )
+        require_same(f"training twice from the same start in {dtype} gives", one, other)
 
 
-@check(
-    "models-are-apart",
-    "training",
-    "Training one model does not change what another one computes",
-    DETERMINISTIC,
-)
+@check(DETERMINISTIC)
 def models_are_apart(subject: Subject) -> None:
-    """No state is in globals, in the recipe or in its quantizers."""
+    """Training one model does not change what another one computes."""
     alone = train(subject.model())
-    recipe_of_both, model = subject.model(), subject.model()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (recipe_of_both, model)]
-    # Another model, which sees much larger values, runs in between.
+    other, model = subject.model(), subject.model()
+    # The other model sees much larger values.
     with torch.no_grad():
-        for parameter in recipe_of_both.parameters():
+        for parameter in other.parameters():
             parameter.copy_(plain(parameter) * 8)
+    of_other, of_model = optimizer_of(other), optimizer_of(model)
     results = []
     for number in range(3):
-        step(recipe_of_both, optimizers[0], number + 10)
-        results += step(model, optimizers[1], number)
-    results += [plain(p).clone() for p in model.parameters()]
-    require_same(
-        "training another model in between changes the results: state is shared by models",
-        results,
-        alone,
-    )
+        step(other, of_other, number + 10)
+        results += step(model, of_model, number)
+    words = "models share state: training another model in between gives"
+    require_same(words, results + values_of(model), alone)
 
 
-@check("model-copies", "training", "A deep copy of a model computes the same and trains by itself")
+@check()
 def model_copies(subject: Subject) -> None:
-    """A copy by copy.deepcopy during training."""
-    for primary in (False, True) if subject.spec.quantized_weights else (False,):
+    """A deep copy of a model computes the same and trains by itself."""
+    for primary in subject.kinds_of_weights:
         model = subject.model(primary=primary)
         train(model, 2)
         clone = copy.deepcopy(model)
-        before = [plain(p).clone() for p in clone.parameters()]
+        before = values_of(clone)
         results = train(model)
-        require_same(
-            "training a model changes its deep copy",
-            [plain(p) for p in clone.parameters()],
-            before,
-        )
-        equal(
-            subject,
-            "a deep copy of a model trains otherwise than the model",
-            train(clone),
-            results,
-        )
+        require_same("training a model gives its deep copy", values_of(clone), before)
+        subject.agree("training of a deep copy", train(clone), results, subject.loose)
 
 
-@check(
-    "training-follows-high-precision", "training", "The loss goes down as it does in high precision"
-)
+@check()
 def training_follows_high_precision(subject: Subject) -> None:
-    """A small problem with a known solution."""
-    torch.manual_seed(0)
-    _follows(subject, subject.model(), "")
+    """The loss goes down as it does in high precision."""
+    _follows(subject.model(), "training")
 
 
-@check(
-    "quantized-weights-train",
-    "training",
-    "A model whose weights are kept quantized trains by an optimizer's own steps",
-    QUANTIZED_WEIGHTS,
-)
+@check(QUANTIZED_WEIGHTS)
 def quantized_weights_train(subject: Subject) -> None:
-    """Steps are large, because the format rounds small ones away."""
-    _follows(subject, subject.model(primary=True), " with weights that are kept quantized")
+    """A model whose weights are kept quantized trains by an optimizer's own steps."""
+    _follows(subject.model(primary=True), "training with weights that are kept quantized")
 
 
-def _follows(subject: Subject, model: torch.nn.Module, words: str) -> None:
+def _follows(model: torch.nn.Module, title: str) -> None:
     target = normal(32, 32, seed=77) / 32**0.5
-    plainly = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+    high = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
     with torch.no_grad():
-        for mine, theirs in zip(plainly.parameters(), model.parameters(), strict=True):
+        for mine, theirs in zip(high.parameters(), model.parameters(), strict=True):
             initial = getattr(theirs, "_high_precision_init_val", None)
             mine.copy_(plain(theirs) if initial is None else initial)
-    losses = []
-    for net in (model, plainly):
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    ends = []
+    for net in (model, high):
+        # Steps are large, because the format rounds small ones away.
+        optimizer = optimizer_of(net, lr=1.0)
+        losses = []
         for number in range(25):
             x = normal(64, 32, seed=300 + number)
             loss = torch.nn.functional.mse_loss(net(x), x @ target)
@@ -188,10 +143,10 @@ def _follows(subject: Subject, model: torch.nn.Module, words: str) -> None:
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-    actual, expected = losses[:25], losses[25:]
-    drop, expected_drop = actual[0] - actual[-1], expected[0] - expected[-1]
+        ends.append((losses[0], losses[-1]))
+    (first, last), (high_first, high_last) = ends
     require(
-        drop > 0.5 * expected_drop,
-        f"training{words} does not follow high precision: in 25 steps the loss goes from "
-        f"{actual[0]:.3g} to {actual[-1]:.3g}, there from {expected[0]:.3g} to {expected[-1]:.3g}",
+        first - last > 0.5 * (high_first - high_last),
+        f"{title} does not follow high precision: in 25 steps the loss goes from {first:.3g} to "
+        f"{last:.3g}, there from {high_first:.3g} to {high_last:.3g}",
     )

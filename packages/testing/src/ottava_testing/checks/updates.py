@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ottava.gemm import gemm
 from ottava.tensors import columnwise_layout
+from ottava_testing import table
+from ottava_testing.checks.products import LAYOUTS
 from ottava_testing.compare import close, plain, require, wide
 from ottava_testing.subject import Subject
-from ottava_testing.table import QUANTIZED_WEIGHTS, check
+from ottava_testing.table import QUANTIZED_WEIGHTS
 
+check = partial(table.check, "updates", QUANTIZED_WEIGHTS, over=Subject.weights)
+Make = Callable[..., Any]
 Write = Callable[[Any, torch.Tensor], Any]
 
 
@@ -75,88 +80,55 @@ for _name in [
     del _WRITES[_name]
 
 
-def _bound(subject: Subject) -> float:
-    return min(0.5, 4 * subject.bound)
-
-
-@check(
-    "in-place-ops",
-    "updates",
-    "An in-place op changes the values, and returns the tensor itself",
-    QUANTIZED_WEIGHTS,
-)
-def in_place_ops(subject: Subject) -> None:
-    """No op is dropped, and aliases see its result."""
+@check()
+def in_place_ops(subject: Subject, make: Make) -> None:
+    """An in-place op changes the values, and returns the tensor itself."""
     other = wide(48, 40, seed=6)
     for name, write in _WRITES.items():
-        parameter = torch.nn.Parameter(subject.weight(wide(48, 40)))
-        cls = type(parameter).__name__
+        parameter = make()
         before, expected = plain(parameter).clone(), plain(parameter).clone()
         alias = parameter.detach()
         with torch.no_grad():
             write(expected, other)
             returned = write(parameter, other)
-        after = plain(parameter)
-        require(
-            not torch.equal(after, before),
-            f"an in-place op ({name}) on a {cls} was dropped: the values did not change",
-        )
-        close(
-            f"a {cls}, after the in-place op {name},",
-            after,
-            expected,
-            _bound(subject),
-            before=before,
-        )
-        title = f"an alias of a {cls}, after the in-place op {name},"
-        close(title, plain(alias), expected, _bound(subject), before=before)
-        itself = returned is parameter or name.startswith("_foreach")
-        require(itself, f"the in-place op {name} on a {cls} returns something else")
+        words = f"an in-place op ({name}) was dropped: the values did not change"
+        require(not torch.equal(plain(parameter), before), words)
+        for whose, tensor in (("it", parameter), ("an alias of it", alias)):
+            title = f"{whose}, after the in-place op {name},"
+            close(title, tensor, expected, subject.loose, before=before)
+        is_itself = returned is parameter or name.startswith("_foreach")
+        require(is_itself, f"the in-place op {name} returns something else")
 
 
-@check(
-    "copy-of-quantized",
-    "updates",
-    "copy_ takes quantized tensors, and plain tensors take copies of them",
-    QUANTIZED_WEIGHTS,
-)
-def copy_of_quantized(subject: Subject) -> None:
-    """Copies from a quantized tensor, to another one and to a plain one."""
-    one, two = subject.weight(wide(48, 40)), subject.weight(wide(48, 40, seed=5))
-    cls, before, expected = type(one).__name__, plain(one).clone(), plain(two).clone()
+@check()
+def copy_of_quantized(subject: Subject, make: Make) -> None:
+    """copy_ takes quantized tensors, and plain tensors take copies of them."""
+    one, two = make().detach(), make(wide(48, 40, seed=5)).detach()
+    before, expected = plain(one).clone(), plain(two).clone()
     one.copy_(two)
-    close(
-        f"a {cls}, after copy_ from another,", plain(one), expected, _bound(subject), before=before
-    )
+    close("it, after copy_ from another,", one, expected, subject.loose, before=before)
     one.copy_(wide(48, 40, seed=9))
-    require(
-        torch.equal(plain(two), expected),
-        f"copy_ from one {cls} to another ties them: a later write reaches both",
-    )
+    words = "copy_ from one to another ties them: a later write reaches both"
+    require(torch.equal(plain(two), expected), words)
     target = torch.zeros(48, 40)
     target.copy_(two)
-    close(f"a plain tensor, after copy_ from a {cls},", target, expected, 1e-6)
+    close("a plain tensor, after copy_ from it,", target, expected, 1e-6)
 
 
-@check(
-    "data-assignment",
-    "updates",
-    "Assigning .data takes over the values, quantized or not",
-    QUANTIZED_WEIGHTS,
-)
-def data_assignment(subject: Subject) -> None:
-    """Code that swaps weights assigns .data."""
-    parameter: Any = torch.nn.Parameter(subject.weight(wide(48, 40)))
-    cls = type(parameter).__name__
+@check()
+def data_assignment(subject: Subject, make: Make) -> None:
+    """Assigning .data takes over the values, quantized or not."""
+    parameter = make()
     for kind, value in (
         ("a plain tensor", wide(48, 40, seed=5)),
-        ("another", subject.weight(wide(48, 40, seed=6))),
+        ("another", make(wide(48, 40, seed=6)).detach()),
     ):
         before, expected = plain(parameter).clone(), plain(value).clone()
+        cls = type(parameter)
         parameter.data = value
-        words = f"a {cls}, after its .data was set to {kind},"
-        close(words, plain(parameter), expected, _bound(subject), before=before)
-        require(type(parameter).__name__ == cls, f"{words} is a {type(parameter).__name__}")
+        words = f"it, after its .data was set to {kind},"
+        close(words, parameter, expected, subject.loose, before=before)
+        require(type(parameter) is cls, f"{words} is a {type(parameter).__name__}")
 
 
 _OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
@@ -169,98 +141,77 @@ _OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 }
 
 
-@check(
-    "optimizer-steps",
-    "updates",
-    "Optimizers step weights that are kept quantized",
-    QUANTIZED_WEIGHTS,
-)
-def optimizer_steps(subject: Subject) -> None:
-    """Steps on quantized weights are near the steps on the same values in high precision."""
-    for name, make in _OPTIMIZERS.items():
-        parameter: Any = torch.nn.Parameter(subject.weight(wide(48, 40)))
+@check()
+def optimizer_steps(subject: Subject, make: Make) -> None:
+    """Optimizers step weights that are kept quantized."""
+    for name, optimizer in _OPTIMIZERS.items():
+        parameter = make()
         reference = torch.nn.Parameter(plain(parameter).clone())
         try:
-            theirs = make([reference])
+            theirs = optimizer([reference])
         except RuntimeError:
             # This torch has no such fused optimizer for plain tensors either.
             continue
-        mine = make([parameter])
-        cls = type(parameter).__name__
+        mine = optimizer([parameter])
         for step in range(2):
             grad = wide(48, 40, seed=20 + step)
             parameter.grad, reference.grad = grad.clone(), grad.clone()
             before = plain(parameter).clone()
             mine.step()
             theirs.step()
-            require(
-                not torch.equal(plain(parameter), before),
-                f"a step of {name} on a {cls} was dropped: no value changed",
-            )
-        close(
-            f"a {cls}, after two steps of {name},",
-            plain(parameter),
-            plain(reference),
-            _bound(subject),
-        )
+            words = f"a step of {name} was dropped: no value changed"
+            require(not torch.equal(plain(parameter), before), words)
+        close(f"it, after two steps of {name},", parameter, reference, subject.loose)
 
 
-@check(
-    "nothing-stale",
-    "updates",
-    "After a write in place, products read the new values, in every direction",
-    QUANTIZED_WEIGHTS,
-)
-def nothing_stale(subject: Subject) -> None:
-    """Transposes, and all other data derived from old values, are computed again."""
+def _load(w: Any, other: torch.Tensor) -> None:
+    holder = torch.nn.Module()
+    holder.weight = w
+    holder.load_state_dict({"weight": other})
+
+
+def _step(w: Any, other: torch.Tensor) -> None:
+    w.grad = other
+    torch.optim.SGD([w], lr=2.0).step()
+
+
+# Writes that change values so much that products of the old ones are far off.
+_REPLACING: dict[str, Write] = {
+    name: _WRITES[name]
+    for name in ("mul_", "copy_", "add_", "lerp_", "fill_", "w[1] = x", "_foreach_copy_")
+    if name in _WRITES
+} | {
+    ".data = a plain tensor": lambda w, other: setattr(w, "data", other),
+    ".data = another": lambda w, other: setattr(w, "data", w._quantizer(other)),
+    "quantize_": lambda w, other: w.quantize_(other),
+    "load_state_dict": _load,
+    "an optimizer's step": _step,
+}
+
+
+@check()
+def nothing_stale(subject: Subject, make: Make) -> None:
+    """After a write in place, products read the new values, in every direction."""
     x, dy = wide(16, 40, seed=1), wide(16, 48, seed=2)
-    for layout in ("shared", "transpose"):
-        with columnwise_layout(layout), torch.no_grad():
-            for name, write in _replacing(subject).items():
-                weight: Any = torch.nn.Parameter(subject.weight(wide(48, 40)))
-                cls = type(weight).__name__
-                products = _products(subject, weight, x, dy)
-                write(weight, wide(48, 40, seed=6))
-                weight.rebuild_derived()
-                expected = plain(weight).clone()
-                for direction, product in _products(subject, weight, x, dy).items():
-                    expected_product = x @ expected.t() if direction == "fprop" else dy @ expected
-                    title = (
-                        f"the {direction} product with a {cls}, after {name}, reads stale "
-                        f"values: it"
-                    )
-                    bound, before = 4 * _bound(subject) / 3, products[direction]
-                    close(title, product, expected_product, bound, before=before)
-
-
-def _replacing(subject: Subject) -> dict[str, Write]:
-    """Writes that change values so much that products of the old ones are far off."""
-
-    def load(w: Any, other: torch.Tensor) -> None:
-        holder = torch.nn.Module()
-        holder.weight = w
-        holder.load_state_dict({"weight": other})
-
-    def step(w: Any, other: torch.Tensor) -> None:
-        w.grad = other
-        torch.optim.SGD([w], lr=2.0).step()
-
-    names = ("mul_", "copy_", "add_", "lerp_", "fill_", "w[1] = x", "_foreach_copy_")
-    return {name: _WRITES[name] for name in names if name in _WRITES} | {
-        ".data = a plain tensor": lambda w, other: setattr(w, "data", other),
-        ".data = another": lambda w, other: setattr(w, "data", subject.weight(other)),
-        "quantize_": lambda w, other: w.quantize_(other),
-        "load_state_dict": load,
-        "an optimizer's step": step,
-    }
-
-
-def _products(
-    subject: Subject, weight: Any, x: torch.Tensor, dy: torch.Tensor
-) -> dict[str, torch.Tensor]:
     qx = subject.quantizer("input", internal=True, columnwise=False)(x)
     qdy = subject.quantizer("grad_output", internal=True, columnwise=False)(dy)
-    return {
-        "fprop": gemm(qx, weight, "fprop", out_dtype=torch.float32),
-        "dgrad": gemm(qdy, weight, "dgrad", out_dtype=torch.float32),
-    }
+
+    def products(weight: Any) -> dict[str, torch.Tensor]:
+        return {
+            "fprop": gemm(qx, weight, "fprop", out_dtype=torch.float32),
+            "dgrad": gemm(qdy, weight, "dgrad", out_dtype=torch.float32),
+        }
+
+    for layout in LAYOUTS:
+        with columnwise_layout(layout), torch.no_grad():
+            for name, write in _REPLACING.items():
+                weight = make()
+                before = products(weight)
+                write(weight, wide(48, 40, seed=6))
+                weight.rebuild_derived()
+                values = plain(weight).clone()
+                expected = {"fprop": x @ values.t(), "dgrad": dy @ values}
+                for kind, product in products(weight).items():
+                    title = f"the {kind} product, after {name}, reads stale values: it"
+                    bound = 4 * subject.loose / 3
+                    close(title, product, expected[kind], bound, before=before[kind])

@@ -1,1 +1,0 @@
-"""A recipe package from outside the project."""
