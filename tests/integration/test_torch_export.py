@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import itertools
 from typing import Any
 
 import pytest
@@ -13,27 +11,18 @@ from torch.export import Dim
 
 import ottava
 from ottava.errors import UsageError
-from tests.combinations import each_value, slow
-
-RECIPES = ["blockwise", "current", "delayed", "mxfp8", "rowwise"]
-FLAGS = [False, True]
-SOME = ["delayed", "mxfp8", "mixed"]
 
 
 def mixed() -> ottava.Recipe:
+    """MXFP8, whose inputs have a state of delayed scaling."""
     recipe = ottava.get_recipe("mxfp8")
     request = ottava.QuantizerRequest(ottava.get_recipe("delayed", amax_history_len=4))
     recipe.set_quantizer_factory(lambda role: request if role.tensor_type == "input" else None)
     return recipe
 
 
-def combined(axis: list[Any]) -> list[Any]:
-    """Recipes with values; those of recipes that are traced as the others are slow."""
-    others = [recipe for recipe in RECIPES if recipe not in SOME]
-    return [*each_value(SOME, axis), *slow(*itertools.product(others, axis))]
-
-
-def made(name: str, features: int = 64, *, primary: bool = False) -> Any:
+def model_of(name: str, features: int = 64, *, primary: bool = False) -> Any:
+    """Two layers after two steps, in evaluation."""
     recipe = mixed() if name == "mixed" else ottava.get_recipe(name)
     torch.manual_seed(0)
     with ottava.quantized_model_init(recipe, enabled=primary):
@@ -44,143 +33,142 @@ def made(name: str, features: int = 64, *, primary: bool = False) -> Any:
     return model.eval()
 
 
-def copied(model: Any) -> dict[str, torch.Tensor]:
+def state_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def assert_unchanged(model: Any, before: dict[str, torch.Tensor]) -> None:
+    after = state_of(model)
+    assert after.keys() == before.keys()
+    assert [name for name in after if not torch.equal(after[name], before[name])] == []
 
 
-def saved(program: Any) -> Any:
-    """The program, through a file."""
+def through_a_file(program: Any) -> Any:
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
     return torch.export.load(file)
 
 
-@pytest.mark.parametrize(("recipe", "modes"), combined(list(itertools.product(FLAGS, FLAGS))))
-def test_evaluation(recipe: str, modes: tuple[bool, bool]) -> None:
-    """The bytes of eager evaluation, with gradients enabled as without; neither model nor program
-    moves a scale."""
-    model, (gradients, strict) = made(recipe), modes
-    before = copied(model)
+@pytest.mark.parametrize(
+    ("recipe", "gradients", "strict"),
+    [
+        ("delayed", True, False),
+        ("mxfp8", False, True),
+        ("mixed", False, False),
+        pytest.param("blockwise", True, True, marks=pytest.mark.slow),
+        pytest.param("rowwise", False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_has_the_bytes_of_evaluation(recipe: str, gradients: bool, strict: bool) -> None:
+    """And neither the model nor the program moves a scale."""
+    model = model_of(recipe)
+    before = state_of(model)
     with torch.set_grad_enabled(gradients):
-        program = saved(torch.export.export(model, (torch.randn(8, 64),), strict=strict))
-    assert same(copied(model), before)
+        program = torch.export.export(model, (torch.randn(8, 64),), strict=strict)
+    assert_unchanged(model, before)
+    program = through_a_file(program)
     run = program.module()
-    held = copied(run)
+    buffers = state_of(run)
     for factor in (1.0, 9.0):
         x = torch.randn(8, 64) * factor
         with torch.no_grad():
             assert torch.equal(run(x), model(x))
         run(x)
-    assert same(copied(run), held)
-    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert not any("update_scales" in name for name in called)
-    if not strict:
-        # What only a backward pass would read is not made.
-        inference = torch.no_grad()(torch.export.export)(
-            copy.deepcopy(model), (torch.randn(8, 64),)
-        )
-        assert len(program.graph.nodes) == len(inference.graph.nodes)
+    assert_unchanged(run, buffers)
     assert not program.run_decompositions().graph_signature.buffers_to_mutate
 
 
-@pytest.mark.parametrize(("recipe", "strict"), each_value(["delayed", "mixed"], FLAGS))
-def test_training_with_state_is_refused(recipe: str, strict: bool) -> None:
+def test_a_program_makes_nothing_that_only_a_backward_pass_reads() -> None:
+    model, x = model_of("mxfp8"), torch.randn(8, 64)
+    program = torch.export.export(model, (x,), strict=False)
+    with torch.no_grad():
+        inference = torch.export.export(model, (x,), strict=False)
+    assert len(program.graph.nodes) == len(inference.graph.nodes)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mixed"])
+def test_training_with_a_state_is_refused(recipe: str) -> None:
     """A program would have no backward pass, and write a step's scales."""
-    model = made(recipe).train()
-    before = copied(model)
-    words = r"Linear '0' .*torch\.export.*model\.eval\(\)"
+    model, x = model_of(recipe).train(), torch.randn(8, 64)
+    before = state_of(model)
     for gradients in (True, False):
-        with torch.set_grad_enabled(gradients), pytest.raises(UsageError, match=words):
-            torch.export.export(model, (torch.randn(8, 64),), strict=strict)
-    assert same(copied(model), before)
+        with (
+            torch.set_grad_enabled(gradients),
+            pytest.raises(UsageError, match=r"Linear '0' .*torch\.export.*model\.eval\(\)"),
+        ):
+            torch.export.export(model, (x,))
+    assert_unchanged(model, before)
     with ottava.autocast(enabled=False):
-        torch.export.export(model, (torch.randn(8, 64),), strict=strict)
+        torch.export.export(model, (x,))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "training", "strict"), each_value(["delayed", "mixed"], FLAGS, FLAGS)
-)
-def test_a_block_that_never_ran_is_refused(recipe: str, training: bool, strict: bool) -> None:
-    """The state would have to be made while the program is traced."""
-    in_block = mixed() if recipe == "mixed" else recipe
-
+@pytest.mark.parametrize("training", [False, True])
+def test_a_state_is_not_made_while_a_program_is_traced(training: bool) -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = ottava.nn.Linear(64, 64, name="first")
 
         def forward(self, x: torch.Tensor) -> Any:
-            with ottava.autocast(in_block):
+            with ottava.autocast("delayed"):
                 return self.layer(x)
 
     net, x = Net().train(training), torch.randn(8, 64)
-    with pytest.raises(
-        UsageError,
-        match=r"Linear 'first' has no state for 'delayed'.*ottava\.convert.*torch\.export",
-    ):
-        torch.export.export(net, (x,), strict=strict)
+    words = r"Linear 'first' has no state for 'delayed'.*ottava\.convert.*torch\.export"
+    with pytest.raises(UsageError, match=words):
+        torch.export.export(net, (x,))
     assert not net.layer.state_dict().keys() - {"weight", "bias"}
     with torch.no_grad():
         net.eval()(x)
-        assert torch.equal(torch.export.export(net, (x,), strict=strict).module()(x), net(x))
+        assert torch.equal(torch.export.export(net, (x,)).module()(x), net(x))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "strict"), each_value([recipe for recipe in RECIPES if recipe != "delayed"], FLAGS)
-)
-def test_training_without_state(recipe: str, strict: bool) -> None:
-    """The forward pass, alone: there are no gradients of the parameters."""
-    model, x = made(recipe).train(), torch.randn(8, 64)
+def test_a_program_of_training_without_a_state_is_its_forward_pass() -> None:
+    model, x = model_of("current").train(), torch.randn(8, 64)
     model.zero_grad()
-    run = torch.export.export(model, (x,), strict=strict).module()
-    found = run(x)
-    assert torch.equal(found, model(x))
-    if found.requires_grad:
-        found.sum().backward()
+    run = torch.export.export(model, (x,)).module()
+    y = run(x)
+    assert torch.equal(y, model(x))
+    if y.requires_grad:
+        y.sum().backward()
     assert all(p.grad is None for p in run.parameters())
 
 
-@pytest.mark.parametrize(("recipe", "features"), combined([64, 24, 8]))
-def test_dynamic_shapes_with_small_examples(recipe: str, features: int) -> None:
-    """Examples smaller than a block, for programs that take any number of rows."""
-    model = made(recipe, features)
-    sizes = [2, 32, 33, 100]
-    for example, kind in ((2, Dim.DYNAMIC), (33, Dim("rows", min=2, max=4096))):
-        x = torch.randn(example, features)
-        run = torch.export.export(model, (x,), dynamic_shapes=({0: kind},)).module()
-        for size in sizes:
-            x = torch.randn(size, features)
-            with torch.no_grad():
-                assert torch.equal(run(x), model(x)), (example, kind, size)
-    dims = ({0: Dim("batch", max=64), 1: Dim("tokens", max=512)},)
-    run = torch.export.export(model, (torch.randn(2, 3, features),), dynamic_shapes=dims).module()
-    for shape in ((2, 2), (3, 50), (16, 2)):
+@pytest.mark.parametrize(
+    ("recipe", "features"),
+    [
+        ("mxfp8", 24),
+        ("delayed", 64),
+        pytest.param("blockwise", 8, marks=pytest.mark.slow),
+        pytest.param("rowwise", 24, marks=pytest.mark.slow),
+    ],
+)
+def test_a_program_takes_any_number_of_rows(recipe: str, features: int) -> None:
+    """Examples are smaller and larger than a block."""
+    model = model_of(recipe, features)
+    rows = torch.export.export(
+        model, (torch.randn(2, features),), dynamic_shapes=({0: Dim.DYNAMIC},)
+    ).module()
+    batches = torch.export.export(
+        model,
+        (torch.randn(2, 3, features),),
+        dynamic_shapes=({0: Dim("batch", max=64), 1: Dim("tokens", max=512)},),
+    ).module()
+    shapes = [(rows, (n,)) for n in (2, 33, 100)] + [(batches, n) for n in ((2, 2), (3, 50))]
+    for run, shape in shapes:
         x = torch.randn(*shape, features)
         with torch.no_grad():
             assert torch.equal(run(x), model(x)), shape
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_one_row_is_the_same_as_for_plain_layers(recipe: str) -> None:
-    """torch makes a constant of a dimension of 1 in the example, of any model."""
-    shapes = ({0: Dim("rows")},)
-    for model in (made(recipe), torch.nn.Linear(64, 64)):
-        with pytest.raises(Exception, match="specialized"):
-            torch.export.export(model, (torch.randn(1, 64),), dynamic_shapes=shapes)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_that_are_kept_quantized(recipe: str) -> None:
+def test_weights_that_are_quantized_are_loaded_into_a_model_that_is_exported() -> None:
     """torch cannot write them; a model whose weights are in high precision takes their values."""
-    model, other, x = made(recipe, primary=True), made(recipe), torch.randn(8, 64)
+    model, other = model_of("mxfp8", primary=True), model_of("mxfp8")
+    x = torch.randn(8, 64)
     with pytest.raises(RuntimeError):
         torch.export.export(model, (x,))
     other.load_state_dict(model.state_dict())
-    run = torch.export.export(other, (x,)).module()
     with torch.no_grad():
-        torch.testing.assert_close(run(x), model(x), rtol=2e-2, atol=2e-2)
+        y = torch.export.export(other, (x,)).module()(x)
+        torch.testing.assert_close(y, model(x), rtol=2e-2, atol=2e-2)
