@@ -88,15 +88,6 @@ def test_defaults_and_spec() -> None:
     assert spec.fake_quant_formats == ("BLOCKWISEE4M3", "BLOCKWISEE5M2")
 
 
-def test_options_that_are_set_later_change_the_layout() -> None:
-    quantizer = Float8BlockQuantizer(E4M3)
-    quantizer.fp8_dtype, quantizer.block_scaling_dim = E5M2, 1
-    quantizer.force_pow_2_scales, quantizer.amax_epsilon = False, 0.25
-    expected = layout(E5M2, 1, pow_2=False, epsilon=0.25)
-    assert quantizer.layout == expected
-    assert_same(inner(quantizer(wide(3, 5))), list(arrays.quantize(wide(3, 5), expected)))
-
-
 @pytest.mark.parametrize(("dim", "scales"), [(1, [(200, 3), (300, 2)]), (2, [(2, 3), (3, 2)])])
 def test_tensors_have_names_for_their_parts_and_options(dim: int, scales: Any) -> None:
     for internal, cls in ((False, Float8BlockwiseQTensor), (True, Float8BlockwiseQTensorStorage)):

@@ -65,12 +65,6 @@ def test_defaults_spec_and_explanation() -> None:
     assert recipe.explain("input").columnwise == "rowwise E4M3"
 
 
-def test_options_that_are_set_later_change_the_layout() -> None:
-    quantizer = Float8RowwiseQuantizer(E4M3)
-    quantizer.fp8_dtype, quantizer.force_pow_2_scales, quantizer.amax_epsilon = E5M2, True, 0.25
-    assert quantizer.layout == Layout(E5M2, (1, None), rounding="floor", epsilon=0.25)
-
-
 def test_tensors_have_names_for_their_parts() -> None:
     q = Float8RowwiseQuantizer(E4M3)(wide(4, 50, 300, dtype=torch.bfloat16))
     assert type(q) is Float8RowwiseTensor

@@ -160,14 +160,6 @@ def test_layers(names: list[str]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lead", [(), (0,), (2, 33)], ids=str)
-def test_layers_of_any_rows(lead: tuple[int, ...]) -> None:
-    model = Layers(["mxfp8", "1x128", "rows"])
-    x = wide(*lead, 40, sigma=1.0)
-    assert_same(passes(compiled(model), model, x), passes(model, model, x))
-
-
 @pytest.mark.parametrize(
     "name", ["mxfp8-squares", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[::3])]
 )
@@ -181,17 +173,3 @@ def test_primary_weights_and_their_steps(name: str) -> None:
         for module in (model, twin):
             torch.optim.SGD(module.parameters(), lr=1e-4).step()
         assert_same(inner(twin[0].weight), inner(model[0].weight))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_inductor(dtype: torch.dtype) -> None:
-    layer, x = Layers(["mxfp8-squares", "rows"]).to(dtype), wide(33, 40, dtype=dtype, sigma=1.0)
-    found = passes(compiled(layer, backend="inductor"), layer, x)
-    for mine, theirs in zip(found, passes(layer, layer, x), strict=True):
-        if mine.dim() > 1:
-            assert_same(mine, theirs)
-        else:
-            # The sum over rows is inductor's own.
-            rtol = 1e-6 if dtype == torch.float32 else 2**-7
-            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=0)

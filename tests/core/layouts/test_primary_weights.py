@@ -189,45 +189,6 @@ def test_state_dicts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
-def test_conversion_of_a_model_keeps_the_codes(name: str) -> None:
-    for convert in (
-        lambda m: m.half(),
-        lambda m: m.bfloat16(),
-        lambda m: m.to(torch.float16),
-        lambda m: m.to(dtype=torch.bfloat16),
-    ):
-        model = net(name)
-        before, initial = inner(model[0].weight), model[0].weight.get_high_precision_init_val()
-        convert(model)
-        weight = model[0].weight
-        assert isinstance(weight, torch.nn.Parameter)
-        assert weight.requires_grad
-        assert weight.dtype == model[0].bias.dtype in (torch.float16, torch.bfloat16)
-        assert_same(inner(weight), before)
-        assert weight.get_high_precision_init_val() is initial
-        model(wide(3, 70, sigma=1.0).to(weight.dtype)).sum().backward()
-        assert weight.grad.dtype == weight.dtype
-
-
-@pytest.mark.parametrize("name", QUANTIZERS)
-def test_made_on_meta_and_filled(name: str) -> None:
-    recipe = OneQuantizer(row=name)
-    with ottava.quantized_model_init(recipe):
-        layer = Linear(70, 64, device="meta", recipe=recipe)
-    assert layer(torch.empty(3, 70, device="meta")).shape == (3, 64)
-    assert layer.weight.get_high_precision_init_val() is None
-    layer.to_empty(device="cpu")
-    torch.manual_seed(1)
-    layer.reset_parameters()
-    torch.manual_seed(1)
-    plain = torch.nn.Linear(70, 64)
-    assert isinstance(layer.weight, QuantizedTensor)
-    expected = QUANTIZERS[name](plain.weight.detach())
-    for columnwise in (False, True):
-        assert_same(layer.weight.for_usage(columnwise), expected.for_usage(columnwise))
-
-
-@pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_weight_of_one_direction_serves_what_it_can(name: str) -> None:
     """An evaluation needs rows only; squares serve both."""
     model, x = net(name), wide(5, 70)
@@ -241,45 +202,6 @@ def test_a_weight_of_one_direction_serves_what_it_can(name: str) -> None:
     else:
         with pytest.raises(UsageError, match=r"no columnwise data.*columnwise=True"):
             passes(model, model, x)
-
-
-def test_weights_are_kept_between_microbatches_and_guarded_until_the_backward_pass() -> None:
-    layer, x = Linear(70, 33, recipe=OneQuantizer(row="mxfp8")), wide(40, 70)
-    expected = passes(layer, layer, x)
-    for first in (True, False):
-
-        def run(x: torch.Tensor, first: bool = first) -> torch.Tensor:
-            y = layer(x, is_first_microbatch=first)
-            with torch.no_grad():
-                layer.weight.mul_(3.0)
-            return y
-
-        assert_same(passes(run, layer, x), expected)
-    assert not torch.equal(layer(x, is_first_microbatch=True), expected[0])
-    for overwrite in (
-        lambda w: w.add_(1.0),
-        lambda w: w[32:].zero_(),
-        lambda w: w.t().zero_(),
-        lambda w: w.quantize_(torch.zeros(64, 70)),
-    ):
-        model = net("mxfp8")
-        y = model(x.clone().requires_grad_()).sum()
-        with torch.no_grad():
-            overwrite(model[0].weight)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.backward()
-
-
-def test_a_parametrized_layer() -> None:
-    layer, plain = (Linear(70, 33, recipe=OneQuantizer(row="mxfp8")) for _ in range(2))
-    torch.nn.utils.parametrizations.weight_norm(layer)
-    with torch.no_grad():
-        plain.weight.copy_(layer.weight)
-        plain.bias.copy_(layer.bias)
-    x = wide(4, 70)
-    assert_same(layer(x), plain(x))
-    layer(x).sum().backward()
-    assert layer.parametrizations.weight.original1.grad is not None
 
 
 # -- master weights, on one process that holds all of them --

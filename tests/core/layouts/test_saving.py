@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 
 from ottava import QuantizedTensor
 from ottava.checkpoint import (
-    flatten_state_dict,
     load_file,
     load_sharded,
     save_file,
     save_sharded,
-    unflatten_state_dict,
 )
-from ottava.errors import OttavaError, ShapeError, UsageError
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import (
@@ -144,60 +137,6 @@ def test_files_of_all_layouts(tmp_path: Path) -> None:
             assert loaded[key]._quantizer is None
 
 
-def test_other_tools_read_the_tensors_of_a_file(tmp_path: Path) -> None:
-    """In the formats' own dtypes, by the names of the arguments."""
-    q = QUANTIZERS["mxfp8-E5M2-floor"](wide(33, 70))
-    save_file({"w": q}, tmp_path / "state.safetensors")
-    with safetensors.safe_open(tmp_path / "state.safetensors", framework="pt") as file:
-        read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        assert all(isinstance(text, str) for text in file.metadata().values())
-    assert sorted(read) == sorted(f"w.{i.argument}" for i in q.inner_tensors)
-    for declared, tensor in zip(q.inner_tensors, q.inner_list(), strict=True):
-        found = read[f"w.{declared.argument}"]
-        assert found.dtype == declared.native
-        assert_same(found.view(torch.uint8), tensor)
-    # By the format's own arithmetic.
-    powers = read["w.rowwise_scale_inv"].double().repeat_interleave(32, 1)[:, :70]
-    assert_same(read["w.rowwise_data"].double() * powers, q.dequantize(torch.float64))
-
-
-def test_tied_weights_are_saved_or_refused(tmp_path: Path) -> None:
-    q = QUANTIZERS["mxfp8"](wide(96, 64))
-    for state in ({"w": q, "tied": q}, {"w": q, "part": q[32:]}):
-        try:
-            save_file(state, tmp_path / "state.safetensors")
-        except OttavaError:
-            continue
-        for name, loaded in load_file(tmp_path / "state.safetensors").items():
-            check_alike(loaded, state[name])
-
-
-def test_damaged_files_are_refused() -> None:
-    q = QUANTIZERS["mxfp8"](wide(33, 70))
-    tensors, metadata = flatten_state_dict({"w": q})
-    missing = {name: t for name, t in tensors.items() if name != "w.rowwise_scale_inv"}
-    with pytest.raises(UsageError, match=r"rowwise_scale_inv.*missing"):
-        unflatten_state_dict(missing, metadata)
-    padded = torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    with pytest.raises(ShapeError, match=r"'w'.*\(128, 4\).*\(33, 3\)"):
-        unflatten_state_dict(tensors | {"w.rowwise_scale_inv": padded}, metadata)
-    for change in (
-        {"layout": "float8_e4m3fn"},
-        {"layout": {"dtype": "float16"}},
-        {"layout": LAYOUTS["mxfp8-E5M2-floor"].text},
-        {"values_from_columns": 1},
-        {"dtype": {"dtype": "float64"}},
-        {"shape": [33, 71]},
-    ):
-        described = json.loads(metadata["ottava"])
-        described["quantized"]["w"]["static"].update(change)
-        with told(change), pytest.raises(OttavaError, match="'w'"):
-            unflatten_state_dict(tensors, {"ottava": json.dumps(described)})
-    q.clear()
-    with pytest.raises(UsageError, match="'w' holds no data"):
-        flatten_state_dict({"w": q})
-
-
 # -- models --
 
 
@@ -265,76 +204,3 @@ def test_weights_of_one_direction(way: Callable[..., Any], tmp_path: Path) -> No
         state = way(*(model.state_dict() for model in models), tmp_path / name)
         for i in (0, 2):
             check_alike(state[f"{i}.weight"].detach(), models[0][i].weight.detach())
-
-
-def test_dcp_with_the_optimizer(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
-    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-        optimizer.zero_grad()
-        model(wide(40, 70, seed=seed, sigma=1.0)).square().mean().backward()
-        optimizer.step()
-
-    models = [net("mxfp8", seed=seed) for seed in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, 0)
-    states = [
-        dict(zip(("model", "optimizer"), get_state_dict(*pair), strict=True))
-        for pair in zip(models, optimizers, strict=True)
-    ]
-    dcp.save(states[0], checkpoint_id=tmp_path / "dcp", no_dist=True)
-    dcp.load(states[1], checkpoint_id=tmp_path / "dcp", no_dist=True)
-    set_state_dict(
-        models[1],
-        optimizers[1],
-        model_state_dict=states[1]["model"],
-        optim_state_dict=states[1]["optimizer"],
-    )
-    for pair in zip(models, optimizers, strict=True):
-        train(*pair, 7)
-    for mine, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):
-        assert_same(mine.grad, theirs.grad)
-        assert_same(mine.detach().dequantize(), theirs.detach().dequantize())
-
-
-# -- other processes --
-
-# A file is read where core alone is installed, before anything of it was imported.
-ELSEWHERE = """
-import sys, torch
-from ottava.checkpoint import load_file
-loaded = load_file(sys.argv[2]) | torch.load(sys.argv[1], weights_only=True)
-torch.save({name: q.dequantize(torch.float64) for name, q in loaded.items()}, sys.argv[3])
-assert not any(name.startswith("ottava_") for name in sys.modules)
-"""
-
-
-def test_another_process(tmp_path: Path) -> None:
-    names = [name for name in QUANTIZERS if QUANTIZERS[name].tensor_class.__name__ == "GridTensor"]
-    pickled = {name: QUANTIZERS[name](wide(33, 70)) for name in names}
-    stored = {f"{name}, stored": q for name, q in pickled.items()}
-    paths = [str(tmp_path / end) for end in ("saved.pt", "state.safetensors", "values.pt")]
-    torch.save(pickled, paths[0])
-    save_file(stored, paths[1])
-    subprocess.run([sys.executable, "-c", ELSEWHERE, *paths], check=True, timeout=120)
-    for name, values in torch.load(paths[2], weights_only=True).items():
-        assert_same(values, (pickled | stored)[name].dequantize(torch.float64))
-
-
-def test_shared_memory_reaches_another_process() -> None:
-    """A forked child writes to a view, and the write is seen here."""
-    q, new = QUANTIZERS["mxfp8"](wide(64, 70)), wide(64, 70, seed=1)
-    q.share_memory_()
-
-    def write() -> None:
-        # A forked child has no pool of threads.
-        torch.set_num_threads(1)
-        q[32:].copy_(new[32:])
-
-    child = torch.multiprocessing.get_context("fork").Process(target=write)
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    expected = torch.cat([wide(64, 70)[:32], new[32:]])
-    assert_same(inner(q), inner(QUANTIZERS["mxfp8"](expected)))

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from ottava import Quantizer
 from ottava.errors import OttavaError, UsageError
 from tests.cases import told
 from tests.comparing import assert_same
@@ -288,28 +287,3 @@ def test_memory(name: str) -> None:
         assert q.share_memory_() is q
         assert q.is_shared()
         assert_same(inner(q), before)
-
-
-def test_pinning_pins_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, pinned = QUANTIZERS["mxfp8"](wide(70, 40)), []
-    assert not q.is_pinned()
-    # Pinning itself needs an accelerator.
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t.shape) or t.clone())
-    made = torch.ops.aten._pin_memory(q)
-    assert type(made) is type(q)
-    assert pinned == [t.shape for t in q.inner_list()]
-    assert_same(inner(made), inner(q))
-
-
-def test_equal_configurations_are_equal_and_hold_no_process_group() -> None:
-    quantizers = [quantizer(name, usages) for name in QUANTIZERS for usages in USAGES]
-    for i, one in enumerate(quantizers):
-        assert one == one.copy()
-        assert hash(one) == hash(one.copy())
-        assert [j for j, two in enumerate(quantizers) if one == two] == [i]
-    internal = quantizer("mxfp8", internal=True)
-    assert internal != QUANTIZERS["mxfp8"]
-    assert internal != "quantizer"
-    assert isinstance(internal, Quantizer)
-    internal.amax_reduction_group = object()
-    assert internal.__getstate__()["amax_reduction_group"] is None

@@ -176,9 +176,10 @@ def as_laid_out(whole: QuantizedTensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_view_has_the_class_that_blocks_allow_and_writes_reach_the_whole(name: str) -> None:
     for number, (what, (shape, op)) in enumerate((VIEWS | ANY_CLASS).items()):
-        for usages, (rowwise, columnwise) in USAGES.items():
+        # Each view with both directions, and with one of them in turn.
+        for usages in ("both", ("rowwise", "columnwise")[number % 2]):
             with told(what, usages):
-                make = small(name).with_usage(rowwise, columnwise)
+                make = small(name).with_usage(*USAGES[usages])
                 _check(make, shape, op, WRITES[number % len(WRITES)], what)
 
 
