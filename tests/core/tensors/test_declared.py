@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-import ottava
 from ottava import (
     GridQuantizer,
     GridTensorStorage,
@@ -30,7 +29,6 @@ from tests.core.rows import (
     OneScaleQuantizer,
     OneScaleTensor,
     RowQuantizer,
-    Rows,
     RowStorage,
     RowTensor,
 )
@@ -251,25 +249,6 @@ def test_a_storage_is_copied_saved_and_dropped_by_its_declaration() -> None:
     assert "no readable data" in repr(one)
 
 
-def test_saving_through_autograd() -> None:
-    class Keep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            tensors, ctx.objects = prepare_for_saving(RowQuantizer()(x), x, None)
-            ctx.save_for_backward(*tensors)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-            q, x, nothing = restore_from_saved(ctx.saved_tensors, ctx.objects)
-            assert nothing is None
-            return q.dequantize() + x
-
-    x = torch.randn(5, 3, requires_grad=True)
-    Keep.apply(x).sum().backward()
-    assert_same(x.grad, RowQuantizer()(x.detach()).dequantize() + x.detach())
-
-
 @BOTH
 def test_a_tensor_has_what_every_quantized_tensor_has(name: str) -> None:
     quantizer, x = QUANTIZERS[name], torch.randn(6, 8, requires_grad=True)
@@ -306,19 +285,6 @@ def test_a_tensor_has_what_every_quantized_tensor_has(name: str) -> None:
         quantizer.update_quantized(torch.ones(shape), made)
         expected = quantizer(torch.ones(shape)).dequantize()
         assert_same(made.dequantize(torch.float32), expected)
-
-
-def test_a_layer_compiles() -> None:
-    torch.manual_seed(0)
-    with ottava.quantized_model_init(Rows()):
-        layer = ottava.nn.Linear(8, 4, recipe=Rows())
-    found = []
-    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        x = torch.ones(3, 8, requires_grad=True)
-        layer.zero_grad()
-        run(x).square().sum().backward()
-        found.append((x.grad, layer.weight.grad))
-    assert_same(found[1], found[0])
 
 
 # -- rows --
