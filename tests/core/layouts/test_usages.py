@@ -110,6 +110,8 @@ def test_empty_results(name: str) -> None:
                     )
             assert type(q).__name__ in repr(q)
             if device != "meta":
+                directions = [q.direction(columnwise=side) for side in (False, True)]
+                assert all((scales == 1).all() for _, scales in filter(None, directions))
                 values = wide(*shape, dtype=dtype)
                 make.update_quantized(values, q)
                 assert_same(inner(q), inner(make(values)))
