@@ -263,6 +263,35 @@ NAMED = {
 }
 
 
+# A layout, the shape of the tensor: data and scales of rows, data and scales of columns.
+SHAPES = [
+    ("MX", (5,), (5,), (1, 1), (5,), (1, 5)),
+    ("MX", (3, 0), (3, 0), (3, 0), (3, 0), (1, 0)),
+    ("MX", (2, 3, 41), (2, 3, 41), (6, 2), (2, 3, 41), (1, 41)),
+    ("tensor", (0, 5), (0, 5), (1, 1), (0, 5), (1, 1)),
+    ("rows", (0, 5), (0, 5), (0, 1), (0, 5), (1, 5)),
+    ("1 x 128", (), (), (1, 1), (), (1, 1)),
+    ("1 x 128", (2, 65, 300), (2, 65, 300), (130, 3), (300, 2, 65), (300, 2)),
+    ("1 x 128", (2, 3, 0), (2, 3, 0), (6, 0), (0, 2, 3), (0, 1)),
+    ("8 x 64", (20, 100), (20, 100), (3, 2), (20, 100), (1, 13)),
+]
+
+
+@pytest.mark.parametrize("row", SHAPES, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_shapes_of_data_and_scales(row: Any) -> None:
+    name, shape, *expected = row
+    layout = NAMED[name]
+    for columnwise in (False, True):
+        data = layout.data_shape(shape, columnwise)
+        scales = layout.scale_shape(shape, columnwise)
+        assert [data, scales] == expected[2 * columnwise :][:2]
+        # What is stored is a grid over a matrix of its own.
+        matrix, block = layout.stored_matrix(data, columnwise), layout.stored_block(columnwise)
+        counts = [1 if b is None else -(-n // b) for n, b in zip(matrix, block, strict=True)]
+        assert scales == tuple(counts)
+        assert math.prod(matrix) == math.prod(shape)
+
+
 def test_what_follows() -> None:
     assert {n for n, a in NAMED.items() if a.square} == {"squares", "tensor", "128 x 128"}
     assert {n for n, a in NAMED.items() if a.transposed} == {"1 x 128", "128 x 128"}

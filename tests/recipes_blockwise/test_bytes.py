@@ -48,7 +48,7 @@ OTHER = Float8BlockScaling(
     amax_epsilon=1e-4,
     x_block_scaling_dim=2,
     w_block_scaling_dim=1,
-    grad_block_scaling_dim=2,
+    grad_block_scaling_dim=1,
 )
 EXACT: dict[str, Any] = {"pow_2": False, "epsilon": 1e-4}
 
@@ -63,7 +63,7 @@ EXACT: dict[str, Any] = {"pow_2": False, "epsilon": 1e-4}
         (Float8BlockScaling(Format.E5M2), "weight", layout(E5M2, 2)),
         (OTHER, "input", layout(E4M3, 2, **EXACT)),
         (OTHER, "weight", layout(E4M3, 1, **EXACT)),
-        (OTHER, "grad_output", layout(E5M2, 2, **EXACT)),
+        (OTHER, "grad_output", layout(E5M2, 1, **EXACT)),
     ],
 )
 def test_the_layout_of_each_role(recipe: Any, role: str, expected: Layout) -> None:

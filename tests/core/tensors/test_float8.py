@@ -208,6 +208,14 @@ def test_construction() -> None:
         ):
             with pytest.raises(error, match=match):
                 cls(**parts | replaced)
+        # A transpose that is given is kept, whatever the device wants.
+        with columnwise_layout("shared"):
+            both = cls(**parts | {"data_transpose": data.t().contiguous()})
+            assert both._transpose is not None
+            assert not both.grid_layout.one_buffer
+            both.update_usage(rowwise_usage=False)
+            assert both._data is None
+            assert both.dequantize().shape == (2, 3)
         with pytest.raises(OptionError, match="no 'fp8_dtype'"):
             cls(data=data, fp8_scale_inv=one, dtype=torch.float32)
     with pytest.raises(ShapeError):
