@@ -16,7 +16,16 @@ from ottava import QuantizedTensor, prepare_for_saving, restore_from_saved
 from ottava.errors import DeviceError, DTypeError, ShapeError, UsageError
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import QUANTIZERS, USAGES, boundary, inner, quantizer
+from tests.core.layouts.layouts import (
+    E4M3,
+    E5M2,
+    QUANTIZERS,
+    USAGES,
+    PerTensor,
+    boundary,
+    inner,
+    quantizer,
+)
 from tests.samples import wide
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -193,6 +202,8 @@ def test_other_elements_and_scales_for_both_directions_are_no_source() -> None:
     assert_same(inner(dst), before)
     with pytest.raises(DTypeError, match=r"one kind.*quantizer.copy\(\)"):
         lines(x).copy_from_storage(QUANTIZERS["mxfp8-E5M2-floor"](x))
+    with pytest.raises(DTypeError, match=r"source holds torch.float8_e5m2.*e4m3fn"):
+        PerTensor(E4M3)(x).copy_from_storage(PerTensor(E5M2)(x))
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -321,6 +332,8 @@ def test_a_cleared_tensor_refuses_all(name: str) -> None:
         assert all(t is None for t in q.inner_list())
         assert (q.nbytes, q.get_usages()) == (0, dict.fromkeys(("rowwise", "columnwise"), False))
         assert "no readable data" in repr(q)
+        if not internal:
+            assert (q.data_ptr(), q.untyped_storage().nbytes()) == (0, 0)
         for number, call in enumerate(
             [
                 lambda q: q.quantize_(x),

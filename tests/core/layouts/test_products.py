@@ -93,6 +93,14 @@ def test_a_product_is_that_of_the_decoded_operands(name: str, kind: str) -> None
         assert_close(out, left, right, torch.ones(right.shape[1]))
 
 
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_leading_dimensions_are_rows(name: str) -> None:
+    x, weight = wide(2, 3, 40), QUANTIZERS[name](wide(24, 40, seed=1))
+    stack, matrix = QUANTIZERS[name](x), QUANTIZERS[name](x.view(6, 40))
+    assert_same(gemm(stack, weight, "fprop"), gemm(matrix, weight, "fprop"))
+    assert_same(gemm(stack, matrix, "wgrad"), gemm(matrix, matrix, "wgrad"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_operands_of_any_two_layouts(kind: str) -> None:
     """And one in high precision: a scale of another layout is applied once."""

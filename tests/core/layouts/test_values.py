@@ -287,3 +287,14 @@ def test_memory(name: str) -> None:
         assert q.share_memory_() is q
         assert q.is_shared()
         assert_same(inner(q), before)
+
+
+def test_pinning_pins_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, pinned = QUANTIZERS["mxfp8"](wide(70, 40)), []
+    assert not q.is_pinned()
+    # Pinning itself needs an accelerator.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t.shape) or t.clone())
+    made = torch.ops.aten._pin_memory(q)
+    assert type(made) is type(q)
+    assert pinned == [t.shape for t in q.inner_list()]
+    assert_same(inner(made), inner(q))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -305,6 +306,24 @@ def test_views_of_views(
         return
     plain.copy_(view.dequantize())
     assert_same(whole.dequantize(), values.contiguous())
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_a_transpose_is_reshaped_by_its_values(name: str) -> None:
+    """Also where the data lie in memory in another order."""
+    for usages, shape in itertools.product(USAGES, [(24, 16), (2, 8, 16)]):
+        whole = small(name).with_usage(*USAGES[usages])(wide(*shape))
+        for number, op in enumerate(
+            [
+                lambda t: t.reshape(4, -1),
+                lambda t: t.mT.reshape(-1),
+                lambda t: t.mT.flatten(),
+                lambda t: t.mT.contiguous().view(-1),
+                lambda t: t.mT.clone().reshape(-1),
+            ]
+        ):
+            with told(usages, shape, number):
+                assert_same(values_of(op(whole)).clone(), op(whole.dequantize()))
 
 
 def test_dimensions_out_of_range_are_refused_as_torch_does() -> None:

@@ -62,6 +62,8 @@ def test_it_is_read_like_a_plain_tensor() -> None:
     assert_same(part.dequantize(torch.float64), plain.double())
     with pytest.raises(DTypeError, match="int32"):
         part.dequantize(torch.int32)
+    memory = part.untyped_storage()
+    assert part.data_ptr() == memory.data_ptr() + 4 * part.storage_offset()
     # Copies are the reader's own.
     for own in (part.dequantize(), torch.from_numpy(part.numpy()), torch.from_dlpack(part)):
         own.zero_()
