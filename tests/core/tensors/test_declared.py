@@ -234,6 +234,10 @@ def test_a_storage_is_copied_saved_and_dropped_by_its_declaration() -> None:
         two.update_usage(columnwise_usage=True)
     with pytest.raises(OptionError, match="neither"):
         two.update_usage(rowwise_usage=False)
+    # What a backward pass keeps has no rows.
+    kept, spec = pair().flatten_columnwise()
+    assert kept[0] is None
+    assert spec.build(kept).get_usages() == {"rowwise": False, "columnwise": True}
     before = one.inner_list()
     released, same = one.prepare_for_saving()
     assert same is one
