@@ -1,20 +1,17 @@
-"""What a class that only declares its inner tensors has: constructors, sizes, empty results,
-tensors."""
+"""Classes of third parties that declare their inner tensors: everything else is derived."""
 
 from __future__ import annotations
 
 import copy
 import io
-from typing import Any
+import itertools
+import pickle
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from rows import E4M3, OneScaleTensor, RowQuantizer, Rows, RowStorage, RowTensor
 
-import ottava
 from ottava import (
-    Float8Tensor,
-    Float8TensorStorage,
     GridQuantizer,
     GridTensorStorage,
     Layout,
@@ -24,179 +21,55 @@ from ottava import (
     restore_from_saved,
 )
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
-from ottava.tensors import InnerTensor, StaticField, as_data
-
-
-def parts(*shape: int) -> dict[str, Any]:
-    return {"codes": torch.zeros(shape, dtype=torch.uint8), "scale_inv": torch.ones(*shape[:-1], 1)}
-
-
-def test_a_storage_is_built_from_its_declaration() -> None:
-    given = parts(3, 4)
-    storage = RowStorage(**given, dtype=torch.bfloat16)
-    assert storage._codes is given["codes"]
-    assert storage._scale_inv is given["scale_inv"]
-    assert storage.size() == storage.shape == (3, 4)
-    assert storage.size(-1) == 4
-    assert storage.numel() == 12
-    assert storage.dtype == torch.bfloat16
-    assert storage._quantizer is None
-    assert storage.nbytes == 12 + 12
-    assert storage.dequantize().dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("keywords", "said"),
-    [
-        ({"codes": None, "scale_inv": None}, "no 'dtype'"),
-        ({"dtype": torch.float32, "data": None}, "unknown keyword 'data'"),
-    ],
+from ottava.tensors import DequantizedView, InnerTensor, StaticField, as_data
+from tests.cases import told
+from tests.comparing import assert_same
+from tests.core.rows import (
+    E4M3,
+    OneScaleQuantizer,
+    OneScaleTensor,
+    RowQuantizer,
+    RowStorage,
+    RowTensor,
 )
-@pytest.mark.parametrize("cls", [RowStorage, OneScaleTensor])
-def test_other_keywords_are_refused(cls: Any, keywords: Any, said: str) -> None:
-    if cls is OneScaleTensor:
-        keywords = {
-            "codes": torch.zeros(2, 2, dtype=torch.uint8),
-            "dtype": torch.float32,
-            "data": None,
-        }
-        said = "unknown keyword 'data'"
-    with pytest.raises(OptionError, match=rf"{cls.__name__} was given an? ?{said}|{said}.*codes"):
-        cls(**keywords)
+from tests.samples import wide
+from tests.strided import ROWS, check_places
+
+QUANTIZERS: dict[str, Any] = {"rows": RowQuantizer(), "one scale": OneScaleQuantizer()}
+BOTH = pytest.mark.parametrize("name", QUANTIZERS)
 
 
-def test_a_static_field_of_a_tensor_is_required() -> None:
-    class Tagged(QuantizedTensor):
-        inner_tensors = (InnerTensor("_codes", "codes"),)
-        static_fields = (StaticField("_tag", "tag"),)
+class PairStorage(QuantizedTensorStorage):
+    """It has a constructor and a shape of its own, and defines its values."""
 
-    with pytest.raises(OptionError, match=r"Tagged was given no 'tag'.*codes, tag"):
-        Tagged(codes=torch.zeros(2), dtype=torch.float32)
-    assert Tagged(codes=torch.zeros(2), dtype=torch.float32, tag=3)._tag == 3
+    inner_tensors: ClassVar[tuple[InnerTensor, ...]] = (
+        InnerTensor("_codes", "codes", usage="rowwise", gather=True),
+        InnerTensor("_columns", "columns", usage="columnwise"),
+        InnerTensor("_scale", "scale"),
+    )
+    static_fields: ClassVar[tuple[StaticField, ...]] = (StaticField("_bits", "bits"),)
 
+    def __init__(
+        self, *, codes: Any, columns: Any, scale: Any, bits: int, quantizer: Any = None
+    ) -> None:
+        self._codes, self._columns, self._scale, self._bits = codes, columns, scale, bits
+        self._quantizer = quantizer
 
-def test_a_storage_without_data_has_no_size() -> None:
-    storage = RowStorage(dtype=torch.float32)
-    with pytest.raises(UsageError, match="holds no data"):
-        storage.size()
-    with pytest.raises(UsageError, match="holds no data"):
-        QuantizedTensorStorage().size()
-
-
-def test_a_tensor_is_built_from_its_declaration() -> None:
-    tensor = RowTensor(**parts(3, 4), dtype=torch.bfloat16, requires_grad=True)
-    assert isinstance(tensor, torch.Tensor)
-    assert tensor.shape == (3, 4)
-    assert tensor.dtype == torch.bfloat16
-    assert tensor.requires_grad
-    assert tensor.is_contiguous()
-    assert [field.argument for field in RowTensor.all_static_fields()] == ["shape", "dtype"]
-    assert RowTensor(**parts(3, 4), dtype=torch.float32, shape=(12,)).shape == (12,)
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return (self._codes.float() * self._scale).to(dtype or torch.float32)
 
 
-@pytest.mark.parametrize("given", [{}, {"scale_inv": torch.ones(3, 1)}])
-def test_a_tensor_needs_data(given: Any) -> None:
-    with pytest.raises(UsageError, match="RowTensor needs"):
-        RowTensor(dtype=torch.float32, **given)
+class BlockTensor(QuantizedTensor):
+    """A scale for each two rows, which are one row of the scales."""
 
+    inner_tensors = (
+        InnerTensor("_codes", "codes", gather=True),
+        InnerTensor("_scales", "scales", gather=True, block_rows=2),
+    )
 
-def test_the_shape_serves_where_the_first_is_not_held() -> None:
-    tensor = RowTensor(scale_inv=torch.ones(3, 1), dtype=torch.float32, shape=(3, 4))
-    assert tensor.shape == (3, 4)
-
-
-def test_a_tensor_takes_its_values_from_the_storage_class() -> None:
-    x = torch.randn(5, 8)
-    quantizer = RowQuantizer()
-    tensor = quantizer(x)
-    bare = copy.copy(quantizer)
-    bare.internal = True
-    assert type(tensor) is RowTensor
-    assert type(bare(x)) is RowStorage
-    assert torch.equal(tensor.dequantize(), bare(x).dequantize())
-    codes = tensor._codes.view(E4M3).double() * tensor._scale_inv.double()
-    assert torch.equal(tensor.dequantize(torch.float64), codes.float().double())
-    assert tensor.bfloat16().dtype == torch.bfloat16
-
-
-def test_everything_else_is_derived() -> None:
-    x = torch.randn(6, 8, requires_grad=True)
-    tensor = RowQuantizer()(x)
-    tensor.dequantize().square().sum().backward()
-    assert torch.equal(x.grad, 2 * tensor.dequantize().detach())
-    tensor = RowQuantizer()(x.detach())
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    for other in (
-        torch.load(file, weights_only=True),
-        copy.deepcopy(tensor),
-        tensor.clone(),
-        restore_from_saved(*prepare_for_saving(tensor))[0],
-        tensor.to("cpu", copy=True),
-    ):
-        assert type(other) is RowTensor
-        assert torch.equal(other.dequantize(), tensor.dequantize())
-    changed = tensor.clone()
-    changed.mul_(2)
-    assert torch.equal(changed.dequantize(), 2 * tensor.dequantize())
-
-
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0), (2, 3, 4)])
-def test_an_empty_result_is_made_by_default(shape: Any) -> None:
-    made = RowQuantizer().make_empty(shape, dtype=torch.float16, requires_grad=True)
-    assert made.shape == shape
-    assert made.dtype == torch.float16
-    assert made.requires_grad
-    x = torch.randn(shape)
-    RowQuantizer().update_quantized(x, made)
-    assert torch.equal(made.dequantize(torch.float32), RowQuantizer()(x).dequantize())
-
-
-def test_an_empty_result_of_a_wrong_shape_is_refused() -> None:
-    with pytest.raises(ShapeError):
-        RowQuantizer().make_empty((-1, 2))
-    quantizer = RowQuantizer()
-    quantizer.internal = True
-    with pytest.raises(OptionError):
-        quantizer.make_empty((1, 2), requires_grad=True)
-
-
-@pytest.mark.parametrize("primary", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_layer_compiles(primary: bool) -> None:
-    torch.manual_seed(0)
-    with ottava.quantized_model_init(Rows(), enabled=primary):
-        layer = ottava.nn.Linear(8, 4, recipe=Rows())
-    x = torch.randn(3, 8, requires_grad=True)
-    layer(x).square().sum().backward()
-    eager = (x.grad.clone(), layer.weight.grad.clone())
-    x.grad = layer.weight.grad = None
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    compiled(x).square().sum().backward()
-    assert torch.equal(x.grad, eager[0])
-    assert torch.equal(layer.weight.grad, eager[1])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"dtype": None},
-        {"dtype": torch.int32},
-        {"dtype": "float"},
-        {"codes": 3},
-        {"scale_inv": [1.0]},
-    ],
-)
-def test_values_of_a_wrong_kind_are_refused(wrong: Any) -> None:
-    right = {**parts(2, 4), "dtype": torch.float32}
-    assert RowTensor(**right).shape == (2, 4)
-    with pytest.raises(DTypeError):
-        RowTensor(**(right | wrong))
-    with pytest.raises(DTypeError, match="nominal dtype None"):
-        RowTensor(**parts(2, 4))
-    if "dtype" not in wrong:
-        with pytest.raises(DTypeError):
-            RowStorage(**(right | wrong))
+    def dequantize_impl(self, dtype: torch.dtype) -> torch.Tensor:
+        scales = self._scales.repeat_interleave(2, 0)[: len(self._codes)]
+        return (self._codes.float() * scales).to(dtype)
 
 
 class Graded(QuantizedTensorStorage):
@@ -209,21 +82,92 @@ class Graded(QuantizedTensorStorage):
     def check_declared(cls, declared: dict[str, Any]) -> dict[str, Any]:
         return declared | {"bytes": as_data(declared["bytes"], torch.float8_e5m2, "bytes")}
 
-    def dequantize(self, dtype: Any = None) -> torch.Tensor:
-        return self._bytes.to(dtype or self.dtype)  # type: ignore[attr-defined,no-any-return]
+
+def pair() -> PairStorage:
+    codes = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    return PairStorage(codes=codes, columns=codes + 1, scale=torch.tensor(0.5), bits=7)
 
 
-def test_what_is_left_out_has_its_default() -> None:
+def parts(*shape: int) -> dict[str, Any]:
+    return {"codes": torch.zeros(shape, dtype=torch.uint8), "scale_inv": torch.ones(*shape[:-1], 1)}
+
+
+def by_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# -- construction --
+
+
+def test_a_storage_is_built_from_its_declaration() -> None:
+    given = parts(3, 4)
+    storage = RowStorage(**given, dtype=torch.bfloat16)
+    assert storage._codes is given["codes"]
+    assert (storage.size(), storage.shape, storage.size(-1)) == ((3, 4), (3, 4), 4)
+    assert (storage.numel(), storage.nbytes, storage.dtype) == (12, 24, torch.bfloat16)
+    assert storage._quantizer is None
+    assert storage.dequantize().dtype == torch.bfloat16
+    for empty in (RowStorage(dtype=torch.float32), QuantizedTensorStorage()):
+        for ask in (empty.size, lambda e=empty: e.device):
+            with pytest.raises(UsageError, match="holds no data"):
+                ask()
+    with pytest.raises(NotImplementedError, match=r"define dequantize\(\)"):
+        Graded(bytes=None, dtype=torch.float32).dequantize()
+
+
+def test_a_tensor_is_built_from_its_declaration() -> None:
+    tensor = RowTensor(**parts(3, 4), dtype=torch.bfloat16, requires_grad=True)
+    assert isinstance(tensor, torch.Tensor)
+    assert (tensor.shape, tensor.dtype) == ((3, 4), torch.bfloat16)
+    assert tensor.requires_grad
+    assert tensor.is_contiguous()
+    assert [field.argument for field in RowTensor.all_static_fields()] == ["shape", "dtype"]
+    assert RowTensor(**parts(3, 4), dtype=torch.float32, shape=(12,)).shape == (12,)
+    only_scales = {"scale_inv": torch.ones(3, 1), "dtype": torch.float32}
+    assert RowTensor(**only_scales, shape=(3, 4)).shape == (3, 4)
+    for given in ({"dtype": torch.float32}, only_scales):
+        with pytest.raises(UsageError, match="RowTensor needs"):
+            RowTensor(**given)
+
+
+@pytest.mark.parametrize("cls", [RowStorage, RowTensor, OneScaleTensor])
+def test_wrong_keywords_and_values_are_refused(cls: Any) -> None:
+    right = {**parts(2, 4), "dtype": torch.float32}
+    assert cls(**right).shape == (2, 4)
+    for error, match, wrong in (
+        (OptionError, f"{cls.__name__} was given an unknown keyword 'data'", {"data": None}),
+        (DTypeError, "'codes' is a int", {"codes": 3}),
+        (DTypeError, "'scale_inv' is a list", {"scale_inv": [1.0]}),
+    ):
+        with pytest.raises(error, match=match):
+            cls(**right | wrong)
+    for wrong in (None, torch.int32, "float"):
+        if cls is not RowStorage:
+            with pytest.raises(DTypeError, match="nominal dtype"):
+                cls(**right | {"dtype": wrong})
+    if cls is RowStorage:
+        with pytest.raises(OptionError, match=r"was given no 'dtype'.*codes"):
+            RowStorage(**parts(2, 4))
+
+
+def test_fields_have_defaults_or_are_required() -> None:
+    class Tagged(QuantizedTensor):
+        inner_tensors = (InnerTensor("_codes", "codes"),)
+        static_fields = (StaticField("_tag", "tag"),)
+
+    with pytest.raises(OptionError, match=r"Tagged was given no 'tag'.*codes, tag"):
+        Tagged(codes=torch.zeros(2), dtype=torch.float32)
+    assert Tagged(codes=torch.zeros(2), dtype=torch.float32, tag=3)._tag == 3
     for given in (torch.zeros(2, 2, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.float8_e5m2)):
         made: Any = Graded(bytes=given, dtype=torch.float32)
-        assert made._grade == 3
-        assert made._bytes.dtype == torch.uint8
         tensors, spec = made.flatten_storage()
-        assert spec.static == (torch.float32, 3)
         again: Any = spec.rebuild(tensors)
-        assert (type(again), again._grade, again._bytes) == (Graded, 3, made._bytes)
-    empty: Any = Graded(bytes=None, dtype=torch.float32, grade=4)
-    assert empty._grade == 4
+        for storage in (made, again):
+            assert (type(storage), storage._grade, storage._bytes.dtype) == (Graded, 3, torch.uint8)
+    assert Graded(bytes=None, dtype=torch.float32, grade=4)._grade == 4
     with pytest.raises(DTypeError, match=r"bytes is of torch.float32.*float8_e5m2"):
         Graded(bytes=torch.zeros(2, 2), dtype=torch.float32)
 
@@ -240,10 +184,9 @@ class Labelled(GridTensorStorage):
     static_fields = (*GridTensorStorage.static_fields, StaticField("_label", "label"))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_quantizer_leaves_fields_to_their_defaults(compiled: bool) -> None:
-    quantizer = GridQuantizer(Layout(torch.float8_e4m3fn, (1, 32)))
-    quantizer.internal, x = True, torch.randn(8, 64)
+def test_a_quantizer_leaves_fields_to_their_defaults() -> None:
+    quantizer = GridQuantizer(Layout(E4M3, (1, 32)))
+    quantizer.internal, x = True, wide(8, 64)
     expected = quantizer(x).dequantize()
     quantizer.storage_class = Tagged  # type: ignore[misc]
 
@@ -251,25 +194,221 @@ def test_a_quantizer_leaves_fields_to_their_defaults(compiled: bool) -> None:
         made = quantizer(x)
         return made.dequantize(), made._tag
 
-    values, tag = torch.compile(run, backend="eager", fullgraph=True)(x) if compiled else run(x)
-    assert torch.equal(values, expected)
-    assert tag == 3
+    for function in (run, torch.compile(run, backend="eager", fullgraph=True)):
+        values, tag = function(x)
+        assert_same(values, expected)
+        assert tag == 3
     quantizer.storage_class = Labelled  # type: ignore[misc]
     with pytest.raises(OptionError, match=r"Labelled was given no 'label'"):
         quantizer(x)
 
 
-def test_keywords_that_nobody_declares_are_named() -> None:
-    for cls in (Float8Tensor, Float8TensorStorage):
-        given = {
-            "dtype": torch.float32,
-            "fp8_scale_inv": torch.ones(()),
-            "data": torch.zeros(2, 2, dtype=torch.uint8),
-        }
-        with pytest.raises(OptionError, match="no 'fp8_dtype'"):
-            cls(**given)
-        with pytest.raises(OptionError, match="unknown keyword 'scale'"):
-            cls(**given, fp8_dtype=torch.float8_e4m3fn, scale=1)
+# -- what is derived --
+
+
+def test_a_storage_is_copied_saved_and_dropped_by_its_declaration() -> None:
+    one, two = pair(), pair()
+    tensors, spec = one.flatten_storage()
+    assert hash(spec) == hash(two.flatten_storage()[1])
+    for made in (
+        spec.build(tensors),
+        one.clone_storage(),
+        copy.deepcopy(one),
+        pickle.loads(pickle.dumps(one)),
+        by_file(one),
+        PairStorage(**one.get_metadata()),
+        restore_from_saved(*prepare_for_saving(one))[0],
+    ):
+        assert type(made) is PairStorage
+        assert made._bits == 7
+        assert_same(made.inner_list(), one.inner_list())
+    assert one.nbytes == 12 + 12 + 4
+    clone = one.clone_storage()
+    one._codes.add_(1)
+    assert_same(clone._codes, one._codes - 1)
+    with pytest.raises(UsageError, match="no quantizer"):
+        one.quantize_(torch.zeros(3, 4))
+    two.update_usage(columnwise_usage=False)
+    assert two.get_usages() == {"rowwise": True, "columnwise": False}
+    with pytest.raises(UsageError, match="no columnwise data"):
+        two.update_usage(columnwise_usage=True)
+    with pytest.raises(OptionError, match="neither"):
+        two.update_usage(rowwise_usage=False)
+    # What a backward pass keeps has no rows.
+    kept, spec = pair().flatten_columnwise()
+    assert kept[0] is None
+    assert spec.build(kept).get_usages() == {"rowwise": False, "columnwise": True}
+    before = one.inner_list()
+    released, same = one.prepare_for_saving()
+    assert same is one
+    assert one.inner_list() == [None] * 3
+    extra = torch.ones(1)
+    assert one.restore_from_saved([*released, extra]) == [extra]
+    assert_same(one.inner_list(), before)
+    with pytest.raises(ShapeError, match="1 saved tensors for PairStorage"):
+        one.restore_from_saved(released[:1])
+    with pytest.raises(DTypeError, match="not a list of tensors"):
+        one.restore_from_saved([1, 2, 3])
+    one.clear()
+    assert "no readable data" in repr(one)
+
+
+@BOTH
+def test_a_tensor_has_what_every_quantized_tensor_has(name: str) -> None:
+    quantizer, x = QUANTIZERS[name], torch.randn(6, 8, requires_grad=True)
+    tensor = quantizer(x)
+    tensor.dequantize().square().sum().backward()
+    assert_same(x.grad, 2 * tensor.dequantize().detach())
+    tensor = tensor.detach()
+    exact = (tensor._codes.view(E4M3).float() * tensor._scale_inv).double()
+    assert_same(tensor.dequantize(torch.float64), exact)
+    bare = copy.copy(quantizer)
+    bare.internal = True
+    assert_same(bare(x.detach()).dequantize(), tensor.dequantize())
+    for other in (
+        by_file(tensor),
+        copy.deepcopy(tensor),
+        tensor.clone(),
+        restore_from_saved(*prepare_for_saving(tensor))[0],
+        tensor.to("cpu", copy=True),
+        torch.empty_like(tensor).copy_(tensor),
+    ):
+        assert type(other) is type(tensor)
+        assert_same(other.inner_list(), tensor.inner_list())
+        doubled = other.clone().mul_(2)
+        assert_same(doubled.dequantize(), 2 * tensor.dequantize())
+    for new in (torch.randn(2, 3), quantizer(torch.randn(7, 3)), quantizer(torch.randn(7, 3))[2:]):
+        changed = quantizer(torch.randn(5, 8))
+        changed.data = new
+        expected = new if isinstance(new, QuantizedTensor) else quantizer(new)
+        assert (changed.shape, changed.storage_offset()) == (new.shape, expected.storage_offset())
+        assert_same(changed.dequantize(), expected.dequantize())
+    for shape in ((), (0,), (3,), (2, 0), (2, 3, 4)):
+        made = quantizer.make_empty(shape, dtype=torch.float16, requires_grad=True)
+        assert (made.shape, made.dtype, made.requires_grad) == (shape, torch.float16, True)
+        quantizer.update_quantized(torch.ones(shape), made)
+        expected = quantizer(torch.ones(shape)).dequantize()
+        assert_same(made.dequantize(torch.float32), expected)
+
+
+# -- rows --
+
+
+@BOTH
+def test_rows_keep_the_class_and_other_views_give_values(name: str) -> None:
+    tensor = QUANTIZERS[name](torch.randn(7, 4))
+    values = tensor.dequantize()
+    for take in (
+        lambda t: t[2:5],
+        lambda t: t[3:3],
+        lambda t: t[:],
+        lambda t: t[-2:],
+        lambda t: t[9:12],
+        lambda t: t[2:][1:3],
+        lambda t: t.narrow(0, 2, 4),
+        lambda t: t.split(3)[2],
+        lambda t: t.split([2, 5])[1],
+        lambda t: t.chunk(3)[1],
+    ):
+        part = take(tensor)
+        assert type(part) is type(tensor)
+        assert_same(part.dequantize(), take(values))
+        if part.numel():
+            storages = [t._codes.untyped_storage().data_ptr() for t in (part, tensor)]
+            assert storages[0] == storages[1]
+    for take in (lambda t: t[::2], lambda t: t[:, :2], lambda t: t.split(2, 1)[0]):
+        assert type(take(tensor)) is DequantizedView
+        assert_same(take(tensor).clone(), take(values))
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        tensor.split([1, 2])
+    check_places(QUANTIZERS[name](torch.randn(96, 64)), ROWS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows.copy_(torch.full((2, 8), 3.0)),
+        lambda rows: rows.mul_(2),
+        lambda rows: rows[:1].zero_(),
+        lambda rows: rows.detach().copy_(torch.ones(2, 8)),
+    ],
+    ids=["copy_", "mul_", "a row of the rows", "an alias"],
+)
+def test_writes_to_rows(change: Any) -> None:
+    """Rows with scales of their own are written in the whole; one scale is not changed for all."""
+    tensor = RowQuantizer()(torch.randn(5, 8))
+    expected = tensor.dequantize()
+    change(tensor[1:3])
+    change(expected[1:3])
+    assert_same(tensor.dequantize()[[0, 3, 4]], expected[[0, 3, 4]])
+    assert_same(tensor.dequantize()[1:3], RowQuantizer()(expected[1:3]).dequantize())
+    tensor = OneScaleQuantizer()(torch.randn(5, 8))
+    before = tensor.dequantize()
+    with pytest.raises(UsageError, match=r"rest of the tensor.*tensor\[index\] = values"):
+        change(tensor[1:3])
+    assert_same(tensor.dequantize(), before)
+    tensor[1:3] = before[1:3] = torch.full((2, 8), 3.0)
+    assert_same(tensor.dequantize(), OneScaleQuantizer()(before).dequantize())
+
+
+def test_rows_of_equal_scales_take_over_the_bytes() -> None:
+    x = torch.randn(4, 8)
+    tensor, other = OneScaleQuantizer()(x), OneScaleQuantizer()(x)
+    other._codes.random_(0, 100)
+    tensor[1:3].copy_(other[0:2])
+    assert_same(tensor._codes[1:3], other._codes[0:2])
+    assert_same(tensor._codes[0], OneScaleQuantizer()(x)._codes[0])
+    tensor = RowQuantizer()(x)
+    before = tensor.dequantize()
+    tensor[1:3].quantize_(torch.full((2, 8), 9.0), noop_flag=torch.ones(1))
+    assert_same(tensor.dequantize(), before)
+    tensor[2] = RowQuantizer()(torch.ones(8))
+    assert_same(tensor.dequantize()[2], torch.ones(8))
+
+
+@BOTH
+def test_padding_takes_rows_as_they_are(name: str) -> None:
+    """Also rows whose own largest value would give another scale; beside zeros any scale is
+    right."""
+    quantizer = QUANTIZERS[name]
+    tensor = quantizer(torch.tensor([[1.0, 0.3]] * 3 + [[100.0, 7.0]]))
+    for source in (tensor, tensor[:3]):
+        padded = tensor.new_zeros((6, 2))
+        assert type(padded) is type(tensor)
+        assert not padded.dequantize().any()
+        rows = padded[: len(source)]
+        rows.copy_(source)
+        assert_same(rows._codes, source._codes)
+        assert_same(padded.dequantize()[: len(source)], source.dequantize())
+    padded[:3].copy_(torch.full((3, 2), 50.0))
+    assert_same(padded.dequantize()[:3], quantizer(torch.full((3, 2), 50.0)).dequantize())
+    for shape in ((6, 9), (3,), ()):
+        assert type(tensor.new_empty(shape)) is type(tensor)
+        assert_same(tensor.new_zeros(shape).dequantize(), torch.zeros(shape))
+    on_meta = tensor.to("meta")
+    on_meta.new_zeros((6, 2))[:4].copy_(on_meta)
+    for made in (torch.empty_like(on_meta, device="cpu"), on_meta.new_zeros(6, 2, device="cpu")):
+        assert type(made) is type(tensor)
+        made.copy_(torch.full(made.shape, 3.0))
+        assert_same(made.dequantize(), quantizer(torch.full(made.shape, 3.0)).dequantize())
+    tensor.update_quantizer(None)
+    for plain in (tensor.new_zeros((6, 2)), torch.zeros_like(tensor)):
+        assert type(plain) is torch.Tensor
+
+
+def test_blocks_of_rows_are_not_cut() -> None:
+    tensor = BlockTensor(
+        codes=torch.arange(20, dtype=torch.uint8).view(5, 4),
+        scales=torch.tensor([[1.0], [2.0], [3.0]]),
+        dtype=torch.float32,
+    )
+    values = tensor.dequantize()
+    for start, stop in itertools.combinations(range(6), 2):
+        with told(start, stop):
+            part, is_whole = tensor[start:stop], start % 2 == 0 and (stop % 2 == 0 or stop == 5)
+            assert (type(part) is BlockTensor) is is_whole
+            found = part.dequantize() if is_whole else part.clone()
+            assert_same(found, values[start:stop])
 
 
 def test_what_a_product_keeps_is_outdated_by_a_write_to_any_alias() -> None:
@@ -284,7 +423,6 @@ def test_what_a_product_keeps_is_outdated_by_a_write_to_any_alias() -> None:
         for _ in range(2):
             cache.get(False, (tensor,), lambda: made.append(0))
     assert len(made) == 3
-    assert one.gemm_cache() is cache
     # A write through an alias that no longer counts with this one says nothing of it.
     one.share_writes(Graded(bytes=None, dtype=torch.float32))
     assert one.gemm_cache() is not cache

@@ -1,0 +1,96 @@
+"""One table of layouts, which every file of this folder crosses with a behaviour."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ottava import GridQuantizer, Layout, Recipe, kernels
+from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+E8M0 = torch.float8_e8m0fnu
+
+#: The layouts of the recipes, and strange ones: odd blocks, whole columns, transposed squares.
+LAYOUTS: dict[str, Layout] = {
+    "mxfp8": Layout(E4M3, (1, 32), E8M0, "up"),
+    "mxfp8-E5M2-floor": Layout(E5M2, (1, 32), E8M0, "floor"),
+    "mxfp8-squares": Layout(E4M3, (1, 32), E8M0, "up", shared=(32, 32)),
+    "1x128": Layout(E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"),
+    "1x128-E5M2-epsilon": Layout(
+        E5M2, (1, 128), epsilon=0.25, columnwise="transposed", finite_as="input"
+    ),
+    "128x128": Layout(
+        E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"
+    ),
+    "rows": Layout(E4M3, (1, None)),
+    "rows-E5M2-floor-epsilon": Layout(E5M2, (1, None), rounding="floor", epsilon=1e-3),
+    "rows-transposed": Layout(E4M3, (1, None), columnwise="transposed"),
+    "columns": Layout(E4M3, (None, 1)),
+    "bands": Layout(E4M3, (None, 4)),
+    "tensor": Layout(E4M3, (None, None), columnwise="same"),
+    "tensor-transposed": Layout(E5M2, (None, None), columnwise="transposed"),
+    "int8-tensor": Layout(INT8, (None, None)),
+    "int8-8x64": Layout(INT8, (8, 64), rounding="floor"),
+    "int8-3x5": Layout(INT8, (3, 5)),
+    "int8-E8M0-squares": Layout(INT8, (1, 4), E8M0, "up", columnwise="transposed", shared=(8, 8)),
+    "4x4-same": Layout(E4M3, (4, 4), columnwise="same"),
+    "4x4-transposed": Layout(E4M3, (4, 4), columnwise="transposed"),
+    "4x8-transposed": Layout(E4M3, (4, 8), columnwise="transposed"),
+}
+#: Rowwise and columnwise usage.
+USAGES = {"both": (True, True), "rowwise": (True, False), "columnwise": (False, True)}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PerTensor(Float8QuantizerBase):
+    """One scale for the tensor, in the names of ``Float8Tensor``."""
+
+    def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        rowwise, transposed = self.needs(tensor.device, tensor.dim())
+        data, transpose, _, scale_inv, _ = kernels.quantize(
+            tensor, self.fp8_dtype, rowwise=rowwise, transposed=transposed
+        )
+        return self.wrap(
+            data if rowwise else None, transpose if transposed else None, scale_inv, dtype
+        )
+
+
+#: A quantizer for each layout, and one whose tensors have other names for their parts.
+QUANTIZERS: dict[str, GridQuantizer] = {
+    name: GridQuantizer(layout) for name, layout in LAYOUTS.items()
+} | {"Float8Tensor": PerTensor(E4M3)}
+
+
+@dataclass(frozen=True)
+class OneQuantizer(Recipe):
+    """A recipe whose quantizers are all those of one row of the table."""
+
+    name = "one-quantizer"
+    row: str = "mxfp8"
+
+    def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> GridQuantizer:
+        return QUANTIZERS[self.row].copy()
+
+
+def quantizer(name: str, usages: str = "both", *, internal: bool = False) -> GridQuantizer:
+    """A quantizer of the table with these usages, which may be changed."""
+    rowwise, columnwise = USAGES[usages]
+    copied = QUANTIZERS[name].copy()
+    copied.set_usage(rowwise=rowwise, columnwise=columnwise)
+    copied.internal = internal
+    return copied
+
+
+def boundary(name: str) -> int:
+    """A row and a column at which blocks of both directions begin."""
+    layout = QUANTIZERS[name].layout
+    return math.lcm(*(side or 1 for side in (*layout.block, *(layout.shared or ()))))
+
+
+def inner(storage: QuantizedTensorStorage) -> list[torch.Tensor | None]:
+    """The inner tensors of a storage as they are now."""
+    return [None if tensor is None else tensor.clone() for tensor in storage.inner_list()]

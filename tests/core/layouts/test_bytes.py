@@ -1,0 +1,169 @@
+"""Data and scales of every layout are those of the oracle, and values are element times scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ottava import GridTensor, GridTensorStorage, Layout
+from ottava.kernels.backends import use_backend
+from tests import arrays, samples
+from tests.cases import told
+from tests.comparing import assert_same
+from tests.core.layouts.layouts import DTYPES, E4M3, E5M2, E8M0, INT8, LAYOUTS, USAGES, quantizer
+
+SHAPES = [
+    (),
+    (1,),
+    (70,),
+    (0,),
+    (0, 7),
+    (7, 0),
+    (1, 1),
+    (33, 70),
+    (130, 140),
+    (2, 31, 65),
+    (2, 0, 3),
+]
+
+
+def check_bytes(q: Any, x: torch.Tensor, layout: Layout, usages: str) -> None:
+    """The directions that were asked for, and no others, have the bytes of the oracle."""
+    expected = arrays.quantize(x, layout)
+    directions = expected[:2], expected[2:]
+    for columnwise, is_requested in enumerate(USAGES[usages]):
+        if layout.one_buffer:
+            # One buffer serves both usages.
+            assert_same(q.direction(columnwise=bool(columnwise)), directions[0])
+        elif is_requested:
+            assert_same(q.direction(columnwise=bool(columnwise)), directions[columnwise])
+        else:
+            assert q.direction(columnwise=bool(columnwise)) is None
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_data_and_scales_are_those_of_the_oracle(name: str) -> None:
+    layout = LAYOUTS[name]
+    for number, shape in enumerate(SHAPES):
+        for dtype in DTYPES:
+            usages = list(USAGES)[number % 3]
+            with told(shape, dtype, usages):
+                x = samples.wide(*shape, seed=number, dtype=dtype, sigma=2.0)
+                make = quantizer(name, usages, internal=dtype == torch.float16)
+                q = make(x)
+                assert type(q) is (GridTensorStorage if make.internal else GridTensor)
+                assert (tuple(q.size()), q.dtype) == (shape, dtype)
+                check_bytes(q, x, layout, usages)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_special_values(name: str) -> None:
+    for dtype in DTYPES:
+        for what, x in samples.special(dtype):
+            with told(what, dtype):
+                q = quantizer(name)(x)
+                check_bytes(q, x, LAYOUTS[name], "both")
+                values = q.dequantize(torch.float64)
+                # A NaN shows, and nothing else does.
+                assert_same(values.isnan(), x.isnan())
+    tiles = samples.tiles(96, 130)
+    check_bytes(quantizer(name)(tiles), tiles, LAYOUTS[name], "both")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_strides_and_the_backend_do_not_matter(name: str) -> None:
+    x = samples.wide(33, 70, dtype=torch.bfloat16)
+    for how, view in [
+        *samples.strided(x),
+        ("expanded", x[0].expand(4, 70)),
+        ("permuted", samples.wide(3, 7, 5).permute(2, 0, 1)),
+        ("flipped", x.flip(0)),
+    ]:
+        with told(how):
+            check_bytes(quantizer(name)(view), view.contiguous(), LAYOUTS[name], "both")
+    with use_backend("reference"):
+        check_bytes(quantizer(name)(x), x, LAYOUTS[name], "both")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("usages", USAGES)
+def test_values_are_element_times_scale(name: str, usages: str) -> None:
+    """Rounded once to the dtype; those of the rows where both directions are held."""
+    layout, columnwise = LAYOUTS[name], usages == "columnwise" and not LAYOUTS[name].one_buffer
+    for shape in ((), (7, 0), (33, 70), (2, 31, 65)):
+        q = quantizer(name, usages)(samples.wide(*shape, dtype=torch.bfloat16))
+        data, scales = q.direction(columnwise=columnwise)
+        for dtype in (torch.float64, *DTYPES, None):
+            wanted = dtype or torch.bfloat16
+            values = arrays.decode(data, scales, layout, columnwise=columnwise, dtype=wanted)
+            if columnwise and layout.transposed and shape:
+                values = values.movedim(0, -1)
+            assert_same(q.dequantize(dtype), values)
+        # Beyond FP8 values torch's own conversion rounds from float32.
+        fp8 = q.dequantize(E5M2).view(torch.uint8)
+        assert_same(fp8, q.dequantize(torch.float32).to(E5M2).view(torch.uint8))
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2, INT8], ids=str)
+@pytest.mark.parametrize("scale", [E8M0, torch.float32], ids=str)
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_every_code_under_every_scale_is_decoded(
+    element: torch.dtype, scale: torch.dtype, columnwise: bool
+) -> None:
+    rounding = "up" if scale is E8M0 else "nearest"
+    layout = Layout(element, (1, 32), scale, rounding)
+    data = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    codes = torch.arange(256)[:, None].repeat(1, 8)
+    scales = codes.to(torch.uint8) if scale is E8M0 else torch.exp2(codes / 2.0 - 60)
+    if columnwise:
+        data, scales = data.t().contiguous(), scales.t().contiguous()
+    side = "columnwise" if columnwise else "rowwise"
+    given: dict[str, Any] = {f"{side}_data": data, f"{side}_scale_inv": scales, "layout": layout}
+    for cls in (GridTensor, GridTensorStorage):
+        q = cls(**given, dtype=torch.bfloat16)
+        for dtype in (torch.float64, *DTYPES):
+            expected = arrays.decode(data, scales, layout, columnwise=columnwise, dtype=dtype)
+            assert_same(q.dequantize(dtype), expected)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_infinite_scale_becomes_the_largest_value_that_the_layout_says(name: str) -> None:
+    """No value of float16 is so small as to make the quotient infinite, so an epsilon is."""
+    layout = LAYOUTS[name]
+    if layout.scale is not torch.float32:
+        return
+    layout = Layout(
+        layout.element,
+        layout.block,
+        rounding=layout.rounding,
+        epsilon=1e-40,
+        columnwise=layout.columnwise,
+        finite_as=layout.finite_as,
+    )
+    for dtype in DTYPES:
+        make = quantizer(name)
+        make.layout = layout
+        largest = torch.finfo(dtype if layout.finite_as == "input" else torch.float32).max
+        power = 2.0 ** ({65504.0: 15}.get(largest, 127))
+        expected = 1 / torch.tensor(power if layout.rounding == "floor" else largest)
+        scales = make(torch.zeros(2, 3, dtype=dtype)).direction(columnwise=False)[1]
+        assert_same(scales, expected.expand(scales.shape))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_squares_hold_the_same_values_in_both_directions(name: str) -> None:
+    layout, x = LAYOUTS[name], samples.wide(140, 300)
+    q = quantizer(name)(x)
+    data, scales = q.ordered(columnwise=False)
+    columns, column_scales = q.ordered(columnwise=True)
+    values, column_values = (
+        arrays.decode(part, own.contiguous(), plain, columnwise=side, dtype=torch.float64)
+        for part, own, side in (
+            (data, scales, False),
+            (columns, column_scales, not layout.one_buffer),
+        )
+        for plain in [Layout(layout.element, layout.block, layout.scale, layout.rounding)]
+    )
+    assert torch.equal(values, column_values) is layout.square

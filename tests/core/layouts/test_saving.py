@@ -1,0 +1,206 @@
+"""Tensors, storages and models in files, pickles and other processes: bytes stay what they are."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ottava import QuantizedTensor
+from ottava.checkpoint import (
+    load_file,
+    load_sharded,
+    save_file,
+    save_sharded,
+)
+from tests.cases import told
+from tests.comparing import assert_same
+from tests.core.layouts.layouts import (
+    DTYPES,
+    LAYOUTS,
+    QUANTIZERS,
+    USAGES,
+    boundary,
+    inner,
+    quantizer,
+)
+from tests.core.layouts.test_primary_weights import net
+from tests.samples import wide
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SHAPES: list[tuple[int, ...]] = [(), (5,), (0, 7), (7, 0), (33, 70), (2, 31, 65)]
+
+
+def by_torch(value: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+WAYS = pytest.mark.parametrize("way", [by_torch, by_pickle])
+
+
+def check_alike(one: Any, two: Any) -> None:
+    """Bytes, kind, nominal dtype and layout."""
+    assert type(one) is type(two)
+    assert (one.dtype, one.layout_text) == (two.dtype, two.layout_text)
+    assert_same(inner(one), inner(two))
+    assert_same(one.dequantize(torch.float64), two.dequantize(torch.float64))
+
+
+@WAYS
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_tensors_and_storages(name: str, way: Callable[[Any], Any]) -> None:
+    for number, shape in enumerate(SHAPES):
+        usages, internal = list(USAGES)[number % 3], number % 2 == 1
+        with told(shape, usages, internal):
+            make = quantizer(name, usages, internal=internal)
+            q = make(wide(*shape, dtype=DTYPES[number % 3], sigma=1.0))
+            loaded = way({"w": q})["w"]
+            check_alike(loaded, q)
+            assert loaded._quantizer == make
+            # It works on.
+            loaded.quantize_(wide(*shape, seed=1))
+            assert_same(inner(loaded), inner(make(wide(*shape, seed=1))))
+
+
+@WAYS
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_views_and_parameters(name: str, way: Callable[[Any], Any]) -> None:
+    rows = boundary(name)
+    whole = QUANTIZERS[name](wide(3 * rows, 2 * rows))
+    for op in (
+        lambda t: t[rows:],
+        lambda t: t.t(),
+        lambda t: t[:, rows:].t(),
+        lambda t: t.view(3, rows, -1),
+    ):
+        check_alike(way(op(whole)), op(whole))
+    if QUANTIZERS[name].layout.block == (None, None):
+        # A part that shares a scale is loaded by itself.
+        loaded, part = way([whole, whole[rows:]])
+        part.copy_(torch.full(part.shape, 100.0))
+        assert_same(loaded.dequantize(), whole.dequantize())
+        expected = QUANTIZERS[name](torch.full(part.shape, 100.0))
+        assert_same(part.dequantize(), expected.dequantize())
+    same = way([whole, whole])
+    assert same[0] is same[1]
+    parameter = torch.nn.Parameter(QUANTIZERS[name](wide(33, 70)))
+    parameter._high_precision_init_val = wide(33, 70)
+    again = way(parameter)
+    assert isinstance(again, torch.nn.Parameter)
+    assert again.requires_grad
+    check_alike(again.detach(), parameter.detach())
+    assert_same(again.get_high_precision_init_val(), wide(33, 70))
+
+
+def test_a_direction_that_was_made_of_the_other_shares_its_codes(tmp_path: Path) -> None:
+    for name in (n for n, layout in LAYOUTS.items() if layout.square and not layout.one_buffer):
+        q = quantizer(name, "rowwise")(wide(33, 70))
+        q.update_usage(rowwise_usage=True, columnwise_usage=True)
+        save_file({"w": q}, tmp_path / "state.safetensors")
+        expected = QUANTIZERS[name](wide(33, 70))
+        for made in (by_torch(q), by_pickle(q), load_file(tmp_path / "state.safetensors")["w"]):
+            check_alike(made, expected)
+
+
+def test_files_of_all_layouts(tmp_path: Path) -> None:
+    """Of any shape, usage and view; without quantizers."""
+    state: dict[str, Any] = {"plain": wide(3, 4, dtype=torch.bfloat16)}
+    for number, name in enumerate(QUANTIZERS):
+        rows = boundary(name)
+        for usages in USAGES:
+            shape = SHAPES[number % len(SHAPES)]
+            state[f"{name}, {usages}"] = quantizer(name, usages)(wide(*shape))
+        bare = quantizer(name, internal=True)
+        state[f"{name}, bare"] = bare(wide(33, 70, dtype=torch.float16, sigma=1.0))
+        state[f"{name}, transposed"] = QUANTIZERS[name](wide(33, 70)).t()
+        state[f"{name}, part"] = QUANTIZERS[name](wide(2 * rows, 2 * rows))[rows:, :rows]
+    save_file(state, tmp_path / "state.safetensors")
+    loaded = load_file(tmp_path / "state.safetensors")
+    assert sorted(loaded) == sorted(state)
+    assert_same(loaded.pop("plain"), state.pop("plain"))
+    for key, value in state.items():
+        with told(key):
+            check_alike(loaded[key], value)
+            assert loaded[key]._quantizer is None
+
+
+# -- models --
+
+
+def through_torch(state: Any, like: Any, path: Path) -> Any:
+    torch.save(state, path / "state.pt")
+    return torch.load(path / "state.pt", weights_only=True)
+
+
+def through_dcp(state: Any, like: Any, path: Path) -> Any:
+    dcp.save(state, checkpoint_id=path / "dcp", no_dist=True)
+    dcp.load(like, checkpoint_id=path / "dcp", no_dist=True)
+    return like
+
+
+def through_safetensors(state: Any, like: Any, path: Path) -> Any:
+    save_file(state, path / "state.safetensors")
+    return load_file(path / "state.safetensors")
+
+
+def through_sharded(state: Any, like: Any, path: Path) -> Any:
+    save_sharded(state, path / "sharded")
+    load_sharded(like, path / "sharded")
+    return like
+
+
+MODEL_WAYS = [through_torch, through_dcp, through_safetensors, through_sharded]
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_models_with_primary_weights(name: str, tmp_path: Path) -> None:
+    """Training goes on as it would have."""
+    way = MODEL_WAYS[list(QUANTIZERS).index(name) % len(MODEL_WAYS)]
+    model, other, x = net(name), net(name, seed=1), wide(40, 70, sigma=1.0)
+
+    def step(model: torch.nn.Module) -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+    step(model)
+    state = way(model.state_dict(), other.state_dict(), tmp_path)
+    for key, value in model.state_dict().items():
+        if isinstance(value, QuantizedTensor):
+            for columnwise in (False, True):
+                assert_same(state[key].for_usage(columnwise), value.for_usage(columnwise))
+        else:
+            assert_same(state[key], value)
+    other.load_state_dict(state, strict=True)
+    step(model)
+    step(other)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert_same(mine.grad, theirs.grad)
+        assert_same(mine.detach().dequantize(), theirs.detach().dequantize())
+    assert other[0].weight._quantizer is not None
+
+
+@pytest.mark.parametrize("way", MODEL_WAYS)
+def test_weights_of_one_direction(way: Callable[..., Any], tmp_path: Path) -> None:
+    for name in ("mxfp8", "1x128", "Float8Tensor"):
+        models = [net(name, seed=seed) for seed in range(2)]
+        for model in models:
+            model[0].weight.update_usage(columnwise_usage=False)
+            model[2].weight.update_usage(rowwise_usage=False)
+        (tmp_path / name).mkdir()
+        state = way(*(model.state_dict() for model in models), tmp_path / name)
+        for i in (0, 2):
+            check_alike(state[f"{i}.weight"].detach(), models[0][i].weight.detach())

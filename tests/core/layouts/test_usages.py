@@ -1,0 +1,196 @@
+"""Usages of quantizers and of tensors: what is produced, dropped, made of the other, refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from ottava import prepare_for_saving, restore_from_saved
+from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
+from tests.cases import told
+from tests.comparing import assert_same
+from tests.core.layouts.layouts import DTYPES, QUANTIZERS, USAGES, inner, quantizer
+from tests.samples import wide
+
+NAMES = ("rowwise", "columnwise")
+
+
+@pytest.mark.parametrize("internal", [False, True])
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_update_usage(name: str, internal: bool) -> None:
+    """Data are dropped, made of the other usage where both hold the same values, or refused."""
+    layout, x = QUANTIZERS[name].layout, wide(70, 40)
+    for usages in USAGES:
+        for rowwise, columnwise in itertools.product((None, True, False), repeat=2):
+            with told(usages, rowwise, columnwise):
+                q = quantizer(name, usages, internal=internal)(x)
+                before, held = inner(q), q.get_usages()
+                if not layout.one_buffer:
+                    assert held == dict(zip(NAMES, USAGES[usages], strict=True))
+                asked = dict(zip(NAMES, (rowwise, columnwise), strict=True))
+                wanted = {u: held[u] if asked[u] is None else asked[u] for u in NAMES}
+                lacking = [u for u in NAMES if wanted[u] and not held[u]]
+                if not any(wanted.values()):
+                    with pytest.raises(OptionError, match=r"neither usage.*clear\(\)"):
+                        q.update_usage(rowwise, columnwise)
+                    assert_same(inner(q), before)
+                elif lacking and not layout.square:
+                    said = rf"no {lacking[0]} data.*quantizer.set_usage\({lacking[0]}=True\)"
+                    with pytest.raises(UsageError, match=said):
+                        q.update_usage(rowwise, columnwise)
+                    with pytest.raises(UsageError, match=said):
+                        q.grid_operand(columnwise=lacking == ["columnwise"])
+                    assert_same(inner(q), before)
+                else:
+                    q.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
+                    _check_usages(q, name, x, wanted)
+
+
+def _check_usages(q: Any, name: str, x: torch.Tensor, wanted: dict[str, bool]) -> None:
+    """The data are those of quantizing for these usages, and take part in writes."""
+    make = QUANTIZERS[name].with_usage(**wanted)
+    assert_same(inner(q), inner(make(x)))
+    if not QUANTIZERS[name].layout.one_buffer:
+        assert q.get_usages() == wanted
+    q.quantize_(2 * x.flip(0))
+    assert_same(inner(q), inner(make(2 * x.flip(0))))
+
+
+@pytest.mark.parametrize("name", [n for n, q in QUANTIZERS.items() if q.layout.square])
+def test_either_usage_of_squares_is_made_for_any_shape_and_view(name: str) -> None:
+    make = QUANTIZERS[name]
+    shapes: list[tuple[int, ...]] = [(), (5,), (1, 1), (0, 40), (64, 64), (2, 33, 65)]
+    for shape, rowwise in itertools.product(shapes, (True, False)):
+        with told(shape, rowwise):
+            x = wide(*shape)
+            q = make.with_usage(rowwise, not rowwise)(x)
+            q.update_usage(rowwise_usage=True, columnwise_usage=True)
+            assert_same(inner(q), inner(make(x)))
+            q.update_usage(rowwise_usage=not rowwise, columnwise_usage=rowwise)
+            assert_same(inner(q), inner(make.with_usage(not rowwise, rowwise)(x)))
+    x = wide(128, 256)
+    for op in (lambda t: t.t(), lambda t: t[:, 128:], lambda t: t.view(1, 128, 256)):
+        view = op(make.with_usage(True, False)(x))
+        view.update_usage(rowwise_usage=True, columnwise_usage=True)
+        for columnwise in (False, True):
+            if make.layout.block == (None, None) and view.numel() < x.numel():
+                continue
+            assert_same(view.for_usage(columnwise), make(op(x)).for_usage(columnwise))
+
+
+def test_flags_that_are_no_bools_are_refused() -> None:
+    q = QUANTIZERS["mxfp8"](wide(4, 4))
+    for wrong in ("no", 1):
+        with pytest.raises(OptionError, match="rowwise_usage"):
+            q.update_usage(rowwise_usage=wrong)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_empty_results(name: str) -> None:
+    """For any usages, shapes, dtypes and devices, of the kind that quantizing gives."""
+    for usages, device in itertools.product(USAGES, (None, "cpu", "meta")):
+        make = quantizer(name, usages)
+        for number, shape in enumerate([(), (5,), (0, 7), (7, 0), (33, 70), (2, 3, 65)]):
+            dtype = DTYPES[number % 3]
+            q = make.make_empty(shape, dtype=dtype, device=device, requires_grad=True)
+            like = make(torch.zeros(shape, dtype=dtype, device=device or "cpu"))
+            assert (q.shape, q.dtype, q.device.type) == (shape, dtype, device or "cpu")
+            assert q.requires_grad
+            assert q.is_leaf
+            for mine, theirs in zip(q.inner_list(), like.inner_list(), strict=True):
+                assert (mine is None) == (theirs is None)
+                if mine is not None and theirs is not None:
+                    assert (mine.shape, mine.dtype, mine.device) == (
+                        theirs.shape,
+                        theirs.dtype,
+                        theirs.device,
+                    )
+            assert type(q).__name__ in repr(q)
+            if device != "meta":
+                directions = [q.direction(columnwise=side) for side in (False, True)]
+                assert all((scales == 1).all() for _, scales in filter(None, directions))
+                values = wide(*shape, dtype=dtype)
+                make.update_quantized(values, q)
+                assert_same(inner(q), inner(make(values)))
+    with torch.device("meta"):
+        assert QUANTIZERS[name].make_empty([3]).is_meta
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_quantizing_into_a_destination_keeps_its_buffers_usages_and_dtype(name: str) -> None:
+    new = wide(40, 70, seed=2, dtype=torch.bfloat16)
+    for usages, internal in itertools.product(USAGES, (False, True)):
+        target = quantizer(name, usages, internal=internal)
+        expected = inner(target(new))
+        for number, write in enumerate(
+            [
+                lambda q, out: q.quantize(new, out=out),
+                lambda q, out: q(new, out=out),
+                lambda q, out: q.update_quantized(new, out),
+                lambda q, out: q.update_quantized(new, out, noop_flag=torch.zeros(1)),
+            ]
+        ):
+            out = target(wide(40, 70, seed=1))
+            places = [t is not None and t.data_ptr() for t in out.inner_list()]
+            assert write(quantizer(name, list(USAGES)[number % 3]), out) is out
+            assert_same(inner(out), expected)
+            assert [t is not None and t.data_ptr() for t in out.inner_list()] == places
+            assert out.dtype == torch.float32
+        for flag in (torch.ones(1), torch.ones(()), torch.ones(1, 1)):
+            out.quantize_(wide(40, 70, seed=3), noop_flag=flag)
+            assert_same(inner(out), expected)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_metadata_sizes_and_bytes(name: str) -> None:
+    layout = QUANTIZERS[name].layout
+    for usages, internal in itertools.product(USAGES, (False, True)):
+        for shape in ((), (5,), (0, 7), (33, 70), (2, 31, 65)):
+            q = quantizer(name, usages, internal=internal)(wide(*shape, dtype=torch.float16))
+            assert tuple(q.size()) == tuple(q.shape) == shape
+            assert [q.size(dim) for dim in range(len(shape))] == list(shape)
+            assert q.numel() == wide(*shape).numel()
+            assert q.device == torch.device("cpu")
+            expected = sum(
+                q.numel() + layout.stored_scale.itemsize * rows * columns
+                for columnwise, is_held in enumerate(USAGES[usages])
+                if is_held and not (layout.one_buffer and columnwise and usages == "both")
+                for rows, columns in [layout.scale_shape(shape, bool(columnwise))]
+            )
+            assert q.nbytes == expected
+            again = type(q)(**q.get_metadata())
+            assert again.dtype == torch.float16
+            for mine, theirs in zip(again.inner_list(), q.inner_list(), strict=True):
+                assert mine is theirs or mine.data_ptr() == theirs.data_ptr()
+            assert again._quantizer is q._quantizer
+
+
+def test_storages_and_tensors_are_saved_in_any_order() -> None:
+    things: list[Any] = [None, torch.randn(3)]
+    for number, name in enumerate(QUANTIZERS):
+        usages = list(USAGES)[number % 3]
+        things.append(quantizer(name, usages, internal=number % 2 == 0)(wide(33, 5)))
+    things.append(QUANTIZERS["mxfp8"](wide(64, 64))[32:].t())
+    for seed in range(3):
+        random = torch.Generator().manual_seed(seed)
+        order = [things[i] for i in torch.randperm(len(things), generator=random).tolist()]
+        flat, objects = prepare_for_saving(*order)
+        assert all(t is None or type(t) is torch.Tensor for t in flat)
+        for restored in (restore_from_saved(flat, objects), restore_from_saved(objects, flat)):
+            for got, thing in zip(restored, order, strict=True):
+                assert type(got) is type(thing)
+                if hasattr(thing, "inner_list"):
+                    assert_same(inner(got), inner(thing))
+                    assert_same(got.dequantize(), thing.dequantize())
+                    assert got._quantizer is thing._quantizer
+                else:
+                    assert got is thing
+    with pytest.raises(ShapeError, match="saved tensors"):
+        restore_from_saved(flat[:-1], objects)
+    with pytest.raises(DTypeError, match="cannot save a str"):
+        prepare_for_saving("x")
+    with pytest.raises(DTypeError, match="holds no saved objects"):
+        restore_from_saved(flat, ["x"])
