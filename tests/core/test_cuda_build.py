@@ -13,12 +13,9 @@ from pathlib import Path
 import pybind11
 import pytest
 
+from benchmarks import resources
+
 ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import resources  # noqa: E402
-
 CORE = ROOT / "packages" / "core"
 DECIDE = CORE / "csrc" / "cuda" / "decide.cmake"
 NO_NVCC = {"CUDACXX": "/nowhere/nvcc"}
@@ -86,58 +83,38 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("builds")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "options", "variables", "said", "remedy"),
-    [
-        (
-            (),
-            [],
-            NO_NVCC,
-            "there was no nvcc, and nvidia-smi saw no GPU",
-            "put the nvcc of CUDA 12.0 or later on PATH",
-        ),
-        (
-            (),
-            OLD_NVCC,
-            {},
-            "nvidia-smi saw no GPU",
-            "reinstall ottava from source with OTTAVA_CUDA=on",
-        ),
-        (
-            ("9.0",),
-            [],
-            NO_NVCC,
-            "there was a GPU but no nvcc that works",
-            "put the nvcc of CUDA 12.0",
-        ),
-        (
-            ("9.0",),
-            OLD_NVCC,
-            {},
-            "there was a GPU but nvcc was of CUDA 11.8",
-            "put the nvcc of CUDA 12.0",
-        ),
-        (
-            ("7.5", "6.1"),
-            OLD_NVCC,
-            {},
-            "the GPU is of compute capability 6.1 and 7.5 and the kernels take 8.0",
-            "on",
-        ),
-        (("9.0",), [], {"OTTAVA_CUDA": "off"}, "OTTAVA_CUDA was off", "without it"),
-        (("9.0",), ["-DOTTAVA_CUDA=OFF"], {}, "OTTAVA_CUDA was off", "without it"),
-    ],
-    ids=["neither", "no GPU", "no nvcc", "old nvcc", "old GPUs", "off", "off by option"],
-)
-def test_it_is_left_out_and_the_build_says_why(
-    folders: Path,
-    gpus: tuple[str, ...],
-    options: list[str],
-    variables: dict[str, str],
-    said: str,
-    remedy: str,
-) -> None:
-    folder = folders / "-".join(["build", *options]).replace("/", "")
+#: GPUs, options, variables; the reason that the module states, and the remedy.
+LEFT_OUT: dict[str, tuple[tuple[str, ...], list[str], dict[str, str], str, str]] = {
+    "neither": ((), [], NO_NVCC, "there was no nvcc, and nvidia-smi saw no GPU",
+                "put the nvcc of CUDA 12.0 or later on PATH"),
+    "no GPU": ((), OLD_NVCC, {}, "nvidia-smi saw no GPU",
+               "reinstall ottava from source with OTTAVA_CUDA=on"),
+    "no nvcc": (("9.0",), [], NO_NVCC, "there was a GPU but no nvcc that works",
+                "put the nvcc of CUDA 12.0"),
+    "old nvcc": (("9.0",), OLD_NVCC, {}, "there was a GPU but nvcc was of CUDA 11.8",
+                 "put the nvcc of CUDA 12.0"),
+    "old GPUs": (("7.5", "6.1"), OLD_NVCC, {},
+                 "the GPU is of compute capability 6.1 and 7.5 and the kernels take 8.0", "on"),
+    "off": (("9.0",), [], {"OTTAVA_CUDA": "off"}, "OTTAVA_CUDA was off", "without it"),
+    "off by option": (("9.0",), ["-DOTTAVA_CUDA=OFF"], {}, "OTTAVA_CUDA was off", "without it"),
+}  # fmt: skip
+#: Options and variables; what the error says.
+REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
+    "on without nvcc": ([], {"OTTAVA_CUDA": "on", **NO_NVCC},
+                        "OTTAVA_CUDA is on, but there is no nvcc that works"),
+    "on with an old nvcc": (OLD_NVCC, {"OTTAVA_CUDA": "on"}, "nvcc is of CUDA 11.8"),
+    "maybe": ([], {"OTTAVA_CUDA": "maybe"}, "OTTAVA_CUDA is 'maybe'; expected on, off or auto"),
+}  # fmt: skip
+
+
+def shared_folder(folders: Path, options: list[str]) -> Path:
+    return folders / "-".join(["build", *options]).replace("/", "")
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_it_is_left_out_and_the_build_says_why(folders: Path, case: str) -> None:
+    gpus, options, variables, said, remedy = LEFT_OUT[case]
+    folder = shared_folder(folders, options)
     done, output, targets = configure(folder, *options, gpus=gpus, **variables)
     assert done, output
     assert f"ottava: without CUDA kernels ({said}" in output
@@ -145,6 +122,17 @@ def test_it_is_left_out_and_the_build_says_why(
     compiled_in = reason(folder)
     assert compiled_in.startswith(f"when it was built, {said}")
     assert remedy in compiled_in.partition(": ")[2]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_built_is_an_error_with_a_remedy(folders: Path, case: str) -> None:
+    options, variables, said = REFUSED[case]
+    folder = shared_folder(folders, options)
+    done, output, _ = configure(folder, *options, gpus=("9.0",), **variables)
+    assert not done
+    assert said in output
+    if case != "maybe":
+        assert "OTTAVA_CUDA=off" in output
 
 
 @needs_nvcc
@@ -197,38 +185,6 @@ def test_on_builds_it_for_all_generations_or_those_named(tmp_path: Path) -> None
         tmp_path / "all", "-DCMAKE_CUDA_ARCHITECTURES=90a-real", OTTAVA_CUDA="on", CUDAARCHS="80"
     )
     assert by_option[2] == "90a-real", by_option[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "variables", "said"),
-    [
-        (
-            [],
-            NO_NVCC,
-            "OTTAVA_CUDA is on, but there is no nvcc that works; put it on PATH or name it in "
-            "CUDACXX",
-        ),
-        (
-            OLD_NVCC,
-            {},
-            "nvcc is of CUDA 11.8; the kernels take 12.0 or later; name a newer one in CUDACXX",
-        ),
-    ],
-)
-def test_on_without_a_compiler_is_an_error_with_a_remedy(
-    folders: Path, options: list[str], variables: dict[str, str], said: str
-) -> None:
-    folder = folders / "-".join(["build", *options]).replace("/", "")
-    done, output, _ = configure(folder, *options, gpus=("9.0",), OTTAVA_CUDA="on", **variables)
-    assert not done
-    assert said in output
-    assert "OTTAVA_CUDA=off" in output
-
-
-def test_another_value_is_refused(folders: Path) -> None:
-    done, said, _ = configure(folders / "build", OTTAVA_CUDA="maybe")
-    assert not done
-    assert "OTTAVA_CUDA is 'maybe'; expected on, off or auto" in said
 
 
 def ask(folder: Path, call: str, **variables: str) -> str:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import resources  # noqa: E402
+from benchmarks import resources
 
 GENERATIONS = ["80", "89", "90a", "100a"]
 OUTPUT = """
@@ -38,55 +32,34 @@ def test_output_is_read() -> None:
     assert "8 of stack, 32 spilled" in resources.table(resources.parse("x.cu", OUTPUT))
 
 
-def test_every_source_is_listed() -> None:
-    assert {path.name for path in resources.sources()} == {
-        path.name for path in resources.CUDA.glob("*.cu")
-    }
-
-
 def listed() -> list[tuple[str, str]]:
     """File and kernel of each line of the docs' table."""
-    return re.findall(
-        r"^\| (\w+\.cu) \| `([^`]+)` \|", resources.PAGE.read_text(encoding="utf-8"), re.M
-    )
-
-
-def test_the_page_has_every_file() -> None:
-    assert {file for file, _ in listed()} == {path.name for path in resources.sources()}
-
-
-def measured(wanted: list[str]) -> list[resources.Kernel]:
-    if resources.find_tool("nvcc") is None:
-        pytest.skip("there is no nvcc: the CUDA kernels are not compiled here")
-    known = [target for target in wanted if target in resources.targets()]
-    if known != wanted:
-        pytest.skip(f"this nvcc compiles for {', '.join(known)} only")
-    return resources.measure(wanted)
-
-
-def check_numbers(found: list[resources.Kernel]) -> None:
     text = resources.PAGE.read_text(encoding="utf-8")
-    if f"(nvcc {resources.release()})" not in text:
-        pytest.skip(
-            "the page was written with another release of nvcc, which may use other registers"
-        )
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line[:1] == "|"
-    ]
-    columns, page = rows[0], {(row[0], row[1].strip("`")): row for row in rows[2:]}
-    for kernel in found:
-        cell = page[kernel.file, kernel.name][columns.index(f"sm_{kernel.target}")]
-        assert cell == str(kernel.registers), kernel
+    return re.findall(r"^\| (\w+\.cu) \| `([^`]+)` \|", text, re.M)
+
+
+def test_every_file_is_compiled_and_on_the_page() -> None:
+    names = {path.name for path in resources.CUDA.glob("*.cu")}
+    assert {path.name for path in resources.sources()} == names
+    assert {file for file, _ in listed()} == names
 
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_target_and_none_spills() -> None:
-    found = measured(GENERATIONS)
-    names = [{(k.file, k.name) for k in found if k.target == target} for target in GENERATIONS]
+    """The page has these kernels, and the compiler's numbers."""
+    if resources.find_tool("nvcc") is None or {*GENERATIONS} - {*resources.targets()}:
+        pytest.skip("there is no nvcc that compiles for every generation")
+    kernels = resources.measure(GENERATIONS)
+    names = [{(k.file, k.name) for k in kernels if k.target == target} for target in GENERATIONS]
     assert all(others == names[0] for others in names)
-    assert [k for k in found if k.spilled or k.stack] == []
-    # The page has these kernels, and the compiler's numbers.
+    assert [k for k in kernels if k.spilled or k.stack] == []
     assert sorted(listed()) == sorted(names[0])
-    check_numbers(found)
+    text = resources.PAGE.read_text(encoding="utf-8")
+    if f"(nvcc {resources.release()})" not in text:
+        pytest.skip("the page was written with another nvcc, which may use other registers")
+    lines = [line for line in text.splitlines() if line[:1] == "|"]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    columns, page = rows[0], {(row[0], row[1].strip("`")): row for row in rows[2:]}
+    for kernel in kernels:
+        cell = page[kernel.file, kernel.name][columns.index(f"sm_{kernel.target}")]
+        assert cell == str(kernel.registers), kernel
