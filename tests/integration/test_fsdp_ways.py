@@ -319,10 +319,9 @@ def test_torch_autocast(mesh: DeviceMesh) -> None:
         assert_trains_alike(mesh, RECIPES[name](), GATHERED, name, loop=run, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "name", ["delayed", *(pytest.param(n, marks=SLOW) for n in ("current", "mxfp8"))]
-)
-@on_ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+@on_ranks(2, seconds=600)
 def test_compiled(mesh: DeviceMesh, name: str) -> None:
     """A graph of both passes is traced around what the first of them gathers."""
 
