@@ -102,7 +102,11 @@ def exit_codes(
 
 
 def _launch(
-    function: Callable[..., Any], world: int, seconds: float, arguments: dict[str, Any]
+    function: Callable[..., Any],
+    world: int,
+    seconds: float,
+    arguments: dict[str, Any],
+    name: str = "",
 ) -> tuple[list[Any], str, list[int]]:
     """What the ranks returned; a message where some failed, the first one first; exit codes."""
     module = Path(inspect.getfile(function)).relative_to(ROOT).with_suffix("")
@@ -112,7 +116,7 @@ def _launch(
         request = {
             "folder": path,
             "module": ".".join(module.parts),
-            "function": function.__name__,
+            "function": name or function.__name__,
             "world": world,
             "seconds": seconds,
         }
@@ -221,7 +225,8 @@ def failures(module: str, names: list[str], world: int = 2) -> dict[str, str | N
     """What went wrong in each function of a module, or None."""
     found: dict[str, str | None] = {}
     for name in names:
-        _, message, _ = _launch(getattr(importlib.import_module(module), name), world, SECONDS, {})
+        function = getattr(importlib.import_module(module), name)
+        _, message, _ = _launch(function, world, SECONDS, {}, name)
         found[name] = message or None
     return found
 

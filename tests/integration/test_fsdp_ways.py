@@ -203,7 +203,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "microbatches with weights that are kept": {
         "loop": loop(keep_weights, microbatches=2, region=True)
     },
-    "unsharded by hand": {"loop": loop(unshard)},
+    # Before a forward pass has told which module is the outermost, whose weights are kept.
+    "unsharded by hand": {"loop": loop(unshard), "groups": "layers", "fully_shard_options": {}},
     "prefetched": {"prepare_sharded": prefetch, "groups": "layers"},
     **{
         f"evaluated in between, training={training}, grad={grad}": {
@@ -244,11 +245,9 @@ def test_training_equals_one_process(mesh: DeviceMesh, way: str, every: bool) ->
         names.remove("mxfp8")
     for place, name in enumerate(names):
         for groups, reshard in SHARDINGS if every else [SHARDINGS[(place + len(way)) % 4]]:
-            options = {"groups": groups} | WAYS[way]
             sharding = {"reshard_after_forward": reshard}
-            assert_trains_alike(
-                mesh, RECIPES[name](), GATHERED, name, fully_shard_options=sharding, **options
-            )
+            options = {"groups": groups, "fully_shard_options": sharding} | WAYS[way]
+            assert_trains_alike(mesh, RECIPES[name](), GATHERED, name, **options)
 
 
 @on_ranks(2)
@@ -319,10 +318,9 @@ def test_torch_autocast(mesh: DeviceMesh) -> None:
         assert_trains_alike(mesh, RECIPES[name](), GATHERED, name, loop=run, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    "name", ["delayed", *(pytest.param(n, marks=SLOW) for n in ("current", "mxfp8"))]
-)
-@on_ranks(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+@on_ranks(2, seconds=600)
 def test_compiled(mesh: DeviceMesh, name: str) -> None:
     """A graph of both passes is traced around what the first of them gathers."""
 
