@@ -287,14 +287,17 @@ class Steps(RuleBasedStateMachine):
 
     @initialize(data=st.data(), reduces=st.booleans())
     def start(self, data: Any, reduces: bool) -> None:
+        self.prepare({name: data.draw(self.options, name) for name in "AB"}, reduces)
+
+    def prepare(self, options: dict[str, Any], reduces: bool) -> None:
         self.caught = warnings.catch_warnings()
         self.caught.__enter__()
         warnings.simplefilter("ignore")
         self.rule = Rule(reduces)
-        self.chosen = {name: data.draw(self.options, name) for name in "AB"}
+        self.chosen = options
         self.recipes: dict[str, Any] = {"current": "current"}
-        for name, options in self.chosen.items():
-            self.recipes[name] = self.recipe(options, reduces)
+        for name in options:
+            self.recipes[name] = self.recipe(options[name], reduces)
             self.recipes[name].set_quantizer_factory(Nothing(next(_numbers)))
         self.blocks: list[Any] = []
         self.runs: list[Run] = []
@@ -448,6 +451,11 @@ class Steps(RuleBasedStateMachine):
             # Such a checkpoint has records in its recomputation, so that comes now.
             self.backward_together(made)
 
+    @rule(number=st.sampled_from((0, 1)), use=_use)
+    def train(self, number: int, use: Use) -> None:
+        """One layer runs in training."""
+        self.run(number, [use._replace(blocks=())], number == 1, "train", None, None)
+
     def batch(self, value: int, rank: int | None = None) -> torch.Tensor:
         return torch.tensor([[self.value(value, rank)]])
 
@@ -593,9 +601,12 @@ class Steps(RuleBasedStateMachine):
             self.observe_backward(run, stopped=stop is not None)
         self.settle(run)
 
-    @rule()
-    def backward_of_all(self) -> None:
-        self.backward_together(0)
+    @rule(around=st.lists(_block, max_size=1))
+    def backward_of_all(self, around: list[str]) -> None:
+        with contextlib.ExitStack() as stack:
+            for name in around:
+                stack.enter_context(self.block(name))
+            self.backward_together(0)
 
     def backward_together(self, first: int) -> None:
         runs = self.runs[first:]
@@ -647,15 +658,23 @@ class Steps(RuleBasedStateMachine):
 
     # -- models that change --
 
-    @rule(number=st.integers(0, 1), layer=st.integers(0, 3), value=BATCHES)
-    def change_weight(self, number: int, layer: int, value: int) -> None:
-        self.forget()
-        module = self.of_bank[number][layer % len(self.of_bank[number])].module
-        with torch.no_grad():
-            module.weight.fill_(WEIGHTS[value])
+    @rule(
+        how=st.sampled_from(
+            ("change_weight", "add_layer", "remove_layer", "save", "load", "copy", "refuse")
+        ),
+        number=st.integers(0, 1),
+        place=st.integers(0, 9),
+    )
+    def change(self, how: str, number: int, place: int) -> None:
+        getattr(self, how)(number, place)
 
-    @rule(number=st.integers(0, 1))
-    def add_layer(self, number: int) -> None:
+    def change_weight(self, number: int, place: int) -> None:
+        self.forget()
+        module = self.of_bank[number][place % len(self.of_bank[number])].module
+        with torch.no_grad():
+            module.weight.fill_(WEIGHTS[place % len(WEIGHTS)])
+
+    def add_layer(self, number: int, place: int) -> None:
         self.forget()
         bank, layers = self.banks[number], self.of_bank[number]
         bank.layers.append(ottava.nn.Linear(1, 1, bias=False))
@@ -665,32 +684,30 @@ class Steps(RuleBasedStateMachine):
             # Converting binds the recipe again.
             layer.kept = weight if number else None
 
-    @rule(number=st.integers(0, 1), layer=st.integers(0, 3))
-    def remove_layer(self, number: int, layer: int) -> None:
+    def remove_layer(self, number: int, place: int) -> None:
         self.forget()
         layers = self.of_bank[number]
         if len(layers) > 1:
-            place = layer % len(layers)
+            place %= len(layers)
             del self.banks[number].layers[place]
             self.rule.layers.remove(layers.pop(place))
 
-    @rule(number=st.integers(0, 1))
-    def save(self, number: int) -> None:
+    def save(self, number: int, place: int) -> None:
         states = [copy.deepcopy(layer.state) for layer in self.of_bank[number]]
         if number == 0 and any(state is not None and state.recipe != "A" for state in states):
             return
         state_dict = {k: v.clone() for k, v in self.banks[number].state_dict().items()}
         self.saved.append((number, state_dict, states))
 
-    @rule(
-        how=st.sampled_from(("into it", "into a new one", "before its conversion")),
-        place=st.integers(0, 9),
-    )
-    def load(self, how: str, place: int) -> None:
-        if not self.saved:
+    def load(self, number: int, place: int) -> None:
+        if not any(saved[0] == number for saved in self.saved):
+            self.save(number, place)
+        saved = [saved for saved in self.saved if saved[0] == number]
+        if not saved:
             return
         self.forget()
-        number, state_dict, states = self.saved[place % len(self.saved)]
+        how = ("into it", "into a new one", "before its conversion")[place % 3]
+        number, state_dict, states = saved[place % len(saved)]
         states = copy.deepcopy(states)
         for state in states:
             if state is not None:
@@ -721,23 +738,21 @@ class Steps(RuleBasedStateMachine):
                 state.step, state.lacks_recipe = layer.state.step, layer.state.lacks_recipe
             layer.state = state
 
-    @rule(number=st.integers(0, 1), pickled=st.booleans())
-    def copy(self, number: int, pickled: bool) -> None:
+    def copy(self, number: int, place: int) -> None:
         self.forget()
         bank = self.banks[number]
         states = [copy.deepcopy(layer.state) for layer in self.of_bank[number]]
         for state in states:
             if state is not None:
                 state.step = None
-        made = pickle.loads(pickle.dumps(bank)) if pickled else copy.deepcopy(bank)
+        made = pickle.loads(pickle.dumps(bank)) if place % 2 else copy.deepcopy(bank)
         self.take(number, made, states)
 
-    @rule(number=st.integers(0, 1), layer=st.integers(0, 3))
-    def refuse(self, number: int, layer: int) -> None:
+    def refuse(self, number: int, place: int) -> None:
         """An input of another size begins no step."""
-        refused = self.of_bank[number][layer % len(self.of_bank[number])]
+        refused = self.of_bank[number][place % len(self.of_bank[number])]
         recipe = self.rule.recipe_of(refused)
-        if recipe in ("A", "B") and self.may_run(refused, Use(layer, 0, 0), None):
+        if recipe in ("A", "B") and self.may_run(refused, Use(place, 0, 0), None):
             self.state_of(refused, recipe)
             with pytest.raises(ottava.errors.ShapeError):
                 refused.module(torch.ones(1, 2))

@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from ottava_delayed import DelayedScaling
 from tests import oracle
 from tests.integration.stateful_package.acme_average_recipe import MovingAverage
-from tests.integration.steps import ELEMENTS, Steps
+from tests.integration.steps import ELEMENTS, Steps, Use
 from tests.recipes_delayed.slot_oracle import Slot
 
 
@@ -113,3 +113,71 @@ def test_random_programs(machine: Any, examples: int, one_thread: None) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+def runs(number: int, *uses: Use, mode: str = "train", whole: bool | None = None) -> Any:
+    return "run", (number, list(uses), False, mode, whole, None)
+
+
+ONE, LARGE = Use(0, 0, 0), Use(0, 2, 0)
+ENTER_A, ENTER_B, LEAVE = ("enter", ("A", True)), ("enter", ("B", True)), ("leave", (False,))
+BACKWARD, SAVE, LOAD = ("backward_of_all", ([],)), ("save", (1, 0)), ("load", (1, 0))
+IN_NONE = Use(0, 0, 0, blocks=("none",))
+#: Programs that once went wrong.
+PROGRAMS: dict[str, list[Any]] = {
+    "a backward pass after its step has begun again": [
+        *(ENTER_A, runs(1, ONE), LEAVE, ENTER_A, BACKWARD, LEAVE, ENTER_A, runs(1, ONE), LEAVE)
+    ],
+    "a load after an evaluation in a block": [
+        *(ENTER_A, runs(1, ONE), BACKWARD, LEAVE, SAVE, ("load", (1, 1))),
+        *(ENTER_A, runs(1, ONE, mode="eval"), LEAVE, LOAD, ENTER_A, runs(1, LARGE), LEAVE),
+    ],
+    "a block without a recipe recomputed in another one": [
+        *(runs(0, IN_NONE, whole=False), ENTER_B, BACKWARD, LEAVE, runs(0, ONE))
+    ],
+    "a block that has not begun around one that has": [
+        *(("enter", ("A", False)), ENTER_A, runs(1, ONE), LEAVE, runs(1, LARGE), BACKWARD, LEAVE)
+    ],
+    "a layer that ran in another step since": [
+        *(ENTER_A, runs(0, ONE), LEAVE, ("enter", ("none", True)), runs(0, LARGE), LEAVE),
+        *(ENTER_A, runs(1, ONE), LEAVE, ("enter", ("none", True)), BACKWARD, LEAVE),
+    ],
+    "a block of another recipe before a layer has run": [
+        *(ENTER_A, runs(1, Use(0, 0, 0, blocks=("B",)), Use(1, 0, 0)), BACKWARD, LEAVE),
+        *(ENTER_A, runs(1, Use(1, 0, 0)), LEAVE),
+    ],
+    "an evaluation in training mode in another block": [
+        *(runs(0, ONE), runs(0, IN_NONE, mode="no_grad"), BACKWARD, runs(0, ONE))
+    ],
+    "flags of microbatches, and none, before a recomputation": [
+        *(ENTER_A, runs(1, Use(0, 0, 0, first=True)), BACKWARD, LEAVE, ("change_weight", (1, 2))),
+        *(ENTER_A, runs(1, ONE, Use(0, 0, 0, first=False), whole=True), LEAVE),
+    ],
+    "the first microbatch in a reentrant checkpoint": [
+        *(ENTER_A, runs(1, Use(0, 0, 0, recompute=True, first=True)), LEAVE, ENTER_A, LEAVE)
+    ],
+    "a reentrant checkpoint, and a call without": [
+        *(ENTER_A, runs(1, Use(0, 2, 0, recompute=True), ONE), LEAVE, ENTER_A, LEAVE)
+    ],
+    "a reentrant checkpoint of a step before a recomputation": [
+        *(runs(0, LARGE, whole=False), runs(0, Use(1, 0, 0, recompute=True)), BACKWARD)
+    ],
+    "calibration inside of a recomputation": [
+        *(runs(0, Use(0, 0, 0, blocks=("A", "calibrating"), recompute=True)), runs(0, LARGE))
+    ],
+    "a calibrating block that fails": [
+        *(("enter", ("calibrating A", True)), runs(1, ONE), ("leave", (True,)), ENTER_A, LEAVE)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program(name: str) -> None:
+    machine = DelayedSteps()
+    machine.prepare(dict.fromkeys("AB", (2, "max", 0)), True)
+    try:
+        for step, arguments in PROGRAMS[name]:
+            getattr(machine, step)(*arguments)
+            machine.states_are_those_of_the_rule()
+    finally:
+        machine.teardown()
