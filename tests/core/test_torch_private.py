@@ -146,11 +146,11 @@ def test_without_a_number_no_code_is_inside_of_a_backward_pass(
 
 def test_fallbacks_answer_as_torch_does() -> None:
     fallbacks = torch_private.Fallbacks
-    x = torch.arange(12.0).view(3, 4).t()
-    reshaped = fallbacks.unsafe_view(x, [2, 6])
-    assert torch.equal(reshaped, torch.ops.aten._unsafe_view(x.contiguous(), [2, 6]))
-    assert not reshaped._is_view()
-    assert reshaped.data_ptr() != x.data_ptr()
+    for x in (torch.arange(12.0).view(3, 4), torch.arange(12.0).view(4, 3).t()):
+        reshaped = fallbacks.unsafe_view(x, [2, 6])
+        assert torch.equal(reshaped, torch.ops.aten._unsafe_view(x.contiguous(), [2, 6]))
+        assert not reshaped._is_view()
+        assert reshaped.data_ptr() != x.data_ptr()
     targets = [torch.tensor([1.0, 5.0]), torch.tensor(2.0)]
     others = [torch.tensor([3.0, 4.0]), torch.tensor(1.0)]
     fallbacks.foreach_maximum_(targets, others)
