@@ -64,9 +64,6 @@ TABLE = {
     "": {
         # Sharded training equals one process to the last bit of losses, bytes and scales.
         "long_training_cases": "zero_on_two_and_four_ranks fsdp_on_two_ranks",
-        # Ranks are killed, in steps and while they write checkpoints; saved by four ranks, loaded
-        # by two and by one.
-        "kill_cases": "zero_is_killed primary_is_killed resharded",
         # The examples.
         "example_cases": "interrupted_runs_end_as_others commands_of_the_documentation",
     },

@@ -20,7 +20,6 @@ from tests.integration.sharded_checkpoint_cases import (
     same,
 )
 
-
 MODULE = "tests.integration.sharded_checkpoint_cases"
 
 
