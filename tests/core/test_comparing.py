@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comparing import assert_same
+
+from tests.comparing import assert_same
 
 NAN = float("nan")
 

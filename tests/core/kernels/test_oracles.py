@@ -1,0 +1,244 @@
+"""The scalar oracle and its array twin agree with each other, with ml_dtypes and with torch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ottava import Layout
+from tests import arrays, oracle, samples
+from tests.comparing import assert_same
+
+E8M0 = torch.float8_e8m0fnu
+ML_DTYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+ROUNDINGS = [
+    (torch.float32, "nearest"),
+    (torch.float32, "floor"),
+    (E8M0, "up"),
+    (E8M0, "floor"),
+]
+NUMBERS = [*samples.SPECIAL, 0.3, -7.0, 3.0, 449.0, 2.0**-10, 6e4, 1e30, 1e-30]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any layout, with blocks of a few elements."""
+    scale, rounding = draw(st.sampled_from(ROUNDINGS))
+    block = draw(st.tuples(*[st.sampled_from([None, 1, 2, 3, 8])] * 2))
+    shared = None
+    if None not in block and draw(st.booleans()):
+        side = math.lcm(*block) * draw(st.integers(1, 2))
+        shared = (side, side)
+    ways = ["own", "transposed"] + ["same"] * (block[0] == block[1])
+    options: dict[str, Any] = {}
+    if scale is torch.float32:
+        options["epsilon"] = draw(st.sampled_from([0.0, 1e-3, 2.0]))
+        options["finite_as"] = draw(st.sampled_from(["float32", "input"]))
+    element = draw(st.sampled_from(list(oracle.NAMES)))
+    columnwise = draw(st.sampled_from(ways))
+    return Layout(element, block, scale, rounding, columnwise=columnwise, shared=shared, **options)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> torch.Tensor:
+    """Ragged ones of numbers of all kinds."""
+    rows, columns = draw(st.integers(1, 11)), draw(st.integers(1, 11))
+    dtype = draw(st.sampled_from(samples.DTYPES))
+    number = st.sampled_from(NUMBERS) | st.floats(width=32)
+    values = draw(st.lists(number, min_size=rows * columns, max_size=rows * columns))
+    return torch.tensor(values).view(rows, columns).to(dtype)
+
+
+@given(layouts(), matrices())
+@settings(max_examples=40)
+def test_quantize(layout: Layout, x: torch.Tensor) -> None:
+    """The oracle and its twin give the same bytes, of which the layout says the shapes."""
+    rows = oracle.quantize(x.tolist(), layout, x.dtype)
+    expected = arrays.quantize(x, layout)
+    dtypes = [torch.uint8, layout.stored_scale] * 2
+    for got, dtype, tensor in zip(rows, dtypes, expected, strict=True):
+        assert_same(tensor, torch.tensor(got, dtype=dtype), note=layout.text)
+    for columnwise in (False, True):
+        data, scale_inv = expected[2 * columnwise :][:2]
+        assert data.shape == layout.data_shape(x.shape, columnwise)
+        assert scale_inv.shape == layout.scale_shape(x.shape, columnwise)
+
+
+@given(layouts(), matrices(), st.sampled_from([*samples.DTYPES, torch.float64]))
+@settings(max_examples=40)
+def test_decode(layout: Layout, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Codes and scales of any kind."""
+    random = np.random.default_rng(x.numel())
+    for columnwise in (False, True):
+        shape = layout.scale_shape(x.shape, columnwise)
+        data = random.integers(0, 256, layout.data_shape(x.shape, columnwise), np.uint8)
+        scale_inv = torch.from_numpy(random.integers(0, 256, shape, np.uint8))
+        if layout.scale is torch.float32:
+            scale_inv = torch.from_numpy(random.choice(NUMBERS, shape).astype(np.float32))
+        got = arrays.decode(
+            torch.from_numpy(data), scale_inv, layout, columnwise=columnwise, dtype=dtype
+        )
+        rows, columns = layout.stored_block(columnwise)
+        expected = [
+            [
+                oracle.dequantize(
+                    int(code),
+                    scale_inv[i // rows if rows else 0, j // columns if columns else 0].item(),
+                    layout,
+                    dtype,
+                )
+                for j, code in enumerate(line)
+            ]
+            for i, line in enumerate(data)
+        ]
+        assert_same(got, torch.tensor(expected, dtype=dtype), note=layout.text)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 5), (3, 0), (2, 0, 7), (2, 3, 5)], ids=str)
+def test_shapes_without_a_matrix(shape: tuple[int, ...]) -> None:
+    """A tensor of any rank, empty or not, has the parts of the layout's shapes."""
+    for block, columnwise in (((1, 2), "own"), ((None, 2), "transposed"), ((None, None), "same")):
+        layout = Layout(torch.float8_e4m3fn, block, columnwise=columnwise)
+        parts = arrays.quantize(torch.ones(shape), layout)
+        for side in (False, True):
+            assert parts[2 * side].shape == layout.data_shape(shape, side)
+            assert parts[2 * side + 1].shape == layout.scale_shape(shape, side)
+            decoded = arrays.decode(
+                *parts[2 * side :][:2], layout, columnwise=side, dtype=torch.float16
+            )
+            assert_same(decoded, torch.ones(layout.data_shape(shape, side)).half())
+
+
+@pytest.mark.parametrize("name", oracle.ELEMENTS)
+def test_codes(name: str) -> None:
+    """Every code has the value of ml_dtypes, and every value its code."""
+    data = np.arange(256, dtype=np.uint8)
+    values = [oracle.decode(code, name) for code in range(256)]
+    if name in ML_DTYPES:
+        expected = data.view(ML_DTYPES[name]).astype(np.float64)
+    else:
+        expected = data.view(np.int8).astype(np.float64)
+        expected[0x80] = np.nan
+    assert_same(torch.tensor(values, dtype=torch.float64), expected, data)
+    for code, value in enumerate(values):
+        if math.isfinite(value):
+            assert oracle.encode(value, name) == code
+            assert abs(value) <= oracle.MAX[name]
+            assert math.frexp(abs(value))[1] - 1 <= oracle.ELEMENTS[name].exponent
+
+
+@pytest.mark.parametrize("name", oracle.ELEMENTS)
+def test_encode(name: str) -> None:
+    """Numbers halfway between two codes and their neighbours; both oracles, and ml_dtypes."""
+    codes = [oracle.decode(code, name) for code in range(256)]
+    finite = np.unique(np.array([value for value in codes if math.isfinite(value)], np.float32))
+    edges = np.concatenate([finite, (finite[1:] + finite[:-1]) / 2]).astype(np.float32)
+    with np.errstate(all="ignore"):
+        x = np.concatenate([edges, np.nextafter(edges, np.inf), np.nextafter(edges, -np.inf)])
+        x = np.concatenate([x, np.float32(NUMBERS), np.float32([-448, 464, 480, 61440, 1e38])])
+    x = x.astype(np.float32)
+    got = torch.tensor([oracle.encode(value, name) for value in x.tolist()], dtype=torch.uint8)
+    element = oracle.ELEMENTS[name].dtype
+    assert_same(arrays.encode(x, element), got, x)
+    inside = np.abs(x) <= oracle.MAX[name]
+    if name in ML_DTYPES:
+        assert_same(got.numpy()[inside], x[inside].astype(ML_DTYPES[name]).view(np.uint8), x)
+    signs = np.where(np.signbit(x), -1.0, 1.0)
+    beyond = np.abs(x) > oracle.MAX[name]
+    largest = [oracle.encode(sign * oracle.MAX[name], name) for sign in signs[beyond]]
+    assert got.numpy()[beyond].tolist() == largest
+
+
+def test_cast_by_hand() -> None:
+    cases = {
+        "e4m3": [(448.0, 0x7E), (-math.inf, 0xFE), (math.nan, 0x7F), (-0.0, 0x80), (2**-10, 0),
+                 (3 * 2**-10, 2), (2**-6, 8), (17.0, 0x58), (19.0, 0x5A)],
+        "e5m2": [(57344.0, 0x7B), (math.inf, 0x7B), (-math.nan, 0x7F), (2**-17, 0), (1.0, 0x3C)],
+        "int8": [(-0.5, 0), (1.5, 2), (2.5, 2), (200.0, 127), (-200.0, 0x81), (math.nan, 0x80)],
+    }  # fmt: skip
+    for name, pairs in cases.items():
+        for value, code in pairs:
+            assert oracle.encode(value, name) == code, (name, value)
+
+
+def test_nearest() -> None:
+    """Rounding to the wide dtypes is that of torch."""
+    x = torch.cat([samples.patterns(torch.float32).view(-1)[::61], torch.tensor(NUMBERS)])
+    for dtype in (torch.bfloat16, torch.float16):
+        expected = x.to(dtype)
+        got = [oracle.nearest(value, dtype) for value in x.tolist()]
+        assert_same(torch.tensor(got).to(dtype), expected, x)
+        assert_same(torch.tensor(got), expected.float(), x)
+    for value in (0.1, 2.0**-149 * 1.5, 2.0**-150, 1e-46, 3.4028235677e38, 1e39, -1e300, -0.0):
+        rounded = oracle.nearest(value, torch.float32)
+        assert math.copysign(1.0, rounded) == math.copysign(1.0, value)
+        assert oracle.float32(value) == rounded == torch.tensor(value, dtype=torch.float32).item()
+
+
+def test_scales_by_hand() -> None:
+    """Rows of (amax, options, scale), and of (amax, rule, byte)."""
+    tiny, largest = 2.0**-149, oracle.FLOAT32_MAX
+    floats: list[tuple[float, dict[str, Any], float]] = [
+        (448.0, {}, 1.0),
+        (3.0, {}, float(np.float32(448) / np.float32(3))),
+        (0.0, {}, 1.0),
+        (math.inf, {}, 1.0),
+        (math.nan, {}, 1.0),
+        (tiny, {}, largest),
+        (tiny, {"infinite": 65504.0}, 65504.0),
+        (tiny, {"infinite": 65504.0, "pow_2": True}, 2.0**15),
+        (449.0, {"pow_2": True}, 0.5),
+        (6.5, {"epsilon": 7.0}, 64.0),
+        (0.0, {"epsilon": 7.0}, 64.0),
+        (math.inf, {"epsilon": 7.0}, 1.0),
+        (3.0, {"epsilon": 1e39}, 1.0),
+    ]
+    for amax, options, scale in floats:
+        got = oracle.scale_from_amax(amax, 448.0, **options)
+        assert got == (scale, float(np.float32(1) / np.float32(scale))), (amax, options)
+    codes = [
+        (448.0, "up", 127),
+        (449.0, "up", 128),
+        (2.0**-140, "up", 0),
+        (0.0, "up", 0),
+        (largest, "up", 247),
+        (math.inf, "up", 254),
+        (math.nan, "up", 255),
+        (448.0, "floor", 127),
+        (255.0, "floor", 126),
+        (tiny, "floor", 0),
+        (math.inf, "floor", 254),
+        (math.nan, "floor", 255),
+    ]
+    for amax, rule, code in codes:
+        assert oracle.e8m0_code(amax, "e4m3", rule) == code, (amax, rule)
+
+
+def test_scales() -> None:
+    """The twin's rules for every exponent with extreme mantissas, and around edges."""
+    exponents = np.arange(256)[:, None] << 23
+    mantissas = np.array([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF])
+    patterns = [(exponents | mantissas).ravel()]
+    for limit in oracle.MAX.values():
+        edges = np.float32(limit) * np.exp2(np.float32([-128, -127, -126, 0]))
+        edges = np.append(edges, np.float32(limit / 65504))
+        patterns.append((edges.view(np.uint32).astype(int)[:, None] + np.arange(-2, 3)).ravel())
+    amaxes = np.concatenate(patterns).astype(np.uint32).view(np.float32)
+    for element in oracle.NAMES:
+        for (scale, rounding), dtype in zip(
+            ROUNDINGS, [*samples.DTYPES, torch.float32], strict=True
+        ):
+            finite_as = "input" if scale is torch.float32 else "float32"
+            layout = Layout(element, (1, 32), scale, rounding, finite_as=finite_as)
+            expected = [oracle.scale(amax, layout, dtype) for amax in amaxes.tolist()]
+            got = arrays.scales(amaxes, layout, dtype)
+            for part, mine in enumerate(got):
+                wanted = np.array([pair[part] for pair in expected]).astype(mine.dtype)
+                assert_same(mine, wanted, amaxes, layout.text)
