@@ -207,14 +207,6 @@ def resharded(kind: str) -> None:
     same(gathered(fresh.state()), gathered(original.state()), "continued")
 
 
-def case_of(kind: str) -> Callable[[Any], None]:
-    return lambda mesh: resharded(kind)
-
-
-for _kind in RECIPES:
-    globals()[f"resharded_{_kind.replace('-', '_')}"] = case_of(_kind)
-
-
 def cut_blocks(mesh: DeviceMesh) -> None:
     """Shards that cut blocks are named; nothing is written."""
     folder = common_folder()
@@ -385,14 +377,12 @@ def flattened(mesh: DeviceMesh) -> None:
         save_file(net.state_dict(), folder / f"file-{dist.get_rank()}")
 
 
-#: Of delayed scaling, because its ranks have amaxes of their own; of the others in the long run.
-CASES = [
-    "resharded_delayed",
-    "cut_blocks",
-    "damage",
-    "failures",
-    "own_tensors",
-    "placements",
-    "flattened",
-]
-OTHER_RECIPES = [f"resharded_{kind.replace('-', '_')}" for kind in RECIPES if kind != "delayed"]
+def run_case(mesh: DeviceMesh, case: str) -> None:
+    """A case by its name, or that of a recipe whose checkpoints are resharded."""
+    if case in RECIPES:
+        resharded(case)
+    else:
+        globals()[case](mesh)
+
+
+CASES = ["cut_blocks", "damage", "failures", "own_tensors", "placements", "flattened"]

@@ -13,30 +13,20 @@ from ottava_integrations import read_state
 from tests import ranks
 from tests.integration.sharded_checkpoint_cases import (
     CASES,
-    OTHER_RECIPES,
     RECIPES,
     Training,
     gathered,
+    run_case,
     same,
 )
 
-
-MODULE = "tests.integration.sharded_checkpoint_cases"
-
-
-@pytest.fixture(scope="module")
-def failures() -> dict[str, str | None]:
-    return ranks.failures(MODULE, CASES, 4)
+#: Ranks of delayed scaling have amaxes of their own.
+LONG = [pytest.param(kind, marks=pytest.mark.slow) for kind in RECIPES if kind != "delayed"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_on_four_ranks(case: str, failures: dict[str, str | None]) -> None:
-    assert failures[case] is None, failures[case]
-
-
-@pytest.mark.slow
-def test_other_recipes_on_four_ranks() -> None:
-    assert ranks.failures(MODULE, OTHER_RECIPES, 4) == dict.fromkeys(OTHER_RECIPES)
+@pytest.mark.parametrize("case", [*CASES, "delayed", *LONG])
+def test_on_four_ranks(case: str) -> None:
+    ranks.run(run_case, 4, seconds=400, case=case)
 
 
 @pytest.mark.parametrize("kind", RECIPES)

@@ -176,7 +176,7 @@ def test_low_rank_adapters_are_merged_and_saved(recipe: str, tmp_path: Path) -> 
     assert_same_values(loaded, merged)
 
 
-def accelerated(mesh: Any, recipe: str, sharded: bool, **options: Any) -> None:
+def accelerated(mesh: Any, recipe: str, sharded: bool, folder: str, **options: Any) -> None:
     """Train by Accelerate, see that every weight did, and save and load its state."""
     rank = mesh.get_rank()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(mesh.size())}
@@ -221,15 +221,14 @@ def accelerated(mesh: Any, recipe: str, sharded: bool, **options: Any) -> None:
     step()
     trained = local()
     assert [name for name, value in trained.items() if torch.equal(value, before[name])] == []
-    folder = Path(os.environ["OTTAVA_TEST_FOLDER"]) / "-".join([recipe, str(sharded), *options])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        accelerator.save_state(str(folder))
+        accelerator.save_state(folder)
         torch.distributed.barrier()
         for _ in range(10):
             step()
         later = local()
-        accelerator.load_state(str(folder))
+        accelerator.load_state(folder)
     for name, value in local().items():
         # Values are quantized again where they are loaded, so that the last bits may be others.
         difference = (value - trained[name]).norm()
@@ -237,38 +236,17 @@ def accelerated(mesh: Any, recipe: str, sharded: bool, **options: Any) -> None:
         assert difference < (later[name] - trained[name]).norm(), name
 
 
-def fsdp2_current(mesh: Any) -> None:
-    accelerated(mesh, "current", sharded=True)
+FULL: dict[str, Any] = {"state_dict_type": "FULL_STATE_DICT"}
+SHARDED = [("current", {}), ("mxfp8", {}), ("delayed", {}), ("mxfp8", FULL)]
 
 
-def fsdp2_mxfp8(mesh: Any) -> None:
-    accelerated(mesh, "mxfp8", sharded=True)
-
-
-def fsdp2_delayed(mesh: Any) -> None:
-    accelerated(mesh, "delayed", sharded=True)
-
-
-def ddp_current(mesh: Any) -> None:
-    accelerated(mesh, "current", sharded=False)
-
-
-def ddp_blockwise(mesh: Any) -> None:
-    accelerated(mesh, "blockwise", sharded=False)
-
-
-def ddp_delayed(mesh: Any) -> None:
-    accelerated(mesh, "delayed", sharded=False)
-
-
-def full_mxfp8(mesh: Any) -> None:
-    accelerated(mesh, "mxfp8", sharded=True, state_dict_type="FULL_STATE_DICT")
-
-
+@pytest.mark.parametrize(
+    ("recipe", "sharded", "options"),
+    [(recipe, True, options) for recipe, options in SHARDED]
+    + [(recipe, False, {}) for recipe in ("current", "blockwise", "delayed")],
+)
 def test_accelerate_trains_every_weight_and_saves_its_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str, sharded: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("OTTAVA_TEST_FOLDER", str(tmp_path))
-    cases = ["fsdp2_current", "fsdp2_mxfp8", "fsdp2_delayed", "full_mxfp8"]
-    cases += ["ddp_current", "ddp_blockwise", "ddp_delayed"]
-    assert ranks.failures(__name__, cases) == dict.fromkeys(cases)
+    arguments = {"recipe": recipe, "sharded": sharded, "folder": str(tmp_path / "state")}
+    ranks.run(accelerated, 2, seconds=400, **arguments, **options)

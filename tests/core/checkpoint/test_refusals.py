@@ -54,6 +54,7 @@ VALUES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "jagged": (lambda: nested(torch.jagged), DTypeError, "'x' is nested"),
     "freed": (lambda: resized(0), UsageError, NO_MEMORY),
     "cut": (lambda: resized(100), UsageError, OUTSIDE.format(100)),
+    "short": (lambda: resized(39_996), UsageError, OUTSIDE.format(39_996)),
     "end": (lambda: resized(9000, lambda x: x[99:]), UsageError, OUTSIDE.format(9000)),
     "column": (lambda: resized(4000, lambda x: x[:, 0]), UsageError, OUTSIDE.format(4000)),
 }

@@ -1,0 +1,371 @@
+"""Bytes of weights that lie in a caller's buffer or come from elsewhere, and the transposes that
+derive from them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ottava
+from ottava import GridQuantizer, Layout
+from ottava.distributed import (
+    is_custom,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
+from ottava.errors import DeviceError, DTypeError, OttavaError, ShapeError, UsageError
+from ottava.tensors import columnwise_layout
+from ottava_blockwise import Float8BlockQuantizer
+from ottava_current import Float8CurrentScalingQuantizer
+from ottava_delayed import Float8Quantizer
+from ottava_mxfp8 import MXFP8Quantizer
+from ottava_rowwise import Float8RowwiseQuantizer
+from tests.comparing import assert_same
+
+E4M3, E5M2, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
+MAKERS = {
+    "current": lambda: Float8CurrentScalingQuantizer(E5M2),
+    "delayed": lambda: Float8Quantizer(torch.tensor([3.0]), torch.zeros(1), E4M3),
+    "mxfp8": lambda: MXFP8Quantizer(E4M3),
+    "mxfp8 2-D": lambda: MXFP8Quantizer(E5M2, with_2d_quantization=True),
+    "blockwise": lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=1),
+    "blockwise 2-D": lambda: Float8BlockQuantizer(E5M2),
+    "rowwise": lambda: Float8RowwiseQuantizer(E4M3),
+    "a layout": lambda: GridQuantizer(Layout(E5M2, (8, 16), rounding="floor")),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def maker(request: pytest.FixtureRequest) -> Any:
+    return MAKERS[request.param]
+
+
+@pytest.fixture(params=["shared", "transpose"])
+def layout(request: pytest.FixtureRequest) -> Iterator[str]:
+    with columnwise_layout(request.param):
+        yield request.param
+
+
+def held(weight: Any) -> dict[str, torch.Tensor]:
+    both = zip(weight.inner_tensors, weight.inner_list(), strict=True)
+    return {inner.attribute: tensor for inner, tensor in both if tensor is not None}
+
+
+def names(weight: Any) -> list[str]:
+    """The attributes of data that can be moved."""
+    return [inner.attribute for inner in weight.raw_inner()]
+
+
+def buffers_for(weight: Any) -> list[torch.Tensor]:
+    sizes = [getattr(weight, name).numel() for name in names(weight)]
+    return [torch.zeros(size + 3, dtype=U8)[3:] for size in sizes]
+
+
+def no_stale_transpose(weight: Any) -> None:
+    transposed = getattr(weight, "_transpose", None)
+    assert transposed is None or torch.equal(transposed, weight._data.movedim(-1, 0))
+
+
+@pytest.mark.parametrize("shape", [(33, 40), (64,), (3, 5, 8), (0, 8), (8, 0)])
+def test_values_and_everything_else_stay(maker: Any, layout: str, shape: tuple[int, ...]) -> None:
+    for native in (False, True):
+        quantizer = maker()
+        weight = quantizer.quantize(torch.randn(shape).bfloat16())
+        before = {name: tensor.clone() for name, tensor in held(weight).items()}
+        rest = {n: t.data_ptr() for n, t in held(weight).items() if n not in names(weight)}
+        about = weight.get_usages(), weight.shape, weight.stride(), weight.dtype, quantizer
+        values, buffers = weight.dequantize(), buffers_for(weight)
+        views = [b.view(weight.grid_layout.element) if native else b for b in buffers]
+        replace_raw_data(weight, views[0] if len(views) == 1 else views)
+        after = held(weight)
+        assert after.keys() == before.keys()
+        assert_same([*after.values()], [*before.values()])
+        assert_same(weight.dequantize(), values)
+        size, quantizer = (weight.shape, weight.stride(), weight.dtype), weight._quantizer
+        assert (weight.get_usages(), *size, quantizer) == about
+        assert {name: after[name].data_ptr() for name in rest} == rest
+        for name, buffer in zip(names(weight), buffers, strict=True):
+            assert after[name].data_ptr() == buffer.data_ptr()
+            assert_same(buffer, before[name].reshape(-1))
+
+
+def test_writes_reach_both_sides(maker: Any, layout: str) -> None:
+    weight = maker().quantize(torch.randn(64, 32).bfloat16())
+    buffers = buffers_for(weight)
+    replace_raw_data(weight, buffers)
+    values = torch.randn(64, 32).bfloat16()
+    with torch.no_grad():
+        weight.copy_(values)
+    expected = maker().quantize(values)
+    for name, buffer in zip(names(weight), buffers, strict=True):
+        assert getattr(weight, name).data_ptr() == buffer.data_ptr()
+        assert_same(buffer.view(64, 32), getattr(expected, name))
+    no_stale_transpose(weight)
+    other = maker().quantize(torch.randn(64, 32).bfloat16())
+    for name, buffer in zip(names(weight), buffers, strict=True):
+        buffer.copy_(getattr(other, name).reshape(-1))
+        assert_same(getattr(weight, name), getattr(other, name))
+    no_stale_transpose(weight)
+    post_all_gather_processing([weight])
+    no_stale_transpose(weight)
+    if layout == "transpose" and hasattr(weight, "_transpose"):
+        assert weight._transpose is not None
+
+
+def test_a_bare_storage_and_an_alias(layout: str) -> None:
+    """An alias keeps the old bytes."""
+    for internal in (False, True):
+        quantizer = Float8CurrentScalingQuantizer(E4M3)
+        quantizer.internal = internal
+        weight = quantizer.quantize(torch.randn(6, 8))
+        alias, old = weight if internal else weight.detach(), weight._data
+        buffer = torch.zeros(48, dtype=U8)
+        replace_raw_data(weight, buffer)
+        assert weight._data.data_ptr() == buffer.data_ptr()
+        if not internal:
+            assert alias._data.data_ptr() == old.data_ptr()
+            alias.copy_(torch.randn(6, 8))
+            assert_same(buffer.view(6, 8), weight._data)
+            no_stale_transpose(alias)
+        no_stale_transpose(weight)
+
+
+def test_weights_that_hold_one_direction() -> None:
+    with columnwise_layout("transpose"):
+        weight = Float8CurrentScalingQuantizer(E4M3).quantize(torch.randn(6, 8))
+        weight.update_usage(rowwise_usage=False)
+        values, buffer = weight.dequantize(), torch.zeros(48, dtype=U8)
+        replace_raw_data(weight, buffer)
+        assert weight.get_usages() == {"rowwise": False, "columnwise": True}
+        assert_same(weight.dequantize(), values)
+        assert weight._transpose.data_ptr() == buffer.data_ptr()
+    blocks = MXFP8Quantizer(E4M3).quantize(torch.randn(64, 32))
+    columns, buffer = blocks._columnwise_data, torch.zeros(2048, dtype=U8)
+    replace_raw_data(blocks, buffer)
+    assert blocks._rowwise_data.data_ptr() == buffer.data_ptr()
+    assert blocks._columnwise_data is columns
+
+
+REFUSED: dict[str, tuple[type[Exception], Any]] = {
+    "dtype": (DTypeError, lambda n: torch.zeros(n, dtype=torch.int8)),
+    "high precision": (DTypeError, lambda n: torch.zeros(n)),
+    "bool": (DTypeError, lambda n: torch.zeros(n, dtype=torch.bool)),
+    "another format": (DTypeError, lambda n: torch.zeros(n, dtype=U8).view(torch.float8_e8m0fnu)),
+    "no tensor": (DTypeError, lambda n: b"\0" * n),
+    "too small": (ShapeError, lambda n: torch.zeros(n - 1, dtype=U8)),
+    "too large": (ShapeError, lambda n: torch.zeros(n + 1, dtype=U8)),
+    "device": (DeviceError, lambda n: torch.zeros(n, dtype=U8, device="meta")),
+    "not contiguous": (UsageError, lambda n: torch.zeros(2 * n, dtype=U8)[::2]),
+    "none": (ShapeError, lambda n: []),
+    "too many": (ShapeError, lambda n: [torch.zeros(n, dtype=U8) for _ in range(3)]),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_wrong_buffer_is_refused_before_anything_is_written(why: str, layout: str) -> None:
+    error, make = REFUSED[why]
+    for name in ("current", "delayed", "mxfp8"):
+        weight, good = MAKERS[name]().quantize(torch.randn(32, 32)), torch.full((1024,), 7).to(U8)
+        before = {name: (tensor, tensor.clone()) for name, tensor in held(weight).items()}
+        wrong = make(1024)
+        if name == "mxfp8" and not isinstance(wrong, list):
+            # The second of two.
+            wrong = [good, wrong]
+        with pytest.raises(error):
+            replace_raw_data(weight, wrong)
+        assert (good == 7).all()
+        for attribute, (tensor, value) in before.items():
+            assert getattr(weight, attribute) is tensor
+            assert_same(tensor, value)
+
+
+def test_weights_without_bytes_of_their_own_are_refused() -> None:
+    buffer, values = torch.zeros(48, dtype=U8), torch.randn(6, 8)
+    with pytest.raises(DTypeError):
+        replace_raw_data(values, buffer)  # type: ignore[arg-type]
+    for maker in MAKERS.values():
+        weight = maker().quantize(values)
+        weight.clear()
+        with pytest.raises(UsageError):
+            replace_raw_data(weight, buffer)
+    weight = MAKERS["current"]().quantize(values)
+    with pytest.raises(UsageError, match="no view"):
+        replace_raw_data(weight.t(), buffer)
+    # A part shares the scale of the whole, which finds its views by where their bytes are.
+    before, part = weight.dequantize(), weight[2:4]
+    with pytest.raises(OttavaError):
+        replace_raw_data(part, buffer[:16])
+    assert_same(part.dequantize(), before[2:4])
+    # Two directions need two buffers.
+    blocks, both = MXFP8Quantizer(E4M3).quantize(torch.randn(32, 32)), torch.zeros(1024, dtype=U8)
+    expected = [tensor.clone() for tensor in blocks.inner_list()]
+    with pytest.raises(OttavaError):
+        replace_raw_data(blocks, [both, both])
+    assert_same(blocks.inner_list(), expected)
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "blockwise", "rowwise"])
+def test_training_goes_on_in_the_buffer(recipe: str, layout: str) -> None:
+    """Forward, backward, optimizer, state_dict, copies and pickles as without a buffer."""
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        with ottava.quantized_model_init(recipe):
+            layers = [ottava.nn.Linear(32, 32, recipe=recipe) for _ in range(2)]
+        return torch.nn.Sequential(*layers)
+
+    plain, moved = model(), model()
+    placed = [(layer.weight, name) for layer in moved for name in names(layer.weight)]
+    flat = torch.zeros(len(placed) * 1024, dtype=U8)
+    buffers = iter(flat.split(1024))
+    for layer in moved:
+        replace_raw_data(layer.weight, [next(buffers) for _ in names(layer.weight)])
+    losses: list[list[float]] = [[], []]
+    for net, seen in zip((plain, moved), losses, strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        random = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            loss = net(torch.randn(32, 32, generator=random)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+    assert losses[0] == losses[1]
+    for (weight, name), buffer in zip(placed, flat.split(1024), strict=True):
+        assert_same(buffer.view(32, 32), getattr(weight, name))
+    copied, file, before = copy.deepcopy(moved), io.BytesIO(), flat.clone()
+    torch.save(moved.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for number, (layer, twin) in enumerate(zip(moved, copied, strict=True)):
+        for attribute, tensor in held(layer.weight).items():
+            other = getattr(twin.weight, attribute)
+            assert_same(tensor, other)
+            assert tensor.data_ptr() != other.data_ptr()
+            if attribute in names(layer.weight):
+                assert_same(tensor, getattr(loaded[f"{number}.weight"], attribute))
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert_same(flat, before)
+    # Loading writes into the buffer.
+    moved.load_state_dict(copied.state_dict())
+    assert not flat.any()
+    for layer in moved:
+        no_stale_transpose(layer.weight)
+
+
+def test_is_custom(maker: Any) -> None:
+    quantizer = maker()
+    for value in (None, torch.ones(1), quantizer, quantizer.quantize(torch.ones(4, 4))):
+        assert is_custom(value) is False
+
+    class Own(type(quantizer)):  # type: ignore[misc]
+        custom = True
+
+    own = object.__new__(Own)
+    own.__dict__.update(quantizer.__dict__)
+    assert is_custom(own) is True
+    for wrong in ("current", 1, type(quantizer)):
+        with pytest.raises(TypeError):
+            is_custom(wrong)
+
+
+# -- bytes that come from elsewhere, in the layout of Hopper --
+
+
+class Layer:
+    """A layer with one weight in the Hopper layout, and a master with other values."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        with ottava.quantized_model_init("current"):
+            self.layer = ottava.nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
+        ottava.convert(self.layer, "current")
+        self.weight: Any = self.layer.weight
+        self.master = torch.randn(64, 32)
+        # The amax of the whole is in the first half.
+        self.master[0, 0] = 100.0
+        self.whole: Any = Float8CurrentScalingQuantizer(E4M3)(self.master.bfloat16())
+        self.x = torch.randn(16, 32).bfloat16().requires_grad_()
+
+    def gradient(self) -> torch.Tensor:
+        """Of the input: a product with columnwise weights."""
+        return torch.autograd.grad(self.layer(self.x).sum(), self.x)[0]
+
+    def expected(self) -> torch.Tensor:
+        other = Layer()
+        with torch.no_grad():
+            other.weight.copy_(self.master.bfloat16())
+        return other.gradient()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_stale_transpose_is_never_read(manual: bool) -> None:
+    with columnwise_layout("transpose"):
+        made = Layer()
+        made.gradient()
+        assert made.weight._transpose is not None
+        options = {"manual_post_all_gather_processing": manual}
+        quantize_master_weights([made.weight], [made.master], None, **options)
+        assert made.weight._transpose is None
+        assert_same(made.gradient(), made.expected())
+        # The forward pass makes the transpose, unless it is left to the caller.
+        assert (made.weight._transpose is None) == manual
+        post_all_gather_processing([made.weight])
+        assert made.weight._transpose is not None
+        no_stale_transpose(made.weight)
+        assert_same(made.gradient(), made.expected())
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_gather_after_a_forward_pass_that_came_too_early(manual: bool) -> None:
+    with columnwise_layout("transpose"):
+        made = Layer()
+        first = made.master.view(-1)[:1024].clone()
+        quantize_master_weights([made.weight], [first], [0], None, None, manual)
+        made.gradient()
+        made.weight._data.view(-1)[1024:].copy_(made.whole._data.view(-1)[1024:])
+        no_stale_transpose(made.weight)
+        post_all_gather_processing([made.weight])
+        no_stale_transpose(made.weight)
+        assert made.weight._transpose is not None
+        assert_same(made.gradient(), made.expected())
+
+
+def test_bytes_that_are_written_below_torch() -> None:
+    """Torch sees no write of a collective or a pointer, so the caller says that there was one."""
+    with columnwise_layout("transpose"):
+        made, buffer = Layer(), torch.zeros(64, 32, dtype=U8)
+        replace_raw_data(made.weight, buffer)
+        made.gradient()
+        buffer.numpy()[:] = made.whole._data.numpy()
+        with torch.no_grad():
+            made.weight._scale_inv.copy_(made.whole._scale_inv)
+        post_all_gather_processing([made.weight])
+        assert_same(made.weight._transpose, made.whole._data.t().contiguous())
+        assert_same(made.gradient(), made.expected())
+
+
+def test_weights_that_need_no_processing() -> None:
+    blocks = MXFP8Quantizer(E4M3).quantize(torch.randn(32, 32))
+    shared = Float8CurrentScalingQuantizer(E4M3).quantize(torch.randn(4, 4))
+    before = [tensor.clone() for tensor in blocks.inner_list()]
+    post_all_gather_processing([torch.ones(3), blocks, shared, torch.nn.Parameter(torch.ones(2))])
+    post_all_gather_processing([])
+    assert_same(blocks.inner_list(), before)
+    assert shared._transpose is None
+    for wrong in ([torch.ones(3), None], ["w"], None, 3):
+        with pytest.raises(DTypeError):
+            post_all_gather_processing(wrong)  # type: ignore[arg-type]
+    with columnwise_layout("transpose"):
+        weight = Float8CurrentScalingQuantizer(E4M3, columnwise=False).quantize(torch.randn(4, 4))
+        quantize_master_weights([weight], [torch.randn(4, 4)], None)
+        post_all_gather_processing([weight])
+        assert weight.get_usages() == {"rowwise": True, "columnwise": False}
