@@ -236,6 +236,10 @@ def same_object(base: Any, self: Any, *usages: bool) -> Any:
     return self
 
 
+def another_out(base: Any, self: Any, x: Any, out: Any = None, **rest: Any) -> Any:
+    return base(x, out=out if out is not None and out.shape == x.shape else None, **rest)
+
+
 def matrices_only(base: Any, self: Any, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
     if tensor.dim() != 2:
         raise ShapeError(f"shape {tuple(tensor.shape)}", expected="two dimensions")
@@ -336,6 +340,13 @@ def serves_none(
 ) -> None:
     if columnwise_usage is False:
         self._served = (False, True)
+
+
+def drops_for_good(
+    base: Any, self: Any, rowwise_usage: Any = None, columnwise_usage: Any = None
+) -> None:
+    rowwise, columnwise = self._served
+    self._served = (rowwise and rowwise_usage is not False, columnwise and columnwise_usage is None)
 
 
 def copies_codes(base: Any, self: Any, src: Any, **rest: Any) -> None:
@@ -558,6 +569,7 @@ TABLE: dict[str, dict[str, Changes]] = {
         )
     },
     "out": {
+        "out= of another shape is taken without a ShapeError": quantizer(quantize=another_out),
         "out= is ignored: it still holds the old values": quantizer(
             quantize=lambda base, self, x, out=None, **rest: out or base(x, **rest)
         ),
@@ -589,6 +601,7 @@ TABLE: dict[str, dict[str, Changes]] = {
     },
     "copy": {
         "shares the mutable 'workspace'": has("workspace", list),
+        "shares the mutable 'buffer'": has("buffer", lambda: torch.zeros(1)),
         "returns the quantizer itself": quantizer(copy=same_object, with_usage=same_object),
     },
     "equality": {
@@ -716,6 +729,9 @@ TABLE: dict[str, dict[str, Changes]] = {
     },
     "device-moves": {"leaves '_scale_inv' on the CPU": storage(apply_to_inner=scale_stays)},
     "dropping-usages": {
+        "neither makes it nor refuses": storage(
+            _served=(True, True), get_usages=served, update_usage=drops_for_good
+        ),
         r"\(columnwise_usage=False\) loses the rowwise usage": storage(
             _served=(True, True), get_usages=served, update_usage=serves_none
         ),
