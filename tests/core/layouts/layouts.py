@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from ottava import GridQuantizer, Layout, Recipe, kernels
@@ -63,6 +64,26 @@ class PerTensor(Float8QuantizerBase):
 QUANTIZERS: dict[str, GridQuantizer] = {
     name: GridQuantizer(layout) for name, layout in LAYOUTS.items()
 } | {"Float8Tensor": PerTensor(E4M3)}
+
+
+#: Rows that differ from others in bytes alone: other behaviours meet them in the long run.
+ONLY_OTHER_BYTES = {
+    "mxfp8-E5M2-floor",
+    "1x128-E5M2-epsilon",
+    "128x128",
+    "rows-E5M2-floor-epsilon",
+    "bands",
+    "int8-8x64",
+    "4x8-transposed",
+}
+#: Runs a test on the rows of the table.
+EACH = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ONLY_OTHER_BYTES else name
+        for name in QUANTIZERS
+    ],
+)
 
 
 @dataclass(frozen=True)

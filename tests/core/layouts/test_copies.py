@@ -19,6 +19,7 @@ from tests.comparing import assert_same
 from tests.core.layouts.layouts import (
     E4M3,
     E5M2,
+    EACH,
     QUANTIZERS,
     USAGES,
     PerTensor,
@@ -46,7 +47,7 @@ ALIASES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_copies_share_nothing(name: str) -> None:
     for number, (what, make_copy) in enumerate(COPIES.items()):
         usages = list(USAGES)[number % 3]
@@ -73,7 +74,7 @@ def test_copies_share_nothing(name: str) -> None:
     assert_same(inner(duplicate), inner(QUANTIZERS[name](wide(70, 40))))
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_aliases_see_each_others_writes(name: str) -> None:
     new = wide(70, 40, seed=1)
     for (what, alias_of), usages in zip(ALIASES.items(), [*USAGES] * 2, strict=True):
@@ -134,7 +135,7 @@ def test_copying_between_tensors(target: str) -> None:
                     assert_same(dst.dequantize(), src.dequantize())
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_copying_values(name: str) -> None:
     make = QUANTIZERS[name]
     dst = make(wide(70, 40))
@@ -162,7 +163,7 @@ def test_copying_values(name: str) -> None:
     assert_same(plain.copy_(dst), dst.dequantize().double())
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_copy_from_storage(name: str) -> None:
     for dst_internal, src_internal in ((False, True), (True, False)):
         make = quantizer(name)
@@ -206,7 +207,7 @@ def test_other_elements_and_scales_for_both_directions_are_no_source() -> None:
         PerTensor(E4M3)(x).copy_from_storage(PerTensor(E5M2)(x))
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_data_adopts_or_quantizes(name: str) -> None:
     """Of any shape, with what was noted of the parameter: its gradient, and hooks."""
     for usages in USAGES:
@@ -240,7 +241,7 @@ def test_data_adopts_or_quantizes(name: str) -> None:
             parameter.data = wrong
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_new_tensors(name: str) -> None:
     """Zeros and empty tensors keep the class and the usages; moments of an optimizer do not."""
     for usages in USAGES:
@@ -323,7 +324,7 @@ def test_update_quantizer() -> None:
     assert_same(q.dequantize(), other(x).dequantize())
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_a_cleared_tensor_refuses_all(name: str) -> None:
     x = wide(70, 40)
     for internal in (False, True):

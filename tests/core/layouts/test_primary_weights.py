@@ -18,6 +18,7 @@ from ottava.nn import Linear
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import (
+    EACH,
     LAYOUTS,
     QUANTIZERS,
     USAGES,
@@ -46,7 +47,7 @@ def passes(run: Any, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tens
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_they_hold_the_quantized_initial_values(name: str) -> None:
     """And compute as layers that quantize these values in every step, checkpointed or not."""
     model, twin, x = net(name), net(name, primary=False), wide(40, 70, sigma=1.0)
@@ -123,7 +124,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_an_optimizer_takes_the_steps_of_plain_weights(name: str) -> None:
     """Each step is the update of the dequantized values, quantized; moments are plain."""
     for number, (what, make) in enumerate(OPTIMIZERS.items()):
@@ -151,7 +152,7 @@ def test_an_optimizer_takes_the_steps_of_plain_weights(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_state_dicts(name: str) -> None:
     """From quantized weights bytes are copied; from others the values are quantized."""
     model, other = net(name), net(name, seed=1)
@@ -188,7 +189,7 @@ def test_state_dicts(name: str) -> None:
     assert model[0].weight.grad is None
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_a_weight_of_one_direction_serves_what_it_can(name: str) -> None:
     """An evaluation needs rows only; squares serve both."""
     model, x = net(name), wide(5, 70)
@@ -240,7 +241,7 @@ def test_a_shard_of_rows_is_that_of_the_whole(name: str) -> None:
     assert_same(inner(part), before)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_raw_data_move_into_a_buffer(name: str) -> None:
     """Values and all else stay; views of the tensor lie in the buffer."""
     for usages in USAGES:

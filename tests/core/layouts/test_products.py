@@ -16,7 +16,14 @@ from ottava.nn import Linear
 from tests import arrays
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import E5M2, LAYOUTS, QUANTIZERS, OneQuantizer, quantizer
+from tests.core.layouts.layouts import (
+    E5M2,
+    EACH,
+    LAYOUTS,
+    QUANTIZERS,
+    OneQuantizer,
+    quantizer,
+)
 from tests.samples import wide
 
 KINDS = ("fprop", "dgrad", "wgrad")
@@ -72,7 +79,7 @@ def is_close(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_a_product_is_that_of_the_decoded_operands(name: str, kind: str) -> None:
     for number, (m, n, k) in enumerate([(70, 33, 140), (1, 1, 1), (0, 5, 9), (4, 0, 9), (4, 5, 0)]):
         a, b = (
@@ -93,7 +100,7 @@ def test_a_product_is_that_of_the_decoded_operands(name: str, kind: str) -> None
         assert_close(out, left, right, torch.ones(right.shape[1]))
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_leading_dimensions_are_rows(name: str) -> None:
     x, weight = wide(2, 3, 40), QUANTIZERS[name](wide(24, 40, seed=1))
     stack, matrix = QUANTIZERS[name](x), QUANTIZERS[name](x.view(6, 40))
@@ -113,7 +120,7 @@ def test_operands_of_any_two_layouts(kind: str) -> None:
             assert_close(gemm(a, plain, kind, out_dtype=torch.float32), *exact(kind, a, plain))
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_scales_far_apart_do_not_overflow(name: str) -> None:
     """No product of the two scales could hold them."""
     a, b = (QUANTIZERS[name](torch.full((16, 256), value)) for value in (1e-30, 1e30))
@@ -158,7 +165,7 @@ def test_torch_autocast_does_not_reach_into_a_product(name: str) -> None:
         assert_same(inside, outside)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_a_layer_takes_each_direction_for_its_product(name: str) -> None:
     """Output and gradients are the three products of what the quantizer holds."""
     for dtype, lead in (

@@ -12,7 +12,16 @@ from ottava import GridQuantizer, GridTensor, GridTensorStorage
 from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import E4M3, E5M2, E8M0, LAYOUTS, QUANTIZERS, inner, quantizer
+from tests.core.layouts.layouts import (
+    E4M3,
+    E5M2,
+    E8M0,
+    EACH,
+    LAYOUTS,
+    QUANTIZERS,
+    inner,
+    quantizer,
+)
 from tests.samples import wide
 
 
@@ -165,7 +174,7 @@ QUANTIZING: list[tuple[type[OttavaError], str, Ask]] = [
 ]
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_quantizing(name: str) -> None:
     for number, (error, match, ask) in enumerate(QUANTIZING):
         with told(number), pytest.raises(error, match=match):
@@ -192,7 +201,7 @@ UPDATES: list[tuple[type[OttavaError], Callable[[Any], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_bad_updates_change_nothing(name: str) -> None:
     q = QUANTIZERS[name](wide(40, 70))
     before = inner(q)

@@ -23,6 +23,7 @@ from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import (
     DTYPES,
+    EACH,
     LAYOUTS,
     QUANTIZERS,
     USAGES,
@@ -60,7 +61,7 @@ def check_alike(one: Any, two: Any) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_tensors_and_storages(name: str, way: Callable[[Any], Any]) -> None:
     for number, shape in enumerate(SHAPES):
         usages, internal = list(USAGES)[number % 3], number % 2 == 1
@@ -76,7 +77,7 @@ def test_tensors_and_storages(name: str, way: Callable[[Any], Any]) -> None:
 
 
 @WAYS
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_views_and_parameters(name: str, way: Callable[[Any], Any]) -> None:
     rows = boundary(name)
     whole = QUANTIZERS[name](wide(3 * rows, 2 * rows))
@@ -165,7 +166,7 @@ def through_sharded(state: Any, like: Any, path: Path) -> Any:
 MODEL_WAYS = [through_torch, through_dcp, through_safetensors, through_sharded]
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_models_with_primary_weights(name: str, tmp_path: Path) -> None:
     """Training goes on as it would have."""
     way = MODEL_WAYS[list(QUANTIZERS).index(name) % len(MODEL_WAYS)]

@@ -12,14 +12,21 @@ from ottava import prepare_for_saving, restore_from_saved
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import DTYPES, QUANTIZERS, USAGES, inner, quantizer
+from tests.core.layouts.layouts import (
+    DTYPES,
+    EACH,
+    QUANTIZERS,
+    USAGES,
+    inner,
+    quantizer,
+)
 from tests.samples import wide
 
 NAMES = ("rowwise", "columnwise")
 
 
 @pytest.mark.parametrize("internal", [False, True])
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_update_usage(name: str, internal: bool) -> None:
     """Data are dropped, made of the other usage where both hold the same values, or refused."""
     layout, x = QUANTIZERS[name].layout, wide(70, 40)
@@ -88,7 +95,7 @@ def test_flags_that_are_no_bools_are_refused() -> None:
             q.update_usage(rowwise_usage=wrong)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_empty_results(name: str) -> None:
     """For any usages, shapes, dtypes and devices, of the kind that quantizing gives."""
     for usages, device in itertools.product(USAGES, (None, "cpu", "meta")):
@@ -119,7 +126,7 @@ def test_empty_results(name: str) -> None:
         assert QUANTIZERS[name].make_empty([3]).is_meta
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_quantizing_into_a_destination_keeps_its_buffers_usages_and_dtype(name: str) -> None:
     new = wide(40, 70, seed=2, dtype=torch.bfloat16)
     for usages, internal in itertools.product(USAGES, (False, True)):
@@ -144,7 +151,7 @@ def test_quantizing_into_a_destination_keeps_its_buffers_usages_and_dtype(name: 
             assert_same(inner(out), expected)
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_metadata_sizes_and_bytes(name: str) -> None:
     layout = QUANTIZERS[name].layout
     for usages, internal in itertools.product(USAGES, (False, True)):

@@ -11,11 +11,19 @@ import torch
 from ottava.errors import OttavaError, UsageError
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import DTYPES, QUANTIZERS, USAGES, boundary, inner, quantizer
+from tests.core.layouts.layouts import (
+    DTYPES,
+    EACH,
+    QUANTIZERS,
+    USAGES,
+    boundary,
+    inner,
+    quantizer,
+)
 from tests.samples import wide
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_conversions(name: str) -> None:
     q = QUANTIZERS[name](wide(33, 70, sigma=1.0))
     exact = q.dequantize(torch.float64)
@@ -43,7 +51,7 @@ def test_conversions(name: str) -> None:
     assert moved.dequantize().is_meta
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_gradients_pass_straight_through(name: str) -> None:
     """By quantizing, dequantizing, other dtypes, and views, also those that are written to."""
     step, weights = boundary(name), torch.randint(-4, 5, (2 * boundary(name), 70)).float()
@@ -96,7 +104,7 @@ OPS: list[Callable[[Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_other_ops_see_dequantized_values(name: str) -> None:
     q = QUANTIZERS[name](wide(64, 64, sigma=1.0, dtype=torch.bfloat16))
     values = q.dequantize()
@@ -112,7 +120,7 @@ def test_other_ops_see_dequantized_values(name: str) -> None:
     assert (q.ndim, q.layout, q.is_sparse, q.T.shape) == (2, torch.strided, False, (64, 64))
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 @pytest.mark.parametrize("usages", USAGES)
 def test_in_place_ops_quantize_their_results(name: str, usages: str) -> None:
     make = quantizer(name, usages)
@@ -137,7 +145,7 @@ def test_in_place_ops_quantize_their_results(name: str, usages: str) -> None:
                 assert_same(q.for_usage(columnwise), expected.for_usage(columnwise))
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 @pytest.mark.parametrize("usages", USAGES)
 def test_an_assignment_reaches_the_whole(name: str, usages: str) -> None:
     """Entries with scales of their own are written alone; else all is quantized again."""
@@ -230,7 +238,7 @@ def test_a_part_of_a_block_does_not_change_its_scale(name: str) -> None:
     assert_same(q.dequantize()[index], other.dequantize()[index])
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_autograd_refuses_a_value_that_was_overwritten(name: str) -> None:
     make, step = QUANTIZERS[name], boundary(name)
     shape = (2 * step, 3 * step)
@@ -270,7 +278,7 @@ def test_repr_never_raises() -> None:
             assert repr(storage).startswith(f"{type(storage).__name__}(shape=")
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_memory(name: str) -> None:
     """A tensor shows where its bytes lie, gives away no memory of values, and can be shared."""
     for usages in USAGES:

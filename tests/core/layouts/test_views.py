@@ -18,7 +18,13 @@ from ottava.errors import UsageError
 from ottava.tensors import DequantizedView
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import LAYOUTS, QUANTIZERS, USAGES, inner
+from tests.core.layouts.layouts import (
+    EACH,
+    LAYOUTS,
+    QUANTIZERS,
+    USAGES,
+    inner,
+)
 from tests.samples import wide
 
 Op = Callable[[torch.Tensor], Any]
@@ -165,7 +171,7 @@ def as_laid_out(whole: QuantizedTensor) -> torch.Tensor:
     return torch.empty_strided(whole.shape, whole.stride()).copy_(whole.dequantize())
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_a_view_has_the_class_that_blocks_allow_and_writes_reach_the_whole(name: str) -> None:
     for number, (what, (shape, op)) in enumerate((VIEWS | ANY_CLASS).items()):
         # Each view with both directions, and with one of them in turn.
@@ -308,7 +314,7 @@ def test_views_of_views(
     assert_same(whole.dequantize(), values.contiguous())
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@EACH
 def test_a_transpose_is_reshaped_by_its_values(name: str) -> None:
     """Also where the data lie in memory in another order."""
     for usages, shape in itertools.product(USAGES, [(24, 16), (2, 8, 16)]):
