@@ -3,10 +3,8 @@ alone."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,7 @@ import torch
 from ottava import Recipe, kernels
 from ottava.kernels.backends import use_backend
 from ottava.tensors import Float8QuantizerBase
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from sequential_grid import serving_cpu
+from tests.core.sequential_grid import serving_cpu
 
 try:
     from ottava import _cpu

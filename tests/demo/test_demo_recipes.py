@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_plugins import RECIPE, offers, plugin, run
+
+from tests.core.fake_plugins import RECIPE, offers, plugin, run
 
 DEMO = ["demo", "--steps", "2", "--size", "tiny", "--device", "cpu"]
 TRAINS = """

@@ -13,9 +13,7 @@ import zipfile
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-
-from forking import Forks
+from tests.core.forking import Forks
 
 
 def _top_level(found: Distribution) -> set[str]:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import choosing  # noqa: E402
+from benchmarks import choosing
 
 NUMBER = re.compile(r"(\d+\.\d+)")
 

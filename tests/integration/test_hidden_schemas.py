@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-
-import forking
+from tests.core import forking
 
 WITHOUT_SCHEMA = """
 import sys, torch

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import grids
 from ottava import Float8Tensor, Layout
 from ottava_blockwise import Float8BlockQuantizer
 from ottava_current import Float8CurrentScalingQuantizer
@@ -16,10 +16,6 @@ from ottava_mxfp8 import MXFP8Quantizer
 from ottava_rowwise import Float8RowwiseQuantizer
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import grids  # noqa: E402
 
 PAGE = (ROOT / "docs" / "layouts.md").read_text()
 M, K = 256, 384

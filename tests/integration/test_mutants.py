@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
 from pathlib import Path
 
@@ -11,12 +10,10 @@ import pytest
 
 pytest.importorskip("cosmic_ray", reason="cosmic-ray is not installed: nox -s mutants")
 
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+from benchmarks.mutants import __main__ as program
+from benchmarks.mutants.source import mutants_of
 
-from benchmarks.mutants import __main__ as program  # noqa: E402
-from benchmarks.mutants.source import mutants_of  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 TABLE = """
 seed = "toy"

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import sqnr  # noqa: E402
+from benchmarks import sqnr
 
 
 def test_the_page_has_what_the_benchmark_finds() -> None:
