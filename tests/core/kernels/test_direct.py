@@ -157,6 +157,7 @@ def test_any_tensor_has_the_bytes_of_its_values(name: str, call: Call) -> None:
         assert all(t.is_meta for t in leaves(call(x.to("meta"))))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_transforms_autograd_and_profiles() -> None:
     x = torch.stack([values(), 2 * values()])
     assert torch.equal(torch.func.vmap(kernels.amax)(x), x.abs().amax((1, 2)))
@@ -164,6 +165,7 @@ def test_transforms_autograd_and_profiles() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         kernels.amax(x)
     assert any(event.key == "ottava::amax" for event in profiled.key_averages())
+    assert "ottava::amax" in str(torch.jit.trace(kernels.amax, (x,)).graph)
     # Autograd learns that a result has no gradient, and refuses to differentiate it.
     assert kernels.amax(x.requires_grad_()).requires_grad
     with torch.no_grad():

@@ -16,7 +16,6 @@ from ottava import kernels
 from ottava.errors import DeviceError, DTypeError, OttavaError, ShapeError
 from tests import oracle
 from tests.comparing import assert_same
-from tests.core.conftest import Runs
 
 Tensor = torch.Tensor
 AMAXES = [0.0, math.nan, math.inf, 1e-42, 3e38, 2.5, 448.0, -0.0]
@@ -57,27 +56,20 @@ class State:
 Step = tuple[list[float], bool, bool]
 
 
-def check_steps(run: Runs, counts: list[int], length: int, steps: list[Step]) -> None:
+def check_steps(counts: list[int], length: int, steps: list[Step]) -> None:
     maxima = [[448.0, 57344.0, 28672.0][i % 3] for i in range(sum(counts))]
-    state, expected = State(counts, length, maxima), []
-    steps = [([oracle.float32(amax) for amax in amaxes], *how) for amaxes, *how in steps]
-    first = state.tensors()
-    for amaxes, _, most_recent in steps:
+    state = State(counts, length, maxima)
+    scales, histories = state.tensors()
+    for step, (values, is_last, most_recent) in enumerate(steps):
+        amaxes = [oracle.float32(value) for value in values]
+        last = torch.tensor(amaxes)
+        for history, row in zip(histories, last.split(counts), strict=True):
+            # Where the last amaxes are given, the first rows are only compared with 0.
+            history[0] = torch.where(row == 0, row, 123.0) if is_last else row
+        given = last if is_last else None
+        kernels.update_scales(scales, histories, maxima, most_recent=most_recent, last=given)
         state.update(amaxes, most_recent)
-        expected.append(state.tensors())
-
-    def check() -> None:
-        scales, histories = ([tensor.clone() for tensor in part] for part in first)
-        for step, (amaxes, is_last, most_recent) in enumerate(steps):
-            last = torch.tensor(amaxes)
-            for history, row in zip(histories, last.split(counts), strict=True):
-                # Where the last amaxes are given, the first rows are only compared with 0.
-                history[0] = torch.where(row == 0, row, 123.0) if is_last else row
-            given = last if is_last else None
-            kernels.update_scales(scales, histories, maxima, most_recent=most_recent, last=given)
-            assert_same((scales, histories), expected[step], note=step)
-
-    run(check)
+        assert_same((scales, histories), state.tensors(), note=step)
 
 
 @st.composite
@@ -90,8 +82,8 @@ def any_steps(draw: st.DrawFn, slots: int = 4) -> list[Step]:
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(1, 5), any_steps())
-def test_any_steps(on_every_path: Runs, length: int, steps: list[Step]) -> None:
-    check_steps(on_every_path, [1, 3], length, steps)
+def test_any_steps(code_path: str, length: int, steps: list[Step]) -> None:
+    check_steps([1, 3], length, steps)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +97,7 @@ def test_any_steps(on_every_path: Runs, length: int, steps: list[Step]) -> None:
     ],
 )
 def test_many_slots_and_long_histories(
-    on_every_path: Runs, counts: list[int], length: int, count: int
+    code_path: str, counts: list[int], length: int, count: int
 ) -> None:
     random = torch.Generator().manual_seed(length)
     steps = []
@@ -114,7 +106,7 @@ def test_many_slots_and_long_histories(
         unusual = torch.tensor(AMAXES)[torch.randint(8, amaxes.shape, generator=random)]
         amaxes = torch.where(torch.rand(amaxes.shape, generator=random) < 0.2, unusual, amaxes)
         steps.append((amaxes.tolist(), step == 1, False))
-    check_steps(on_every_path, counts, length, steps)
+    check_steps(counts, length, steps)
 
 
 def test_a_full_history(code_path: str) -> None:
