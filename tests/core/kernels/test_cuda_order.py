@@ -42,7 +42,7 @@ def test_one_scale(shape: tuple[int, int]) -> None:
     assert count == beyond > 0
 
 
-@pytest.mark.parametrize("name", ["1x128", "128x128-own", "rows", "mx", "mx-squares-floor"])
+@pytest.mark.parametrize("name", ["1x128", "128x128-own", "rows", "mxfp8", "mx-squares-floor"])
 def test_grids(name: str) -> None:
     x, layout = samples.tiles(260, 200, dtype=torch.bfloat16), LAYOUTS[name]
     parts = arrays.quantize(x, layout)
@@ -61,7 +61,7 @@ def test_shards_and_updates() -> None:
     scales, history = [torch.ones(43)], samples.wide(131, 43).abs()
     expected = torch.div(torch.full((43,), 448.0), history.amax(0))
     with running("grid"):
-        for name in ("mx", "mx-squares", "tensor"):
+        for name in ("mxfp8", "mxfp8-squares", "tensor"):
             cut((70, 300), [1, 130, 9000], LAYOUTS[name]).check()
         kernels.update_scales(scales, [history], [448.0] * 43)
     assert_same(scales[0], expected)

@@ -27,7 +27,7 @@ from tests.core.kernels.test_grids import E4M3, LAYOUTS
 
 Tensor = torch.Tensor
 Call = Callable[[Tensor], Any]
-MX, BLOCKS = LAYOUTS["mx"], LAYOUTS["1x128"]
+MX, BLOCKS = LAYOUTS["mxfp8"], LAYOUTS["1x128"]
 
 
 def scalar(value: float) -> Tensor:
@@ -189,7 +189,7 @@ def test_compiled_code_has_the_same_bytes() -> None:
 def test_operators_are_well_formed(shape: tuple[int, ...]) -> None:
     """Schemas, shapes under tracing and symbolic sizes, by torch's own checks."""
     ops, x = torch.ops.ottava, samples.wide(*shape)
-    for name, rowwise, columnwise in (("mx", True, True), ("1x128", False, True)):
+    for name, rowwise, columnwise in (("mxfp8", True, True), ("1x128", False, True)):
         arguments = (x, LAYOUTS[name].text, rowwise, columnwise)
         torch.library.opcheck(ops.grid_quantize.default, arguments)
     torch.library.opcheck(ops.grid_scales.default, (x.abs(), MX.text, torch.float32))

@@ -18,34 +18,18 @@ from ottava import Layout, kernels
 from ottava.kernels import table
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
+from tests.core.layouts.layouts import LAYOUTS as COMMON
 from tests.core.placing import check
 
 Tensor = torch.Tensor
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E8M0 = torch.float8_e8m0fnu
-LAYOUTS = {
-    "tensor": Layout(E4M3, (None, None), columnwise="same"),
-    "tensor-transposed": Layout(
-        E5M2, (None, None), rounding="floor", epsilon=1e-3, columnwise="transposed"
-    ),
-    "tensor-int8": Layout(INT8, (None, None), finite_as="input"),
-    "1x128": Layout(E4M3, (1, 128), rounding="floor", columnwise="transposed", finite_as="input"),
-    "1x128-own": Layout(E5M2, (1, 128), epsilon=1e-3),
-    "128x128": Layout(
-        E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"
-    ),
+#: The common table, and what only kernels treat in another way.
+LAYOUTS = COMMON | {
     "128x128-own": Layout(E5M2, (128, 128), epsilon=2.0, shared=(128, 128)),
     "1x128-shared": Layout(E4M3, (1, 128), shared=(128, 128), columnwise="transposed"),
-    "rows": Layout(E4M3, (1, None), epsilon=1e-3),
-    "rows-transposed": Layout(E5M2, (1, None), rounding="floor", columnwise="transposed"),
-    "columns": Layout(E5M2, (None, 1)),
-    "mx": Layout(E4M3, (1, 32), E8M0, "up"),
-    "mx-E5M2-floor": Layout(E5M2, (1, 32), E8M0, "floor"),
-    "mx-squares": Layout(E4M3, (1, 32), E8M0, "up", shared=(32, 32)),
     "mx-squares-floor": Layout(E5M2, (1, 32), E8M0, "floor", shared=(32, 32)),
     "mx-transposed": Layout(E4M3, (1, 32), E8M0, "up", columnwise="transposed"),
-    "int8-8x64": Layout(INT8, (8, 64), rounding="floor"),
-    "int8-e8m0": Layout(INT8, (1, 64), E8M0, "up"),
     "int8-e8m0-16x16": Layout(INT8, (16, 16), E8M0, "floor", columnwise="same"),
     "3x5-in-squares": Layout(E4M3, (3, 5), shared=(15, 15), rounding="floor"),
     "1x1": Layout(E5M2, (1, 1), E8M0, "floor"),
@@ -161,7 +145,7 @@ def test_decode(code_path: str, name: str) -> None:
 
 def test_any_strides(code_path: str) -> None:
     dtypes = itertools.cycle(samples.DTYPES)
-    for name in ("tensor", "1x128", "rows", "mx", "mx-squares", "int8-8x64"):
+    for name in ("tensor", "1x128", "rows", "mxfp8", "mxfp8-squares", "int8-8x64"):
         layout = LAYOUTS[name]
         x = samples.tiles(67, 75, dtype=next(dtypes))
         parts = arrays.quantize(x, layout)
@@ -177,11 +161,11 @@ def test_any_strides(code_path: str) -> None:
             assert_same(kernels.grid_decode(data, scales, layout, torch.float32), values, note=note)
     cube = samples.tiles(5, 17, 42)
     for view in (cube.permute(2, 0, 1), cube[1:, :, 1::3], cube[:, :0], cube[:1].expand(4, 17, 42)):
-        parts = arrays.quantize(view.contiguous(), LAYOUTS["mx"])
-        assert_same(kernels.grid_quantize(view, LAYOUTS["mx"]), parts, note=view.shape)
+        parts = arrays.quantize(view.contiguous(), LAYOUTS["mxfp8"])
+        assert_same(kernels.grid_quantize(view, LAYOUTS["mxfp8"]), parts, note=view.shape)
 
 
-BEYOND_CACHES = ["mx", "1x128", "rows"]
+BEYOND_CACHES = ["mxfp8", "1x128", "rows"]
 
 
 @pytest.mark.parametrize("name", BEYOND_CACHES)
@@ -212,7 +196,15 @@ def test_one_element_decides_wherever_it_is(code_path: str) -> None:
     x = torch.zeros(128, 128)
     rows = torch.arange(128)
     x[rows, (rows * 37 + 5) % 128] = torch.exp2(rows / 2 - 30)
-    for name in ("1x128-own", "128x128-own", "rows", "columns", "mx", "mx-squares", "tensor"):
+    for name in (
+        "1x128-E5M2-epsilon",
+        "128x128-own",
+        "rows",
+        "columns",
+        "mxfp8",
+        "mxfp8-squares",
+        "tensor",
+    ):
         for source in (x, x.flip(0).bfloat16()):
             parts = arrays.quantize(source, LAYOUTS[name])
             assert_same(kernels.grid_quantize(source, LAYOUTS[name]), parts, note=name)
@@ -220,7 +212,7 @@ def test_one_element_decides_wherever_it_is(code_path: str) -> None:
 
 def test_sizes_up_to_97(code_path: str) -> None:
     """Many sizes, each once as a number of rows and once as a number of columns."""
-    names = itertools.cycle(["mx", "1x128", "mx-squares-floor", "int8-8x64", "rows"])
+    names = itertools.cycle(["mxfp8", "1x128", "mx-squares-floor", "int8-8x64", "rows"])
     for rows in share(list(range(1, 98, 2)), code_path):
         name, dtype = next(names), samples.DTYPES[rows % 3]
         x = samples.tiles(rows, rows * 37 % 97 + 1, dtype=dtype)
@@ -251,7 +243,7 @@ def test_by_hand(code_path: str) -> None:
     """Blocks whose bytes follow from the rules without an oracle."""
     nan, inf = math.nan, math.inf
     x = torch.tensor([[nan] * 32, [inf, 1.0, -inf] + [0.0] * 29, [-0.0] * 32, [480.0, -1.0] * 16])
-    data, scales, _, _ = kernels.grid_quantize(x, LAYOUTS["mx"], columnwise=False)
+    data, scales, _, _ = kernels.grid_quantize(x, LAYOUTS["mxfp8"], columnwise=False)
     assert scales.flatten().tolist() == [0, 254, 0, 128]
     assert data[0].tolist() == [0x7F] * 32
     assert data[1].tolist() == [0x7E, 0, 0xFE] + [0] * 29

@@ -240,7 +240,7 @@ def test_more_tensors_than_a_table_holds() -> None:
         shape = (i % 4 + 1, i % 5 + 1)
         start = i % 2
         count = max(math.prod(shape) - start, 0)
-        matrices.add(weight(count), torch.bfloat16, shape, start, LAYOUTS["mx"], i % 64)
+        matrices.add(weight(count), torch.bfloat16, shape, start, LAYOUTS["mxfp8"], i % 64)
     with running("grid"):
         shards.check()
         matrices.check()
@@ -261,7 +261,7 @@ def test_every_address_and_size_of_a_chunk(code_path: str, dtype: torch.dtype) -
         ((64, 256), (33, 129), (1, 500), (500, 1)), ((0, 0), (1, 0), (0, 1), (127, 130))
     ):
         x = weight(rows * columns - start - stop, rows).to(dtype)
-        shards.add(x, torch.bfloat16, (rows, columns), start, LAYOUTS["mx"], start)
+        shards.add(x, torch.bfloat16, (rows, columns), start, LAYOUTS["mxfp8"], start)
     shards.check()
 
 
@@ -274,7 +274,7 @@ def test_elements_are_rounded_first(code_path: str, dtype: torch.dtype) -> None:
     near = torch.tensor([-half - 1, -half, 1 - half, 0, half - 1, half, half + 1])
     x = (bits + near.int()).view(-1).view(torch.float32)[:: 29 if code_path == "grid" else 3]
     shards = Shards()
-    shards.add(x, dtype, (1, x.numel()), 0, LAYOUTS["mx"])
+    shards.add(x, dtype, (1, x.numel()), 0, LAYOUTS["mxfp8"])
     assert_same(kernels.grid_multi_amax(*shards.arguments), shards.amaxes())
     # Just beyond a tie of E4M3, which is a value of each dtype: the rounded ones are the tie.
     ties = torch.tensor([17.0, 19.0, 21.0, -17.0, -27.0])
@@ -290,8 +290,8 @@ def test_sizes_beyond_the_caches(on_every_isa: Callable[..., None]) -> None:
     """Streaming stores, at the beginning of a line and not; threads that share a matrix."""
     shards, shape = Shards(), (1100, 4096)
     values = weight(math.prod(shape), 9)
-    shards.add(values, torch.bfloat16, shape, 0, LAYOUTS["mx"])
-    shards.add(values[77:-5000], torch.float32, shape, 77, LAYOUTS["mx"], 1)
+    shards.add(values, torch.bfloat16, shape, 0, LAYOUTS["mxfp8"])
+    shards.add(values[77:-5000], torch.float32, shape, 77, LAYOUTS["mxfp8"], 1)
     shards.add(values[:-3], torch.float16, (1, values.numel()), 3, PER_TENSOR[0], 3)
     scales = [shards.scales(columnwise) for columnwise in (False, True)]
     expected = [shards.data(own, bool(columnwise)) for columnwise, own in enumerate(scales)]
@@ -314,7 +314,7 @@ def test_sizes_beyond_the_caches(on_every_isa: Callable[..., None]) -> None:
 def test_nothing(code_path: str) -> None:
     assert kernels.grid_multi_amax([], [], [], [], []).shape == (0,)
     kernels.grid_multi_cast([], [], [], [], [], [], [])
-    one = ([torch.ones(4)], [torch.float32], [(2, 3)], [1], [LAYOUTS["mx"]])
+    one = ([torch.ones(4)], [torch.float32], [(2, 3)], [1], [LAYOUTS["mxfp8"]])
     kernels.grid_multi_cast(*one, [None], [None])
-    empty = ([torch.empty(0)], [torch.float32], [(2, 3)], [4], [LAYOUTS["mx"]])
+    empty = ([torch.empty(0)], [torch.float32], [(2, 3)], [4], [LAYOUTS["mxfp8"]])
     assert kernels.grid_multi_amax(*empty).tolist() == [0.0] * 5
