@@ -135,6 +135,7 @@ def test_what_cannot_be_built_is_an_error_with_a_remedy(folders: Path, case: str
         assert "OTTAVA_CUDA=off" in output
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_a_gpu_gets_its_own_code_and_both_are_found_when_they_come_later(tmp_path: Path) -> None:
     """All in one folder, of which CMake remembers much: first neither, then each alone, then both,

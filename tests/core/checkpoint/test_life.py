@@ -200,4 +200,4 @@ class Life(RuleBasedStateMachine):
 TestLife = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")(
     Life.TestCase
 )
-TestLife.settings = settings(max_examples=15, stateful_step_count=12)
+TestLife.settings = settings(max_examples=10, stateful_step_count=12)

@@ -217,6 +217,7 @@ print(json.dumps([all(map(torch.equal, compiled[:2], run(x)[:2])), compiled[2]])
 """
 
 
+@pytest.mark.slow
 def test_the_first_kernel_of_a_process_may_be_in_compiled_code() -> None:
     """A product asks for the backend while it is traced."""
     done = forking.python(FIRST, OTTAVA_BACKEND="reference")

@@ -358,6 +358,7 @@ class Net(torch.nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_compiled_equals_eager_bitwise_in_regions(recipe: Any) -> None:
     torch._dynamo.reset()
     model = Net(recipe).bfloat16()
