@@ -37,10 +37,8 @@ class Tied(torch.nn.Module):
         return self.layer(self.layer(x).relu())
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["current", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reference", "hybrid"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_layer_that_runs_twice_compiles_for_all_sizes(name: str) -> None:
     model = ottava.convert(torch.nn.Sequential(Tied(), torch.nn.Linear(32, 16)), RECIPES[name]())
     eager = copy.deepcopy(model)

@@ -197,7 +197,7 @@ def test_layouts_and_meshes(mesh: DeviceMesh, name: str) -> None:
         assert_trains_alike(own, recipe(), kept, "alone", rows=33)
 
 
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
 @on_ranks(4)
 def test_four_ranks(mesh: DeviceMesh, name: str) -> None:
     """Shards of four, and two replicas of shards of two; a smaller mesh is refused."""

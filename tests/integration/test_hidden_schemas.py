@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core import forking
 
 WITHOUT_SCHEMA = """
@@ -47,6 +49,7 @@ for name in ("delayed", "current", "mxfp8", "blockwise"):
 """
 
 
+@pytest.mark.slow
 def test_layers_and_quantized_weights_without_schemas() -> None:
     """With the name hidden from everybody but torch the same values come out."""
     said = [forking.python(WITHOUT_SCHEMA, kind) for kind in ("hidden", "shown")]

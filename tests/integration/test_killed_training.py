@@ -31,9 +31,8 @@ WORLD, STEPS = 2, 12
 #: Where a rank kills itself: the rank, and before or after which call.
 POINTS = [
     (0, "write after 1"),
-    (1, "write before 2"),
-    (0, "fsync after 1"),
     (1, "all_reduce after 3"),
+    (0, "fsync after 1"),
     (0, "rename after 1"),
     (0, "rename after 3"),
 ]

@@ -142,7 +142,7 @@ COMPILED = {"compiled": compiled, "compiled with the block": compiled_with_the_b
     ("recipe", "way"),
     [
         *((recipe, way) for recipe in ("delayed", "current") for way in WAYS),
-        ("delayed", "compiled"),
+        pytest.param("delayed", "compiled", marks=pytest.mark.slow),
         pytest.param("current", "compiled", marks=pytest.mark.slow),
         pytest.param("current", "compiled with the block", marks=pytest.mark.slow),
     ],

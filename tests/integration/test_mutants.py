@@ -135,6 +135,7 @@ def test_an_edit_elsewhere_renames_no_mutant(toy: Path) -> None:
     assert names < {mutant.identity for mutant in after}
 
 
+@pytest.mark.slow
 def test_a_weaker_suite_fails(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = "packages/toy/src/toy/__init__.py"
     assert program.main(["--write"], toy) == 0

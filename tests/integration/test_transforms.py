@@ -150,8 +150,8 @@ def test_torch_jit_trace_is_refused_and_works_in_high_precision(recipe: str) -> 
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [
-        ("current", "vmap of a layer"),
         ("delayed", "jvp"),
+        pytest.param("current", "vmap of a layer", marks=pytest.mark.slow),
         pytest.param("delayed", "grad of weights", marks=pytest.mark.slow),
     ],
 )

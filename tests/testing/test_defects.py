@@ -26,6 +26,7 @@ def test_every_check_has_a_recipe_that_it_finds() -> None:
     assert [check.name for check in list_checks() if check.name not in found] == []
 
 
+@pytest.mark.slow
 def test_a_sound_recipe_passes_all() -> None:
     report = check_recipe(Rows(), spec=SPEC)
     assert report.ok, str(report)
