@@ -53,6 +53,8 @@ def test_the_numbers_are_those_of_a_direct_computation(demo: Path, report: Analy
     assert told["recipes"] == [name for name in recipes() if name != "custom"]
     words = "without a file it makes of all tensors what current makes"
     assert told["unavailable"] == [{"name": "custom", "reason": words}]
+    asked = ottava_debug.analyze({"a.weight": torch.randn(32, 32)}, recipes=["current", "custom"])
+    assert asked.recipes == ("current", "custom")
     for tensor in told["tensors"]:
         weight = state[f"{tensor['layer']}.weight"]
         assert (tensor["role"], tensor["dtype"]) == ("weight", "float32")

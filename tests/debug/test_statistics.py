@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -364,6 +366,13 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
     layer = layer_of("current")
     with pytest.raises(OptionError, match=r"log_dir is '.*file': .* cannot be written: .*a folder"):
         ottava_debug.statistics(layer, log_dir=tmp_path / "file")
+    # Nobody has the other end of the pipe: opening it would wait for ever.
+    logs = tmp_path / "nvdlfw_inspect_statistics_logs"
+    logs.mkdir()
+    os.mkfifo(logs / "nvdlfw_inspect_globalrank-0.log")
+    with pytest.raises(OptionError, match="no regular file"):
+        ottava_debug.statistics(layer, log_dir=tmp_path)
+    shutil.rmtree(logs)
     with pytest.raises(DTypeError, match="tb_writer is a str"):
         ottava_debug.statistics(layer, log_dir=tmp_path, tb_writer="logs")
     with pytest.raises(OptionError, match="stats has 'nonsense'"):

@@ -374,3 +374,16 @@ def test_one_group_has_weights_of_several_options(mesh: DeviceMesh) -> None:
             fully_shard(gather_quantized(net), mesh=mesh)
         losses.append([loss_of(net, batch).item() for batch in batches(2)])
     assert losses[0] == losses[1]
+
+
+@on_ranks(2)
+def test_another_format_after_the_first_gather_is_refused(mesh: DeviceMesh) -> None:
+    """The memory of a gathered weight has the format of its first recipe."""
+    net = shard(make(RECIPES["current"](), GATHER), mesh, "root", reshard_after_forward=True)
+    batch = next(batches(1))
+    loss_of(net, batch).backward()
+    other = ottava.get_recipe("current", fp8_format=E5M2)
+    for layer in (net.first, net.second, net.last):
+        layer.bind(other)
+    with pytest.raises(UsageError, match="gathered as a"):
+        loss_of(net, batch)

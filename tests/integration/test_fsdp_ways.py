@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import ottava
+from ottava.distributed import hooks, quantized_on_gather
 from ottava.errors import UsageError
 from tests.fsdp import (
     GROUPS,
@@ -374,3 +375,25 @@ def test_other_private_names_of_torch(mesh: DeviceMesh, attributes: Any) -> None
     # The scale of each weight by itself; rows and columns in each pass.
     assert reductions == [1, 3]
     assert sizes[1] > sizes[0]
+
+
+@on_ranks(2)
+def test_rows_and_columns_are_gathered_where_torch_does_not_tell_the_pass(mesh: DeviceMesh) -> None:
+    sizes = []
+    for knows in (True, False):
+        vars(hooks)["KNOWS_BACKWARD"] = knows
+        net = shard(make(RECIPES["mxfp8"](), GATHERED), mesh, "root", reshard_after_forward=True)
+        with torch.no_grad(), Collectives() as collectives:
+            net(next(batches(1))[0])
+        sizes.append(sum(collectives.gathered))
+    for module in (hooks, quantized_on_gather):
+        vars(module)["graph_task_id"] = lambda: -1
+    assert sizes[0] < sizes[1]
+    assert_trains_alike(
+        mesh,
+        RECIPES["mxfp8"](),
+        GATHERED,
+        "mxfp8",
+        groups="root",
+        fully_shard_options={"reshard_after_forward": True},
+    )

@@ -162,6 +162,10 @@ PROGRAMS: dict[str, list[Any]] = {
     "a reentrant checkpoint of a step before a recomputation": [
         *(runs(0, LARGE, whole=False), runs(0, Use(1, 0, 0, recompute=True)), BACKWARD)
     ],
+    "a block inside a reentrant checkpoint begins steps": [
+        *(runs(1, Use(0, 0, 0, blocks=("A",), recompute=True)), BACKWARD),
+        *(runs(1, Use(0, 1, 0, blocks=("A",), recompute=True)), BACKWARD),
+    ],
     "calibration inside of a recomputation": [
         *(runs(0, Use(0, 0, 0, blocks=("A", "calibrating"), recompute=True)), runs(0, LARGE))
     ],

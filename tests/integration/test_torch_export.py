@@ -87,8 +87,9 @@ def test_a_program_makes_nothing_that_only_a_backward_pass_reads() -> None:
     assert len(program.graph.nodes) == len(inference.graph.nodes)
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("recipe", ["delayed", "mixed"])
-def test_training_with_a_state_is_refused(recipe: str) -> None:
+def test_training_with_a_state_is_refused(recipe: str, strict: bool) -> None:
     """A program would have no backward pass, and write a step's scales."""
     model, x = model_of(recipe).train(), torch.randn(8, 64)
     before = state_of(model)
@@ -97,14 +98,15 @@ def test_training_with_a_state_is_refused(recipe: str) -> None:
             torch.set_grad_enabled(gradients),
             pytest.raises(UsageError, match=r"Linear '0' .*torch\.export.*model\.eval\(\)"),
         ):
-            torch.export.export(model, (x,))
+            torch.export.export(model, (x,), strict=strict)
     assert_unchanged(model, before)
     with ottava.autocast(enabled=False):
-        torch.export.export(model, (x,))
+        torch.export.export(model, (x,), strict=strict)
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_a_state_is_not_made_while_a_program_is_traced(training: bool) -> None:
+def test_a_state_is_not_made_while_a_program_is_traced(training: bool, strict: bool) -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -117,11 +119,11 @@ def test_a_state_is_not_made_while_a_program_is_traced(training: bool) -> None:
     net, x = Net().train(training), torch.randn(8, 64)
     words = r"Linear 'first' has no state for 'delayed'.*ottava\.convert.*torch\.export"
     with pytest.raises(UsageError, match=words):
-        torch.export.export(net, (x,))
+        torch.export.export(net, (x,), strict=strict)
     assert not net.layer.state_dict().keys() - {"weight", "bias"}
     with torch.no_grad():
         net.eval()(x)
-        assert torch.equal(torch.export.export(net, (x,)).module()(x), net(x))
+        assert torch.equal(torch.export.export(net, (x,), strict=strict).module()(x), net(x))
 
 
 def test_a_program_of_training_without_a_state_is_its_forward_pass() -> None:

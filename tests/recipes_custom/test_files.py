@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -281,9 +284,33 @@ def test_an_alias_is_the_same_recipe() -> None:
     assert made.explain(role("b", "input")).place == "line 3"
 
 
+def lines_of(function: Callable[[], object]) -> int:
+    """How many lines of Python run."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+    return count
+
+
 def test_a_rule_for_each_of_many_layers() -> None:
-    rules = "".join(f"- {{match: blocks.{n}.query, all: identity}}\n" for n in range(1000))
-    assert len(factory(f"default: alpha\nlayers:\n{rules}").rules()) == 1000
+    """Files are read in time that grows as they do."""
+    texts = {
+        size: "default: alpha\nlayers:\n"
+        + "".join(f"- {{match: blocks.{n}.query, all: identity}}\n" for n in range(size))
+        for size in (100, 400)
+    }
+    lines = {size: lines_of(lambda text=text: factory(text)) for size, text in texts.items()}
+    assert lines[400] < 5 * lines[100]
+    assert len(factory(texts[400]).rules()) == 400
 
 
 def test_paths(tmp_path: Path) -> None:

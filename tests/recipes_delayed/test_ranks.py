@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.collectives import all_gather, all_reduce_max
@@ -241,3 +242,17 @@ def test_a_model_that_is_given_up(mesh: DeviceMesh, cycle: bool) -> None:
         assert_same(of_ranks[1], of_ranks[0])
     # Three slots of three layers, in float32.
     assert sizes == [36] * (3 if cycle else 2)
+
+
+@on_ranks(2)
+def test_an_evaluation_in_a_reentrant_checkpoint_before_training(mesh: DeviceMesh) -> None:
+    """Its backward pass belongs to no step, and the layer begins those of the training."""
+    chosen = recipe()
+    layer = ottava.nn.Linear(16, 16, recipe=chosen).eval()
+    for step in range(3):
+        x = shard(step, mesh.get_rank()).requires_grad_()
+        with ottava.autocast(chosen):
+            y = checkpoint(layer, x, use_reentrant=True)
+        y.sum().backward()
+        layer.train()
+        assert (layer.recipe_state.scale[0] != 1).item() == (step > 0), step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -119,3 +120,16 @@ def _no_package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_without_the_package_the_error_names_it() -> None:
     with pytest.raises(OptionError, match="pip install ottava-recipes-mxfp8"):
         fake_quantize(torch.ones(3), "MXFP8E4M3")
+
+
+def test_a_layer_under_inductor_has_the_bytes_of_eager_code() -> None:
+    """Operators are opaque to a compiler, and it sums the gradient of the bias as eager code."""
+    torch._dynamo.reset()
+    layer = ottava.nn.Linear(64, 40, dtype=torch.bfloat16, recipe="mxfp8")
+    twin, results = copy.deepcopy(layer), []
+    for module, run in ((layer, layer), (twin, torch.compile(twin, fullgraph=True))):
+        x = wide(33, 64, dtype=torch.bfloat16, sigma=1.0).requires_grad_()
+        y = run(x)
+        y.backward(wide(33, 40, dtype=torch.bfloat16, sigma=1.0, seed=1))
+        results.append([y, x.grad, *(p.grad for p in module.parameters())])
+    assert_same(*results)

@@ -3,6 +3,7 @@ package and harm no other."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from enum import Enum
 from pathlib import Path
@@ -97,6 +98,16 @@ def test_an_interrupt_ends_the_question_and_the_next_reads_again(
         ottava.list_recipes()
     monkeypatch.setenv("OTTAVA_DISABLE_PLUGINS", "aaa-slow")
     assert status("aaa-slow").status == "disabled"
+
+
+def test_reading_changes_no_handler_of_signals(site: Path) -> None:
+    source = "import signal\nassert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+    plugin(site, "bbb-handler", "handler_one", source + hook("return []"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert status("bbb-handler").status == "ok"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_of_several_that_offer_a_name_none_gets_it(
