@@ -379,11 +379,17 @@ def test_one_group_has_weights_of_several_options(mesh: DeviceMesh) -> None:
 @on_ranks(2)
 def test_another_format_after_the_first_gather_is_refused(mesh: DeviceMesh) -> None:
     """The memory of a gathered weight has the format of its first recipe."""
-    net = shard(make(RECIPES["current"](), GATHER), mesh, "root", reshard_after_forward=True)
-    batch = next(batches(1))
-    loss_of(net, batch).backward()
-    other = ottava.get_recipe("current", fp8_format=E5M2)
-    for layer in (net.first, net.second, net.last):
-        layer.bind(other)
-    with pytest.raises(UsageError, match="gathered as a"):
-        loss_of(net, batch)
+    # The shards of the reference are sent as they are.
+    formats = (
+        RECIPES["mxfp8"](),
+        RECIPES["reference"](),
+        ottava.get_recipe("current", fp8_format=E5M2),
+    )
+    for other in formats:
+        net = shard(make(RECIPES["current"](), GATHER), mesh, "root", reshard_after_forward=True)
+        batch = next(batches(1))
+        loss_of(net, batch).backward()
+        for layer in (net.first, net.second, net.last):
+            layer.bind(other)
+        with pytest.raises(UsageError, match="gathered as a"):
+            loss_of(net, batch)

@@ -78,6 +78,8 @@ class HighPrecisionWeight(torch.Tensor):
     """
 
     _plain: torch.Tensor
+    #: The class and the dtypes of the first gather, for which FSDP keeps memory.
+    _gathered: tuple[type, tuple[torch.dtype, ...]] | None = None
 
     @staticmethod
     def __new__(cls, values: torch.Tensor, requires_grad: bool = False) -> "HighPrecisionWeight":
@@ -168,7 +170,27 @@ class HighPrecisionWeight(torch.Tensor):
         Returns:
             The tensors; and the metadata for the next hook, which is the size of the whole weight
             where the values themselves are sent.
+
+        Raises:
+            UsageError: an earlier gather sent other tensors, for another recipe.
         """
+        tensors, metadata = self._gather_inputs(mesh, orig_size, module, mp_policy)
+        kind = metadata.spec.cls if isinstance(metadata, GatherMetadata) else torch.Tensor
+        gathered = kind, tuple(tensor.dtype for tensor in tensors)
+        if self._gathered is None:
+            self._gathered = gathered
+        elif self._gathered[1] != gathered[1]:
+            raise _error_of_kinds(self._gathered[0], kind)
+        return tensors, metadata
+
+    def _gather_inputs(
+        self,
+        mesh: "DeviceMesh",
+        orig_size: torch.Size,
+        module: torch.nn.Module,
+        mp_policy: "MixedPrecisionPolicy",
+    ) -> tuple[tuple[torch.Tensor, ...], GatherMetadata | torch.Size]:
+        """The tensors that this rank sends, and the metadata."""
         group = mesh.get_group()
         values = self._plain
         compare_weights(self, orig_size, group, module)
@@ -207,7 +229,7 @@ class HighPrecisionWeight(torch.Tensor):
         if out is None:
             return outputs[0][: metadata[0]].view(metadata), ()
         if isinstance(out, QuantizedTensor):
-            raise _error_of_kinds(out, torch.Tensor)
+            raise _error_of_kinds(type(out), torch.Tensor)
         # FSDP fills the same memory at every gather, and ``out`` is a view of it.
         return None
 
@@ -241,15 +263,15 @@ def _checked_whole(weight: torch.Tensor, metadata: GatherMetadata) -> QuantizedT
     """
     spec = metadata.spec
     if not isinstance(weight, QuantizedTensor) or not isinstance(weight, spec.cls):
-        raise _error_of_kinds(weight, spec.cls)
+        raise _error_of_kinds(type(weight), spec.cls)
     _check_format(weight, spec)
     return weight
 
 
-def _error_of_kinds(weight: torch.Tensor, kind: type) -> UsageError:
+def _error_of_kinds(before: type, kind: type) -> UsageError:
     """The error that a gathered weight is to become one of another kind."""
     return UsageError(
-        f"a weight that was gathered as a {type(weight).__name__} is gathered as a {kind.__name__}",
+        f"a weight that was gathered as a {before.__name__} is gathered as a {kind.__name__}",
         "one kind of weight",
         _ONE_RECIPE,
     )
