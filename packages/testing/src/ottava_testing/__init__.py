@@ -35,7 +35,7 @@ _MODULES = ("table", "compare", "subject", "checks", "runner", "conformance")
 def __getattr__(name: str) -> Any:
     # pytest loads this package's plugin in every run, so torch is imported only on first use.
     for module in _MODULES if name in __all__ else ():
-        found = getattr(importlib.import_module(f"ottava_testing.{module}"), name, None)
-        if found is not None:
-            return found
+        value = getattr(importlib.import_module(f"ottava_testing.{module}"), name, None)
+        if value is not None:
+            return value
     raise AttributeError(f"module 'ottava_testing' has no attribute {name!r}")

@@ -224,8 +224,8 @@ class Subject:
     ) -> Linear:
         """A linear layer under the recipe; with ``primary`` its weight is kept quantized."""
         recipe = self.recipe()
-        kept = ottava.quantized_model_init(recipe) if primary else contextlib.nullcontext()
-        with torch.random.fork_rng(devices=[]), kept:
+        context = ottava.quantized_model_init(recipe) if primary else contextlib.nullcontext()
+        with torch.random.fork_rng(devices=[]), context:
             torch.manual_seed(seed)
             return Linear(columns, rows, recipe=recipe, name=self.layer_name, **options)
 

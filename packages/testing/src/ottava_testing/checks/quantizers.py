@@ -95,10 +95,12 @@ def _extra_usages(storage: QuantizedTensorStorage, rowwise: bool, columnwise: bo
     Rowwise data alone may serve a columnwise usage.
     """
     names = inner_by_name(storage)
-    held: set[str] = {inner.usage for inner in storage.inner_tensors if inner.attribute in names}
+    usages_with_data: set[str] = {
+        inner.usage for inner in storage.inner_tensors if inner.attribute in names
+    }
     if not columnwise:
-        return held & {"columnwise"}
-    return {"rowwise"} if not rowwise and held >= {"rowwise", "columnwise"} else set()
+        return usages_with_data & {"columnwise"}
+    return {"rowwise"} if not rowwise and usages_with_data >= {"rowwise", "columnwise"} else set()
 
 
 @check(DETERMINISTIC, over=Subject.quantizers)

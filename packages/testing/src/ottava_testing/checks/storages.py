@@ -82,8 +82,8 @@ def save_and_restore(subject: Subject, storage: Any) -> None:
     """A storage gives its tensors up for saving and takes them back."""
     expected, values = snapshot(storage), plain(storage).clone()
     tensors, stripped = storage.prepare_for_saving()
-    kept = sorted(inner_by_name(storage))
-    require(not kept, f"prepare_for_saving() keeps {kept}")
+    remaining = sorted(inner_by_name(storage))
+    require(not remaining, f"prepare_for_saving() keeps {remaining}")
     rest = stripped.restore_from_saved([*tensors, torch.ones(3)])
     require(len(rest) == 1, f"restore_from_saved() leaves {len(rest)} tensors in place of 1")
     require_same("saved and restored, it has", storage, expected)

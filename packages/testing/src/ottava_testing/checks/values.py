@@ -103,8 +103,8 @@ def dtypes(subject: Subject, quantizer: Quantizer) -> None:
             call = f"dequantize({other}) of a {type(storage).__name__}"
             require(actual.dtype == other, f"{call} ignores dtype and gives {actual.dtype}")
             close(call, actual, expected, 0.01)
-        kept = quantizer.quantize(values, dtype=torch.bfloat16).dtype
-        require(kept == torch.bfloat16, f"quantize(dtype=torch.bfloat16) gives {kept}")
+        nominal = quantizer.quantize(values, dtype=torch.bfloat16).dtype
+        require(nominal == torch.bfloat16, f"quantize(dtype=torch.bfloat16) gives {nominal}")
 
 
 @check(over=Subject.quantizers)
