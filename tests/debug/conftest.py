@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,16 @@ import ottava_debug
 
 @pytest.fixture
 def initialize(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Writes ``debug.yaml`` and initializes nvdlfw-inspect with it; returns the folder.
+    """Initializes nvdlfw-inspect with the text of a file, and options; returns its folder.
 
-    Options are those of ``initialize()``.
+    What was initialized before ends.
     """
     ottava_debug.register_features()
 
     def begin(text: str, **options: Any) -> Path:
+        debug_api.end_debug()
         path = tmp_path / "debug.yaml"
-        path.write_text(textwrap.dedent(text))
+        path.write_text(text)
         debug_api.initialize(config_file=str(path), log_dir=str(tmp_path), **options)
         return tmp_path
 

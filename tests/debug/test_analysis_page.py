@@ -49,16 +49,6 @@ class Parser(HTMLParser):
         self.text[tag] = self.text.get(tag, "") + data
 
 
-def report_of(layers: list[str], recipes: tuple[str, ...] = ("current", "mxfp8")) -> Analysis:
-    """A report of invented numbers."""
-    tensors = [
-        tensor_of(layer, role, **dict.fromkeys(recipes, noise_of(10.0 + number % 30, number % 40)))
-        for number, layer in enumerate(layers)
-        for role in ("weight", "input", "grad_output")
-    ]
-    return Analysis("a <model>", recipes, tuple(tensors), steps=2)
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
     path = demo_checkpoint(tmp_path_factory.mktemp("demo"))
@@ -82,7 +72,9 @@ def test_the_page_requests_nothing_and_shows_the_numbers(demo: Analysis) -> None
 
 def test_names_and_reasons_are_escaped() -> None:
     name = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'"
-    parser = Parser(page(report_of([name]), name))
+    noise = noise_of(10.0, 3.0)
+    named = Analysis("a <model>", ("current",), (tensor_of(name, "weight", current=noise),))
+    parser = Parser(page(named, name))
     assert parser.tags.count("script") == 1
     assert "img" not in parser.tags
     assert parser.requests == [("link", "href", "data:,")]

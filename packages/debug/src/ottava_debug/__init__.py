@@ -19,7 +19,7 @@ _NAMES = {
     "analysis.report": "Analysis",
     "features": "DisableFP8GEMM DisableFP8Layer DumpTensors FakeQuant Feature LogFp8TensorStats "
     "LogTensorStats PerTensorScaling",
-    "features.statistics": "Statistic",
+    "log_files": "Statistic",
     "manager": "on_error register_features",
     "measures": "Measures compare",
     "products": "Inspection Watch",
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ottava_debug.features import LogFp8TensorStats as LogFp8TensorStats
     from ottava_debug.features import LogTensorStats as LogTensorStats
     from ottava_debug.features import PerTensorScaling as PerTensorScaling
-    from ottava_debug.features.statistics import Statistic as Statistic
+    from ottava_debug.log_files import Statistic as Statistic
     from ottava_debug.manager import on_error as on_error
     from ottava_debug.manager import register_features as register_features
     from ottava_debug.measures import Measures as Measures

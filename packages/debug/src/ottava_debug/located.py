@@ -2,34 +2,120 @@
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import yaml
 
-from ottava.errors import OptionError, text_of
+from ottava.errors import OptionError, OttavaError, text_of
 from ottava_custom.files.source import MAX_DEPTH, read_text
+
+#: ``check(value)`` returns the checked value, or raises an error of Ottava.
+Check = Callable[[Any], Any]
 
 
 class Located(dict[str, Any]):
-    """A mapping from ``source``, a file's path or another name, with the lines of its keys."""
+    """A mapping of a configuration, which knows its place.
+
+    Attributes:
+        source: the path of the file, or another name.
+        title: its name in errors, such as ``section 'it', FakeQuant``.
+        line: the line of its own key; 0 if it is not known.
+        lines: the lines of its keys, as far as they are known.
+    """
 
     def __init__(
-        self, values: Mapping[str, Any], source: str = "", lines: Mapping[str, int] | None = None
+        self,
+        values: Mapping[str, Any],
+        source: str = "",
+        title: str = "",
+        line: int = 0,
+        lines: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(values)
         self.source = source
-        self.lines = dict(lines or getattr(values, "lines", {}))
+        self.title = title
+        self.line = line
+        self.lines = dict(lines or {})
 
     def where(self, key: str = "") -> str:
-        """The source and, if it is known, the line of ``key``; without a key the first line."""
-        line = self.lines.get(key) or min(self.lines.values(), default=0)
-        return f"{self.source}, line {line}" if line else self.source
+        """The source, the line of a key or else of the mapping, and the title."""
+        line = self.lines.get(key) or self.line or min(self.lines.values(), default=0)
+        place = f"{self.source}, line {line}" if line else self.source
+        return ": ".join(filter(None, (place, self.title)))
 
     def over(self, other: "Located", *left_out: str) -> "Located":
-        """The keys of both mappings except ``left_out``; this mapping's values take precedence."""
+        """``other``, with the keys and values of this mapping added, without ``left_out``."""
         values = {key: value for key, value in {**other, **self}.items() if key not in left_out}
-        return Located(values, self.source or other.source, {**other.lines, **self.lines})
+        lines = {**other.lines, **self.lines}
+        return Located(values, other.source, other.title, other.line, lines)
+
+    def value(self, key: str, check: Check) -> Any:
+        """The value at a key, as ``check`` returns it."""
+        try:
+            return check(self[key])
+        except OttavaError as error:
+            text = f"{self.where(key)}: {key} {error.what}"
+            raise OptionError(text, expected=error.expected, remedy=error.remedy) from error
+
+    def mapping(self, key: str, title: str) -> "Located":
+        """The mapping at a key, with a title."""
+        value = self.value(key, allowed(lambda value: isinstance(value, Located), "a mapping"))
+        return Located(value, self.source, title, self.lines.get(key, 0), value.lines)
+
+    def truth(self, key: str) -> bool:
+        """The boolean at a key."""
+        return bool(self.value(key, BOOLEAN))
+
+    def names(self, key: str, known: tuple[str, ...]) -> tuple[str, ...]:
+        """The names at a key, whose value is one of the ``known`` names, a list of them, or
+        ``all``."""
+        value = self[key]
+        requested = tuple(value) if isinstance(value, list) else (value,)
+        for name in requested:
+            if name not in known and name != "all":
+                raise unknown(f"{self.where(key)}: {key} has", name, known)
+        return known if "all" in requested else requested
+
+    def check_keys(self, known: Iterable[str]) -> None:
+        """Raise OptionError for a key that is not ``known``."""
+        for key in self:
+            if key not in known:
+                raise unknown(f"{self.where(key)} has no key", key, known)
+
+
+def allowed(is_allowed: Callable[[Any], bool], expected: str) -> Check:
+    """A check of values by a predicate; its error says what is ``expected``."""
+
+    def check(value: Any) -> Any:
+        if not is_allowed(value):
+            raise OptionError(f"is {kind_of(value)}", expected=expected)
+        return value
+
+    return check
+
+
+#: The check of a boolean.
+BOOLEAN = allowed(lambda value: isinstance(value, bool), "True or False")
+
+
+def kind_of(value: Any) -> str:
+    """A short description of a value, for errors."""
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if value is None:
+        return "nothing"
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    return repr(value)[:80]
+
+
+def unknown(problem: str, name: object, known: Iterable[str]) -> OptionError:
+    """The error about a name that is not one of those ``known``; it suggests the nearest one."""
+    names = sorted(map(str, known))
+    near = difflib.get_close_matches(str(name), names, n=1)
+    remedy = f"use {near[0]!r}" if near else ""
+    return OptionError(f"{problem} {name!r}", expected=f"one of {', '.join(names)}", remedy=remedy)
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,17 +171,20 @@ def read(configuration: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
             or is larger than a recipe file may be. The message names the line where one is known.
     """
     if isinstance(configuration, Mapping):
-        return Located(located(configuration, "the configuration"), "the configuration")
+        root: Any = _located(configuration, "the configuration")
+        return root  # type: ignore[no-any-return]
     source = str(os.fspath(configuration))
     expected = "sections, as name: {enabled: True, layers: …, transformer_engine: …}"
     text = read_text(source, "a YAML file", "use fewer sections, and patterns of layers")
+    loader = _Loader(text)
+    loader.source = source
     try:
-        root = _load(text, source)
+        root = loader.get_single_data()
     except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", error)
-        raise OptionError(
-            f"{_line(source, error)}: not YAML: {problem}", expected=expected
-        ) from error
+        raise OptionError(f"{source}{line}: not YAML: {problem}", expected=expected) from error
     except OptionError:
         raise
     except ValueError as error:
@@ -106,84 +195,10 @@ def read(configuration: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
     return root
 
 
-def _load(text: str, source: str) -> Any:
-    loader = _Loader(text)
-    loader.source = source
-    return loader.get_single_data()
-
-
-def _line(source: str, error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f"{source}, line {mark.line + 1}" if mark else source
-
-
-def located(value: Any, source: str) -> Any:
-    """``value`` with all dicts in it as :class:`Located`, and all tuples as lists."""
+def _located(value: Any, source: str) -> Any:
+    """``value`` with all mappings in it as :class:`Located`, and all tuples as lists."""
     if isinstance(value, Mapping):
-        return Located({str(key): located(item, source) for key, item in value.items()}, source)
+        return Located({str(key): _located(item, source) for key, item in value.items()}, source)
     if isinstance(value, (list, tuple)):
-        return [located(item, source) for item in value]
-    return value
-
-
-def plain(value: Any) -> Any:
-    """``value`` with all mappings in it as plain dicts."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain(item) for item in value]
-    return value
-
-
-def kind_of(value: Any) -> str:
-    """A short description of a value, for errors."""
-    if isinstance(value, Mapping):
-        return "a mapping"
-    if value is None:
-        return "nothing"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    return repr(value)[:80]
-
-
-def unknown(where: str, problem: str, name: object, allowed: Iterable[str]) -> OptionError:
-    """The error about a name that is not one of those ``allowed``; it suggests the nearest one."""
-    names = sorted(map(str, allowed))
-    near = difflib.get_close_matches(str(name), names, n=1)
-    remedy = f"use {near[0]!r}" if near else ""
-    prefix = f"{where}: " if where else ""
-    return OptionError(
-        f"{prefix}{problem} {name!r}", expected=f"one of {', '.join(names)}", remedy=remedy
-    )
-
-
-def mapping(parent: Located, key: str, title: str) -> Located:
-    """The mapping at a key."""
-    value = parent[key]
-    if not isinstance(value, Located):
-        raise OptionError(
-            f"{parent.where(key)}: {title}: {key} is {kind_of(value)}", expected="a mapping"
-        )
-    return value
-
-
-def names(parent: Located, key: str, title: str, allowed: Iterable[str]) -> list[str]:
-    """The names at a key, whose value is one of the ``allowed`` names, a list of them, or
-    ``all``."""
-    value = parent[key]
-    requested = value if isinstance(value, list) else [value]
-    allowed = list(allowed)
-    for name in requested:
-        if name not in allowed and name != "all":
-            raise unknown(parent.where(key), f"{title}: {key} has", name, allowed)
-    return allowed if "all" in requested else requested
-
-
-def truth(parent: Located, key: str, title: str) -> bool:
-    """The boolean at a key."""
-    value = parent[key]
-    if not isinstance(value, bool):
-        raise OptionError(
-            f"{parent.where(key)}: {title}: {key} is {kind_of(value)}", expected="True or False"
-        )
+        return [_located(item, source) for item in value]
     return value

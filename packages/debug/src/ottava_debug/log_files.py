@@ -1,11 +1,14 @@
-"""Loggers of statistics without nvdlfw-inspect's ``initialize()``: the same files, and
+"""Loggers that statistics are written to: nvdlfw-inspect's files, without its ``initialize()``, and
 TensorBoard."""
 
 import datetime
+import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from nvdlfw_inspect.logging import (  # type: ignore[import-untyped]
     BaseLogger,
@@ -21,6 +24,48 @@ _FOLDER = "nvdlfw_inspect_statistics_logs"
 def own_rank() -> int:
     """The rank of this process; 0 where there is one process."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class Statistic(NamedTuple):
+    """A statistic of a tensor in a step.
+
+    Attributes:
+        step: the number of the step.
+        layer, tensor, stat: the names.
+        value: a number; for ``exponents`` the counts ``{exponent: count}``.
+    """
+
+    step: int
+    layer: str
+    tensor: str
+    stat: str
+    value: float | dict[int, int]
+
+
+def write(statistic: Statistic, loggers: Iterable[Any]) -> None:
+    """Log a statistic as nvdlfw-inspect does, under ``LAYER_TENSOR_STAT``.
+
+    A histogram is written as a histogram by a logger that has a TensorBoard writer for histograms.
+    Other loggers get a number for each exponent, under ``LAYER_TENSOR_STAT_EXPONENT``.
+    """
+    name = f"{statistic.layer}_{statistic.tensor}_{statistic.stat}"
+    for logger in loggers:
+        if not isinstance(statistic.value, dict):
+            logger.log_scalar(name, statistic.value, statistic.step)
+        elif hasattr(writer := getattr(logger, "tb_writer", None), "add_histogram"):
+            _write_histogram(writer, name, statistic.value, statistic.step)
+        else:
+            for exponent, count in statistic.value.items():
+                logger.log_scalar(f"{name}_{exponent}", count, statistic.step)
+
+
+def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) -> None:
+    total = sum(counts.values())
+    # A writer takes values instead of counts, so each exponent gets its share of a thousand values.
+    shares = [(exponent, math.ceil(1000 * count / total)) for exponent, count in counts.items()]
+    values = [float(exponent) for exponent, share in shares for _ in range(share)]
+    if values:
+        writer.add_histogram(name, torch.tensor(values), step)
 
 
 class StatisticsFile(BaseLogger):  # type: ignore[misc]

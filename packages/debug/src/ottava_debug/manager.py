@@ -76,8 +76,8 @@ class Namespace(BaseNamespaceAPI):  # type: ignore[misc]
         if session is None:
             return _DEFAULTS.get(api_name)
         for enabled in session.plan(layer_name):
-            if enabled.namespace == self.name and layer_name not in enabled.off:
-                answer = session.attempt(enabled, layer_name, api_name, step, **arguments)
+            if enabled.namespace == self.name:
+                answer = enabled.ask(api_name, step, layer_name, **arguments)
                 if answer is not None:
                     return answer
         return _DEFAULTS.get(api_name)

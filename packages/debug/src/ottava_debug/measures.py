@@ -22,9 +22,9 @@ unbounded noise: the SQNR is -inf and the cosine 0.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from itertools import repeat
 
 import torch
 
@@ -33,6 +33,7 @@ from ottava.formats import ELEMENTS, FloatFormat, IntegerFormat
 from ottava.kernels.checks import check_high_precision
 from ottava.tensors import QuantizedTensorStorage
 from ottava.tensors.declaration import native_dtype
+from ottava_debug.sums import Sums, add, by_name
 
 # The number of elements that are processed together. On a CPU their float64 values fit its cache,
 # and torch processes so few in one thread. Several threads would wait for each other after each
@@ -91,9 +92,7 @@ def compare(
         ShapeError: they have different shapes.
         UsageError: the storage does not hold the direction.
     """
-    comparison = Comparison()
-    comparison.add(values, quantized, columnwise=columnwise)
-    return comparison.measures()
+    return measures_of(loss_sums(values, quantized, columnwise=columnwise))
 
 
 def exponents(values: torch.Tensor) -> dict[int, int]:
@@ -126,123 +125,105 @@ def _exponent_bits(x: torch.Tensor) -> torch.Tensor:
     return bits + (_BIAS - 127)
 
 
-class Comparison:
-    """The sums behind :class:`Measures`, which accumulate over tensors as if they were one."""
+# What is added up, besides the number of elements.
+_COUNTS = ("not_finite", "nonzero", "zeroed", "clamped")
+_PRODUCTS = ("signal", "quantized_signal", "dot", "noise")
+_EXTREMES: Sums = {("max", "amax"): 0.0, ("max", "is_broken"): 0.0}
 
-    #: Attribute -> the operation that combines two comparisons: ``sum``, ``min`` or ``max``.
-    together: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("count", "not_finite", "nonzero", "zeroed", "clamped"), "sum"),
-        **dict.fromkeys(("signal", "quantized_signal", "dot", "noise"), "sum"),
-        **dict.fromkeys(("amax", "broken"), "max"),
-        "knows_elements": "min",
-    }
 
-    def __init__(self) -> None:
-        self.count = self.not_finite = self.nonzero = self.zeroed = self.clamped = 0
-        self.amax = self.signal = self.quantized_signal = self.dot = self.noise = 0.0
-        self.broken, self.knows_elements = False, True
-
-    def add(
-        self,
-        values: torch.Tensor,
-        quantized: torch.Tensor | QuantizedTensorStorage,
-        *,
-        columnwise: bool | None = None,
-    ) -> None:
-        """Add a tensor and its quantized values; arguments and errors are those of
-        :func:`compare`."""
-        check_high_precision(values)
-        elements: _Elements | None = None
-        if isinstance(quantized, QuantizedTensorStorage):
-            direction = direction_of(quantized, columnwise)
-            quantized, elements = direction.dequantize(torch.float32), _elements(direction)
-        if not isinstance(quantized, torch.Tensor):
-            raise DTypeError(
-                f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage"
-            )
-        if quantized.shape != values.shape:
-            raise ShapeError(
-                f"quantized has shape {tuple(quantized.shape)}", expected=f"{tuple(values.shape)}"
-            )
-        self.count += values.numel()
-        self.knows_elements &= elements is not None
-        pairs = zip(_flat(values), _flat(quantized), strict=True)
-        if elements is None:
-            for x, q in pairs:
-                self._add(x, q, None, None)
-        else:
-            for (x, q), data in zip(pairs, _flat(elements[0]), strict=True):
-                self._add(x, q, data, elements[1])
-
-    def _add(
-        self, x: torch.Tensor, q: torch.Tensor, data: torch.Tensor | None, element: _Element | None
-    ) -> None:
-        if not x.numel():
-            return
-        amax = x.abs().amax().item()
-        if not math.isfinite(amax):
-            finite = x.isfinite()
-            self.not_finite += int(finite.numel() - finite.count_nonzero())
-            self._add(x[finite], q[finite], None if data is None else data[finite], element)
-            return
-        self.amax = max(self.amax, amax)
-        rows = torch.empty(3, x.numel(), dtype=torch.float64, device=x.device)
-        rows[0], rows[1] = x, q
-        torch.sub(rows[0], rows[1], out=rows[2])
-        # The matrix product computes all sums of products in one pass.
-        (signal, dot, _), (_, quantized_signal, _), (_, _, noise) = (rows @ rows.t()).tolist()
-        self.broken |= not math.isfinite(quantized_signal)
-        nonzero = int(x.count_nonzero())
-        self.nonzero += nonzero
-        if data is not None and element is not None:
-            self.clamped += _clamped(rows[0], rows[1], data, element)
-        # No product of two float32 numbers underflows in float64.
-        self.zeroed += nonzero - int(rows[0].mul_(rows[1]).count_nonzero())
-        self.signal += signal
-        self.quantized_signal += quantized_signal
-        self.dot += dot
-        self.noise += noise
-
-    def numbers(self) -> dict[tuple[str, str], float]:
-        """``(operation, attribute)`` -> the number, by :attr:`together`."""
-        return {(how, name): float(getattr(self, name)) for name, how in self.together.items()}
-
-    def take(self, numbers: Mapping[tuple[str, str], float]) -> None:
-        """Set the attributes to the numbers of another comparison, each converted to its own
-        type."""
-        for name, how in self.together.items():
-            setattr(self, name, type(getattr(self, name))(numbers[how, name]))
-
-    def measures(self) -> Measures:
-        """The measures of all tensors that were added."""
-        exact = not self.broken and self.noise == 0
-        saturation = None
-        if self.knows_elements or exact:
-            saturation = 100 * self.clamped / max(self.count - self.not_finite, 1)
-        return Measures(
-            count=self.count,
-            not_finite=self.not_finite,
-            amax=self.amax,
-            underflow=100 * self.zeroed / max(self.nonzero, 1),
-            saturation=saturation,
-            sqnr=self._sqnr(exact),
-            cosine=self._cosine(exact),
+def loss_sums(
+    values: torch.Tensor,
+    quantized: torch.Tensor | QuantizedTensorStorage,
+    *,
+    columnwise: bool | None = None,
+) -> Sums:
+    """The sums behind :class:`Measures`; arguments and errors are those of :func:`compare`."""
+    check_high_precision(values)
+    elements: _Elements | None = None
+    if isinstance(quantized, QuantizedTensorStorage):
+        direction = direction_of(quantized, columnwise)
+        quantized, elements = direction.dequantize(torch.float32), _elements(direction)
+    if not isinstance(quantized, torch.Tensor):
+        raise DTypeError(
+            f"quantized is a {type(quantized).__name__}", expected="a tensor or a storage"
         )
+    if quantized.shape != values.shape:
+        raise ShapeError(
+            f"quantized has shape {tuple(quantized.shape)}", expected=f"{tuple(values.shape)}"
+        )
+    sums: Sums = {("sum", name): 0.0 for name in (*_COUNTS, *_PRODUCTS)} | _EXTREMES
+    sums["sum", "count"] = values.numel()
+    sums["min", "knows_elements"] = elements is not None
+    data, element = (repeat(None), None) if elements is None else (_flat(elements[0]), elements[1])
+    for x, q, chunk in zip(_flat(values), _flat(quantized), data, strict=False):
+        _add_chunk(sums, x, q, chunk, element)
+    return sums
 
-    def _sqnr(self, exact: bool) -> float:
-        if exact:
-            return math.inf
-        if self.broken or self.signal == 0:
-            return -math.inf
-        return 10 * math.log10(self.signal / self.noise)
 
-    def _cosine(self, exact: bool) -> float:
-        if exact:
-            return 1.0
-        if self.broken or self.signal == 0 or self.quantized_signal == 0:
-            return 0.0
-        cosine = self.dot / (math.sqrt(self.signal) * math.sqrt(self.quantized_signal))
-        return min(1.0, max(-1.0, cosine))
+def _add_chunk(
+    sums: Sums,
+    x: torch.Tensor,
+    q: torch.Tensor,
+    data: torch.Tensor | None,
+    element: _Element | None,
+) -> None:
+    amax = x.abs().amax().item()
+    if not math.isfinite(amax):
+        finite = x.isfinite()
+        count = int(finite.count_nonzero())
+        sums["sum", "not_finite"] += x.numel() - count
+        if count:
+            _add_chunk(sums, x[finite], q[finite], None if data is None else data[finite], element)
+        return
+    rows = torch.empty(3, x.numel(), dtype=torch.float64, device=x.device)
+    rows[0], rows[1] = x, q
+    torch.sub(rows[0], rows[1], out=rows[2])
+    # The matrix product computes all sums of products in one pass.
+    (signal, dot, _), (_, quantized_signal, _), (_, _, noise) = (rows @ rows.t()).tolist()
+    clamped = 0
+    if data is not None and element is not None:
+        clamped = _clamped(rows[0], rows[1], data, element)
+    nonzero = int(x.count_nonzero())
+    # No product of two float32 numbers underflows in float64.
+    remaining = int(rows[0].mul_(rows[1]).count_nonzero())
+    numbers = {
+        ("max", "amax"): amax,
+        ("max", "is_broken"): float(not math.isfinite(quantized_signal)),
+        ("sum", "nonzero"): nonzero,
+        ("sum", "zeroed"): nonzero - remaining,
+        ("sum", "clamped"): clamped,
+        ("sum", "signal"): signal,
+        ("sum", "quantized_signal"): quantized_signal,
+        ("sum", "dot"): dot,
+        ("sum", "noise"): noise,
+    }
+    add(sums, numbers)
+
+
+def measures_of(sums: Sums) -> Measures:
+    """The measures of all tensors whose :func:`loss_sums` were combined."""
+    of = by_name(sums)
+    count, not_finite = int(of["count"]), int(of["not_finite"])
+    is_exact = not of["is_broken"] and of["noise"] == 0
+    saturation = None
+    if of["knows_elements"] or is_exact:
+        saturation = 100 * of["clamped"] / max(count - not_finite, 1)
+    sqnr, cosine = -math.inf, 0.0
+    if is_exact:
+        sqnr, cosine = math.inf, 1.0
+    elif not of["is_broken"] and of["signal"]:
+        sqnr = 10 * math.log10(of["signal"] / of["noise"])
+        size = math.sqrt(of["signal"]) * math.sqrt(of["quantized_signal"])
+        cosine = min(1.0, max(-1.0, of["dot"] / size)) if size else 0.0
+    return Measures(
+        count=count,
+        not_finite=not_finite,
+        amax=of["amax"],
+        underflow=100 * of["zeroed"] / max(of["nonzero"], 1),
+        saturation=saturation,
+        sqnr=sqnr,
+        cosine=cosine,
+    )
 
 
 def _flat(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -8,7 +8,8 @@ something.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,16 +18,10 @@ from ottava.gemm import as_matrix, gemm
 from ottava.kernels.products import without_autocast
 from ottava.nn.call import Call
 from ottava.nn.checks import autocast_dtype
-from ottava.nn.function import (
-    IntoMainGrad,
-    note_added,
-    quantized_linear,
-    refusing_second_derivatives,
-)
+from ottava.nn.function import IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
-from ottava.nn.plan import plan_for
+from ottava.nn.plan import Plan, plan_for
 from ottava.tensors import QuantizedTensorStorage
-from ottava.torch_private import unsafe_view
 from ottava_debug.operands import BY_COLUMN, OPERANDS, ROLES, TENSORS
 
 
@@ -76,7 +71,11 @@ class Inspection:
         operand; the error is raised afterwards."""
 
     def observe(
-        self, gemm: str, tensor: str, values: torch.Tensor, quantized: QuantizedTensorStorage | None
+        self,
+        gemm: str,
+        tensor: str,
+        values: torch.Tensor,
+        quantized: QuantizedTensorStorage | None,
     ) -> None:
         """Called with each operand and result of a product, after :meth:`modify`, but not when the
         product is recomputed.
@@ -177,15 +176,16 @@ def _inspected_linear(
     main_grad: torch.Tensor | None,
     observed: bool,
 ) -> torch.Tensor:
-    products = _Products(inspections, call, dtype, main_grad)
-    if not products.modified and not any(products.quantized_operands.values()):
-        return _in_high_precision(products, x, weight, bias)
+    products = _Products(inspections, call, dtype)
+    if not products.quantized and not any(products.modifying.values()):
+        return _in_high_precision(products, x, weight, bias, main_grad)
     if not inspections:
         plan = plan_for(layer, call, x, weight, bias, compiling=False)
         return quantized_linear(x, weight, bias, plan, microbatch_weight, main_grad, observed)
+    x = dense(x)
+    plan = products.plan(x, weight, microbatch_weight)
     with without_autocast(x.device.type):
-        arguments = dense(x), weight, bias, products, microbatch_weight, torch.is_grad_enabled()
-        return _InspectedLinear.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+        return quantized_linear(x, weight, bias, plan, None, main_grad, observed)
 
 
 def dense(values: Any) -> Any:
@@ -202,33 +202,56 @@ def quantizer_of(state: Any, gemm_type: str, tensor: str) -> Any:
     )
 
 
+class _Operand(NamedTuple):
+    """The values of an operand, and what is quantized of them for the products that take it."""
+
+    values: torch.Tensor
+    quantized: QuantizedTensorStorage | None
+
+    def flatten_columnwise(
+        self,
+    ) -> tuple[Sequence[torch.Tensor | None], "_OperandSpec"]:
+        """The tensors to save for the backward pass, and the spec that rebuilds the operand."""
+        tensors, specs = prepare_for_saving(self.values, self.quantized)
+        return tensors, _OperandSpec(specs)
+
+
+class _OperandSpec(NamedTuple):
+    """Rebuilds an operand from its saved tensors."""
+
+    specs: Sequence[Any]
+
+    @property
+    def tensor_count(self) -> int:
+        return sum(1 if spec is None else spec.tensor_count for spec in self.specs)
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> _Operand:
+        return _Operand(*restore_from_saved(tensors, self.specs))
+
+
+# The state of a plan without a recipe.
+_STATELESS: Any = SimpleNamespace(stateful=False)
+
+
 class _Products:
     """Computes the products of one pass, with the inspections."""
 
-    def __init__(
-        self,
-        inspections: Sequence[Inspection],
-        call: Any,
-        dtype: torch.dtype,
-        main_grad: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, inspections: Sequence[Inspection], call: Any, dtype: torch.dtype) -> None:
         self.inspections = inspections
         self.call = call
         self.state = call.state
         self.dtype = dtype
-        self.main_grad = main_grad
         for inspection in inspections:
             inspection.call = call
         # This is decided once, because the tensors saved for the backward pass depend on it.
-        self.quantized_operands = {pair: self._quantizes(*pair) for pair in OPERANDS}
-        quantized = frozenset(pair for pair, wanted in self.quantized_operands.items() if wanted)
+        self.quantized = frozenset(pair for pair in OPERANDS if self._quantizes(*pair))
         for inspection in inspections:
-            inspection.quantized = quantized
-        self.modified = {
-            (gemm_type, tensor)
+            inspection.quantized = self.quantized
+        # The inspections that modify an operand or result.
+        self.modifying = {
+            (gemm_type, tensor): [each for each in inspections if each.modifies(gemm_type, tensor)]
             for gemm_type, tensors in TENSORS.items()
             for tensor in tensors
-            if any(inspection.modifies(gemm_type, tensor) for inspection in inspections)
         }
 
     def _quantizes(self, gemm_type: str, tensor: str) -> bool:
@@ -238,62 +261,113 @@ class _Products:
             return False
         return all(inspection.quantizes(gemm_type, tensor) for inspection in self.inspections)
 
-    def quantized(
-        self, tensor: str, values: Any, rows_of: str, columns_of: str, needed: bool = True
-    ) -> Any:
-        """The operand, quantized by rows for one product and, if ``needed``, by columns for another
-        one; None where both take it in high precision."""
-        rowwise = self.quantized_operands.get((rows_of, tensor), False)
-        columnwise = needed and self.quantized_operands.get((columns_of, tensor), False)
-        if isinstance(values, QuantizedTensorStorage) or not (rowwise or columnwise):
-            return values if rowwise or columnwise else None
+    def plan(self, x: torch.Tensor, weight: Any, microbatch_weight: Any) -> Plan:
+        """The plan of the pass, whose operands are of :class:`_Operand`, and whose products inspect
+        their operands and results."""
+        grad_enabled = torch.is_grad_enabled()
+        x_needs_grad = grad_enabled and x.requires_grad
+        w_needs_grad = grad_enabled and weight.requires_grad
+
+        def quantize_weight(values: torch.Tensor) -> Any:
+            if microbatch_weight is not None:
+                return _Operand(values.detach(), microbatch_weight)
+            return self._quantize("weight", values, "fprop", "dgrad" if x_needs_grad else "")
+
+        rows_of, columns_of = (
+            "dgrad" if x_needs_grad else "",
+            "wgrad" if w_needs_grad else "",
+        )
+        return Plan(
+            quantize_input=lambda x: self._quantize("activation", x, "fprop", columns_of),
+            quantize_weight=quantize_weight,
+            quantize_grad_output=lambda dy: self._quantize("gradient", dy, rows_of, columns_of),
+            fprop=partial(self._multiply, "fprop"),
+            dgrad=partial(self._multiply, "dgrad"),
+            wgrad=partial(self._multiply, "wgrad"),
+            state=_STATELESS if self.state is None else self.state,
+            may_count_clamps=False,
+            dtype=self.dtype,
+            amp_dtype=None,
+            x_needs_grad=x_needs_grad,
+            w_needs_grad=w_needs_grad,
+            saves_input=False,
+            wgrad_reads_quantized_dy=True,
+            x_shape=x.shape,
+            x_dtype=x.dtype,
+            w_dtype=weight.dtype,
+        )
+
+    def _quantize(self, tensor: str, values: torch.Tensor, rows_of: str, columns_of: str) -> Any:
+        """The operand, quantized by rows for one product and by columns for another one, where they
+        take it quantized; their names are empty where they do not take it."""
+        values = values.detach()
+        rowwise = (rows_of, tensor) in self.quantized
+        columnwise = (columns_of, tensor) in self.quantized
+        if not (rowwise or columnwise):
+            return _Operand(values, None)
         options: dict[str, Any] = {} if tensor == "gradient" else {"recording": self.call.records}
         quantizer = self.state.quantizer(
             ROLES[tensor], rowwise=rowwise, columnwise=columnwise, **options
         )
         try:
-            return quantizer.quantize_impl(values, self.dtype)
+            return _Operand(values, quantizer.quantize_impl(values, self.dtype))
         except Exception as error:
             for inspection in self.inspections:
                 for gemm_type in [rows_of] * rowwise + [columns_of] * columnwise:
                     inspection.failed(gemm_type, tensor, values, error)
             raise
 
-    def operand(
-        self, gemm_type: str, tensor: str, values: Any, quantized: Any, observed: bool = True
-    ) -> Any:
-        """The operand that a product takes, after modification."""
-        operand = plain = dense(values)
-        if (gemm_type, tensor) in self.modified:
-            operand = self._modified(gemm_type, tensor, plain)
-        if not self.quantized_operands[gemm_type, tensor]:
-            quantized = None
-            operand = dense(operand)
-        elif isinstance(operand, QuantizedTensorStorage):
-            quantized = operand
-            operand = plain
-        elif operand is not plain:
-            quantizer = quantizer_of(self.state, gemm_type, tensor)
-            quantized = quantizer.quantize_impl(operand, self.dtype)
-        if observed:
-            self.observe(gemm_type, tensor, operand, quantized)
-        return operand.to(self.dtype) if quantized is None else quantized
-
-    def multiply(
-        self, gemm_type: Any, left: Any, right: Any, observed: bool = True, **options: Any
+    def _multiply(
+        self,
+        gemm_type: Any,
+        a: Any,
+        b: Any,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The product of two operands, after modification."""
-        product = gemm(left, right, gemm_type, out_dtype=self.dtype, **options)
-        result = TENSORS[gemm_type][2]
-        if (gemm_type, result) in self.modified:
-            product = self._modified(gemm_type, result, product)
+        """The product of two operands, after modification; added to ``out`` where that is given."""
+        left, right, result = TENSORS[gemm_type]
+        observed = gemm_type != "fprop" or not self.call.recomputed
+        operands = (
+            self._operand(gemm_type, left, a, observed),
+            self._operand(gemm_type, right, b, observed),
+        )
+        options: dict[str, Any] = {}
+        if gemm_type == "fprop":
+            options = {"bias": bias, "use_split_accumulator": False}
+        product: torch.Tensor = gemm(*operands, gemm_type, out_dtype=self.dtype, **options)
+        product = self._modified(gemm_type, result, product)
         if observed:
             self.observe(gemm_type, result, product)
+        if out is not None and self.modifying[gemm_type, result]:
+            return out.add_(product)
+        if out is not None:
+            # The sum is rounded only once.
+            gemm(*operands, gemm_type, out_dtype=self.dtype, out=out, accumulate=True)
         return product
+
+    def _operand(self, gemm_type: str, tensor: str, operand: Any, observed: bool) -> Any:
+        """The matrix that a product takes, after modification."""
+        if isinstance(operand, QuantizedTensorStorage):
+            operand = _Operand(dense(operand), operand)
+        plain, quantized = operand
+        values = self._modified(gemm_type, tensor, plain)
+        if (gemm_type, tensor) not in self.quantized:
+            quantized = None
+            values = dense(values)
+        elif isinstance(values, QuantizedTensorStorage):
+            quantized = values
+            values = plain
+        elif values is not plain:
+            quantizer = quantizer_of(self.state, gemm_type, tensor)
+            quantized = quantizer.quantize_impl(values, self.dtype)
+        if observed:
+            self.observe(gemm_type, tensor, values, quantized)
+        return values.to(self.dtype) if quantized is None else quantized
 
     def _modified(self, gemm_type: str, tensor: str, values: torch.Tensor) -> Any:
         current: Any = values
-        for inspection in self.inspections:
+        for inspection in self.modifying[gemm_type, tensor]:
             plain = dense(current)
             changed = inspection.modify(gemm_type, tensor, plain)
             if changed is not plain:
@@ -309,11 +383,14 @@ class _Products:
 
 
 def _in_high_precision(
-    products: _Products, x: Any, weight: Any, bias: torch.Tensor | None
+    products: _Products,
+    x: Any,
+    weight: Any,
+    bias: torch.Tensor | None,
+    main_grad: torch.Tensor | None,
 ) -> torch.Tensor:
     """The output of a layer with no quantized and no modified tensor, by core's own functions."""
     amp_dtype = autocast_dtype(weight, False)
-    main_grad = products.main_grad
     region: AbstractContextManager[object] = nullcontext()
     if products.state is not None and {x.dtype, weight.dtype} != {products.dtype}:
         # torch.autocast was switched off for a product of quantized operands.
@@ -345,7 +422,10 @@ def _in_high_precision(
 
     with region:
         y = high_precision_linear(
-            tapped("dgrad", "dgrad", x), tapped("wgrad", "wgrad", weight), bias, amp_dtype
+            tapped("dgrad", "dgrad", x),
+            tapped("wgrad", "wgrad", weight),
+            bias,
+            amp_dtype,
         )
     if not products.call.recomputed:
         for tensor, values in zip(TENSORS["fprop"], (x, weight, y), strict=True):
@@ -369,92 +449,3 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.observe(grads[0])
         return grads[0], None
-
-
-class _InspectedLinear(torch.autograd.Function):
-    """``y = x · wᵀ + b``, ``dx = dy · w`` and ``dw = dyᵀ · x``, each of modified operands."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Any,
-        weight: Any,
-        bias: torch.Tensor | None,
-        products: _Products,
-        microbatch_weight: Any,
-        grad_enabled: bool,
-    ) -> torch.Tensor:
-        x_needs, w_needs, b_needs = (needed and grad_enabled for needed in ctx.needs_input_grad[:3])
-        observed = not products.call.recomputed
-        matrix = as_matrix(x.detach())
-        plain_weight = weight.detach()
-        qx = products.quantized("activation", matrix, "fprop", "wgrad", w_needs)
-        qw = microbatch_weight
-        if qw is None:
-            qw = products.quantized("weight", plain_weight, "fprop", "dgrad", x_needs)
-        left = products.operand("fprop", "activation", matrix, qx, observed)
-        right = products.operand("fprop", "weight", plain_weight, qw, observed)
-        added = None if bias is None else bias.detach()
-        y = products.multiply(
-            "fprop", left, right, observed, bias=added, use_split_accumulator=False
-        )
-        saved = [x if w_needs else None, qx if w_needs else None, weight if x_needs else None]
-        saved.append(qw if x_needs and qw is not plain_weight else None)
-        tensors, ctx.specs = prepare_for_saving(*saved)
-        ctx.save_for_backward(*tensors)
-        bias_dtype = bias.dtype if bias is not None and b_needs else None
-        ctx.rest = products, (x.shape, x.dtype, weight.dtype, bias_dtype), weight
-        # The output must not be a view, because an activation function may modify it in place.
-        if x.dim() != 2 or y._base is not None:
-            return unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            return refusing_second_derivatives(_gradients, ctx, grads)
-        return _gradients(ctx, *grads)
-
-
-def _gradients(ctx: Any, *grads: torch.Tensor) -> Any:
-    """The gradients of a layer's input, weight and bias, and None for its other arguments."""
-    products, (x_shape, x_dtype, w_dtype, bias_dtype), parameter = ctx.rest
-    state = products.state
-    dy = as_matrix(grads[0])
-    if state is not None and state.stateful:
-        state.note_backward()
-    x, qx, weight, qw = restore_from_saved(ctx.saved_tensors, ctx.specs)
-    rows_of = "" if weight is None else "dgrad"
-    columns_of = "" if x is None else "wgrad"
-    qdy = products.quantized("gradient", dy, rows_of, columns_of)
-    dx = dw = db = None
-    if weight is not None:
-        left = products.operand("dgrad", "gradient", dy, qdy)
-        right = products.operand("dgrad", "weight", weight, weight if qw is None else qw)
-        dx = products.multiply("dgrad", left, right).to(x_dtype).view(x_shape)
-    if x is not None:
-        left = products.operand("wgrad", "gradient", dy, qdy)
-        right = products.operand("wgrad", "activation", as_matrix(x), qx)
-        dw = products.multiply("wgrad", left, right)
-        if products.main_grad is not None:
-            _add_to_main_grad(products, left, right, dw, parameter)
-        dw = dw.to(w_dtype) if products.main_grad is None else None
-    if bias_dtype is not None:
-        narrow = dy.is_cuda and dy.dtype == bias_dtype and dy.numel() * dy.element_size() < 2**31
-        db = dy.sum(0, dtype=dy.dtype if narrow else torch.float32).to(bias_dtype)
-    return dx, dw, db, None, None, None
-
-
-def _add_to_main_grad(
-    products: _Products, left: Any, right: Any, dw: torch.Tensor, parameter: Any
-) -> None:
-    """Add the gradient of the weight to ``main_grad``.
-
-    A gradient that is not modified is rounded only once, in the sum.
-    """
-    main_grad: Any = products.main_grad
-    if ("wgrad", "wgrad") in products.modified:
-        main_grad.add_(dw)
-    else:
-        gemm(left, right, "wgrad", out_dtype=products.dtype, out=main_grad, accumulate=True)
-    note_added(parameter)

@@ -11,13 +11,14 @@ import torch
 from ottava.collectives import check_group
 from ottava.errors import DTypeError, OptionError
 from ottava.nn import Linear
+from ottava_debug.enabled import Enabled
 from ottava_debug.features.base import GEMMS, Feature
 from ottava_debug.features.fake_quant import DisableFP8GEMM, FakeQuant
-from ottava_debug.features.statistics import LogFp8TensorStats, LogTensorStats, Statistic, write
-from ottava_debug.features.sums import QUANTIZED
+from ottava_debug.features.requests import is_of_quantized
+from ottava_debug.features.statistics import LogFp8TensorStats, LogTensorStats
 from ottava_debug.located import Located
-from ottava_debug.log_files import StatisticsFile, of_tensorboard
-from ottava_debug.session import Enabled, Session
+from ottava_debug.log_files import Statistic, StatisticsFile, of_tensorboard, write
+from ottava_debug.session import Session
 
 #: A choice of layers: :mod:`fnmatch` patterns of names, or a function of a name and a layer.
 Layers = str | Iterable[str] | Callable[[str, Any], bool] | None
@@ -31,7 +32,7 @@ def _as_list(names: Any) -> list[Any]:
 
 
 class LayerSelection:
-    """The chosen layers of a model, a :class:`~ottava_debug.session.Selection`."""
+    """The chosen layers of a model, a :class:`~ottava_debug.enabled.Selection`."""
 
     def __init__(self, model: torch.nn.Module, layers: Layers) -> None:
         if not isinstance(model, torch.nn.Module):
@@ -85,7 +86,7 @@ class Run:
         for feature, options in features:
             config = {key: value for key, value in options.items() if value is not None}
             title = type(feature).__name__
-            targets = feature.targets(Located(config, "the arguments"), title)
+            targets = feature.targets(Located(config, "the arguments", title), title)
             policy = str(options.get("on_error", "raise"))
             enabled.append(Enabled(title, "ottava", feature, config, selection, targets, policy))
         self._session = Session(
@@ -185,10 +186,6 @@ class Statistics(Run):
                 self.file.close()
 
 
-def _is_of_quantized(stat: str) -> bool:
-    return stat.removesuffix("_columnwise").endswith(QUANTIZED)
-
-
 def _group_of(reduce: Any) -> Callable[[], Any] | None:
     """A function that returns the group to reduce over; None for this rank alone."""
     if reduce is True:
@@ -248,7 +245,7 @@ def statistics(
         collected.append(each)
         write(each, writers)
 
-    of_quantized = [name for name in names if isinstance(name, str) and _is_of_quantized(name)]
+    of_quantized = [name for name in names if isinstance(name, str) and is_of_quantized(name)]
     of_values = [name for name in names if name not in of_quantized]
     common = {"tensors": _as_list(tensors), "freq": freq, "on_error": on_error} | steps
     features: list[tuple[Feature, dict[str, Any]]] = []

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ottava.errors import OptionError
-from ottava_debug.located import Located, kind_of, unknown
+from ottava_debug.located import Located, kind_of
 
 _KEYS = ("exact_layer_names", "layer_name_regex_pattern", "layer_numbers", "layer_types")
 # nvdlfw-inspect uses the same expression.
@@ -23,17 +23,13 @@ Test = Callable[[str], bool]
 
 
 class Selector:
-    """The layers of a section, a :class:`~ottava_debug.session.Selection`."""
+    """The layers of a section, a :class:`~ottava_debug.enabled.Selection`."""
 
-    def __init__(self, layers: Located, title: str) -> None:
-        for key in layers:
-            if key not in _KEYS:
-                raise unknown(layers.where(key), f"{title}: layers has no key", key, _KEYS)
+    def __init__(self, layers: Located) -> None:
+        layers.check_keys(_KEYS)
         if not layers:
-            raise OptionError(
-                f"{layers.where()}: {title}: layers is empty", expected=f"one of {', '.join(_KEYS)}"
-            )
-        self._tests = {key: self._read(layers, key, title) for key in _KEYS if key in layers}
+            raise OptionError(f"{layers.where()} is empty", expected=f"one of {', '.join(_KEYS)}")
+        self._tests = {key: _tests(layers, key) for key in _KEYS if key in layers}
         for alone in _KEYS[:2]:
             if alone in self._tests:
                 self._tests = {alone: self._tests[alone]}
@@ -54,30 +50,32 @@ class Selector:
             selected = selected and bool(matching)
         return selected
 
-    def _read(self, layers: Located, key: str, title: str) -> dict[object, Test]:
-        value = layers[key]
-        where = f"{layers.where(key)}: {title}: {key}"
-        if key == "layer_name_regex_pattern":
-            try:
-                pattern = re.compile(value)
-            except (re.error, TypeError) as error:
-                raise OptionError(
-                    f"{where} is {kind_of(value)}: {error}", expected="a regular expression"
-                ) from error
-            return {value: lambda name: pattern.search(name) is not None}
-        items = value if isinstance(value, list) else [value]
-        if not items:
-            raise OptionError(f"{where} is empty", expected="at least one")
-        if any(str(item).lower() == _ALL for item in items) and key != "exact_layer_names":
-            return {_ALL: lambda name: key == "layer_types" or _number(name) is not None}
-        if key == "layer_numbers":
-            return {item: _in(_range(item, where)) for item in items}
-        for item in items:
-            if not isinstance(item, str):
-                raise OptionError(f"{where} has {kind_of(item)}", expected="names")
-        if key == "exact_layer_names":
-            return {item: item.__eq__ for item in items}
-        return {item: _contains(item) for item in items}
+
+def _tests(layers: Located, key: str) -> dict[object, Test]:
+    """The values of a key, each with its test of names."""
+    value = layers[key]
+    where = f"{layers.where(key)}: {key}"
+    if key == "layer_name_regex_pattern":
+        try:
+            pattern = re.compile(value)
+        except (re.error, TypeError) as error:
+            raise OptionError(
+                f"{where} is {kind_of(value)}: {error}", expected="a regular expression"
+            ) from error
+        return {value: lambda name: pattern.search(name) is not None}
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise OptionError(f"{where} is empty", expected="at least one")
+    if any(str(item).lower() == _ALL for item in items) and key != "exact_layer_names":
+        return {_ALL: lambda name: key == "layer_types" or _number(name) is not None}
+    if key == "layer_numbers":
+        return {item: _in(_range(item, where)) for item in items}
+    for item in items:
+        if not isinstance(item, str):
+            raise OptionError(f"{where} has {kind_of(item)}", expected="names")
+    if key == "exact_layer_names":
+        return {item: item.__eq__ for item in items}
+    return {item: _contains(item) for item in items}
 
 
 def _contains(text: str) -> Test:

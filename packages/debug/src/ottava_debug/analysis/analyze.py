@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ottava.errors import OptionError, UsageError
+from ottava.recipes import Recipe
 from ottava_debug.analysis import sources
-from ottava_debug.analysis.measuring import Candidate, Series, candidates, repetitions
+from ottava_debug.analysis.measuring import Series, candidates, repetitions
 from ottava_debug.analysis.report import THRESHOLD, Analysis, Skipped, TensorReport
 from ottava_debug.losses import Loss, check_loss
 
@@ -77,14 +77,16 @@ def analyze(
         # This import is local, because it takes seconds.
         from ottava_debug.analysis.captured import capture
 
-        step_series, step_count, missed = capture(
+        captured, step_count, missed = capture(
             subject.model, data, function, steps, trials, lambda done: report("steps", done, steps)
         )
-        tensors = _by_layer([*tensors, *(series.report() for series in step_series)], subject)
-        skipped = [*skipped, *missed]
+        place = {name: number for number, (name, _) in enumerate(subject.model.named_modules())}
+        # The weight of a layer comes first, then its input and its gradient.
+        tensors = sorted(tensors + captured, key=lambda tensor: place[tensor.layer])
+        skipped = skipped + missed
     repeats = repetitions(trials, tensors) if recipes is None else []
     repeat_names = {skip.name for skip in repeats}
-    names = tuple(trial.name for trial in trials if trial.name not in repeat_names)
+    names = tuple(name for name in trials if name not in repeat_names)
     return Analysis(
         subject.name,
         names,
@@ -96,10 +98,9 @@ def analyze(
     )
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What is analyzed: weights ``[out, in]`` by layers, and a copy of the model if there is
-    one."""
+class _Subject(NamedTuple):
+    """What is analyzed: weights ``[out, in]`` by layers, what is left out, and a copy of the model
+    if there is one."""
 
     name: str
     weights: Mapping[str, torch.Tensor]
@@ -108,28 +109,23 @@ class _Subject:
 
 
 def _subject(source: Any, model: torch.nn.Module | None) -> _Subject:
+    name = "a state dict" if isinstance(source, Mapping) else str(source)
     state = None if source is None else sources.read(source)
     if model is None:
-        return _Subject(_name(source, None), *sources.weights(state or {}))
+        return _Subject(name, *sources.weights(state or {}))
     # This import is local, because it takes seconds.
     from ottava_debug.analysis import captured
 
-    if state is not None:
+    if state is None:
+        name = type(model).__name__
+    else:
         sources.check_values(source, state)
     copy = captured.in_high_precision(model, state)
-    return _Subject(_name(source, copy), *captured.weights_of(copy), copy)
-
-
-def _name(source: Any, model: torch.nn.Module | None) -> str:
-    if source is None:
-        return type(model).__name__
-    if isinstance(source, Mapping):
-        return "a state dict"
-    return str(source)
+    return _Subject(name, *captured.weights_of(copy), copy)
 
 
 def _weight_reports(
-    weights: Mapping[str, torch.Tensor], trials: Sequence[Candidate], report: Progress
+    weights: Mapping[str, torch.Tensor], trials: Mapping[str, Recipe], report: Progress
 ) -> list[TensorReport]:
     total = sum(weight.numel() for weight in weights.values())
     count = 0
@@ -142,12 +138,6 @@ def _weight_reports(
         count += weight.numel()
         report("elements", count, total)
     return tensors
-
-
-def _by_layer(tensors: Sequence[TensorReport], subject: _Subject) -> list[TensorReport]:
-    """The tensors in the order of the layers; the weight of a layer comes first."""
-    place = {layer: number for number, layer in enumerate(subject.weights)}
-    return sorted(tensors, key=lambda tensor: place.get(tensor.layer, len(place)))
 
 
 def _check(source: Any, model: Any, data: Any, steps: int, threshold: float) -> None:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ import ottava
 from ottava.errors import CheckpointError, DTypeError, UsageError, listed, text_of, translated
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn import Linear, conversion_report
+from ottava.recipes import Recipe
 from ottava.tensors import QuantizedTensorStorage
 from ottava_custom import CustomRecipe, identity_factory
-from ottava_debug.analysis.measuring import Candidate, Series
-from ottava_debug.analysis.report import Skipped
+from ottava_debug.analysis.measuring import Series
+from ottava_debug.analysis.report import Skipped, TensorReport
 from ottava_debug.losses import Loss, loss_in
 from ottava_debug.operands import ROLES
 from ottava_debug.products import Inspection, Watch
@@ -105,17 +106,15 @@ class _Look(Inspection):
 class _Gatherer:
     """Gathers the inputs and gradients of a model's layers, a series for each."""
 
-    def __init__(self, model: torch.nn.Module, recipes: Sequence[Candidate]) -> None:
-        self.names: dict[Any, str] = {
-            module: name for name, module in model.named_modules() if isinstance(module, Linear)
-        }
+    def __init__(self, names: Mapping[Any, str], recipes: Mapping[str, Recipe]) -> None:
         self.series: dict[tuple[str, str], Series] = {}
+        self._names = names
         self._recipes = recipes
         self._gradients: list[tuple[str, torch.Tensor]] = []
 
     def inspection(self, layer: Any) -> Inspection | None:
         """The inspection of a layer; None for one that is not the model's."""
-        name = self.names.get(layer)
+        name = self._names.get(layer)
         return None if name is None else _Look(partial(self._take, name))
 
     def _take(self, name: str, role: str, values: torch.Tensor) -> None:
@@ -139,24 +138,19 @@ class _Gatherer:
             self.series[name, role] = Series(name, role, self._recipes)
         self.series[name, role].add(values)
 
-    def in_order(self) -> list[Series]:
-        """The series in the order of the layers, the input of a layer before its gradient."""
-        place = {name: number for number, name in enumerate(self.names.values())}
-        keys = sorted(self.series, key=lambda key: (place[key[0]], key[1] == "grad_output"))
-        return [self.series[key] for key in keys]
-
 
 def capture(
     model: torch.nn.Module,
     batches: Iterable[Any],
     loss: Loss | None,
     steps: int,
-    recipes: Sequence[Candidate],
+    recipes: Mapping[str, Recipe],
     progress: Callable[[int], None],
-) -> tuple[list[Series], int, list[Skipped]]:
-    """Run up to ``steps`` steps of the model; the series of inputs and gradients, the number of
-    steps, and what was not captured."""
-    gatherer = _Gatherer(model, recipes)
+) -> tuple[list[TensorReport], int, list[Skipped]]:
+    """Run up to ``steps`` steps of the model; the inputs and gradients, the number of steps, and
+    what was not captured."""
+    names = {module: name for name, module in model.named_modules() if isinstance(module, Linear)}
+    gatherer = _Gatherer(names, recipes)
     step_count, has_backward = 0, False
     with torch.enable_grad():
         for batch in _first(batches, steps):
@@ -167,16 +161,17 @@ def capture(
             progress(step_count)
     if not step_count:
         raise UsageError("the data have no batch", expected="an iterable of at least one")
+    series = gatherer.series
     skipped = [
         Skipped(name, "not called in the steps")
-        for name in gatherer.names.values()
-        if (name, "input") not in gatherer.series
+        for name in names.values()
+        if (name, "input") not in series
     ]
     if not has_backward:
         skipped.append(
             Skipped("gradients", "the model gives no loss, and no loss function was named")
         )
-    return gatherer.in_order(), step_count, skipped
+    return [each.report() for each in series.values()], step_count, skipped
 
 
 def _first(batches: Iterable[Any], steps: int) -> Iterator[Any]:

@@ -1,8 +1,7 @@
 """Measures the loss of a layer's tensor under each recipe, over one or several steps."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,42 +13,33 @@ from ottava.recipes.mixed import layer_state
 from ottava.recipes.registry import list_recipes
 from ottava.recipes.step import update_states
 from ottava_debug.analysis.report import Noise, Skipped, TensorReport
-from ottava_debug.measures import Comparison, exponents
+from ottava_debug.measures import exponents, loss_sums, measures_of
+from ottava_debug.sums import Sums, add
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A recipe to try, and its name."""
-
-    name: str
-    recipe: Recipe
-
-
-def candidates(names: Sequence[str] | None) -> tuple[list[Candidate], list[Skipped]]:
+def candidates(names: Sequence[str] | None) -> tuple[dict[str, Recipe], list[Skipped]]:
     """The recipes of these names or files, or all installed ones that need no options; and those
     that are left out."""
     if names is not None:
-        return [Candidate(name, ottava.get_recipe(name)) for name in dict.fromkeys(names)], []
-    recipes: list[Candidate] = []
+        return {name: ottava.get_recipe(name) for name in names}, []
+    recipes: dict[str, Recipe] = {}
     unavailable: list[Skipped] = []
     for spec in list_recipes():
         try:
-            recipes.append(Candidate(spec.name, ottava.get_recipe(spec.name)))
+            recipes[spec.name] = ottava.get_recipe(spec.name)
         except OttavaError as error:
             unavailable.append(Skipped(spec.name, text_of(error)))
     return recipes, unavailable
 
 
-def repetitions(recipes: Sequence[Candidate], tensors: Sequence[TensorReport]) -> list[Skipped]:
+def repetitions(recipes: Mapping[str, Recipe], tensors: Sequence[TensorReport]) -> list[Skipped]:
     """The recipes that read recipe files, and without one quantize every tensor as another recipe
     without state does."""
     readers = {spec.name for spec in list_recipes() if spec.file_suffixes}
-    stateless = [candidate.name for candidate in recipes if not candidate.recipe.stateful]
+    stateless = [name for name, recipe in recipes.items() if not recipe.stateful]
+    others = [name for name in stateless if name not in readers]
     repeats: list[Skipped] = []
-    for name in stateless:
-        if name not in readers:
-            continue
-        others = [other for other in stateless if other not in readers]
+    for name in (name for name in stateless if name in readers):
         same = [other for other in others if all(t.noise[name] == t.noise[other] for t in tensors)]
         if same:
             reason = f"without a file it makes of all tensors what {same[0]} makes"
@@ -60,13 +50,12 @@ def repetitions(recipes: Sequence[Candidate], tensors: Sequence[TensorReport]) -
 class Series:
     """One tensor of a layer under all recipes, through all steps."""
 
-    def __init__(self, layer: str, role: str, recipes: Sequence[Candidate]) -> None:
-        self._layer, self._role = layer, role
-        self._trials = {
-            candidate.name: _Trial(layer, role, candidate.recipe) for candidate in recipes
-        }
+    def __init__(self, layer: str, role: str, recipes: Mapping[str, Recipe]) -> None:
+        self.layer = layer
+        self._role = QuantizerRole("linear", role, layer)
+        self._trials = {name: _Trial(self._role, recipe) for name, recipe in recipes.items()}
         # The tensor compared with itself, which counts its elements.
-        self._own = Comparison()
+        self._own: Sums = {}
         self._exponents: Counter[int] = Counter()
         self._values: Any = None
 
@@ -74,21 +63,22 @@ class Series:
     def add(self, values: torch.Tensor) -> None:
         """Add the values of a step, a matrix in high precision."""
         self._values = values.to("meta")
-        self._own.add(values, values)
+        add(self._own, loss_sums(values, values))
         self._exponents.update(exponents(values))
         for trial in self._trials.values():
             trial.add(values)
 
     def report(self) -> TensorReport:
         """The report over all steps."""
+        own = measures_of(self._own)
         return TensorReport(
-            layer=self._layer,
-            role=self._role,
+            layer=self.layer,
+            role=self._role.tensor_type,
             shape=tuple(self._values.shape),
             dtype=str(self._values.dtype).removeprefix("torch."),
-            count=self._own.count,
-            not_finite=self._own.not_finite,
-            amax=self._own.amax,
+            count=own.count,
+            not_finite=own.not_finite,
+            amax=own.amax,
             exponents=dict(sorted(self._exponents.items())),
             noise={name: trial.noise() for name, trial in self._trials.items()},
         )
@@ -97,11 +87,13 @@ class Series:
 class _Trial:
     """One recipe, tried on one tensor of one layer."""
 
-    def __init__(self, layer: str, role: str, recipe: Recipe) -> None:
-        self._role, self._error = role, ""
-        self._rows, self._columns = Comparison(), Comparison()
+    def __init__(self, role: QuantizerRole, recipe: Recipe) -> None:
+        self._role = role
+        self._recipe = recipe
         self._state: Any = None
-        self._recipe, self._roles = recipe, [QuantizerRole("linear", role, layer)]
+        self._rows: Sums = {}
+        self._columns: Sums = {}
+        self._error = ""
 
     def add(self, values: torch.Tensor) -> None:
         """Add the values of a step; an error of the recipe goes into the report."""
@@ -115,7 +107,7 @@ class _Trial:
 
     def _add(self, values: torch.Tensor) -> None:
         if self._state is None:
-            self._state = layer_state(self._recipe, self._roles)
+            self._state = layer_state(self._recipe, [self._role])
             if isinstance(self._state, torch.nn.Module):
                 self._state.to(values.device)
                 # A first step only records, because the initial scales of a training are of no
@@ -124,17 +116,17 @@ class _Trial:
         if self._state.stateful:
             update_states([self._state], None)
         quantized = self._quantize(values)
-        self._rows.add(values, quantized, columnwise=False)
+        add(self._rows, loss_sums(values, quantized, columnwise=False))
         if quantized.get_usages()["columnwise"] and not quantized.rowwise_serves_columnwise:
-            self._columns.add(values, quantized, columnwise=True)
+            add(self._columns, loss_sums(values, quantized, columnwise=True))
 
     def _quantize(self, values: torch.Tensor) -> Any:
-        columnwise = self._role not in self._state.wgrad_unquantized
-        quantizer = self._state.quantizer(self._role, rowwise=True, columnwise=columnwise)
-        return quantizer.quantize(values)
+        role = self._role.tensor_type
+        columnwise = role not in self._state.wgrad_unquantized
+        return self._state.quantizer(role, rowwise=True, columnwise=columnwise).quantize(values)
 
     def noise(self) -> Noise:
         if self._error:
             return Noise(error=self._error)
-        columns = self._columns.measures() if self._columns.count else None
-        return Noise(self._rows.measures(), columns)
+        columns = measures_of(self._columns) if self._columns else None
+        return Noise(measures_of(self._rows), columns)

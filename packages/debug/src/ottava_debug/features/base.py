@@ -1,13 +1,13 @@
 """The base class of features: their options, and their choice of products, tensors and steps."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
-from ottava.errors import OptionError, OttavaError
-from ottava_debug.located import Located, kind_of, names, truth, unknown
+from ottava.errors import OptionError
+from ottava_debug.located import Check, Located, allowed, kind_of
 from ottava_debug.operands import TENSORS
 
 GEMMS = tuple(TENSORS)
@@ -16,17 +16,9 @@ EVERY_TENSOR = tuple(dict.fromkeys(tensor for tensors in TENSORS.values() for te
 #: ``"raise"`` raises the error.
 ON_ERROR = ("warn", "raise")
 
-#: ``check(value)`` returns the checked value, or raises an error of Ottava.
-Check = Callable[[Any], Any]
 
-
-def _integer(least: int, expected: str) -> Check:
-    def check(value: Any) -> Any:
-        if type(value) is not int or value < least:
-            raise OptionError(f"is {kind_of(value)}", expected=expected)
-        return value
-
-    return check
+def _is_integer(value: Any, least: int) -> bool:
+    return type(value) is int and value >= least
 
 
 def _ranges(value: Any) -> list[tuple[int, int]]:
@@ -50,33 +42,15 @@ def _is_range(pair: Any, *, is_last: bool) -> bool:
     return 0 <= start <= end or (end == -1 and is_last)
 
 
-def _on_error(value: Any) -> str:
-    if value not in ON_ERROR:
-        raise OptionError(f"is {kind_of(value)}", expected=" or ".join(ON_ERROR))
-    return str(value)
-
-
+_STEP = allowed(lambda value: _is_integer(value, -1), "a step, or -1 for no end")
 #: Options that every feature has.
 COMMON: dict[str, Check] = {
-    "start_step": _integer(-1, "a step, or -1 for no end"),
-    "end_step": _integer(-1, "a step, or -1 for no end"),
+    "start_step": _STEP,
+    "end_step": _STEP,
     "start_end_list": _ranges,
-    "freq": _integer(1, "a number of steps, from 1"),
-    "on_error": _on_error,
+    "freq": allowed(lambda value: _is_integer(value, 1), "a number of steps, from 1"),
+    "on_error": allowed(lambda value: value in ON_ERROR, " or ".join(ON_ERROR)),
 }
-
-
-def value_at(config: Located, key: str, check: Check, title: str) -> Any:
-    """The checked value at a key.
-
-    Raises:
-        OptionError: the value is not allowed; the message names ``title``, the key and the line.
-    """
-    try:
-        return check(config[key])
-    except OttavaError as error:
-        text = f"{config.where(key)}: {title}: {key} {error.what}"
-        raise OptionError(text, expected=error.expected, remedy=error.remedy) from error
 
 
 @dataclass(frozen=True)
@@ -150,85 +124,88 @@ class Feature:
         Raises:
             OptionError: a key or value is not allowed; the message names the line.
         """
-        located = config if isinstance(config, Located) else Located(config)
+        located = config if isinstance(config, Located) else Located(config, title=title)
         if "enabled" in located:
-            truth(located, "enabled", title)
+            located.truth("enabled")
         targets = []
-        for gemm, at_gemm in self._gemms(located, title):
+        for gemm, at_gemm in self._levels(located, "gemm", GEMMS, self.by_gemm):
             tensors = TENSORS.get(str(gemm), EVERY_TENSOR)
-            for tensor, at_tensor in self._tensors(at_gemm, title):
-                options = self._options(at_tensor, title)
+            for tensor, at_tensor in self._levels(at_gemm, "tensor", EVERY_TENSOR, self.by_tensor):
+                options = self._options(at_tensor)
                 # A list of tensors for several products may name tensors that only some have.
                 if tensor is None or tensor in tensors:
                     targets.append(Target(gemm, tensor, options))
+                    self.check_target(targets[-1], located.where())
         has_empty_list = [] in (located.get("gemms"), located.get("tensors"))
         if not targets and not has_empty_list:
             raise OptionError(
-                f"{located.where()}: {title} names no tensor of the products that it names",
-                expected=_pairs(),
+                f"{located.where()} names no tensor of the products that it names",
+                expected="; ".join(f"of {gemm} {', '.join(TENSORS[gemm])}" for gemm in GEMMS),
             )
         return targets
 
-    def _gemms(self, config: Located, title: str) -> Iterable[tuple[str | None, Located]]:
-        if self.by_gemm:
-            return self._levels(config, "gemm", GEMMS, title)
-        return [(None, config)]
-
-    def _tensors(self, config: Located, title: str) -> Iterable[tuple[str | None, Located]]:
-        if self.by_tensor:
-            return self._levels(config, "tensor", EVERY_TENSOR, title)
-        return [(None, config)]
+    def check_target(self, target: Target, where: str) -> None:
+        """Raise OptionError, which begins with ``where``, for a target that is not allowed."""
 
     def _levels(
-        self, config: Located, key: str, every: tuple[str, ...], title: str
-    ) -> Iterator[tuple[str, Located]]:
-        """The named products (``key`` ``"gemm"``) or tensors, each with its configuration.
-
-        Keys of an item in ``gemms_struct`` or ``tensors_struct`` take precedence over the others.
-        """
+        self, config: Located, key: str, every: tuple[str, ...], is_named: bool
+    ) -> Iterable[tuple[str | None, Located]]:
+        """The named products (``key`` ``"gemm"``) or tensors, each with its configuration; None
+        where configurations do not name them."""
         several = f"{key}s"
         structure = f"{key}s_struct"
+        if not is_named:
+            return [(None, config)]
         if structure in config:
-            if not isinstance(config[structure], list) or not config[structure]:
-                where = f"{config.where(structure)}: {title}: {structure}"
+            return self._items(config, key, every)
+        if several in config:
+            rest = Located({}).over(config, several)
+            return [(name, rest) for name in config.names(several, every)]
+        config.check_keys(self._keys())
+        raise OptionError(
+            f"{config.where()} names no {several}",
+            expected=f"{several}: [{', '.join(every)}], or {structure}",
+        )
+
+    def _items(
+        self, config: Located, key: str, every: tuple[str, ...]
+    ) -> Iterator[tuple[str, Located]]:
+        """The products or tensors of a list of mappings, whose keys take precedence over those
+        around the list."""
+        structure = f"{key}s_struct"
+        items = config[structure]
+        if not isinstance(items, list) or not items:
+            raise OptionError(
+                f"{config.where(structure)}: {structure} is {kind_of(items)}",
+                expected=f"a list of mappings with {key}",
+            )
+        for item in items:
+            if not isinstance(item, Located) or key not in item:
                 raise OptionError(
-                    f"{where} is {kind_of(config[structure])}",
-                    expected=f"a list of mappings with {key}",
+                    f"{config.where(structure)}: an item of {structure} has no {key}",
+                    expected=f"{key}: NAME",
                 )
-            for item in config[structure]:
-                if not isinstance(item, Located) or key not in item:
-                    where = item.where() if isinstance(item, Located) else config.where(structure)
-                    raise OptionError(
-                        f"{where}: {title}: an item of {structure} has no {key}",
-                        expected=f"{key}: NAME",
-                    )
-                for name in names(item, key, title, every):
-                    yield name, item.over(config, key, several, structure)
-        elif several in config:
-            for name in names(config, several, title, every):
-                yield name, config.over(Located({}), several)
-        else:
-            self._check_keys(config, title)
-            expected = f"{several}: [{', '.join(every)}], or {structure}"
-            raise OptionError(f"{config.where()}: {title} names no {several}", expected=expected)
+            merged = item.over(config, f"{key}s", structure)
+            rest = Located({}).over(merged, key)
+            for name in merged.names(key, every):
+                yield name, rest
 
-    def _check_keys(self, config: Located, title: str) -> None:
-        levels = ["gemms", "gemms_struct"] if self.by_gemm else []
-        levels += ["tensors", "tensors_struct"] if self.by_tensor else []
-        allowed = [*COMMON, *self.options, "enabled", *levels]
-        for key in config:
-            if key not in allowed:
-                raise unknown(config.where(key), f"{title} has no key", key, allowed)
+    def _keys(self) -> list[str]:
+        """The keys that a configuration may have."""
+        keys = [*COMMON, *self.options, "enabled"]
+        if self.by_gemm:
+            keys += ["gemms", "gemms_struct"]
+        if self.by_tensor:
+            keys += ["tensors", "tensors_struct"]
+        return keys
 
-    def _options(self, config: Located, title: str) -> dict[str, Any]:
-        self._check_keys(config, title)
+    def _options(self, config: Located) -> dict[str, Any]:
+        config.check_keys(self._keys())
         checks = {**COMMON, **self.options}
-        options = {
-            key: value_at(config, key, checks[key], title) for key in config if key in checks
-        }
+        options = {key: config.value(key, checks[key]) for key in config if key in checks}
         for key in self.required:
             if key not in options:
-                raise OptionError(f"{config.where()}: {title} has no {key}", expected=f"{key}: …")
+                raise OptionError(f"{config.where()} has no {key}", expected=f"{key}: …")
         return options
 
     def put_together(self) -> None:
@@ -250,7 +227,3 @@ class Modifying(Feature):
     ) -> bool:
         """True, because this is called only for the tensors that the configuration names."""
         return True
-
-
-def _pairs() -> str:
-    return "; ".join(f"of {gemm} {', '.join(tensors)}" for gemm, tensors in TENSORS.items())

@@ -4,7 +4,6 @@ import hashlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,8 +15,8 @@ from ottava.checkpoint import save_file
 from ottava.errors import OptionError
 from ottava.filesystem import AnyPath
 from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.features.base import Check, Feature, Target
-from ottava_debug.located import kind_of
+from ottava_debug.features.base import Feature, Target
+from ottava_debug.located import BOOLEAN, Check
 from ottava_debug.log_files import own_rank
 
 #: The folder in ``log_dir``.
@@ -28,12 +27,6 @@ _QUANTIZED = "quantized_tensor"
 _INTERNALS = "dump_quantized_internals"
 # The largest number of characters of a layer's name in the name of a file.
 _LONGEST = 100
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"is {kind_of(value)}", expected="True or False")
-    return value
 
 
 def file_name(layer: str, tensor: str, step: int, number: int) -> str:
@@ -73,9 +66,9 @@ class DumpTensors(Feature):
 
     by_tensor = True
     options: ClassVar[dict[str, Check]] = {
-        _HIGH_PRECISION: _flag,
-        _QUANTIZED: _flag,
-        _INTERNALS: _flag,
+        _HIGH_PRECISION: BOOLEAN,
+        _QUANTIZED: BOOLEAN,
+        _INTERNALS: BOOLEAN,
     }
 
     def __init__(self, log_dir: AnyPath | None = None) -> None:
@@ -85,26 +78,18 @@ class DumpTensors(Feature):
         self._weights: set[Any] = set()
         self._warned: set[tuple[str, str]] = set()
 
-    def targets(self, config: Mapping[str, Any], title: str) -> list[Target]:
-        """The tensors to write.
-
-        Raises:
-            OptionError: see :meth:`Feature.targets`; or the options choose nothing to write.
-        """
-        targets = super().targets(config, title)
-        for target in targets:
-            entries = {key for key in self.options if target.options.get(key)}
-            if not entries:
-                raise OptionError(
-                    f"{title}: nothing of {target.tensor} is to be written",
-                    expected=f"{_HIGH_PRECISION}: True, {_QUANTIZED}: True, or both",
-                )
-            if _INTERNALS in entries and _QUANTIZED not in entries:
-                raise OptionError(
-                    f"{title}: {_INTERNALS} without {_QUANTIZED}",
-                    expected=f"{_QUANTIZED}: True, too",
-                )
-        return targets
+    def check_target(self, target: Target, where: str) -> None:
+        """Raise OptionError for options that choose nothing to write."""
+        entries = {key for key in self.options if target.options.get(key)}
+        if not entries:
+            raise OptionError(
+                f"{where}: nothing of {target.tensor} is to be written",
+                expected=f"{_HIGH_PRECISION}: True, {_QUANTIZED}: True, or both",
+            )
+        if _INTERNALS in entries and _QUANTIZED not in entries:
+            raise OptionError(
+                f"{where}: {_INTERNALS} without {_QUANTIZED}", expected=f"{_QUANTIZED}: True, too"
+            )
 
     @api_method  # type: ignore[untyped-decorator]
     def inspect_tensor(

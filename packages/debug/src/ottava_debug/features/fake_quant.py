@@ -7,8 +7,8 @@ from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
 from ottava.debug import fake_quantize
 from ottava.errors import OptionError
-from ottava_debug.features.base import Check, Feature, Modifying
-from ottava_debug.located import kind_of
+from ottava_debug.features.base import Feature, Modifying
+from ottava_debug.located import Check, kind_of
 
 
 def _format(value: Any) -> str:

@@ -1,7 +1,6 @@
 """A feature that quantizes operands with one scale for the tensor, whatever the recipe."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,17 +10,15 @@ from ottava import kernels
 from ottava.errors import OptionError
 from ottava.formats import E4M3, E5M2, FP8
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage, Quantizer
-from ottava_debug.features.base import Check, Modifying, Target
-from ottava_debug.located import kind_of
+from ottava_debug.features.base import Modifying, Target
+from ottava_debug.located import Check, allowed
 from ottava_debug.operands import BY_COLUMN, ROLES
 
 
-def _margin(value: Any) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_margin(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # With a margin beyond 64, a format's maximum times 2^-margin would no longer be exact.
-    if not number or not -64 <= value <= 64:
-        raise OptionError(f"is {kind_of(value)}", expected="a number from -64 to 64")
-    return float(value)
+    return is_number and -64 <= value <= 64
 
 
 class _PerTensorQuantizer(Float8QuantizerBase):
@@ -58,22 +55,15 @@ class PerTensorScaling(Modifying):
     precision.
     """
 
-    options: ClassVar[dict[str, Check]] = {"margin": _margin}
+    options: ClassVar[dict[str, Check]] = {"margin": allowed(_is_margin, "a number from -64 to 64")}
 
-    def targets(self, config: Mapping[str, Any], title: str) -> list[Target]:
-        """The pairs of products and operands.
-
-        Raises:
-            OptionError: see :meth:`Feature.targets`; or a tensor is the result of a product.
-        """
-        targets = super().targets(config, title)
-        for target in targets:
-            if target.tensor not in ROLES:
-                raise OptionError(
-                    f"{title}: {target.tensor} is the result of a product",
-                    expected=f"operands: {', '.join(ROLES)}",
-                )
-        return targets
+    def check_target(self, target: Target, where: str) -> None:
+        """Raise OptionError for the result of a product."""
+        if target.tensor not in ROLES:
+            raise OptionError(
+                f"{where}: {target.tensor} is the result of a product",
+                expected=f"operands: {', '.join(ROLES)}",
+            )
 
     @api_method  # type: ignore[untyped-decorator]
     def modify_tensor(

@@ -1,87 +1,30 @@
 """Features that collect statistics of tensors and of their quantization in a step, and log them
 after it."""
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import nvdlfw_inspect.api as api  # type: ignore[import-untyped]
 import torch
 from nvdlfw_inspect.logging import MetricLogger  # type: ignore[import-untyped]
 from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
-from ottava import QuantizerRole, get_recipe, list_recipes
+from ottava import QuantizerRole, get_recipe
 from ottava.collectives import spans_ranks
-from ottava.errors import OptionError, PluginError, text_of
+from ottava.errors import PluginError, text_of
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_debug.features.base import Check, Feature
-from ottava_debug.features.sums import (
-    BLOCK_DIMS,
-    BLOCK_SIZE,
-    BLOCKWISE,
-    EXPONENTS,
-    QUANTIZED,
-    VALUES,
-    QuantizedSums,
-    ValueSums,
-    block_of,
-    blockwise_name,
-)
-from ottava_debug.features.together import put_together
-from ottava_debug.located import kind_of, unknown
+from ottava_debug.features.base import Feature
+from ottava_debug.features.formulas import of_quantized, of_values, quantized_sums, value_sums
+from ottava_debug.features.requests import Request, plain_requests, quantized_requests
+from ottava_debug.located import Check
+from ottava_debug.log_files import Statistic, write
 from ottava_debug.operands import ROLES
+from ottava_debug.sums import Sums, add, over_ranks
 
-_COLUMNWISE = "_columnwise"
-# The names of recipes in TransformerEngine's configurations -> Ottava's names.
-_RECIPES = {
-    "fp8_current_scaling": "current",
-    "fp8_block_scaling": "blockwise",
-    "fp8_delayed_scaling": "delayed",
-}
-
-
-class Statistic(NamedTuple):
-    """A statistic of a tensor in a step.
-
-    Attributes:
-        step: the number of the step.
-        layer, tensor, stat: the names.
-        value: a number; for ``exponents`` the counts ``{exponent: count}``.
-    """
-
-    step: int
-    layer: str
-    tensor: str
-    stat: str
-    value: float | dict[int, int]
-
-
-def write(statistic: Statistic, loggers: Iterable[Any]) -> None:
-    """Log a statistic as nvdlfw-inspect does, under ``LAYER_TENSOR_STAT``.
-
-    A histogram is written as a histogram by a logger that has a TensorBoard writer for histograms.
-    Other loggers get a number for each exponent, under ``LAYER_TENSOR_STAT_EXPONENT``.
-    """
-    name = f"{statistic.layer}_{statistic.tensor}_{statistic.stat}"
-    for logger in loggers:
-        if not isinstance(statistic.value, dict):
-            logger.log_scalar(name, statistic.value, statistic.step)
-        elif hasattr(writer := getattr(logger, "tb_writer", None), "add_histogram"):
-            _write_histogram(writer, name, statistic.value, statistic.step)
-        else:
-            for exponent, count in statistic.value.items():
-                logger.log_scalar(f"{name}_{exponent}", count, statistic.step)
-
-
-def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) -> None:
-    total = max(sum(counts.values()), 1)
-    # A writer takes values instead of counts, so each exponent gets its share of a thousand values.
-    shares = [(exponent, math.ceil(1000 * count / total)) for exponent, count in counts.items()]
-    values = [float(exponent) for exponent, share in shares for _ in range(share)]
-    if values:
-        writer.add_histogram(name, torch.tensor(values), step)
+# The step, the layer and the tensor; and the recipe and the direction of its quantized values.
+_Tensor = tuple[int, str, str]
+_Kind = tuple[str | None, bool]
 
 
 def reduction_group() -> Any:
@@ -90,19 +33,11 @@ def reduction_group() -> Any:
     return None if api.DEBUG_MANAGER is None else api.get_tensor_reduction_group()
 
 
-class _Stat(NamedTuple):
-    """A requested statistic: its name in the configuration, and without recipe and direction; the
-    recipe, None for that of the operand which the product takes; and the direction."""
-
-    text: str
-    stat: str
-    recipe: str | None = None
-    columnwise: bool = False
-
-
 class _Statistics(Feature):
     by_tensor = True
     required = ("stats",)
+    #: ``value_of(stat, sums)``; None where there is no such statistic.
+    value_of: ClassVar[Callable[[str, Sums], Any]]
 
     def __init__(
         self,
@@ -112,28 +47,24 @@ class _Statistics(Feature):
         self._sink = sink or (lambda statistic: write(statistic, MetricLogger.enabled_loggers))
         self._group = group
         self._is_together = False
-        # (step, layer, tensor) -> the requested statistics, and (recipe, columnwise) -> sums.
-        self._collected: dict[tuple[int, str, str], tuple[Sequence[_Stat], dict[Any, Any]]] = {}
-        # (layer, (recipe, columnwise)) of the weights that were counted in this step.
-        self._weights: set[tuple[Any, Any]] = set()
+        self._requests: dict[_Tensor, Sequence[Request]] = {}
+        self._sums: dict[tuple[_Tensor, _Kind], Sums] = {}
+        # (layer, kind) of the weights that were counted in this step.
+        self._weights: set[tuple[Any, _Kind]] = set()
 
-    def _is_counted(self, layer: Any, name: str, tensor: str, kind: Any) -> bool:
+    def _is_counted(self, layer: Any, name: str, tensor: str, kind: _Kind) -> bool:
         """Whether this is a weight that an earlier microbatch of the step has counted."""
         if tensor != "weight":
             return False
         # Layers with the same name have different weights, so the layer itself is the key.
-        weight = (name if layer is None else layer, kind)
+        weight = name if layer is None else layer, kind
         is_counted = weight in self._weights
         self._weights.add(weight)
         return is_counted
 
-    def _sums(
-        self, key: tuple[int, str, str], stats: Sequence[_Stat], kind: Any, make: Callable[[], Any]
-    ) -> Any:
-        sums = self._collected.setdefault(key, (stats, {}))[1]
-        if kind not in sums:
-            sums[kind] = make()
-        return sums[kind]
+    def _add(self, key: _Tensor, requests: Sequence[Request], kind: _Kind, sums: Sums) -> None:
+        self._requests[key] = requests
+        add(self._sums.setdefault((key, kind), {}), sums)
 
     def _spans_ranks(self) -> bool:
         return self._group is not None and spans_ranks(self._group())
@@ -144,37 +75,29 @@ class _Statistics(Feature):
         The sums of a weight stay the same: unlike a rank's share of a batch, the weight of a rank
         does not belong to a larger tensor.
         """
-        if self._group is None or not self._spans_ranks():
-            return
-        own = {
-            (*key, *kind): sums
-            for key, (_, by_kind) in self._collected.items()
-            for kind, sums in by_kind.items()
-            if key[2] != "weight"
-        }
-        combined = put_together({key: sums.numbers for key, sums in own.items()}, self._group())
-        for key, sums in own.items():
-            sums.numbers = combined[key]
-        self._is_together = True
+        if self._group is not None and self._spans_ranks():
+            shares = {key: sums for key, sums in self._sums.items() if key[0][2] != "weight"}
+            self._sums |= over_ranks(shares, self._group())
+            self._is_together = True
 
     def step(self) -> None:
         """Log the statistics of the step."""
-        if self._collected and not self._is_together and self._spans_ranks():
+        if self._sums and not self._is_together and self._spans_ranks():
             warnings.warn(
                 "the last statistics are of this rank alone: no step() followed them",
                 UserWarning,
                 stacklevel=2,
             )
+        requests, self._requests = self._requests, {}
+        all_sums, self._sums = self._sums, {}
         self._is_together = False
-        collected = self._collected
-        self._collected = {}
         self._weights.clear()
-        for (step, layer, tensor), (stats, by_kind) in collected.items():
-            for requested in stats:
-                sums = by_kind.get(requested[2:])
-                value = None if sums is None else sums.value(requested.stat)
+        for key, requested in requests.items():
+            for request in requested:
+                sums = all_sums.get((key, request.kind))
+                value = None if sums is None else type(self).value_of(request.stat, sums)
                 if value is not None:
-                    self._log(Statistic(step, layer, tensor, requested.text, value))
+                    self._log(Statistic(*key, request.text, value))
 
     def _log(self, statistic: Statistic) -> None:
         try:
@@ -184,78 +107,6 @@ class _Statistics(Feature):
                 f"{statistic.stat} of {statistic.tensor} of layer {statistic.layer!r} cannot be "
                 f"logged: {type(error).__name__}: {text_of(error)}"
             ) from error
-
-
-def _plain_stats(value: Any) -> tuple[_Stat, ...]:
-    stats = []
-    for name in _names(value):
-        text = _of_blocks(name) if isinstance(name, Mapping) or name == BLOCKWISE else str(name)
-        if text not in VALUES and text != EXPONENTS and block_of(text) is None:
-            raise _unknown(text, [*VALUES, EXPONENTS, BLOCKWISE])
-        stats.append(_Stat(text, text))
-    return tuple(stats)
-
-
-def _of_blocks(value: Any) -> str:
-    """The name of the blockwise statistic, from its name alone or from ``{name: options}``."""
-    expected = f"{{{BLOCKWISE}: {{block_size: {BLOCK_SIZE}, dims: {BLOCK_DIMS}}}}}"
-    if isinstance(value, str):
-        return blockwise_name(BLOCK_SIZE, BLOCK_DIMS)
-    if list(value) != [BLOCKWISE]:
-        raise OptionError(
-            f"has a mapping of {', '.join(map(str, value)) or 'nothing'}", expected=expected
-        )
-    options = {} if value[BLOCKWISE] is None else value[BLOCKWISE]
-    if not isinstance(options, Mapping):
-        raise OptionError(f"has {BLOCKWISE}: {kind_of(options)}", expected=expected)
-    for key in options:
-        if key not in ("block_size", "dims"):
-            raise unknown("", f"has {BLOCKWISE} with the key", key, ("block_size", "dims"))
-    size = options.get("block_size", BLOCK_SIZE)
-    dims = options.get("dims", BLOCK_DIMS)
-    if type(size) is not int or not 0 < size < 10**9:
-        raise OptionError(
-            f"has {BLOCKWISE} with block_size {kind_of(size)}",
-            expected="a number of elements, from 1",
-        )
-    if type(dims) is not int or dims not in (1, 2):
-        raise OptionError(
-            f"has {BLOCKWISE} with dims {kind_of(dims)}", expected="1 or 2, for squares"
-        )
-    return blockwise_name(size, dims)
-
-
-def _quantized_stats(value: Any) -> tuple[_Stat, ...]:
-    return tuple(_quantized_stat(str(name)) for name in _names(value))
-
-
-def _quantized_stat(text: str) -> _Stat:
-    columnwise = text.endswith(_COLUMNWISE)
-    rest = text.removesuffix(_COLUMNWISE)
-    stat = next(
-        (name for name in sorted(QUANTIZED, key=len, reverse=True) if rest.endswith(name)), None
-    )
-    if stat is None:
-        raise _unknown(text, QUANTIZED)
-    before = rest.removesuffix(stat)
-    if not before:
-        return _Stat(text, stat, None, columnwise)
-    recipe = _RECIPES.get(before.removesuffix("_"), before.removesuffix("_"))
-    recipes = [spec.name for spec in list_recipes() if spec.name != "custom"]
-    if not before.endswith("_") or recipe not in recipes:
-        raise _unknown(text, [*QUANTIZED, *(f"{name}_{stat}" for name in recipes)])
-    return _Stat(text, stat, recipe, columnwise)
-
-
-def _names(value: Any) -> list[Any]:
-    value = [value] if isinstance(value, (str, Mapping)) else value
-    if not isinstance(value, (list, tuple)) or not value:
-        raise OptionError(f"is {kind_of(value)}", expected="a list of statistics")
-    return list(value)
-
-
-def _unknown(text: str, names: Iterable[str]) -> OptionError:
-    return unknown("", "has", text, names)
 
 
 class LogTensorStats(_Statistics):
@@ -275,7 +126,8 @@ class LogTensorStats(_Statistics):
       ``max_blockwise_dynamic_range_block_size_32_dims_1``.
     """
 
-    options: ClassVar[dict[str, Check]] = {"stats": _plain_stats}
+    options: ClassVar[dict[str, Check]] = {"stats": plain_requests}
+    value_of = of_values
 
     @api_method  # type: ignore[untyped-decorator]
     def inspect_tensor(
@@ -288,12 +140,12 @@ class LogTensorStats(_Statistics):
         layer: Any = None,
     ) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
-        if self._is_counted(layer, layer_name, tensor_name, (None, False)):
-            return
-        stats = config["stats"]
-        key = iteration, layer_name, tensor_name
-        make = partial(ValueSums, [each.stat for each in stats], tensor_name in ROLES)
-        self._sums(key, stats, (None, False), make).add(tensor)
+        kind = None, False
+        if not self._is_counted(layer, layer_name, tensor_name, kind):
+            requests = config["stats"]
+            stats = [request.stat for request in requests]
+            sums = value_sums(tensor, stats, both_ways=tensor_name in ROLES)
+            self._add((iteration, layer_name, tensor_name), requests, kind, sums)
 
 
 class LogFp8TensorStats(_Statistics):
@@ -318,7 +170,8 @@ class LogFp8TensorStats(_Statistics):
     columnwise data.
     """
 
-    options: ClassVar[dict[str, Check]] = {"stats": _quantized_stats}
+    options: ClassVar[dict[str, Check]] = {"stats": quantized_requests}
+    value_of = of_quantized
 
     def __init__(
         self,
@@ -343,7 +196,8 @@ class LogFp8TensorStats(_Statistics):
         layer: Any = None,
     ) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
-        for recipe, columnwise in dict.fromkeys(requested[2:] for requested in config["stats"]):
+        requests = config["stats"]
+        for recipe, columnwise in dict.fromkeys(request.kind for request in requests):
             if self._is_counted(layer, layer_name, tensor_name, (recipe, columnwise)):
                 continue
             quantized: QuantizedTensorStorage | None = None
@@ -354,9 +208,9 @@ class LogFp8TensorStats(_Statistics):
             if quantized is None:
                 self._warn_of_unquantized(layer_name, tensor_name, columnwise, recipe)
                 continue
-            key = (iteration, layer_name, tensor_name)
-            make = partial(QuantizedSums, columnwise)
-            self._sums(key, config["stats"], (recipe, columnwise), make).add(tensor, quantized)
+            key = iteration, layer_name, tensor_name
+            sums = quantized_sums(tensor, quantized, columnwise=columnwise)
+            self._add(key, requests, (recipe, columnwise), sums)
 
     def _by(
         self,
