@@ -132,6 +132,29 @@ def test_fake_quant_from_python() -> None:
     assert_results(passes(layer, x, dy), products(layer, x, dy, partial(quantized, "current")))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_quant_of_current_scaling_has_the_values_of_its_operands(dtype: torch.dtype) -> None:
+    x, dy = inputs(dtype)
+    layer, current, found = layer_of("current", dtype=dtype), Operands(), Operands()
+    with Watch(lambda layer: current):
+        expected = passes(layer, x, dy)
+    with (
+        ottava_debug.fake_quant(layer, "FP8E4M3", tensors=["activation", "weight"]),
+        ottava_debug.fake_quant(layer, "FP8E5M2", tensors="gradient"),
+        Watch(lambda layer: found),
+    ):
+        results = passes(layer, x, dy)
+    for pair, (_, operand) in current.taken.items():
+        if operand is not None:
+            values = operand.dequantize(torch.float32).to(dtype)
+            assert torch.equal(found.taken[pair][0], values), pair
+    # The products differ by rounding alone.
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-6
+    for name, value in expected.items():
+        difference = results[name].float() - value.float()
+        assert difference.norm() <= tolerance * value.float().norm(), name
+
+
 # Every format of an installed recipe -> the recipe.
 FORMATS = {
     name: spec.name for spec in ottava.list_recipes() for name in spec.fake_quant_formats

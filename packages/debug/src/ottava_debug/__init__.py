@@ -17,8 +17,11 @@ _NAMES = {
     "analysis.analyze": "analyze",
     "analysis.output": "write_html write_json write_suggestion",
     "analysis.report": "Analysis",
-    "features": "DisableFP8GEMM DisableFP8Layer DumpTensors FakeQuant Feature LogFp8TensorStats "
-    "LogTensorStats PerTensorScaling",
+    "features.base": "Feature",
+    "features.dump": "DumpTensors",
+    "features.fake_quant": "DisableFP8GEMM DisableFP8Layer FakeQuant",
+    "features.per_tensor": "PerTensorScaling",
+    "features.statistics": "LogFp8TensorStats LogTensorStats",
     "log_files": "Statistic",
     "manager": "on_error register_features",
     "measures": "Measures compare",
@@ -50,14 +53,14 @@ if TYPE_CHECKING:
     from ottava_debug.analysis.output import write_json as write_json
     from ottava_debug.analysis.output import write_suggestion as write_suggestion
     from ottava_debug.analysis.report import Analysis as Analysis
-    from ottava_debug.features import DisableFP8GEMM as DisableFP8GEMM
-    from ottava_debug.features import DisableFP8Layer as DisableFP8Layer
-    from ottava_debug.features import DumpTensors as DumpTensors
-    from ottava_debug.features import FakeQuant as FakeQuant
-    from ottava_debug.features import Feature as Feature
-    from ottava_debug.features import LogFp8TensorStats as LogFp8TensorStats
-    from ottava_debug.features import LogTensorStats as LogTensorStats
-    from ottava_debug.features import PerTensorScaling as PerTensorScaling
+    from ottava_debug.features.base import Feature as Feature
+    from ottava_debug.features.dump import DumpTensors as DumpTensors
+    from ottava_debug.features.fake_quant import DisableFP8GEMM as DisableFP8GEMM
+    from ottava_debug.features.fake_quant import DisableFP8Layer as DisableFP8Layer
+    from ottava_debug.features.fake_quant import FakeQuant as FakeQuant
+    from ottava_debug.features.per_tensor import PerTensorScaling as PerTensorScaling
+    from ottava_debug.features.statistics import LogFp8TensorStats as LogFp8TensorStats
+    from ottava_debug.features.statistics import LogTensorStats as LogTensorStats
     from ottava_debug.log_files import Statistic as Statistic
     from ottava_debug.manager import on_error as on_error
     from ottava_debug.manager import register_features as register_features

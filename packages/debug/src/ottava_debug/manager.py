@@ -70,12 +70,9 @@ class Namespace(BaseNamespaceAPI):  # type: ignore[misc]
     def route_api(self, layer_name: str, api_name: str, **arguments: Any) -> Any:
         """The first answer of the layer's features that have the method and apply to the call."""
         manager: Manager = api.DEBUG_MANAGER
-        session = manager.session
         iteration = arguments.pop("iteration", None)
         step = manager._trainer_iteration_count if iteration is None else iteration
-        if session is None:
-            return _DEFAULTS.get(api_name)
-        for enabled in session.plan(layer_name):
+        for enabled in manager.session.plan(layer_name) if manager.session else ():
             if enabled.namespace == self.name:
                 answer = enabled.ask(api_name, step, layer_name, **arguments)
                 if answer is not None:

@@ -47,20 +47,24 @@ class LayerSelection:
             )
         self.unmatched: dict[str, str] = {}
         self.of_model = list(every.values())
-        if layers is None:
-            selected = every
-        elif callable(layers):
-            selected = {module: name for module, name in every.items() if layers(name, module)}
-        else:
-            selected = {}
-            for pattern in _as_list(layers):
-                matching = {m: name for m, name in every.items() if fnmatchcase(name, pattern)}
-                selected |= matching
-                if not matching:
-                    self.unmatched[f"layers {pattern!r}"] = "the model"
-        self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary(selected)
+        self.names = WeakKeyDictionary(self._selected(every, layers))
         # Compiled code identifies layers by their own names.
-        self.own_names = {str(layer.name) for layer in selected}
+        self.own_names = {str(layer.name) for layer in self.names}
+
+    def _selected(
+        self, every: dict[torch.nn.Module, str], layers: Layers
+    ) -> dict[torch.nn.Module, str]:
+        if layers is None:
+            return every
+        if callable(layers):
+            return {module: name for module, name in every.items() if layers(name, module)}
+        selected: dict[torch.nn.Module, str] = {}
+        for pattern in _as_list(layers):
+            matching = {m: name for m, name in every.items() if fnmatchcase(name, pattern)}
+            selected |= matching
+            if not matching:
+                self.unmatched[f"layers {pattern!r}"] = "the model"
+        return selected
 
     def matches(self, name: str) -> bool:
         """Whether a layer of this name is chosen."""

@@ -42,9 +42,9 @@ def _decibels(rank: tuple[int, float]) -> str:
 
 
 def _largest(shares: Sequence[float | None]) -> float | None:
-    """The largest of the shares; None where one of them is not known."""
+    """The largest of the shares; None where one of them is not known, or there is none."""
     numbers = [share for share in shares if share is not None]
-    return max(numbers) if len(numbers) == len(shares) else None
+    return max(numbers) if numbers and len(numbers) == len(shares) else None
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class Noise:
     @property
     def saturation(self) -> float | None:
         """Percent, in the worse direction; None where it is not known."""
-        shares = [side.saturation for side in self.sides]
-        return _largest(shares) if shares else None
+        return _largest([side.saturation for side in self.sides])
 
     @property
     def cosine(self) -> float:

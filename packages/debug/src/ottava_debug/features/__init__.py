@@ -12,20 +12,6 @@ from ottava_debug.features.fake_quant import (
 from ottava_debug.features.per_tensor import PerTensorScaling
 from ottava_debug.features.statistics import LogFp8TensorStats, LogTensorStats
 
-__all__ = [
-    "FEATURES",
-    "DisableFP8GEMM",
-    "DisableFP8Layer",
-    "DisableQuantizationGEMM",
-    "DisableQuantizationLayer",
-    "DumpTensors",
-    "FakeQuant",
-    "Feature",
-    "LogFp8TensorStats",
-    "LogTensorStats",
-    "PerTensorScaling",
-]
-
 #: The first-party features.
 FEATURES: tuple[type[Feature], ...] = (
     FakeQuant,
