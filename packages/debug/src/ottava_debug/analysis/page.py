@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -75,24 +76,19 @@ def page(report: Analysis, suggestion: str) -> str:
     """The page; ``suggestion`` is the text of the recipe file."""
     columns = metrics(report.threshold)
     axis = _axis(report.tensors)
-    best = report.best_recipe()
     return rendered(
         __package__,
         report=report,
-        rows=[_row(tensor, report, columns, axis) for tensor in report.tensors],
         metrics=columns,
-        worst=[
-            _worst(tensor, name, columns, report.threshold) for tensor, name in report.worst(_WORST)
-        ],
-        summaries=report.summaries(),
+        texts=partial(_texts, columns),
+        numbers=partial(_numbers, columns),
+        histogram=partial(_histogram, axis[0]),
+        worst=report.worst(_WORST),
         losses=losses,
-        best=best,
-        reason=report.why_best(),
-        kept=report.keeps(best),
+        best=report.best_recipe(),
         suggestion=suggestion,
         notes=list(notes(report)),
         limit=most_underflow(report.threshold),
-        roles=list(dict.fromkeys(tensor.role for tensor in report.tensors)),
         axis=axis,
         height=_HEIGHT,
         bar=_BAR,
@@ -100,43 +96,17 @@ def page(report: Analysis, suggestion: str) -> str:
     )
 
 
-def _row(
-    tensor: TensorReport, report: Analysis, columns: tuple[Metric, ...], axis: tuple[int, int]
-) -> dict[str, Any]:
-    """A row of the heat map, with a cell for each recipe."""
-    return {
-        "tensor": tensor,
-        "amax": f"{tensor.amax:.4g}",
-        "histogram": _histogram(tensor, axis),
-        "cells": [_cell(tensor.noise[name], columns, report.threshold) for name in report.recipes],
-    }
+def _texts(columns: Sequence[Metric], noise: Noise) -> list[str]:
+    """The text of each metric."""
+    if noise.error:
+        return ["fails"] * len(columns)
+    return [metric.text(metric.value(noise)) for metric in columns]
 
 
-def _worst(
-    tensor: TensorReport, recipe: str, columns: tuple[Metric, ...], threshold: float
-) -> dict[str, Any]:
-    """A row of the table of the worst tensors."""
-    noise = tensor.noise[recipe]
-    return {
-        "tensor": tensor,
-        "recipe": recipe,
-        "texts": [metric.text(metric.value(noise)) for metric in columns],
-        "bad": bool(noise.complaint(threshold)),
-    }
-
-
-def _cell(noise: Noise, columns: tuple[Metric, ...], threshold: float) -> dict[str, str]:
-    """A cell of the heat map: the text, the colour and the sorting value of each metric."""
+def _numbers(columns: Sequence[Metric], noise: Noise) -> list[str]:
+    """The value of each metric, by which the page sorts; empty for an unknown one."""
     values = [metric.value(noise) for metric in columns]
-    pairs = list(zip(columns, values, strict=True))
-    texts = ["fails" if noise.error else metric.text(value) for metric, value in pairs]
-    return {
-        "text": texts[0],
-        "texts": "|".join(texts),
-        "colours": "".join(str(metric.colour(noise)) for metric in columns),
-        "numbers": "|".join("" if value is None else f"{value:.6g}" for value in values),
-        "complaint": noise.complaint(threshold),
-    }
+    return ["" if value is None else f"{value:.6g}" for value in values]
 
 
 def _axis(tensors: tuple[TensorReport, ...]) -> tuple[int, int]:
@@ -146,27 +116,21 @@ def _axis(tensors: tuple[TensorReport, ...]) -> tuple[int, int]:
     return max(min(every, default=0), last - _MOST_BARS + 1), last
 
 
-def _histogram(tensor: TensorReport, axis: tuple[int, int]) -> dict[str, str]:
+def _histogram(first: int, tensor: TensorReport) -> dict[str, str]:
     """Two paths of bars, for values within the range of one scale and for smaller values, and the
-    histogram in words."""
-    first = axis[0]
+    histogram in words; exponents below ``first`` are counted as ``first``."""
     if not tensor.exponents:
         return {"reached": "", "lost": "", "words": "no value but zeros"}
+    counts: Counter[int] = Counter()
+    for exponent, count in tensor.exponents.items():
+        counts[max(exponent, first)] += count
     highest = max(tensor.exponents.values())
     lost = math.log2(tensor.amax) - _REACH
     paths = {"reached": "", "lost": ""}
-    for exponent, count in _counts(tensor.exponents, first).items():
+    for exponent, count in counts.items():
         tall = _HEIGHT * math.log1p(count) / math.log1p(highest)
         kind = "lost" if exponent + 1 <= lost else "reached"
         left = (exponent - first) * _BAR
         paths[kind] += f"M{left} {_HEIGHT}v-{min(tall, _HEIGHT):.3g}h{_BAR - 1}V{_HEIGHT}z"
     lowest = min(tensor.exponents)
     return paths | {"words": f"values from 2^{lowest} to 2^{max(tensor.exponents) + 1}"}
-
-
-def _counts(exponents: Mapping[int, int], first: int) -> dict[int, int]:
-    """The histogram, with the exponents below ``first`` counted as ``first``."""
-    counts: Counter[int] = Counter()
-    for exponent, count in exponents.items():
-        counts[max(exponent, first)] += count
-    return counts

@@ -2,20 +2,19 @@
 
 import hashlib
 import re
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from nvdlfw_inspect.logging import get_logger  # type: ignore[import-untyped]
-from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
 from ottava.checkpoint import save_file
 from ottava.errors import OptionError
 from ottava.filesystem import AnyPath
 from ottava.tensors import QuantizedTensorStorage
-from ottava_debug.features.base import Feature, Target
+from ottava_debug.features.base import Target
+from ottava_debug.features.observing import Observed, Observing
 from ottava_debug.located import BOOLEAN, Check
 from ottava_debug.log_files import own_rank
 
@@ -42,7 +41,7 @@ def file_name(layer: str, tensor: str, step: int, number: int) -> str:
     return f"{safe}.{tensor}.step-{step:06d}.{number}.safetensors"
 
 
-class DumpTensors(Feature):
+class DumpTensors(Observing):
     """Writes the tensors of products, each to a safetensors file
     ``log_dir/tensor_dumps/rank-00000/NAME``.
 
@@ -64,7 +63,6 @@ class DumpTensors(Feature):
             nvdlfw-inspect.
     """
 
-    by_tensor = True
     options: ClassVar[dict[str, Check]] = {
         _HIGH_PRECISION: BOOLEAN,
         _QUANTIZED: BOOLEAN,
@@ -72,11 +70,10 @@ class DumpTensors(Feature):
     }
 
     def __init__(self, log_dir: AnyPath | None = None) -> None:
+        super().__init__()
         self._log_dir = log_dir
         # The number of files of the current step, by layer's name and tensor.
         self._written: Counter[tuple[str, str]] = Counter()
-        self._weights: set[Any] = set()
-        self._warned: set[tuple[str, str]] = set()
 
     def check_target(self, target: Target, where: str) -> None:
         """Raise OptionError for options that choose nothing to write."""
@@ -91,39 +88,20 @@ class DumpTensors(Feature):
                 f"{where}: {_INTERNALS} without {_QUANTIZED}", expected=f"{_QUANTIZED}: True, too"
             )
 
-    @api_method  # type: ignore[untyped-decorator]
-    def inspect_tensor(
-        self,
-        config: Any,
-        layer_name: str,
-        tensor_name: str,
-        tensor: torch.Tensor,
-        iteration: int = 0,
-        rowwise_quantized_tensor: QuantizedTensorStorage | None = None,
-        columnwise_quantized_tensor: QuantizedTensorStorage | None = None,
-        layer: Any = None,
-    ) -> None:
+    def observe(self, config: Any, observed: Observed) -> None:
         """Write the entries that ``config`` chooses."""
-        if tensor_name == "weight" and (layer_name if layer is None else layer) in self._weights:
+        if self.is_known_weight(observed):
             return
-        quantized = rowwise_quantized_tensor
-        if quantized is None:
-            quantized = columnwise_quantized_tensor
-        entries = self._entries(config, tensor, quantized)
+        quantized = observed.columnwise if observed.rowwise is None else observed.rowwise
         if config.get(_QUANTIZED) and quantized is None:
-            self._warn_of_unquantized(layer_name, tensor_name)
+            self.warn_of_unquantized(observed, ": its file has no such values")
+        entries = self._entries(config, observed.values, quantized)
         if not entries:
             return
-        number = self._written[layer_name, tensor_name]
-        path = self._folder() / file_name(layer_name, tensor_name, iteration, number)
-        save_file(
-            entries,
-            path,
-            metadata={"layer": layer_name, "tensor": tensor_name, "step": str(iteration)},
-        )
-        self._written[layer_name, tensor_name] += 1
-        if tensor_name == "weight":
-            self._weights.add(layer_name if layer is None else layer)
+        layer, tensor, step = observed[1:4]
+        path = self._folder() / file_name(layer, tensor, step, self._written[layer, tensor])
+        save_file(entries, path, metadata={"layer": layer, "tensor": tensor, "step": str(step)})
+        self._written[layer, tensor] += 1
 
     def _entries(
         self, config: Any, tensor: torch.Tensor, quantized: QuantizedTensorStorage | None
@@ -144,16 +122,7 @@ class DumpTensors(Feature):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _warn_of_unquantized(self, layer: str, tensor: str) -> None:
-        if (layer, tensor) not in self._warned:
-            self._warned.add((layer, tensor))
-            warnings.warn(
-                f"{tensor} of layer {layer!r} is not quantized: its file has no such values",
-                UserWarning,
-                stacklevel=2,
-            )
-
     def step(self) -> None:
         """Number the files of the next step from 0 again."""
+        super().step()
         self._written.clear()
-        self._weights.clear()

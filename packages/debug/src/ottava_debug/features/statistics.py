@@ -6,16 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import nvdlfw_inspect.api as api  # type: ignore[import-untyped]
-import torch
 from nvdlfw_inspect.logging import MetricLogger  # type: ignore[import-untyped]
-from nvdlfw_inspect.registry import api_method  # type: ignore[import-untyped]
 
 from ottava import QuantizerRole, get_recipe
 from ottava.collectives import spans_ranks
 from ottava.errors import PluginError, text_of
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_debug.features.base import Feature
 from ottava_debug.features.formulas import of_quantized, of_values, quantized_sums, value_sums
+from ottava_debug.features.observing import Observed, Observing
 from ottava_debug.features.requests import Request, plain_requests, quantized_requests
 from ottava_debug.located import Check
 from ottava_debug.log_files import Statistic, write
@@ -33,8 +31,7 @@ def reduction_group() -> Any:
     return None if api.DEBUG_MANAGER is None else api.get_tensor_reduction_group()
 
 
-class _Statistics(Feature):
-    by_tensor = True
+class _Statistics(Observing):
     required = ("stats",)
     #: ``value_of(stat, sums)``; None where there is no such statistic.
     value_of: ClassVar[Callable[[str, Sums], Any]]
@@ -44,25 +41,17 @@ class _Statistics(Feature):
         sink: Callable[[Statistic], None] | None = None,
         group: Callable[[], Any] | None = reduction_group,
     ) -> None:
+        super().__init__()
         self._sink = sink or (lambda statistic: write(statistic, MetricLogger.enabled_loggers))
         self._group = group
         self._is_together = False
         self._requests: dict[_Tensor, Sequence[Request]] = {}
         self._sums: dict[tuple[_Tensor, _Kind], Sums] = {}
-        # (layer, kind) of the weights that were counted in this step.
-        self._weights: set[tuple[Any, _Kind]] = set()
 
-    def _is_counted(self, layer: Any, name: str, tensor: str, kind: _Kind) -> bool:
-        """Whether this is a weight that an earlier microbatch of the step has counted."""
-        if tensor != "weight":
-            return False
-        # Layers with the same name have different weights, so the layer itself is the key.
-        weight = name if layer is None else layer, kind
-        is_counted = weight in self._weights
-        self._weights.add(weight)
-        return is_counted
-
-    def _add(self, key: _Tensor, requests: Sequence[Request], kind: _Kind, sums: Sums) -> None:
+    def _add(
+        self, observed: Observed, requests: Sequence[Request], kind: _Kind, sums: Sums
+    ) -> None:
+        key = observed.step, observed.layer_name, observed.tensor_name
         self._requests[key] = requests
         add(self._sums.setdefault((key, kind), {}), sums)
 
@@ -91,7 +80,7 @@ class _Statistics(Feature):
         requests, self._requests = self._requests, {}
         all_sums, self._sums = self._sums, {}
         self._is_together = False
-        self._weights.clear()
+        super().step()
         for key, requested in requests.items():
             for request in requested:
                 sums = all_sums.get((key, request.kind))
@@ -129,23 +118,14 @@ class LogTensorStats(_Statistics):
     options: ClassVar[dict[str, Check]] = {"stats": plain_requests}
     value_of = of_values
 
-    @api_method  # type: ignore[untyped-decorator]
-    def inspect_tensor(
-        self,
-        config: Any,
-        layer_name: str,
-        tensor_name: str,
-        tensor: torch.Tensor,
-        iteration: int = 0,
-        layer: Any = None,
-    ) -> None:
+    def observe(self, config: Any, observed: Observed) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
         kind = None, False
-        if not self._is_counted(layer, layer_name, tensor_name, kind):
+        if not self.is_known_weight(observed, kind):
             requests = config["stats"]
             stats = [request.stat for request in requests]
-            sums = value_sums(tensor, stats, both_ways=tensor_name in ROLES)
-            self._add((iteration, layer_name, tensor_name), requests, kind, sums)
+            sums = value_sums(observed.values, stats, both_ways=observed.tensor_name in ROLES)
+            self._add(observed, requests, kind, sums)
 
 
 class LogFp8TensorStats(_Statistics):
@@ -179,52 +159,40 @@ class LogFp8TensorStats(_Statistics):
         group: Callable[[], Any] | None = reduction_group,
     ) -> None:
         super().__init__(sink, group)
-        self._warned: set[tuple[str, str]] = set()
         self._quantizers: dict[tuple[str, str], Quantizer] = {}
 
-    @api_method  # type: ignore[untyped-decorator]
-    def inspect_tensor(
-        self,
-        config: Any,
-        layer_name: str,
-        tensor_name: str,
-        tensor: torch.Tensor,
-        iteration: int = 0,
-        rowwise_quantized_tensor: QuantizedTensorStorage | None = None,
-        columnwise_quantized_tensor: QuantizedTensorStorage | None = None,
-        recipe_name: str | None = None,
-        layer: Any = None,
-    ) -> None:
+    def observe(self, config: Any, observed: Observed) -> None:
         """Collect the statistics that ``config`` has as ``stats``."""
         requests = config["stats"]
-        for recipe, columnwise in dict.fromkeys(request.kind for request in requests):
-            if self._is_counted(layer, layer_name, tensor_name, (recipe, columnwise)):
+        for kind in dict.fromkeys(request.kind for request in requests):
+            if self.is_known_weight(observed, kind):
                 continue
-            quantized: QuantizedTensorStorage | None = None
-            if recipe in (None, recipe_name):
-                quantized = columnwise_quantized_tensor if columnwise else rowwise_quantized_tensor
-            if recipe is not None:
-                quantized = self._by(recipe, tensor_name, tensor, columnwise, quantized)
+            recipe, columnwise = kind
+            quantized = self._quantized(observed, recipe, columnwise)
             if quantized is None:
-                self._warn_of_unquantized(layer_name, tensor_name, columnwise, recipe)
+                direction = " along columns" if columnwise else " along rows"
+                by = f" by {recipe!r}" if recipe else ""
+                self.warn_of_unquantized(
+                    observed, f"{direction}{by}: there are no statistics of that"
+                )
                 continue
-            key = iteration, layer_name, tensor_name
-            sums = quantized_sums(tensor, quantized, columnwise=columnwise)
-            self._add(key, requests, (recipe, columnwise), sums)
+            sums = quantized_sums(observed.values, quantized, columnwise=columnwise)
+            self._add(observed, requests, kind, sums)
 
-    def _by(
-        self,
-        recipe_name: str,
-        tensor_name: str,
-        tensor: torch.Tensor,
-        columnwise: bool,
-        operand: QuantizedTensorStorage | None,
+    def _quantized(
+        self, observed: Observed, recipe_name: str | None, columnwise: bool
     ) -> QuantizedTensorStorage | None:
         """The tensor as a recipe quantizes it, where results count as inputs.
 
-        For a recipe with state this is ``operand``, the operand that the product took.
+        For no recipe, and for a recipe with state that the layer runs under, this is the operand
+        that the product took.
         """
-        role = ROLES.get(tensor_name, "input")
+        operand = None
+        if recipe_name in (None, observed.recipe_name):
+            operand = observed.columnwise if columnwise else observed.rowwise
+        if recipe_name is None:
+            return operand
+        role = ROLES.get(observed.tensor_name, "input")
         if (recipe_name, role) not in self._quantizers:
             recipe = get_recipe(recipe_name)
             if recipe.stateful:
@@ -233,21 +201,5 @@ class LogFp8TensorStats(_Statistics):
             self._quantizers[recipe_name, role] = quantizer
         quantizer = self._quantizers[recipe_name, role]
         quantizer.set_usage(rowwise=not columnwise, columnwise=columnwise)
-        quantized: QuantizedTensorStorage = quantizer.quantize(tensor)
+        quantized: QuantizedTensorStorage = quantizer.quantize(observed.values)
         return quantized
-
-    def _warn_of_unquantized(
-        self, layer: str, tensor: str, columnwise: bool, recipe: str | None
-    ) -> None:
-        if (layer, tensor) in self._warned:
-            return
-        self._warned.add((layer, tensor))
-        direction = "along columns" if columnwise else "along rows"
-        if recipe:
-            direction += f" by {recipe!r}"
-        warnings.warn(
-            f"{tensor} of layer {layer!r} is not quantized {direction}: there are no statistics "
-            f"of that",
-            UserWarning,
-            stacklevel=2,
-        )
