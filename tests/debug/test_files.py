@@ -45,7 +45,7 @@ def refused(*arguments: str) -> str:
     return done.output
 
 
-OTHERS = ["", "mine", '{"source": "mine"}', "default: current", "<!doctype html><title>x</title>"]
+OTHERS = ["", '{"source": "mine"}', "<!doctype html><title>x</title>"]
 
 
 @pytest.mark.parametrize("option", OUTPUTS)

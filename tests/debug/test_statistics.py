@@ -183,6 +183,7 @@ def test_values_that_are_no_numbers() -> None:
     for fill in (0.0, 3.0, math.inf, math.nan):
         x = torch.full((32, 32), fill)
         assert measured(name, x) == {f"{name}_block_size_32_dims_1": 0.0}
+    assert measured(["max", "exponents", "sqnr"], torch.zeros(0, 32)) == {}
     x = torch.ones(32, 32)
     broken = x.clone()
     broken[3, 4] = math.nan

@@ -115,18 +115,17 @@ def test_ranks_with_different_layers(mesh: DeviceMesh) -> None:
     """Each stage of a pipeline gets the statistics of its own layers, and none waits for
     another."""
     rank = mesh.get_rank()
+    x = -1 - share(rank).abs()
     stage = torch.nn.ModuleDict({f"stage{rank}": layer_of(), "shared": layer_of()})
-    with ottava_debug.statistics(stage, ["l1_norm", "sqnr"], tensors="activation") as run:
+    with ottava_debug.statistics(stage, ["max", "l1_norm", "sqnr"], tensors="activation") as run:
         for name, layer in stage.items():
             # The first rank does not run the layer that both have.
             if name != "shared" or rank:
-                layer(share(rank))
+                layer(x)
         run.step()
     found = {(layer, stat): value for (layer, _, stat), value in run.latest().items()}
-    own = {
-        "l1_norm": statistics(share(rank))["l1_norm"],
-        "sqnr": losses_of([share(rank)])["sqnr"],
-    }
+    own = {stat: statistics(x)[stat] for stat in ("max", "l1_norm")}
+    own["sqnr"] = losses_of([x])["sqnr"]
     names = [f"stage{rank}", *(["shared"] if rank else [])]
     expected = {(name, stat): value for name in names for stat, value in own.items()}
     assert found == pytest.approx(expected, rel=1e-6)

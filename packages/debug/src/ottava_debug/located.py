@@ -121,39 +121,17 @@ def unknown(problem: str, name: object, known: Iterable[str]) -> OptionError:
 class _Loader(yaml.SafeLoader):
     """Loads the same values as ``yaml.safe_load``, with :class:`Located` for mappings."""
 
-    source = ""
-    depth = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """PyYAML's own, down to the levels that a recipe file may have."""
-        if self.depth > MAX_DEPTH:
-            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            line = event.start_mark.line + 1
-            raise OptionError(
-                f"{self.source}, line {line}: values are nested too deeply",
-                expected=f"at most {MAX_DEPTH} levels",
-            )
-        self.depth += 1
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self.depth -= 1
-
     def construct_yaml_map(self, node: Any) -> Any:
         # This is a generator of two steps, as PyYAML's own constructor: the mapping is yielded
         # while it is empty, because its values may contain an alias of it.
-        section = Located({}, self.source)
+        section = Located({})
         lines: dict[str, int] = {}
         for key, _ in node.value:
             name = str(key.value)
-            line = key.start_mark.line + 1
             if name in lines and name != "<<":
-                raise OptionError(
-                    f"{self.source}, line {line}: {name!r} stands twice, first in line "
-                    f"{lines[name]}",
-                    expected="each key once: the first would be lost",
-                )
-            lines[name] = line
+                problem = f"{name!r} stands twice, first in line {lines[name]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            lines[name] = key.start_mark.line + 1
         yield section
         section.update({str(key): value for key, value in self.construct_mapping(node).items()})
         # construct_mapping() has added the keys that ``<<`` merges to the node.
@@ -171,15 +149,13 @@ def read(configuration: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
             or is larger than a recipe file may be. The message names the line where one is known.
     """
     if isinstance(configuration, Mapping):
-        root: Any = _located(configuration, "the configuration")
-        return root  # type: ignore[no-any-return]
+        return Located(_located(configuration), "the configuration")
     source = str(os.fspath(configuration))
     expected = "sections, as name: {enabled: True, layers: …, transformer_engine: …}"
     text = read_text(source, "a YAML file", "use fewer sections, and patterns of layers")
-    loader = _Loader(text)
-    loader.source = source
     try:
-        root = loader.get_single_data()
+        _check_depth(text, source)
+        root = _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
@@ -192,13 +168,27 @@ def read(configuration: str | os.PathLike[str] | Mapping[str, Any]) -> Located:
         raise OptionError(f"{source}: not a value: {text_of(error)}", expected=expected) from error
     if not isinstance(root, Located) or not root:
         raise OptionError(f"{source} holds {kind_of(root)}", expected=expected)
-    return root
+    return Located(root, source, lines=root.lines)
 
 
-def _located(value: Any, source: str) -> Any:
+def _check_depth(text: str, source: str) -> None:
+    """Refuse values that are nested more deeply than a recipe file may nest them."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if depth > MAX_DEPTH and isinstance(event, yaml.NodeEvent):
+            mark: Any = event.start_mark
+            raise OptionError(
+                f"{source}, line {mark.line + 1}: values are nested too deeply",
+                expected=f"at most {MAX_DEPTH} levels",
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+
+
+def _located(value: Any) -> Any:
     """``value`` with all mappings in it as :class:`Located`, and all tuples as lists."""
     if isinstance(value, Mapping):
-        return Located({str(key): _located(item, source) for key, item in value.items()}, source)
+        return Located({str(key): _located(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
-        return [_located(item, source) for item in value]
+        return [_located(item) for item in value]
     return value

@@ -107,22 +107,10 @@ def exponents(values: torch.Tensor) -> dict[int, int]:
     check_high_precision(values)
     counts = torch.zeros(_EXPONENTS, dtype=torch.int64, device=values.device)
     for x in _flat(values):
-        counts += torch.bincount(_exponent_bits(x), minlength=_EXPONENTS)
-    return {
-        at - _BIAS: count
-        for at, count in enumerate(counts.tolist())
-        if count and 0 < at < _EXPONENTS - 1
-    }
-
-
-def _exponent_bits(x: torch.Tensor) -> torch.Tensor:
-    """The exponents of values, with float64's bias; 0 for zeros, 2047 for NaN and infinities."""
-    bits = (x.float().view(torch.int32) >> 23) & 0xFF
-    least, most = bits.aminmax()
-    if not least or most == 0xFF:
-        # The exponent bits of float32 do not suffice for zeros, subnormals, NaN and infinities.
-        return x.double().abs().view(torch.int64) >> _MANTISSA_BITS
-    return bits + (_BIAS - 127)
+        bits = x.double().abs().view(torch.int64) >> _MANTISSA_BITS
+        counts += torch.bincount(bits, minlength=_EXPONENTS)
+    # The first bin has the zeros, the last one NaN and infinities.
+    return {at - _BIAS: n for at, n in enumerate(counts.tolist()[:-1]) if n and at}
 
 
 # What is added up, besides the number of elements.
@@ -269,10 +257,6 @@ def _elements(quantized: QuantizedTensorStorage) -> _Elements | None:
 
 def _clamped(x: torch.Tensor, q: torch.Tensor, data: torch.Tensor, element: _Element) -> int:
     """The number of values that became the largest number, although rounding would not give it."""
-    if not isinstance(element, IntegerFormat):
-        magnitudes = data.view(torch.uint8) & 0x7F
-        if magnitudes.max() < _largest(element, data.device):
-            return 0
     at = _is_largest(data, element).nonzero().squeeze(1)
     return int((x[at].abs() > q[at].abs() * (1 + _half_step(element))).count_nonzero())
 
@@ -289,9 +273,5 @@ def _is_largest(data: torch.Tensor, element: _Element) -> torch.Tensor:
     """A mask of the elements that are the largest number, or its negative."""
     if isinstance(element, IntegerFormat):
         return data.view(element.torch_dtype).abs() == int(element.max)
-    return (data.view(torch.uint8) & 0x7F) == _largest(element, data.device)
-
-
-def _largest(element: FloatFormat, device: torch.device) -> torch.Tensor:
-    """The byte of a format's largest number."""
-    return torch.tensor(element.max, device=device).to(element.torch_dtype).view(torch.uint8)
+    largest = torch.tensor(element.max, device=data.device).to(element.torch_dtype)
+    return (data.view(torch.uint8) & 0x7F) == largest.view(torch.uint8)
