@@ -120,11 +120,8 @@ class Enabled:
         return self._configs[gemm, tensor]
 
     def fail(self, layer_name: str, method: str, error: BaseException) -> None:
-        """Switch the feature off for a layer with a warning, or raise.
-
-        Raises:
-            PluginError: ``on_error`` is ``"raise"``.
-        """
+        """Switch the feature off for a layer with a warning; or raise PluginError if ``on_error``
+        is ``"raise"``."""
         text = (
             f"{self.title}: {method} failed in layer {layer_name!r}: "
             f"{type(error).__name__}: {text_of(error)}"

@@ -71,10 +71,7 @@ def _write_histogram(writer: Any, name: str, counts: dict[int, int], step: int) 
 class StatisticsFile(BaseLogger):  # type: ignore[misc]
     """A file for each rank with one line for each number, in nvdlfw-inspect's format.
 
-    An earlier file is replaced.
-
-    Raises:
-        OptionError: the file cannot be written.
+    An earlier file is replaced. A file that cannot be written is an OptionError.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -103,11 +100,8 @@ class StatisticsFile(BaseLogger):  # type: ignore[misc]
 
 
 def of_tensorboard(writer: Any) -> list[Any]:
-    """A list with the logger of a TensorBoard writer; an empty list for None.
-
-    Raises:
-        DTypeError: ``writer`` has no ``add_scalar``.
-    """
+    """A list with the logger of a TensorBoard writer; an empty list for None. A writer without
+    ``add_scalar`` is a DTypeError."""
     if writer is None:
         return []
     if not callable(getattr(writer, "add_scalar", None)):

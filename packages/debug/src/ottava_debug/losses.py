@@ -32,11 +32,7 @@ LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}
 
 
 def check_loss(loss: Any) -> Loss | None:
-    """The loss function that ``loss`` is or names; None for None.
-
-    Raises:
-        OptionError: it names no known function.
-    """
+    """The loss function that ``loss`` is or names, or else OptionError; None for None."""
     if isinstance(loss, str) and loss not in LOSSES:
         raise OptionError(
             f"loss is {loss!r}", expected=f"one of {', '.join(LOSSES)}, or a function"

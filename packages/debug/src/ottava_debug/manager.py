@@ -120,12 +120,8 @@ class Manager(debug_manager.DebugManager):  # type: ignore[misc]
                 self._features_explainer[f"{namespace}.{name}"] = feature
 
     def load_config(self) -> None:
-        """Read the configuration, and watch the layers that it selects.
-
-        Raises:
-            OptionError: a key or value is not allowed; the message names the section, the key and
-                the line.
-        """
+        """Read the configuration, and watch the layers that it selects; errors are those of
+        :func:`~ottava_debug.sections.enabled_in`."""
         if not self.config_file:
             super().load_config()
             return

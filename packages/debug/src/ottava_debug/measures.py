@@ -100,9 +100,6 @@ def exponents(values: torch.Tensor) -> dict[int, int]:
     occur.
 
     Zeros, NaN and infinities have no exponent and are excluded.
-
-    Raises:
-        DTypeError: ``values`` is not a tensor of high precision.
     """
     check_high_precision(values)
     counts = torch.zeros(_EXPONENTS, dtype=torch.int64, device=values.device)
@@ -224,10 +221,8 @@ def direction_of(
 ) -> QuantizedTensorStorage:
     """The storage with the data of one direction only.
 
-    ``columnwise`` None chooses rowwise data where the storage has it.
-
-    Raises:
-        UsageError: the storage does not hold the direction.
+    ``columnwise`` None chooses rowwise data where the storage has it. A direction that the storage
+    does not hold is a UsageError.
     """
     usages = quantized.get_usages()
     if columnwise is None:

@@ -95,11 +95,7 @@ def _is_of_kind(path: Path, kind: FileKind) -> bool:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a file completely, or leave an existing one unchanged.
-
-    Raises:
-        OptionError: the file cannot be written.
-    """
+    """Write a file completely; or leave an existing one unchanged, and raise OptionError."""
     expected = "a file in an existing folder, and room"
     with translated(f"{path} cannot be written", expected, to=OptionError, of=OSError):
         place = Path(os.path.realpath(as_path(path)))

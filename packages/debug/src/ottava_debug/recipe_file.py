@@ -55,12 +55,7 @@ class Keep:
 
     @classmethod
     def of_operand(cls, layer: str, reason: str, gemm: str, tensor: str) -> Self:
-        """Keep one operand of one GEMM.
-
-        Raises:
-            OptionError: :data:`ottava_debug.operands.OPERANDS` does not list the GEMM and the
-                operand.
-        """
+        """Keep one operand of one GEMM, of :data:`ottava_debug.operands.OPERANDS`."""
         if (gemm, tensor) not in OPERANDS:
             pairs = ", ".join(" ".join(pair) for pair in OPERANDS)
             raise OptionError(f"the operand {tensor!r} of {gemm!r}", expected=f"one of {pairs}")

@@ -40,11 +40,7 @@ class Session:
         self._watches = [Watch(partial(self.inspection, each), selects) for each in self.enabled]
 
     def plan(self, name: str) -> list[Enabled]:
-        """The features of a layer.
-
-        Raises:
-            OptionError: two sections enable the same feature for it.
-        """
+        """The features of a layer; OptionError if two sections enable the same one for it."""
         if name not in self._plans:
             plan: dict[str, Enabled] = {}
             for enabled in self.enabled:

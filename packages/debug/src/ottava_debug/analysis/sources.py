@@ -67,11 +67,7 @@ def read(source: Any) -> Mapping[str, Any]:
 
 
 def check_values(source: Any, state: Mapping[str, Any]) -> None:
-    """Refuse a source for a model that has data which another tool has quantized.
-
-    Raises:
-        CheckpointError: it has such data.
-    """
+    """Raise CheckpointError for a source that has data which another tool has quantized."""
     path = None if isinstance(source, Mapping) else as_path(source)
     codes = find_published(state, path)
     codes.refuse(path or "the state dict", codes.scales)
