@@ -6,20 +6,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ottava_debug
+from tests.core.forking import python
 from tests.debug.yaml_files import section
 
-PROGRAM = """
+IMPORT = """
 import sys
 finders = list(sys.meta_path)
 import ottava_debug
 assert not {"torch", "nvdlfw_inspect"} & sys.modules.keys()
 assert sys.meta_path == finders
-
+"""
+PROGRAM = """
+import warnings
+import ottava_debug
 import nvdlfw_inspect.api as debug_api
 import nvdlfw_inspect.debug_manager as debug_manager
 import torch
 import ottava
+warnings.simplefilter("error", UserWarning)
 manager = debug_manager.DebugManager
 for name in ottava_debug.__all__:
     getattr(ottava_debug, name)
@@ -47,6 +54,8 @@ try:
     ottava_debug.register_features()
 except ottava.errors.UsageError as error:
     assert "end_debug()" in str(error)
+else:
+    raise SystemExit("it was registered too late")
 debug_api.end_debug()
 ottava_debug.on_error("warn")
 # One registration serves every later initialize().
@@ -61,18 +70,18 @@ print("passed")
 """
 
 
-def test_registration_in_a_new_process(tmp_path: Path) -> None:
+def test_an_import_changes_nothing_and_imports_little() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True)
+
+
+def test_registration_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     text = section("FakeQuant", "gemms: fprop, tensors: weight, quant_format: FP8E4M3")
     text += "  ottava: {LogTensorStats: {enabled: True, tensors: activation, stats: max}}\n"
-    (tmp_path / "debug.yaml").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", PROGRAM],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    Path("debug.yaml").write_text(text)
+    done = python(PROGRAM)
     assert done.stdout.endswith("passed\n"), done.stderr
-    log = next((tmp_path / "logs" / "nvdlfw_inspect_statistics_logs").iterdir())
+    log = next(Path("logs/nvdlfw_inspect_statistics_logs").iterdir())
     lines = [line.split("INFO - ")[1].split()[0] for line in log.read_text().splitlines()]
     assert set(lines) == {"layer_activation_max"}
 

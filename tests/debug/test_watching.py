@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ottava_debug import Inspection, Watch
 from tests.debug.by_hand import TENSORS, inputs, layer_of, passes
 
 RECIPES = [name for name in recipes() if name != "custom"]
-SAMPLE = ("mxfp8", "delayed", None)
+SAMPLE = [("mxfp8", torch.float32), ("delayed", torch.bfloat16), (None, torch.bfloat16)]
 Layer = ottava.nn.Linear
 OPERANDS = [(gemm, tensor) for gemm, tensors in TENSORS.items() for tensor in tensors[:2]]
 EVERY = [(gemm, tensor) for gemm, tensors in TENSORS.items() for tensor in tensors]
@@ -122,9 +123,8 @@ def assert_all_equal(found: Any, expected: Any) -> None:
 
 # Every recipe is in the long run: the recipes share the code that is watched.
 SHORT = [
-    (recipe, dtype) if recipe in SAMPLE else pytest.param(recipe, dtype, marks=pytest.mark.slow)
-    for recipe in [*RECIPES, None]
-    for dtype in (torch.float32, torch.bfloat16)
+    pytest.param(*case, marks=[] if case in SAMPLE else pytest.mark.slow)
+    for case in product([*RECIPES, None], (torch.float32, torch.bfloat16))
 ]
 
 
