@@ -267,20 +267,19 @@ class _Products:
         grad_enabled = torch.is_grad_enabled()
         x_needs_grad = grad_enabled and x.requires_grad
         w_needs_grad = grad_enabled and weight.requires_grad
+        # The products of the backward pass that are computed.
+        dgrad = "dgrad" if x_needs_grad else ""
+        wgrad = "wgrad" if w_needs_grad else ""
 
         def quantize_weight(values: torch.Tensor) -> Any:
             if microbatch_weight is not None:
                 return _Operand(values.detach(), microbatch_weight)
-            return self._quantize("weight", values, "fprop", "dgrad" if x_needs_grad else "")
+            return self._quantize("weight", values, "fprop", dgrad)
 
-        rows_of, columns_of = (
-            "dgrad" if x_needs_grad else "",
-            "wgrad" if w_needs_grad else "",
-        )
         return Plan(
-            quantize_input=lambda x: self._quantize("activation", x, "fprop", columns_of),
+            quantize_input=lambda x: self._quantize("activation", x, "fprop", wgrad),
             quantize_weight=quantize_weight,
-            quantize_grad_output=lambda dy: self._quantize("gradient", dy, rows_of, columns_of),
+            quantize_grad_output=lambda dy: self._quantize("gradient", dy, dgrad, wgrad),
             fprop=partial(self._multiply, "fprop"),
             dgrad=partial(self._multiply, "dgrad"),
             wgrad=partial(self._multiply, "wgrad"),
