@@ -11,7 +11,7 @@ import torch
 
 import ottava
 from benchmarks.installed import recipes
-from benchmarks.linear import saved_bytes
+from benchmarks.layers import saved_bytes
 from benchmarks.on_gpu.runner import (
     FLOATS,
     FP8,

@@ -167,14 +167,10 @@ class Gpu:
             results = run()
         return results, graph.replay
 
-    def medians(self, runs: Mapping[str, Run]) -> dict[str, float]:
-        """Median seconds of a call of each alternative, run in turns."""
-        return interleaved(
-            runs,
-            rounds=self.rounds,
-            wait=self.synchronize,
-            turn_seconds=0.01 * (not self.rehearsal),
-        )
+    def seconds(self, runs: Mapping[str, Run], **options: Any) -> dict[str, float]:
+        """Seconds of a call of each alternative, run in turns; options as of ``interleaved``."""
+        defaults = {"rounds": self.rounds, "turn_seconds": 0.0 if self.rehearsal else 0.01}
+        return interleaved(runs, wait=self.synchronize, **(options or defaults))
 
 
 class Rehearsal(Gpu):

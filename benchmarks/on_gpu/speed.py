@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import host, kernels, linear, multi
+from benchmarks import kernels, layers
 from benchmarks.installed import recipes
 from benchmarks.on_gpu.model_cases import OWN
 from benchmarks.on_gpu.runner import Gpu
@@ -46,12 +46,11 @@ def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
         (big, torch.float32, False, few),
         (big, torch.float16, False, few),
         (big, torch.bfloat16, True, ()),
-        (0, torch.float32, False, ()),
     ]
     for n, dtype, peers, only in plan:
         sets = 2
         if not (peers or place.rehearsal):
-            sets = min(24, max(2, -(-(512 << 20) // (3 * max(n, 1) ** 2))))
+            sets = min(24, max(2, -(-(512 << 20) // (3 * n**2))))
         options: dict[str, Any] = {
             "sets": sets,
             "compiler": place.compiler,
@@ -59,12 +58,8 @@ def kernels_rows(place: Gpu, seconds: float) -> Iterator[Row]:
             "only": only,
         }
         with place.serving():
-            for timing in (
-                kernels.timings(n, dtype, place.device, **options)
-                if n
-                else multi.calls(place.device)
-            ):
-                row = measure(timing, place.medians, graph, stop)
+            for timing in kernels.timings(n, dtype, place.device, **options):
+                row = measure(timing, place.seconds, graph, stop)
                 yield row | {"size": n, "dtype": str(dtype)[6:], "peers": peers}
                 outputs.clear()
 
@@ -79,19 +74,19 @@ def linear_rows(place: Gpu, seconds: float) -> Iterator[Row]:
         # Other recipes may quantize in plain PyTorch, as custom's default does, which takes minutes
         # at large sizes.
         names = dict.fromkeys(["bf16", *OWN, *(recipes() if n <= 4096 else ()), *compiled])
-        timing = linear.timing(n, names, place.device, compiler=place.compiler)
+        timing = layers.timing(n, names, place.device, place.compiler)
         with place.serving():
-            yield measure(timing, place.medians, until=deadline) | {"size": n}
+            yield measure(timing, place.seconds, until=deadline) | {"size": n}
 
 
 def host_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     """The host's time for an eager step."""
     rounds, calls = (1, 2) if place.rehearsal else (15, 25)
+    seconds_of = partial(place.seconds, rounds=rounds, calls=calls, host=True, statistic=min)
     for shape in ((16, 64, 64), (128, 128, 128)):
         with place.serving():
-            for row in host.measure(
-                shape, torch.bfloat16, place.device, rounds=rounds, calls=calls
-            ):
+            timings = layers.host_timings(shape, place.device, torch.bfloat16)
+            for row in layers.host_table([measure(timing, seconds_of) for timing in timings]):
                 yield row | {"shape": "x".join(map(str, shape))}
 
 
