@@ -118,9 +118,7 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> None:
         "the figures of a kind of machine are of one run. The other sections write a table or a "
         f"picture of another page: {', '.join(PARTS)}.",
     )
-    parser.add_argument(
-        "sections", nargs="*", metavar="SECTION", choices=[[], *TIMED, *PARTS], help="see below"
-    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="see below")
     parser.add_argument("--threads", type=int, default=2, help="2 by default")
     parser.add_argument("--rounds", type=int, default=15, help="the number of turns; 15 by default")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one turn; only prints")
@@ -129,6 +127,8 @@ def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> None:
         "--page-only", action="store_true", help="write what is made of the results that are kept"
     )
     options = parser.parse_args(arguments)
+    if unknown := set(options.sections) - {*TIMED, *PARTS}:
+        parser.error(f"no section {', '.join(unknown)}; expected {', '.join([*TIMED, *PARTS])}")
     kept, write = options.page_only, not (options.quick or options.no_write)
     settings = Settings(options.rounds, options.quick, options.threads)
     if not kept:

@@ -167,7 +167,7 @@ def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None
 
 
 def _print(title: str, rows: list[Row]) -> None:
-    hidden = ("seconds", "errors", "output", "moved", "flops")
+    hidden = ("seconds", "errors", "output")
     flat = [
         {k: v for k, v in (row | row.get("seconds", {})).items() if k not in hidden} for row in rows
     ]

@@ -50,9 +50,9 @@ class Set:
         self.decoded = torch.empty_like(x)
         # At this scale nothing is clamped, because counting clamped elements takes a second pass.
         self.scale = torch.tensor(50.0, device=x.device)
-        self.amax, self.own_scale, self.inverse, self.own_amax = torch.zeros(
-            4, device=x.device
-        ).unbind()
+        self.amax, self.own_scale, self.inverse, self.own_amax = (
+            torch.zeros((), device=x.device) for _ in range(4)
+        )
         self.saturated = torch.zeros((), dtype=torch.int64, device=x.device)
         self.codes = kernels.cast(x, self.scale, E4M3)
         self.grids = {
@@ -249,7 +249,10 @@ KERNELS: dict[str, Kernel] = {
 def copies(moved: float, count: int, device: torch.device) -> Run:
     """``count`` copies that move ``moved`` bytes each, half of them read and half written."""
     size = max(1, int(moved / 2))
-    pairs = [torch.zeros(2, size, dtype=torch.uint8, device=device).unbind() for _ in range(count)]
+    pairs = [
+        [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        for _ in range(count)
+    ]
     return lambda: [target.copy_(source) for source, target in pairs]
 
 
@@ -331,7 +334,7 @@ def timings(
             runs["eager"] = lambda call=kernel.plain: on_all(call)
             runs["compile"] = lambda call=kernel.plain: on_all(_compiled(call, memory[0], compiler))
         runs["copy"] = lambda total=total: copies(total, sets, memory[0].x.device)
-        rows.append(Timing(name, runs, total, calls=sets))
+        rows.append(Timing(name, runs, calls=sets))
     return rows
 
 

@@ -26,16 +26,12 @@ class Timing:
         name: the name of the row.
         runs: alternative -> a function that prepares and returns the call to time; it may raise if
             the machine does not have the alternative.
-        moved: bytes that a call reads and writes, each counted once.
-        flops: floating-point operations of a call.
         calls: the number of calls that one run makes.
         figures: alternative -> a function that gives another figure of it than its seconds.
     """
 
     name: str
     runs: Mapping[str, Callable[[], Run]]
-    moved: float = 0.0
-    flops: float = 0.0
     calls: int = 1
     figures: Mapping[str, Callable[[], float]] = field(default_factory=dict)
 
@@ -159,8 +155,6 @@ def measure(
             name: measured[name] / timing.calls for name in timing.runs if name in measured
         },
         "errors": errors,
-        "moved": timing.moved,
-        "flops": timing.flops,
     }
     if timing.figures:
         row["figures"] = {name: figure() for name, figure in timing.figures.items()}

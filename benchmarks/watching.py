@@ -21,6 +21,8 @@ from ottava_demo.data import batch, load_corpus
 from ottava_demo.model import SIZES
 from ottava_demo.training import Batch, Trainee
 
+#: Layer, tensor and statistic -> its value.
+Statistics = dict[tuple[str, str, str], Any]
 EVERY = 100
 RECIPES = ("current", "mxfp8")
 STATS = {
@@ -87,11 +89,8 @@ def rows(rounds: int = 20, size: str = "small") -> list[Row]:
     return table
 
 
-def exponents(steps: int = 30, size: str = "small") -> Row:
-    """Exponents and amaxes of the demo's tensors under current scaling, after some steps.
-
-    They are by layer, tensor and statistic.
-    """
+def exponents(steps: int = 30, size: str = "small") -> Statistics:
+    """Exponents and amaxes of the demo's tensors under current scaling, after some steps."""
     trainee, batches = _trainee("current", size)
     with ottava_debug.statistics(
         trainee.model,
@@ -106,7 +105,7 @@ def exponents(steps: int = 30, size: str = "small") -> Row:
     return dict(run.latest())
 
 
-def draw_exponents(latest: Row, out: Path) -> None:
+def draw_exponents(latest: Statistics, out: Path) -> None:
     """Draw a histogram for each layer and tensor.
 
     A red line in each row marks the values below which FP8 gives zero.

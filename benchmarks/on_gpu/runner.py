@@ -286,9 +286,11 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
     """
     arguments = case.make(Draw(seed))
     own, ready = Rehearsal().put(arguments), place.put(arguments)
-    by_function = callable(case.oracle)
-    with use_backend("cpu" if by_function else case.oracle):
-        expected = [*tensors((case.oracle if by_function else case.run)(own)), *_memory(own)]
+    backend, oracle = "cpu", case.oracle
+    if isinstance(oracle, str):
+        backend, oracle = oracle, case.run
+    with use_backend(backend):
+        expected = [*tensors(oracle(own)), *_memory(own)]
     there = place.put(case.make(Draw(seed + 1000)) if mode == "graph" else arguments)
 
     # Memory is poisoned only where bytes are compared, because some of torch's operations refuse to

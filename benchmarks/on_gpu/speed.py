@@ -19,6 +19,8 @@ from ottava_demo.data import load_corpus
 from ottava_demo.training import train
 
 LARGE = 16384
+#: Rows, features in and features out of layers whose host time counts.
+_SMALL = ((16, 64, 64), (128, 128, 128))
 #: Kernel -> the share of a copy's bandwidth that it should reach.
 BANDWIDTHS = {"cast": 0.90, "cast, transpose": 0.80, "MX, rows and columns": 0.75}
 #: M = K = N -> the target for a layer: how many times faster than bfloat16 it is.
@@ -78,9 +80,9 @@ def linear_rows(place: Gpu, seconds: float) -> Iterator[Row]:
 
 def host_rows(place: Gpu, seconds: float) -> Iterator[Row]:
     """The host's time for an eager step."""
-    rounds, calls = (1, 2) if place.rehearsal else (15, 25)
+    rounds, calls, shapes = (15, 25, _SMALL) if not place.rehearsal else (1, 1, _SMALL[:1])
     bursts = partial(place.seconds, rounds=rounds, calls=calls, host=True, statistic=min)
-    for shape in ((16, 64, 64), (128, 128, 128)):
+    for shape in shapes:
         with place.serving():
             timings = layers.host_timings(shape, place.device, torch.bfloat16)
             for row in layers.host_table([measure(timing, bursts) for timing in timings]):

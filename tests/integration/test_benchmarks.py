@@ -87,6 +87,12 @@ def test_a_quick_run_prints_a_section(
         assert len([line for line in output.splitlines() if line.startswith("| ")]) > 2
 
 
+def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runner.main(["kernels", "nothing"])
+    assert "no section nothing; expected kernels, shards" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [[], ["--quick"], ["--no-write"], ["one"]])
 def test_a_run_replaces_the_results_of_its_kind_of_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: list[str]
