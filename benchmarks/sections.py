@@ -18,7 +18,6 @@ from benchmarks import (
     imports,
     kernels,
     layers,
-    products,
     resources,
     rounding,
     shards,
@@ -132,13 +131,6 @@ TIMED: dict[str, Timed] = {
         (4,),
         lambda sizes, _: shards.timings(*sizes),
         shards.table,
-    ),
-    "products": Timed(
-        "Products of BF16 operands by layout, {}³",
-        (1024,),
-        (64,),
-        lambda sizes, _: products.timings(*sizes),
-        products.table,
     ),
     "linear": Timed(
         "Linear without bias, forward and backward, BF16 in and out",

@@ -62,7 +62,7 @@ def test_recipes_that_need_no_options_are_compared() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("shards", "products", "linear", "host"),
+        *("shards", "linear", "host"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK_BUT_SLOW),
     ],
 )
