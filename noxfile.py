@@ -376,7 +376,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmarks, whose ratios are measured in one process."""
+    """Run ``python -m benchmarks``; sections and options follow ``--``."""
     install(session, *EVERY_PACKAGE, tools=["numpy"])
     session.run("python", "-m", "benchmarks", *session.posargs)
 

@@ -1,4 +1,5 @@
 """Benchmarks, whose ratios are measured in one process.
 
-``python -m benchmarks`` writes the results and the page in the docs.
+``python -m benchmarks`` measures on this machine and writes what the docs say; ``gpu.py`` builds,
+checks and times the CUDA backend; ``python -m benchmarks.mutants`` measures the tests.
 """

@@ -1,7 +1,4 @@
-"""Runs every benchmark, and writes the results and the page in the docs.
-
-The results replace those of the same kind of machine in ``benchmarks/results.json``.
-"""
+"""Measures sections of the benchmarks, and writes what the docs say of them."""
 
 from __future__ import annotations
 
@@ -10,21 +7,18 @@ import datetime
 import json
 import os
 import sys
-from functools import partial
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import host, imports, kernels, layouts, linear, multi
-from benchmarks.kind import cpu_model, this_kind
-from benchmarks.markdown import markdown
-from benchmarks.timing import Row, interleaved, measure
+from benchmarks.machine import cpu_model, this_kind
+from benchmarks.markdown import markdown, with_part
+from benchmarks.sections import FOLDER, KEPT, PARTS, RESULTS, TIMED, Settings, load
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results.json"
-PAGE = ROOT / "docs" / "benchmarks.md"
-
+DOCS = FOLDER.parent / "docs"
 # By default glibc returns large blocks to the system at once, and the next use faults their pages
 # in again. That would slow the alternatives that make temporaries, and so flatter our kernels.
 # glibc reads these variables when a process starts.
@@ -32,7 +26,7 @@ _VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 # Without this variable, a run that is restricted to fewer instructions would use code that Inductor
 # compiled earlier for all instructions of the machine.
 _VARIABLES["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-_SMALL = (16, 64, 64)
+_VARIABLES["MPLBACKEND"] = "Agg"
 _INTRODUCTION = """\
 # Benchmarks
 
@@ -43,8 +37,7 @@ alternatives run in turns and reuse their buffers. The allocator keeps freed mem
 `Tensor.copy_` of as many bytes in all as the kernel reads and writes. A table leaves out an
 alternative that the machine does not have, that was not installed, or whose compiled code makes
 other bytes than its eager code. Of an alternative that takes longer than 20 seconds a call, one
-call was timed.
-"""
+call was timed. Host time is that of the fastest of many bursts of calls."""
 
 
 def _start_alike() -> None:
@@ -55,97 +48,101 @@ def _start_alike() -> None:
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page in the docs: a section for each kind of machine, in the order of their names."""
+    """The page of benchmarks: a section for each kind of machine, in the order of their names."""
     paragraphs = [_INTRODUCTION]
     for kind, result in sorted(results.items()):
         measured = f"Measured on {result['date']} with torch {result['torch']}, on {result['cpu']}."
         paragraphs += [f"## {kind}", measured]
         for title, rows in result["sections"].items():
             paragraphs += [f"### {title}", markdown(rows)]
-    return "\n\n".join(paragraph.strip("\n") for paragraph in paragraphs) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
-def merged(results: dict[str, Any], kind: str, result: dict[str, Any]) -> dict[str, Any]:
-    """The results, with that of one kind of machine replaced."""
-    return dict(sorted({**results, kind: result}.items()))
+def _write_json(path: Path, results: Any) -> None:
+    text = json.dumps(results, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
-def sections(
-    kernel_size: int, linear_sizes: list[int], rounds: int, at_most: float
-) -> dict[str, list[Row]]:
-    """Run all benchmarks; return the rows of each table by its title."""
-    seconds = partial(interleaved, rounds=rounds, at_most=at_most, warmup=min(3, rounds))
-    kernels.check_same_bytes(kernels.Set(torch.randn(256, 256).bfloat16()))
-    # The times of a single round mean nothing, so compiling for it would be a waste.
-    compiler = "inductor" if rounds > 1 else "eager"
-    timed = [measure(timing, seconds) for timing in kernels.timings(kernel_size, compiler=compiler)]
-    many = [measure(timing, seconds) for timing in multi.timings(multi.COUNT if rounds > 1 else 4)]
-    product_size = 1024 if rounds > 1 else 64
-    products = [measure(timing, seconds) for timing in layouts.timings(product_size)]
-    layers = [measure(linear.timing(n, compiler=compiler), seconds) for n in linear_sizes]
-    return {
-        f"Kernels, bf16 {kernel_size}²": kernels.table(timed),
-        "Shards of float32 weights, quantized as bf16": multi.table(many),
-        f"Products of BF16 operands by layout, {product_size}³": layouts.table(products),
-        "Linear without bias, forward and backward, BF16 in and out": linear.table(layers),
-        f"Host time of a bound layer, {'x'.join(map(str, _SMALL))}, float32, one thread": _host(
-            rounds
-        ),
-        **({"Imports": imports.measure(rounds // 2)} if rounds > 1 else {}),
+def run_timed(names: Sequence[str], settings: Settings) -> dict[str, Any]:
+    """Measure sections of the page of benchmarks, and print them.
+
+    Returns:
+        The results of all kinds of machines, with that of this one replaced.
+    """
+    kind = str(this_kind(settings.threads))
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "cpu": cpu_model(),
+        "sections": dict(TIMED[name].measure(settings) for name in names),
     }
+    print(page({kind: result}))
+    return dict(sorted({**load(RESULTS), kind: result}.items()))
 
 
-def _host(rounds: int) -> list[Row]:
-    """The host's time for an eager step of a small layer, with one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return host.measure(
-            _SMALL, torch.float32, torch.device("cpu"), rounds=10 * rounds, calls=10
-        )
-    finally:
-        torch.set_num_threads(threads)
+def run_part(name: str, settings: Settings, *, docs: Path, kept: bool, write: bool) -> None:
+    """Make the parts of a section; without ``write`` the text is printed and a picture discarded.
+
+    Args:
+        name: the section.
+        settings: how it is run.
+        docs: the folder of the pages.
+        kept: whether the parts are made of the results that are kept.
+        write: whether pages, pictures and results are replaced.
+    """
+    part = PARTS[name]
+    torch.set_num_threads(part.threads or settings.threads)
+    results = load(part.results) if kept and part.results else part.measure(settings)
+    if part.page:
+        text = part.text(results)
+        print(f"{part.page}:\n\n{text}\n")
+        if write:
+            path = docs / part.page
+            path.write_text(with_part(path.read_text("utf-8"), name, text), encoding="utf-8")
+    if part.draw:
+        with tempfile.TemporaryDirectory() as folder:
+            picture = (docs / "_static" if write else Path(folder)) / part.picture
+            part.draw(results, picture)
+            print(f"{name}: a picture of {picture.stat().st_size} bytes")
+    if part.results and write and not kept:
+        _write_json(part.results, results)
 
 
-def main() -> None:
-    """Measure, print and write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--kernel-size", type=int, default=4096)
-    parser.add_argument("--linear-sizes", type=int, nargs="+", default=list(linear.SIZES))
-    parser.add_argument(
-        "--at-most", type=float, default=120.0, help="seconds for a row, after which three turns do"
+def main(arguments: Sequence[str] | None = None, docs: Path = DOCS) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        epilog=f"The sections of the page of benchmarks are {', '.join(TIMED)}. They are written "
+        "if all of them are measured, which is the default; some of them are only printed, because "
+        "the figures of a kind of machine are of one run. The other sections write a table or a "
+        f"picture of another page: {', '.join(PARTS)}.",
     )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="see below")
+    parser.add_argument("--threads", type=int, default=2, help="2 by default")
+    parser.add_argument("--rounds", type=int, default=15, help="the number of turns; 15 by default")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, one turn; only prints")
+    parser.add_argument("--no-write", action="store_true", help="only print")
     parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, one turn; prints, writes nothing"
+        "--page-only", action="store_true", help="write what is made of the results that are kept"
     )
-    parser.add_argument("--no-write", action="store_true", help="print only")
-    parser.add_argument(
-        "--page-only", action="store_true", help="write the page of the results that there are"
-    )
-    options = parser.parse_args()
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    if not options.page_only:
+    options = parser.parse_args(arguments)
+    if unknown := set(options.sections) - {*TIMED, *PARTS}:
+        parser.error(f"no section {', '.join(unknown)}; expected {', '.join([*TIMED, *PARTS])}")
+    kept, write = options.page_only, not (options.quick or options.no_write)
+    settings = Settings(options.rounds, options.quick, options.threads)
+    if not kept:
         _start_alike()
-        torch.set_num_threads(options.threads)
-        sizes = (options.kernel_size, options.linear_sizes, options.rounds, options.at_most)
-        if options.quick:
-            sizes = (256, [64], 1, 5.0)
-        kind = str(this_kind(options.threads))
-        result = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "torch": torch.__version__,
-            "cpu": cpu_model(),
-            "sections": sections(*sizes),
-        }
-        print(page({kind: result}))
-        results = merged(results, kind, result)
-    if not (options.quick or options.no_write):
-        RESULTS.write_text(
-            json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
-        PAGE.write_text(page(results), encoding="utf-8")
+    names = options.sections or [*TIMED, *(KEPT if kept else ())]
+    timed = [name for name in TIMED if name in names]
+    if timed:
+        results = load(RESULTS) if kept else run_timed(timed, settings)
+        if write and (kept or len(timed) == len(TIMED)):
+            _write_json(RESULTS, results)
+            (docs / "benchmarks.md").write_text(page(results), encoding="utf-8")
+    for name in names:
+        if name in PARTS:
+            run_part(name, settings, docs=docs, kept=kept, write=write)
 
 
 if __name__ == "__main__":

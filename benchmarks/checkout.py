@@ -16,7 +16,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
 # CMake's names of machine code for compute capabilities that need more than their number.
 _SPECIFIC = {(9, 0): "90a-real", (10, 0): "100a-real"}
@@ -44,14 +44,10 @@ def find_tool(name: str) -> str | None:
 
     None if there is none.
     """
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", ""), str(Path(sys.executable).parent)]
-    folders += [
-        str(Path(home) / folder)
-        for home in homes
-        if home
-        for folder in ("bin", "compute-sanitizer")
-    ]
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if home:
+            folders += [str(Path(home) / "bin"), str(Path(home) / "compute-sanitizer")]
     return shutil.which(name, path=os.pathsep.join(folders))
 
 
@@ -73,35 +69,28 @@ def compile_modules(folder: Path, architectures: str | None = None) -> list[Path
         raise BuildError(
             "cmake or nvcc not found; install it, or build ottava otherwise and give --no-build"
         )
-    pybind11 = importlib.import_module("pybind11").get_cmake_dir()
-    configure = [
-        cmake,
-        "-S",
-        str(PACKAGES / "core"),
-        "-B",
-        str(folder),
-        "-DCMAKE_BUILD_TYPE=Release",
-    ]
     # OTTAVA_CUDA=on is needed, because by default the build leaves CUDA out if it sees no GPU.
-    configure += [
-        f"-Dpybind11_DIR={pybind11}",
-        f"-DPython_EXECUTABLE={sys.executable}",
-        "-DOTTAVA_CUDA=on",
-    ]
-    configure += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}"] if architectures else []
-    configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+    options = {
+        "CMAKE_BUILD_TYPE": "Release",
+        "pybind11_DIR": importlib.import_module("pybind11").get_cmake_dir(),
+        "Python_EXECUTABLE": sys.executable,
+        "OTTAVA_CUDA": "on",
+    }
+    if architectures:
+        options["CMAKE_CUDA_ARCHITECTURES"] = architectures
+    configure = [cmake, "-S", str(PACKAGES / "core"), "-B", str(folder)]
+    if ninja:
+        configure += ["-G", "Ninja"]
+        options["CMAKE_MAKE_PROGRAM"] = ninja
+    configure += [f"-D{name}={value}" for name, value in options.items()]
+    build = [cmake, "--build", str(folder), "--parallel", str(os.cpu_count() or 2)]
     folder.mkdir(parents=True, exist_ok=True)
-    for command in (
-        configure,
-        [cmake, "--build", str(folder), "--parallel", str(os.cpu_count() or 2)],
-    ):
-        process = subprocess.run(
-            command, capture_output=True, text=True, env={"CUDACXX": nvcc} | os.environ
-        )
+    environment = {"CUDACXX": nvcc} | os.environ
+    for command in (configure, build):
+        process = subprocess.run(command, capture_output=True, text=True, env=environment)
         if process.returncode:
-            raise BuildError(
-                f"{' '.join(command)} failed\n{(process.stdout + process.stderr)[-6000:]}"
-            )
+            output = (process.stdout + process.stderr)[-6000:]
+            raise BuildError(f"{' '.join(command)} failed\n{output}")
     return [next(folder.glob(f"{name}.*so")) for name in ("_cpu", "_cuda")]
 
 
@@ -119,37 +108,33 @@ def assemble(site: Path, modules: list[Path]) -> None:
     They look as if they were installed.
     """
     shutil.rmtree(site, ignore_errors=True)
+    core = PACKAGES / "core/src/ottava"
     (site / "ottava").mkdir(parents=True)
     # The sources may contain compiled modules of another build, which are left out.
-    sources = [
-        p
-        for p in (PACKAGES / "core/src/ottava").iterdir()
-        if p.name != "__pycache__" and p.suffix != ".so"
-    ]
+    sources = (p for p in core.iterdir() if p.name != "__pycache__" and p.suffix != ".so")
     for path in (*sources, *modules):
         (site / "ottava" / path.name).symlink_to(path)
-    for file in sorted(PACKAGES.glob("*/pyproject.toml")):
-        settings = tomllib.loads(file.read_text(encoding="utf-8"))
-        project = settings["project"]
-        name = project["name"]
-        version = version_of(file.parent / settings["tool"]["hatch"]["version"]["path"])
-        # importlib.metadata reads name, version and entry points from this folder.
-        (info := site / f"{name.replace('-', '_')}-{version}.dist-info").mkdir()
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8"
-        )
-        groups = project.get("entry-points", {}).items()
-        texts = [
-            f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in entries.items())
-            for group, entries in groups
-        ]
-        (info / "entry_points.txt").write_text("".join(texts), encoding="utf-8")
-        for source in (
-            path.parent
-            for path in file.parent.glob("src/*/__init__.py")
-            if file.parent.name != "core"
-        ):
-            (site / source.name).symlink_to(source)
+    for init in PACKAGES.glob("*/src/*/__init__.py"):
+        if init.parent != core:
+            (site / init.parent.name).symlink_to(init.parent)
+    for file in PACKAGES.glob("*/pyproject.toml"):
+        _write_metadata(site, file)
+
+
+def _write_metadata(site: Path, file: Path) -> None:
+    """Write the folder from which importlib.metadata reads name, version and entry points."""
+    settings = tomllib.loads(file.read_text(encoding="utf-8"))
+    project = settings["project"]
+    name = project["name"]
+    version = version_of(file.parent / settings["tool"]["hatch"]["version"]["path"])
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (folder / "METADATA").write_text(metadata, encoding="utf-8")
+    lines = []
+    for group, entries in project.get("entry-points", {}).items():
+        lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
+    (folder / "entry_points.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def use(site: Path) -> None:
@@ -163,9 +148,8 @@ def use(site: Path) -> None:
     sys.path.insert(0, str(site))
     # The finder of an editable installation comes before sys.path, so it is removed.
     for finder in list(sys.meta_path):
-        if (
-            finder is not importlib.machinery.PathFinder
-            and finder.find_spec("ottava", None, None) is not None
-        ):
+        if finder is importlib.machinery.PathFinder:
+            continue
+        if finder.find_spec("ottava", None, None) is not None:
             sys.meta_path.remove(finder)
     importlib.invalidate_caches()

@@ -44,8 +44,10 @@ SECTIONS = {
     "linear": 0.28,
     "host": 0.03,
     "demo": 0.12,
+    "large": 0.05,
+    "layers": 0.11,
+    "sanitizer": 0.2,
 }
-SECTIONS |= {"large": 0.05, "layers": 0.11, "sanitizer": 0.2}
 _CHECKS = ("bytes", "products", "large", "layers")
 
 # The last line of memcheck and racecheck, and the last line of the checks themselves.
@@ -67,43 +69,38 @@ def _build() -> Path:
     """
     import torch
 
-    architectures = (
-        checkout.architecture(torch.cuda.get_device_capability(0))
-        if torch.cuda.is_available()
-        else None
-    )
+    architectures = None
+    if torch.cuda.is_available():
+        architectures = checkout.architecture(torch.cuda.get_device_capability(0))
     folder = ROOT / "build" / "gpu" / f"{sys.implementation.cache_tag}-{architectures or 'all'}"
     checkout.assemble(folder / "site", checkout.compile_modules(folder, architectures))
     return folder / "site"
 
 
-def inside(tool: str, seconds: float, site: str) -> None:
-    """Run a few checks of every kernel under compute-sanitizer.
-
-    For the tool ``planted``, make one call that reads and writes beyond the end of memory.
-    """
-    if site:
-        checkout.use(Path(site))
+def _plant() -> None:
+    """Make one call that reads and writes beyond the end of memory."""
     import torch
 
+    from ottava import _cuda
+
+    # The call has one row more than there is memory for.
+    x = torch.randn(4096, device="cuda")
+    out = torch.empty(4096, dtype=torch.uint8, device="cuda")
+    scale, stream = torch.ones((), device="cuda"), torch.cuda.current_stream().cuda_stream
+    _cuda.cast(x.data_ptr(), 0, 2, 4096, scale.data_ptr(), 0, 0, 0, out.data_ptr(), 0, 0, 0, stream)
+    torch.cuda.synchronize()
+
+
+def inside(name: str, seconds: float, site: str) -> None:
+    """What runs under compute-sanitizer: a few checks of every kernel, or the planted error."""
+    if site:
+        checkout.use(Path(site))
+    if name == "planted":
+        _plant()
+        return
     from benchmarks.on_gpu import kernel_cases, runner
 
-    if tool == "planted":
-        from ottava import _cuda
-
-        # The call has one row more than there is memory for.
-        x, out = (
-            torch.randn(4096, device="cuda"),
-            torch.empty(4096, dtype=torch.uint8, device="cuda"),
-        )
-        scale, stream = torch.ones((), device="cuda"), torch.cuda.current_stream().cuda_stream
-        _cuda.cast(
-            x.data_ptr(), 0, 2, 4096, scale.data_ptr(), 0, 0, 0, out.data_ptr(), 0, 0, 0, stream
-        )
-        torch.cuda.synchronize()
-        return
-    table = kernel_cases.byte_cases(small=True)
-    modes = ("some bytes", "bytes")
+    table, modes = kernel_cases.byte_cases(small=True), ("some bytes", "bytes")
     outcomes = list(runner.run(table, runner.Gpu(), modes, seconds=seconds))
     print(sum(outcome.cases for outcome in outcomes), "checks done")
     sys.exit(not all(outcome.passed for outcome in outcomes))
@@ -119,37 +116,31 @@ def _sanitizer(site: Path | None, seconds: float) -> Iterator[Row]:
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     sanitizer = checkout.find_tool("compute-sanitizer") or "false"
     for name, tool, limit in _TOOLS:
-        code = (
-            f"from benchmarks import gpu; gpu.inside({name!r}, {limit * seconds / 2}, "
-            f"{str(site or '')!r})"
-        )
-        # The filter leaves out torch's kernels.
-        arguments = ["--tool", tool, "--kernel-name", "kns=ottava", sys.executable, "-c", code]
+        arguments = f"{name!r}, {limit * seconds / 2}, {str(site or '')!r}"
         # timeout kills the tool's whole process group, because processes that the tool has started
-        # would go on using the GPU.
-        limit_s = f"{limit * seconds + 1:.0f}"
-        command = ["timeout", "-s", "KILL", limit_s, sanitizer, *arguments]
+        # would go on using the GPU. The filter leaves out torch's kernels.
+        command = [
+            *("timeout", "-s", "KILL", f"{limit * seconds + 1:.0f}"),
+            *(sanitizer, "--tool", tool, "--kernel-name", "kns=ottava"),
+            *(sys.executable, "-c", f"from benchmarks import gpu; gpu.inside({arguments})"),
+        ]
         process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         text = process.stdout + process.stderr
         errors = [int(number) for number in _SUMMARY.findall(text)]
         cases = sum(map(int, _CASES.findall(text)))
-        words = (
-            f"{errors or 'no summary of'} errors, {cases} cases, exit {process.returncode} of "
-            f"{Path(sanitizer).name}"
-        )
+        planted = name == "planted"
         # If there is no summary, the tool is not installed or did not finish. If the program
         # failed, the exit code is the program's.
-        planted = name == "planted"
-        known = any(errors) or (
-            bool(errors) and (planted or (cases > 0 and process.returncode == 0))
-        )
-        row = {
+        done = planted or (cases > 0 and process.returncode == 0)
+        known = any(errors) or (bool(errors) and done)
+        yield {
             "target": name,
             "bound": "found" if planted else "clean",
-            "measured": words,
+            "measured": f"{errors or 'no summary of'} errors, {cases} cases, exit "
+            f"{process.returncode} of {Path(sanitizer).name}",
             "output": text[-2000:],
+            "holds": any(errors) is planted if known else None,
         }
-        yield row | {"holds": any(errors) is planted if known else None}
 
 
 def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None) -> Iterator[Row]:
@@ -159,21 +150,15 @@ def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None
     tiny = place.rehearsal
     tables = {
         "bytes": lambda: kernel_cases.byte_cases(tiny),
-        "products": lambda: kernel_cases.exact_cases() | model_cases.product_cases(tiny),
+        "products": lambda: model_cases.product_cases(tiny),
         "layers": lambda: model_cases.layer_cases(place, tiny),
         "large": lambda: kernel_cases.large_cases(*(([(300, 41)], 128) if tiny else ())),
     }
     if section in tables:
-        modes = runner.MODES if section == "bytes" else ("",)
-        for outcome in runner.run(
-            tables[section](), place, tuple(modes), seed=seed, seconds=seconds
-        ):
-            print(
-                *(f"FAILED {outcome.name}: {failure}\n" for failure in outcome.failures),
-                sep="",
-                end="",
-                flush=True,
-            )
+        modes = tuple(runner.MODES) if section == "bytes" else ("",)
+        for outcome in runner.run(tables[section](), place, modes, seed=seed, seconds=seconds):
+            for failure in outcome.failures:
+                print(f"FAILED {outcome.name}: {failure}", flush=True)
             yield vars(outcome) | {"passed": outcome.passed}
     elif section != "sanitizer":
         yield from getattr(speed, f"{section}_rows")(place, seconds)
@@ -182,35 +167,23 @@ def _rows(section: str, seconds: float, place: Any, seed: int, site: Path | None
 
 
 def _print(title: str, rows: list[Row]) -> None:
-    hidden = ("seconds", "errors", "output", "moved", "flops")
+    hidden = ("seconds", "errors", "output")
     flat = [
         {k: v for k, v in (row | row.get("seconds", {})).items() if k not in hidden} for row in rows
     ]
     print(f"\n{title}\n\n{markdown(flat, '{:.4g}')}", flush=True)
 
 
-def _summary(rows: dict[str, list[Row]]) -> list[Row]:
-    """Every check and target, and whether it holds.
-
-    None stands for one that was not checked, or only in part.
-    """
-    from benchmarks.on_gpu import speed
-
-    checks: list[Row] = []
-    for name in _CHECKS:
-        total = {
-            key: sum(row[key] for row in rows[name]) for key in ("cases", "failed", "left_out")
-        }
-        words = "{cases} checks, {failed} failed, {left_out} left out".format(**total)
-        holds: bool | None = True
-        if not rows[name]:
-            holds = None
-        elif not all(row["passed"] for row in rows[name]):
-            holds = False
-        elif total["left_out"]:
-            holds = None
-        checks.append({"target": name, "bound": "all", "measured": words, "holds": holds})
-    return [*checks, *rows["sanitizer"], *speed.targets(rows)]
+def _check(name: str, rows: list[Row]) -> Row:
+    """Whether the checks of a section hold; None if none was run, or only a part."""
+    cases, failed, left_out = (
+        sum(row[key] for row in rows) for key in ("cases", "failed", "left_out")
+    )
+    holds: bool | None = all(row["passed"] for row in rows)
+    if holds and (left_out or not rows):
+        holds = None
+    words = f"{cases} checks, {failed} failed, {left_out} left out"
+    return {"target": name, "bound": "all", "measured": words, "holds": holds}
 
 
 def main(
@@ -234,7 +207,11 @@ def main(
 ) -> None:
     """Build, check and time the CUDA backend; write JSON, print a table of the targets."""
     begin = time.monotonic()
-    sections = _sections(only)
+    names = only.split(",") if only else list(SECTIONS)
+    if unknown := sorted(set(names) - set(SECTIONS)):
+        raise typer.BadParameter(
+            f"{','.join(unknown)}: expected some of {', '.join(SECTIONS)}", param_hint="--only"
+        )
     import torch
 
     if not (rehearse or build_only or torch.cuda.is_available()):
@@ -257,22 +234,14 @@ def main(
         seed = int(time.time()) % 100_000
     results: Row = {"rehearsal": rehearse, "environment": _environment(rehearse), "seed": seed}
     place = Rehearsal() if rehearse else Gpu()
-    _run_sections(sections, place, results, begin + budget_s, site, out)
+    weights = {name: weight for name, weight in SECTIONS.items() if name in names}
+    _run_sections(weights, place, results, begin + budget_s, site, out)
     _print("targets", results["targets"])
     failures = _failures(results)
     print(f"failed: {', '.join(failures) or 'nothing'}; {time.monotonic() - begin:.0f} s")
-    print("A rehearsal on the CPU: no figure above means anything." if rehearse else "")
+    if rehearse:
+        print("A rehearsal on the CPU: no figure above means anything.")
     raise typer.Exit(1 if failures else 0)
-
-
-def _sections(only: str) -> dict[str, float]:
-    """The weights of the sections that ``--only`` names; all without it."""
-    names = only.split(",") if only else list(SECTIONS)
-    if unknown := sorted(set(names) - set(SECTIONS)):
-        raise typer.BadParameter(
-            f"{','.join(unknown)}: expected some of {', '.join(SECTIONS)}", param_hint="--only"
-        )
-    return {name: weight for name, weight in SECTIONS.items() if name in names}
 
 
 def _environment(rehearse: bool) -> Row:
@@ -282,17 +251,13 @@ def _environment(rehearse: bool) -> Row:
 
     import ottava
 
-    git = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
-    )
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     environment: Row = {
-        "sources": git.stdout.strip(),
+        "sources": subprocess.run(command, capture_output=True, text=True).stdout.strip(),
         "ottava": ottava.__version__,
         "torch": torch.__version__,
     }
-    if not rehearse:
-        environment |= get_env_info()._asdict()
-    return environment
+    return environment if rehearse else environment | get_env_info()._asdict()
 
 
 def _run_sections(
@@ -307,6 +272,8 @@ def _run_sections(
 
     ``results`` gets their rows and the targets, and is written to ``out`` after each section.
     """
+    from benchmarks.on_gpu import speed
+
     rows: dict[str, list[Row]] = {name: [] for name in SECTIONS}
     weight_left = sum(weights.values())
     for section, weight in weights.items():
@@ -321,7 +288,8 @@ def _run_sections(
             results[section]["error"] = f"{type(error).__name__}: {error}"
         results[section]["seconds"] = time.monotonic() - start
         _print(f"{section}: {time.monotonic() - start:.1f} s of {share:.0f}", rows[section])
-        results["targets"] = _summary(rows)
+        checks = [_check(name, rows[name]) for name in _CHECKS]
+        results["targets"] = [*checks, *rows["sanitizer"], *speed.targets(rows)]
         out.write_text(json.dumps(results, indent=1, default=str) + "\n", encoding="utf-8")
 
 

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
-from benchmarks.timing import interleaved
+from benchmarks.timing import Row, Timing, ready
 
-_CODES = {
-    "import torch": "import torch",
-    "import torch, ottava": "import torch, ottava",
-    "import ottava": "import ottava",
-    "import ottava; ottava.convert": "import ottava; ottava.convert",
-}
+_CODES = (
+    "import torch",
+    "import torch, ottava",
+    "import ottava",
+    "import ottava; ottava.convert",
+)
 
 
-def measure(rounds: int) -> list[dict[str, object]]:
-    """One row for each import; the ratio is to importing torch alone."""
+def timings() -> list[Timing]:
+    """One row, with an alternative for each import."""
+    commands = {code: [sys.executable, "-c", code] for code in _CODES}
     runs = {
-        name: lambda code=code: subprocess.run([sys.executable, "-c", code], check=True)
-        for name, code in _CODES.items()
+        code: ready(partial(subprocess.run, command, check=True))
+        for code, command in commands.items()
     }
-    seconds = interleaved(runs, rounds=rounds, warmup=1)
+    return [Timing("imports", runs)]
+
+
+def table(rows: list[Row]) -> list[Row]:
+    """Milliseconds of each import, and their ratio to importing torch alone."""
+    seconds = rows[0]["seconds"]
     return [
         {
             "import": name,

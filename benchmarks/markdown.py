@@ -1,4 +1,4 @@
-"""Writes rows as a table in Markdown; imports only the standard library."""
+"""Rows as tables in Markdown, and the parts of pages that are written by programs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ def markdown(rows: Sequence[Mapping[str, object]], number: str = "{:.2f}") -> st
     """A table with a column for every key of any row, and a dash where a row has no value."""
     headings = list(dict.fromkeys(key for row in rows for key in row))
 
-    def line(values: Sequence[object]) -> str:
-        cells = (
-            "-" if v is None else number.format(v) if isinstance(v, float) else str(v)
-            for v in values
-        )
-        return f"| {' | '.join(cells)} |"
+    def cell(value: object) -> str:
+        if value is None:
+            return "-"
+        return number.format(value) if isinstance(value, float) else str(value)
 
-    return "\n".join(
-        [
-            line(headings),
-            "|" + "---|" * len(headings),
-            *(line([row.get(h) for h in headings]) for row in rows),
-        ]
-    )
+    lines = [headings, *([cell(row.get(key)) for key in headings] for row in rows)]
+    header, *body = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([header, "|" + "---|" * len(headings), *body])
+
+
+def with_part(page: str, name: str, text: str) -> str:
+    """The page with another text between the two marks of this name."""
+    begin, end = f"<!-- benchmarks: {name} -->", f"<!-- end of {name} -->"
+    before, after = page.split(begin)[0], page.split(end)[1]
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"

@@ -1,38 +1,40 @@
-"""Shows what the CUDA compiler reports of each kernel.
-
-``python -m benchmarks.resources`` prints registers, spills, stack frame and shared memory of every
-kernel for every target; ``--write`` writes the table to ``docs/gpu_resources.md``. It needs no GPU.
-"""
+"""What the CUDA compiler reports of each kernel: registers, spills, stack frame, shared memory."""
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.checkout import find_tool
+from benchmarks.checkout import ROOT, find_tool
+from benchmarks.markdown import markdown
+from benchmarks.timing import Row
 
-ROOT = Path(__file__).resolve().parents[1]
 CUDA = ROOT / "packages" / "core" / "csrc" / "cuda"
-PAGE = ROOT / "docs" / "gpu_resources.md"
 #: Compute capability as nvcc names it -> the first release of nvcc that supports it.
 TARGETS = {"80": (11, 0), "89": (11, 8), "90a": (12, 0), "100a": (12, 8)}
+#: Targets and files of a quick run.
+QUICK = (["80"], [CUDA / "data.cu"])
 FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xptxas", "-v", "-cubin"]
 
-_ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\w+)'")
-_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_USED = re.compile(r"Used (\d+) registers")
-_SHARED = re.compile(r"(\d+) bytes smem")
+_KERNEL = re.compile(
+    r"Compiling entry function '(?P<name>\S+)' for 'sm_(?P<target>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers"
+    r"(?:[^\n]*?(?P<shared>\d+) bytes smem)?",
+    re.S,
+)
+#: What is left out of names, or written shorter.
 _SHORT = (
-    (r"\bottava::(cuda::)?", ""),
-    (r"\(anonymous namespace\)::", ""),
+    (r"\bottava::(cuda::)?|\(anonymous namespace\)::", ""),
     (r"\bunsigned char\b", "uint8"),
+    (r" +>", ">"),
+    (r"\(bool\)1", "true"),
+    (r"\(bool\)0", "false"),
 )
 
 
@@ -47,6 +49,11 @@ class Kernel:
     spilled: int
     stack: int
     shared: int
+
+    def __str__(self) -> str:
+        if not (self.stack or self.spilled):
+            return str(self.registers)
+        return f"{self.registers}, {self.stack} of stack, {self.spilled} spilled"
 
 
 def sources() -> list[Path]:
@@ -84,143 +91,82 @@ def demangled(names: Iterable[str]) -> dict[str, str]:
     program = find_tool("c++filt") or find_tool("cu++filt")
     if program is None or not mangled:
         return {name: name for name in mangled}
-    process = subprocess.run(
+    output = subprocess.run(
         [program], input="\n".join(mangled), capture_output=True, text=True, check=True
-    )
-    lines = process.stdout.splitlines()
-    return {name: _short(text) for name, text in zip(mangled, lines, strict=True)}
+    ).stdout
+    return {name: _short(text) for name, text in zip(mangled, output.splitlines(), strict=True)}
 
 
 def _short(text: str) -> str:
     """The struct of ``void ottava::cuda::grid<Struct<...> >(Struct<...>)``."""
     match = re.match(r"void (?:\w+::)*grid<(.*)>\(", text)
     name = (match[1] if match else text).strip()
-    for pattern, by in _SHORT:
-        name = re.sub(pattern, by, name)
-    return re.sub(r" +>", ">", name).replace("(bool)1", "true").replace("(bool)0", "false")
+    for pattern, replacement in _SHORT:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def parse(file: str, output: str) -> list[Kernel]:
     """The kernels in the output of ``ptxas -v`` for one file and target; names are mangled."""
-    kernels: list[Kernel] = []
-    entry: tuple[str, str] | None = None
-    frame = (0, 0, 0)
-    for line in output.splitlines():
-        if match := _ENTRY.search(line):
-            entry, frame = (match[1], match[2]), (0, 0, 0)
-        elif match := _FRAME.search(line):
-            frame = (int(match[1]), int(match[2]), int(match[3]))
-        elif (match := _USED.search(line)) and entry is not None:
-            shared = _SHARED.search(line)
-            spilled = frame[1] + frame[2]
-            kernels.append(
-                Kernel(
-                    file, *entry, int(match[1]), spilled, frame[0], int(shared[1]) if shared else 0
-                )
-            )
-            entry = None
-    return kernels
+    return [
+        Kernel(
+            file,
+            match["name"],
+            match["target"],
+            registers=int(match["registers"]),
+            spilled=int(match["stores"]) + int(match["loads"]),
+            stack=int(match["stack"]),
+            shared=int(match["shared"] or 0),
+        )
+        for match in _KERNEL.finditer(output)
+    ]
 
 
-def compile_one(source: Path, target: str, folder: Path) -> list[Kernel]:
+def _compile(source: Path, target: str, folder: str) -> list[Kernel]:
     """Compile one file for one target, and return its kernels.
 
     Raises:
         RuntimeError: it does not compile; the message has nvcc's output.
     """
-    cubin = folder / f"{source.stem}.{target}.cubin"
     machine = f"-gencode=arch=compute_{target},code=sm_{target}"
-    process = subprocess.run(
-        [_nvcc(), *FLAGS, machine, "-o", str(cubin), str(source)], capture_output=True, text=True
-    )
+    cubin = str(Path(folder) / f"{source.stem}.{target}.cubin")
+    command = [_nvcc(), *FLAGS, machine, "-o", cubin, str(source)]
+    process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(f"{source.name} for sm_{target}:\n{process.stderr[-4000:]}")
     return parse(source.name, process.stderr + process.stdout)
 
 
-def measure(requested: list[str] | None = None, workers: int = 2) -> list[Kernel]:
-    """Every kernel of every file for the requested targets, by default all that nvcc supports."""
-    selection = targets() if requested is None else requested
+def measure(requested: list[str] | None = None, files: list[Path] | None = None) -> list[Kernel]:
+    """Every kernel of the files, by default all, for the targets, by default all of this nvcc."""
+    selection = [
+        (source, target) for source in files or sources() for target in requested or targets()
+    ]
     with (
         tempfile.TemporaryDirectory() as folder,
-        concurrent.futures.ThreadPoolExecutor(workers) as pool,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
     ):
-        jobs = [
-            pool.submit(compile_one, source, target, Path(folder))
-            for source in sources()
-            for target in selection
-        ]
+        jobs = [pool.submit(_compile, source, target, folder) for source, target in selection]
         kernels = [kernel for job in jobs for kernel in job.result()]
     names = demangled({kernel.name for kernel in kernels})
     return [replace(kernel, name=names[kernel.name]) for kernel in kernels]
 
 
-def table(kernels: list[Kernel]) -> str:
-    """A table with one line for each kernel and one column for each target.
-
-    Cells have registers, and stack and spills if there are any; the last column is shared memory.
-    """
+def text(kernels: list[Kernel]) -> str:
+    """What the page says, with a line for each kernel and a column for each target."""
     columns = [target for target in TARGETS if any(k.target == target for k in kernels)]
-    lines = ["| file | kernel | " + " | ".join(f"sm_{c}" for c in columns) + " | shared memory |"]
-    lines += ["|---" * (len(columns) + 3) + "|"]
-    by_kernel: dict[tuple[str, str], dict[str, Kernel]] = {}
-    for kernel in kernels:
-        by_kernel.setdefault((kernel.file, kernel.name), {})[kernel.target] = kernel
-    for (file, name), by_target in sorted(by_kernel.items()):
-        cells = [_cell(by_target.get(column)) for column in columns]
-        shared = max(kernel.shared for kernel in by_target.values())
-        lines.append(f"| {file} | `{name}` | {' | '.join(cells)} | {shared} |")
-    return "\n".join(lines)
-
-
-def _cell(kernel: Kernel | None) -> str:
-    if kernel is None:
-        return "-"
-    if not (kernel.stack or kernel.spilled):
-        return str(kernel.registers)
-    return f"{kernel.registers}, {kernel.stack} of stack, {kernel.spilled} spilled"
-
-
-def page(results: list[Kernel]) -> str:
-    """The page in the docs."""
-    spilling = sum(1 for k in results if k.spilled or k.stack)
-    words = (
-        f"{spilling or 'none'} of the results {'has' if spilling < 2 else 'have'} a stack "
-        f"frame or spills"
+    rows: dict[tuple[str, str], Row] = {}
+    for file, name in sorted({(k.file, k.name) for k in kernels}):
+        by_target = {k.target: k for k in kernels if (k.file, k.name) == (file, name)}
+        rows[file, name] = {
+            "file": file,
+            "kernel": f"`{name}`",
+            **{f"sm_{column}": by_target.get(column) for column in columns},
+            "shared memory": max(kernel.shared for kernel in by_target.values()),
+        }
+    spilling = sum(1 for k in kernels if k.spilled or k.stack)
+    return (
+        f"{len(rows)} kernels for {len(columns)} targets by nvcc {release()}; {spilling or 'none'} "
+        f"of the {len(kernels)} results with a stack frame or spills.\n\n"
+        f"{markdown(list(rows.values()))}"
     )
-    kernels = len({(k.file, k.name) for k in results})
-    targets_count = len({k.target for k in results})
-    return "\n".join(
-        [
-            "# Registers and shared memory of the CUDA kernels",
-            "",
-            "Written by `python -m benchmarks.resources --write`: what the compiler "
-            f"(nvcc {release()}) says of",
-            "each kernel. Numbers are registers of a thread for each target, and bytes of shared "
-            "memory of a block.",
-            f"{kernels} kernels for {targets_count} targets: {words}.",
-            "",
-            table(results),
-            "",
-        ]
-    )
-
-
-def main() -> int:
-    """Compile, print and write; returns 1 if a kernel spills."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.resources", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--workers", type=int, default=2)
-    options = parser.parse_args()
-    kernels = measure(workers=options.workers)
-    text = page(kernels)
-    print(text)
-    if options.write:
-        PAGE.write_text(text, encoding="utf-8")
-    return 1 if any(k.spilled or k.stack for k in kernels) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

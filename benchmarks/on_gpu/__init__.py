@@ -1,5 +1,4 @@
 """The GPU checks that `benchmarks/gpu.py` runs.
 
-Cases are data (`kernel_cases`, `model_cases`). `exact` computes the results that some of them must
-have, and `runner` runs them.
+Cases are data (`kernel_cases`, `model_cases`), which `runner` runs; `speed` times.
 """

@@ -14,8 +14,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.on_gpu.exact import EXACT
-from benchmarks.on_gpu.runner import FLOATS, FP8, Args, Case, Draw, Shape, Tensor, Tensors, tensors
+from benchmarks.on_gpu.runner import (
+    FLOATS,
+    FP8,
+    Args,
+    Case,
+    Draw,
+    Shape,
+    Tensor,
+    Tensors,
+    framed,
+    tensors,
+)
 from ottava import Layout, kernels
 from ottava.kernels import for_layers, products
 from ottava.kernels.table import OPERATIONS
@@ -23,33 +33,14 @@ from ottava.layout import grid_of
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
 SMALL_SHAPES: list[Shape] = [
-    (),
-    (0,),
-    (1,),
-    (0, 5),
-    (3, 0),
-    (3, 5),
-    (16, 16),
-    (33, 65),
-    (129, 127),
-    (2, 3, 41),
-]
+    (), (0,), (1,), (0, 5), (3, 0), (3, 5), (16, 16), (33, 65), (129, 127), (2, 3, 41),
+]  # fmt: skip
 SHAPES: list[Shape] = [
     *SMALL_SHAPES,
-    *((7,), (4097,), (1, 1), (1, 31), (8, 8), (15, 17), (31, 33), (32, 32), (63, 65), (64, 64)),
-    *(
-        (127, 129),
-        (128, 128),
-        (128, 136),
-        (136, 128),
-        (255, 256),
-        (1, 4097),
-        (4097, 1),
-        (257, 1023),
-        (512, 384),
-    ),
-    *((2, 0, 3), (3, 40, 32), (1000, 1000), (4097, 129), (2048, 2056)),
-]
+    (7,), (4097,), (1, 1), (1, 31), (8, 8), (15, 17), (31, 33), (32, 32), (63, 65), (64, 64),
+    (127, 129), (128, 128), (128, 136), (136, 128), (255, 256), (1, 4097), (4097, 1), (257, 1023),
+    (512, 384), (2, 0, 3), (3, 40, 32), (1000, 1000), (4097, 129), (2048, 2056),
+]  # fmt: skip
 Make = Callable[[Shape], Tensor]
 #: Name of a memory layout -> the number of dimensions that it needs, and a function that makes a
 #: tensor of a shape with this layout.
@@ -69,28 +60,29 @@ def _hardest(dtype: torch.dtype) -> Tensor:
     For float32, every value whose low 17 bits are zero, and both neighbours of each. Among them are
     all FP8 values, the ties between them, and the neighbours of ties.
     """
-    if dtype != torch.float32:
+    if dtype != F32:
         return torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
     leading = torch.arange(1 << 15, dtype=torch.int64) << 17
-    return (
-        torch.cat([leading, leading + 1, (leading - 1).clamp(min=0)]).to(torch.uint32).view(dtype)
-    )
+    bits = torch.cat([leading, leading + 1, (leading - 1).clamp(min=0)])
+    return bits.to(torch.uint32).view(dtype)
 
 
 E8M0 = torch.float8_e8m0fnu
 #: The MX layout of a case that makes no choice.
 MX = Layout(FP8[0], (1, 32), E8M0, "up")
 _MX = tuple(
-    Layout(f, (1, 32), E8M0, r, shared=s)
-    for f, r, s in product(FP8, ("up", "floor"), (None, (32, 32)))
+    Layout(element, (1, 32), E8M0, rule, shared=shared)
+    for element, rule, shared in product(FP8, ("up", "floor"), (None, (32, 32)))
 )
+_BANDS = Layout(FP8[0], (1, 128), rounding="floor", finite_as="input", columnwise="transposed")
+_SQUARES = Layout(FP8[0], (128, 128), columnwise="transposed")
 #: The layouts of the recipes, and some that no recipe has.
 LAYOUTS = (
     *_MX,
     Layout(FP8[0], (None, None)),
     Layout(FP8[1], (1, None), epsilon=0.5),
-    Layout(FP8[0], (1, 128), rounding="floor", finite_as="input", columnwise="transposed"),
-    Layout(FP8[0], (128, 128), columnwise="transposed"),
+    _BANDS,
+    _SQUARES,
     Layout(torch.int8, (8, 64), rounding="floor"),
 )
 # Special kernels serve calls whose layouts are all MX, or all have one scale for a tensor.
@@ -103,16 +95,17 @@ _LISTS: list[list[Shape]] = [
     [(0,)],
     [(4097,)],
     [(3, 5), (0,), (1,), (129, 127), (7,), (2, 3, 41), (1024,)],
+    [(n % 40 + 1,) for n in range(200)],
+    [(33153,), (256, 64), (40, 100), (160,)],
 ]
-_LISTS += [[(n % 40 + 1,) for n in range(200)], [(33153,), (256, 64), (40, 100), (160,)]]
 
 
-def _viewed(name: str, shape: Shape, dtype: torch.dtype, kind: Callable[..., Tensor]) -> Source:
-    label, place = f"{str(dtype)[6:]} {shape} {name} {kind.__name__}", VIEWS[name][1]
+def _viewed(view: str, shape: Shape, dtype: torch.dtype, kind: Callable[..., Tensor]) -> Source:
+    label, place = f"{str(dtype)[6:]} {shape} {view} {kind.__name__}", VIEWS[view][1]
     return label, len(shape), lambda draw: place(lambda size: kind(draw, size, dtype), shape)
 
 
-def _numbers(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
+def _numbers(shapes: Sequence[Shape]) -> Iterator[Source]:
     """Inputs of each dtype.
 
     Each shape has contiguous values, and any bits in one of the other memory layouts. Then come the
@@ -121,44 +114,43 @@ def _numbers(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
     for dtype in FLOATS:
         views = cycle(name for name in VIEWS if name != "contiguous")
         yield from (_viewed("contiguous", shape, dtype, Draw.values) for shape in shapes)
-        for shape in () if plain else shapes:
-            yield _viewed(
-                next(v for v in views if VIEWS[v][0] <= len(shape)), shape, dtype, Draw.bits
-            )
+        for shape in shapes:
+            view = next(name for name in views if VIEWS[name][0] <= len(shape))
+            yield _viewed(view, shape, dtype, Draw.bits)
         # The number of values is divisible by 256, so they can be a vector or a matrix.
         x = _hardest(dtype)
-        for made in () if plain else (x, x.view(256, -1), x[: len(x) // 255 * 255].view(-1, 255)):
-            yield (
-                f"{str(dtype)[6:]} special {tuple(made.shape)}",
-                made.dim(),
-                lambda _, made=made: made,
-            )
+        for special in (x, x.view(256, -1), x[: len(x) // 255 * 255].view(-1, 255)):
+            label = f"{str(dtype)[6:]} special {tuple(special.shape)}"
+            yield label, special.dim(), lambda _, special=special: special
 
 
-def _lists(shapes: Sequence[Shape], plain: bool) -> Iterator[Source]:
+def _data(shapes: Sequence[Shape]) -> Iterator[Source]:
+    for shape, view in product(shapes, VIEWS):
+        if VIEWS[view][0] <= len(shape):
+            yield _viewed(view, shape, U8, Draw.bits)
+
+
+def _amaxes(_: Sequence[Shape]) -> Iterator[Source]:
+    for shape in ((), (0,), (1,), (127,), (129,), (3, 1000)):
+        yield str(shape), len(shape), lambda d, shape=shape: d.bits(shape, F32).abs()
+
+
+def _lists(_: Sequence[Shape]) -> Iterator[Source]:
     """Inputs of many tensors; every other tensor is unaligned."""
-    for many, kind in product(_LISTS, (Draw.values,) if plain else (Draw.values, Draw.bits)):
-        ways = [
-            (("contiguous", "unaligned")[i % 2], shape, FLOATS[i % 3])
+    for many, kind in product(_LISTS, (Draw.values, Draw.bits)):
+        makes = [
+            _viewed(("contiguous", "unaligned")[i % 2], shape, FLOATS[i % 3], kind)[2]
             for i, shape in enumerate(many)
         ]
-        makes = [_viewed(*way, kind)[2] for way in ways]
         label = f"{len(many)} from {many[0]} {kind.__name__}"
-        yield label, 2, partial(lambda makes, d: [make(d) for make in makes], makes)
+        yield label, 2, lambda d, makes=makes: [make(d) for make in makes]
 
 
 #: The name of a kernel's first argument -> a function that gives its inputs.
-SOURCES: dict[str, Callable[[Sequence[Shape], bool], Iterable[Source]]] = {
+SOURCES: dict[str, Callable[[Sequence[Shape]], Iterable[Source]]] = {
     "x": _numbers,
-    "data": lambda shapes, plain: (
-        _viewed(name, s, U8, Draw.bits)
-        for s, name in product(shapes, VIEWS)
-        if VIEWS[name][0] <= len(s)
-    ),
-    "amax": lambda shapes, plain: (
-        (str(s), len(s), partial(lambda s, d: d.bits(s, F32).abs(), s))
-        for s in ((), (0,), (1,), (127,), (129,), (3, 1000))
-    ),
+    "data": _data,
+    "amax": _amaxes,
     "xs": _lists,
 }
 #: An argument's name -> its possible values, or a function that draws it from the arguments before
@@ -171,26 +163,20 @@ def _one_of(number: int, count: int) -> int:
     return (number * 2654435761 >> 9) % count
 
 
-def _room(d: Draw, n: int, shape: Sequence[int], dtype: torch.dtype = U8) -> Tensor:
-    return d.result(tuple(shape), dtype, (0, 1, 8)[_one_of(n, 3)])
-
-
 def _pairs(d: Draw, a: Args, n: int, direction: int) -> Any:
     """For each shard None, or the scales of its whole matrix and memory for its data."""
-    pairs = zip(a["shapes"], a["layouts"], strict=True)
-    scales = (d.bits(own.grid(shape, bool(direction)), own.stored_scale) for shape, own in pairs)
-    pairs = zip(
-        scales, (d.result((x.numel(),), U8, i % 3) for i, x in enumerate(a["xs"])), strict=True
-    )
-    return [pair if i % 3 != 1 + direction else None for i, pair in enumerate(pairs)]
+    pairs = []
+    for i, (x, shape, layout) in enumerate(zip(a["xs"], a["shapes"], a["layouts"], strict=True)):
+        scales = d.bits(layout.grid(shape, bool(direction)), layout.stored_scale)
+        pair = scales, framed((x.numel(),), U8, i % 3)
+        pairs.append(pair if i % 3 != 1 + direction else None)
+    return pairs
 
 
-def _layout_of(a: Args) -> Layout:
-    return Layout.of(getattr(a["layout"], "text", a["layout"]))
-
-
-def _scales_of(d: Draw, data: Tensor, layout: Layout, columnwise: bool) -> Tensor:
-    grid = grid_of(layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise))
+def _scales_of(d: Draw, a: Args, _: int) -> Tensor:
+    layout = Layout.of(getattr(a["layout"], "text", a["layout"]))
+    shape, columnwise = a["data"].shape, a["columnwise"]
+    grid = grid_of(layout.stored_matrix(shape, columnwise), layout.stored_block(columnwise))
     return d.bits(grid, layout.stored_scale)
 
 
@@ -200,18 +186,14 @@ def _matrix(i: int, shard: Tensor) -> Shape:
     return -(-shard.numel() // columns) + i % 3, columns
 
 
-def _history(d: Draw, length: int, slots: int) -> Tensor:
-    """A history of amaxes.
+def _start(n: int, shard: Tensor, shape: Shape) -> int:
+    return _one_of(n, math.prod(shape) - shard.numel() + 1)
 
-    Some slots have no amax in the first row, and an update must not change them. With an oracle in
-    float64 there are no such slots.
-    """
-    history = (
-        d.values((length, slots), F32).abs() + 0.1
-        if d.plain
-        else d.bits((length, slots), F32).abs()
-    )
-    history[0] *= 1 if d.plain else d.integers(0, 3, (slots,)) > 0
+
+def _history(d: Draw, length: int, slots: int) -> Tensor:
+    """A history of amaxes; slots without an amax in the first row must not change."""
+    history = d.bits((length, slots), F32).abs()
+    history[0] *= d.integers(0, 3, (slots,)) > 0
     return history
 
 
@@ -227,7 +209,7 @@ COMMON: Arguments = {
     "scale_inv": lambda d, a, n: d.scale() if _one_of(n, 4) else None,
     "amax": lambda d, a, n: torch.tensor(0.5),
     "saturated": lambda d, a, n: torch.tensor(7) if _one_of(n, 2) else None,
-    "scales": lambda d, a, n: _scales_of(d, a["data"], _layout_of(a), a["columnwise"]),
+    "scales": _scales_of,
     "rowwise": partial(_pairs, direction=0),
     "columnwise": partial(_pairs, direction=1),
     "dtypes": lambda d, a, n: [FLOATS[(i // 2) % 3] for i in range(len(a["xs"]))],
@@ -236,16 +218,14 @@ COMMON: Arguments = {
     ),
     "shapes": lambda d, a, n: [_matrix(n + i, x) for i, x in enumerate(a["xs"])],
     "starts": lambda d, a, n: [
-        _one_of(n + i, math.prod(a["shapes"][i]) - x.numel() + 1) for i, x in enumerate(a["xs"])
+        _start(n + i, x, a["shapes"][i]) for i, x in enumerate(a["xs"])
     ],
-}
+}  # fmt: skip
 #: Kernel -> its own choices for arguments. Names that begin with _ are not arguments of the kernel;
 #: other choices depend on them.
 OWN: dict[str, Arguments] = {
     "for_layers.cast": {
-        "scale": lambda d, a, n: d.scale(),
         "amax": lambda d, a, n: torch.full((), 0.5) if _one_of(n, 2) else None,
-        "saturated": lambda d, a, n: torch.full((), 7) if _one_of(n, 2) else None,
     },
     "for_layers.cast_slot": {
         "slot": (0, 2),
@@ -257,7 +237,8 @@ OWN: dict[str, Arguments] = {
     },
     "grid_decode": {"dtype": (*FLOATS, torch.float64)},
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
-    **{name: {"_alike": tuple(_ALIKE)} for name in ("grid_multi_amax", "grid_multi_cast")},
+    "grid_multi_amax": {"_alike": tuple(_ALIKE)},
+    "grid_multi_cast": {"_alike": tuple(_ALIKE)},
     "update_scales": {
         "_length": (1, 2, 16, 1024),
         "_counts": ((1,), (3, 1, 5), (0, 2), (3,) * 40, (300,)),
@@ -267,23 +248,16 @@ OWN: dict[str, Arguments] = {
         "maxima": lambda d, a, n: [
             (448.0, 57344.0, 28672.0)[i % 3] for i in range(sum(a["_counts"]))
         ],
-        "last": lambda d, a, n: (
-            d.bits((sum(a["_counts"]),), F32).abs() if a["_last"] and not d.plain else None
-        ),
+        "last": lambda d, a, n: d.bits((sum(a["_counts"]),), F32).abs() if a["_last"] else None,
     },
     # Operands are small integers, whose sums are exact in any order, so results are rounded once.
     "products.product": {
         "_size": (
-            (0, 4, 3),
-            (4, 0, 3),
-            (4, 3, 0),
-            (1, 1, 1),
-            (3, 5, 7),
-            (17, 33, 65),
-            (64, 128, 80),
+            (0, 4, 3), (4, 0, 3), (4, 3, 0), (1, 1, 1), (3, 5, 7), (17, 33, 65), (64, 128, 80),
         ),
         "_operand": FLOATS[:2],
-        **dict.fromkeys(("_scaled", "_biased"), (True, False)),
+        "_scaled": (True, False),
+        "_biased": (True, False),
         "a": lambda d, a, n: d.integers(-2, 3, a["_size"][:2]).to(a["_operand"]),
         "b": lambda d, a, n: d.integers(-2, 3, a["_size"][:0:-1]).to(a["_operand"]).t(),
         "scale_a": lambda d, a, n: torch.tensor(0.25) if a["_scaled"] else None,
@@ -292,25 +266,23 @@ OWN: dict[str, Arguments] = {
             d.integers(-9, 9, (a["_size"][2],)).float() if a["_biased"] else None
         ),
     },
-}
+}  # fmt: skip
 
 
-#: Every kernel of ``ottava.kernels``, the forms that layers and products call, and the forms that
-#: write into given outputs.
-_NAMES = {
-    *kernels.__all__,
-    "products.product",
-    "for_layers.cast",
-    "for_layers.cast_slot",
-    "for_layers.grid_quantize",
-    "for_layers.quantize",
-}
-_NAMES |= {f"{name} into" for name in OPERATIONS}
-_NAMES -= {"available_backends", "backend_for", "use_backend", "grid_amax_sizes", "HIGH_PRECISION"}
-KERNELS = sorted(name for name in _NAMES if not name.startswith("check_"))
+# The forms of kernels that layers and products call.
+_FORMS = ("products.product", *(f"for_layers.{name}" for name in (
+    "cast", "cast_slot", "grid_quantize", "quantize",
+)))  # fmt: skip
+_NO_KERNELS = ("available_backends", "backend_for", "use_backend", "grid_amax_sizes")
+#: Every kernel of ``ottava.kernels``, these forms, and those that write into given outputs.
+KERNELS = sorted(
+    name
+    for name in {*kernels.__all__, *_FORMS, *(f"{name} into" for name in OPERATIONS)}
+    if name not in (*_NO_KERNELS, "HIGH_PRECISION") and not name.startswith("check_")
+)
 
 
-def _asks(name: str, option: Args, dimensions: int) -> bool:
+def _is_callable(name: str, option: Args, dimensions: int) -> bool:
     """Whether a kernel can be called with these options."""
     matrix = name.split()[0] in ("cast_transpose", "transpose") or option.get("transposed")
     wanted = [option[key] for key in ("rowwise", "columnwise", "transposed") if key in option]
@@ -325,36 +297,39 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
         call = getattr({"": kernels, "for_layers": for_layers, "products": products}[module], short)
         return call, {k: p.annotation for k, p in inspect.signature(call).parameters.items()}, {}
     row = OPERATIONS[name.removesuffix(" into")]
-    flags = dict.fromkeys(("force_pow_2", "rowwise", "columnwise", "transposed"), "bool")
 
     def outputs(d: Draw, a: Args, n: int) -> list[Tensor | None]:
-        arguments = [
+        on_meta = [
             a[key].to("meta") if isinstance(a[key], Tensor) else a[key] for key in row.arguments
         ]
-        results = row.outputs(*arguments)
-        results = [results] if isinstance(results, Tensor) else results
-        return [None if x is None else _room(d, n, x.shape, x.dtype) for x in results]
+        results = row.outputs(*on_meta)
+        shift = (0, 1, 8)[_one_of(n, 3)]
+        return [
+            None if x is None else framed(x.shape, x.dtype, shift)
+            for x in ([results] if isinstance(results, Tensor) else results)
+        ]
 
     def into(outputs: list[Tensor | None], **arguments: Any) -> None:
         row.into(outputs, *arguments.values())
 
-    kinds = {key: flags.get(key, "") for key in (*row.arguments, "outputs")}
+    kinds = dict.fromkeys((*row.arguments, "outputs"), "")
+    flags = ("force_pow_2", "rowwise", "columnwise", "transposed")
+    kinds |= {key: "bool" for key in kinds if key in flags}
     return into, kinds, {"outputs": outputs, "layout": COMMON["text"]}
 
 
 def kernel_cases(
-    name: str, shapes: Sequence[Shape], each: int = 4, oracle: Any = "cpu"
+    name: str, shapes: Sequence[Shape], each: int = 4, oracle: str = "cpu"
 ) -> list[Case]:
     """The cases of a kernel.
 
     Each first input is combined with ``each`` choices for the other arguments in turn. Inputs are
-    random, special, ragged and unaligned; for an ``oracle`` that is a function they are plain.
+    random, special, ragged and unaligned.
 
     Raises:
         KeyError: the table lacks an argument.
     """
     call, kinds, drawers = _kernel(name)
-    plain = callable(oracle)
     own = OWN.get(name.removesuffix(" into"), {}) | drawers
     first, *others = kinds
     flags = {key: (True, False) for key, kind in kinds.items() if kind == "bool"}
@@ -367,7 +342,6 @@ def kernel_cases(
     ]
 
     def make(draw: Draw, source_of: Any, option: Args, number: int) -> Args:
-        draw.plain = plain
         arguments = ({first: source_of(draw)} if source_of else {}) | option
         for key, value in table.items():
             if key not in arguments:
@@ -376,9 +350,9 @@ def kernel_cases(
         return {key: arguments[key] for key in kinds}
 
     turns, cases = cycle(options), list[Case]()
-    for label, dimensions, source_of in source(shapes, plain) if source else [("", 2, None)]:
+    for label, dimensions, source_of in source(shapes) if source else [("", 2, None)]:
         for option in islice(turns, min(each, len(options)) if source else len(options)):
-            if _asks(name, option, dimensions):
+            if _is_callable(name, option, dimensions):
                 words = ", ".join(f"{key} {str(value)[:40]}" for key, value in option.items())
                 arguments = partial(make, source_of=source_of, option=option, number=len(cases))
                 cases.append(Case(f"{label} {words}", arguments, lambda a: call(**a), oracle))
@@ -391,35 +365,29 @@ def byte_cases(small: bool = False) -> dict[str, list[Case]]:
     return {name: kernel_cases(name, shapes, oracle=oracles.get(name, "cpu")) for name in KERNELS}
 
 
-def exact_cases() -> dict[str, list[Case]]:
-    """The cases of kernels that are compared with float64, for each dtype, format and option."""
-    shapes, oracles = (
-        [(64, 96), (257, 131), (33, 40)],
-        {name: lambda a, f=f: f(**a) for name, f in EXACT.items()},
-    )
-    return {
-        f"{name} against float64": kernel_cases(name, shapes, 99, oracle)
-        for name, oracle in oracles.items()
-    }
-
-
 #: Shapes with more than 2^31 elements; the sizes of one suit wide accesses, those of the other not.
 LARGE = [(65552, 32768), (65537, 32777)]
-# Name -> the dimension of each of its first results along which the rows of the input lie.
-_LARGE = {"cast": (0,), "cast_transpose": (0, 1), "quantize": (0, 1), "grid_quantize": (0, 0, 0, 0)}
-_LARGE |= {"transpose": (1,), "decode": (0,), "grid_decode": (0,)}
-_OPTIONS = {"fp8_dtype": FP8[0], "layout": MX, "dtype": BF16, "transposed": True}
-# The same kernels on other grids.
-_LARGE_ON = {"1 x 128": Layout(FP8[0], (1, 128), columnwise="transposed")}
-_LARGE_ON |= {"128 x 128": Layout(FP8[0], (128, 128), columnwise="transposed")}
-_LARGE |= {f"grid_quantize in {blocks}": (0, 0, 1, 1) for blocks in _LARGE_ON}
+#: Kernel -> its options, and the dimension of each of its first results along which the rows of the
+#: input lie.
+_LARGE: dict[str, tuple[Args, tuple[int, ...]]] = {
+    "cast": ({"fp8_dtype": FP8[0]}, (0,)),
+    "cast_transpose": ({"fp8_dtype": FP8[0]}, (0, 1)),
+    "quantize": ({"fp8_dtype": FP8[0], "transposed": True}, (0, 1)),
+    "grid_quantize": ({"layout": MX}, (0, 0, 0, 0)),
+    "grid_quantize in 1 x 128": (
+        {"layout": Layout(FP8[0], (1, 128), columnwise="transposed")},
+        (0, 0, 1, 1),
+    ),
+    "grid_quantize in 128 x 128": ({"layout": _SQUARES}, (0, 0, 1, 1)),
+    "transpose": ({}, (1,)),
+    "decode": ({"fp8_dtype": FP8[0], "dtype": BF16}, (0,)),
+    "grid_decode": ({"layout": MX, "dtype": BF16}, (0,)),
+}
 
 
 def _large(name: str, shape: Shape, step: int) -> Case:
-    kernel, _, blocks = name.partition(" in ")
-    call, dims, (rows, columns) = getattr(kernels, kernel), _LARGE[name], shape
+    call, (options, dims), (rows, columns) = getattr(kernels, name.split()[0]), _LARGE[name], shape
     parameters = inspect.signature(call).parameters
-    options = _OPTIONS | {"layout": _LARGE_ON.get(blocks, MX)}
 
     def make(d: Draw) -> Args:
         x, codes = d.values((step, columns), BF16), d.integers(0, 127, (step, columns), U8)
@@ -428,16 +396,16 @@ def _large(name: str, shape: Shape, step: int) -> Case:
             "x": x,
             "data": codes,
             "scales": torch.full((step, -(-columns // 32)), 130, dtype=U8),
+            "scale": torch.tensor(20.0),
+            "scale_inv": torch.tensor(20.0),
         }
-        values |= dict.fromkeys(("scale", "scale_inv"), torch.tensor(20.0))
         return {key: value for key, value in values.items() if key in parameters}
 
     def repeated(a: Args, count: int) -> Tensors:
         arguments = {
             key: x.repeat(-(-count // step), 1)[:count] if x.dim() else x for key, x in a.items()
         }
-        own_options = {key: value for key, value in options.items() if key in parameters}
-        return tensors(call(**arguments, **own_options))[: len(dims)]
+        return tensors(call(**arguments, **options))[: len(dims)]
 
     def compare(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
         for i, dim in enumerate(dims):
@@ -446,7 +414,9 @@ def _large(name: str, shape: Shape, step: int) -> Case:
                 return f"result {i} has other bytes"
         return None
 
-    once: Any = lambda a: [repeated(a, count) for count in (step, rows % step)]  # noqa: E731
+    def once(a: Args) -> list[Tensors]:
+        return [repeated(a, count) for count in (step, rows % step)]
+
     return Case("repeated", make, partial(repeated, count=rows), once, compare)
 
 

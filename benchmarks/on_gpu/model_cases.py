@@ -11,7 +11,7 @@ import torch
 
 import ottava
 from benchmarks.installed import recipes
-from benchmarks.linear import saved_bytes
+from benchmarks.layers import saved_bytes
 from benchmarks.on_gpu.runner import (
     FLOATS,
     FP8,
@@ -48,17 +48,9 @@ QUANTIZERS: dict[str, Callable[[torch.dtype, torch.device], Any]] = {
 OWN = tuple(QUANTIZERS)
 #: Sizes of the forward product: rows, columns, and the dimension that is summed over.
 SIZES = [
-    *(
-        (1, 1, 1),
-        (3, 5, 7),
-        (16, 16, 16),
-        (17, 33, 65),
-        (64, 48, 100),
-        (128, 256, 512),
-        (127, 129, 257),
-    ),
-    *((1, 4097, 64), (512, 512, 1024), (0, 4, 3), (4, 0, 3), (4, 3, 0), (33, 32, 31)),
-]
+    (1, 1, 1), (3, 5, 7), (16, 16, 16), (17, 33, 65), (64, 48, 100), (128, 256, 512),
+    (127, 129, 257), (1, 4097, 64), (512, 512, 1024), (0, 4, 3), (4, 0, 3), (4, 3, 0), (33, 32, 31),
+]  # fmt: skip
 # ||result - exact|| / ||exact||. Tensor cores add FP8 products in fewer bits than float32 has; with
 # fast accumulation the whole sum stays in them, 32 products a step, each of which may cut off what
 # is below 2^-13 of it. A bfloat16 result is rounded besides. MX blocks are multiplied as FP8 on
@@ -76,17 +68,15 @@ def _product(
     """
     length = dict(zip("mnk", size, strict=True))
     *shapes, result, (summed,) = ([length[name] for name in names] for names in KINDS[kind].split())
+    biases = (dtype, torch.float32)
 
     def make(d: Draw) -> Args:
         operands = [
-            d.integers(-1, 2, s).bfloat16() if integers else d.normal(s, torch.float32)
-            for s in shapes
+            d.integers(-1, 2, shape).bfloat16() if integers else d.normal(shape, torch.float32)
+            for shape in shapes
         ]
-        return {
-            "operands": operands,
-            "bias": d.normal(result[1:], torch.float32),
-            "out": d.normal(result),
-        }
+        bias = d.normal(result[1:], torch.float32)
+        return {"operands": operands, "bias": bias, "out": d.normal(result)}
 
     def quantized(a: Args) -> list[Any]:
         formats = FP8[kind != "fprop"], FP8[0]
@@ -97,43 +87,37 @@ def _product(
 
     def run(a: Args) -> Tensors:
         multiply = partial(gemm, *quantized(a), kind)
-        results = [
-            multiply(out_dtype=dtype, use_split_accumulator=split) for split in (True, False)
+        return [
+            *(multiply(out_dtype=dtype, use_split_accumulator=split) for split in (True, False)),
+            *(multiply(out_dtype=dtype, bias=a["bias"].to(bias)) for bias in biases),
+            multiply(out=a["out"].to(dtype, copy=True), accumulate=True),
         ]
-        results += [
-            multiply(out_dtype=dtype, bias=a["bias"].to(bias_dtype))
-            for bias_dtype in (dtype, torch.float32)
-        ]
-        return [*results, multiply(out=a["out"].to(dtype, copy=True), accumulate=True)]
 
     def exact(a: Args) -> Tensors:
         """The product of the operands' own values in float64."""
         x, y = (operand.dequantize(torch.float64) for operand in quantized(a))
-        result = (x.t() if kind == "wgrad" else x) @ (y.t() if kind == "fprop" else y)
-        with_bias = [
-            result + a["bias"].to(bias_dtype).double() for bias_dtype in (dtype, torch.float32)
-        ]
-        return [result, result, *with_bias, result + a["out"].to(dtype).double()]
+        plain = (x.t() if kind == "wgrad" else x) @ (y.t() if kind == "fprop" else y)
+        with_bias = [plain + a["bias"].to(bias).double() for bias in biases]
+        return [plain, plain, *with_bias, plain + a["out"].to(dtype).double()]
 
     bound = _BOUND + _ROUNDING[dtype]
-    first = (0.0, 0.0) if integers else (bound, bound + -(-summed // 32) * _STEP)
-    return Case(
-        f"{recipe} {kind} {size} {dtype}", make, run, exact, within(*first, bound, bound, bound)
-    )
+    fast = bound + -(-summed // 32) * _STEP
+    first = (0.0, 0.0) if integers else (bound, fast)
+    compare = within(*first, bound, bound, bound)
+    return Case(f"{recipe} {kind} {size} {dtype}", make, run, exact, compare)
 
 
 def product_cases(small: bool = False) -> dict[str, list[Case]]:
     """Cases of products of any values, and of small integers."""
-    table: dict[str, Any] = {
-        **{
-            f"products, {recipe}": product([recipe], KINDS, SIZES[: 4 if small else None], FLOATS)
-            for recipe in OWN
-        },
-        "products of small integers": product(
-            ["delayed", "mxfp8"], KINDS, SIZES[2:6], FLOATS, [True]
-        ),
+    sizes = SIZES[:4] if small else SIZES
+    cases = {
+        f"products, {recipe}": [
+            _product(recipe, *choice) for choice in product(KINDS, sizes, FLOATS)
+        ]
+        for recipe in OWN
     }
-    return {name: [_product(*choice) for choice in choices] for name, choices in table.items()}
+    integers = product(["delayed", "mxfp8"], KINDS, SIZES[2:6], FLOATS, [True])
+    return cases | {"products of small integers": [_product(*choice) for choice in integers]}
 
 
 # Data are the same on CPU and GPU, but products differ in their last bits, before and after they
@@ -141,6 +125,8 @@ def product_cases(small: bool = False) -> dict[str, list[Case]]:
 # On one device results differ less.
 _NEAR, _FEW, _SAME, _LOSS = 1e-2, 2e-2, 1e-3, 0.02
 _EAGER = Rehearsal().capture
+#: Shapes of inputs, and the features out.
+_LAYERS = ((64, 48), 32), ((3, 7, 33), 65), ((0, 16), 16), ((128, 256), 512), ((1, 17), 1)
 
 
 def layer(
@@ -160,7 +146,13 @@ def _pass(module: torch.nn.Module, x: Tensor, dy: Tensor) -> Tensors:
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
 
 
-def _passes(recipe: str, outer: int, a: Args, capture: Any = _EAGER, compiler: str = "") -> Tensors:
+def _passes(
+    recipe: str,
+    outer: int,
+    a: Args,
+    capture: Callable[..., Any] = _EAGER,
+    compiler: str = "",
+) -> Tensors:
     """Results of three steps, each with other inputs and another weight.
 
     ``capture`` captures one pass, and the steps replay it. The capture of a graph fails if anything
@@ -183,11 +175,10 @@ def _passes(recipe: str, outer: int, a: Args, capture: Any = _EAGER, compiler: s
     return outputs
 
 
-def _bytes_for_backward(place: Gpu, recipe: str | None, size: int, a: Args) -> Tensor:
+def _bytes_for_backward(place: Gpu, recipe: str | None, size: int, _: Args) -> Tensor:
     """The bytes that a forward pass keeps for the backward pass, if its caller drops the input."""
-    model = torch.nn.Sequential(
-        *(layer(recipe, size, size, place.device, bias=False) for _ in range(2))
-    )
+    layers = [layer(recipe, size, size, place.device, bias=False) for _ in range(2)]
+    model = torch.nn.Sequential(*layers)
     dy = torch.ones(4 * size, size, device=place.device, dtype=torch.bfloat16)
     with place.serving():
         model(torch.randn_like(dy)).backward(dy)  # what is made once
@@ -195,24 +186,43 @@ def _bytes_for_backward(place: Gpu, recipe: str | None, size: int, a: Args) -> T
         return torch.tensor(saved_bytes(lambda: model(torch.randn_like(dy)), place.device))
 
 
+def _fewer(actual: Tensors, bf16: Tensors) -> str | None:
+    return None if actual[0] < bf16[0] else f"{actual[0]} bytes, bfloat16 {bf16[0]}"
+
+
 def _losses(recipe: str, steps: int, a: Args) -> Tensor:
     """The losses of the demo's training, on the device of the arguments."""
-    return torch.tensor(
-        train(
-            recipe, load_corpus(), size="tiny", steps=steps, device=str(a[""].device), seed=0
-        ).losses
-    )
+    device = str(a[""].device)
+    run = train(recipe, load_corpus(), size="tiny", steps=steps, device=device, seed=0)
+    return torch.tensor(run.losses)
 
 
 def _falls(actual: Tensors, expected: Tensors) -> str | None:
     """Check that losses follow the expected ones, and fall in a long training."""
-    far = ((actual[0].cpu() - expected[0]) / expected[0]).abs().max()
-    falls = len(actual[0]) < 30 or bool(actual[0][-1] < 0.9 * actual[0][0])
-    return (
-        None
-        if far <= _LOSS and falls
-        else f"off by {far:.2e}, from {actual[0][0]} to {actual[0][-1]}"
-    )
+    losses = actual[0].cpu()
+    far = ((losses - expected[0]) / expected[0]).abs().max()
+    if far <= _LOSS and (len(losses) < 30 or losses[-1] < 0.9 * losses[0]):
+        return None
+    return f"off by {far:.2e}, from {losses[0]} to {losses[-1]}"
+
+
+def _linear(place: Gpu, recipe: str, shape: Shape, outer: int, **how: Any) -> Case:
+    """Steps of a layer: eager against the CPU, captured or compiled against eager there."""
+
+    def inputs(d: Draw) -> Args:
+        return {str(n): (d.normal(shape), d.normal((*shape[:-1], outer))) for n in range(3)}
+
+    eager = partial(_passes, recipe, outer)
+    if not how:
+        near = within(*[_NEAR] * 12, few=_FEW)
+        return Case(f"{shape} to {outer}", inputs, eager, "cpu", near)
+
+    def there(a: Args) -> Tensors:
+        with place.serving():
+            return eager(place.put(a))
+
+    same = within(*[_SAME] * 12)
+    return Case(f"{shape} to {outer}", inputs, partial(eager, **how), there, same)
 
 
 def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
@@ -220,43 +230,20 @@ def layer_cases(place: Gpu, small: bool = False) -> dict[str, list[Case]]:
 
     Graphs and compiled code agree with eager mode, and less memory is kept than in bfloat16.
     """
-    steps, size, cases = 4 if small else 30, 32 if small else 2048, dict[str, list[Case]]()
-    nothing: Any = lambda d: {"": torch.empty(0)}  # noqa: E731
-    near = within(*[_NEAR] * 12, few=_FEW)
+    steps, size = (4, 32) if small else (30, 2048)
+    cases: dict[str, list[Case]] = {}
 
-    def fewer(actual: Any, bf16: Any) -> str | None:
-        return None if actual[0] < bf16[0] else f"{actual[0]} bytes, bfloat16 {bf16[0]}"
-
-    def linear(recipe: str, shape: Shape, outer: int, **how: Any) -> Case:
-        """Eager against the CPU; captured or compiled against eager on the same device."""
-
-        def inputs(d: Any) -> Any:
-            return {str(n): (d.normal(shape), d.normal((*shape[:-1], outer))) for n in range(3)}
-
-        eager = partial(_passes, recipe, outer)
-
-        def there(a: Args) -> Tensors:
-            with place.serving():
-                return eager(place.put(a))
-
-        oracle, compare = (there, within(*[_SAME] * 12)) if how else ("cpu", near)
-        return Case(f"{shape} to {outer}", inputs, partial(eager, **how), oracle, compare)
+    def nothing(_: Draw) -> Args:
+        return {"": torch.empty(0)}
 
     for recipe in recipes():
-        sizes = ((64, 48), 32), ((3, 7, 33), 65), ((0, 16), 16), ((128, 256), 512), ((1, 17), 1)
-        cases[f"Linear, {recipe}"] = [linear(recipe, *size) for size in sizes]
-        cases[f"training, {recipe}"] = [
-            Case("losses", nothing, partial(_losses, recipe, steps), "cpu", _falls)
-        ]
+        losses = partial(_losses, recipe, steps)
+        cases[f"Linear, {recipe}"] = [_linear(place, recipe, *layer) for layer in _LAYERS]
+        cases[f"training, {recipe}"] = [Case("losses", nothing, losses, "cpu", _falls)]
     for recipe in OWN:
-        cases[f"in a graph, {recipe}"] = [linear(recipe, (64, 128), 256, capture=place.capture)]
-        cases[f"compiled whole, {recipe}"] = [
-            linear(recipe, (64, 128), 256, compiler=place.compiler)
-        ]
-        own_bytes, plain = (
-            partial(_bytes_for_backward, place, which, size) for which in (recipe, None)
-        )
-        cases[f"memory kept for backward, {recipe}"] = [
-            Case("bytes", nothing, own_bytes, plain, fewer)
-        ]
+        one = partial(_linear, place, recipe, (64, 128), 256)
+        own, bf16 = (partial(_bytes_for_backward, place, r, size) for r in (recipe, None))
+        cases[f"in a graph, {recipe}"] = [one(capture=place.capture)]
+        cases[f"compiled whole, {recipe}"] = [one(compiler=place.compiler)]
+        cases[f"memory kept for backward, {recipe}"] = [Case("bytes", nothing, own, bf16, _fewer)]
     return cases

@@ -25,18 +25,13 @@ Shape = tuple[int, ...]
 Args = dict[str, Any]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-#: Scales of casts. The first three suit the float64 oracle: the second clamps many values, the
-#: third puts many below the smallest number.
 SCALES = [1.0, 701.3, 2.0**-16, -2.0, 0.0, 1e-30, 3e38, 2.0**-127, math.inf, math.nan]
 # The size of the frame around results, which no kernel may write to, and the byte that fills it.
 _FRAME, _FILL = 67, 0xA5
 
 
 class Draw:
-    """Draws random inputs on the CPU; with ``plain``, inputs that a float64 oracle can take."""
-
-    plain = False
+    """Draws random inputs on the CPU."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -51,9 +46,8 @@ class Draw:
 
     def values(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Normally distributed values, some of them scaled to be far larger or smaller."""
-        return (
-            self.normal(shape, torch.float32) * torch.exp2(self.integers(-6, 7, shape).float())
-        ).to(dtype)
+        normal = self.normal(shape, torch.float32)
+        return (normal * torch.exp2(self.integers(-6, 7, shape).float())).to(dtype)
 
     def bits(self, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Random bits, among them all exponents, NaN, infinities and subnormal numbers."""
@@ -63,20 +57,17 @@ class Draw:
         return flat.view(dtype).view(shape)
 
     def scale(self) -> Tensor:
-        return torch.tensor(
-            SCALES[int(self.integers(0, 3 if self.plain else len(SCALES), ()))], dtype=torch.float32
-        )
+        return torch.tensor(SCALES[int(self.integers(0, len(SCALES), ()))], dtype=torch.float32)
 
-    def result(
-        self, shape: Sequence[int], dtype: torch.dtype = torch.uint8, shift: int = 0
-    ) -> Tensor:
-        """Memory for a result inside of other memory, ``shift`` elements off a round address."""
-        count = math.prod(shape)
-        around = torch.full(
-            ((2 * _FRAME + count + shift) * dtype.itemsize,), _FILL, dtype=torch.uint8
-        ).view(dtype)
-        # The result begins after 64 elements, which is a round address if the memory begins at one.
-        return around[(start := _FRAME - 3 + shift) : start + count].view(tuple(shape))
+
+def framed(shape: Sequence[int], dtype: torch.dtype, shift: int = 0) -> Tensor:
+    """Memory for a result inside of other memory, ``shift`` elements off a round address."""
+    count = math.prod(shape)
+    size = (2 * _FRAME + count + shift) * dtype.itemsize
+    around = torch.full((size,), _FILL, dtype=torch.uint8).view(dtype)
+    # The result begins after 64 elements, which is a round address if the memory begins at one.
+    start = _FRAME - 3 + shift
+    return around[start : start + count].view(tuple(shape))
 
 
 def storage_of(tensor: Tensor) -> Tensor:
@@ -88,11 +79,8 @@ def storage_of(tensor: Tensor) -> Tensor:
 
 def placed(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on ``device`` with the same strides, at the same offset into memory of its own."""
-    return (
-        storage_of(tensor)
-        .to(device, copy=True)
-        .as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    )
+    memory = storage_of(tensor).to(device, copy=True)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def tensors(tree: Any) -> Tensors:
@@ -120,7 +108,7 @@ def poisoned() -> Iterator[None]:
 class Gpu:
     """A GPU with the backend ``cuda``; without that backend checks fail."""
 
-    rehearsal, backend, compiler, rounds = False, "cuda", "inductor", 9
+    rehearsal, backend, compiler, rounds, turn_seconds = False, "cuda", "inductor", 9, 0.01
 
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
@@ -167,14 +155,10 @@ class Gpu:
             results = run()
         return results, graph.replay
 
-    def medians(self, runs: Mapping[str, Run]) -> dict[str, float]:
-        """Median seconds of a call of each alternative, run in turns."""
-        return interleaved(
-            runs,
-            rounds=self.rounds,
-            wait=self.synchronize,
-            turn_seconds=0.01 * (not self.rehearsal),
-        )
+    def seconds(self, runs: Mapping[str, Run], **options: Any) -> dict[str, float]:
+        """Seconds of a call of each alternative, run in turns; options as of ``interleaved``."""
+        defaults = {"rounds": self.rounds, "turn_seconds": self.turn_seconds}
+        return interleaved(runs, wait=self.synchronize, **(options or defaults))
 
 
 class Rehearsal(Gpu):
@@ -183,7 +167,7 @@ class Rehearsal(Gpu):
     The figures mean nothing.
     """
 
-    rehearsal, compiler, rounds = True, "aot_eager", 1
+    rehearsal, compiler, rounds, turn_seconds = True, "eager", 1, 0.0
     side_stream = nullcontext  # type: ignore[assignment]
 
     def __init__(self, backend: str = "reference") -> None:
@@ -208,9 +192,8 @@ def same_bytes(actual: Tensors, expected: Tensors) -> str | None:
     kinds = [[f"{x.dtype} {tuple(x.shape)}" for x in tensors] for tensors in (actual, expected)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} instead of {kinds[1]}"
-    for number, (mine, theirs) in enumerate(
-        zip(map(_bits, actual), map(_bits, expected), strict=True)
-    ):
+    for number, pair in enumerate(zip(actual, expected, strict=True)):
+        mine, theirs = map(_bits, pair)
         if len(at := (mine != theirs).nonzero()):
             words = f"{len(at)} of {len(mine)} bytes differ, the first is {int(at[0])}"
             return f"tensor {number} (results, then arguments): {words}"
@@ -218,10 +201,10 @@ def same_bytes(actual: Tensors, expected: Tensors) -> str | None:
 
 
 def distance(actual: Tensor, exact: Tensor) -> float:
-    """``||got - exact|| / ||exact||``; infinite where ``got`` has a NaN, or shapes differ."""
+    """``||actual - exact|| / ||exact||``; infinite for another shape and for NaN."""
     mine, theirs = actual.detach().cpu().double(), exact.detach().cpu().double()
     if mine.shape != theirs.shape or not bool(mine.isfinite().all()):
-        return float("inf")
+        return math.inf
     return (mine - theirs).norm().item() / (theirs.norm().item() or 1.0)
 
 
@@ -232,15 +215,14 @@ def within(*bounds: float, few: float = 0.0) -> Compare:
     """
 
     def compare(actual: Tensors, expected: Tensors) -> str | None:
+        if len(actual) != len(expected):
+            return f"{len(actual)} results instead of {len(expected)}"
         for number, (bound, mine, theirs) in enumerate(zip(bounds, actual, expected, strict=False)):
-            far, allowed = distance(mine, theirs), max(bound, few) if theirs.numel() < 64 else bound
+            allowed = max(bound, few) if theirs.numel() < 64 else bound
+            far = distance(mine, theirs)
             if not far <= allowed:
                 return f"result {number} is off by {far:.2e}, allowed {allowed:.2e}"
-        return (
-            None
-            if len(actual) == len(expected)
-            else f"{len(actual)} results instead of {len(expected)}"
-        )
+        return None
 
     return compare
 
@@ -304,9 +286,9 @@ def _attempt(case: Case, place: Gpu, seed: int, mode: str) -> str | None:
     """
     arguments = case.make(Draw(seed))
     own, ready = Rehearsal().put(arguments), place.put(arguments)
-    backend, oracle = (
-        (case.oracle, case.run) if isinstance(case.oracle, str) else ("cpu", case.oracle)
-    )
+    backend, oracle = "cpu", case.oracle
+    if isinstance(oracle, str):
+        backend, oracle = oracle, case.run
     with use_backend(backend):
         expected = [*tensors(oracle(own)), *_memory(own)]
     there = place.put(case.make(Draw(seed + 1000)) if mode == "graph" else arguments)
@@ -369,9 +351,8 @@ def run(
     may run out.
     """
     stop = time.monotonic() + seconds
-    plan = [
-        (mode, name) for mode in modes for name in sorted(table, key=lambda name: len(table[name]))
-    ]
+    names = sorted(table, key=lambda name: len(table[name]))
+    plan = [(mode, name) for mode in modes for name in names]
     for number, (mode, name) in enumerate(plan):
         seconds_left = max(0.0, stop - time.monotonic()) / (len(plan) - number)
         yield check(name, table[name], place, mode, seed=seed, seconds=seconds_left)

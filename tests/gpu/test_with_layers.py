@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.on_gpu import kernel_cases, model_cases, runner
+from benchmarks.on_gpu import model_cases, runner
 from benchmarks.on_gpu.runner import Gpu, Rehearsal
 
 pytestmark = pytest.mark.gpu
-PRODUCTS = kernel_cases.exact_cases() | model_cases.product_cases()
+PRODUCTS = model_cases.product_cases()
 # The names: what they run is made for the GPU.
 LAYERS = sorted(model_cases.layer_cases(Rehearsal()))
 
@@ -21,7 +21,7 @@ def _assert_passed(outcome: runner.Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_kernels_and_products_against_float64(place: Gpu, name: str) -> None:
+def test_products_against_float64(place: Gpu, name: str) -> None:
     _assert_passed(runner.check(name, PRODUCTS[name], place))
 
 

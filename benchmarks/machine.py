@@ -55,26 +55,26 @@ def this_kind(threads: int) -> Kind:
     from ottava.kernels import cpu
     from ottava.torch_private import mkldnn_bf16_supported
 
-    forced = " ".join(f"{name}={os.environ[name]}" for name in _FORCES if os.environ.get(name))
-    # A variable that restricts oneDNN may exclude AMX. Then AMX does not count, and the variable is
-    # in the kind's name.
-    amx = not os.environ.get("ONEDNN_MAX_CPU_ISA") and "amx_bf16" in _cpuinfo("flags").split()
     return Kind(
-        platform.machine(), cpu.BACKEND.native.isa(), mkldnn_bf16_supported(), threads, forced, amx
+        platform.machine(),
+        cpu.BACKEND.native.isa(),
+        mkldnn_bf16_supported(),
+        threads,
+        forced=" ".join(f"{name}={os.environ[name]}" for name in _FORCES if os.environ.get(name)),
+        # A variable that restricts oneDNN may exclude AMX. Then AMX does not count, and the
+        # variable is in the kind's name.
+        amx=not os.environ.get("ONEDNN_MAX_CPU_ISA") and "amx_bf16" in _cpuinfo("flags").split(),
     )
 
 
 def _cpuinfo(field: str, path: Path = Path("/proc/cpuinfo")) -> str:
     """The value of a field for the first processor; empty where the system does not give it."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return next(
-        (
-            line.partition(":")[2].strip()
-            for line in lines
-            if line.partition(":")[0].strip() == field
-        ),
-        "",
-    )
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return ""
 
 
 def cpu_model(path: Path = Path("/proc/cpuinfo")) -> str:
