@@ -56,7 +56,7 @@ def by_the_library(path: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(STATES)
 def test_the_library_reads_a_file_with_the_documented_checksum(
     state: dict[str, torch.Tensor],
@@ -74,7 +74,7 @@ def test_the_library_reads_a_file_with_the_documented_checksum(
         assert metadata["format"] == "pt"
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(STATES, st.none() | st.dictionaries(NAMES.map("its {}".format), st.text(), min_size=1))
 def test_files_of_the_library_are_read(
     state: dict[str, torch.Tensor], metadata: dict[str, str] | None
