@@ -191,16 +191,6 @@ def test_the_state_is_saved_copied_reset_and_follows_the_factory(recipe: Any) ->
     assert model[0].recipe_state is not first
 
 
-def test_a_copy_of_a_state_is_in_no_step_and_no_group() -> None:
-    state = CountingState(Counting("a"), [QuantizerRole(tensor_type="input")])
-    state.step, state.amax_reduction_group = object(), object()
-    copied = copy.deepcopy(state)
-    assert (copied.step, copied.amax_reduction_group) == (None, None)
-    state.steps += 1
-    assert copied.steps == 0
-    assert copied.is_of(Counting("a"))
-
-
 def test_states_are_float32_whatever_the_defaults_are() -> None:
     """Of a class that names neither dtype nor device, and leaves ``_apply`` to torch."""
     outer = over(Counting("outer"), input=QuantizerRequest(Counting("inner")))
