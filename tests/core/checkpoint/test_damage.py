@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ import torch
 from ottava import checkpoint
 from ottava.errors import CheckpointError, OttavaError
 from tests.core import forking
-from tests.core.checkpoint.files import Parts, contents, forge, refusal, rows, seal
+from tests.core.checkpoint.files import Parts, contents, forge, pickles, refusal, rows, seal
 
 Attack = Callable[[bytes], str]
 
@@ -168,21 +167,14 @@ def test_headers_that_are_no_plain_json(saved: bytes, parts: Parts, attack: Atta
         assert "damaged" in attack(seal(text, parts.data))
 
 
-def test_names_and_fields_that_are_exchanged(parts: Parts, attack: Attack) -> None:
-    fields = [["data_offsets"], ["shape"], ["dtype"], ["dtype", "shape"], ["shape", "data_offsets"]]
-    for a, b, exchanged in itertools.product(parts.body, parts.body, fields):
+def test_names_that_are_exchanged(parts: Parts, attack: Attack) -> None:
+    renamed = [*itertools.combinations(parts.body, 2)]
+    others = ("", "x", "__metadata", "layer.bias.data", "\0", "../../x", "\ud800")
+    for old, new in [*renamed, *itertools.product(parts.body, others)]:
+        exchanged = {old: new, new: old}
         changed = copy.deepcopy(parts)
-        for field in exchanged:
-            changed.body[a][field], changed.body[b][field] = (
-                parts.body[b][field],
-                parts.body[a][field],
-            )
-        assert changed.body == parts.body or attack(changed.seal()), (a, b, exchanged)
-    for old in parts.body:
-        for new in ("", "x", "__metadata", old + ".data", old.upper(), "\0", "../../x", "\ud800"):
-            changed = copy.deepcopy(parts)
-            changed.body = {new if n == old else n: entry for n, entry in parts.body.items()}
-            assert attack(changed.seal()), (old, new)
+        changed.body = {exchanged.get(n, n): entry for n, entry in parts.body.items()}
+        assert attack(changed.seal()), (old, new)
 
 
 JUNK: list[Any] = [
@@ -447,34 +439,19 @@ def test_an_index_that_is_unusual(tmp_path: Path) -> None:
 # -- no code, no memory --
 
 
-class Runs:
-    """Pickled as a call of a function that leaves a trace."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def test_pickles_run_nothing(attacks: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    kinds = [pickle.dumps(Runs(trace), protocol) for protocol in range(6)]
-    for new in (True, False):
-        with io.BytesIO() as file:
-            torch.save({"layer.weight": Runs(trace)}, file, _use_new_zipfile_serialization=new)
-            kinds.append(file.getvalue())
     for _, load in attacks():
-        for raw in kinds:
-            assert "trace" not in load(raw)
-            load(len(raw).to_bytes(8, "little") + raw)
+        for raw in pickles(trace):
+            assert load(raw)
+            assert load(len(raw).to_bytes(8, "little") + raw)
     # What torch would unpickle is not even looked at.
     checkpoint.save_sharded({"x": torch.ones(1)}, tmp_path / "run")
-    (tmp_path / "run" / ".metadata").write_bytes(kinds[0])
+    (tmp_path / "run" / ".metadata").write_bytes(pickles(trace)[0])
     assert checkpoint.load_sharded({"x": torch.zeros(1)}, tmp_path / "run")["x"].all()
     assert not trace.exists()
     # The test could fail.
-    pickle.loads(kinds[0])
+    pickle.loads(pickles(trace)[0])
     assert trace.exists()
 
 
