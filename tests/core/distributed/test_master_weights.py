@@ -152,14 +152,15 @@ def test_arguments_are_taken_by_position_and_by_name(quantizer: Any) -> None:
         cast_master_weights_to_fp8([weight], [master[6:]], *positional, **named)
         assert_same(weight._data, expected._data)
     before = weight._data.clone()
-    wrong: list[tuple[type[Exception], tuple[Any, ...], dict[str, Any]]] = [
-        (OptionError, ([0], object()), {"amax_reduce_group": object()}),
-        (DTypeError, (quantizer,), {}),
-        (OptionError, ([quantizer],), {}),
-        (DTypeError, ([0],), {"quantizers": [0]}),
+    group, other = object(), object()
+    wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (OptionError, "two groups", ([0], group), {"amax_reduce_group": other}),
+        (DTypeError, "start_offsets", (quantizer,), {}),
+        (OptionError, "the start offset of weight 0", ([quantizer],), {}),
+        (DTypeError, "quantizer", ([0],), {"quantizers": [0]}),
     ]
-    for error, positional, named in wrong:
-        with pytest.raises(error):
+    for error, words, positional, named in wrong:
+        with pytest.raises(error, match=words):
             cast_master_weights_to_fp8([weight], [master], *positional, **named)
         assert_same(weight._data, before)
 
