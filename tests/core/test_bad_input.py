@@ -35,7 +35,6 @@ def decode(data: Any = DATA, scales: Any = SCALES, **options: Any) -> Any:
 
 KERNELS: Cases = {
     "amax of integers": (DTypeError, lambda: kernels.amax(X.int())),
-    "amax of complex numbers": (DTypeError, lambda: kernels.amax(X.cfloat())),
     "amax of float64": (DTypeError, lambda: kernels.amax(X.double())),
     "amax of a sparse tensor": (DTypeError, lambda: kernels.amax(X.to_sparse())),
     "amax of a nested tensor": (
@@ -46,7 +45,6 @@ KERNELS: Cases = {
     "cast with a wide scale": (DTypeError, lambda: kernels.cast(X, ONE.double(), E4M3)),
     "cast with a sparse scale": (
         DTypeError, lambda: kernels.cast(X, torch.ones(1).to_sparse(), E4M3)),
-    "cast to float16": (DTypeError, lambda: kernels.cast(X, ONE, torch.float16)),
     "cast to a name": (DTypeError, lambda: kernels.cast(X, ONE, "e4m3")),  # type: ignore[arg-type]
     "transpose of a number": (ShapeError, lambda: kernels.cast_transpose(ONE, ONE, E4M3)),
     "an amax elsewhere": (
@@ -57,7 +55,6 @@ KERNELS: Cases = {
     "quantize a number transposed": (
         ShapeError, lambda: kernels.quantize(ONE, E4M3, transposed=True)),
     "epsilon NaN": (OptionError, lambda: kernels.quantize(X, E4M3, math.nan)),
-    "epsilon infinite": (OptionError, lambda: kernels.quantize(X, E4M3, math.inf)),
     "epsilon negative": (OptionError, lambda: kernels.scale_from_amax(ONE, E4M3, -1.0)),
     "epsilon True": (OptionError, lambda: kernels.scale_from_amax(ONE, E4M3, True)),
     "a wide amax": (DTypeError, lambda: kernels.scale_from_amax(ONE.double(), E4M3)),
@@ -74,7 +71,6 @@ KERNELS: Cases = {
     "scales to a dtype": (DTypeError, lambda: kernels.grid_scales(ONE, E4M3)),  # type: ignore[arg-type]
     "scales of bfloat16": (DTypeError, lambda: kernels.grid_scales(ONE.bfloat16(), MX)),
     "scales for integers": (DTypeError, lambda: kernels.grid_scales(ONE, MX, torch.int32)),
-    "blocks to complex numbers": (DTypeError, lambda: decode(dtype=torch.complex64)),
     "blocks of float8": (DTypeError, lambda: decode(DATA.view(E4M3))),
     "scales of int8": (DTypeError, lambda: decode(scales=SCALES.view(torch.int8))),
     "scales of another layout": (DTypeError, lambda: decode(scales=SCALES.float())),
@@ -88,12 +84,10 @@ KERNELS: Cases = {
 
 PRODUCTS: Cases = {
     "integers": (DTypeError, lambda: gemm(X.int(), X)),
-    "complex numbers": (DTypeError, lambda: gemm(X, X.cfloat())),
     "float64": (DTypeError, lambda: gemm(X.double(), X.double())),
     "a list": (DTypeError, lambda: gemm(X, [[1.0]])),
     "a bias elsewhere": (DeviceError, lambda: gemm(X, X, bias=torch.ones(4, device="meta"))),
     "a bias of integers": (DTypeError, lambda: gemm(X, X, bias=torch.ones(4).int())),
-    "a wide bias": (DTypeError, lambda: gemm(X, X, bias=torch.ones(4).double())),
     "a long bias": (ShapeError, lambda: gemm(X, X, bias=torch.ones(5))),
     "out elsewhere": (DeviceError, lambda: gemm(X, X, out=torch.empty(4, 4, device="meta"))),
     "out of integers": (DTypeError, lambda: gemm(X, X, out=torch.empty(4, 4).int())),

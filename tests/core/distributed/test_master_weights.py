@@ -182,18 +182,6 @@ def test_storages_and_parameters_serve_as_weights(quantizer: Any) -> None:
     assert_same(bare._data, weight._data)  # type: ignore[attr-defined]
 
 
-def test_a_quantizer_for_all_serves_all(quantizer: Any) -> None:
-    weights, masters = (
-        [make(torch.full((5, 7), value)) for value in (1.0, 9.0)]
-        for make in (quantizer.quantize, torch.clone)
-    )
-    for weight in weights:
-        weight.update_quantizer(None)
-    cast_master_weights_to_fp8(weights, masters, quantizers=quantizer)
-    for weight, master in zip(weights, masters, strict=True):
-        assert_same(weight._data, quantizer.quantize(master)._data)
-
-
 def test_other_arguments(quantizer: Any) -> None:
     with pytest.raises(DTypeError):
         post_all_gather_processing([None])  # type: ignore[list-item]

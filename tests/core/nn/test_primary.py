@@ -169,19 +169,6 @@ def test_an_existing_model_is_given_quantized_weights(recipe: Any) -> None:
     assert ottava.convert(net, recipe, primary=True).inner.weight is weight
 
 
-def test_initial_values_are_kept_on_request(recipe: Any) -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(16, 8))
-    weight, before = net[0].weight.detach(), net[0].weight.detach().clone()
-    ottava.convert(net, recipe, primary=True, keep_initial_values=True)
-    weight.zero_()
-    assert torch.equal(net[0].weight.get_high_precision_init_val(), before)
-    with torch.device("meta"):
-        empty = torch.nn.Sequential(torch.nn.Linear(16, 8))
-    ottava.convert(empty, recipe, primary=True, keep_initial_values=True)
-    assert isinstance(empty[0].weight, Float8Tensor)
-    assert empty[0].weight.get_high_precision_init_val() is None
-
-
 class Turned(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
