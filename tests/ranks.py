@@ -8,7 +8,7 @@ The body of such a test runs on each rank, with the device mesh and the test's o
 Arguments are parameters and fixtures that can be pickled. The test fails if a rank fails or waits
 for ever; its message has what each rank that failed has printed. ``@on_ranks(2, 4)`` makes a test
 for each number of ranks. A function that is no test runs by ``run``, which returns what the ranks
-return.
+return, and ``exit_codes``, for ranks that are killed.
 
 The ranks are forks of a process that lives as long as pytest and has imported torch, Ottava and the
 modules of the tests, so that ranks cost a tenth of a second, and leave nothing to the next test.
@@ -65,7 +65,7 @@ def on_ranks(*worlds: int, seconds: float = SECONDS) -> Callable[[Callable[..., 
     def decorate(body: Callable[..., None]) -> Any:
         @functools.wraps(body)
         def test(world: int = worlds[0], **arguments: Any) -> None:
-            _, message = _launch(body, world, seconds, arguments)
+            _, message, _ = _launch(body, world, seconds, arguments)
             if message:
                 pytest.fail(message, pytrace=False)
 
@@ -89,9 +89,16 @@ def run(
     Raises:
         AssertionError: it failed on a rank.
     """
-    results, message = _launch(function, world, seconds, arguments)
+    results, message, _ = _launch(function, world, seconds, arguments)
     assert not message, message
     return results
+
+
+def exit_codes(
+    function: Callable[..., Any], world: int, *, seconds: float = SECONDS, **arguments: Any
+) -> list[int]:
+    """How each rank ended: 0, 1 after an error, minus the signal where one was killed."""
+    return _launch(function, world, seconds, arguments)[2]
 
 
 def _launch(
@@ -99,8 +106,8 @@ def _launch(
     world: int,
     seconds: float,
     arguments: dict[str, Any],
-) -> tuple[list[Any], str]:
-    """What the ranks returned; a message where some failed, the first one first."""
+) -> tuple[list[Any], str, list[int]]:
+    """What the ranks returned; a message where some failed, the first one first; exit codes."""
     module = Path(inspect.getfile(function)).relative_to(ROOT).with_suffix("")
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
@@ -118,7 +125,7 @@ def _launch(
         if any(codes) and not message:
             message = f"the ranks ended with {codes}; they are killed after {seconds:.0f} s"
         results = [folder / f"result-{rank}" for rank in range(world)]
-        return [pickle.loads(r.read_bytes()) for r in results if r.exists()], message
+        return [pickle.loads(r.read_bytes()) for r in results if r.exists()], message, codes
 
 
 class _Forker:
