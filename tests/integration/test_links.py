@@ -1,5 +1,5 @@
-"""Links of pages lead to files that are there, and to headings of pages; every page of the docs is
-in a table of contents."""
+"""Links of the README and of the docs lead to files that are there, and to headings of pages; every
+page is in a table of contents."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from tests.pages import DOCS, ROOT, name_of
 
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
-OTHERS = ("*.md", ".github/*.md", "packages/*/README.md")
-READERS = [*PAGES, *(page for pattern in OTHERS for page in sorted(ROOT.glob(pattern)))]
+READERS = [*PAGES, ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 FENCE = re.compile(r"(`{3,})(.*)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,3} (.+)$", re.M)
