@@ -86,6 +86,7 @@ def test_files_of_the_library_are_read(
 @settings(max_examples=20)
 @given(VALUES, STATES)
 def test_a_nested_state_is_loaded_in_place(values: Any, tensors: dict[str, torch.Tensor]) -> None:
+    values = [values, math.nan, -math.inf, torch.bfloat16]
     state = {"values": values, "tensors": tensors, "nested": [{"v": values}, tensors.copy()]}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "saved"
