@@ -46,7 +46,7 @@ def in_two_files(folder: Path) -> Path:
 def test_a_folder_of_files(tmp_path: Path) -> None:
     folder = in_two_files(tmp_path / "folder")
     safetensors.torch.save_file(STATE, tmp_path / "in")
-    convert_file(folder, tmp_path / "a", "current")
+    assert sorted(convert_file(folder, tmp_path / "a", "current").quantized) == [*STATE]
     convert_file(tmp_path / "in", tmp_path / "b", "current")
     same_files(tmp_path / "a", tmp_path / "b")
     (folder / INDEX).unlink()
