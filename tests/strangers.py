@@ -8,11 +8,33 @@ from typing import Any
 
 import torch
 
-from ottava import Quantizer, Recipe
+from ottava import QuantizedTensor, QuantizedTensorStorage, Quantizer, Recipe
 from ottava.distributed import ShardBatch, ShardJob, ShardRule
-from tests.core.rows import OneScaleTensor, RowTensor
+from ottava.tensors import InnerTensor, StaticField
 
 E4M3 = torch.float8_e4m3fn
+
+
+class RowTensor(QuantizedTensor, QuantizedTensorStorage):
+    """Codes and a scale for each row."""
+
+    inner_tensors = (
+        InnerTensor("_codes", "codes", gather=True, native=E4M3),
+        InnerTensor("_scale_inv", "scale_inv", gather=True),
+    )
+    static_fields = (StaticField("_dtype", "dtype"),)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return (self._codes.view(E4M3).float() * self._scale_inv).to(dtype or self.dtype)
+
+
+class OneScaleTensor(RowTensor):
+    """Codes and one scale, the same on every shard."""
+
+    inner_tensors = (
+        InnerTensor("_codes", "codes", gather=True, native=E4M3),
+        InnerTensor("_scale_inv", "scale_inv"),
+    )
 
 
 def row_amax(x: torch.Tensor) -> torch.Tensor:

@@ -302,7 +302,9 @@ def test_a_class_that_checks_nothing(tmp_path: Path) -> None:
     weight, bias, path = rows(), torch.ones(2), tmp_path / "x"
     checkpoint.save_file({"weight": weight, "bias": bias}, path)
     original, loaded = Parts(path.read_bytes()), 0
-    for field, value in itertools.product(("element", "sizes"), [*JUNK, [2, 3], [3, 2], "23"]):
+    there = [{"dtype": "float8_e5m2"}, [2, 3]]
+    values = [*(value for value in JUNK[::3] if value not in there), *there, [3, 2], "23"]
+    for field, value in itertools.product(("element", "sizes"), values):
         changed = copy.deepcopy(original)
         changed.described["quantized"]["weight"]["static"][field] = value
         path.write_bytes(changed.seal())
@@ -322,7 +324,7 @@ def test_files_of_other_tools(tmp_path: Path) -> None:
     """They have no checksums: refused, or read as the library reads them."""
     tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.tensor([True, False])}
     raw, path, agreed = safetensors.torch.save(tensors, {"format": "pt"}), tmp_path / "other", 0
-    for place in range(len(raw)):
+    for place in range(0, len(raw), 2):
         changed = bytearray(raw)
         changed[place] ^= 1 << place * 5 % 8
         path.write_bytes(changed)
@@ -333,7 +335,7 @@ def test_files_of_other_tools(tmp_path: Path) -> None:
             expected = {name: file.get_tensor(name) for name in file.offset_keys()}
         assert contents(checkpoint.load_file(path)) == contents(expected)
         agreed += 1
-    assert 50 < agreed < len(raw)
+    assert 25 < agreed < len(raw) / 2
 
 
 def test_a_file_that_another_tool_has_rewritten(tmp_path: Path) -> None:
