@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ottava.recipes import registry
+from tests.core.fake_plugins import distribution, installed
 
 
 @contextmanager
@@ -16,14 +15,6 @@ def published(folder: Path, name: str, **modules: str) -> Iterator[None]:
     entry point."""
     for module, source in modules.items():
         (folder / f"{module}.py").write_text(source)
-    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[ottava]\nmain = {next(iter(modules))}\n")
-    sys.path.insert(0, str(folder))
-    registry.reload()
-    yield
-    sys.path.remove(str(folder))
-    for module in modules:
-        sys.modules.pop(module, None)
-    registry.reload()
+    distribution(folder, name, f"[ottava]\nmain = {next(iter(modules))}\n", version="1.0")
+    with installed(folder):
+        yield

@@ -106,7 +106,6 @@ def _launch(
     world: int,
     seconds: float,
     arguments: dict[str, Any],
-    name: str = "",
 ) -> tuple[list[Any], str, list[int]]:
     """What the ranks returned; a message where some failed, the first one first; exit codes."""
     module = Path(inspect.getfile(function)).relative_to(ROOT).with_suffix("")
@@ -116,7 +115,7 @@ def _launch(
         request = {
             "folder": path,
             "module": ".".join(module.parts),
-            "function": name or function.__name__,
+            "function": function.__name__,
             "world": world,
             "seconds": seconds,
         }
@@ -219,16 +218,6 @@ class Collectives:
         """The bytes that this rank sent in each all-gather of tensors."""
         names = ("all_gather", "all_gather_into_tensor", "all_gather_single")
         return [size for name, _, size in self.calls if name in names]
-
-
-def failures(module: str, names: list[str], world: int = 2) -> dict[str, str | None]:
-    """What went wrong in each function of a module, or None."""
-    found: dict[str, str | None] = {}
-    for name in names:
-        function = getattr(importlib.import_module(module), name)
-        _, message, _ = _launch(function, world, SECONDS, {}, name)
-        found[name] = message or None
-    return found
 
 
 # -- in the process that forks --

@@ -18,15 +18,14 @@ GOOD = (
     "import ottava.recipes.hookspecs as h\nfrom ottava.recipes.spec import FactorySpec, "
     "RecipeSpec\n"
 )
-HOOK = (
-    "@h.hookimpl\ndef ottava_recipes():\n"
-    "    return [RecipeSpec(name='{name}', summary='s', factory='{module}:Thing')]\n"
-)
 # What a factory reference may lead to.
-RECIPE = (
-    "import ottava\n\n\nclass Thing(ottava.Recipe):\n"
-    "    def make_quantizer(self, role, *, amax_reduction_group=None): ...\n"
-)
+RECIPE = """
+import ottava
+
+
+class Thing(ottava.Recipe):
+    def make_quantizer(self, role, *, amax_reduction_group=None): ...
+"""
 
 
 def hook(body: str, name: str = "ottava_recipes") -> str:
@@ -42,13 +41,18 @@ def offers(*names: str, factory: str) -> str:
     return hook(f"return [{specs}]")
 
 
+def distribution(folder: Path, dist: str, entry_points: str, version: str = "1.2") -> None:
+    """The dist-info of a package with these entry points."""
+    info = folder / f"{dist.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
 def plugin(folder: Path, dist: str, module: str, source: str) -> None:
     """A distribution: a module and its dist-info with an entry point."""
     (folder / f"{module}.py").write_text(source)
-    info = folder / f"{dist.replace('-', '_')}-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[ottava]\nmain = {module}\n")
+    distribution(folder, dist, f"[ottava]\nmain = {module}\n")
 
 
 @contextlib.contextmanager

@@ -25,11 +25,6 @@ OLD_NVCC = [
     "-DCMAKE_CUDA_COMPILER_VERSION=11.8",
     "-DCMAKE_CUDA_COMPILER=/bin/true",
 ]
-ALL = (
-    [*(f"{name}-real" for name in resources.targets()), "90-virtual"]
-    if shutil.which("nvcc")
-    else []
-)
 
 
 def program(folder: Path, name: str, *lines: str, code: int = 0) -> Path:
@@ -60,8 +55,12 @@ def configure(
     environment["PATH"] = os.pathsep.join(
         [str(tools), str(Path(sys.executable).parent), environment["PATH"]]
     )
-    command = ["cmake", "-G", "Ninja", "-S", str(CORE), "-B", str(folder), *options]
+    # What an earlier run in this folder was told is forgotten.
+    command = ["cmake", "-G", "Ninja", "-S", str(CORE), "-B", str(folder)]
     command += [
+        "-UOTTAVA_CUDA",
+        "-UCMAKE_CUDA_COMPILER*",
+        *options,
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
         f"-DPython_EXECUTABLE={sys.executable}",
     ]
@@ -77,10 +76,9 @@ def configure(
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests share the folder of a build, because CMake looks for a C++ compiler in each new
-    one."""
-    return tmp_path_factory.mktemp("builds")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that tests share, because CMake looks for a C++ compiler in each new one."""
+    return tmp_path_factory.mktemp("builds") / "build"
 
 
 #: GPUs, options, variables; the reason that the module states, and the remedy.
@@ -107,28 +105,22 @@ REFUSED: dict[str, tuple[list[str], dict[str, str], str]] = {
 }  # fmt: skip
 
 
-def shared_folder(folders: Path, options: list[str]) -> Path:
-    return folders / "-".join(["build", *options]).replace("/", "")
-
-
 @pytest.mark.parametrize("case", LEFT_OUT)
-def test_it_is_left_out_and_the_build_says_why(folders: Path, case: str) -> None:
+def test_it_is_left_out_and_the_build_says_why(build: Path, case: str) -> None:
     gpus, options, variables, said, remedy = LEFT_OUT[case]
-    folder = shared_folder(folders, options)
-    done, output, targets = configure(folder, *options, gpus=gpus, **variables)
+    done, output, targets = configure(build, *options, gpus=gpus, **variables)
     assert done, output
     assert f"ottava: without CUDA kernels ({said}" in output
     assert targets == ""
-    compiled_in = reason(folder)
+    compiled_in = reason(build)
     assert compiled_in.startswith(f"when it was built, {said}")
     assert remedy in compiled_in.partition(": ")[2]
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_built_is_an_error_with_a_remedy(folders: Path, case: str) -> None:
+def test_what_cannot_be_built_is_an_error_with_a_remedy(build: Path, case: str) -> None:
     options, variables, said = REFUSED[case]
-    folder = shared_folder(folders, options)
-    done, output, _ = configure(folder, *options, gpus=("9.0",), **variables)
+    done, output, _ = configure(build, *options, gpus=("9.0",), **variables)
     assert not done
     assert said in output
     if case != "maybe":
@@ -137,110 +129,90 @@ def test_what_cannot_be_built_is_an_error_with_a_remedy(folders: Path, case: str
 
 @pytest.mark.slow
 @needs_nvcc
-def test_a_gpu_gets_its_own_code_and_both_are_found_when_they_come_later(tmp_path: Path) -> None:
-    """All in one folder, of which CMake remembers much: first neither, then each alone, then both,
-    then other GPUs."""
+def test_an_nvcc_and_a_gpu_are_found_when_they_come_later(tmp_path: Path) -> None:
+    """All in one folder, of which CMake remembers much."""
     folder = tmp_path / "build"
-    missing = (
-        "there was no nvcc, and nvidia-smi saw no GPU",
-        "there was a GPU but no nvcc",
-        "nvidia-smi saw no GPU",
-    )
-    for (gpus, variables), why in zip(
-        (((), NO_NVCC), (("9.0",), NO_NVCC), ((), {})), missing, strict=True
-    ):
+    missing = {
+        "there was no nvcc, and nvidia-smi saw no GPU": ((), NO_NVCC),
+        "there was a GPU but no nvcc": (("9.0",), NO_NVCC),
+        "nvidia-smi saw no GPU": ((), {}),
+    }
+    for why, (gpus, variables) in missing.items():
         done, said, targets = configure(folder, gpus=gpus, **variables)
         assert done, said
         assert targets == ""
         assert reason(folder).startswith(f"when it was built, {why}")
     done, said, targets = configure(folder, gpus=("9.0",))
     assert done, said
-    assert targets == "90a-real"
-    assert reason(folder) == ""
+    assert (targets, reason(folder)) == ("90a-real", "")
     rules = (folder / "build.ninja").read_text()
     assert set(re.findall(r"sm_\w+|code=\[?compute_\w+", rules)) == {"sm_90a"}
     assert "-fmad=false" in rules
     assert "fast_math" not in rules
     assert "cudart_static" in rules
-    assert configure(folder, gpus=("8.9", "8.0", "8.9", "7.5"))[2] == "80-real 89-real"
-    assert (
-        configure(folder, gpus=("9.0",), CUDAARCHS="80-real;90-virtual")[2] == "80-real 90-virtual"
-    )
-    assert configure(folder, gpus=())[2] == ""
+    named = {"CUDAARCHS": "80-real;90-virtual"}
+    assert configure(folder, gpus=("8.9", "8.0", "7.5"))[2] == "80-real 89-real"
+    assert configure(folder, gpus=("9.0",), **named)[2] == "80-real 90-virtual"
+    assert configure(folder)[2] == ""
+    # Whatever GPU is here, or none.
+    every = [*(f"{name}-real" for name in resources.targets()), "90-virtual"]
+    for gpus in ((), ("8.9",)):
+        assert configure(folder, gpus=gpus, OTTAVA_CUDA="on")[2].split() == every
+    assert configure(folder, OTTAVA_CUDA="on", **named)[2] == "80-real 90-virtual"
+    option = "-DCMAKE_CUDA_ARCHITECTURES=90a-real"
+    assert configure(tmp_path / "named", option, OTTAVA_CUDA="on", **named)[2] == "90a-real"
 
 
-@needs_nvcc
-@pytest.mark.slow
-def test_on_builds_it_for_all_generations_or_those_named(tmp_path: Path) -> None:
-    done, said, targets = configure(tmp_path / "all", OTTAVA_CUDA="on")
-    assert done, said
-    assert targets.split() == ALL
-    rules = (tmp_path / "all" / "build.ninja").read_text()
-    for target in (*(f"sm_{name}" for name in resources.targets()), "compute_90"):
-        assert target in rules
-    # Whatever GPU is here.
-    assert configure(tmp_path / "all", gpus=("8.9",), OTTAVA_CUDA="on")[2].split() == ALL
-    by_variable = configure(tmp_path / "all", OTTAVA_CUDA="on", CUDAARCHS="80-real;90-virtual")
-    assert by_variable[2] == "80-real 90-virtual", by_variable[1]
-    by_option = configure(
-        tmp_path / "all", "-DCMAKE_CUDA_ARCHITECTURES=90a-real", OTTAVA_CUDA="on", CUDAARCHS="80"
-    )
-    assert by_option[2] == "90a-real", by_option[1]
-
-
-def ask(folder: Path, call: str, **variables: str) -> str:
-    """What a function of decide.cmake answers."""
+def ask(folder: Path, calls: list[str]) -> list[list[str]]:
+    """What functions of decide.cmake put into A and B."""
+    blocks = [f'{call}\nmessage("<${{A}}|${{B}}>")\nunset(A)\nunset(B)' for call in calls]
     script = folder / "ask.cmake"
-    script.write_text(f'include({DECIDE})\n{call}\nmessage("<${{A}}|${{B}}>")')
+    script.write_text("\n".join([f"include({DECIDE})", *blocks]))
     cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     assert cmake is not None
-    done = subprocess.run(
-        [cmake, "-P", str(script)], capture_output=True, text=True, env=os.environ | variables
-    )
+    done = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = re.search("<(.*)>", done.stderr)
-    assert found is not None
-    return found[1]
+    return [found.split("|") for found in re.findall("<(.*)>", done.stderr)]
 
 
-@pytest.mark.parametrize(
-    ("lines", "code", "found"),
-    [
-        (["9.0"], 0, "9.0"),
-        (["10.0", "9.0", "8.6", "9.0"], 0, "8.6;9.0;10.0"),
-        (["7.5", "8.0"], 0, "8.0"),
-        (["7.5"], 0, ""),
-        ([], 0, ""),
-        (["NVIDIA-SMI has failed because it could not communicate with driver 12.0"], 9, ""),
-        (["[N/A]"], 0, ""),
-    ],
-)
-def test_gpus_are_those_that_nvidia_smi_names(
-    tmp_path: Path, lines: list[str], code: int, found: str
-) -> None:
-    program(tmp_path / "bin", "nvidia-smi", *lines, code=code)
-    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    capabilities, _, why_not = ask(tmp_path, "ottava_gpus(A B)", PATH=path).partition("|")
-    assert capabilities == found
-    assert why_not
+#: What nvidia-smi prints and returns; None where there is none.
+GPUS: list[tuple[list[str] | None, int, str]] = [
+    (["9.0"], 0, "9.0"),
+    (["10.0", "9.0", "8.6", "9.0"], 0, "8.6;9.0;10.0"),
+    (["7.5", "8.0"], 0, "8.0"),
+    (["7.5"], 0, ""),
+    ([], 0, ""),
+    (["NVIDIA-SMI has failed because it could not communicate with driver 12.0"], 9, ""),
+    (["[N/A]"], 0, ""),
+    (None, 0, ""),
+]
 
 
-def test_without_nvidia_smi_there_is_no_gpu(tmp_path: Path) -> None:
-    assert ask(tmp_path, "ottava_gpus(A B)", PATH=str(tmp_path)) == "|nvidia-smi saw no GPU"
+def test_gpus_are_those_that_nvidia_smi_names(tmp_path: Path) -> None:
+    calls = []
+    for number, (lines, code, _) in enumerate(GPUS):
+        folder = tmp_path / str(number)
+        path = str(folder)
+        if lines is not None:
+            program(folder, "nvidia-smi", *lines, code=code)
+            path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        calls.append(f'set(ENV{{PATH}} "{path}")\nottava_gpus(A B)')
+    for (found, why_not), (lines, _, expected) in zip(ask(tmp_path, calls), GPUS, strict=True):
+        assert found == expected, lines
+        assert why_not, lines
+        assert lines is not None or why_not == "nvidia-smi saw no GPU"
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "targets"),
-    [
-        ("9.0", "90a-real"),
-        ("8.0;8.6;8.9", "80-real;86-real;89-real"),
-        ("10.0", "100a-real"),
-        ("12.0;12.1", "90-virtual"),
-        ("9.0;13.0", "90a-real;90-virtual"),
-    ],
-)
-def test_targets_are_those_that_nvcc_knows(tmp_path: Path, capabilities: str, targets: str) -> None:
+def test_targets_are_those_that_nvcc_knows(tmp_path: Path) -> None:
     """The driver compiles PTX for a GPU that is younger than the toolkit."""
     known = [f"compute_{number}" for number in (75, 80, 86, 89, 90, 100, 103)]
     nvcc = program(tmp_path, "nvcc", *known)
-    assert ask(tmp_path, f'ottava_targets(A {nvcc} "{capabilities}")') == f"{targets}|"
+    targets = {
+        "9.0": "90a-real",
+        "8.0;8.6;8.9": "80-real;86-real;89-real",
+        "10.0": "100a-real",
+        "12.0;12.1": "90-virtual",
+        "9.0;13.0": "90a-real;90-virtual",
+    }
+    answers = ask(tmp_path, [f'ottava_targets(A {nvcc} "{one}")' for one in targets])
+    assert [answer[0] for answer in answers] == list(targets.values())

@@ -53,9 +53,12 @@ SOURCES: dict[str, Callable[[str, Path], Path]] = {
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_source_of_every_format_is_refused(source: str, name: str, tmp_path: Path) -> None:
+#: Every format from a file, and one from every source.
+CASES = [(name, "file") for name in FORMATS] + [("ModelOpt FP8", source) for source in SOURCES]
+
+
+@pytest.mark.parametrize(("name", "source"), CASES)
+def test_every_source_and_format_is_refused(name: str, source: str, tmp_path: Path) -> None:
     place, published = SOURCES[source](name, tmp_path / "in"), FORMATS[name]
     title = published.title if source in ("file", "folder") else published.title_by_names
     for recipe in ("bf16", "current"):

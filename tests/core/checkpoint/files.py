@@ -4,7 +4,11 @@ documentation describes them."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import pickle
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +82,39 @@ class Rows(QuantizedTensorStorage):
 def rows(sizes: Any = (2, 3)) -> Rows:
     codes = torch.arange(6, dtype=torch.uint8).view(2, 3)
     return Rows(codes=codes, factor=torch.rand(2), element=torch.float8_e5m2, sizes=sizes)
+
+
+def pickles(trace: Path) -> list[bytes]:
+    """Files of pickle and of torch.save that make a folder where they are unpickled."""
+
+    class Runs:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(trace),)
+
+    found = [pickle.dumps(Runs(), protocol) for protocol in range(6)]
+    for new in (True, False):
+        with io.BytesIO() as file:
+            torch.save({"layer.weight": Runs()}, file, _use_new_zipfile_serialization=new)
+            found.append(file.getvalue())
+    return found
+
+
+def lines_of(job: Callable[[], object]) -> int:
+    """The number of lines of Python that a job runs."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        job()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 class Parts:

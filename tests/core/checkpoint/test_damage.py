@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ import torch
 from ottava import checkpoint
 from ottava.errors import CheckpointError, OttavaError
 from tests.core import forking
-from tests.core.checkpoint.files import Parts, contents, forge, refusal, rows, seal
+from tests.core.checkpoint.files import Parts, contents, forge, pickles, refusal, rows, seal
 
 Attack = Callable[[bytes], str]
 
@@ -37,37 +36,39 @@ def attack(small: Any, tmp_path: Path) -> Attack:
 
     def refused(raw: bytes) -> str:
         path.write_bytes(raw)
-        with pytest.raises(OttavaError) as caught:
-            checkpoint.load_model(model, path)
+        error = refusal(partial(checkpoint.load_model, model, path))
+        assert str(path) in error
         assert contents(model) == before
-        assert str(path) in str(caught.value)
-        return str(caught.value)
+        return error
 
     return refused
 
 
 @pytest.fixture
-def attack_folder(small: Any, tmp_path: Path) -> Iterator[tuple[bytes, Attack]]:
-    """Each file of a sharded checkpoint, and what loads the checkpoint with other bytes there."""
+def attacks(
+    saved: bytes, attack: Attack, small: Any, tmp_path: Path
+) -> Callable[[], Iterator[tuple[bytes, Attack]]]:
+    """A file, and each file of a sharded checkpoint: what is in it, and what loads other bytes."""
     target, original, path = small(1).state_dict(), tmp_path / "original", tmp_path / "folder"
     checkpoint.save_sharded(small(0).state_dict(), original)
     before = contents(target)
 
-    def attacks() -> Iterator[tuple[bytes, Attack]]:
-        for file in sorted(entry.name for entry in original.iterdir()):
+    def each() -> Iterator[tuple[bytes, Attack]]:
+        yield saved, attack
+        for file in sorted(original.iterdir()):
+            raw = file.read_bytes()
+            shutil.copytree(original, path, dirs_exist_ok=True)
 
-            def refused(raw: bytes, file: str = file) -> str:
-                shutil.rmtree(path, ignore_errors=True)
-                shutil.copytree(original, path)
-                (path / file).write_bytes(raw)
-                with pytest.raises(CheckpointError, match=file) as caught:
-                    checkpoint.load_sharded(target, path)
+            def refused(changed: bytes, file: Path = path / file.name) -> str:
+                file.write_bytes(changed)
+                error = refusal(partial(checkpoint.load_sharded, target, path))
+                assert file.name in error
                 assert contents(target) == before
-                return str(caught.value)
+                return error
 
-            yield (original / file).read_bytes(), refused
+            yield raw, refused
 
-    return attacks()
+    return each
 
 
 def damages(raw: bytes, chance: random.Random, step: int) -> Iterator[bytes]:
@@ -92,21 +93,29 @@ def damages(raw: bytes, chance: random.Random, step: int) -> Iterator[bytes]:
         yield (length + 1).to_bytes(8, "little") + b"{" + junk
 
 
-def test_every_damage_of_a_file(saved: bytes, attack: Attack) -> None:
-    for raw in damages(saved, random.Random(0), 3):
-        if raw != saved:
-            attack(raw)
-
-
-def test_every_damage_of_a_folder(attack_folder: Any, tmp_path: Path) -> None:
-    for original, attack in attack_folder:
+def test_every_damage(attacks: Any) -> None:
+    for original, attack in attacks():
         for raw in damages(original, random.Random(0), 29):
-            if raw != original:
-                attack(raw)
-        (file,) = [f for f in (tmp_path / "folder").iterdir() if f.read_bytes() != original][-1:]
-        for remove in (file.unlink, file.mkdir):
-            remove()
-            assert not checkpoint.is_complete(tmp_path / "folder")
+            assert raw == original or attack(raw), "it was loaded"
+
+
+@pytest.mark.slow
+def test_damage_of_every_third_byte(saved: bytes, attack: Attack) -> None:
+    for raw in damages(saved, random.Random(0), 3):
+        assert raw == saved or attack(raw), "it was loaded"
+
+
+@pytest.mark.parametrize("name", ["ottava.json", "rank-*"])
+def test_a_checkpoint_that_lacks_a_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    checkpoint.save_sharded({"x": torch.ones(2)}, path)
+    (file,) = path.glob(name)
+    assert checkpoint.is_complete(path)
+    for remove in (file.unlink, file.mkdir):
+        remove()
+        assert not checkpoint.is_complete(path)
+        with pytest.raises(CheckpointError, match=file.name):
+            checkpoint.load_sharded({"x": torch.zeros(2)}, path)
 
 
 def test_a_file_that_is_sealed_by_hand_is_loaded(parts: Parts, small: Any, tmp_path: Path) -> None:
@@ -131,13 +140,10 @@ def test_files_of_other_kinds_are_named(raw: bytes, words: str, attack: Attack) 
     assert re.search(words, attack(raw))
 
 
-def test_lengths_of_the_header(saved: bytes, attack: Attack) -> None:
+def test_headers_that_are_no_plain_json(saved: bytes, parts: Parts, attack: Attack) -> None:
     sizes = [0, 1, 2, len(saved), len(saved) + 1, 10**8, 10**8 + 1, 2**31, 2**32, 2**62, 2**63]
     for size in [*sizes, 2**64 - 1]:
-        attack(size.to_bytes(8, "little") + saved[8:])
-
-
-def test_headers_that_are_no_plain_json(parts: Parts, attack: Attack) -> None:
+        assert attack(size.to_bytes(8, "little") + saved[8:]), size
     text, name = json.dumps({"__metadata__": parts.metadata, **parts.body}), '"layer.bias": '
     assert name in text
     deep = [f"{begin * 200_000}1{end * 200_000}" for begin, end in ("[]", ('{"a":', "}"))]
@@ -151,33 +157,24 @@ def test_headers_that_are_no_plain_json(parts: Parts, attack: Attack) -> None:
         "\ufeff" + text,
         f"[{text}]",
     ):
-        attack(seal(bad, parts.data))
+        assert attack(seal(bad, parts.data)), bad[:100]
     for encoding in ("utf-16", "utf-32", "utf-16-le"):
         raw = text.encode(encoding)
-        attack(len(raw).to_bytes(8, "little") + raw + parts.data)
+        assert attack(len(raw).to_bytes(8, "little") + raw + parts.data), encoding
     for word in ("[" * 100_000, '{"a":' * 100_000, "", "nul", "1", '{"version": 1}', "\x00"):
         metadata = {"ottava": word, "ottava.crc32": "00000000"}
-        assert "damaged" in attack(
-            seal(json.dumps({"__metadata__": metadata, **parts.body}), parts.data)
-        )
+        text = json.dumps({"__metadata__": metadata, **parts.body})
+        assert "damaged" in attack(seal(text, parts.data))
 
 
-def test_names_and_fields_that_are_exchanged(parts: Parts, attack: Attack) -> None:
-    fields = [["data_offsets"], ["shape"], ["dtype"], ["dtype", "shape"], ["shape", "data_offsets"]]
-    for a, b, exchanged in itertools.product(parts.body, parts.body, fields):
+def test_names_that_are_exchanged(parts: Parts, attack: Attack) -> None:
+    renamed = [*itertools.combinations(parts.body, 2)]
+    others = ("", "x", "__metadata", "layer.bias.data", "\0", "../../x", "\ud800")
+    for old, new in [*renamed, *itertools.product(parts.body, others)]:
+        exchanged = {old: new, new: old}
         changed = copy.deepcopy(parts)
-        for field in exchanged:
-            changed.body[a][field], changed.body[b][field] = (
-                parts.body[b][field],
-                parts.body[a][field],
-            )
-        if changed.body != parts.body:
-            attack(changed.seal())
-    for old in parts.body:
-        for new in ("", "x", "__metadata", old + ".data", old.upper(), "\0", "../../x", "\ud800"):
-            changed = copy.deepcopy(parts)
-            changed.body = {new if n == old else n: entry for n, entry in parts.body.items()}
-            attack(changed.seal())
+        changed.body = {exchanged.get(n, n): entry for n, entry in parts.body.items()}
+        assert attack(changed.seal()), (old, new)
 
 
 JUNK: list[Any] = [
@@ -197,7 +194,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(entry, (*path, key))
 
 
-@pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_junk_under_checksums_that_fit(
     share: int, parts: Parts, small: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -305,7 +302,9 @@ def test_a_class_that_checks_nothing(tmp_path: Path) -> None:
     weight, bias, path = rows(), torch.ones(2), tmp_path / "x"
     checkpoint.save_file({"weight": weight, "bias": bias}, path)
     original, loaded = Parts(path.read_bytes()), 0
-    for field, value in itertools.product(("element", "sizes"), [*JUNK, [2, 3], [3, 2], "23"]):
+    there = [{"dtype": "float8_e5m2"}, [2, 3]]
+    values = [*(value for value in JUNK[::3] if value not in there), *there, [3, 2], "23"]
+    for field, value in itertools.product(("element", "sizes"), values):
         changed = copy.deepcopy(original)
         changed.described["quantized"]["weight"]["static"][field] = value
         path.write_bytes(changed.seal())
@@ -325,7 +324,7 @@ def test_files_of_other_tools(tmp_path: Path) -> None:
     """They have no checksums: refused, or read as the library reads them."""
     tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.tensor([True, False])}
     raw, path, agreed = safetensors.torch.save(tensors, {"format": "pt"}), tmp_path / "other", 0
-    for place in range(len(raw)):
+    for place in range(0, len(raw), 2):
         changed = bytearray(raw)
         changed[place] ^= 1 << place * 5 % 8
         path.write_bytes(changed)
@@ -336,7 +335,7 @@ def test_files_of_other_tools(tmp_path: Path) -> None:
             expected = {name: file.get_tensor(name) for name in file.offset_keys()}
         assert contents(checkpoint.load_file(path)) == contents(expected)
         agreed += 1
-    assert 50 < agreed < len(raw)
+    assert 25 < agreed < len(raw) / 2
 
 
 def test_a_file_that_another_tool_has_rewritten(tmp_path: Path) -> None:
@@ -352,29 +351,6 @@ def test_a_file_that_another_tool_has_rewritten(tmp_path: Path) -> None:
         safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "y", texts)
         with pytest.raises(CheckpointError, match=words):
             checkpoint.load_file(tmp_path / "y")
-
-
-OLD_INDEX = (
-    '{"crc32":"994a069d","checkpoint":{"version":1,"world_size":1,"block_bytes":4194304,'
-    '"files":{"rank-00000-of-00001.safetensors":[104,96,1144357824]},'
-    '"tensors":{"x":{"dtype":"F32","shape":[2],'
-    '"pieces":[{"file":"rank-00000-of-00001.safetensors","begin":96,"offsets":[0],"shape":[2],'
-    '"crc32":[3573961104]}]}},'
-    '"description":{"state":{"dict":[["x",{"tensor":"x"}]]},'
-    '"quantized":{},"per_rank":{},"largest":[]}}}\n'
-)
-
-
-def test_formats_that_are_no_longer_read(tmp_path: Path) -> None:
-    texts = {"ottava": '{"version": 1, "quantized": {}}', "ottava.digest": "crc32:00000000"}
-    safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "x", texts)
-    (tmp_path / "ottava.json").write_text(OLD_INDEX)
-    remedy = "Remedy: load it in the ottava that wrote it, keep that with torch.save, and save it"
-    for verify in (True, False):
-        with pytest.raises(CheckpointError, match=rf"x is of an old format.*{remedy}"):
-            checkpoint.load_file(tmp_path / "x", verify=verify)
-        with pytest.raises(CheckpointError, match=rf"version 1\. Expected: version 2\. {remedy}"):
-            checkpoint.load_sharded({"x": torch.ones(2)}, tmp_path, verify=verify)
 
 
 # -- a folder --
@@ -408,7 +384,7 @@ def half(body: dict[str, Any]) -> None:
 
 INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
     "outside": outside,
-    "version": lambda body: body.update(version=3),
+    "version": lambda body: body.update(version=1),
     "files": lambda body: body.update(files={"../outside.safetensors": [1, "2"]}),
     "length": lambda body: body["files"].update({key: [True, ""] for key in body["files"]}),
     "description": lambda body: body.update(description=[]),
@@ -445,59 +421,39 @@ def test_a_forged_index(name: str, tmp_path: Path) -> None:
     later = name in ("two kinds", "unhashable", "missing", "key")
     assert checkpoint.is_complete(tmp_path / "saved") == later
     target = {"x": torch.zeros(4, 3)}
-    with pytest.raises(CheckpointError, match="saved"):
+    words = "has version 1.*Expected: version 2.*load it in the ottava that wrote it"
+    with pytest.raises(CheckpointError, match=words if name == "version" else "saved"):
         checkpoint.load_sharded(target, tmp_path / "saved")
     assert not target["x"].any()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        boxes(([0, 0], [4, 3]), ([4, 0], [0, 3])),
-        lambda body: body["description"].update(more=1),
-    ],
-    ids=["an empty shard", "more"],
-)
-def test_an_index_that_is_unusual(change: Any, tmp_path: Path) -> None:
-    checkpoint.save_sharded({"x": torch.ones(4, 3)}, tmp_path / "saved")
-    forge(tmp_path / "saved", change)
+def test_an_index_that_is_unusual(tmp_path: Path) -> None:
+    """An empty shard, and a key that this version does not know."""
+    path = tmp_path / "saved"
+    checkpoint.save_sharded({"x": torch.ones(4, 3)}, path)
+    forge(path, boxes(([0, 0], [4, 3]), ([4, 0], [0, 3])))
+    forge(path, lambda body: body["description"].update(more=1))
     target = {"x": torch.zeros(4, 3)}
-    checkpoint.load_sharded(target, tmp_path / "saved")
+    checkpoint.load_sharded(target, path)
     assert target["x"].all()
 
 
 # -- no code, no memory --
 
 
-class Runs:
-    """Pickled as a call of a function that leaves a trace."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
-def test_pickles_run_nothing(attack: Attack, attack_folder: Any, tmp_path: Path) -> None:
+def test_pickles_run_nothing(attacks: Any, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    kinds = [pickle.dumps(Runs(trace), protocol) for protocol in range(6)]
-    for new in (True, False):
-        with io.BytesIO() as file:
-            torch.save({"layer.weight": Runs(trace)}, file, _use_new_zipfile_serialization=new)
-            kinds.append(file.getvalue())
-    attacks = [attack, *(attack for _, attack in attack_folder)]
-    for raw in kinds:
-        for load in attacks:
-            load(raw)
-        attack(len(raw).to_bytes(8, "little") + raw)
+    for _, load in attacks():
+        for raw in pickles(trace):
+            assert load(raw)
+            assert load(len(raw).to_bytes(8, "little") + raw)
     # What torch would unpickle is not even looked at.
     checkpoint.save_sharded({"x": torch.ones(1)}, tmp_path / "run")
-    (tmp_path / "run" / ".metadata").write_bytes(kinds[0])
+    (tmp_path / "run" / ".metadata").write_bytes(pickles(trace)[0])
     assert checkpoint.load_sharded({"x": torch.zeros(1)}, tmp_path / "run")["x"].all()
     assert not trace.exists()
     # The test could fail.
-    pickle.loads(kinds[0])
+    pickle.loads(pickles(trace)[0])
     assert trace.exists()
 
 
@@ -529,7 +485,8 @@ def test_memory_and_imports_are_bounded(parts: Parts, tmp_path: Path) -> None:
         size.to_bytes(8, "little") + b"{" + b" " * 1000
         for size in (10**8, 10**9, 2**40, 2**63, 2**64 - 1)
     ]
-    for name, fields in parts.body.items():
+    for name in ("layer.weight.data", "step"):
+        fields = parts.body[name]
         for shape in ([2**40], [2**62], [2**31, 2**31], [10**9], [0, 2**62, 2**62]):
             for offsets in (fields["data_offsets"], [0, 2**40], [0, 10**9]):
                 changed = copy.deepcopy(parts)

@@ -1,4 +1,4 @@
-"""Saves in forked processes that are killed at every call that changes the disk: what is left is
+"""Saves in forked processes that are killed at a call that changes the disk: what is left is
 whole, and the next writer removes the rest."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from ottava.checkpoint import (
@@ -82,10 +83,10 @@ def pruned(folder: Path, value: int) -> None:
     save_step(state(value), folder, value, keep=1)
 
 
-def at_every_call(save: Callable[[Path, int], None], folder: Path) -> None:
-    """A first save, a second one that is killed, and a third one, for every place to be killed."""
+def at_calls(save: Callable[[Path, int], None], folder: Path, step: int) -> None:
+    """A first save, a second one that is killed, and a third one, for every ``step``-th place."""
     values = set()
-    for number in range(1000):
+    for number in range(0, 1000, step):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         save(folder, 1)
@@ -106,15 +107,16 @@ def at_every_call(save: Callable[[Path, int], None], folder: Path) -> None:
             return
 
 
-def test_a_save_that_is_killed(tmp_path: Path) -> None:
-    program = "import sys; from tests.core.checkpoint import test_kills as t; t.main(sys.argv[1])"
-    done = forking.python(program, tmp_path, path=Path(__file__).parents[3])
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_save_that_is_killed(step: int, tmp_path: Path) -> None:
+    program = "import sys; from tests.core.checkpoint import test_kills as t; t.main(*sys.argv[1:])"
+    done = forking.python(program, tmp_path, str(step), path=Path(__file__).parents[3])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def main(folder: str) -> None:
+def main(folder: str, step: str) -> None:
     import torch.distributed.checkpoint
 
     torch.set_num_threads(1)
     for save in (file, replaced, pruned):
-        at_every_call(save, Path(folder) / save.__name__)
+        at_calls(save, Path(folder) / save.__name__, int(step))

@@ -180,24 +180,8 @@ class Life(RuleBasedStateMachine):
         assert contents(target) == STATES[0]
         path.write_bytes(original)
 
-    @rule(kind=KINDS, name=st.sampled_from(["seed", "0.weight", "0.bias"]))
-    def load_a_part(self, kind: str, name: str) -> None:
-        """What the target lacks is left out, and what the file lacks stays."""
-        whole, path = model(0), self.top / kind
-        more = torch.full((2,), 7.0)
-        if kind == "folder":
-            target = {name: whole.state_dict()[name], "more": more}
-            checkpoint.load_sharded(target, path, strict=False)
-        else:
-            whole.register_buffer("more", more)
-            missing, unexpected = checkpoint.load_model(whole, path, strict=False)
-            assert (missing, unexpected) == (["more"], [])
-            target = whole.state_dict()
-        assert contents(target[name]) == STATES[self.held[kind]][name]
-        assert more.tolist() == [7.0, 7.0]
-
 
 TestLife = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")(
     Life.TestCase
 )
-TestLife.settings = settings(max_examples=10, stateful_step_count=12)
+TestLife.settings = settings(max_examples=5, stateful_step_count=12)

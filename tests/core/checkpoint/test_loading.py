@@ -120,10 +120,6 @@ def of_inference(model: Any) -> None:
         model.step = torch.tensor(3)
 
 
-def cleared(model: Any) -> None:
-    model.layer.weight.clear()
-
-
 def on_meta(model: Any) -> None:
     model.first = torch.nn.Parameter(torch.zeros(2, 3, device="meta"))
 
@@ -131,7 +127,7 @@ def on_meta(model: Any) -> None:
 TARGETS: list[tuple[Callable[[Any], None], str]] = [
     (expanded, "'first' is an expanded view"),
     (of_inference, "'step' was made in inference mode"),
-    (cleared, "'layer.weight' of the model holds no data"),
+    (lambda model: model.layer.weight.clear(), "'layer.weight' of the model holds no data"),
     (on_meta, "'first' of the model is on meta"),
     (lambda model: model.layer.weight.update_quantizer(None), "'layer.weight'.*has no quantizer"),
 ]
@@ -140,9 +136,8 @@ TARGETS: list[tuple[Callable[[Any], None], str]] = [
 @pytest.mark.parametrize(("change", "words"), TARGETS)
 def test_models_that_cannot_be_written(change: Any, words: str, small: Any, tmp_path: Path) -> None:
     state = small(0).state_dict()
-    checkpoint.save_file(
-        state | {"layer.weight": state["layer.weight"].dequantize()}, tmp_path / "x"
-    )
+    plain = {"layer.weight": state["layer.weight"].dequantize()}
+    checkpoint.save_file(state | plain, tmp_path / "x")
     model = small(1)
     change(model)
     before = contents(model.layer.bias), contents(model.flags)
@@ -159,30 +154,32 @@ class Own(torch.nn.Linear):
         raise ZeroDivisionError("by the module")
 
 
-def by_a_hook(model: Any, error: type[BaseException] = ZeroDivisionError) -> None:
+def by_a_hook(error: type[BaseException]) -> Callable[[Any, Any], None]:
     def hook(module: Any, keys: Any) -> None:
-        assert int(model.step) == 9
+        assert int(module.step) == 9
         raise error("by the hook")
 
-    model.register_load_state_dict_post_hook(hook)
+    return lambda model, state: model.register_load_state_dict_post_hook(hook)
 
 
-def by_a_module(model: Any) -> None:
+def by_a_module(model: Any, state: Any) -> None:
     model.own = Own(3, 3)
+    state |= {f"own.{name}": value for name, value in torch.nn.Linear(3, 3).state_dict().items()}
 
 
-def by_a_quantizer(model: Any) -> None:
+def by_a_quantizer(model: Any, state: Any) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("by the quantizer")
 
     model.layer.weight._quantizer.update_quantized = fails
+    state["layer.weight"] = torch.randn(5, 7)
 
 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (by_a_hook, CheckpointError),
-        (lambda model: by_a_hook(model, KeyboardInterrupt), KeyboardInterrupt),
+        (by_a_hook(ZeroDivisionError), CheckpointError),
+        (by_a_hook(KeyboardInterrupt), KeyboardInterrupt),
         (by_a_module, CheckpointError),
         (by_a_quantizer, CheckpointError),
     ],
@@ -192,17 +189,12 @@ def test_a_module_that_refuses_undoes_everything(
     change: Any, error: type[BaseException], small: Any, tmp_path: Path
 ) -> None:
     """What fails after all the rest is loaded cannot be foreseen."""
-    model, other = small(0), small(1)
-    change(model)
-    if change is by_a_module:
-        other.own = torch.nn.Linear(3, 3)
-    other.step.fill_(9)
-    state = other.state_dict()
-    if change is by_a_quantizer:
-        state["layer.weight"] = torch.randn(5, 7)
+    model, state = small(0), small(1).state_dict()
+    state["step"] = torch.tensor(9)
+    change(model, state)
     checkpoint.save_file(state, tmp_path / "x")
     before = contents(model)
-    with pytest.raises(error, match="by the" if error is CheckpointError else None):
+    with pytest.raises(error, match="by the"):
         checkpoint.load_model(model, tmp_path / "x")
     assert contents(model) == before
 
@@ -280,27 +272,31 @@ def test_kinds_that_differ_are_named(quantizer: Any, tmp_path: Path) -> None:
         assert contents(value) == before
 
 
-def unwritable(target: dict[str, torch.Tensor], how: str) -> None:
-    if how == "is an expanded view":
-        target["b"] = torch.zeros(1).expand(3)
-    elif how == "was made in inference mode":
-        with torch.inference_mode():
-            target["b"] = torch.zeros(3)
-    else:
-        target["b"].untyped_storage().resize_(0)
+def made_in_inference_mode() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
 
 
-@pytest.mark.parametrize(
-    "how", ["is an expanded view", "was made in inference mode", "has no memory"]
-)
-def test_a_tensor_that_cannot_be_written_leaves_the_others(how: str, tmp_path: Path) -> None:
+def without_memory() -> torch.Tensor:
+    tensor = torch.zeros(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+UNWRITABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "is an expanded view": lambda: torch.zeros(1).expand(3),
+    "was made in inference mode": made_in_inference_mode,
+    "has no memory": without_memory,
+}
+
+
+@pytest.mark.parametrize("words", UNWRITABLE)
+def test_a_tensor_that_cannot_be_written_leaves_the_others(words: str, tmp_path: Path) -> None:
     """What autograd has saved of them stays valid, too."""
     checkpoint.save_sharded({name: torch.ones(3) for name in "abc"}, tmp_path / "saved")
-    target = {name: torch.zeros(3) for name in "abc"}
-    unwritable(target, how)
-    target["a"].requires_grad_()
+    target = {"a": torch.zeros(3).requires_grad_(), "b": UNWRITABLE[words](), "c": torch.zeros(3)}
     loss = target["a"].square().sum()
-    with pytest.raises(UsageError, match=f"'b' {how}"):
+    with pytest.raises(UsageError, match=f"'b' {words}"):
         checkpoint.load_sharded(target, tmp_path / "saved")
     assert not target["a"].any()
     assert not target["c"].any()

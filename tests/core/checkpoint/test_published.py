@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,55 +48,36 @@ def test_every_format_is_refused_by_name(name: str, config: bool, tmp_path: Path
         assert "strict" not in str(error)
 
 
-def modelopt(folder: Path) -> Path:
-    """ModelOpt has a file of its own."""
-    file = write("ModelOpt FP8", folder, config=False)
-    text = json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}})
-    (folder / "hf_quant_config.json").write_text(text)
-    return file
-
-
-def unreadable(text: bytes) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        file = write(FP8, folder, config=False)
-        for name in ("config.json", "hf_quant_config.json", "model.safetensors.index.json"):
-            (folder / name).write_bytes(text)
-        return file
-
-    return make
-
-
-def in_two_files(beside: str) -> Callable[[Path], Path]:
-    """The scales are in another file."""
-
-    def make(folder: Path) -> Path:
-        state = state_of(FP8)
-        files = {"b": {"0.weight_scale_inv": state.pop("0.weight_scale_inv")}, "a": state}
-        for file, tensors in files.items():
-            safetensors.torch.save_file(tensors, folder / file)
-        where = {"weight_map": {name: file for file, of in files.items() for name in of}}
-        text: Any = where if "index" in beside else {"quantization_config": FORMATS[FP8].config}
-        (folder / beside).write_text(json.dumps(text))
-        return folder / "a"
-
-    return make
-
-
-CASES: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "modelopt": (modelopt, "ModelOpt FP8"),
-    "index": (in_two_files("model.safetensors.index.json"), FP8),
-    "configuration": (in_two_files("config.json"), FP8),
+MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+HERE = {"quantization_config": FORMATS[FP8].config}
+#: A format; texts of files beside the file, and whether the scales are in another file.
+BESIDE: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "modelopt": ("ModelOpt FP8", {"hf_quant_config.json": MODELOPT}, False),
+    "index": (FP8, {"model.safetensors.index.json": None}, True),
+    "configuration": (FP8, {"config.json": HERE}, True),
 }
-CASES |= {
-    f"beside {text[:9]!r}": (unreadable(text), FP8)
+BESIDE |= {
+    f"beside {text[:9]!r}": (FP8, dict.fromkeys(names, text), False)
+    for names in [("config.json", "hf_quant_config.json", "model.safetensors.index.json")]
     for text in (b"\xff", b"{", b"[]", b"[" * 100_000, b'{"quantization_config": 1}')
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BESIDE)
 def test_what_is_beside_the_file(name: str, tmp_path: Path) -> None:
-    make, title = CASES[name]
-    assert f"format, {title}: '0.weight'" in refusal(make(tmp_path), strict=True).what
+    title, texts, in_two_files = BESIDE[name]
+    file = write(title, tmp_path, config=False)
+    if in_two_files:
+        state = state_of(title)
+        scales = {"0.weight_scale_inv": state.pop("0.weight_scale_inv")}
+        safetensors.torch.save_file(scales, tmp_path / "b")
+        safetensors.torch.save_file(state, file)
+        where = dict.fromkeys(state, file.name) | dict.fromkeys(scales, "b")
+        texts = {key: text or {"weight_map": where} for key, text in texts.items()}
+    for key, text in texts.items():
+        raw = text if isinstance(text, bytes) else json.dumps(text).encode()
+        (tmp_path / key).write_bytes(raw)
+    assert f"format, {title}: '0.weight'" in refusal(file, strict=True).what
 
 
 def test_a_file_of_ours_that_another_tool_has_rewritten(recipe: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ take."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
@@ -21,23 +22,9 @@ from ottava import checkpoint
 from ottava.checkpoint import files, storage
 from ottava.errors import CheckpointError, OttavaError, UsageError
 from ottava.filesystem import Partial
-from tests.core.checkpoint.files import save_model, save_sharded
+from tests.core.checkpoint.files import save_sharded
 
 ONE = {"a": torch.ones(3)}
-
-
-def load_folder(path: Path) -> dict[str, Any]:
-    (file,) = path.rglob("*.safetensors")
-    return checkpoint.load_file(file)
-
-
-Writer = tuple[Callable[[Any, Path], object], Callable[[Path], dict[str, Any]]]
-WRITERS: dict[str, Writer] = {
-    "save_file": (checkpoint.save_file, checkpoint.load_file),
-    "save_model": (save_model, checkpoint.load_file),
-    "save_sharded": (save_sharded, load_folder),
-    "save_step": (lambda s, p: checkpoint.save_step(s, p, 3, overwrite=True), load_folder),
-}
 
 
 def value_of(path: Path) -> float:
@@ -54,11 +41,10 @@ def names(folder: Path) -> list[str]:
 # -- several writers, and readers --
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_a_save_beside_a_training_can_be_loaded(writer: str, tmp_path: Path) -> None:
+def test_a_save_beside_a_training_can_be_loaded(tmp_path: Path) -> None:
     """The checksum is that of the bytes in the file, whatever another thread writes meanwhile."""
     state = {str(number): torch.zeros(20_000) for number in range(5)}
-    stop, (save, load) = threading.Event(), WRITERS[writer]
+    stop = threading.Event()
 
     def train() -> None:
         while not stop.is_set():
@@ -69,8 +55,11 @@ def test_a_save_beside_a_training_can_be_loaded(writer: str, tmp_path: Path) -> 
     thread.start()
     try:
         for _ in range(6):
-            save(state, tmp_path / "saved")
-            assert load(tmp_path / "saved").keys() == state.keys()
+            checkpoint.save_file(state, tmp_path / "file")
+            assert checkpoint.load_file(tmp_path / "file").keys() == state.keys()
+            save_sharded(state, tmp_path / "folder")
+            target = {name: torch.zeros(20_000) for name in state}
+            assert checkpoint.load_sharded(target, tmp_path / "folder").keys() == state.keys()
     finally:
         stop.set()
         thread.join()
@@ -250,23 +239,19 @@ def limit_files() -> Iterator[Callable[[int], None]]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 200])
-@pytest.mark.parametrize("count", [1, 10, 100_000])
-def test_a_full_disk(
-    tmp_path: Path, limit_files: Callable[[int], None], size: int, count: int
-) -> None:
+def test_a_full_disk(tmp_path: Path, limit_files: Callable[[int], None]) -> None:
     file, folder = tmp_path / "file", tmp_path / "folder"
-    state = {"a": torch.ones(count), "b": torch.ones(1)}
-    checkpoint.save_file({"a": torch.zeros(3)}, file)
-    save_sharded({"a": torch.zeros(3)}, folder)
     saves: list[tuple[Callable[..., object], Path]]
     saves = [(checkpoint.save_file, file), (save_sharded, folder)]
     for save, path in saves:
-        limit_files(size)
-        with pytest.raises(OttavaError, match="cannot be written"):
-            save(state, path)
-        limit_files(resource.RLIM_INFINITY)
-        assert value_of(path) == 0
+        save({"a": torch.zeros(3)}, path)
+        for size, count in itertools.product((0, 1, 100, 200), (1, 10, 100_000)):
+            state = {"a": torch.ones(count), "b": torch.ones(1)}
+            limit_files(size)
+            with pytest.raises(OttavaError, match="cannot be written"):
+                save(state, path)
+            limit_files(resource.RLIM_INFINITY)
+            assert value_of(path) == 0
     assert names(tmp_path) == ["file", "folder"]
     assert len(names(folder)) == 2
 
@@ -342,13 +327,15 @@ def test_only_files_and_checkpoints_are_replaced(alarm: None, tmp_path: Path) ->
     (tmp_path / "folder" / "mine").write_text("mine")
     (tmp_path / "text").write_text("mine")
     (tmp_path / "device").symlink_to("/dev/null")
-    checkpoint.save_sharded(ONE, tmp_path / "run")
-    (tmp_path / "link").symlink_to("run")
+    checkpoint.save_step(ONE, tmp_path, 1)
+    (tmp_path / "step-0000002").mkdir()
+    os.mkfifo(tmp_path / "step-0000002" / "ottava.json")
+    (tmp_path / "link").symlink_to("step-0000001")
     before = names(tmp_path)
-    for name in ("pipe", "folder", "device", "run", "/dev/null"):
+    for name in ("pipe", "folder", "device", "step-0000001", "/dev/null"):
         with pytest.raises(UsageError, match=r"written: it is (a folder|no regular file)"):
             checkpoint.save_file(ONE, tmp_path / name)
-    for name in ("pipe", "folder", "device", "text", "link"):
+    for name in ("pipe", "folder", "device", "text", "link", "step-0000002"):
         with pytest.raises(CheckpointError, match="is not a sharded checkpoint and is not repl"):
             save_sharded(ONE, tmp_path / name)
         with pytest.raises(CheckpointError, match=f"{name} exists.*overwrite=True"):
@@ -357,29 +344,21 @@ def test_only_files_and_checkpoints_are_replaced(alarm: None, tmp_path: Path) ->
         checkpoint.save_sharded(ONE, tmp_path / "text" / "below")
     with pytest.raises(CheckpointError, match="pipe is no regular file"):
         checkpoint.load_file(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match=r"ottava\.json cannot be read: it is no regular"):
+        checkpoint.load_sharded(ONE, tmp_path / "step-0000002")
+    assert checkpoint.latest_checkpoint(tmp_path) == tmp_path / "step-0000001"
     assert names(tmp_path) == before
     assert (tmp_path / "folder" / "mine").read_text() == (tmp_path / "text").read_text() == "mine"
     assert not os.path.isfile("/dev/null")
-    assert value_of(tmp_path / "run") == 1
+    assert value_of(tmp_path / "step-0000001") == 1
 
 
-def test_pipes_in_a_folder_are_not_waited_for(alarm: None, tmp_path: Path) -> None:
-    """In the place of an index, and of a hidden folder that a killed writer has left."""
-    checkpoint.save_step(ONE, tmp_path, 1)
-    (tmp_path / "step-0000002").mkdir()
-    os.mkfifo(tmp_path / "step-0000002" / "ottava.json")
+def test_a_pipe_in_the_place_of_a_leftover_is_not_waited_for(alarm: None, tmp_path: Path) -> None:
     with Partial(tmp_path / "file") as partial:
         name = partial.path.name
     os.mkfifo(tmp_path / name)
     checkpoint.save_file(ONE, tmp_path / "file")
-    assert checkpoint.latest_checkpoint(tmp_path) == tmp_path / "step-0000001"
-    assert not checkpoint.is_complete(tmp_path / "step-0000002")
-    with pytest.raises(
-        CheckpointError, match=r"ottava\.json cannot be read: it is no regular file"
-    ):
-        checkpoint.load_sharded(ONE, tmp_path / "step-0000002")
-    with pytest.raises(CheckpointError, match="is not a sharded checkpoint and is not replaced"):
-        checkpoint.save_step(ONE, tmp_path, 2, overwrite=True)
+    assert value_of(tmp_path / "file") == 1
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
@@ -432,14 +411,16 @@ def modes_while(write: Callable[[], object], folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o400, 0o666])
-def test_a_file_that_replaces_another_is_open_to_nobody_else(mode: int, tmp_path: Path) -> None:
+def test_what_replaces_another_is_open_to_nobody_else(mode: int, tmp_path: Path) -> None:
     """Not even while it is written, and whatever new files are open to."""
     file, folder = tmp_path / "file", tmp_path / "folder"
     before = os.umask(0)
     try:
+        folder.mkdir(mode=0o700)
+        save_sharded(ONE, folder)
+        assert {stat.S_IMODE(entry.stat().st_mode) for entry in folder.iterdir()} == {0o600}
         checkpoint.save_file(ONE, file)
         assert stat.S_IMODE(file.stat().st_mode) == 0o666
-        save_sharded(ONE, folder)
         for old in (file, *folder.iterdir()):
             old.chmod(mode)
         modes = modes_while(lambda: checkpoint.save_file(ONE, file), tmp_path)
@@ -449,15 +430,7 @@ def test_a_file_that_replaces_another_is_open_to_nobody_else(mode: int, tmp_path
     assert mode in modes
     assert not any(found & ~(mode | stat.S_IRUSR | stat.S_IWUSR) for found in modes), modes
     assert {stat.S_IMODE(new.stat().st_mode) for new in (file, *folder.iterdir())} == {mode}
-
-
-def test_a_folder_that_replaces_another_is_open_to_nobody_else(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir(mode=0o700)
-    for _ in range(2):
-        save_sharded(ONE, folder)
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert {stat.S_IMODE(entry.stat().st_mode) for entry in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 # -- steps --

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from ottava import checkpoint
 from ottava.cli import main, recipes
 from ottava.cli.output import (
     PlainColumn,
@@ -27,12 +25,11 @@ from ottava.cli.output import (
     show_json,
     table,
 )
-from ottava.cli.recipes import DEMO_LAYERS, READERS
+from ottava.cli.recipes import DEMO_LAYERS
 from ottava.errors import OptionError
 from ottava.kernels import products
-from ottava.recipes.registry import PluginStatus
 from tests.core import forking
-from tests.core.fake_plugins import GOOD, hook, offers, plugin, run
+from tests.core.fake_plugins import distribution, hook, offers, plugin, run
 
 FACTORIES = "ottava_quantizer_factories"
 IMPL = """
@@ -108,32 +105,20 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     plugin(folder, "aaa-good", "aaa_good", hook(f"return [{', '.join(specs)}]"))
     (folder / "cli_impl.py").write_text(IMPL)
-    plugin(folder, "bbb-raises", "bbb_raises", "raise ZeroDivisionError('at import [/red]')")
+    raises = "raise ZeroDivisionError('at import [/red]')"
+    plugin(folder, "bbb-raises", "bbb_raises", raises)
     plugin(folder, "ccc-first", "ccc_first", offers("taken", factory="a:B"))
     plugin(folder, "ddd-second", "ddd_second", offers("taken", "own", factory="ddd_second:Thing"))
-    plugin(folder, "eee-unknown", "eee_unknown", GOOD + "@h.hookimpl\ndef ottava_x():\n    ...\n")
-    plugin(folder, "fff-old", "fff_old", hook(f"return [{spec('o', 'a:B', ', api_version=9')}]"))
     plugin(folder, "ggg-empty", "ggg_empty", hook("return []"))
     plugin(folder, "hhh-rows", "hhh_rows", factory("rows", "builtins:str"))
     plugin(folder, "iii-lost", "iii_lost", factory("lost", "nonesuch_module:f"))
     (folder / "aaa_commands.py").write_text(COMMANDS)
-    (folder / "bbb_commands.py").write_text("raise ZeroDivisionError('at import [/red]')")
+    (folder / "bbb_commands.py").write_text(raises)
     hello, broken = "aaa_commands:hello", "bbb_commands:run"
-    commands = {
-        "jjj-commands": {
-            "say-hello": hello,
-            "strange": "aaa_commands:strange",
-            "twice": hello,
-            "doctor": "aaa_commands:x",
-        },
-        "kkk-commands": {"breaks": broken, "twice": broken, "number": "math:pi"},
-    }
-    for dist, entries in commands.items():
-        info = folder / f"{dist.replace('-', '_')}-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.2\n")
-        lines = "".join(f"{name} = {reference}\n" for name, reference in entries.items())
-        (info / "entry_points.txt").write_text(f"[ottava.commands]\n{lines}")
+    one = f"say-hello = {hello}\nstrange = aaa_commands:strange\ntwice = {hello}\ndoctor = a:x\n"
+    two = f"breaks = {broken}\ntwice = {broken}\nnumber = math:pi\n"
+    distribution(folder, "jjj-commands", f"[ottava.commands]\n{one}")
+    distribution(folder, "kkk-commands", f"[ottava.commands]\n{two}")
     return folder
 
 
@@ -150,22 +135,14 @@ def test_recipes_lists_the_healthy_and_names_the_broken(plugins: Path) -> None:
         assert rows[dist, "taken"]["status"] == "refused"
         for part in ("taken", "ccc-first 1.2", "ddd-second 1.2"):
             assert part in rows[dist, "taken"]["error"]
-    broken = {"bbb-raises": "at import [/red]", "eee-unknown": "ottava_x", "fff-old": "version 9"}
-    for dist, words in broken.items():
-        assert rows[dist, ""]["status"] == "broken"
-        assert words in rows[dist, ""]["error"]
+    assert rows["bbb-raises", ""]["status"] == "broken"
+    assert "at import [/red]" in rows["bbb-raises", ""]["error"]
     empty = rows["ggg-empty", ""]
     assert (empty["status"], empty["error"]) == ("empty", "it offers nothing")
     assert not [dist for dist, _ in rows if dist in ("hhh-rows", "iii-lost")]
-    assert next(row for row in listing["quantizer_factories"] if row["name"] == "rows") == {
-        "name": "rows",
-        "summary": "by row",
-        "plugin": "hhh-rows:main",
-        "distribution": "hhh-rows",
-        "version": "1.2",
-        "status": "ok",
-        "error": "",
-    }
+    factory_row = {"name": "rows", "summary": "by row", "plugin": "hhh-rows:main"}
+    factory_row |= {"distribution": "hhh-rows", "version": "1.2", "status": "ok", "error": ""}
+    assert factory_row in listing["quantizer_factories"]
     text = run(plugins, "recipes").stdout
     for words in ("own", "by row", "ddd-second:main 1.2 taken is refused"):
         assert words in text
@@ -224,21 +201,11 @@ def test_explain_tells_lines_rules_and_the_layers_of_the_demo(plugins: Path) -> 
     assert "[red]" in run(plugins, "recipes", "--explain", "model.rules", "--layer", "b").stdout
 
 
-def test_explain_takes_the_layers_of_a_checkpoint_that_a_package_reads(
-    plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_explain_names_the_package_that_reads_checkpoints(
+    plugins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "read_by_tests.py").write_text(
-        "import ottava\n\n\ndef read(path):\n    return ottava.checkpoint.load_file(path), {}\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    file, x = tmp_path / "x.safetensors", torch.ones(2, 2)
-    checkpoint.save_file({"a.weight": x, "a.bias": x[0].clone(), "b.weight": x[1].clone()}, file)
-    entry = EntryPoint("x", "read_by_tests:read", READERS)
-    monkeypatch.setattr(recipes, "discover", lambda group: [PluginStatus("aaa", "1", entry)])
-    rows = explained(plugins, "plain", "--checkpoint", file, "--layer", "more")["layers"]
-    assert {row["layer"] for row in rows} == {"a", "more"}
     monkeypatch.setattr(recipes, "discover", lambda group: [])
-    done = run(plugins, "recipes", "--explain", "plain", "--checkpoint", str(file))
+    done = run(plugins, "recipes", "--explain", "plain", "--checkpoint", "file")
     assert done.returncode == 2
     assert done.stderr.startswith(
         "error: --checkpoint is not installed. Expected: ottava-integrations. Remedy: pip "
@@ -286,8 +253,6 @@ def test_doctor_builds_the_recipes_and_says_what_is_wrong(plugins: Path) -> None
         "plugin bbb-raises:main": "at import [/red]",
         "plugin ccc-first:main": "taken",
         "plugin ddd-second:main": "taken",
-        "plugin eee-unknown:main": "ottava_x",
-        "plugin fff-old:main": "version 9",
     }
     kinds = ("recipe", "plugin", "quantizer")
     assert set(expected) == {name for name in wrong if name.startswith(kinds)}
@@ -387,12 +352,9 @@ def test_listing_recipes_imports_neither_torch_nor_the_recipe(plugins: Path) -> 
         "print([name for name in ('torch', 'cli_impl', 'aaa_good') if name in sys.modules])"
     )
     path = os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.stdout.splitlines() == ["True", "['aaa_good']"], done.stderr
 
 

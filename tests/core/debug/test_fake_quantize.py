@@ -40,12 +40,9 @@ def test_values_are_those_of_the_format_and_one_scale(name: str, dtype: torch.dt
 
 def test_the_gradient_is_that_of_the_identity_and_it_compiles() -> None:
     x, upstream = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
-    compiled = torch.compile(
-        lambda t: fake_quantize(t, "FP8E4M3"), fullgraph=True, backend="aot_eager"
-    )
-    with torch.no_grad():
-        assert torch.equal(compiled(x), fake_quantize(x, "FP8E4M3"))
+    compiled = torch.compile(lambda t: fake_quantize(t, "FP8E4M3"), fullgraph=True, backend="eager")
     y = fake_quantize(x, "FP8E4M3")
+    assert torch.equal(compiled(x.detach()), y)
     y.backward(upstream)
     assert torch.equal(x.grad, upstream)
 

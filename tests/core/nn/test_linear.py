@@ -19,7 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
-from ottava.errors import DeviceError, DTypeError, RecipeNotFoundError, ShapeError, UsageError
+from ottava.errors import (
+    DeviceError,
+    DTypeError,
+    OptionError,
+    RecipeNotFoundError,
+    ShapeError,
+    UsageError,
+)
 from ottava.nn import Linear, plan
 from ottava.tensors import columnwise_layout
 
@@ -98,6 +105,11 @@ def test_only_quantized_operands_are_saved_and_only_wanted_products_computed(rec
             layer(x.detach().requires_grad_(bool(x_needs))).sum().backward()
         assert counter.get_total_flops() == products * 2 * 128 * 64 * 64
     assert layer.bias.grad is not None
+    # A hook may keep another form of what is saved.
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.numpy, torch.from_numpy):
+        y = layer(x).float().square().sum()
+    expected = torch.autograd.grad(layer(x).float().square().sum(), x)
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected[0])
 
 
 def test_a_loss_that_is_kept_holds_no_quantized_weight(recipe: Any) -> None:
@@ -109,19 +121,6 @@ def test_a_loss_that_is_kept_holds_no_quantized_weight(recipe: Any) -> None:
     assert data() is not None
     layer.half()
     assert data() is None, loss
-
-
-def test_a_microbatch_uses_the_weight_that_was_kept(recipe: Any) -> None:
-    layer, x = layer_of(recipe), torch.randn(4, 7)
-    first = layer(x, is_first_microbatch=True)
-    with torch.no_grad():
-        layer.weight.zero_()
-    assert torch.equal(layer(x, is_first_microbatch=False), first)
-    with ottava.nn.microbatch(False):
-        assert torch.equal(layer(x), first)
-    assert torch.equal(layer(x, is_first_microbatch=True), layer(x))
-    with pytest.raises(ottava.errors.OptionError, match="is_first_microbatch is 1"):
-        layer(x, is_first_microbatch=1)
 
 
 def test_sizes_that_never_repeat_make_no_more_plans_than_the_limit(
@@ -205,12 +204,32 @@ def test_a_region_in_which_no_layer_runs_warns_once(recipe: Any) -> None:
             raise ZeroDivisionError
 
 
-def test_recipes_that_are_none_are_refused() -> None:
-    with pytest.raises(DTypeError, match="recipe"):
-        ottava.autocast(3)  # type: ignore[arg-type]
-    for use in (ottava.autocast, lambda name: ottava.quantized_model_init(name).__enter__()):
-        with pytest.raises(RecipeNotFoundError, match="provides recipe 'nonesuch'"):
-            use("nonesuch")
+def test_wrong_arguments_of_a_region_and_of_a_layer_are_refused(recipe: Any) -> None:
+    layer, x = layer_of(recipe), torch.ones(1, 7)
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (lambda: ottava.autocast(3), DTypeError, "recipe"),  # type: ignore[arg-type]
+        (lambda: ottava.autocast("nonesuch"), RecipeNotFoundError, "recipe 'nonesuch'"),
+        (lambda: ottava.autocast(recipe, enabled=1), OptionError, "enabled"),  # type: ignore[arg-type]
+        (lambda: ottava.autocast(amax_reduction_group=3), OptionError, "group"),  # type: ignore[arg-type]
+        (lambda: ottava.quantized_model_init("nonesuch").__enter__(), RecipeNotFoundError, "none"),
+        (lambda: layer(x, is_first_microbatch=1), OptionError, "is_first_microbatch is 1"),
+        (lambda: recipe.quantizer(5), DTypeError, "5|int"),
+    ]
+    for call, error, words in calls:
+        with pytest.raises(error, match=words):
+            call()
+
+
+@pytest.mark.slow
+def test_a_layer_in_compiled_code_runs_inside_of_a_region(recipe: Any) -> None:
+    torch._dynamo.reset()
+    layer, x = layer_of(recipe), torch.randn(4, 7)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no layer of Ottava ran")
+        with ottava.autocast(recipe):
+            y = compiled(x)
+    assert torch.equal(y, layer(x))
 
 
 # -- what surrounds a layer --
@@ -263,14 +282,15 @@ def test_torchs_autocast_says_the_dtype(recipe: Any, gradients: bool) -> None:
         assert layer.bias.grad.tolist() == [301.0] * 5
 
 
-@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (0,)], ids=str)
-def test_the_output_may_be_modified_in_place(recipe: Any, lead: tuple[int, ...]) -> None:
-    layer, x = layer_of(recipe), torch.randn(*lead, 7)
-    y, z = torch.nn.ReLU(inplace=True)(layer(x)), layer(x)
-    z += 1
-    (y.sum() + z.sum()).backward()
-    assert torch.equal(y, torch.relu(layer(x)))
-    assert torch.equal(z, layer(x) + 1)
+def test_the_output_may_be_modified_in_place(recipe: Any) -> None:
+    layer = layer_of(recipe)
+    for lead in ((), (3,), (2, 3), (0,)):
+        x = torch.randn(*lead, 7)
+        y, z = torch.nn.ReLU(inplace=True)(layer(x)), layer(x)
+        z += 1
+        (y.sum() + z.sum()).backward()
+        assert torch.equal(y, torch.relu(layer(x)))
+        assert torch.equal(z, layer(x) + 1)
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -295,7 +315,7 @@ def test_second_derivatives_are_refused(recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("gradients", [False, True])
-def test_tensors_without_memory_and_transforms(recipe: Any, gradients: bool) -> None:
+def test_tensors_without_memory_tracing_and_transforms(recipe: Any, gradients: bool) -> None:
     layer, x = layer_of(recipe), torch.randn(4, 7)
     on_meta = Linear(7, 5, device="meta", recipe=recipe)
     with torch.set_grad_enabled(gradients):
@@ -314,22 +334,6 @@ def test_tensors_without_memory_and_transforms(recipe: Any, gradients: bool) -> 
         assert torch.equal(graph(2 * x), layer(2 * x))
 
 
-def test_saved_operands_pass_through_hooks(recipe: Any) -> None:
-    layer, x = layer_of(recipe), torch.randn(4, 7, requires_grad=True)
-    layer(x).square().sum().backward()
-    expected, x.grad, packed = x.grad, None, []
-
-    def pack(tensor: torch.Tensor) -> int:
-        packed.append(tensor.clone())
-        return len(packed) - 1
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, packed.__getitem__):
-        y = layer(x)
-    assert any(tensor.dtype == torch.uint8 for tensor in packed)
-    y.square().sum().backward()
-    assert torch.equal(x.grad, expected)
-
-
 def test_a_layer_is_pickled_without_its_process_group(recipe: Any) -> None:
     class Group:
         group_name = "some group"
@@ -341,40 +345,6 @@ def test_a_layer_is_pickled_without_its_process_group(recipe: Any) -> None:
     with ottava.autocast(amax_reduction_group=Group()):
         layer(x)
     assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
-
-
-class Net(torch.nn.Module):
-    """A layer that gets its recipe of a region, and one without a bias."""
-
-    def __init__(self, recipe: Any) -> None:
-        super().__init__()
-        self.recipe = recipe
-        self.first, self.head = Linear(7, 16), Linear(16, 3, bias=False, recipe=recipe)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with ottava.autocast(self.recipe):
-            hidden = self.first(x)
-        result: torch.Tensor = self.head(hidden)
-        return result
-
-
-@pytest.mark.slow
-def test_compiled_equals_eager_bitwise_in_regions(recipe: Any) -> None:
-    torch._dynamo.reset()
-    model = Net(recipe).bfloat16()
-    compiled, results = torch.compile(model, fullgraph=True, backend="aot_eager"), []
-    values = torch.randn(2, 5, 7).bfloat16()
-    with warnings.catch_warnings():
-        for run in (model, compiled):
-            model.zero_grad()
-            x = values.clone().requires_grad_()
-            y = run(x)
-            y.float().square().sum().backward()
-            results.append([y, x.grad, *(p.grad for p in model.parameters())])
-        assert all(map(torch.equal, *results))
-        warnings.filterwarnings("error", message="no layer of Ottava ran")
-        with ottava.autocast(recipe):
-            compiled(x)
 
 
 # -- what is refused --

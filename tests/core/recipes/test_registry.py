@@ -18,7 +18,7 @@ from ottava.errors import DuplicateRecipeError, OptionError, PluginError, Recipe
 from ottava.recipes import registry
 from ottava.recipes.region import current_region
 from ottava.recipes.registry import PluginStatus
-from tests.core.fake_plugins import GOOD, RECIPE, hook, offers, plugin
+from tests.core.fake_plugins import GOOD, RECIPE, distribution, hook, offers, plugin
 
 SPEC = "RecipeSpec(name='x', summary='s', factory='a:B'{})"
 FACTORIES = "ottava_quantizer_factories"
@@ -138,9 +138,8 @@ def test_one_package_may_offer_a_name_twice_by_mistake(site: Path) -> None:
     with pytest.raises(DuplicateRecipeError, match="'mine' is offered by ottava-recipes-mine"):
         ottava.get_recipe("mine")
     assert names() & {"mine", "other"} == {"other"}
-    healthy(site, "two-entries", "twice")
-    entries = site / "two_entries-1.2.dist-info" / "entry_points.txt"
-    entries.write_text("[ottava]\none = two_entries\ntwo = two_entries\n")
+    (site / "two_entries.py").write_text(offers("twice", factory="a:B"))
+    distribution(site, "two-entries", "[ottava]\none = two_entries\ntwo = two_entries\n")
     registry.reload()
     with pytest.raises(DuplicateRecipeError, match=r"entry point one.*entry point two"):
         ottava.get_recipe("twice")
@@ -203,8 +202,10 @@ def test_a_factory_that_fails_is_told_with_its_package_and_the_cause(
         ottava.get_recipe("mine")
     for part in ("recipe 'mine'", "acme-fp8 1.2", words):
         assert part in str(caught.value)
-    if words == "ValueError: ctor":
-        assert isinstance(caught.value.__cause__, ValueError)
+    assert caught.value.__cause__ is not None or words in (
+        "type float",
+        "an object of type ABCMeta",
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,6 +230,12 @@ def test_wrong_options_are_the_users(
         ottava.get_recipe("mine", **options)
 
 
+READER = """
+def build(file=None, extra=0):
+    thing = Thing()
+    thing.file, thing.extra = file, extra
+    return thing
+"""
 OPTIONS = """
 from enum import Enum
 class Colour(Enum):
@@ -281,22 +288,30 @@ def test_an_unknown_name_is_answered_with_what_is_near_meant_disabled_or_to_inst
         ottava.get_recipe("mine")
 
 
-def test_a_region_sees_packages_that_changed(site: Path) -> None:
-    healthy(site, "acme-fp8", "thing")
-    recipes: list[Any] = []
-    for change in ("", "", "\n    changed = True\n"):
-        if change:
-            (site / "acme_fp8_impl.py").write_text(RECIPE + change)
-            del sys.modules["acme_fp8_impl"]
-            registry.reload()
-        with ottava.autocast("thing"):
-            recipes.append(current_region().recipe)  # type: ignore[union-attr]
-    assert recipes[0] is recipes[1]
-    assert recipes[2].changed
+def test_a_region_sees_packages_and_files_that_changed(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(site, "acme_impl:build", READER, (".ini",))
+
+    def recipe(name: str | Path) -> Any:
+        with ottava.autocast(name):
+            return current_region().recipe  # type: ignore[union-attr]
+
+    file = site / "model.ini"
+    file.write_text("a")
+    first, of_file = recipe("mine"), recipe(file)
+    assert recipe("mine") is first
+    assert recipe(file) is of_file
+    file.write_text("bc")
+    assert recipe(file) is not of_file
+    (site / "acme_impl.py").write_text(f"{RECIPE}\n    changed = True\n{READER}")
+    monkeypatch.delitem(sys.modules, "acme_impl")
+    registry.reload()
+    assert recipe("mine").changed
     (site / "acme_fp8-1.2.dist-info" / "entry_points.txt").unlink()
     registry.reload()
     with pytest.raises(RecipeNotFoundError):
-        ottava.autocast("thing")
+        ottava.autocast("mine")
 
 
 # -- quantizer factories --
@@ -329,16 +344,9 @@ def test_quantizer_factories_have_names_of_their_own(site: Path) -> None:
 
 # -- files in the place of names --
 
-READER = """
-def build(file=None, extra=0):
-    thing = Thing()
-    thing.file, thing.extra = file, extra
-    return thing
-"""
-
 
 def test_the_recipe_that_reads_the_suffix_is_built(
-    site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(site, "acme_impl:build", READER, (".ini", ".cfg"))
     monkeypatch.setenv("HOME", "/some/home")
@@ -360,15 +368,6 @@ def test_the_recipe_that_reads_the_suffix_is_built(
     for name in ("curent", "Current", "", "a b"):
         with pytest.raises(RecipeNotFoundError, match="no installed package provides recipe"):
             ottava.get_recipe(name)
-    # A region sees a file that changed.
-    file, seen = tmp_path / "model.ini", []
-    for text in ("a", "a", "bc"):
-        if not file.exists() or file.read_text() != text:
-            file.write_text(text)
-        with ottava.autocast(file):
-            seen.append(current_region().recipe)  # type: ignore[union-attr]
-    assert seen[0] is seen[1]
-    assert seen[2] is not seen[1]
     other = SPEC.format(", file_suffixes=('.ini',)")
     plugin(site, "beta", "beta", hook(f"return [{other}]"))
     registry.reload()

@@ -191,38 +191,6 @@ def test_the_state_is_saved_copied_reset_and_follows_the_factory(recipe: Any) ->
     assert model[0].recipe_state is not first
 
 
-def test_a_copy_of_a_state_is_in_no_step_and_no_group() -> None:
-    state = CountingState(Counting("a"), [QuantizerRole(tensor_type="input")])
-    state.step, state.amax_reduction_group = object(), object()
-    copied = copy.deepcopy(state)
-    assert (copied.step, copied.amax_reduction_group) == (None, None)
-    state.steps += 1
-    assert copied.steps == 0
-    assert copied.is_of(Counting("a"))
-
-
-def test_states_are_float32_whatever_the_defaults_are() -> None:
-    """Of a class that names neither dtype nor device, and leaves ``_apply`` to torch."""
-    outer = over(Counting("outer"), input=QuantizerRequest(Counting("inner")))
-    for recipe in (Counting(), outer):
-        torch.set_default_dtype(torch.bfloat16)
-        torch.set_default_device("meta")
-        try:
-            layer = ottava.nn.Linear(8, 8, recipe=recipe, device="cpu")
-        finally:
-            torch.set_default_device(None)
-            torch.set_default_dtype(torch.float32)
-        layer(torch.ones(2, 8, dtype=torch.bfloat16))
-        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float32):
-            layer.to(dtype)
-            found = {(buffer.dtype, buffer.device.type) for buffer in layer.buffers()}
-            assert found == {(torch.float32, "cpu")}
-        assert any(bool(buffer.any()) for buffer in layer.buffers())
-        layer.to("meta").to_empty(device="cpu")
-        steps = [b for name, b in layer.named_buffers() if name.endswith("steps")]
-        assert not any(bool(buffer.any()) for buffer in steps)
-
-
 def test_what_is_no_factory_request_or_quantizer_is_refused(recipe: Any) -> None:
     wrong_factories: list[Any] = [lambda: None, lambda role, layer: None]
     for factory in wrong_factories:

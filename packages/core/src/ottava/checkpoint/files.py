@@ -267,8 +267,6 @@ def read_tensors(
 def _check(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], verify: bool
 ) -> None:
-    if "ottava.digest" in metadata:
-        raise CheckpointError(f"{path} is of an old format", expected=CHECKSUM_KEY, remedy=RESAVE)
     keys = (METADATA_KEY, CHECKSUM_KEY)
     present = [key for key in keys if key in metadata]
     if len(present) == 1:
