@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -347,27 +346,41 @@ def no_garbage_is_collected() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.usefixtures("no_garbage_is_collected")
-@pytest.mark.parametrize("way", ["alone", "converted", "in blocks", "recomputed", "calibrated"])
-def test_a_state_goes_with_its_layer(way: str) -> None:
-    layer: Any = Linear(16, 16, recipe=delayed() if way in ("alone", "converted") else None)
-    net = ottava.convert(torch.nn.Sequential(layer), delayed()) if way == "converted" else layer
-    x, references = torch.ones(4, 16, requires_grad=True), []
-    for _ in range(5):
-        if way == "calibrated":
+def in_regions(net: Any, calibrates: bool = False) -> Any:
+    def run(x: torch.Tensor) -> Any:
+        if calibrates:
             with ottava.autocast(delayed(), calibrating=True):
                 net(x)
-        block = contextlib.nullcontext() if net is not layer else ottava.autocast(delayed())
-        with contextlib.nullcontext() if way == "alone" else block:
-            y = checkpoint(net, x, use_reentrant=False) if way == "recomputed" else net(x)
-        y.sum().backward()
-        references.append(sys.getrefcount(weakref.ref(layer.recipe_state)))
-    # A step notes what ran since it began, however many steps there were.
-    assert references[1:] == references[1:2] * 4
-    scale, state = weakref.ref(layer.recipe_state.scale), weakref.ref(layer.recipe_state)
-    del net, layer, y
-    assert state() is None
-    assert scale() is None
+        with ottava.autocast(delayed()):
+            return net(x)
+
+    return run
+
+
+#: Of a layer: what runs it.
+RUNS: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda layer: layer,
+    "converted": lambda layer: ottava.convert(torch.nn.Sequential(layer), delayed()),
+    "in regions": in_regions,
+    "recomputed": lambda layer: in_regions(functools.partial(PLAIN, layer)),
+    "calibrated": lambda layer: in_regions(layer, calibrates=True),
+}
+
+
+@pytest.mark.usefixtures("no_garbage_is_collected")
+def test_a_state_goes_with_its_layer() -> None:
+    for way, make in RUNS.items():
+        layer, references = Linear(16, 16, recipe=delayed()), []
+        run = make(layer)
+        for _ in range(5):
+            y = run(torch.ones(4, 16, requires_grad=True))
+            y.sum().backward()
+            references.append(sys.getrefcount(weakref.ref(layer.recipe_state)))
+        # A step notes what ran since it began, however many steps there were.
+        assert references[1:] == references[1:2] * 4, way
+        parts = [weakref.ref(layer.recipe_state), weakref.ref(layer.recipe_state.scale)]
+        del run, layer, y
+        assert [part() for part in parts] == [None, None], way
 
 
 def test_blocks_of_recipes_that_are_gone_are_forgotten() -> None:
