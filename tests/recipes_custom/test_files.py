@@ -318,6 +318,8 @@ def test_a_model_under_the_recipe_of_a_file(tmp_path: Path) -> None:
         assert torch.allclose(y, plain, rtol=1e-5, atol=1e-6) is exact
         y.sum().backward()
         assert one["up"].weight.grad.isfinite().all()
+    with pytest.raises(OptionError, match=r"line 4, column 13: pattern 'head' matches no layer"):
+        ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), recipe)
 
 
 def test_a_file_inside_a_file(tmp_path: Path) -> None:

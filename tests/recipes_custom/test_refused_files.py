@@ -140,8 +140,8 @@ YAML: dict[str, tuple[str, str, str]] = {
         *("3:3", "fp8_format is 'E9'. Expected: one of E4M3, E5M2, HYBRID."),
     ),
     "a missing option": (
-        f"{IN_LAYERS}- match: a\n  all: needy",
-        *("4:8", "recipe 'needy': missing a required argument: 'scale'. Expected: scale."),
+        f"{IN_LAYERS}- match: a\n  all: {{recipe: needy}}",
+        *("4:17", "recipe 'needy': missing a required argument: 'scale'. Expected: scale."),
     ),
     "a number of too many digits": (
         *("default:\n  epsilon: " + "9" * 5000, "2:12", "Exceeds the limit"),
@@ -217,7 +217,7 @@ YAML: dict[str, tuple[str, str, str]] = {
         "default: alpha\nlayers: " + "[" * 60 + "]" * 60,
         *("2:41", "values are nested too deeply"),
     ),
-    "a very deep list": ("default: " + "[" * 2000, "", "values are nested too deeply"),
+    "a very deep list": ("default: " + "[" * 600, "", "values are nested too deeply"),
 }
 IN_RULE = "default = 'alpha'\n[[layers]]\nmatch = 'a'\n"
 # Name: text, path of the key, words of the error. What follows the reader is that of YAML.
@@ -249,7 +249,7 @@ TOML: dict[str, tuple[str, str, str]] = {
         "default = 'alpha'\nlayers = " + "[" * 60 + "]" * 60,
         *("layers" + "[0]" * 32, "values are nested too deeply"),
     ),
-    "a very deep list": ("default = " + "[" * 2000, "", "values are nested too deeply"),
+    "a very deep list": ("default = " + "[" * 600, "", "values are nested too deeply"),
 }
 # Of names that are not installed, and recipes that fail.
 OTHER_ERRORS: dict[str, tuple[str, str, str, type[OttavaError]]] = {
