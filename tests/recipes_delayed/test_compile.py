@@ -15,6 +15,8 @@ import ottava
 from ottava_delayed import DelayedScaling
 from tests.comparing import assert_same
 
+# The process that compiles for the conformance kit has imported the compiler.
+pytestmark = pytest.mark.xdist_group("ranks")
 RECIPE = DelayedScaling(amax_history_len=3)
 
 

@@ -147,6 +147,8 @@ def test_a_step_is_no_evaluation(use_reentrant: bool | None) -> None:
     assert scaling_statistics(net)["0"]["input"].saturated > 0
 
 
+# The process that compiles for the conformance kit has imported the compiler.
+@pytest.mark.xdist_group("ranks")
 def test_compiled_evaluation_is_whole_and_counts_nothing() -> None:
     torch._dynamo.reset()
     net = merged()

@@ -23,6 +23,8 @@ from ottava_delayed import DelayedScaling
 from tests.comparing import assert_same
 from tests.ranks import Collectives, on_ranks
 
+# One process forks all ranks.
+pytestmark = pytest.mark.xdist_group("forks")
 HISTORY = 3
 Net = torch.nn.Sequential
 
