@@ -203,11 +203,12 @@ def test_views_lie_where_plain_ones_do() -> None:
 
 @PAIR
 def test_hybrids_are_alike_where_both_sides_are(pair: str) -> None:
-    one, turned = hybrid(pair), HybridQuantizer(*reversed(PAIRS[pair]))
+    one, (rows, columns) = hybrid(pair), PAIRS[pair]
     assert one.is_alike(hybrid(pair, columnwise=False))
-    assert one != turned
-    assert not one.is_alike(turned)
-    assert not one.is_alike(PAIRS[pair][0])
+    for sides in ((columns, rows), (rows, rows), (columns, columns)):
+        assert one != HybridQuantizer(*sides)
+        assert not one.is_alike(HybridQuantizer(*sides))
+    assert not one.is_alike(rows)
 
 
 @PAIR
