@@ -330,14 +330,19 @@ def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
 
 # The process that compiles for the conformance kit has imported the compiler.
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("primary", [True, SLOW(False)])
-@pytest.mark.parametrize("pair", ["rows and one", *(SLOW(p) for p in PAIRS if p != "rows and one")])
-def test_layers_compile(pair: str, primary: bool) -> None:
+@pytest.mark.parametrize(
+    ("pair", "primary", "backend"),
+    [
+        ("rows and one", True, "eager"),
+        *(SLOW(pair, primary, "aot_eager") for pair in PAIRS for primary in (False, True)),
+    ],
+)
+def test_layers_compile(pair: str, primary: bool, backend: str) -> None:
     torch._dynamo.reset()
     recipe, results = CustomRecipe(lambda role: hybrid(pair)), []
     with ottava.quantized_model_init(recipe, enabled=primary):
         layer = ottava.nn.Linear(8, 8, bias=False, recipe=recipe)
-    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+    for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
         layer.zero_grad()
         x = torch.ones(3, 8, requires_grad=True)
         y = run(x)

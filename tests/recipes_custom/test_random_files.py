@@ -4,6 +4,7 @@ another way."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import re
@@ -43,6 +44,7 @@ def fits(name: str, pattern: str) -> bool:
     return bool(name) and pattern[0] in ("?", name[0]) and fits(name[1:], pattern[1:])
 
 
+@functools.cache
 def reaches(name: str, pattern: str) -> bool:
     """Whether it fits a name, or the name of a module around it."""
     parts = name.split(".")
