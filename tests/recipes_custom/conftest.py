@@ -33,22 +33,14 @@ from typing import ClassVar
 import torch
 
 import ottava
-from ottava import Format, Recipe, kernels
+from ottava import Format, GridQuantizer, Layout, Recipe
 from ottava.errors import OptionError
-from ottava.tensors import Float8QuantizerBase
 
 
-class Q(Float8QuantizerBase):
+class Q(GridQuantizer):
     def __init__(self, dtype, recipe=None, group=None):
-        super().__init__(dtype)
-        self.recipe, self.group = recipe, group
-
-    def quantize_impl(self, tensor, dtype):
-        rows, columns = self.needs(tensor.device)
-        data, transpose, _, scale_inv, _ = kernels.quantize(
-            tensor, self.fp8_dtype, rowwise=rows, transposed=columns
-        )
-        return self.wrap(data if rows else None, transpose if columns else None, scale_inv, dtype)
+        super().__init__(Layout(dtype, (None, None)))
+        self.recipe, self.group, self.fp8_dtype = recipe, group, dtype
 
 
 class Kept(Q):

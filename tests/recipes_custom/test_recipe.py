@@ -148,10 +148,14 @@ def test_explanations() -> None:
 
 
 def test_a_pattern_that_fits_no_layer_is_refused_with_the_nearest() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    recipe = CustomRecipe(by_tensor("custom", weight=by_layer({"10": "identity"}, "custom")))
-    with pytest.raises(OptionError, match=r"pattern '10' of by_layer matches no layer"):
-        ottava.convert(model, recipe)
+    def converted(pattern: str) -> Any:
+        by_weight = by_tensor("custom", weight=by_layer({pattern: "identity"}, "custom"))
+        return ottava.convert(torch.nn.Sequential(torch.nn.Linear(4, 4)), CustomRecipe(by_weight))
+
+    assert kinds(converted("0")[0].recipe, "0") == [REF, IDENTITY, REF]
+    with pytest.raises(OptionError, match=r"pattern '10' of by_layer matches no layer") as caught:
+        converted("10")
+    assert "a name such as 0" in str(caught.value)
 
 
 WEIGHT = QuantizerRole("", "weight")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import ottava
-from ottava import Layout, kernels, prepare_for_saving, restore_from_saved
+from ottava import Layout, kernels
 from ottava.distributed import is_custom
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.gemm import gemm
@@ -30,7 +29,6 @@ from tests.comparing import assert_same
 from tests.samples import DTYPES, patterns, special, strided, wide
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-USAGES = [(True, True), (True, False), (False, True)]
 reference = CurrentScalingQuantizerRef
 
 
@@ -39,8 +37,7 @@ def codes(tensor: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quant_dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize("pow_2", [False, True])
-@pytest.mark.parametrize("eps", [0.0, 1e-3])
+@pytest.mark.parametrize(("pow_2", "eps"), [(False, 0.0), (True, 1e-3)])
 def test_bytes_and_scales_are_those_of_the_oracle(
     quant_dtype: Any, pow_2: bool, eps: float
 ) -> None:
@@ -65,15 +62,13 @@ def test_bytes_and_scales_are_those_of_the_oracle(
 # -- tensors --
 
 
-@pytest.mark.parametrize(("rowwise", "columnwise"), USAGES)
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, True), (True, False), (False, True)])
 def test_the_parts_are_those_of_the_usages(rowwise: bool, columnwise: bool) -> None:
     for shape, internal in itertools.product([(4, 6), (2, 3, 4), (5,), (0, 3)], (False, True)):
         x, quantizer = torch.randn(shape), reference(E4M3, rowwise, columnwise)
         quantizer.internal = internal
         tensor, both = quantizer(x), reference(E4M3)(x)
-        kind = CurrentScalingTensorRefStorage if internal else CurrentScalingTensorRef
-        assert type(tensor) is kind
-        assert tensor.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
+        assert isinstance(tensor, torch.Tensor) is not internal
         for held, data, scale, expected in (
             (rowwise, tensor.data, tensor.scale, codes(both)),
             (columnwise, tensor.data_t, tensor.scale_t, codes(both).movedim(-1, 0)),
@@ -83,9 +78,8 @@ def test_the_parts_are_those_of_the_usages(rowwise: bool, columnwise: bool) -> N
                 assert data.dtype == E4M3
                 assert_same(data.view(torch.uint8), expected, note=shape)
                 assert_same(scale, both.scale)
-        assert tensor.quant_dtype == E4M3
         assert tensor.original_shape == tuple(tensor.size()) == shape
-        assert torch.equal(tensor.dequantize(), both.dequantize())
+        assert_same(tensor.dequantize(), both.dequantize())
 
 
 def test_update_usage_turns_one_usage_into_the_other() -> None:
@@ -100,19 +94,6 @@ def test_update_usage_turns_one_usage_into_the_other() -> None:
         assert torch.equal(tensor.dequantize(), values)
     with pytest.raises(OptionError):
         tensor.update_usage(False, False)
-
-
-def test_a_transpose_is_never_stale() -> None:
-    tensor = reference(E4M3)(torch.randn(4, 6))
-    alias, copied = tensor.detach(), tensor.clone()
-    before = copied.dequantize()
-    tensor.copy_(torch.randn(4, 6))
-    for one in (tensor, alias):
-        assert torch.equal(one.data_t.view(torch.uint8), codes(one).t())
-        assert torch.equal(one.dequantize(), tensor.dequantize())
-    tensor._data.zero_()
-    assert not tensor.data_t.view(torch.uint8).any()
-    assert torch.equal(copied.dequantize(), before)
 
 
 @pytest.mark.parametrize("kind", [CurrentScalingTensorRef, CurrentScalingTensorRefStorage])
@@ -167,32 +148,16 @@ def test_the_data_of_a_parameter_is_what_torch_means() -> None:
     assert torch.equal(tensor.dequantize(), torch.full((2, 3), 2.0))
 
 
-@pytest.mark.parametrize("internal", [False, True])
-def test_saving_and_restoring(internal: bool) -> None:
-    for rowwise, columnwise in USAGES:
-        quantizer = reference(E4M3, rowwise, columnwise)
-        quantizer.internal = internal
-        tensor, file = quantizer(torch.randn(4, 6)), io.BytesIO()
-        torch.save(tensor, file)
-        file.seek(0)
-        values, twin = tensor.dequantize(), copy.copy(tensor)
-        tensors, owner = twin.prepare_for_saving()
-        assert owner.restore_from_saved([*tensors, torch.ones(2)])[0].sum() == 2
-        (restored,) = restore_from_saved(*prepare_for_saving(copy.copy(owner)))
-        for other in (restored, torch.load(file, weights_only=True), copy.deepcopy(tensor)):
-            assert type(other) is type(tensor)
-            assert other.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
-            assert torch.equal(other.dequantize(), values)
-
-
-def test_equality_and_copies_of_quantizers() -> None:
-    one = reference(E4M3, pow_2_scales=True, eps=0.5)
-    other = one.copy()
-    assert (one, hash(one)) == (other, hash(other))
-    other.set_usage(columnwise=False)
-    assert one.columnwise_usage
-    assert one != reference(E4M3, pow_2_scales=True)
-    assert one != reference(E5M2, pow_2_scales=True, eps=0.5)
+def test_options_distinguish_quantizers() -> None:
+    quantizers = {
+        reference(E4M3),
+        reference(E4M3, pow_2_scales=True),
+        reference(E4M3, eps=0.5),
+        reference(E5M2, eps=0.5),
+        reference(E5M2, eps=0.5).copy(),
+    }
+    assert len(quantizers) == 4
+    one = reference(E4M3)
     assert is_custom(one)
     assert is_custom(one(torch.ones(2, 2)))
     one.fp8_dtype = E5M2
@@ -311,50 +276,6 @@ def test_operands_that_do_not_fit_are_refused(changed: Any, error: Any) -> None:
 # -- layers --
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("primary", [False, True])
-def test_a_layer_of_any_rank(dtype: torch.dtype, primary: bool) -> None:
-    eps = torch.finfo(dtype).eps
-    for lead in ((), (3,), (2, 1, 4), (0,), (2, 0)):
-        with ottava.quantized_model_init("custom", enabled=primary):
-            layer: Any = ottava.nn.Linear(7, 5, dtype=dtype, recipe="custom")
-        assert isinstance(layer.weight, CurrentScalingTensorRef) is primary
-        x = torch.randn(*lead, 7, dtype=dtype, requires_grad=True)
-        dy = torch.randn(*lead, 5, dtype=dtype)
-        y = layer(x)
-        y.backward(dy)
-
-        def exact(tensor_type: str, value: torch.Tensor) -> torch.Tensor:
-            matrix = value.detach().reshape(-1, value.shape[-1])
-            return current_scaling_ref_factory(tensor_type)(matrix).dequantize(torch.float64)
-
-        qx, qdy, weight = exact("input", x), exact("grad_output", dy), layer.weight.detach()
-        qw = weight.dequantize(torch.float64) if primary else exact("weight", weight)
-        for found, expected in (
-            (y, (qx @ qw.t() + layer.bias.detach().double()).view(y.shape)),
-            (x.grad, (qdy @ qw).view(x.shape)),
-            (layer.weight.grad, qdy.t() @ qx),
-        ):
-            torch.testing.assert_close(
-                found.detach().double(), expected, rtol=2 * eps, atol=16 * eps, msg=str(lead)
-            )
-
-
-@pytest.mark.parametrize("primary", [False, True])
-def test_microbatches_before_their_backward_passes_and_main_grad(primary: bool) -> None:
-    with ottava.quantized_model_init("custom", enabled=primary):
-        layer: Any = ottava.nn.Linear(7, 5, recipe="custom")
-    twin, batches = copy.deepcopy(layer), [torch.randn(2, 3, 7) for _ in range(3)]
-    twin.fuse_wgrad_accumulation, twin.weight.main_grad = True, torch.zeros(5, 7)
-    for x in batches:
-        layer(x).square().sum().backward()
-    outputs = [twin(x).square().sum() for x in batches]
-    for output in outputs:
-        output.backward()
-    assert twin.weight.grad is None
-    torch.testing.assert_close(twin.weight.main_grad, layer.weight.grad, rtol=1e-6, atol=1e-6)
-
-
 def test_a_backward_pass_under_torch_autocast_multiplies_in_float32() -> None:
     layer = ottava.nn.Linear(24, 8, dtype=torch.bfloat16, recipe="custom")
     x, dy = torch.randn(16, 24).bfloat16().requires_grad_(), torch.randn(16, 8).bfloat16()
@@ -388,8 +309,7 @@ class Residual(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [*((dtype, None) for dtype in DTYPES), (torch.float32, torch.bfloat16)],
+    ("dtype", "autocast"), [(torch.bfloat16, None), (torch.float32, torch.bfloat16)]
 )
 def test_inductor_gives_the_bytes_of_eager_code(dtype: Any, autocast: Any) -> None:
     torch._dynamo.reset()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ottava.errors import OptionError, OttavaError, PluginError, RecipeNotFoundError
+from ottava.errors import DTypeError, OptionError, OttavaError, PluginError, RecipeNotFoundError
 from ottava_custom.files import FileFactory, load_factory
 from ottava_custom.files.source import MAX_BYTES
 
@@ -67,14 +67,9 @@ YAML: dict[str, tuple[str, str, str]] = {
         "default: alpha\nlayers: [{match: a, all: alpha}]\ndefault: identity",
         *("3:1", "key 'default' stands there twice, first in line 1. Expected: each key once."),
     ),
-    "a key of a rule twice": (
-        f"{IN_LAYERS}- {{match: a, all: alpha,\n  'all': alpha}}",
-        *("4:3", "key 'all' stands there twice, first in line 3"),
-    ),
     "a file that is a list": (
         *("# x\n- a", "2:1", "a file is a list. Expected: a mapping with default, layers."),
     ),
-    "a file that is a text": ("alpha", "1:1", "a file is text, 'alpha'"),
     "layers that are a mapping": (
         "default: alpha\nlayers: {match: a, all: alpha}",
         *("2:9", "layers is a mapping. Expected: a list of rules."),
@@ -109,20 +104,11 @@ YAML: dict[str, tuple[str, str, str]] = {
         f"{IN_LAYERS}- all: alpha\n  match: 0",
         *("4:10", "match is a number, 0. Expected: a pattern of layer names, in quotes"),
     ),
-    "a pattern that is nothing": (
-        "default: alpha\nlayers: [{match: , all: alpha}]",
-        *("2:17", "match is nothing. Expected: a pattern of layer names, in quotes, or a list."),
-    ),
     "a quantizer that is a number": (
         *("default: 8", "1:10"),
         "default is a number, 8. Expected: the name of a recipe, identity, or a mapping with "
         "recipe, factory",
     ),
-    "a quantizer that is nothing": (
-        "default:\nlayers: [{match: a, all: alpha}]",
-        *("1:9", "default is nothing"),
-    ),
-    "a quantizer that is a list": ("default: [alpha]", "1:10", "default is a list"),
     "an empty quantizer": ("default: {}", "1:10", "default is a mapping without entries"),
     "a name that is a number": (
         *("default: {recipe: 1.5}", "1:19", "recipe is a number, 1.5. Expected: a name."),
@@ -154,8 +140,8 @@ YAML: dict[str, tuple[str, str, str]] = {
         *("3:3", "fp8_format is 'E9'. Expected: one of E4M3, E5M2, HYBRID."),
     ),
     "a missing option": (
-        f"{IN_LAYERS}- match: a\n  all: needy",
-        *("4:8", "recipe 'needy': missing a required argument: 'scale'. Expected: scale."),
+        f"{IN_LAYERS}- match: a\n  all: {{recipe: needy}}",
+        *("4:17", "recipe 'needy': missing a required argument: 'scale'. Expected: scale."),
     ),
     "a number of too many digits": (
         *("default:\n  epsilon: " + "9" * 5000, "2:12", "Exceeds the limit"),
@@ -231,14 +217,15 @@ YAML: dict[str, tuple[str, str, str]] = {
         "default: alpha\nlayers: " + "[" * 60 + "]" * 60,
         *("2:41", "values are nested too deeply"),
     ),
-    "a very deep list": ("default: " + "[" * 2000, "", "values are nested too deeply"),
+    "a very deep list": ("default: " + "[" * 600, "", "values are nested too deeply"),
 }
 IN_RULE = "default = 'alpha'\n[[layers]]\nmatch = 'a'\n"
 # Name: text, path of the key, words of the error. What follows the reader is that of YAML.
 TOML: dict[str, tuple[str, str, str]] = {
-    "unknown key of a rule": (
-        f"{IN_RULE}# a\nwieght = 'alpha'",
-        *("layers[0].wieght", "a rule has no key 'wieght'"),
+    "a key in quotes": ("'a b' = 1", "'a b'", "a file has no key 'a b'"),
+    "a key inside of keys": (
+        f"{IN_RULE}weight.rowwise = 'alpha'\n[layers.weight.columnwise]\nrecipes = 'alpha'",
+        *("layers[0].weight.columnwise.recipes", "has no key 'recipes'"),
     ),
     "an empty pattern": (
         "default = 'alpha'\n[[layers]]\nall = 'alpha'\nmatch = [\n  'a', # '',\n  '']",
@@ -256,23 +243,13 @@ TOML: dict[str, tuple[str, str, str]] = {
         "'weight' never serves, because layers[0] takes these layers and roles before.",
     ),
     "a key twice": ("default = 'alpha'\ndefault = 'x'", "", "not TOML: Cannot overwrite a value"),
-    "a table twice": (
-        "[default]\nrecipe = 'alpha'\n[default]\nflag = true",
-        *("", "not TOML: Cannot declare ('default',) twice (at line 3, column 9)"),
-    ),
-    "no syntax": ("default = 'alpha'\nlayers = alpha", "", "not TOML: Invalid value"),
-    "YAML": ("default: alpha", "", "not TOML: Expected '='"),
-    "a character": (
-        "default = 'alpha'\n# \x07",
-        *("", r"not TOML: Found invalid character '\x07'"),
-    ),
     "a number of too many digits": ("[default]\nepsilon = " + "9" * 5000, "", "Exceeds the limit"),
     "nothing": ("# a", "", "the file is empty"),
     "a deep list": (
         "default = 'alpha'\nlayers = " + "[" * 60 + "]" * 60,
         *("layers" + "[0]" * 32, "values are nested too deeply"),
     ),
-    "a very deep list": ("default = " + "[" * 2000, "", "values are nested too deeply"),
+    "a very deep list": ("default = " + "[" * 600, "", "values are nested too deeply"),
 }
 # Of names that are not installed, and recipes that fail.
 OTHER_ERRORS: dict[str, tuple[str, str, str, type[OttavaError]]] = {
@@ -364,5 +341,8 @@ def test_what_is_no_file_of_a_language(tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=re.escape(words)) as caught:
             load_factory(tmp_path / name)
         assert name in str(caught.value)
+    for wrong in (3, None, b"model.yaml"):
+        with pytest.raises(DTypeError, match="the path is a"):
+            load_factory(wrong)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match=f"a.yaml is larger than {MAX_BYTES} bytes"):
         FileFactory("a.yaml", "#" * (MAX_BYTES + 1))

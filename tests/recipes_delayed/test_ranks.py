@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from ottava_delayed import DelayedScaling
 from tests.comparing import assert_same
 from tests.ranks import Collectives, on_ranks
 
+# One process forks all ranks.
+pytestmark = pytest.mark.xdist_group("forks")
 HISTORY = 3
 Net = torch.nn.Sequential
 
@@ -60,70 +63,48 @@ class Alone:
     def __init__(self) -> None:
         self.net = ottava.convert(model(), recipe(reduce_amax=False))
 
-    def step(self, step: int, ranks: list[int]) -> dict[str, torch.Tensor]:
+    def assert_equal(self, net: Net, step: int, ranks: list[int]) -> None:
+        """Its state after the step is that of a rank."""
         with ottava.autocast():
             outputs = [self.net(shard(step, rank)) for rank in ranks]
         torch.cat(outputs).sum().backward()
-        return state_of(self.net)
-
-
-def converted(net: Net, **options: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    return net
-
-
-def in_block(net: Net, **options: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with ottava.autocast(**options):
-            y: torch.Tensor = net(x)
-        return y
-
-    return run
-
-
-def assert_reduces(begin: Any, rank: int, ranks: list[int]) -> None:
-    """One all-reduce a step; the bytes of one process. One rank evaluates by itself: in the same
-    way, without the group, and a copy."""
-    net, alone = ottava.convert(model(), recipe()), Alone()
-    for step in range(6):
-        with Collectives() as collectives:
-            begin(net)(shard(step, rank)).sum().backward()
-        # A block does not know its layers before they have run in it once.
-        assert collectives.count == 1 or (step == 0 and begin is not converted), step
-        expected = alone.step(step, ranks)
+        expected = state_of(self.net)
         for name, value in state_of(net).items():
             assert_same(value, expected[name], note=(step, name))
+
+
+@pytest.mark.parametrize("way", ["the default group", "halves", "halves by name"])
+@on_ranks(4)
+def test_ranks_have_the_bytes_of_one_process(mesh: DeviceMesh, way: str) -> None:
+    """One all-reduce a step. One rank evaluates by itself: in the same way, without the group, and
+    a copy. The name of a group keeps no group alive."""
+    rank, ranks = mesh.get_rank(), list(range(4))
+    region: Callable[[], Any] = contextlib.nullcontext
+    if way != "the default group":
+        halves = [[0, 1], [2, 3]]
+        groups, ranks = [dist.new_group(half) for half in halves], halves[rank // 2]
+        group = groups[rank // 2]
+        name: Any = group.group_name if way == "halves by name" else group
+        region = partial(ottava.autocast, amax_reduction_group=name)
+    net, alone = ottava.convert(model(), recipe()), Alone()
+    for step in range(5):
+        with Collectives() as collectives:
+            with region():
+                y = net(shard(step, rank))
+            y.sum().backward()
+        # A region does not know its layers before they have run in it once.
+        assert collectives.count == 1 or (step == 0 and way != "the default group"), step
+        alone.assert_equal(net, step, ranks)
         if rank == ranks[0]:
             with torch.no_grad():
-                begin(net.eval())(1000 * shard(step, 0))
+                with region():
+                    net.eval()(1000 * shard(step, 0))
                 with ottava.autocast():
                     net(1000 * shard(step, 0))
                     copy.deepcopy(net)(shard(step, 0))
                 with ottava.autocast(recipe()):
                     copy.deepcopy(net)(shard(step, 0))
             net.train()
-
-
-@on_ranks(2, 4)
-def test_the_default_group(mesh: DeviceMesh) -> None:
-    assert_reduces(converted, mesh.get_rank(), list(range(mesh.size())))
-
-
-@pytest.mark.parametrize("named", [False, True])
-@on_ranks(2)
-def test_the_group_of_a_block(mesh: DeviceMesh, named: bool) -> None:
-    """Or its name, which keeps no group alive."""
-    group: Any = dist.group.WORLD
-    begin = partial(in_block, amax_reduction_group=group.group_name if named else group)
-    assert_reduces(begin, mesh.get_rank(), [0, 1])
-
-
-@on_ranks(4)
-def test_halves(mesh: DeviceMesh) -> None:
-    """Each half of the ranks by itself."""
-    halves = [[0, 1], [2, 3]]
-    groups, own = [dist.new_group(half) for half in halves], mesh.get_rank() // 2
-    begin = partial(in_block, amax_reduction_group=groups[own])
-    assert_reduces(begin, mesh.get_rank(), halves[own])
 
 
 @on_ranks(2)
@@ -149,19 +130,18 @@ def test_two_groups(mesh: DeviceMesh, nested: bool) -> None:
     rank, pair = mesh.get_rank(), mesh.get_rank() // 2
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     outer = recipe()
-    inner = DelayedScaling(margin=1, amax_history_len=HISTORY) if nested else outer
+    inner = recipe(margin=1) if nested else outer
     a, b = ottava.nn.Linear(16, 16), ottava.nn.Linear(16, 16)
     for step in range(5):
         x = shard(step, rank)
-        with Collectives() as collectives:
-            with ottava.autocast(outer, amax_reduction_group=dist.group.WORLD):
-                y = a(x)
-                if nested:
-                    with ottava.autocast(inner, amax_reduction_group=pairs[pair]):
-                        y = y + b(x)
+        with Collectives() as collectives, contextlib.ExitStack() as regions:
+            regions.enter_context(ottava.autocast(outer, amax_reduction_group=dist.group.WORLD))
+            y = a(x)
             if not nested:
-                with ottava.autocast(inner, amax_reduction_group=pairs[pair]):
-                    y = y + b(x)
+                regions.close()
+            with ottava.autocast(inner, amax_reduction_group=pairs[pair]):
+                y = y + b(x)
+            regions.close()
             y.sum().backward()
         assert collectives.count == (2 if step else 0), (step, collectives.count)
         for layer, ranks, divisor in ((a, range(4), 1), (b, (2 * pair, 2 * pair + 1), 1 + nested)):
@@ -181,9 +161,7 @@ def test_wrapped_models(mesh: DeviceMesh, way: str) -> None:
     run = run or torch.compile(net, fullgraph=True, backend="aot_eager")
     for step in range(3):
         run(shard(step, mesh.get_rank())).sum().backward()
-        expected = alone.step(step, [0, 1])
-        for name, value in state_of(net).items():
-            assert_same(value, expected[name], note=(step, name))
+        alone.assert_equal(net, step, [0, 1])
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
@@ -73,59 +72,31 @@ def test_a_step_uses_the_scales_of_the_steps_before() -> None:
 
 
 def test_values_that_are_clamped_are_counted() -> None:
-    net = ottava.convert(model(), DelayedScaling(amax_history_len=2))
-    for _ in range(3):
-        net(batch(0)).sum().backward()
+    net = ottava.convert(model(), delayed())
+    net(batch(0)).sum().backward()
+    net(batch(0)).sum().backward()
     quiet, outliers = statistics(net), batch(0)
     outliers[3, :5] *= 1000
     net(outliers).sum().backward()
     loud = statistics(net)
     assert loud.saturated - quiet.saturated == int((outliers.abs() * quiet.scale > 448).sum()) > 0
     assert loud.largest_amax == amax(outliers)
-    assert quiet.saturated_in_evaluation == 0
 
 
-def bound(net: Any) -> Any:
-    return ottava.convert(net, "delayed")
-
-
-def test_every_way_to_run_gives_the_same() -> None:
-    def in_blocks(recipe: Any) -> Callable[[Any, torch.Tensor], Any]:
-        def run(net: Any, x: torch.Tensor) -> Any:
-            with ottava.autocast(recipe()):
-                return net(x)
-
-        return run
-
-    def unbound(net: Any) -> Any:
-        return torch.nn.Sequential(Linear.from_linear(net[0]), net[1], Linear.from_linear(net[2]))
-
-    ways: dict[str, tuple[Any, Callable[[Any, torch.Tensor], Any]]] = {
-        "converted": (bound, lambda net, x: net(x)),
-        "an equal recipe, made anew": (unbound, in_blocks(DelayedScaling)),
-        "a name": (unbound, in_blocks(lambda: "delayed")),
-        "a block without a recipe": (bound, in_blocks(lambda: None)),
-        # Around the converted module's own forward pass.
-        "layers alone": (bound, lambda net, x: net[2](net[1](net[0](x)))),
-    }
-    results = {}
-    for name, (make, run) in ways.items():
-        net = make(model())
-        gradients = []
-        for step in range(4):
-            net.zero_grad()
-            run(net, batch(step)).square().mean().backward()
-            gradients += [parameter.grad for parameter in net.parameters()]
-        results[name] = [*gradients, *net.state_dict().values()]
-    for name, result in results.items():
-        assert_same(result, results["converted"], note=name)
+def test_regions_of_equal_recipes_go_on_with_the_state() -> None:
+    """Of a recipe that is made anew, of a name, and of no recipe around a layer that has one."""
+    bound, unbound = Linear(16, 16, recipe="delayed"), Linear(16, 16)
+    unbound.load_state_dict(bound.state_dict(), strict=False)
+    for step, recipe in enumerate((DelayedScaling(), "delayed", DelayedScaling())):
+        with ottava.autocast(recipe):
+            unbound(batch(step)).sum().backward()
+        with ottava.autocast():
+            bound(batch(step)).sum().backward()
+        assert_same(list(unbound.buffers()), list(bound.buffers()), note=step)
+        assert_same(unbound.weight.grad, bound.weight.grad, note=step)
 
 
 # -- recomputation --
-
-
-def selective() -> Any:
-    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def on_cpu(function: Any, x: torch.Tensor) -> Any:
@@ -144,6 +115,10 @@ class Sine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         return grads[0] * ctx.saved_tensors[0].cos()
+
+
+def selective() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 PLAIN, REENTRANT = (functools.partial(checkpoint, use_reentrant=kind) for kind in (False, True))
@@ -203,23 +178,17 @@ def test_recomputation_records_once(way: str, told: bool, monkeypatch: pytest.Mo
 def test_a_recomputed_model_whose_layers_take_nothing_of_its_input() -> None:
     """A reentrant checkpoint turns gradients off, so that only the input tells of training."""
     results = []
-    for use_reentrant in (None, True, False):
+    for around in (lambda net, x: net(x), PLAIN, REENTRANT):
         net = ottava.convert(torch.nn.Sequential(torch.nn.LayerNorm(16), *model()), delayed())
-        for step in range(4):
-            x = batch(step).requires_grad_()
-            if use_reentrant is None:
-                y = net(x)
-            else:
-                y = checkpoint(net, x, use_reentrant=use_reentrant)
-            y.sum().backward()
+        for step in range(3):
+            around(net, batch(step).requires_grad_()).sum().backward()
         results.append(list(net.buffers()))
-    for result in results[1:]:
-        assert_same(result, results[0])
+    assert_same(results[1:], results[:1] * 2)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("around", [PLAIN, REENTRANT], ids=["plain", "reentrant"])
 def test_a_recomputation_where_torch_tells_no_backward_pass(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, use_reentrant: bool
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, around: Any
 ) -> None:
     """In a region that stays open it changes nothing."""
 
@@ -228,8 +197,7 @@ def test_a_recomputation_where_torch_tells_no_backward_pass(
         for step in range(3):
             net.zero_grad()
             with ottava.autocast():
-                x = batch(step).requires_grad_()
-                y = net[2](checkpoint(net[0], x, use_reentrant=use_reentrant))
+                y = net[2](around(net[0], batch(step).requires_grad_()))
                 scale = net[0].recipe_state.scale.clone()
                 y.square().mean().backward()
             assert torch.equal(net[0].recipe_state.scale, scale)
@@ -248,23 +216,25 @@ def test_a_recomputation_where_torch_tells_no_backward_pass(
 # -- calibration --
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_calibration_computes_in_high_precision_and_sets_scales(use_reentrant: Any) -> None:
-    net, plain, x = ottava.convert(model(), delayed()), model(), batch(1).requires_grad_()
+@pytest.mark.parametrize("around", [None, PLAIN, REENTRANT], ids=["", "plain", "reentrant"])
+def test_calibration_computes_in_high_precision_and_sets_scales(around: Any) -> None:
+    net, plain = ottava.convert(model(), delayed()), model()
     for step in (0, 1):
         x = batch(step).requires_grad_()
         with ottava.autocast(calibrating=True):
-            y = net(x) if use_reentrant is None else checkpoint(net, x, use_reentrant=use_reentrant)
-        assert torch.equal(y, plain(batch(step)))
+            y = net(x) if around is None else around(net, x)
+        exact = plain(batch(step))
+        assert torch.equal(y, exact)
         y.sum().backward()
-    plain(batch(0)).sum().backward()
-    plain(batch(1)).sum().backward()
+        exact.sum().backward()
     assert torch.equal(net[0].weight.grad, plain[0].weight.grad)
     state, scales = net[0].recipe_state, [amax(batch(0)), amax(batch(1))]
     expected = [scale_for(*scales), scale_for(amax(plain[0].weight)), 1.0]
     assert state.scale.tolist() == expected
     assert not state.amax_history[0].any()
-    # Bound or converted later, a layer keeps what it has learnt.
+
+
+def test_a_layer_that_is_bound_or_converted_later_keeps_what_it_has_learnt() -> None:
     alone = torch.nn.Sequential(Linear(16, 16))
     with torch.no_grad(), ottava.autocast(delayed(), calibrating=True):
         alone(batch(1))
@@ -277,26 +247,25 @@ def test_calibration_computes_in_high_precision_and_sets_scales(use_reentrant: A
 # -- what begins no step, and what begins one all the same --
 
 
-@pytest.mark.parametrize("refused", ["shape", "dtype", "main_grad", "microbatch"])
+# A call of a layer with an option that it refuses.
+REFUSED: dict[str, tuple[dict[str, Any], bool]] = {
+    "shape": ({"input": torch.randn(12, 32)}, False),
+    "dtype": ({"input": batch(1).double()}, False),
+    "microbatch": ({"input": batch(1), "is_first_microbatch": "yes"}, False),
+    "no main_grad": ({"input": batch(1)}, True),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
 def test_a_layer_that_refuses_its_operands_has_begun_no_step(refused: str) -> None:
+    operands, fuses = REFUSED[refused]
     layer = Linear(16, 16, recipe=delayed())
     layer(batch(0)).sum().backward()
-    before = [value.clone() for value in layer.state_dict().values()]
-    operands: dict[str, Any] = {"input": batch(1)}
-    if refused == "shape":
-        operands["input"] = torch.randn(12, 32)
-    elif refused == "dtype":
-        operands["input"] = batch(1).double()
-    elif refused == "main_grad":
-        layer.fuse_wgrad_accumulation = True
-    else:
-        operands["is_first_microbatch"] = "yes"
+    before = [value.clone() for value in layer.buffers()]
+    layer.fuse_wgrad_accumulation = fuses
     with pytest.raises(ottava.errors.OttavaError):
         layer(**operands)
-    assert_same(list(layer.state_dict().values()), before)
-    layer.fuse_wgrad_accumulation = False
-    layer(batch(1))
-    assert layer.recipe_state.scale[0].item() == scale_for(amax(batch(0)))
+    assert_same(list(layer.buffers()), before)
 
 
 class Student(torch.nn.Module):
@@ -343,15 +312,6 @@ def test_a_factory_goes_over_the_recipe() -> None:
         assert not torch.equal(net[0](batch(0)), first)
 
 
-def test_other_options_start_afresh_and_say_so() -> None:
-    net = ottava.convert(model(), delayed())
-    net(batch(0)).sum().backward()
-    other = ottava.autocast(DelayedScaling(amax_history_len=9))
-    with pytest.warns(UserWarning, match="the scaling state of Linear '0' is discarded"), other:
-        net(batch(1)).sum().backward()
-    assert net[0].recipe_state.amax_history.shape == (9, 3)
-
-
 def test_warnings_of_a_forward_pass_after_a_backward_pass() -> None:
     net, alone = ottava.convert(model(), delayed()), Linear(16, 16)
     with ottava.autocast(delayed()):
@@ -386,27 +346,41 @@ def no_garbage_is_collected() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.usefixtures("no_garbage_is_collected")
-@pytest.mark.parametrize("way", ["alone", "converted", "in blocks", "recomputed", "calibrated"])
-def test_a_state_goes_with_its_layer(way: str) -> None:
-    layer: Any = Linear(16, 16, recipe=delayed() if way in ("alone", "converted") else None)
-    net = ottava.convert(torch.nn.Sequential(layer), delayed()) if way == "converted" else layer
-    x, references = torch.ones(4, 16, requires_grad=True), []
-    for _ in range(5):
-        if way == "calibrated":
+def in_regions(net: Any, calibrates: bool = False) -> Any:
+    def run(x: torch.Tensor) -> Any:
+        if calibrates:
             with ottava.autocast(delayed(), calibrating=True):
                 net(x)
-        block = contextlib.nullcontext() if net is not layer else ottava.autocast(delayed())
-        with contextlib.nullcontext() if way == "alone" else block:
-            y = checkpoint(net, x, use_reentrant=False) if way == "recomputed" else net(x)
-        y.sum().backward()
-        references.append(sys.getrefcount(weakref.ref(layer.recipe_state)))
-    # A step notes what ran since it began, however many steps there were.
-    assert references[1:] == references[1:2] * 4
-    scale, state = weakref.ref(layer.recipe_state.scale), weakref.ref(layer.recipe_state)
-    del net, layer, y
-    assert state() is None
-    assert scale() is None
+        with ottava.autocast(delayed()):
+            return net(x)
+
+    return run
+
+
+#: Of a layer: what runs it.
+RUNS: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda layer: layer,
+    "converted": lambda layer: ottava.convert(torch.nn.Sequential(layer), delayed()),
+    "in regions": in_regions,
+    "recomputed": lambda layer: in_regions(functools.partial(PLAIN, layer)),
+    "calibrated": lambda layer: in_regions(layer, calibrates=True),
+}
+
+
+@pytest.mark.usefixtures("no_garbage_is_collected")
+def test_a_state_goes_with_its_layer() -> None:
+    for way, make in RUNS.items():
+        layer, references = Linear(16, 16, recipe=delayed()), []
+        run = make(layer)
+        for _ in range(5):
+            y = run(torch.ones(4, 16, requires_grad=True))
+            y.sum().backward()
+            references.append(sys.getrefcount(weakref.ref(layer.recipe_state)))
+        # A step notes what ran since it began, however many steps there were.
+        assert references[1:] == references[1:2] * 4, way
+        parts = [weakref.ref(layer.recipe_state), weakref.ref(layer.recipe_state.scale)]
+        del run, layer, y
+        assert [part() for part in parts] == [None, None], way
 
 
 def test_blocks_of_recipes_that_are_gone_are_forgotten() -> None:

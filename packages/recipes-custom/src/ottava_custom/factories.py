@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,11 +104,7 @@ def by_layer(patterns: Mapping[str, Factory | str], default: Factory | str) -> F
             raise DTypeError(
                 f"a pattern is a {type(pattern).__name__}", expected="a pattern of layer names"
             )
-    return Choice(
-        "name",
-        tuple((pattern, as_factory(f)) for pattern, f in patterns.items()),
-        as_factory(default),
-    )
+    return Choice.of("name", patterns, default)
 
 
 def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
@@ -121,11 +117,7 @@ def by_tensor(default: Factory | str, **tensors: Factory | str) -> Factory:
     """
     for tensor_type in tensors:
         _check_tensor_type(tensor_type)
-    return Choice(
-        "tensor_type",
-        tuple((name, as_factory(f)) for name, f in tensors.items()),
-        as_factory(default),
-    )
+    return Choice.of("tensor_type", tensors, default)
 
 
 @dataclass(frozen=True)
@@ -141,6 +133,14 @@ class Choice:
     attribute: str
     choices: tuple[tuple[str, Factory], ...]
     default: Factory
+
+    @classmethod
+    def of(
+        cls, attribute: str, choices: Mapping[str, Factory | str], default: Factory | str
+    ) -> Choice:
+        """The factory of factories, some of which are given by their names."""
+        factories = [(pattern, as_factory(factory)) for pattern, factory in choices.items()]
+        return cls(attribute, tuple(factories), as_factory(default))
 
     def __call__(self, role: QuantizerRole | str) -> Answer:
         """What the factory of the first pattern that fits returns."""
@@ -158,21 +158,23 @@ class Choice:
             OptionError: a pattern fits none of ``names``; the message has the nearest that would.
         """
         if self.attribute == "name":
-            self._check_patterns(names)
+            for pattern, expected in unmatched([pattern for pattern, _ in self.choices], names):
+                raise OptionError(
+                    f"pattern {pattern!r} of by_layer matches no layer of the model", expected
+                )
         for factory in (*(factory for _, factory in self.choices), self.default):
             check = getattr(factory, "check_layers", None)
             if callable(check):
                 check(names)
 
-    def _check_patterns(self, names: Sequence[str]) -> None:
-        modules = modules_of(names)
-        otherwise = "the name of a linear layer, or of a module that it is in"
-        for pattern, _ in self.choices:
-            if not fits_some(pattern, modules):
-                raise OptionError(
-                    f"pattern {pattern!r} of by_layer matches no layer of the model",
-                    expected=suggestion(pattern, names, otherwise),
-                )
+
+def unmatched(patterns: Iterable[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The patterns that fit none of the names of a model's layers, each with what is expected."""
+    modules = modules_of(names)
+    otherwise = "the name of a linear layer, or of a module that it is in"
+    for pattern in patterns:
+        if not fits_some(pattern, modules):
+            yield pattern, suggestion(pattern, names, otherwise)
 
 
 def by_direction(forward: Factory | str, backward: Factory | str) -> Factory:

@@ -12,7 +12,7 @@ from ottava.distributed import ShardRule, rule_of
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
 from ottava.tensors import QuantizedTensorStorage, Quantizer
-from ottava_custom.hybrid_tensors import SIDES, hybrid_class
+from ottava_custom.hybrid_tensors import SIDES, holds_elements, hybrid_class
 from ottava_custom.identity import IdentityQuantizer
 
 
@@ -159,7 +159,7 @@ class HybridQuantizer(Quantizer):
         gathered."""
         quantizer = self.columnwise_quantizer
         columns = quantizer.quantize_impl(tensor, dtype)
-        if self.internal or _holds_elements(columns):
+        if self.internal or holds_elements(columns):
             return columns
         # The storage holds a transpose alone, which is derived from the elements of the rows.
         return quantizer.with_usage(True, True).quantize_impl(tensor, dtype)
@@ -180,11 +180,3 @@ def _as_side(side: str, quantizer: Quantizer) -> Quantizer:
     own.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
     own.internal = True
     return own
-
-
-def _holds_elements(storage: QuantizedTensorStorage) -> bool:
-    """Whether the storage holds an inner tensor that shards gather."""
-    return any(
-        inner.gather and getattr(storage, inner.attribute) is not None
-        for inner in storage.inner_tensors
-    )

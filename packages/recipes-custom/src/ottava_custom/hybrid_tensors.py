@@ -161,16 +161,23 @@ def _fields_of_side(kind: _Kind) -> list[StaticField]:
 
 def _arguments_of_side(side: Side, storage: QuantizedTensorStorage) -> dict[str, Any]:
     """The arguments of a hybrid's constructor for a side: inner tensors and static values."""
-    tensors = {inner: getattr(storage, inner.attribute) for inner in storage.inner_tensors}
-    has_elements = any(inner.gather and tensor is not None for inner, tensor in tensors.items())
+    has_elements = holds_elements(storage)
     arguments: dict[str, Any] = {}
-    for inner, tensor in tensors.items():
+    for inner in storage.inner_tensors:
         # A transpose beside its elements would have to be made again whenever these are written.
         if not (has_elements and storage.is_derived(inner)):
-            arguments[f"{side}_{inner.argument}"] = tensor
+            arguments[f"{side}_{inner.argument}"] = getattr(storage, inner.attribute)
     for field in _fields_of_side(type(storage)):
         arguments[f"{side}_{field.argument}"] = getattr(storage, field.attribute)
     return arguments
+
+
+def holds_elements(storage: QuantizedTensorStorage) -> bool:
+    """Whether a storage holds an inner tensor that shards gather."""
+    return any(
+        inner.gather and getattr(storage, inner.attribute) is not None
+        for inner in storage.inner_tensors
+    )
 
 
 def _has_layouts(kind: _Kind) -> TypeGuard[type[GridTensorStorage]]:

@@ -11,10 +11,10 @@ import torch
 
 from ottava import kernels
 from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax
-from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
+from ottava.errors import OptionError
 from ottava.formats import fp8_format
 from ottava.kernels import for_layers
-from ottava.kernels.checks import check_device
+from ottava.kernels.checks import check_device, check_scalar
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
 from ottava.torch_private import foreach_maximum_
 
@@ -107,15 +107,11 @@ class Float8Quantizer(Float8QuantizerBase):
     ) -> None:
         super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
         own_scale: torch.Tensor = _as_scale(scale, amax)
-        _check_state(own_scale, torch.float32, "scale", optional=False)
-        _check_state(amax, torch.float32, "amax", optional=True)
-        _check_state(saturated, torch.int64, "saturated", optional=True)
-        for value, name in ((amax, "amax"), (saturated, "saturated")):
-            if value is not None and value.device != own_scale.device:
-                raise DeviceError(
-                    f"{name} is on {value.device}, scale on {own_scale.device}",
-                    expected="one device",
-                )
+        check_scalar(own_scale, own_scale, "scale")
+        if amax is not None:
+            check_scalar(amax, own_scale, "amax")
+        if saturated is not None:
+            check_scalar(saturated, own_scale, "saturated", torch.int64)
         self.scale = own_scale
         self.amax = amax
         self.saturated = saturated
@@ -267,21 +263,6 @@ class SlotQuantizer(Float8Quantizer):
             rowwise=rowwise,
             transposed=columnwise,
         )
-
-
-def _check_state(value: Any, dtype: torch.dtype, name: str, *, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, torch.Tensor):
-        raise DTypeError(
-            f"{name} is of {type(value).__name__}", expected=f"a {dtype} tensor with one element"
-        )
-    if value.dtype != dtype:
-        raise DTypeError(
-            f"{name} is of {value.dtype}", expected=f"a {dtype} tensor with one element"
-        )
-    if value.numel() != 1:
-        raise ShapeError(f"{name} has shape {tuple(value.shape)}", expected="one element")
 
 
 def largest(fp8_dtype: torch.dtype, margin: float) -> float:

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ottava.recipes.patterns import fits, fits_some, modules_of, suggestion
+from ottava.recipes.patterns import fits
 from ottava.recipes.role import OF_LINEAR, QuantizerRole, RecipeRule
-from ottava_custom.factories import TENSOR_TYPES
+from ottava_custom.factories import TENSOR_TYPES, unmatched
 from ottava_custom.files.expressions import Expression, Served
 from ottava_custom.files.source import Place
 
@@ -46,25 +46,22 @@ class Rule:
     entries: Mapping[str, Entry]
 
     def entries_for(self, role: QuantizerRole) -> Iterator[Entry]:
-        """The entries that speak of a role: that of the role first, that of all roles last."""
+        """The entries that are asked for a role: that of the role first, that of all roles last,
+        up to one that serves it in any case."""
         direction = "backward" if role.is_gradient else "forward"
         for key in (role.tensor_type, direction, "all"):
             if key in self.entries:
                 yield self.entries[key]
+                if self.entries[key].expression.total:
+                    return
 
     def serves(self, role: QuantizerRole) -> bool:
         """Whether no later rule is asked for the role of a layer that a pattern fits."""
         return any(entry.expression.total for entry in self.entries_for(role))
 
     def roles_of(self, entry: Entry) -> list[QuantizerRole]:
-        """The roles for which the entry is asked: no entry that comes before it serves them."""
-        return [role for role in ROLES if entry in self._candidates(role)]
-
-    def _candidates(self, role: QuantizerRole) -> Iterator[Entry]:
-        for entry in self.entries_for(role):
-            yield entry
-            if entry.expression.total:
-                return
+        """The roles for which the entry is asked."""
+        return [role for role in ROLES if entry in self.entries_for(role)]
 
     def listed(self) -> RecipeRule:
         """The rule for listings."""
@@ -164,16 +161,16 @@ class Rules:
     def check_layers(self, names: Sequence[str]) -> None:
         """Raises OptionError for a pattern that fits none of the layers of a model, in this file or
         in a recipe that it names."""
-        modules = modules_of(names)
-        otherwise = "the name of a linear layer, or of a module that it is in"
+        places: dict[str, Place] = {}
         for rule in self.rules:
             for pattern, place in rule.patterns.items():
-                if not fits_some(pattern, modules):
-                    raise place.error(
-                        f"pattern {pattern!r} matches no layer of the model",
-                        expected=suggestion(pattern, names, otherwise),
-                        remedy="names are those of model.named_modules(); * matches any characters",
-                    )
+                places.setdefault(pattern, place)
+        for pattern, expected in unmatched(places, names):
+            raise places[pattern].error(
+                f"pattern {pattern!r} matches no layer of the model",
+                expected,
+                remedy="names are those of model.named_modules(); * matches any characters",
+            )
         for entry in self.entries():
             entry.expression.check_layers(names)
 

@@ -182,11 +182,9 @@ class Schema:
         options = {option: value.plain() for option, value in values.items() if option != "recipe"}
         try:
             recipe = self._get_recipe(name, options)
-        except OptionError as error:
-            with _place_of_option(error, node.keys, options).named_in_errors():
-                raise
-        except Exception:
-            with place.named_in_errors():
+        except Exception as error:
+            option = _option_named_in(error, options)
+            with (place if option is None else node.keys[option]).named_in_errors():
                 raise
         return OfRecipe(place, recipe, options)
 
@@ -230,13 +228,13 @@ def _check_name(place: Place, name: str, expected: str) -> None:
         raise place.error(f"{name!r} is no name", expected)
 
 
-def _place_of_option(
-    error: OptionError, keys: Mapping[str, Place], options: Mapping[str, object]
-) -> Place:
-    """The place of the option that an error of a recipe names, or else of the key ``recipe``."""
+def _option_named_in(error: Exception, options: Mapping[str, object]) -> str | None:
+    """The option that an error of a recipe about its options names, or whose value it names."""
+    if not isinstance(error, OptionError):
+        return None
     for option, value in options.items():
         # The error about a file inside a file names the file, and not the option.
         names_value = isinstance(value, str) and len(value) > 1 and value in error.what
         if names_value or re.search(rf"\b{re.escape(option)}\b", error.what):
-            return keys[option]
-    return keys["recipe"]
+            return option
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,13 +16,6 @@ from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava.tensors.quantizer import epsilon_option, flag_option, fp8_option
 from ottava_custom.reference.arithmetic import amax, cast, scale_from_amax
 from ottava_custom.reference.tensor import CurrentScalingTensorRef, CurrentScalingTensorRefStorage
-
-# GEMM -> (columnwise usage of the left, of the right), (transpose the left, the right).
-_GEMMS: dict[str, tuple[tuple[bool, bool], tuple[bool, bool]]] = {
-    "fprop": ((False, False), (False, True)),
-    "dgrad": ((False, True), (False, False)),
-    "wgrad": ((True, True), (True, False)),
-}
 
 
 class CurrentScalingQuantizerRef(Quantizer):
@@ -138,22 +132,20 @@ class CurrentScalingQuantizerRef(Quantizer):
             UsageError: the product reads rows of an operand that has none.
             DTypeError, ShapeError, DeviceError: operands, scales, bias or out do not fit together.
         """
-        if gemm_type not in _GEMMS:
+        if gemm_type not in ("fprop", "dgrad", "wgrad"):
             raise OptionError(f"gemm_type is {gemm_type!r}", expected="fprop, dgrad or wgrad")
         if accumulate and out is None:
             raise OptionError("accumulate=True without out", expected="the tensor to add to")
-        columnwise, (turn_x, turn_w) = _GEMMS[gemm_type]
-        left, left_scale = _operand(qx if qresult_x is None else qresult_x, sx, columnwise[0])
-        right, right_scale = _operand(qw if qresult_w is None else qresult_w, sw, columnwise[1])
-        if turn_x:
-            left = left.t()
-        if turn_w:
-            right = right.t()
+        x, scale_x = _operand(qx if qresult_x is None else qresult_x, sx, gemm_type == "wgrad")
+        w, scale_w = _operand(qw if qresult_w is None else qresult_w, sw, gemm_type != "fprop")
+        left = x.t() if gemm_type == "wgrad" else x
+        right = w.t() if gemm_type == "fprop" else w
         _check_product(left, right, bias, out)
         result = mm(left, right)
-        factor = _product_of_scales(left_scale, right_scale)
-        if factor is not None:
-            result = result * factor
+        scales = [scale.to(torch.float32) for scale in (scale_x, scale_w) if scale is not None]
+        if scales:
+            # The product of the scales is rounded before it multiplies the sums.
+            result = result * reduce(torch.mul, scales)
         if bias is not None:
             result = result + bias.to(torch.float32)
         if out is None:
@@ -179,17 +171,6 @@ def _operand(x: Any, scale: Any, columnwise: bool) -> tuple[torch.Tensor, torch.
         )
     matrix = as_matrix(x.detach().to(torch.float32))
     return matrix, None if scale is None else scale.reshape(())
-
-
-def _product_of_scales(
-    left: torch.Tensor | None, right: torch.Tensor | None
-) -> torch.Tensor | None:
-    """The factor of a product, float32; None where neither operand has a scale."""
-    if left is None:
-        return None if right is None else right.to(torch.float32)
-    if right is None:
-        return left.to(torch.float32)
-    return left.to(torch.float32) * right.to(torch.float32)
 
 
 def _check_product(left: torch.Tensor, right: torch.Tensor, bias: Any, out: Any) -> None:

@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ottava.errors import DTypeError, ShapeError, UsageError
+from ottava.errors import ShapeError, UsageError
 from ottava.formats import fp8_format
 from ottava.gemm import as_matrix
+from ottava.kernels.checks import check_scalar
 from ottava.tensors import (
     InnerTensor,
     QuantizedTensor,
@@ -87,7 +88,7 @@ class CurrentScalingTensorRefStorage(SharedElements):
         self._columnwise = data_t is not None if columnwise is None else columnwise
         shape = original_shape if shape is None else shape
         self._data = _checked_data(data, data_t, quant_dtype, shape)
-        self._scale = _checked_scale(scale, scale_t, self._data)  # type: ignore[assignment]
+        self._scale = _checked_scale(scale, scale_t, self._data)
         self.quant_dtype = quant_dtype
         self._quantizer = quantizer
 
@@ -236,17 +237,12 @@ def _checked_data(
     return columns
 
 
-def _checked_scale(scale: Any, scale_t: Any, data: torch.Tensor | None) -> torch.Tensor | None:
+def _checked_scale(scale: Any, scale_t: Any, data: torch.Tensor | None) -> Any:
     """The scale of the data, without dimensions, or a typed error where it is none."""
     scale = scale_t if scale is None else scale
     if data is None and scale is None:
         return None
-    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
-        raise DTypeError(
-            "scale is not a float32 tensor", expected="a float32 tensor with one element"
-        )
-    if scale.numel() != 1:
-        raise ShapeError(f"scale has shape {tuple(scale.shape)}", expected="one element")
+    check_scalar(scale, scale, "scale")
     return scale.reshape(())
 
 
