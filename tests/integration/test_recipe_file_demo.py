@@ -1,5 +1,5 @@
-"""Recipe files: mixed ones train the demo as BF16 does, and the page about them shows what is
-printed."""
+"""Recipe files: mixed ones train the demo as BF16 does, as recipes alone do; the page about them
+shows what is printed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ def demo(out: Path, *options: object) -> dict[str, Any]:
 def test_a_mixed_file_trains_the_tiny_demo_as_bf16_does(
     seed: int, steps: int, tmp_path: Path, one_thread: None
 ) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY)
     runs = demo(tmp_path, "--size", "tiny", "--steps", steps, "--seed", seed, "--recipe", path)
@@ -65,15 +64,20 @@ def test_a_mixed_file_trains_the_tiny_demo_as_bf16_does(
 
 
 @pytest.mark.slow
-def test_the_example_trains_the_demo_as_bf16_does(tmp_path: Path) -> None:
-    """On average: one run of 150 steps moves by half a percent when sums are only added in another
-    order."""
-    files, differences = [str(path) for path in EXAMPLES], []
+def test_at_the_demos_defaults_recipes_and_examples_train_as_bf16_does(tmp_path: Path) -> None:
+    """A run of the examples moves by half a percent when sums are only added in another order."""
+    recipes = [spec.name for spec in ottava.list_recipes()]
+    files = [str(path) for path in EXAMPLES]
+    options = [part for recipe in (*recipes, *files) for part in ("--recipe", recipe)]
+    differences = []
     for seed in (0, 1):
-        options = [part for file in files for part in ("--recipe", file)]
         runs = demo(tmp_path, "--seed", seed, *options)
         assert runs[files[0]]["losses"] == runs[files[1]]["losses"] != runs["bf16"]["losses"]
-        differences.append(runs[files[0]]["validation"] / runs["bf16"]["validation"] - 1)
+        ends = {
+            name: run["validation"] / runs["bf16"]["validation"] - 1 for name, run in runs.items()
+        }
+        differences.append(ends[files[0]])
+        assert [name for name in recipes if abs(ends[name]) > 0.01] == []
     assert abs(sum(differences)) / len(differences) < 0.01
     assert max(map(abs, differences)) < 0.02
 
