@@ -100,10 +100,6 @@ class Both(torch.nn.Module):
 # -- faults; each changes the model, and may return another input --
 
 
-def large_weight(model: Any) -> None:
-    model[3].weight.mul_(2.0**20)
-
-
 def large_block_weight(model: Any) -> None:
     model.blocks[0].down.weight.mul_(2.0**20)
 
@@ -205,23 +201,15 @@ def weights(layer: str) -> Operands:
     return {(layer, gemm, "weight") for gemm in ("fprop", "dgrad")}
 
 
-OF_BLOCKS = [f"blocks.{n}.{name}" for n in range(2) for name in ("qkv", "proj", "up", "down")]
-LARGE_BLOCK_WEIGHT = Fault(
-    gpt,
-    "delayed",
-    large_block_weight,
-    weights("blocks.0.down") | {("blocks.0.up", gemm, "gradient") for gemm in ("dgrad", "wgrad")},
-    warm=True,
-)
-WEIGHT_OUTLIER = Fault(gpt, "current", weight_outlier, weights("blocks.1.up"))
 FAULTS = {
+    # The gradient that comes back through such a weight outgrows its own scale.
     "a weight outgrows the scale of earlier steps": Fault(
-        mlp, "delayed", large_weight, {("3", "fprop", "weight")}, "loss", warm=True
-    ),
-    "a weight outgrows it, by gradients": LARGE_BLOCK_WEIGHT,
-    "a weight outlier": WEIGHT_OUTLIER,
-    "an activation outlier": Fault(
-        gpt, "current", activation_outlier, {("blocks.0.up", "fprop", "activation")}
+        gpt,
+        "delayed",
+        large_block_weight,
+        weights("blocks.0.down")
+        | {("blocks.0.up", gemm, "gradient") for gemm in ("dgrad", "wgrad")},
+        warm=True,
     ),
     "an activation outlier by rows": Fault(
         gpt, "rowwise", attention_outlier, {("blocks.1.qkv", "fprop", "activation")}
@@ -247,18 +235,6 @@ FAULTS = {
     ),
     "the second of two calls": Fault(
         Twice, "current", second_call_outlier, {("shared", "fprop", "activation")}
-    ),
-    "a broken quantizer for columns": Fault(
-        gpt,
-        broken((Halved, "weight", "blocks.1.qkv", "columnwise")),
-        sound,
-        {("blocks.1.qkv", "dgrad", "weight")},
-    ),
-    "a broken quantizer for all layers": Fault(
-        gpt,
-        broken((Halved, "grad_output", "", "rowwise")),
-        sound,
-        {(layer, "dgrad", "gradient") for layer in OF_BLOCKS},
     ),
     "a quantizer that gives zeros in one of many layers": Fault(
         lambda: Stack(12),
@@ -292,6 +268,16 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
         # Functions cannot be written to a recipe file.
         assert report.recipe_file == ""
         assert any("holds functions" in note for note in report.notes)
+    if fault.plant is large_block_weight:
+        follows = {operand: f.follows for f in report.findings for operand in f.operands}
+        consequence = {("blocks.0.up", gemm, "gradient") for gemm in ("dgrad", "wgrad")}
+        for operand in fault.expected:
+            told = ("blocks.0.down: weight",) if operand in consequence else ()
+            assert follows[operand] == told
+        # The numbers are of the step with all findings in high precision.
+        assert all(f.statistics.saturation > 40 for f in report.findings)
+        assert all("clamped" in f.reason for f in report.findings)
+        assert all("of earlier steps" in f.reason for f in report.findings)
 
 
 def test_of_several_calls_the_worst_counts(tmp_path: Path) -> None:
@@ -300,19 +286,6 @@ def test_of_several_calls_the_worst_counts(tmp_path: Path) -> None:
     assert finding.operands == (("shared", "fprop", "activation"),)
     assert finding.alone > 0.9
     assert finding.statistics.amax > 2.0**25
-
-
-def test_a_consequence_of_a_fault_is_told_from_it(tmp_path: Path) -> None:
-    """The gradient that comes back through a weight that has grown outgrows its own scale."""
-    report = bisect(LARGE_BLOCK_WEIGHT.capture(tmp_path / "step"), gpt())
-    follows = {operand: f.follows for f in report.findings for operand in f.operands}
-    for operand in weights("blocks.0.down"):
-        assert follows[operand] == ()
-    for gemm in ("dgrad", "wgrad"):
-        assert follows["blocks.0.up", gemm, "gradient"] == ("blocks.0.down: weight",)
-    # The numbers are of the step with all findings in high precision.
-    assert all(f.statistics.saturation > 40 for f in report.findings)
-    assert all("clamped" in f.reason and "of earlier steps" in f.reason for f in report.findings)
 
 
 def test_operands_that_do_harm_only_together(tmp_path: Path) -> None:
@@ -337,12 +310,12 @@ def test_operands_that_do_harm_only_together(tmp_path: Path) -> None:
 
 def test_a_quantizer_that_breaks_all_layers_is_one_finding(tmp_path: Path) -> None:
     recipe = broken((Halved, "weight", "", ""))
-    path = captured(Stack(24), tmp_path / "step", recipe)
-    report = bisect(path, lambda: Stack(24), measure="loss", tolerance=0.01, recipe=recipe)
+    path = captured(Stack(12), tmp_path / "step", recipe)
+    report = bisect(path, lambda: Stack(12), measure="loss", tolerance=0.01, recipe=recipe)
     (finding,) = report.findings
-    assert finding.layers == tuple(f"layers.{n}" for n in range(24))
+    assert finding.layers == tuple(f"layers.{n}" for n in range(12))
     assert (finding.gemm, finding.tensor) == ("fprop", "weight")
-    assert finding.layer == "24 layers, layers.0 ..."
+    assert finding.layer == "12 layers, layers.0 ..."
     assert "the quantizer gives the values times 0.5" in finding.reason
 
 
@@ -384,14 +357,13 @@ def test_a_recipe_file_that_does_not_fix_the_step_is_told(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [0, 57, 99])
-def test_a_hundred_layers_take_tens_of_replays(layer: int, tmp_path: Path) -> None:
+def test_a_hundred_layers_take_tens_of_replays(tmp_path: Path) -> None:
     progress: list[tuple[int, int]] = []
-    path = captured(outlier(Stack(100), layer), tmp_path / "step")
+    path = captured(outlier(Stack(100), 57), tmp_path / "step")
     report = bisect(path, lambda: Stack(100), progress=lambda *about: progress.append(about))
     # What goes forward through one of a hundred layers matters less than what comes back.
-    expected = weights(f"layers.{layer}")
-    assert expected - {(f"layers.{layer}", "fprop", "weight")} <= blamed(report) <= expected
+    expected = weights("layers.57")
+    assert expected - {("layers.57", "fprop", "weight")} <= blamed(report) <= expected
     assert report.solved
     assert report.operands["quantized"] == 600
     assert report.replays <= 40
