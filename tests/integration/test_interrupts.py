@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import random
 import sys
 import threading
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import ottava
@@ -213,9 +211,8 @@ def wrong(model: Any, train: Callable[[Any, torch.Tensor], None]) -> str | None:
     return None
 
 
-def interrupted(way: str, at: int) -> tuple[str, str | None]:
-    """Where the ``at``-th place of a step is (nothing without one), and what is wrong after an
-    interrupt there."""
+def interrupted(way: str, at: int) -> tuple[Interrupts, str | None]:
+    """The places of a step, and what is wrong after an interrupt at the ``at``-th one."""
     make, train = WAYS[way]
     model, interrupts = make(), Interrupts(at)
     x = torch.ones(4, 16)
@@ -233,85 +230,17 @@ def interrupted(way: str, at: int) -> tuple[str, str | None]:
         return wrong(model, train)
 
     with warnings.catch_warnings(action="ignore"):
-        what = in_thread(run)
-    return interrupts.place, what
-
-
-def places(way: str) -> int:
-    """How many places a step has."""
-    make, train = WAYS[way]
-    model, interrupts = make(), Interrupts(-1)
-    train(model, torch.ones(4, 16))
-    sys.setprofile(interrupts)
-    try:
-        train(model, torch.ones(4, 16))
-    finally:
-        sys.setprofile(None)
-    return interrupts.seen
+        problem = in_thread(run)
+    return interrupts, problem
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_at_random_places(way: str) -> None:
-    assert interrupted(way, -1) == ("", None)
-    every = range(1, places(way))
-    found = [interrupted(way, at) for at in random.Random(0).sample(every, min(len(every), 6))]
-    assert [f"{place}: {problem}" for place, problem in found if problem is not None] == []
-
-
-# -- raised by what runs in a step --
-
-
-def in_a_recomputation(model: Any, raising: Callable[..., None]) -> Any:
-    """The layer's forward pass raises only where it is repeated, inside backward."""
-    calls = itertools.count(1)
-
-    def hook(*_: Any) -> None:
-        if next(calls) == 2:
-            raising()
-
-    return model[-1].register_forward_pre_hook(hook)
-
-
-def after_a_gradient(model: Any, raising: Callable[..., None]) -> Any:
-    return next(model.parameters()).register_post_accumulate_grad_hook(raising)
-
-
-HOOKS: dict[str, Callable[[Any, Callable[..., None]], Any]] = {
-    "before a layer": lambda model, raising: model[-1].register_forward_pre_hook(raising),
-    "after a layer": lambda model, raising: model[-1].register_forward_hook(raising),
-    # After the hook that enters its region.
-    "before the model": lambda model, raising: model.register_forward_pre_hook(raising),
-    "after the model": lambda model, raising: model.register_forward_hook(raising, prepend=True),
-    "in the backward pass": lambda model, raising: next(model.parameters()).register_hook(raising),
-    "after a gradient": after_a_gradient,
-    "in the optimizer": lambda model, raising: register_optimizer_step_pre_hook(raising),
-    "in a recomputation": in_a_recomputation,
-}
-
-
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-RECOMPUTED = ("recomputed", "recomputed reentrantly", "recomputed in a block")
-
-
-@pytest.mark.parametrize("way", ["block", "converted", "nested", *RECOMPUTED])
-def test_raised_by_a_hook(way: str) -> None:
-    make, train = WAYS[way]
-    for name, hook in HOOKS.items():
-        if name == "in the optimizer" and train is not step:
-            continue
-        if name == "in a recomputation" and way not in RECOMPUTED:
-            continue
-        model = make()
-        train(model, torch.ones(4, 16))
-
-        def run(model: Any = model, hook: Any = hook) -> str | None:
-            handle = hook(model, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                train(model, torch.ones(4, 16))
-            handle.remove()
-            return wrong(model, train)
-
-        assert in_thread(run) is None, name
+    every, problem = interrupted(way, -1)
+    assert problem is None
+    problems = []
+    for at in random.Random(0).sample(range(1, every.seen), 12):
+        interrupts, problem = interrupted(way, at)
+        if problem is not None:
+            problems.append(f"{interrupts.place}: {problem}")
+    assert problems == []

@@ -23,7 +23,6 @@ WORLD, STEPS = 2, 12
 POINTS = [
     (0, "write after 1"),
     (1, "all_reduce after 3"),
-    (0, "fsync after 1"),
     (0, "rename after 1"),
     (0, "rename after 3"),
 ]

@@ -36,10 +36,6 @@ EDITABLE = 'pip install -e ".[test]"'
 SUBSTITUTIONS = {ENVIRONMENT: LINKED, EDITABLE: 'pip install --no-build-isolation -e ".[test]"'}
 
 
-def test_what_is_substituted_is_on_the_page_once() -> None:
-    assert [COMMANDS.count(line) for line in SUBSTITUTIONS] == [1, 1]
-
-
 # test_template.py runs most of these in another environment.
 @pytest.mark.slow
 def test_the_page_can_be_followed(tmp_path: Path) -> None:
@@ -88,25 +84,16 @@ def test_the_page_can_be_followed(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.endswith(("plugin.py", "recipe.py"))]
-)
-def test_the_code_on_the_page_is_the_templates(path: str) -> None:
-    shown = re.search(rf"^`{re.escape(path)}`:\n\n```python\n(.*?)^```$", PAGE, re.M | re.S)
-    assert shown, path
-    assert shown[1] == FILES[path]
-
-
-def test_the_classes_on_the_page_are_those_of_the_readme() -> None:
+def test_the_pages_have_the_templates_files_and_code() -> None:
     block = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
-    (shown,) = block.findall((DOCS / "classes.md").read_text())
-    assert shown in block.findall(FILES["README.md"])
-
-
-def test_every_file_is_explained() -> None:
+    for path in FILES:
+        if path.endswith(("plugin.py", "recipe.py")):
+            (_, text) = PAGE.split(f"\n`{path}`:\n\n")
+            assert block.findall(text)[0] == FILES[path]
+    (classes,) = block.findall((DOCS / "classes.md").read_text())
+    assert classes in block.findall(FILES["README.md"])
     assert sorted(re.findall(r"^\| `(.+?)` \|", PAGE, re.M)) == sorted(FILES)
-
-
-def test_uploading_is_not_among_the_commands() -> None:
+    # The commands can be run without an upload.
+    assert [COMMANDS.count(line) for line in SUBSTITUTIONS] == [1, 1]
     assert not any("twine" in line for line in COMMANDS)
     assert "twine upload" in PAGE

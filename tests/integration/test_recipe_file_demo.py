@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import ottava
@@ -83,45 +82,18 @@ def test_at_the_demos_defaults_recipes_and_examples_train_as_bf16_does(tmp_path:
 
 
 def test_the_examples_say_the_same() -> None:
-    one, two = (ottava.get_recipe(path) for path in EXAMPLES)
+    yaml, toml = (ottava.get_recipe(path) for path in EXAMPLES)
     served = set()
     names = ("0.up", "3", "1.qkv", "2.proj", "1.up", "2.down")
     for layer in ("head", "x", *(f"blocks.{name}" for name in names)):
         for tensor_type in ("input", "weight", "output", "grad_output", "grad_input"):
             role = ottava.QuantizerRole("linear", tensor_type, layer)
-            mine, theirs = one.explain(role), two.explain(role)
-            assert (mine.rowwise, mine.columnwise) == (theirs.rowwise, theirs.columnwise)
-            assert (mine.rule and mine.rule.text) == (theirs.rule and theirs.rule.text)
-            served.add((mine.rowwise, mine.columnwise))
-    assert {
-        ("identity", "identity"),
-        ("mxfp8 E4M3", "current E4M3"),
-        ("current E5M2", "current E5M2"),
-    } <= served
-
-
-def test_a_mixed_layer_quantizes_as_the_file_says(tmp_path: Path) -> None:
-    """fprop reads what the rowwise quantizers give, the gradients what the columnwise ones do."""
-    path = tmp_path / "model.yaml"
-    path.write_text(
-        "default: {rowwise: mxfp8, columnwise: current}\nlayers: [{match: '*', backward: identity}]"
-    )
-    layer = ottava.convert(torch.nn.Linear(64, 48, bias=False), path)
-    x = torch.randn(32, 64, requires_grad=True)
-    y = layer(x)
-    dy = torch.randn_like(y)
-    y.backward(dy)
-
-    def values(name: str, tensor: torch.Tensor, tensor_type: str) -> torch.Tensor:
-        return ottava.get_recipe(name).quantizer(tensor_type)(tensor.detach()).dequantize()
-
-    weight: Any = layer.weight
-    for found, expected in (
-        (y, values("mxfp8", x, "input") @ values("mxfp8", weight, "weight").t()),
-        (x.grad, dy @ values("current", weight, "weight")),
-        (weight.grad, dy.t() @ values("current", x, "input")),
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            one, two = yaml.explain(role), toml.explain(role)
+            assert (one.rowwise, one.columnwise) == (two.rowwise, two.columnwise)
+            assert (one.rule and one.rule.text) == (two.rule and two.rule.text)
+            served.add((one.rowwise, one.columnwise))
+    assert {("identity", "identity"), ("mxfp8 E4M3", "current E4M3")} <= served
+    assert ("current E5M2", "current E5M2") in served
 
 
 def blocks(language: str) -> list[str]:

@@ -84,9 +84,22 @@ def passes(environment: Environment, *arguments: str, cwd: Path, path: Path | No
     return done.stdout
 
 
-REQUIREMENTS = f"""
+INSTALLED = f"""
+import json
 from importlib.metadata import requires, version
 from packaging.requirements import Requirement
+from typer.testing import CliRunner
+from ottava.cli.main import app
+
+def printed(*arguments):
+    return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+
+(row,) = printed("recipes")["recipes"]
+assert (row["name"], row["status"]) == ("{NAME}", "ok")
+assert row["distribution"] == "ottava-recipes-{NAME}"
+assert "INT8" in row["capabilities"]
+checks = {{check["name"]: check["ok"] for check in printed("doctor")["checks"]}}
+assert checks["recipe {NAME}"]
 for requirement in map(Requirement, requires("ottava-recipes-{NAME}")):
     assert version(requirement.name) in requirement.specifier
     print(requirement.name)
@@ -96,31 +109,25 @@ for requirement in map(Requirement, requires("ottava-recipes-{NAME}")):
 def test_the_environment_has_the_recipe_what_it_requires_and_no_other(
     environment: Environment, tmp_path: Path
 ) -> None:
-    (row,) = json.loads(passes(environment, "ottava", "recipes", "--json", cwd=tmp_path))["recipes"]
-    owner = f"ottava-recipes-{NAME}"
-    assert (row["name"], row["distribution"], row["status"]) == (NAME, owner, "ok")
-    assert "INT8" in row["capabilities"]
-    found = json.loads(passes(environment, "ottava", "doctor", "--json", cwd=tmp_path))["checks"]
-    assert {check["name"]: check["ok"] for check in found}[f"recipe {NAME}"]
-    recipes = ROOT.glob("packages/recipes-*/src/*/__init__.py")
-    names = sorted(path.parent.name for path in recipes)
-    assert len(names) >= 3
-    code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
-    printed = environment.python(code + REQUIREMENTS, tmp_path)
-    assert printed.splitlines() == ["[]", "ottava", "ottava-testing", "pytest"]
+    assert environment.python(INSTALLED, tmp_path).split() == ["ottava", "ottava-testing", "pytest"]
+    modules = [path.parent.name for path in ROOT.glob("packages/recipes-*/src/*/__init__.py")]
+    assert len(modules) >= 3
+    code = f"import importlib.util as u; print([n for n in {modules} if u.find_spec(n)])"
+    assert environment.python(code, tmp_path).strip() == "[]"
 
 
-SOURCE = """
-import torch
-from ottava.checkpoint import save_file
-save_file({"a.weight": torch.randn(48, 40), "a.bias": torch.randn(48)}, "source.safetensors")
-"""
 EXPORTED = """
 import torch
 from ottava import GridQuantizer, GridTensor
-from ottava.checkpoint import load_file
+from ottava.checkpoint import load_file, save_file
+from ottava.cli.main import app
 from ottava.debug import fake_quantize
 from acme_rows.recipe import LAYOUT
+
+save_file({"a.weight": torch.randn(48, 40), "a.bias": torch.randn(48)}, "source.safetensors")
+for source, target, recipe in (("source", "rows", "acme-rows"), ("rows", "back", "bf16")):
+    files = [f"{source}.safetensors", f"{target}.safetensors"]
+    app(["export", *files, "--recipe", recipe], standalone_mode=False)
 source, there, back = (load_file(f"{n}.safetensors") for n in ("source", "rows", "back"))
 weight, bias = there["a.weight"], there["a.bias"]
 assert type(weight) is GridTensor and type(bias) is torch.Tensor
@@ -133,23 +140,22 @@ x = source["a.weight"].requires_grad_()
 y = fake_quantize(x, "ACME_ROWS_INT8")
 y.sum().backward()
 assert torch.equal(y, own.dequantize()) and torch.equal(x.grad, torch.ones_like(x))
+print("exported")
 """
 
 
 def test_files_and_values_are_quantized_to_it_and_back(
     environment: Environment, tmp_path: Path
 ) -> None:
-    environment.python(SOURCE, tmp_path)
-    for source, target, recipe in (("source", "rows", NAME), ("rows", "back", "bf16")):
-        files = [f"{source}.safetensors", f"{target}.safetensors"]
-        passes(environment, "ottava", "export", *files, "--recipe", recipe, cwd=tmp_path)
-    environment.python(EXPORTED, tmp_path)
+    assert "exported" in environment.python(EXPORTED, tmp_path)
 
 
 def test_its_tests_pass_as_generated(
     environment: Environment, package: Path, tmp_path: Path
 ) -> None:
-    text = passes(environment, *PYTEST, "-m", "not ottava_slow", "tests", cwd=package)
+    """Of the kit, a few checks of layers."""
+    chosen = ("-m", "not ottava_slow", "-k", "not conformance or linear")
+    text = passes(environment, *PYTEST, *chosen, "tests", cwd=package)
     assert re.search(r"^\d\d+ passed", text, re.M), text
     # A folder of the recipe's name is not the recipe.
     (tmp_path / NAME).mkdir()
@@ -174,7 +180,8 @@ def test_a_scheme_that_is_a_little_off_fails_its_oracle(
     off = source.replace("(1, None))", '(1, None), rounding="floor")')
     assert off != source
     changed = with_recipe(off, package, tmp_path / "changed")
-    done = environment.call(*PYTEST, f"tests/test_{PACKAGE}.py", cwd=package, path=changed)
+    test = f"tests/test_{PACKAGE}.py"
+    done = environment.call(*PYTEST, "-k", "oracle", test, cwd=package, path=changed)
     assert done.returncode == 1, done.stdout
     assert re.search(r"^FAILED .*oracle", done.stdout, re.M), done.stdout
 
