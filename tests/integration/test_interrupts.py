@@ -103,10 +103,6 @@ def in_blocks(model: Any, x: torch.Tensor) -> None:
     y.sum().backward()
 
 
-def decorated(model: Any, x: torch.Tensor) -> None:
-    ottava.autocast(RECIPE)(model)(x).sum().backward()
-
-
 def calibrating(model: Any, x: torch.Tensor) -> None:
     with torch.no_grad(), ottava.autocast(RECIPE, enabled=False, calibrating=True):
         model(x)
@@ -118,10 +114,9 @@ def recomputed(model: Any, x: torch.Tensor, *, reentrant: bool = False) -> None:
     checkpoint(model, x, use_reentrant=reentrant).sum().backward()
 
 
-def recomputed_in_block(model: Any, x: torch.Tensor, *, reentrant: bool = False) -> None:
-    x = x.clone().requires_grad_()
+def recomputed_in_block(model: Any, x: torch.Tensor) -> None:
     with ottava.autocast(RECIPE):
-        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+        recomputed(model, x)
 
 
 def recomputed_with_region(model: Any, x: torch.Tensor) -> None:
@@ -144,37 +139,29 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], None]]] =
     "nested": (nested, step),
     "block": (converted, in_block),
     "blocks": (converted, in_blocks),
-    "decorated": (converted, decorated),
     "calibrating": (converted, calibrating),
     "evaluated": (converted, evaluated),
     "recomputed": (converted, recomputed),
     "recomputed reentrantly": (converted, functools.partial(recomputed, reentrant=True)),
     "recomputed in a block": (converted, recomputed_in_block),
-    "recomputed in a block reentrantly": (
-        converted,
-        functools.partial(recomputed_in_block, reentrant=True),
-    ),
     "recomputed with a region": (converted, recomputed_with_region),
 }
 
 
 # -- what holds after an interrupt --
 
-# Before the first statement of this no code of a block's can catch an interrupt: docs/limits.md
-# says so.
+# Before its first statement no code of a block can catch an interrupt: docs/limits.md says so.
 LEAVING = ottava.autocast.__exit__.__code__
 
 
-def came_before_leaving(error: BaseException) -> bool:
-    """Whether an interrupt came there; the region is closed then, so that the test goes on."""
+def close_an_unguarded_region(error: BaseException) -> None:
+    """Close the regions after an interrupt that came there, so that the test goes on."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, (frame, line) = (
         place for place in frames if place[0].f_code is not Interrupts.__call__.__code__
     )
-    if frame.f_code is not LEAVING or line != LEAVING.co_firstlineno:
-        return False
-    regions.stack.clear()
-    return True
+    if frame.f_code is LEAVING and line == LEAVING.co_firstlineno:
+        regions.stack.clear()
 
 
 def scale_of(layer: Any) -> float:
@@ -224,7 +211,7 @@ def interrupted(way: str, at: int) -> tuple[Interrupts, str | None]:
             train(model, x)
         except KeyboardInterrupt as error:
             sys.setprofile(None)
-            came_before_leaving(error)
+            close_an_unguarded_region(error)
         finally:
             sys.setprofile(None)
         return wrong(model, train)
