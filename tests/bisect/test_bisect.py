@@ -78,16 +78,21 @@ def test_without_the_model(path: Path) -> None:
     assert any("start afresh" in note for note in bisect(path, recipe="delayed").notes)
 
 
-def test_the_search_stops(path: Path) -> None:
+def test_the_search_stops(path: Path, tmp_path: Path) -> None:
     stopped = bisect(path, Stack, max_replays=10)
     # The recipe file of the findings is tried once more.
     assert stopped.replays == 10 + 1
     assert not stopped.solved
     assert any("stopped after 10" in note for note in stopped.notes)
-    coarse = bisect(path, Stack, measure="loss", tolerance=1e-6, max_replays=30)
+    larger = captured(outlier(Stack(6)), tmp_path / "larger")
+    options = {"measure": "loss", "tolerance": 1e-6, "max_replays": 60}
+    stopped = bisect(larger, lambda: Stack(6), **options)
+    assert stopped.replays == 60 + 1
+    assert not stopped.solved
+    coarse = bisect(captured(Stack(), tmp_path / "sound"), Stack, tolerance=0.02)
     assert not coarse.solved
-    assert any("too coarse" in note or "stopped" in note for note in coarse.notes)
-    assert coarse.replays <= 30 + 1
+    assert not coarse.findings
+    assert any("the recipe is too coarse" in note for note in coarse.notes)
 
 
 def test_steps_in_which_no_operand_is_to_blame(tmp_path: Path) -> None:
