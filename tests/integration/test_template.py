@@ -278,8 +278,8 @@ COMMANDS = [
 # asks for installed.
 ENVIRONMENT = "python3 -m venv recipe-env"
 LINKED = (
-    f"{ENVIRONMENT}\n{sys.executable} {Path(__file__).parent / 'template_environment.py'} "
-    f"recipe-env"
+    f"{ENVIRONMENT}\n"
+    f"PYTHONPATH={ROOT} {sys.executable} -m tests.integration.template_environment recipe-env"
 )
 # The build backend would be fetched into an environment of its own.
 EDITABLE = 'pip install -e ".[test]"'
