@@ -23,7 +23,7 @@ WIDTH = 16
 class Stack(torch.nn.Module):
     """Layers beside each other's residuals; ``used`` scales what each adds."""
 
-    def __init__(self, layers: int = 6) -> None:
+    def __init__(self, layers: int = 4) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers))

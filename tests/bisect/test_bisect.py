@@ -35,7 +35,7 @@ def test_the_recipe_file_fixes_the_step(path: Path, tmp_path: Path) -> None:
     report = bisect(path, Stack, progress=lambda *about: progress.append(about))
     assert blamed(report) == WEIGHTS
     assert report.verified < report.tolerance < report.before
-    assert report.operands["quantized"] == 36
+    assert report.operands["quantized"] == 24
     # The number of replays is never estimated below those that were made.
     assert all(done <= expected for done, expected in progress)
     assert [done for done, _ in progress] == list(range(2, 2 + len(progress)))
@@ -66,10 +66,10 @@ def test_without_the_model(path: Path) -> None:
     assert blamed(report) == WEIGHTS
     assert report.measure == "products"
     assert report.operands == {
-        "operands": 12,
-        "arrived_equal": 12,
+        "operands": 8,
+        "arrived_equal": 8,
         "largest_difference": 0.0,
-        "quantized": 36,
+        "quantized": 24,
         "other_bytes": [],
     }
     assert "weight: identity" in report.recipe_file
@@ -78,16 +78,21 @@ def test_without_the_model(path: Path) -> None:
     assert any("start afresh" in note for note in bisect(path, recipe="delayed").notes)
 
 
-def test_the_search_stops(path: Path) -> None:
+def test_the_search_stops(path: Path, tmp_path: Path) -> None:
     stopped = bisect(path, Stack, max_replays=10)
-    assert stopped.replays == 10
+    # The recipe file of the findings is tried once more.
+    assert stopped.replays == 10 + 1
     assert not stopped.solved
     assert any("stopped after 10" in note for note in stopped.notes)
-    coarse = bisect(path, Stack, measure="loss", tolerance=1e-6, max_replays=60)
+    larger = captured(outlier(Stack(6)), tmp_path / "larger")
+    options = {"measure": "loss", "tolerance": 1e-6, "max_replays": 60}
+    stopped = bisect(larger, lambda: Stack(6), **options)
+    assert stopped.replays == 60 + 1
+    assert not stopped.solved
+    coarse = bisect(captured(Stack(), tmp_path / "sound"), Stack, tolerance=0.02)
     assert not coarse.solved
-    assert any("too coarse" in note or "stopped" in note for note in coarse.notes)
-    # The recipe file of the findings is tried once more.
-    assert coarse.replays <= 61
+    assert not coarse.findings
+    assert any("the recipe is too coarse" in note for note in coarse.notes)
 
 
 def test_steps_in_which_no_operand_is_to_blame(tmp_path: Path) -> None:

@@ -22,7 +22,14 @@ from ottava_demo.report import deviation, headings, rows
 from ottava_demo.training import Run, train
 from tests.choosing import cpu_products
 
-OPTIONS = {"recipes": None, "steps": 3, "size": "tiny", "device": "cpu", "seed": 0}
+OPTIONS = {"recipes": None, "steps": 2, "size": "tiny", "device": "cpu", "seed": 0}
+
+
+def demo(out: Path, **options: Any) -> int:
+    return run_demo(**{**OPTIONS, "out": out, **options})
+
+
+# -- training --
 
 
 def test_the_corpus_is_the_same_twice_and_real() -> None:
@@ -46,46 +53,38 @@ def test_the_model_sees_no_future() -> None:
     assert model.head.weight is model.tokens.weight
 
 
-def test_one_seed_gives_one_curve() -> None:
+def test_the_layers_that_are_explained_by_default_are_those_that_it_converts() -> None:
+    model = ottava.convert(GPT(SIZES["small"]), "current", exclude="head")
+    assert list(DEMO_LAYERS) == list(ottava.conversion_report(model).swapped)
+
+
+def test_a_seed_of_64_bits_gives_one_curve() -> None:
     corpus = load_corpus(300_000)
+    least, most = -(2**63), 2**63 - 1
     runs = [
-        train(None, corpus, size="tiny", steps=3, device="cpu", seed=seed) for seed in (0, 0, 1)
+        train(None, corpus, size="tiny", steps=2, device="cpu", seed=seed)
+        for seed in (least, least, most)
     ]
     assert runs[0].losses == runs[1].losses
     assert runs[0].losses != runs[2].losses
     assert runs[0].saved_bytes == runs[1].saved_bytes > 0
 
 
-def test_it_writes_what_it_says(tmp_path: Path) -> None:
-    assert run_demo(**OPTIONS, out=tmp_path / "a") == 0
-    results = json.loads((tmp_path / "a" / "results.json").read_text())
-    assert results["runs"][0]["name"] == "bf16"
-    assert len(results["runs"][0]["losses"]) == 3
-    assert (tmp_path / "a" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "data:image/png" in (tmp_path / "a" / "index.html").read_text()
+def test_the_first_step_of_all_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    step, clock = training.Trainee.step, training.time.perf_counter
+    monkeypatch.setattr(training.Trainee, "step", lambda *a: (events.append("step"), step(*a))[1])
+    monkeypatch.setattr(training.time, "perf_counter", lambda: (events.append("clock"), clock())[1])
+    train(None, load_corpus(300_000), size="tiny", steps=2, device="cpu", seed=0)
+    assert events == ["step", "clock", "step", "step", "clock"]
 
 
-def test_the_deviation_is_relative_to_bf16() -> None:
-    base, other = Run("bf16", [2.0], 2.0, 1.0, 1), Run("x", [2.0], 2.1, 1.0, 1)
-    assert deviation(other, base) == pytest.approx(5.0)
-    assert rows([base, other])[1][3] == "+5.00 %"
-
-
-def test_the_base_says_how_its_products_were_computed() -> None:
-    corpus = load_corpus(300_000)
-    for dtype in (torch.bfloat16, torch.float32):
-        with cpu_products(dtype):
-            run = train(None, corpus, size="tiny", steps=1, device="cpu", seed=0)
-        name = str(dtype).removeprefix("torch.")
-        assert run.products == name
-        assert [row[0] for row in rows([run, Run("x", [2.0], 2.0, 1.0, 1)])] == [
-            f"bf16, products in {name}",
-            "x",
-        ]
-
-
-def test_a_slow_product_is_nowhere_in_the_model() -> None:
-    """Attention's products, too, and those of the head, which no recipe has."""
+@pytest.mark.parametrize("products", [torch.bfloat16, torch.float32], ids=str)
+def test_all_products_of_the_model_are_in_the_dtype_that_the_run_names(
+    products: torch.dtype,
+) -> None:
+    """Attention's products, too, and those of the head, which no recipe has; a model in bfloat16
+    stays in it."""
     dtypes: set[torch.dtype] = set()
 
     class Seen(TorchDispatchMode):
@@ -98,22 +97,69 @@ def test_a_slow_product_is_nowhere_in_the_model() -> None:
                 )
             return func(*args, **(kwargs or {}))
 
-    trainee = training.Trainee(None, size=SIZES["tiny"])
     tokens = torch.randint(0, 256, (2, 9))
-    with cpu_products(torch.float32), Seen():
-        trainee.step((tokens[:, 1:], tokens[:, :-1]))
-    assert dtypes == {torch.float32}
-
-
-@pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
-def test_a_model_in_bfloat16_stays_in_it_whatever_the_products(products: torch.dtype) -> None:
-    net = GPT(SIZES["tiny"]).bfloat16()
     with cpu_products(products):
-        assert net(torch.randint(0, 256, (2, 8))).dtype == torch.bfloat16
+        trainee = training.Trainee(None, size=SIZES["tiny"])
+        with Seen():
+            trainee.step((tokens[:, 1:], tokens[:, :-1]))
+        run = train(None, load_corpus(300_000), size="tiny", steps=1, device="cpu", seed=0)
+        assert GPT(SIZES["tiny"]).bfloat16()(tokens).dtype == torch.bfloat16
+    # Attention's backward pass takes sums in float32.
+    assert products in dtypes <= {products, torch.float32}
+    assert run.products == str(products).removeprefix("torch.")
+
+
+# -- results --
+
+
+def test_the_table() -> None:
+    base = Run("bf16", [2.0], 2.0, 1.0, 1, products="float32")
+    other = Run("x", [2.0], 2.1, 1.0, 1)
+    assert deviation(other, base) == pytest.approx(5.0)
+    assert rows([base, other])[1][3] == "+5.00 %"
+    # Names and, of the base, how its products were computed.
+    assert [row[0] for row in rows([base, other])] == ["bf16, products in float32", "x"]
+    # Peak memory is a column where it is known.
+    on_gpu = Run("x", [2.0], 2.0, 1.0, 1, peak_bytes=3 * 2**20)
+    assert "peak memory" not in headings([base])
+    assert headings([on_gpu])[-1] == "peak memory"
+    assert rows([on_gpu])[0][-1] == "3.0 MiB"
+    assert all(len(rows([run])[0]) == len(headings([run])) for run in (base, on_gpu))
+
+
+def test_it_trains_every_recipe_and_writes_what_it_says(tmp_path: Path) -> None:
+    assert demo(tmp_path / "a", steps=1) == 0
+    runs = json.loads((tmp_path / "a" / "results.json").read_text())["runs"]
+    names = [spec.name for spec in ottava.list_recipes()]
+    assert [run["name"] for run in runs] == ["bf16", *names]
+    assert all(len(run["losses"]) == 1 for run in runs)
+    assert (tmp_path / "a" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "data:image/png" in (tmp_path / "a" / "index.html").read_text()
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The recipes that were trained, by a function that trains nothing; nothing is written."""
+    trained: list[str | None] = []
+
+    def run(recipe: str | None, corpus: object, **options: Any) -> Run:
+        trained.append(recipe)
+        return Run(recipe or "bf16", [1.0], 1.0, 1.0, 1)
+
+    monkeypatch.setattr(command, "train", run)
+    monkeypatch.setattr(command, "write", lambda *arguments: None)
+    return trained
+
+
+def test_a_recipe_asked_for_twice_is_trained_once(
+    replaced: list[str | None], tmp_path: Path
+) -> None:
+    assert demo(tmp_path, recipes=["current", "current"]) == 0
+    assert replaced == [None, "current"]
 
 
 @pytest.mark.parametrize(
-    ("steps", "paces", "said"),
+    ("steps", "paces", "announced"),
     [
         (500, [0.3, 0.3, 0.3, 0.3], None),
         (500, [0.5, 0.5, 0.5, 0.5], (0, "4 runs will take about 17 min")),
@@ -124,16 +170,17 @@ def test_a_model_in_bfloat16_stays_in_it_whatever_the_products(products: torch.d
         (500, [2.0], (0, "the run will take about 17 min")),
     ],
 )
+@pytest.mark.usefixtures("replaced")
 def test_a_long_run_is_announced_once(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     steps: int,
     paces: list[float],
-    said: tuple[int, str] | None,
+    announced: tuple[int, str] | None,
 ) -> None:
     """Each run is replaced by a clock that goes on at the run's pace."""
-    clock, heard = [1000.0], list[tuple[int, str]]()
+    clock, lines = [1000.0], list[tuple[int, str]]()
     left = iter(enumerate(paces))
 
     def run(recipe: str | None, corpus: object, *, progress: Any, **options: Any) -> Run:
@@ -141,49 +188,22 @@ def test_a_long_run_is_announced_once(
         for _ in range(steps):
             clock[0] += pace
             progress(1.0)
-            printed = capsys.readouterr().out
-            heard.extend(
-                (number, line) for line in printed.splitlines() if "will take about" in line
-            )
+            printed = capsys.readouterr().out.splitlines()
+            lines.extend((number, line) for line in printed if "will take about" in line)
         return Run(recipe or "bf16", [1.0] * steps, 1.0, 1.0, 1)
 
     names = [f"r{number}" for number in range(len(paces) - 1)]
     monkeypatch.setattr(command.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(command, "_choose", lambda asked: (names, []))
     monkeypatch.setattr(command, "train", run)
-    monkeypatch.setattr(command, "write", lambda *arguments: None)
-    assert run_demo(**{**OPTIONS, "steps": steps}, out=tmp_path) == 0  # type: ignore[arg-type]
-    assert len(heard) == (said is not None)
-    for (number, text), (expected_run, words) in zip(heard, [said] if said else [], strict=True):
-        assert number == expected_run
-        assert words in text
-        assert "--steps" in text
+    assert demo(tmp_path, steps=steps) == 0
+    assert len(lines) == (announced is not None)
+    for (number, line), expected in zip(lines, [announced] if announced else [], strict=True):
+        assert (number, True) == (expected[0], expected[1] in line)
+        assert "--steps" in line
 
 
-def test_a_recipe_asked_for_twice_is_trained_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    trained = []
-
-    def run(recipe: str | None, corpus: object, **options: Any) -> Run:
-        trained.append(recipe)
-        return Run(recipe or "bf16", [1.0], 1.0, 1.0, 1)
-
-    monkeypatch.setattr(command, "train", run)
-    options = {**OPTIONS, "recipes": ["current", "current"], "steps": 1}
-    assert run_demo(**options, out=tmp_path) == 0  # type: ignore[arg-type]
-    assert trained == [None, "current"]
-
-
-def test_peak_memory_is_a_column_where_it_is_known() -> None:
-    on_cpu, on_gpu = (
-        Run("x", [2.0], 2.0, 1.0, 1),
-        Run("x", [2.0], 2.0, 1.0, 1, peak_bytes=3 * 2**20),
-    )
-    assert "peak memory" not in headings([on_cpu])
-    assert headings([on_gpu])[-1] == "peak memory"
-    assert rows([on_gpu])[0][-1] == "3.0 MiB"
-    assert all(len(rows([run])[0]) == len(headings([run])) for run in (on_cpu, on_gpu))
+# -- what is refused --
 
 
 @pytest.mark.parametrize(
@@ -201,49 +221,30 @@ def test_bad_options_are_refused_before_anything_is_written(
     tmp_path: Path, change: dict[str, object], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
-        run_demo(**{**OPTIONS, **change, "out": tmp_path / "b"})  # type: ignore[arg-type]
+        demo(tmp_path / "b", **change)
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.parametrize("out", ["file", "file/sub", "/proc/nonesuch"])
-def test_a_folder_that_cannot_be_written_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+def test_what_cannot_be_written_is_refused_before_training(
+    replaced: list[str | None], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(command, "train", lambda *a, **k: pytest.fail("it trains"))
-    with pytest.raises(OptionError, match="--out"):
-        run_demo(**OPTIONS, out=tmp_path / out)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["loss.png", "index.html", "results.json"])
-def test_a_pipe_in_the_place_of_a_result_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    os.mkfifo(tmp_path / name)
-    monkeypatch.setattr(command, "train", lambda *a, **k: pytest.fail("it trains"))
-    with pytest.raises(UsageError, match=f"{name} cannot be written: it is no regular file"):
-        run_demo(**OPTIONS, out=tmp_path)  # type: ignore[arg-type]
+    for out in ("file", "file/sub", "/proc/nonesuch"):
+        with pytest.raises(OptionError, match="--out"):
+            demo(tmp_path / out)
+    for name in ("loss.png", "index.html", "results.json"):
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        os.mkfifo(folder / name)
+        with pytest.raises(UsageError, match=f"{name} cannot be written: it is no regular file"):
+            demo(folder)
+    assert replaced == []
 
 
 def test_results_that_cannot_be_written_in_the_end_are_told(tmp_path: Path) -> None:
     (tmp_path / "loss.png").mkdir()
     with pytest.raises(UsageError, match="cannot be written"):
-        run_demo(**{**OPTIONS, "steps": 1}, out=tmp_path)  # type: ignore[arg-type]
-
-
-def test_extreme_seeds_train() -> None:
-    corpus = load_corpus(300_000)
-    for seed in (-(2**63), 2**63 - 1):
-        assert train(None, corpus, size="tiny", steps=1, device="cpu", seed=seed).losses
-
-
-def test_the_first_step_of_all_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    step, clock = training.Trainee.step, training.time.perf_counter
-    monkeypatch.setattr(training.Trainee, "step", lambda *a: (events.append("step"), step(*a))[1])
-    monkeypatch.setattr(training.time, "perf_counter", lambda: (events.append("clock"), clock())[1])
-    train(None, load_corpus(300_000), size="tiny", steps=2, device="cpu", seed=0)
-    assert events == ["step", "clock", "step", "step", "clock"]
+        demo(tmp_path, recipes=["current"], steps=1)
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,8 +258,3 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command._device("cuda:1") == "cuda:1"
     with pytest.raises(DeviceError, match=r"sees 2 GPU\(s\).*cuda:0, cuda:1"):
         command._device("cuda:2")
-
-
-def test_the_layers_that_are_explained_by_default_are_those_that_it_converts() -> None:
-    model = ottava.convert(GPT(SIZES["small"]), "current", exclude="head")
-    assert list(DEMO_LAYERS) == list(ottava.conversion_report(model).swapped)

@@ -85,12 +85,6 @@ def clean_variables(**added: str) -> dict[str, str]:
     return kept | {"COLUMNS": "200"} | added
 
 
-CODE = {
-    "ottava": "from ottava.cli.main import app; app()",
-    "pytest": "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))",
-}
-
-
 class Environment:
     """An environment, and a process in it that has imported torch.
 
@@ -100,7 +94,7 @@ class Environment:
 
     def __init__(self, interpreter: Path) -> None:
         self.folder = interpreter.parents[1]
-        self._forks = Forks(interpreter, clean_variables())
+        self.forks = Forks(interpreter, clean_variables())
 
     def spawn(
         self, command: str, *arguments: str | Path, cwd: Path
@@ -114,17 +108,13 @@ class Environment:
             env=clean_variables(),
         )
 
-    def call(
-        self, command: str, *arguments: str | Path, cwd: Path, path: Path | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run what a command of ``bin`` runs, in a fork; ``path`` is in front of where modules are
-        looked for."""
-        return self._forks.python(CODE[command], *arguments, cwd=cwd, path=path)
-
-    def python(self, code: str, cwd: Path, path: Path | None = None) -> str:
-        """What code prints that ends without an error."""
-        done = self._forks.python(code, cwd=cwd, path=path)
-        assert done.returncode == 0, done.stderr
+    def printed(
+        self, code: str, *arguments: str | Path, cwd: Path, path: Path | None = None
+    ) -> str:
+        """What code prints in a fork, which ends without an error; ``path`` is in front of where
+        modules are looked for."""
+        done = self.forks.python(code, *arguments, cwd=cwd, path=path)
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -103,13 +102,6 @@ def by_pickle(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-def by_torch(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 def step(model: Any, size: float = 1.0) -> torch.Tensor:
     model.zero_grad()
     y: torch.Tensor = model(torch.full((4, 16), size))
@@ -153,7 +145,7 @@ def test_the_class_looks_as_before(cls: Any) -> None:
     assert not isinstance(plain, kind)
     assert (Registered.known, set(Registry.known)) == (["Member"], {"ByMetaclass"})
     step(model, 7.0)
-    for way in (copy.deepcopy, copy.copy, by_pickle, by_torch):
+    for way in (copy.deepcopy, copy.copy, by_pickle):
         twin = way(model)
         assert isinstance(twin, cls)
         assert cls is Slotted or type(twin) is kind

@@ -47,22 +47,25 @@ class Net(torch.nn.Module):
         return self.layers[NASTY](x)
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a checkpoint, a captured step and a broken plugin, all with such names."""
-    monkeypatch.chdir(tmp_path)
-    save_file({f"{NASTY}.weight": torch.randn(32, 32), "b": torch.ones(1)}, "in")
-    Path(NASTY).write_bytes(Path("in").read_bytes())
-    net = ottava.convert(Net(), "current")
-    x = torch.randn(32, 32)
-    # An outlier that meets weights of zero: a search finds the layer.
-    x[:, 5] = 2.0**26
-    with ottava_bisect.capture(net, "step") as step:
-        step.loss = net(x).square().sum()
-        step.loss.backward()
-    Path("module_of_names.py").write_text(MODULE)
-    with published(tmp_path, "names-in-texts", names_plugin=PLUGIN):
-        yield tmp_path
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The current folder, with a checkpoint, a captured step and a broken plugin, all with such
+    names."""
+    folder = tmp_path_factory.mktemp("names")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        save_file({f"{NASTY}.weight": torch.randn(32, 32), "b": torch.ones(1)}, "in")
+        Path(NASTY).write_bytes(Path("in").read_bytes())
+        net = ottava.convert(Net(), "current")
+        x = torch.randn(32, 32)
+        # An outlier that meets weights of zero: a search finds the layer.
+        x[:, 5] = 2.0**26
+        with ottava_bisect.capture(net, "step") as step:
+            step.loss = net(x).square().sum()
+            step.loss.backward()
+        Path("module_of_names.py").write_text(MODULE)
+        with published(folder, "names-in-texts", names_plugin=PLUGIN):
+            yield folder
     sys.modules.pop("module_of_names", None)
 
 
@@ -78,9 +81,9 @@ COMMANDS: dict[str, tuple[list[str], bool]] = {
     "check-recipe": (["check-recipe", NASTY], True),
     "demo": (["demo", "--recipe", NASTY], True),
     "doctor": (["doctor"], False),
-    "export": (["export", "in", "out", "--recipe", "current"], True),
-    "export, a file": (["export", NASTY, f"{NASTY}.out", "--recipe", "bf16"], True),
-    "export, a pattern": (["export", "in", "out", "--recipe", "bf16", "--include", NASTY], True),
+    "export": (["export", "in", "out", "--recipe", "current", "--force"], True),
+    "export, a file": (["export", NASTY, f"{NASTY}.out", "--recipe", "bf16", "--force"], True),
+    "export, a pattern": (["export", "in", "o", "--recipe", "bf16", "--include", NASTY], True),
     "new-recipe": (["new-recipe", NASTY], True),
     "new-recipe, a folder": (["new-recipe", "a-recipe", "--out", NASTY], True),
     "recipes": (["recipes"], False),
@@ -92,30 +95,26 @@ COMMANDS: dict[str, tuple[list[str], bool]] = {
 }
 
 
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("width", [60, 400])
-def test_control_characters_are_shown(command: str, width: int, files: Path) -> None:
+def test_control_characters_are_shown(command: str) -> None:
     """In tables, sentences and errors, at any width; markup is text, too."""
     arguments, whole = COMMANDS[command]
-    done = CliRunner().invoke(app, arguments, env={"COLUMNS": str(width)})
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    text = done.output
-    strange = {c for line in text.split("\n") for c in line if not c.isprintable()}
-    assert not strange
-    assert "\\x1b" in text
-    if width == 400:
-        assert "[red]" in text
-    if whole:
-        assert SHOWN in text
+    for width in (60, 400):
+        done = CliRunner().invoke(app, arguments, env={"COLUMNS": str(width)})
+        assert done.exception is None or isinstance(done.exception, SystemExit)
+        lines = done.output.split("\n")
+        assert {c for line in lines for c in line if not c.isprintable()} == set()
+        assert "\\x1b" in done.output
+        assert width == 60 or "[red]" in done.output
+        assert not whole or SHOWN in done.output
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["recipes"], ["recipes", "--explain", "current", "--layer", NASTY], ["bisect", "step"]],
-)
-def test_json_has_the_names_without_control_characters(arguments: list[str], files: Path) -> None:
-    done = CliRunner().invoke(app, [*arguments, "--json"])
-    assert all(c.isprintable() or c == "\n" for c in done.stdout)
-    told: Any = json.loads(done.stdout)
-    if "--layer" in arguments:
-        assert told["layers"][0]["layer"] == NASTY
+@pytest.mark.usefixtures("files")
+def test_json_has_the_names_without_control_characters() -> None:
+    layer = ["recipes", "--explain", "current", "--layer", NASTY]
+    for arguments in (["recipes"], layer, ["bisect", "step"]):
+        done = CliRunner().invoke(app, [*arguments, "--json"])
+        assert all(c.isprintable() or c == "\n" for c in done.stdout)
+        printed: Any = json.loads(done.stdout)
+        assert arguments is not layer or printed["layers"][0]["layer"] == NASTY
