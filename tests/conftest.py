@@ -21,6 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # starts its own; the processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+#: Checks of the conformance kit that the short run makes for one recipe on a grid.
+COMPILED_ONCE = {"test_compile_quantized_weights", "test_compile_dynamic"}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,13 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The checks of the conformance kit that compile or start processes share a launch of ranks with
     the tests of the group "ranks". Options of a recipe change its bytes, and not how it is
-    compiled, saved or sharded, so these checks are slow for its variants.
+    compiled, saved or sharded, so these checks are slow for its variants. Recipes on grids share
+    the code that is compiled, so all but one of them compile one layer in the short run.
     """
     for item in items:
         if item.get_closest_marker("ottava_slow") is not None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
             if item.get_closest_marker("variant") is not None:
                 item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("on_grid") is not None and item.name in COMPILED_ONCE:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is not None:
             continue
         info = getattr(item, "_fixtureinfo", None)

@@ -122,9 +122,13 @@ def test_without_the_package_the_error_names_it() -> None:
         fake_quantize(torch.ones(3), "MXFP8E4M3")
 
 
-def test_a_layer_under_inductor_has_the_bytes_of_eager_code() -> None:
+def test_a_layer_under_inductor_has_the_bytes_of_eager_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Operators are opaque to a compiler, and it sums the gradient of the bias as eager code."""
     torch._dynamo.reset()
+    # The compiler would try out the processor's instructions in two programs, for seconds.
+    monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)
     layer = ottava.nn.Linear(64, 40, dtype=torch.bfloat16, recipe="mxfp8")
     twin, results = copy.deepcopy(layer), []
     for module, run in ((layer, layer), (twin, torch.compile(twin, fullgraph=True))):

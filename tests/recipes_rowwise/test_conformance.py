@@ -8,6 +8,7 @@ from ottava.formats import Format
 from ottava_testing import RecipeConformance
 
 
+@pytest.mark.on_grid
 class TestRowwise(RecipeConformance):
     recipe = "rowwise"
 

@@ -918,11 +918,11 @@ TABLE: dict[str, dict[str, Changes]] = {
         )
     },
     "compile": {
-        r"torch.compile\(fullgraph=True\) refuses a model: ": quantizer(data_and_scale=breaks_graph)
+        r"torch.compile\(fullgraph=True\) refuses a layer: ": quantizer(data_and_scale=breaks_graph)
     },
     "compile-quantized-weights": {
-        "refuses a model with weights that are": tensor(gemm_operand=breaks_graph),
-        "weights that are kept .*, unlike in eager mode,": tensor(dequantize_impl=knows_compiler),
+        "refuses a layer whose weight is kept": tensor(gemm_operand=breaks_graph),
+        "weight is kept .*, unlike in eager mode,": tensor(dequantize_impl=knows_compiler),
     },
     "compile-dynamic": {
         r"dynamic=True\) refuses a model: ": quantizer(data_and_scale=breaks_graph)

@@ -7,10 +7,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ottava_testing import CheckFailed, launch
 
@@ -28,6 +30,7 @@ def body(name: str, mesh: Any, folder: Path) -> None:
     if name == "raises":
         raise KeyError("a key")
     if name == "reads":
+        assert torch.is_grad_enabled()
         assert (folder / "given").read_text() == os.environ["GIVEN"] == str(mesh.size())
 
 
@@ -42,7 +45,7 @@ def test_what_went_wrong_is_told_by_name() -> None:
 
 
 def test_one_process_serves_all_launches_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks have the environment of now, and what was prepared for them."""
+    """The ranks have the environment of now, what was prepared for them, and gradients."""
     servers = []
     for world in (2, 3, 2):
         monkeypatch.setenv("GIVEN", str(world))
@@ -50,14 +53,21 @@ def test_one_process_serves_all_launches_until_it_is_gone(monkeypatch: pytest.Mo
         def prepare(folder: Path, text: str = str(world)) -> None:
             (folder / "given").write_text(text)
 
-        told = launch.run_on_ranks(BODY, ["reads"], world, prepare=prepare)
+        with torch.no_grad():
+            told = launch.run_on_ranks(BODY, ["reads"], world, prepare=prepare)
         assert told == {"reads": None}
-        servers.append(launch.start_server().process)
+        servers.append(launch.start_server())
         if world == 3:
-            servers[-1].kill()
-            servers[-1].wait()
+            os.kill(servers[-1].pid, signal.SIGKILL)
+            os.waitpid(servers[-1].pid, 0)
     assert servers[0] is servers[1]
     assert servers[1] is not servers[2]
+
+
+def test_a_process_with_other_threads_is_not_forked() -> None:
+    """Their locks would stay locked."""
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(launch.may_fork).result()
 
 
 def test_ranks_that_do_not_end_are_ended() -> None:

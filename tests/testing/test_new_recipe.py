@@ -8,8 +8,6 @@ import importlib
 import os
 import re
 import stat
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -145,14 +143,6 @@ def test_an_empty_folder_is_filled_and_stays_the_one_that_it_was() -> None:
     assert new_recipe("acme-here", "--out", ".")[0] == 0
     assert Path("pyproject.toml").is_file()
     assert len(os.listdir("..")) == 3
-
-
-def test_it_imports_no_torch() -> None:
-    code = (
-        "import sys; from ottava_testing.new_recipe.command import new_recipe; "
-        "new_recipe('acme-rows', None); sys.exit('torch' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 # -- names that are refused --

@@ -92,6 +92,8 @@ class RecipeConformance:
 
 
 _subjects: WeakKeyDictionary[type[RecipeConformance], list[Subject]] = WeakKeyDictionary()
+# The names of the checks that pytest has selected.
+_selected: WeakKeyDictionary[type[RecipeConformance], set[str]] = WeakKeyDictionary()
 _STANDARD: dict[str, Callable[..., None]] = {}
 
 
@@ -123,7 +125,19 @@ def _subjects_of_class(cls: type[RecipeConformance]) -> list[Subject]:
             _subjects[cls] = subjects_of(cls.recipe, cls.options, cls.spec, cls.layers)  # type: ignore[arg-type]
         else:
             _subjects[cls] = subjects_of(cls().make_recipe, {}, cls.spec, cls.layers)
+        for subject in _subjects[cls]:
+            subject.check_names = frozenset(_selected.get(cls, ()))
     return _subjects[cls]
+
+
+def select(items: Sequence[Any]) -> None:
+    """Note which checks are among the tests that pytest is going to run."""
+    names = {check.method: check.name for check in list_checks()}
+    for item in items:
+        cls = getattr(item, "cls", None)
+        name = names.get(getattr(item, "originalname", ""))
+        if name is not None and isinstance(cls, type) and issubclass(cls, RecipeConformance):
+            _selected.setdefault(cls, set()).add(name)
 
 
 def _standard_test(check: Check) -> Callable[..., None]:

@@ -1,7 +1,8 @@
 """Starts the ranks of the checks on several processes.
 
 All such checks of a subject share one launch. A helper process forks the ranks; it has imported
-what they need, and lives as long as this process.
+what they need, and lives as long as this process. It is itself a fork of this process if that is
+safe, and else a new one.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
+import warnings
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from ottava_testing import worker
 
 #: Processes in a group.
 WORLD = 2
@@ -99,26 +105,45 @@ def _reports(folder: Path) -> dict[str, list[str]]:
     return reports
 
 
+def may_fork() -> bool:
+    """Whether ranks can be descendants of a fork of this process.
+
+    Locks of other threads would stay locked in the fork. Where there is an accelerator, autograd
+    has threads, and refuses to run in a fork.
+    """
+    import torch
+
+    is_alone = sys.platform == "linux" and threading.active_count() == 1
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return is_alone and not has_group and not torch.accelerator.is_available()
+
+
 class Server:
     """The process that forks ranks; it imports once, for all launches, what every rank needs."""
 
     def __init__(self) -> None:
-        path = [*filter(None, sys.path), os.environ.get("PYTHONPATH", "")]
         self.owner = os.getpid()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ottava_testing.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"},
-            text=True,
-            # An interrupt does not reach it, and it can be killed together with the ranks.
-            start_new_session=True,
-        )
+        self.connection, theirs = Pipe()
+        if may_fork():
+            worker.import_modules()
+            with warnings.catch_warnings():
+                # Python counts the idle threads of torch's kernels, which forks do not use.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.pid = os.fork()
+            if self.pid == 0:
+                self.connection.close()
+                worker.serve(theirs)
+        else:
+            self.pid = _new_process(theirs)
+        theirs.close()
+        atexit.register(self.kill)
 
     @property
     def usable(self) -> bool:
         """Whether it runs, and was started by this process and not by one this was forked from."""
-        return self.owner == os.getpid() and self.process.poll() is None
+        with contextlib.suppress(ChildProcessError):
+            return self.owner == os.getpid() and os.waitpid(self.pid, os.WNOHANG)[0] == 0
+        return False
 
     def answer(self, request: dict[str, Any]) -> str:
         """Wait for the end of the ranks of a request.
@@ -126,25 +151,39 @@ class Server:
         Returns:
             ``"ended"``, ``"late"`` if they had to be killed, or ``""`` if the server is gone.
         """
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         end = ""
-        with contextlib.suppress(BrokenPipeError):
-            try:
-                self.process.stdin.write(json.dumps(request) + "\n")
-                self.process.stdin.flush()
-                end = self.process.stdout.readline().strip()
-            finally:
-                if not end:
-                    self.kill()
+        try:
+            self.connection.send(request)
+            end = self.connection.recv()
+        except (EOFError, OSError):
+            pass
+        finally:
+            if not end:
+                self.kill()
         return end
 
     def kill(self) -> None:
         """Kill the process and its ranks, unless another process owns it."""
-        if self.owner == os.getpid():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        if self.owner != os.getpid():
+            return
+        is_running = self.usable
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if is_running:
+            # It may not have a group of its own yet.
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+def _new_process(connection: Connection) -> int:
+    path = [*filter(None, sys.path), os.environ.get("PYTHONPATH", "")]
+    number = connection.fileno()
+    os.set_inheritable(number, True)
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "ottava_testing.worker", str(number)],
+        os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONWARNINGS": "ignore"},
+    )
 
 
 _servers: list[Server] = []
@@ -154,5 +193,4 @@ def start_server() -> Server:
     """The process that forks ranks; it is started if none runs."""
     if not _servers or not _servers[-1].usable:
         _servers[:] = [Server()]
-        atexit.register(_servers[-1].kill)
     return _servers[-1]

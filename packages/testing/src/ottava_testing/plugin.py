@@ -1,4 +1,4 @@
-"""The pytest plugin: a mark, readable assertions in checks, and the rule on standard tests.
+"""The pytest plugin: a mark, the selection of checks, and the rule on standard tests.
 
 pytest loads the plugin in every run, so it imports nothing but pytest, and does nothing where no
 test module has imported the base class.
@@ -18,6 +18,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ottava_slow: a conformance check that compiles or starts processes"
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tell the base class which checks are going to run; some share an expensive preparation."""
+    kit = sys.modules.get("ottava_testing.conformance")
+    if kit is not None:
+        kit.select(session.items)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -93,8 +93,10 @@ def run_check(check: Check, subject: Subject) -> None:
     """
     grad = torch.is_grad_enabled()
     threads = torch.get_num_threads()
-    if check.slow and not RANK_BODIES.keys().isdisjoint(subject.check_names or RANK_BODIES):
-        # Its imports take seconds, in which other slow checks compile.
+    has_ranks = not RANK_BODIES.keys().isdisjoint(subject.check_names or RANK_BODIES)
+    # A fork is made early, because it should know nothing of what the recipe does here. A new
+    # process imports for seconds, in which other slow checks compile.
+    if has_ranks and (check.slow or launch.may_fork()):
         launch.start_server()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""The ranks of the checks on several processes: ``python -m ottava_testing.worker``.
+"""The process that forks the ranks of the checks on several processes.
 
-This process imports once what takes long, and then reads requests from standard input, one in each
-line. It forks the ranks of each request, waits for them, and answers ``ended`` or ``late``. A rank
-writes one line for each name, and ends at the first that fails.
+It imports once what takes long, and then receives requests. It forks the ranks of each request,
+waits for them, and answers ``ended`` or ``late``. A rank writes one line for each name, and ends at
+the first that fails.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # Seconds that the other ranks have to fail by themselves, once one has failed.
 _GRACE = 3.0
@@ -47,6 +48,7 @@ def _rank(rank: int, request: dict[str, Any]) -> None:
     from ottava_testing.compare import CheckFailed, describe
 
     warnings.simplefilter("ignore")
+    torch.set_grad_enabled(True)
     torch.set_num_threads(1)
     folder, world = Path(request["folder"]), int(request["world"])
     store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
@@ -125,22 +127,35 @@ def _run(request: dict[str, Any]) -> str:
     return "late" if alive and deadline == late else "ended"
 
 
-def main() -> None:
-    """Answer requests on standard output, with one line for each."""
-    answers = os.fdopen(os.dup(1), "w")
-    # Whatever is printed goes to standard error, so that it is not taken for an answer.
-    os.dup2(2, 1)
-    # The modules that fully_shard imports take longer to import than the checks to run. None of
-    # them starts threads, so forking afterwards is safe.
+def serve(connection: Connection) -> NoReturn:
+    """Answer requests until the other end of the connection is closed."""
+    try:
+        # An interrupt does not reach a session of its own, and it can be killed with the ranks.
+        os.setsid()
+        # In a fork of pytest these would write to what pytest captures.
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        import_modules()
+        # Garbage collection in the forks ignores frozen objects, so their memory is not copied.
+        gc.freeze()
+        while True:
+            connection.send(_run(connection.recv()))
+    except EOFError:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def import_modules() -> None:
+    """Import what every rank needs.
+
+    The modules that fully_shard imports take longer to import than the checks to run. None of them
+    starts threads, so forking afterwards is safe.
+    """
     for name in ("torch._dynamo", "torch.distributed.fsdp", "ottava_testing.checks.ranks"):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    # Garbage collection in the forks ignores frozen objects, so their memory is not copied.
-    gc.collect()
-    gc.freeze()
-    for line in sys.stdin:
-        print(_run(json.loads(line)), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Connection(int(sys.argv[1])))

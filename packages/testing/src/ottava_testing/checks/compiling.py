@@ -20,34 +20,32 @@ Results = list[torch.Tensor]
 
 def _compare(
     subject: Subject,
+    title: str,
+    make: Callable[[], torch.nn.Module],
     use: Callable[[torch.nn.Module, Any], Results],
-    *,
-    primary: bool = False,
-    dynamic: bool | None = None,
+    **options: Any,
 ) -> None:
-    """Compare what ``use`` gives with a compiled model and in eager mode."""
-    arguments = f"fullgraph=True{', dynamic=True' if dynamic else ''}"
-    words = " with weights that are kept quantized" if primary else ""
-    eager, model = subject.model(primary=primary), subject.model(primary=primary)
+    """Compare what ``use`` gives with a compiled module of ``make`` and in eager mode."""
+    eager, module = make(), make()
     expected = use(eager, eager)
+    arguments = ", ".join(f"{name}={value}" for name, value in options.items())
     torch.compiler.reset()
     try:
-        compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-        results = use(model, compiled)
+        results = use(module, torch.compile(module, backend="aot_eager", **options))
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise CheckFailed(
-            f"torch.compile({arguments}) refuses a model{words}: {type(error).__name__}: "
+            f"torch.compile({arguments}) refuses {title}: {type(error).__name__}: "
             f"{' '.join(lines[:3])}"
         ) from error
     finally:
         torch.compiler.reset()
-    title = f"a model{words}, compiled with {arguments}, unlike in eager mode,"
-    subject.agree(title, results, expected, subject.loose)
+    words = f"{title}, compiled with {arguments}, unlike in eager mode,"
+    subject.agree(words, results, expected, subject.loose)
 
 
-def _train(model: torch.nn.Module, run: Any) -> Results:
-    return train(model, run=run)
+def _train(module: torch.nn.Module, run: Any) -> Results:
+    return train(module, run=run)
 
 
 def _batches(model: torch.nn.Module, run: Any) -> Results:
@@ -65,20 +63,22 @@ def _batches(model: torch.nn.Module, run: Any) -> Results:
 
 @check()
 def compile_(subject: Subject) -> None:
-    """torch.compile(fullgraph=True) takes a model, and changes no bit of its training."""
-    _compare(subject, _train)
+    """torch.compile(fullgraph=True) takes a layer, and changes no bit of its training."""
+    _compare(subject, "a layer", partial(subject.layer, 32, 32), _train, fullgraph=True)
 
 
 @check(QUANTIZED_WEIGHTS)
 def compile_quantized_weights(subject: Subject) -> None:
-    """The same with weights that are kept quantized."""
-    _compare(subject, _train, primary=True)
+    """The same with a weight that is kept quantized."""
+    make = partial(subject.layer, 32, 32, primary=True)
+    title = "a layer whose weight is kept quantized"
+    _compare(subject, title, make, _train, fullgraph=True)
 
 
 @check()
 def compile_dynamic(subject: Subject) -> None:
-    """torch.compile(dynamic=True) takes batches of several sizes, and changes no bit.
+    """torch.compile(dynamic=True) takes a model and batches of several sizes, and changes no bit.
 
     The model has two layers, because the compiler may fail at a size that both read.
     """
-    _compare(subject, _batches, dynamic=True)
+    _compare(subject, "a model", subject.model, _batches, fullgraph=True, dynamic=True)

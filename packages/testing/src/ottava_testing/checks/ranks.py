@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import traceback
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
@@ -20,7 +19,6 @@ from ottava_testing import launch, table
 from ottava_testing.checks.files import load
 from ottava_testing.compare import (
     CheckFailed,
-    describe,
     inner_by_name,
     normal,
     plain,
@@ -101,15 +99,8 @@ def run(name: str, mesh: Any, folder: Path) -> None:
     Raises:
         CheckFailed: the recipe does not pass.
     """
-    try:
-        source = (folder / "subject.pickle").read_bytes()
-        RANK_BODIES[name](Subject.of_source(source, import_from), mesh, folder)
-    except CheckFailed:
-        raise
-    except Exception as error:
-        traceback.print_exc()
-        place = f"on rank {dist.get_rank()} of {dist.get_world_size()}"
-        raise CheckFailed(f"{name} ({CHECKS[name].promise}), {place}: {describe(error)}") from error
+    source = (folder / "subject.pickle").read_bytes()
+    RANK_BODIES[name](Subject.of_source(source, import_from), mesh, folder)
 
 
 @check(QUANTIZED_WEIGHTS)

@@ -44,7 +44,8 @@ def step(
     x = normal(24, width, seed=100 + number, dtype=dtype).requires_grad_()
     target = normal(24, width, seed=200 + number, dtype=dtype)
     optimizer.zero_grad()
-    loss = torch.nn.functional.mse_loss((run or model)(x), target)
+    y = model(x) if run is None else run(x)
+    loss = torch.nn.functional.mse_loss(y, target)
     loss.backward()
     grads = [x.grad, *(p.grad for p in model.parameters())]
     results = [loss.detach(), *(plain(grad).clone() for grad in grads if grad is not None)]
