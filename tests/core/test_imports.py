@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import runpy
 from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import floors as drawn
 from tests.core import forking
 
 # The sources are read once.
@@ -125,8 +125,7 @@ def test_a_planted_circle_is_found(source: str, tmp_path: Path) -> None:
 
 
 def test_rooms_of_core_import_what_is_below_them_as_the_pages_say() -> None:
-    drawn = runpy.run_path(str(ROOT / "docs" / "floors.py"))
-    floors = {room: floor for floor, rooms in drawn["floors"]().items() for room in rooms}
+    floors = {room: floor for floor, rooms in drawn.floors().items() for room in rooms}
     edges = {(name, other) for name, others in graph(CORE).items() for other in others}
     rooms = {
         (one.split(".")[1], two.split(".")[1]) for one, two in edges if "ottava" not in (one, two)
@@ -135,7 +134,7 @@ def test_rooms_of_core_import_what_is_below_them_as_the_pages_say() -> None:
     # The package itself, which names everything, is for the commands.
     assert {name.split(".")[1] for name, other in edges if other == "ottava"} <= {"cli"}
     assert set(floors) == {name.split(".")[1] for name in modules(CORE) if name != "ottava"}
-    assert drawn["drawing"]() == drawn["DRAWING"].read_text(), "run python docs/floors.py"
+    assert drawn.drawing() == drawn.DRAWING.read_text(), "run python tests/floors.py"
 
 
 def test_one_module_finds_others_upwards_by_their_names_on_first_use() -> None:

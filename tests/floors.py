@@ -1,4 +1,4 @@
-"""Draw the floors of core from the table in CONTRIBUTING.md: ``python docs/floors.py``.
+"""Draw the floors of core from the table in CONTRIBUTING.md: ``python tests/floors.py``.
 
 ``tests/core/test_imports.py`` compares the table with the code, and the drawing with the table.
 """
