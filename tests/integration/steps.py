@@ -1,6 +1,6 @@
-"""A state machine of steps, for recipes that keep state: layers run in regions, in converted models
-and alone; they are recomputed, evaluated, saved, loaded and copied. Beside them runs the rule for
-when scales change, with scalars.
+"""A state machine of steps of delayed scaling: layers run in regions, in converted models and
+alone; they are recomputed, evaluated, saved, loaded and copied. Beside them runs the rule for when
+scales change, with scalars.
 
 A layer has one weight and a batch one number. So an amax is the magnitude of a number, and each
 output and gradient is one product, which shows the scales that were used.
@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from ottava_delayed import DelayedScaling
 from tests import oracle
+from tests.recipes_delayed.slot_oracle import Slot
 
 ELEMENTS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
 VALUES = [oracle.float32(v) for v in (1.0, -0.37, 12.5, 700.0, 3e-4, 0.0, -(2.0**90), math.inf)]
@@ -71,7 +72,7 @@ class State:
     """
 
     recipe: str
-    ranks: list[dict[str, Any]]
+    ranks: list[dict[str, Slot]]
     step: Hashable = None
     pending: bool = False
     lacks_recipe: bool = False
@@ -241,6 +242,9 @@ class Bank(torch.nn.Module):
         return tuple(call(place, x) for place, x in enumerate(inputs))
 
 
+#: The length of the history, the algorithm and the margin.
+Options = tuple[int, str, int]
+_options = st.tuples(st.integers(1, 3), st.sampled_from(("max", "most_recent")), st.integers(-1, 1))
 #: Blocks: (recipe, options).
 BLOCKS: dict[str, tuple[str | None, dict[str, bool]]] = {
     "A": ("A", {}),
@@ -270,34 +274,25 @@ class Steps(RuleBasedStateMachine):
 
     rank: ClassVar[int] = 0
     ranks: ClassVar[int] = 1
-    #: Arguments of :meth:`recipe` and :meth:`slot`.
-    options: ClassVar[Any]
 
-    def recipe(self, options: Any, reduces: bool) -> Any:
-        """A recipe that keeps state."""
+    @initialize(options=st.fixed_dictionaries(dict.fromkeys("AB", _options)), reduces=st.booleans())
+    def start(self, options: dict[str, Options], reduces: bool) -> None:
+        self.prepare(options, reduces)
 
-    def slot(self, options: Any, tensor_type: str) -> Any:
-        """A slot of the rule: scale, amax and saturated; observe, calibrate and update."""
-
-    def contents(self, slot: Any) -> Any:
-        """What a slot of the rule has."""
-
-    def found(self, state: Any, place: int) -> Any:
-        """What a slot of a layer's state has, in the same form."""
-
-    @initialize(data=st.data(), reduces=st.booleans())
-    def start(self, data: Any, reduces: bool) -> None:
-        self.prepare({name: data.draw(self.options, name) for name in "AB"}, reduces)
-
-    def prepare(self, options: dict[str, Any], reduces: bool) -> None:
+    def prepare(self, options: dict[str, Options], reduces: bool) -> None:
         self.caught = warnings.catch_warnings()
         self.caught.__enter__()
         warnings.simplefilter("ignore")
         self.rule = Rule(reduces)
         self.chosen = options
         self.recipes: dict[str, Any] = {"current": "current"}
-        for name in options:
-            self.recipes[name] = self.recipe(options[name], reduces)
+        for name, (length, algorithm, margin) in options.items():
+            self.recipes[name] = DelayedScaling(
+                margin,
+                amax_history_len=length,
+                amax_compute_algo=algorithm,
+                reduce_amax=reduces,
+            )
             self.recipes[name].set_quantizer_factory(Nothing(next(_numbers)))
         self.blocks: list[Any] = []
         self.runs: list[Run] = []
@@ -334,13 +329,16 @@ class Steps(RuleBasedStateMachine):
         self.rule.layers += layers
 
     def fresh(self, recipe: str) -> State:
-        return State(
-            recipe,
-            [
-                {kind: self.slot(self.chosen[recipe], kind) for kind in ELEMENTS}
-                for _ in range(self.ranks)
-            ],
-        )
+        return State(recipe, [self.slots(*self.chosen[recipe]) for _ in range(self.ranks)])
+
+    def slots(self, length: int, algorithm: str, margin: int) -> dict[str, Slot]:
+        slots = {
+            kind: Slot(length, oracle.MAX[element], margin) for kind, element in ELEMENTS.items()
+        }
+        if algorithm == "most_recent":
+            for slot in slots.values():
+                slot.amax_of = lambda history: history[0]
+        return slots
 
     # -- regions --
 
@@ -557,7 +555,7 @@ class Steps(RuleBasedStateMachine):
         scale = state.ranks[self.rank][tensor_type].scale
         return quantized(self.value(value), scale, tensor_type)
 
-    def record(self, slot: Any, value: float) -> None:
+    def record(self, slot: Slot, value: float) -> None:
         slot.observe(abs(value))
         slot.saturated += abs(oracle.float32(value * slot.scale)) > slot.fp8_max
 
@@ -659,9 +657,7 @@ class Steps(RuleBasedStateMachine):
     # -- models that change --
 
     @rule(
-        how=st.sampled_from(
-            ("change_weight", "add_layer", "remove_layer", "save", "load", "copy", "refuse")
-        ),
+        how=st.sampled_from(("change_weight", "add_layer", "remove_layer", "save", "load", "copy")),
         number=st.integers(0, 1),
         place=st.integers(0, 9),
     )
@@ -748,15 +744,6 @@ class Steps(RuleBasedStateMachine):
         made = pickle.loads(pickle.dumps(bank)) if place % 2 else copy.deepcopy(bank)
         self.take(number, made, states)
 
-    def refuse(self, number: int, place: int) -> None:
-        """An input of another size begins no step."""
-        refused = self.of_bank[number][place % len(self.of_bank[number])]
-        recipe = self.rule.recipe_of(refused)
-        if recipe in ("A", "B") and self.may_run(refused, Use(place, 0, 0), None):
-            self.state_of(refused, recipe)
-            with pytest.raises(ottava.errors.ShapeError):
-                refused.module(torch.ones(1, 2))
-
     @invariant()
     def states_are_those_of_the_rule(self) -> None:
         if not hasattr(self, "of_bank"):
@@ -768,8 +755,9 @@ class Steps(RuleBasedStateMachine):
                     # A state that was loaded is made when a region brings its recipe.
                     assert found is None, f"layer {place} of model {number} has a state"
                     continue
-                for slot, tensor_type in enumerate(ELEMENTS):
-                    expected = self.contents(layer.state.ranks[self.rank][tensor_type])
-                    assert self.found(found, slot) == expected, (
+                for at, (tensor_type, slot) in enumerate(layer.state.ranks[self.rank].items()):
+                    history = found.amax_history[:, at].tolist()
+                    seen = [found.scale[at].item(), history, found.saturated[at].item()]
+                    assert seen == [slot.scale, slot.history, slot.saturated], (
                         f"{tensor_type} of layer {place} of model {number}"
                     )
