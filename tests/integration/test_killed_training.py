@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ottava.checkpoint import files, is_complete, latest_checkpoint, save_step
 from ottava_integrations import read_state
-from tests.integration.sharded_checkpoint_cases import Training, gathered
+from tests.integration.sharded_training import Training, gathered
 
 WORLD, STEPS = 2, 12
 #: Where a rank kills itself: the rank, and before or after which call.
