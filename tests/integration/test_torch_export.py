@@ -22,12 +22,12 @@ def mixed() -> ottava.Recipe:
 
 
 def model_of(name: str, features: int = 64, *, primary: bool = False) -> Any:
-    """Two layers after two steps, in evaluation."""
+    """A layer after two steps, in evaluation."""
     recipe = mixed() if name == "mixed" else ottava.get_recipe(name)
     torch.manual_seed(0)
     with ottava.quantized_model_init(recipe, enabled=primary):
-        layers = [ottava.nn.Linear(features, features, name=name) for name in "02"]
-    model = ottava.convert(torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1]), recipe)
+        layer = ottava.nn.Linear(features, features, name="0")
+    model = ottava.convert(torch.nn.Sequential(layer, torch.nn.GELU()), recipe)
     for step in range(2):
         model(torch.randn(8, features) * (step + 1)).sum().backward()
     return model.eval()
@@ -50,14 +50,19 @@ def through_a_file(program: Any) -> Any:
     return torch.export.load(file)
 
 
+#: With strict=True, torch traces by torch.compile, which takes seconds.
+SLOW = pytest.mark.slow
+STRICT = pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SLOW)])
+
+
 @pytest.mark.parametrize(
     ("recipe", "gradients", "strict"),
     [
-        ("delayed", True, False),
-        ("mxfp8", False, True),
-        ("mixed", False, False),
-        pytest.param("blockwise", True, True, marks=pytest.mark.slow),
-        pytest.param("rowwise", False, False, marks=pytest.mark.slow),
+        ("delayed", True, True),
+        ("mxfp8", False, False),
+        pytest.param("mixed", False, False, marks=SLOW),
+        pytest.param("blockwise", True, True, marks=SLOW),
+        pytest.param("rowwise", False, False, marks=SLOW),
     ],
 )
 def test_a_program_has_the_bytes_of_evaluation(recipe: str, gradients: bool, strict: bool) -> None:
@@ -87,7 +92,7 @@ def test_a_program_makes_nothing_that_only_a_backward_pass_reads() -> None:
     assert len(program.graph.nodes) == len(inference.graph.nodes)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@STRICT
 @pytest.mark.parametrize("recipe", ["delayed", "mixed"])
 def test_training_with_a_state_is_refused(recipe: str, strict: bool) -> None:
     """A program would have no backward pass, and write a step's scales."""
@@ -104,7 +109,7 @@ def test_training_with_a_state_is_refused(recipe: str, strict: bool) -> None:
         torch.export.export(model, (x,), strict=strict)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@STRICT
 @pytest.mark.parametrize("training", [False, True])
 def test_a_state_is_not_made_while_a_program_is_traced(training: bool, strict: bool) -> None:
     class Net(torch.nn.Module):
@@ -141,9 +146,7 @@ def test_a_program_of_training_without_a_state_is_its_forward_pass() -> None:
     ("recipe", "features"),
     [
         ("mxfp8", 24),
-        ("delayed", 64),
-        pytest.param("blockwise", 8, marks=pytest.mark.slow),
-        pytest.param("rowwise", 24, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=SLOW) for case in (("delayed", 64), ("rowwise", 24))),
     ],
 )
 def test_a_program_takes_any_number_of_rows(recipe: str, features: int) -> None:
