@@ -227,10 +227,6 @@ class Run:
     quantized_w: Operand | None = None
 
 
-class Stopped(Exception):
-    """What a model or a hook raises."""
-
-
 class Bank(torch.nn.Module):
     """Layers; ``call`` says which are used."""
 
@@ -297,7 +293,7 @@ class Steps(RuleBasedStateMachine):
         self.blocks: list[Any] = []
         self.runs: list[Run] = []
         self.replaying = False
-        self.saved: list[Any] = []
+        self.saved: dict[int, tuple[dict[str, torch.Tensor], list[State | None]]] = {}
         self.banks = [Bank(2), Bank(2)]
         self.of_bank: list[list[Layer]] = [[], []]
         for number in (0, 1):
@@ -353,7 +349,7 @@ class Steps(RuleBasedStateMachine):
     @rule(failed=st.booleans())
     def leave(self, failed: bool) -> None:
         if self.blocks:
-            error = (Stopped, Stopped(), None) if failed else (None, None, None)
+            error = (ValueError, ValueError(), None) if failed else (None, None, None)
             self.blocks.pop().__exit__(*error)
             self.rule.leave(failed=failed)
 
@@ -389,17 +385,8 @@ class Steps(RuleBasedStateMachine):
         alone=st.booleans(),
         mode=st.sampled_from(("train", "train", "train", *MODES)),
         whole=st.sampled_from((None, None, False, True)),
-        stop=st.sampled_from((None, None, None, 0, 1)),
     )
-    def run(
-        self,
-        number: int,
-        uses: list[Use],
-        alone: bool,
-        mode: str,
-        whole: bool | None,
-        stop: int | None,
-    ) -> None:
+    def run(self, number: int, uses: list[Use], alone: bool, mode: str, whole: bool | None) -> None:
         """Layers run, as parts of their model or ``alone``; ``whole`` is ``use_reentrant`` of a
         checkpoint around all."""
         training = mode == "train"
@@ -409,7 +396,7 @@ class Steps(RuleBasedStateMachine):
         if mode == "inference":
             # A weight that is kept then could not be used in training.
             uses = [use._replace(first=None) for use in uses]
-        bank, depth, made = self.banks[number], len(self.rule.stack), len(self.runs)
+        bank, made = self.banks[number], len(self.runs)
         if mode == "eval":
             bank.eval()
         inputs = [
@@ -418,8 +405,6 @@ class Steps(RuleBasedStateMachine):
         skipped: dict[int, bool] = {}
 
         def call(place: int, x: torch.Tensor) -> torch.Tensor:
-            if place == stop and not self.replaying:
-                raise Stopped
             layer = self.layer(number, uses[place])
             if not self.replaying:
                 skipped[place] = not self.may_run(layer, uses[place], whole)
@@ -431,28 +416,23 @@ class Steps(RuleBasedStateMachine):
             with self.region_of_model(number, inputs):
                 return bank(call, *inputs)
 
-        try:
-            with contextlib.nullcontext() if training else MODES[mode]():
-                if whole is None or not training:
-                    outputs = forward(*inputs)
-                else:
-                    outputs = checkpoint(forward, *inputs, use_reentrant=whole)
-        except Stopped:
-            del self.rule.stack[depth:], self.runs[made:]
-            reentrant = False
-        else:
-            ran = [place for place in range(len(uses)) if not skipped[place]]
-            for run, place in zip(self.runs[made:], ran, strict=False):
-                run.x, run.y = inputs[place], outputs[place]
+        with contextlib.nullcontext() if training else MODES[mode]():
+            if whole is None or not training:
+                outputs = forward(*inputs)
+            else:
+                outputs = checkpoint(forward, *inputs, use_reentrant=whole)
+        ran = [place for place in range(len(uses)) if not skipped[place]]
+        for run, place in zip(self.runs[made:], ran, strict=False):
+            run.x, run.y = inputs[place], outputs[place]
         bank.train()
         if reentrant:
             # Such a checkpoint has records in its recomputation, so that comes now.
-            self.backward_together(made)
+            self.backward_of(self.runs[made:])
 
     @rule(number=st.sampled_from((0, 1)), use=_use)
     def train(self, number: int, use: Use) -> None:
         """One layer runs in training."""
-        self.run(number, [use._replace(blocks=())], number == 1, "train", None, None)
+        self.run(number, [use._replace(blocks=())], number == 1, "train", None)
 
     def batch(self, value: int, rank: int | None = None) -> torch.Tensor:
         return torch.tensor([[self.value(value, rank)]])
@@ -577,46 +557,30 @@ class Steps(RuleBasedStateMachine):
 
     # -- backward passes --
 
-    @rule(place=st.integers(0, 5), stop=st.sampled_from((None, None, None, "before", "after")))
-    def backward(self, place: int, stop: str | None) -> None:
-        """The backward pass of one call, which a hook may stop before its layer or after it."""
-        if not self.runs:
-            return
-        run = self.runs.pop(place % len(self.runs))
-        run.layer.module.weight.grad = None
-
-        def raising(_: torch.Tensor) -> None:
-            raise Stopped
-
-        stop = "before" if stop == "after" and not run.x.requires_grad else stop
-        if stop is not None:
-            (run.y if stop == "before" else run.x).register_hook(raising)
-        self.replaying = True
-        with contextlib.suppress(Stopped) if stop else contextlib.nullcontext():
-            run.y.backward(self.batch(run.use.dy))
-        self.replaying = False
-        if stop != "before":
-            self.observe_backward(run, stopped=stop is not None)
-        self.settle(run)
+    @rule(place=st.integers(0, 5))
+    def backward(self, place: int) -> None:
+        """The backward pass of one call, whose gradients can be told from others'."""
+        if self.runs:
+            self.backward_of([self.runs[place % len(self.runs)]])
 
     @rule(around=st.lists(_block, max_size=1))
     def backward_of_all(self, around: list[str]) -> None:
         with contextlib.ExitStack() as stack:
             for name in around:
                 stack.enter_context(self.block(name))
-            self.backward_together(0)
+            self.backward_of(list(self.runs))
 
-    def backward_together(self, first: int) -> None:
-        runs = self.runs[first:]
-        del self.runs[first:]
+    def backward_of(self, runs: list[Run]) -> None:
+        for run in runs:
+            run.layer.module.weight.grad = None
         self.replaying = True
         if runs:
-            torch.autograd.backward(
-                [run.y for run in runs], [self.batch(run.use.dy) for run in runs]
-            )
+            gradients = [self.batch(run.use.dy) for run in runs]
+            torch.autograd.backward([run.y for run in runs], gradients)
         self.replaying = False
+        self.runs = [run for run in self.runs if run not in runs]
         for run in runs:
-            self.observe_backward(run, stopped=True)
+            self.observe_backward(run, alone=len(runs) == 1)
         for run in runs:
             self.settle(run)
 
@@ -632,7 +596,7 @@ class Steps(RuleBasedStateMachine):
         if not any(other.layer is run.layer and other.recompute is not None for other in self.runs):
             run.layer.recomputed = None
 
-    def observe_backward(self, run: Run, *, stopped: bool) -> None:
+    def observe_backward(self, run: Run, *, alone: bool) -> None:
         state, use = run.state, run.use
         if state is None:
             return
@@ -645,7 +609,7 @@ class Steps(RuleBasedStateMachine):
             w = self.weight(run.layer, use.first, records=records, again=True)
         dy = self.quantize(state, "grad_output", use.dy, records=True)
         state.pending = True
-        if stopped:
+        if not alone:
             return
         assert x is not None
         assert w is not None
@@ -693,18 +657,16 @@ class Steps(RuleBasedStateMachine):
         if number == 0 and any(state is not None and state.recipe != "A" for state in states):
             return
         state_dict = {k: v.clone() for k, v in self.banks[number].state_dict().items()}
-        self.saved.append((number, state_dict, states))
+        self.saved[number] = state_dict, states
 
     def load(self, number: int, place: int) -> None:
-        if not any(saved[0] == number for saved in self.saved):
+        if number not in self.saved:
             self.save(number, place)
-        saved = [saved for saved in self.saved if saved[0] == number]
-        if not saved:
+        if number not in self.saved:
             return
         self.forget()
         how = ("into it", "into a new one", "before its conversion")[place % 3]
-        number, state_dict, states = saved[place % len(saved)]
-        states = copy.deepcopy(states)
+        state_dict, states = copy.deepcopy(self.saved[number])
         for state in states:
             if state is not None:
                 state.step, state.pending = None, True

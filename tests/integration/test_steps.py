@@ -46,7 +46,7 @@ def test_random_programs_on_ranks_whose_data_differ(mesh: DeviceMesh, examples: 
 
 
 def runs(number: int, *uses: Use, mode: str = "train", whole: bool | None = None) -> Any:
-    return "run", (number, list(uses), False, mode, whole, None)
+    return "run", (number, list(uses), False, mode, whole)
 
 
 ONE, LARGE = Use(0, 0, 0), Use(0, 2, 0)
