@@ -11,6 +11,7 @@ from torch.export import Dim
 
 import ottava
 from ottava.errors import UsageError
+from tests.comparing import unchanged
 
 
 def mixed() -> ottava.Recipe:
@@ -31,16 +32,6 @@ def model_of(name: str, features: int = 64, *, primary: bool = False) -> Any:
     for step in range(2):
         model(torch.randn(8, features) * (step + 1)).sum().backward()
     return model.eval()
-
-
-def state_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_unchanged(model: Any, before: dict[str, torch.Tensor]) -> None:
-    after = state_of(model)
-    assert after.keys() == before.keys()
-    assert [name for name in after if not torch.equal(after[name], before[name])] == []
 
 
 def through_a_file(program: Any) -> Any:
@@ -68,19 +59,16 @@ STRICT = pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SLOW
 def test_a_program_has_the_bytes_of_evaluation(recipe: str, gradients: bool, strict: bool) -> None:
     """And neither the model nor the program moves a scale."""
     model = model_of(recipe)
-    before = state_of(model)
-    with torch.set_grad_enabled(gradients):
+    with unchanged(model), torch.set_grad_enabled(gradients):
         program = torch.export.export(model, (torch.randn(8, 64),), strict=strict)
-    assert_unchanged(model, before)
     program = through_a_file(program)
     run = program.module()
-    buffers = state_of(run)
-    for factor in (1.0, 9.0):
-        x = torch.randn(8, 64) * factor
-        with torch.no_grad():
-            assert torch.equal(run(x), model(x))
-        run(x)
-    assert_unchanged(run, buffers)
+    with unchanged(run):
+        for factor in (1.0, 9.0):
+            x = torch.randn(8, 64) * factor
+            with torch.no_grad():
+                assert torch.equal(run(x), model(x))
+            run(x)
     assert not program.run_decompositions().graph_signature.buffers_to_mutate
 
 
@@ -97,14 +85,14 @@ def test_a_program_makes_nothing_that_only_a_backward_pass_reads() -> None:
 def test_training_with_a_state_is_refused(recipe: str, strict: bool) -> None:
     """A program would have no backward pass, and write a step's scales."""
     model, x = model_of(recipe).train(), torch.randn(8, 64)
-    before = state_of(model)
+    words = r"Linear '0' .*torch\.export.*model\.eval\(\)"
     for gradients in (True, False):
         with (
+            unchanged(model),
             torch.set_grad_enabled(gradients),
-            pytest.raises(UsageError, match=r"Linear '0' .*torch\.export.*model\.eval\(\)"),
+            pytest.raises(UsageError, match=words),
         ):
             torch.export.export(model, (x,), strict=strict)
-    assert_unchanged(model, before)
     with ottava.autocast(enabled=False):
         torch.export.export(model, (x,), strict=strict)
 

@@ -3,6 +3,7 @@ changes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import func
 
 import ottava
 from ottava.errors import UsageError
+from tests.comparing import unchanged
 
 # A recipe with a state, and one whose operands have blocks.
 RECIPES = ["delayed", "mxfp8"]
@@ -62,30 +64,18 @@ TRANSFORMS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
 }
 
 
-def state_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_unchanged(model: Any, before: dict[str, torch.Tensor]) -> None:
-    after = state_of(model)
-    assert after.keys() == before.keys()
-    assert [name for name in after if not torch.equal(after[name], before[name])] == []
-
-
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_transforms_are_refused_before_anything_changes(recipe: str, name: str) -> None:
     (transform, word), model, x = TRANSFORMS[name], model_of(recipe), torch.randn(8, 32)
-    before = state_of(model)
+    # linearize first calls the model as it is, which is a forward pass of a step.
     for grad_mode in (True, False):
-        with torch.set_grad_enabled(grad_mode), pytest.raises(UsageError) as caught:
+        same = contextlib.nullcontext() if name == "linearize" else unchanged(model)
+        with same, torch.set_grad_enabled(grad_mode), pytest.raises(UsageError) as caught:
             transform(model, x)
         assert "Linear '0'" in caught.value.what or "Linear '2'" in caught.value.what
         assert word in caught.value.what or "grad" in caught.value.what
         assert "autocast(enabled=False)" in caught.value.remedy
-        # linearize first calls the model as it is, which is a forward pass of a step.
-        if name != "linearize":
-            assert_unchanged(model, before)
     with ottava.autocast(recipe), pytest.raises(UsageError):
         transform(model, x)
     # Delayed scaling began a step with the region.
@@ -98,11 +88,9 @@ def test_transforms_work_in_high_precision(name: str) -> None:
     (transform, _), model, x = TRANSFORMS[name], model_of("delayed"), torch.randn(8, 32)
     plain = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
     plain.load_state_dict(dict(model.named_parameters()))
-    before = state_of(model)
-    with ottava.autocast(enabled=False):
+    with unchanged(model), ottava.autocast(enabled=False):
         result = transform(model, x)
     torch.testing.assert_close(result, transform(plain, x))
-    assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize("primary", [False, True])
@@ -137,12 +125,11 @@ def test_batched_gradients_are_the_gradients_one_by_one() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_torch_jit_trace_is_refused_and_works_in_high_precision(recipe: str) -> None:
     model, x = model_of(recipe), torch.randn(8, 32)
-    before = state_of(model)
-    with pytest.raises(UsageError, match=r"Linear '0' .*torch\.jit\.trace.*torch\.export"):
+    words = r"Linear '0' .*torch\.jit\.trace.*torch\.export"
+    with unchanged(model), pytest.raises(UsageError, match=words):
         torch.jit.trace(model, (x,))
-    with torch.no_grad(), pytest.raises(UsageError, match=r"torch\.jit\.trace"):
+    with unchanged(model), torch.no_grad(), pytest.raises(UsageError, match=words):
         torch.jit.trace(model.eval(), (x,), check_trace=False)
-    assert_unchanged(model, before)
     with ottava.autocast(enabled=False):
         assert torch.equal(torch.jit.trace(model, (x,))(x), model(x))
 
@@ -151,30 +138,25 @@ def test_torch_jit_trace_is_refused_and_works_in_high_precision(recipe: str) -> 
 def test_compiled_code_refuses_transforms(whole: bool) -> None:
     """There a gradient would be zeros."""
     model, x = model_of("delayed"), torch.randn(8, 32)
-    before = state_of(model)
 
     def tangents(x: torch.Tensor) -> Any:
         return func.jvp(model[0], (x,), (x,))
 
     torch._dynamo.reset()
-    with pytest.raises(Exception if whole else UsageError):
+    with unchanged(model), pytest.raises(Exception if whole else UsageError):
         torch.compile(tangents, backend="eager", fullgraph=whole)(x)
-    assert_unchanged(model, before)
 
 
 def test_a_region_begins_no_step_inside_a_transform() -> None:
     model, x = ottava.nn.Linear(32, 32, recipe="delayed"), torch.randn(8, 32)
     with ottava.autocast():
         model(x).sum().backward()
-    before = state_of(model)
 
     def function(values: torch.Tensor) -> torch.Tensor:
         with ottava.autocast():
             return values.sum()
 
-    func.grad(function)(x)
-    assert_unchanged(model, before)
-    with ottava.autocast():
+    with unchanged(model):
+        func.grad(function)(x)
+    with pytest.raises(AssertionError), unchanged(model), ottava.autocast():
         pass
-    after = state_of(model)
-    assert any(not torch.equal(after[name], before[name]) for name in before)

@@ -101,21 +101,6 @@ def test_a_model_on_meta_gets_its_values_later(recipe: Any) -> None:
     assert losses(inside) == losses(outside) == losses(initialized) == seen
 
 
-@each_name
-def test_a_layer_made_on_meta_without_a_recipe_gets_its_values_later(recipe: str) -> None:
-    with torch.no_grad(), ottava.quantized_model_init(recipe):
-        layer = Linear(64, 32, device="meta")
-    values = torch.randn(32, 64)
-    layer.to_empty(device="cpu")
-    with torch.no_grad():
-        layer.weight.copy_(values)
-        layer.bias.zero_()
-    assert (layer.weight - values).abs().max() <= values.abs().max() / 8
-    with ottava.autocast(recipe):
-        layer(torch.randn(8, 64)).sum().backward()
-    assert layer.weight.grad.shape == (32, 64)
-
-
 def test_the_gradient_and_its_hooks_are_the_new_parameters() -> None:
     model, seen = net(), []
     model(inputs(0)).sum().backward()
@@ -329,15 +314,13 @@ def test_a_state_without_steps_gives_loaded_weights_no_scale() -> None:
 
 
 def test_plain_tensors_are_written_as_ever(tmp_path: Path) -> None:
-    path = tmp_path / "plain.safetensors"
-    plain = {"a": torch.arange(6.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    path, plain = tmp_path / "plain.safetensors", {"a": torch.arange(6.0)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         safetensors.torch.save_file(plain, path)
-    for name, value in safetensors.torch.load_file(path).items():
-        assert_same(value, plain[name])
+    assert_same(safetensors.torch.load_file(path)["a"], plain["a"])
     with pytest.raises(RuntimeError, match="share memory"):
-        safetensors.torch.save_file({"a": plain["a"], "b": plain["a"]}, path)
+        safetensors.torch.save_file(plain | {"b": plain["a"]}, path)
     with pytest.raises(ValueError, match="dict"):
         safetensors.torch.save_file([plain["a"]], path)
 
