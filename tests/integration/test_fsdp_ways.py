@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import ottava
 from ottava.distributed import hooks, quantized_on_gather
@@ -44,7 +44,7 @@ GATHERED, SLOW = "gathered quantized", pytest.mark.slow
 SHARDINGS = list(itertools.product(GROUPS, (True, False)))
 
 
-# -- what a training does besides; of a model that is not sharded some of it is nothing --
+# -- what a training does besides --
 
 Hook = Callable[[Any, int], Any]
 
@@ -58,15 +58,19 @@ def loop(
     backward: Callable[[Any, torch.Tensor], Any] = lambda net, loss: loss.backward(),
     after: Hook = nothing,
     *,
+    sharded: Hook = nothing,
     microbatches: int = 1,
     region: bool = False,
 ) -> Callable[[Any, int], list[float]]:
-    """Steps of some microbatches, all of them in one region or each by itself."""
+    """Steps of some microbatches, all of them in one region or each by itself; ``sharded`` is what
+    is done to a sharded model before each."""
 
     def run(net: Any, count: int) -> list[float]:
         optimizer, losses, block = optimizer_of(net), [], contextlib.ExitStack()
         for number, batch in enumerate(batches(count * microbatches)):
             before(net, number)
+            if isinstance(net, FSDPModule):
+                sharded(net, number)
             if region and number % microbatches == 0:
                 block.enter_context(ottava.autocast())
             loss = loss_of(net, batch)
@@ -83,29 +87,25 @@ def loop(
 
 
 def reduce_last(net: Any, number: int) -> None:
-    if hasattr(net, "set_requires_gradient_sync"):
-        net.set_requires_gradient_sync(number % 2 == 1)
+    net.set_requires_gradient_sync(number % 2 == 1)
 
 
 def keep_weights(net: Any, number: int) -> None:
     reduce_last(net, number)
-    if hasattr(net, "set_reshard_after_backward"):
-        net.set_reshard_after_backward(number % 2 == 1)
+    net.set_reshard_after_backward(number % 2 == 1)
 
 
 def unshard(net: Any, number: int) -> None:
-    if hasattr(net, "unshard"):
-        if number == 1:
-            net.unshard()
-            net.reshard()
-        handle = net.unshard(async_op=number == 0)
-        if handle is not None:
-            handle.wait()
+    if number == 1:
+        net.unshard()
+        net.reshard()
+    handle = net.unshard(async_op=number == 0)
+    if handle is not None:
+        handle.wait()
 
 
 def toggle(net: Any, number: int) -> None:
-    if hasattr(net, "set_reshard_after_forward"):
-        net.set_reshard_after_forward(number % 2 == 0)
+    net.set_reshard_after_forward(number % 2 == 0)
 
 
 def evaluate(net: Any, number: int, *, training: bool, grad: bool) -> None:
@@ -119,12 +119,6 @@ def evaluate(net: Any, number: int, *, training: bool, grad: bool) -> None:
         if hasattr(module, "reshard"):
             module.reshard()
     net.train()
-
-
-def clip(net: Any, loss: torch.Tensor) -> None:
-    """By a norm that clips nothing: it is summed shard by shard, so its last bits differ."""
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e6)
 
 
 def twice(net: Any, loss: torch.Tensor) -> None:
@@ -196,15 +190,18 @@ class TiedLayers(torch.nn.Module):
 
 #: Arguments of `assert_trains_alike`.
 WAYS: dict[str, dict[str, Any]] = {
-    "microbatches": {"loop": loop(microbatches=2)},
-    "microbatches that are reduced once": {"loop": loop(reduce_last, microbatches=2)},
+    "microbatches that are reduced once": {"loop": loop(sharded=reduce_last, microbatches=2)},
     "microbatches in a region": {"loop": loop(microbatches=2, region=True)},
     # The weights of the first one serve the second: in one region, where scales do not change.
     "microbatches with weights that are kept": {
-        "loop": loop(keep_weights, microbatches=2, region=True)
+        "loop": loop(sharded=keep_weights, microbatches=2, region=True)
     },
     # Before a forward pass has told which module is the outermost, whose weights are kept.
-    "unsharded by hand": {"loop": loop(unshard), "groups": "layers", "fully_shard_options": {}},
+    "unsharded by hand": {
+        "loop": loop(sharded=unshard),
+        "groups": "layers",
+        "fully_shard_options": {},
+    },
     "prefetched": {"prepare_sharded": prefetch, "groups": "layers"},
     **{
         f"evaluated in between, training={training}, grad={grad}": {
@@ -214,11 +211,10 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "recomputed": {"reentrant": False, "recomputes": True},
     "recomputed by a reentrant checkpoint": {"reentrant": True, "recomputes": True},
-    "clipped": {"loop": loop(backward=clip)},
     "two backward passes": {"loop": loop(backward=twice)},
     "optimizer in the backward pass": {"loop": loop(optimize_in_backward)},
     "written through .data": {"loop": loop(after=write)},
-    "resharding that changes": {"loop": loop(toggle)},
+    "resharding that changes": {"loop": loop(sharded=toggle)},
     "a frozen weight": {"prepare": frozen("first.weight")},
     "frozen weights": {"prepare": frozen("weight")},
     "tied to an embedding": {"kind": Tied},
