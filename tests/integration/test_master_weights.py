@@ -120,7 +120,7 @@ class Weight:
 def weights(draw: st.DrawFn, layout: str | None, current: st.SearchStrategy[Any]) -> Weight:
     kind = draw(st.sampled_from(("current", *QUANTIZERS)))
     quantizer = draw(current if kind == "current" else QUANTIZERS[kind])
-    shape = draw(st.one_of(LARGE, SHAPES) if kind == "blockwise" else SHAPES)
+    shape = draw(st.one_of(LARGE, SHAPES) if kind in ("blockwise", "strangers") else SHAPES)
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     values = torch.randn(shape, generator=random) * 2.0 ** draw(st.integers(-30, 30))
     for _ in range(draw(st.integers(0, 6)) if values.numel() else 0):
