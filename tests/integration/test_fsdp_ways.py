@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 import ottava
 from ottava.distributed import hooks, quantized_on_gather
 from ottava.errors import UsageError
+from tests.cases import told
 from tests.fsdp import (
     GROUPS,
     assert_states_equal,
@@ -222,32 +223,40 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Which need blocks; the others train with scales that have a state in the short run.
+#: Which are tried with blocks, too, whose rows and columns are gathered by themselves.
 WITH_BLOCKS = (
     "unsharded by hand",
-    "evaluated in between, training=True, grad=False",
     "recomputed",
     "recomputed by a reentrant checkpoint",
-    "two backward passes",
     "frozen weights",
 )
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=SLOW)])
+def check(mesh: DeviceMesh, way: str, name: str, sharding: tuple[str, bool], count: int) -> None:
+    groups, reshard = sharding
+    options = {"groups": groups, "fully_shard_options": {"reshard_after_forward": reshard}}
+    options |= WAYS[way]
+    assert_trains_alike(mesh, RECIPES[name](), GATHERED, name, count=count, **options)
+
+
+@on_ranks(2)
+def test_training_equals_one_process(mesh: DeviceMesh) -> None:
+    for way in WAYS:
+        with told(way):
+            # Delayed scaling reduces as current scaling does, and has a state.
+            check(mesh, way, "delayed", SHARDINGS[len(way) % 4], 2)
+            if way in WITH_BLOCKS:
+                check(mesh, way, "mxfp8", SHARDINGS[(1 + len(way)) % 4], 2)
+
+
+@SLOW
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_training_equals_one_process(mesh: DeviceMesh, way: str, every: bool) -> None:
-    # Delayed scaling reduces as current scaling does, and has a state.
-    names = list(RECIPES) if every else ["mxfp8" if way in WITH_BLOCKS else "delayed"]
-    if way == "resharding that changes" and every:
+def test_training_of_every_recipe_equals_one_process(mesh: DeviceMesh, way: str) -> None:
+    for name, sharding in itertools.product(RECIPES, SHARDINGS):
         # What is gathered of blocks for each pass is decided once.
-        names.remove("mxfp8")
-    for name in names:
-        for groups, reshard in SHARDINGS if every else [SHARDINGS[len(way) % 4]]:
-            sharding = {"reshard_after_forward": reshard}
-            options = {"groups": groups, "fully_shard_options": sharding} | WAYS[way]
-            count = 3 if every else 2
-            assert_trains_alike(mesh, RECIPES[name](), GATHERED, name, count=count, **options)
+        if (way, name) != ("resharding that changes", "mxfp8"):
+            check(mesh, way, name, sharding, 3)
 
 
 @on_ranks(2)

@@ -355,6 +355,18 @@ def test_ranks(mesh: DeviceMesh, examples: int) -> None:
     check(mesh, examples)
 
 
+@on_ranks(2)
+def test_ranks_send_shards_of_other_lengths(mesh: DeviceMesh) -> None:
+    """Of a quantizer whose amaxes do not suffice."""
+    weight = SilentRows().quantize(torch.ones(100, 64))
+    master = torch.randn(100, 64)
+    own = (slice(0, 6000), slice(6000, None))[mesh.get_rank()]
+    quantize_master_weights([weight], [master.flatten()[own]], [own.start])
+    expected = SilentRows().quantize(master)
+    assert_same(weight._codes.flatten()[own], expected._codes.flatten()[own])
+    assert_same(weight._scale_inv, expected._scale_inv)
+
+
 @pytest.mark.parametrize("side", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("other", [Float8CurrentScalingQuantizer, MXFP8Quantizer])
 def test_one_side_of_a_hybrid(other: Any, side: str) -> None:
