@@ -3,7 +3,8 @@ bits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,17 @@ def assert_same(got: Any, expected: Any, inputs: Any = None, note: object = "") 
         differs &= ~(mine.isnan() & theirs.isnan())
     if differs.any():
         raise AssertionError(_message(mine, theirs, differs, inputs, note))
+
+
+@contextmanager
+def unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """Inside of the block, nothing of the state dict of a model changes."""
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    yield
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for name, value in before.items():
+        assert_same(after[name], value, note=name)
 
 
 def _tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""A state machine of steps, for recipes that keep state: layers run in regions, in converted models
-and alone; they are recomputed, evaluated, saved, loaded and copied. Beside them runs the rule for
-when scales change, with scalars.
+"""A state machine of steps of delayed scaling: layers run in regions, in converted models and
+alone; they are recomputed, evaluated, saved, loaded and copied. Beside them runs the rule for when
+scales change, with scalars.
 
 A layer has one weight and a batch one number. So an amax is the magnitude of a number, and each
 output and gradient is one product, which shows the scales that were used.
@@ -19,14 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch.utils.checkpoint import checkpoint
 
 import ottava
+from ottava_delayed import DelayedScaling
 from tests import oracle
+from tests.recipes_delayed.slot_oracle import Slot
 
 ELEMENTS = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"}
 VALUES = [oracle.float32(v) for v in (1.0, -0.37, 12.5, 700.0, 3e-4, 0.0, -(2.0**90), math.inf)]
@@ -71,7 +72,7 @@ class State:
     """
 
     recipe: str
-    ranks: list[dict[str, Any]]
+    ranks: list[dict[str, Slot]]
     step: Hashable = None
     pending: bool = False
     lacks_recipe: bool = False
@@ -226,10 +227,6 @@ class Run:
     quantized_w: Operand | None = None
 
 
-class Stopped(Exception):
-    """What a model or a hook raises."""
-
-
 class Bank(torch.nn.Module):
     """Layers; ``call`` says which are used."""
 
@@ -241,6 +238,9 @@ class Bank(torch.nn.Module):
         return tuple(call(place, x) for place, x in enumerate(inputs))
 
 
+#: The length of the history, the algorithm and the margin.
+Options = tuple[int, str, int]
+_options = st.tuples(st.integers(1, 3), st.sampled_from(("max", "most_recent")), st.integers(-1, 1))
 #: Blocks: (recipe, options).
 BLOCKS: dict[str, tuple[str | None, dict[str, bool]]] = {
     "A": ("A", {}),
@@ -270,39 +270,30 @@ class Steps(RuleBasedStateMachine):
 
     rank: ClassVar[int] = 0
     ranks: ClassVar[int] = 1
-    #: Arguments of :meth:`recipe` and :meth:`slot`.
-    options: ClassVar[Any]
 
-    def recipe(self, options: Any, reduces: bool) -> Any:
-        """A recipe that keeps state."""
+    @initialize(options=st.fixed_dictionaries(dict.fromkeys("AB", _options)), reduces=st.booleans())
+    def start(self, options: dict[str, Options], reduces: bool) -> None:
+        self.prepare(options, reduces)
 
-    def slot(self, options: Any, tensor_type: str) -> Any:
-        """A slot of the rule: scale, amax and saturated; observe, calibrate and update."""
-
-    def contents(self, slot: Any) -> Any:
-        """What a slot of the rule has."""
-
-    def found(self, state: Any, place: int) -> Any:
-        """What a slot of a layer's state has, in the same form."""
-
-    @initialize(data=st.data(), reduces=st.booleans())
-    def start(self, data: Any, reduces: bool) -> None:
-        self.prepare({name: data.draw(self.options, name) for name in "AB"}, reduces)
-
-    def prepare(self, options: dict[str, Any], reduces: bool) -> None:
+    def prepare(self, options: dict[str, Options], reduces: bool) -> None:
         self.caught = warnings.catch_warnings()
         self.caught.__enter__()
         warnings.simplefilter("ignore")
         self.rule = Rule(reduces)
         self.chosen = options
         self.recipes: dict[str, Any] = {"current": "current"}
-        for name in options:
-            self.recipes[name] = self.recipe(options[name], reduces)
+        for name, (length, algorithm, margin) in options.items():
+            self.recipes[name] = DelayedScaling(
+                margin,
+                amax_history_len=length,
+                amax_compute_algo=algorithm,
+                reduce_amax=reduces,
+            )
             self.recipes[name].set_quantizer_factory(Nothing(next(_numbers)))
         self.blocks: list[Any] = []
         self.runs: list[Run] = []
         self.replaying = False
-        self.saved: list[Any] = []
+        self.saved: dict[int, tuple[dict[str, torch.Tensor], list[State | None]]] = {}
         self.banks = [Bank(2), Bank(2)]
         self.of_bank: list[list[Layer]] = [[], []]
         for number in (0, 1):
@@ -334,13 +325,16 @@ class Steps(RuleBasedStateMachine):
         self.rule.layers += layers
 
     def fresh(self, recipe: str) -> State:
-        return State(
-            recipe,
-            [
-                {kind: self.slot(self.chosen[recipe], kind) for kind in ELEMENTS}
-                for _ in range(self.ranks)
-            ],
-        )
+        return State(recipe, [self.slots(*self.chosen[recipe]) for _ in range(self.ranks)])
+
+    def slots(self, length: int, algorithm: str, margin: int) -> dict[str, Slot]:
+        slots = {
+            kind: Slot(length, oracle.MAX[element], margin) for kind, element in ELEMENTS.items()
+        }
+        if algorithm == "most_recent":
+            for slot in slots.values():
+                slot.amax_of = lambda history: history[0]
+        return slots
 
     # -- regions --
 
@@ -355,7 +349,7 @@ class Steps(RuleBasedStateMachine):
     @rule(failed=st.booleans())
     def leave(self, failed: bool) -> None:
         if self.blocks:
-            error = (Stopped, Stopped(), None) if failed else (None, None, None)
+            error = (ValueError, ValueError(), None) if failed else (None, None, None)
             self.blocks.pop().__exit__(*error)
             self.rule.leave(failed=failed)
 
@@ -391,17 +385,8 @@ class Steps(RuleBasedStateMachine):
         alone=st.booleans(),
         mode=st.sampled_from(("train", "train", "train", *MODES)),
         whole=st.sampled_from((None, None, False, True)),
-        stop=st.sampled_from((None, None, None, 0, 1)),
     )
-    def run(
-        self,
-        number: int,
-        uses: list[Use],
-        alone: bool,
-        mode: str,
-        whole: bool | None,
-        stop: int | None,
-    ) -> None:
+    def run(self, number: int, uses: list[Use], alone: bool, mode: str, whole: bool | None) -> None:
         """Layers run, as parts of their model or ``alone``; ``whole`` is ``use_reentrant`` of a
         checkpoint around all."""
         training = mode == "train"
@@ -411,7 +396,7 @@ class Steps(RuleBasedStateMachine):
         if mode == "inference":
             # A weight that is kept then could not be used in training.
             uses = [use._replace(first=None) for use in uses]
-        bank, depth, made = self.banks[number], len(self.rule.stack), len(self.runs)
+        bank, made = self.banks[number], len(self.runs)
         if mode == "eval":
             bank.eval()
         inputs = [
@@ -420,8 +405,6 @@ class Steps(RuleBasedStateMachine):
         skipped: dict[int, bool] = {}
 
         def call(place: int, x: torch.Tensor) -> torch.Tensor:
-            if place == stop and not self.replaying:
-                raise Stopped
             layer = self.layer(number, uses[place])
             if not self.replaying:
                 skipped[place] = not self.may_run(layer, uses[place], whole)
@@ -433,28 +416,23 @@ class Steps(RuleBasedStateMachine):
             with self.region_of_model(number, inputs):
                 return bank(call, *inputs)
 
-        try:
-            with contextlib.nullcontext() if training else MODES[mode]():
-                if whole is None or not training:
-                    outputs = forward(*inputs)
-                else:
-                    outputs = checkpoint(forward, *inputs, use_reentrant=whole)
-        except Stopped:
-            del self.rule.stack[depth:], self.runs[made:]
-            reentrant = False
-        else:
-            ran = [place for place in range(len(uses)) if not skipped[place]]
-            for run, place in zip(self.runs[made:], ran, strict=False):
-                run.x, run.y = inputs[place], outputs[place]
+        with contextlib.nullcontext() if training else MODES[mode]():
+            if whole is None or not training:
+                outputs = forward(*inputs)
+            else:
+                outputs = checkpoint(forward, *inputs, use_reentrant=whole)
+        ran = [place for place in range(len(uses)) if not skipped[place]]
+        for run, place in zip(self.runs[made:], ran, strict=False):
+            run.x, run.y = inputs[place], outputs[place]
         bank.train()
         if reentrant:
             # Such a checkpoint has records in its recomputation, so that comes now.
-            self.backward_together(made)
+            self.backward_of(self.runs[made:])
 
     @rule(number=st.sampled_from((0, 1)), use=_use)
     def train(self, number: int, use: Use) -> None:
         """One layer runs in training."""
-        self.run(number, [use._replace(blocks=())], number == 1, "train", None, None)
+        self.run(number, [use._replace(blocks=())], number == 1, "train", None)
 
     def batch(self, value: int, rank: int | None = None) -> torch.Tensor:
         return torch.tensor([[self.value(value, rank)]])
@@ -557,7 +535,7 @@ class Steps(RuleBasedStateMachine):
         scale = state.ranks[self.rank][tensor_type].scale
         return quantized(self.value(value), scale, tensor_type)
 
-    def record(self, slot: Any, value: float) -> None:
+    def record(self, slot: Slot, value: float) -> None:
         slot.observe(abs(value))
         slot.saturated += abs(oracle.float32(value * slot.scale)) > slot.fp8_max
 
@@ -579,46 +557,30 @@ class Steps(RuleBasedStateMachine):
 
     # -- backward passes --
 
-    @rule(place=st.integers(0, 5), stop=st.sampled_from((None, None, None, "before", "after")))
-    def backward(self, place: int, stop: str | None) -> None:
-        """The backward pass of one call, which a hook may stop before its layer or after it."""
-        if not self.runs:
-            return
-        run = self.runs.pop(place % len(self.runs))
-        run.layer.module.weight.grad = None
-
-        def raising(_: torch.Tensor) -> None:
-            raise Stopped
-
-        stop = "before" if stop == "after" and not run.x.requires_grad else stop
-        if stop is not None:
-            (run.y if stop == "before" else run.x).register_hook(raising)
-        self.replaying = True
-        with contextlib.suppress(Stopped) if stop else contextlib.nullcontext():
-            run.y.backward(self.batch(run.use.dy))
-        self.replaying = False
-        if stop != "before":
-            self.observe_backward(run, stopped=stop is not None)
-        self.settle(run)
+    @rule(place=st.integers(0, 5))
+    def backward(self, place: int) -> None:
+        """The backward pass of one call, whose gradients can be told from others'."""
+        if self.runs:
+            self.backward_of([self.runs[place % len(self.runs)]])
 
     @rule(around=st.lists(_block, max_size=1))
     def backward_of_all(self, around: list[str]) -> None:
         with contextlib.ExitStack() as stack:
             for name in around:
                 stack.enter_context(self.block(name))
-            self.backward_together(0)
+            self.backward_of(list(self.runs))
 
-    def backward_together(self, first: int) -> None:
-        runs = self.runs[first:]
-        del self.runs[first:]
+    def backward_of(self, runs: list[Run]) -> None:
+        for run in runs:
+            run.layer.module.weight.grad = None
         self.replaying = True
         if runs:
-            torch.autograd.backward(
-                [run.y for run in runs], [self.batch(run.use.dy) for run in runs]
-            )
+            gradients = [self.batch(run.use.dy) for run in runs]
+            torch.autograd.backward([run.y for run in runs], gradients)
         self.replaying = False
+        self.runs = [run for run in self.runs if run not in runs]
         for run in runs:
-            self.observe_backward(run, stopped=True)
+            self.observe_backward(run, alone=len(runs) == 1)
         for run in runs:
             self.settle(run)
 
@@ -634,7 +596,7 @@ class Steps(RuleBasedStateMachine):
         if not any(other.layer is run.layer and other.recompute is not None for other in self.runs):
             run.layer.recomputed = None
 
-    def observe_backward(self, run: Run, *, stopped: bool) -> None:
+    def observe_backward(self, run: Run, *, alone: bool) -> None:
         state, use = run.state, run.use
         if state is None:
             return
@@ -647,7 +609,7 @@ class Steps(RuleBasedStateMachine):
             w = self.weight(run.layer, use.first, records=records, again=True)
         dy = self.quantize(state, "grad_output", use.dy, records=True)
         state.pending = True
-        if stopped:
+        if not alone:
             return
         assert x is not None
         assert w is not None
@@ -659,9 +621,7 @@ class Steps(RuleBasedStateMachine):
     # -- models that change --
 
     @rule(
-        how=st.sampled_from(
-            ("change_weight", "add_layer", "remove_layer", "save", "load", "copy", "refuse")
-        ),
+        how=st.sampled_from(("change_weight", "add_layer", "remove_layer", "save", "load", "copy")),
         number=st.integers(0, 1),
         place=st.integers(0, 9),
     )
@@ -697,18 +657,16 @@ class Steps(RuleBasedStateMachine):
         if number == 0 and any(state is not None and state.recipe != "A" for state in states):
             return
         state_dict = {k: v.clone() for k, v in self.banks[number].state_dict().items()}
-        self.saved.append((number, state_dict, states))
+        self.saved[number] = state_dict, states
 
     def load(self, number: int, place: int) -> None:
-        if not any(saved[0] == number for saved in self.saved):
+        if number not in self.saved:
             self.save(number, place)
-        saved = [saved for saved in self.saved if saved[0] == number]
-        if not saved:
+        if number not in self.saved:
             return
         self.forget()
         how = ("into it", "into a new one", "before its conversion")[place % 3]
-        number, state_dict, states = saved[place % len(saved)]
-        states = copy.deepcopy(states)
+        state_dict, states = copy.deepcopy(self.saved[number])
         for state in states:
             if state is not None:
                 state.step, state.pending = None, True
@@ -748,15 +706,6 @@ class Steps(RuleBasedStateMachine):
         made = pickle.loads(pickle.dumps(bank)) if place % 2 else copy.deepcopy(bank)
         self.take(number, made, states)
 
-    def refuse(self, number: int, place: int) -> None:
-        """An input of another size begins no step."""
-        refused = self.of_bank[number][place % len(self.of_bank[number])]
-        recipe = self.rule.recipe_of(refused)
-        if recipe in ("A", "B") and self.may_run(refused, Use(place, 0, 0), None):
-            self.state_of(refused, recipe)
-            with pytest.raises(ottava.errors.ShapeError):
-                refused.module(torch.ones(1, 2))
-
     @invariant()
     def states_are_those_of_the_rule(self) -> None:
         if not hasattr(self, "of_bank"):
@@ -768,8 +717,9 @@ class Steps(RuleBasedStateMachine):
                     # A state that was loaded is made when a region brings its recipe.
                     assert found is None, f"layer {place} of model {number} has a state"
                     continue
-                for slot, tensor_type in enumerate(ELEMENTS):
-                    expected = self.contents(layer.state.ranks[self.rank][tensor_type])
-                    assert self.found(found, slot) == expected, (
+                for at, (tensor_type, slot) in enumerate(layer.state.ranks[self.rank].items()):
+                    history = found.amax_history[:, at].tolist()
+                    seen = [found.scale[at].item(), history, found.saturated[at].item()]
+                    assert seen == [slot.scale, slot.history, slot.saturated], (
                         f"{tensor_type} of layer {place} of model {number}"
                     )

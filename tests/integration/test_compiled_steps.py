@@ -1,9 +1,9 @@
-"""Training steps of every installed recipe, compiled whole: the bytes of eager code, and one
-compilation."""
+"""Training steps that are compiled whole: the bytes of eager code, and one compilation."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,35 +11,64 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ottava
-from benchmarks.installed import recipes
+from ottava_current import Float8CurrentScaling
+from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
 from tests.comparing import assert_same
 
 
-def train(net: torch.nn.Module, run: Any) -> list[torch.Tensor]:
-    """The outputs of all steps, the gradients of the last one, and what the model then holds."""
+def train(net: torch.nn.Module, run: Any, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """The outputs of steps, the gradients of the last one, and what the model then holds."""
     optimizer, random = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(1)
     outputs = []
-    for step in range(4):
-        x = torch.randn(32, 64, generator=random).bfloat16() * (step + 1)
+    for step, rows in enumerate(sizes):
+        x = torch.randn(rows, 32, generator=random) * (step + 1)
         optimizer.zero_grad()
         outputs.append(run(x))
-        outputs[-1].float().square().mean().backward()
+        outputs[-1].square().mean().backward()
         optimizer.step()
     return [*outputs, *(p.grad for p in net.parameters()), *net.state_dict().values()]
 
 
-# The conformance kit compiles each recipe.
-@pytest.mark.parametrize(
-    "recipe",
-    ["delayed"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in recipes() if name != "delayed"],
-)
-def test_compiled_steps_have_the_bytes_of_eager_ones(recipe: str) -> None:
-    torch._dynamo.reset()
-    layers = torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)
-    eager = ottava.convert(torch.nn.Sequential(*layers).bfloat16(), recipe)
-    twin = copy.deepcopy(eager)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(twin, fullgraph=True, backend=counter)
-    assert_same(train(twin, compiled), train(eager, eager))
-    assert counter.frame_count == 1
+def assert_compiles(model: torch.nn.Module, sizes: tuple[int, ...], *, dynamic: bool) -> None:
+    torch.compiler.reset()
+    twin, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(twin, fullgraph=True, dynamic=dynamic, backend=counter)
+    assert_same(train(twin, compiled, sizes), train(model, model, sizes))
+    assert dynamic or counter.frame_count == 1
+
+
+def test_a_state_that_changes_in_each_step_is_no_reason_to_compile_again() -> None:
+    layers = ottava.nn.Linear(32, 16), ottava.nn.TransposedLinear(16, 8)
+    model = ottava.convert(torch.nn.Sequential(*layers), "delayed")
+    assert_compiles(model, (8,) * 4, dynamic=False)
+
+
+def hybrid(role: Any) -> HybridQuantizer:
+    sides = [CurrentScalingQuantizerRef(torch.float8_e4m3fn, eps=eps) for eps in (1e-3, 1e-2)]
+    return HybridQuantizer(*sides)
+
+
+#: Whose quantizers have options that are numbers.
+NUMBERS: dict[str, Callable[[], ottava.Recipe]] = {
+    "current": lambda: Float8CurrentScaling(amax_epsilon=1e-3),
+    "reference": lambda: CustomRecipe("current-ref"),
+    "hybrid": lambda: CustomRecipe(hybrid),
+}
+
+
+class Tied(torch.nn.Module):
+    """One layer, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x).relu())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_layer_that_runs_twice_compiles_for_all_sizes(name: str) -> None:
+    model = ottava.convert(torch.nn.Sequential(Tied(), torch.nn.Linear(32, 16)), NUMBERS[name]())
+    assert_compiles(model, (8, 5), dynamic=True)

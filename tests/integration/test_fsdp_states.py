@@ -4,13 +4,12 @@ alike."""
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,44 +42,41 @@ GATHERED, FULL = "gathered quantized", StateDictOptions(full_state_dict=True)
 @on_ranks(2)
 def test_a_model_is_made_on_meta(mesh: DeviceMesh) -> None:
     """Sharded without values, initialized, and given the values of another."""
-    for recipe, rows in (("delayed", 33), ("mxfp8", 64)):
-        with torch.device("meta"):
-            net = Net(rows).bfloat16()
-        net = shard(gather_quantized(ottava.convert(net, recipe)), mesh)
-        assert all(p.is_meta for p in net.parameters())
-        net.to_empty(device="cpu")
-        for module in net.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-        for name, value in state_of(net).items():
-            if name.endswith("first.weight"):
-                assert 0.9 / 8 < value.float().abs().max() <= 1 / 8, (recipe, name)
-            if name.endswith("recipe_state.scale"):
-                assert_same(value, torch.ones(3), note=name)
-        alone = make(recipe, "high precision", rows)
-        set_model_state_dict(net, alone.state_dict(), options=FULL)
-        assert train(net) == train(alone), (recipe, rows)
-        assert_states_equal(state_of(net), state_of(alone), recipe)
+    with torch.device("meta"):
+        net = Net(33).bfloat16()
+    net = shard(gather_quantized(ottava.convert(net, "delayed")), mesh)
+    assert all(p.is_meta for p in net.parameters())
+    net.to_empty(device="cpu")
+    for module in net.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    state = state_of(net)
+    assert 0.9 / 8 < state["first.weight"].float().abs().max() <= 1 / 8
+    for name, value in state.items():
+        if name.endswith("recipe_state.scale"):
+            assert_same(value, torch.ones(3), note=name)
+    alone = make("delayed", "high precision", 33)
+    set_model_state_dict(net, alone.state_dict(), options=FULL)
+    assert train(net) == train(alone)
+    assert_states_equal(state_of(net), state_of(alone), "")
 
 
 @pytest.mark.parametrize(
     ("way", "recipe", "rows"),
     [
-        ("load_state_dict", "delayed", 33),
         ("assigned", "current", 64),
-        ("dcp", "mxfp8", 33),
-        ("dcp", "delayed", 64),
-        ("full", "delayed", 33),
+        ("dcp", "delayed", 33),
+        ("full", "mxfp8", 33),
     ],
 )
 @on_ranks(2)
-def test_a_loaded_model_goes_on(mesh: DeviceMesh, way: str, recipe: str, rows: int) -> None:
+def test_a_loaded_model_goes_on(
+    mesh: DeviceMesh, way: str, recipe: str, rows: int, tmp_path: Path
+) -> None:
     """As one that was not interrupted; files hold plain tensors."""
-    folder: list[Any] = [tempfile.mkdtemp() if mesh.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     net = shard(make(recipe, GATHERED, rows), mesh)
-    train(net, 2)
-    whole, path = state_of(net), os.path.join(folder[0], recipe)
+    train(net, 1)
+    whole, path = state_of(net), tmp_path / recipe
     other = make(recipe, GATHERED, rows)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -101,40 +97,38 @@ def test_a_loaded_model_goes_on(mesh: DeviceMesh, way: str, recipe: str, rows: i
         assert {type(value) for value in state.values()} == {torch.Tensor}
         set_model_state_dict(other, state, options=FULL)
     else:
-        other.load_state_dict(net.state_dict(), assign=way == "assigned")
+        other.load_state_dict(net.state_dict(), assign=True)
     assert_states_equal(state_of(other), whole, (recipe, way))
     reference = make(recipe, "high precision", rows)
     reference.load_state_dict(whole, strict=False)
-    assert train(other) == train(reference), (recipe, way)
+    assert train(other, 2) == train(reference, 2), (recipe, way)
 
 
 @on_ranks(2)
 def test_files_and_copies(mesh: DeviceMesh) -> None:
     """A rank's file of its shards holds plain tensors; a copy is another model of the kind."""
-    for recipe in ("delayed", "mxfp8"):
-        net = make(recipe, GATHERED)
-        twin = copy.deepcopy(net)
-        assert isinstance(twin.first.weight, HighPrecisionWeight)
-        addresses = [n.first.weight.high_precision().data_ptr() for n in (net, twin)]
-        assert addresses[0] != addresses[1]
-        # Not sharded it is the model that it was.
-        expected = train(make(recipe, "high precision"))
-        assert train(net) == train(shard(twin, mesh)) == expected, recipe
-        local = twin.first.weight.to_local()
-        with tempfile.TemporaryFile() as file:
-            torch.save(local, file)
-            file.seek(0)
-            read = torch.load(file, weights_only=True)
-        assert type(read) is torch.Tensor
-        assert_same(read, local.high_precision())
+    net = make("delayed", GATHERED)
+    twin = copy.deepcopy(net)
+    assert isinstance(twin.first.weight, HighPrecisionWeight)
+    addresses = [n.first.weight.high_precision().data_ptr() for n in (net, twin)]
+    assert addresses[0] != addresses[1]
+    # Not sharded it is the model that it was.
+    assert train(net) == train(shard(twin, mesh)) == train(make("delayed", "high precision"))
+    local = twin.first.weight.to_local()
+    with tempfile.TemporaryFile() as file:
+        torch.save(local, file)
+        file.seek(0)
+        read = torch.load(file, weights_only=True)
+    assert type(read) is torch.Tensor
+    assert_same(read, local.high_precision())
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_sharded_masters(mesh: DeviceMesh) -> None:
     """Masters of this rank's rows are written into the shards of quantized weights, with the scales
     of the whole, by one all-reduce."""
     rank, world = mesh.get_rank(), mesh.size()
-    for recipe, rows in (("current", 33), ("delayed", 33), ("mxfp8", 128), ("current", 64)):
+    for recipe, rows in (("delayed", 33), ("mxfp8", 128)):
         alone = make(recipe, "quantized", rows, width=128)
         net = shard(make(recipe, "quantized", rows, width=128), mesh, "root")
         mine, theirs = ([n.first.weight, n.second.weight, n.last.weight] for n in (net, alone))

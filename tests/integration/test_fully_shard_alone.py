@@ -3,8 +3,7 @@ import."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.core import forking
 
 CODE = """
 import sys
@@ -46,7 +45,5 @@ dist.destroy_process_group()
 
 
 def test_it_trains_as_one_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=300
-    )
+    done = forking.python(CODE)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ottava.checkpoint import files, is_complete, latest_checkpoint, save_step
 from ottava_integrations import read_state
 from tests import ranks
-from tests.integration.sharded_checkpoint_cases import Training, gathered
+from tests.integration.sharded_training import Training, gathered
 
 WORLD, STEPS = 2, 12
 #: Where a rank kills itself: the rank, and before or after which call.

@@ -120,7 +120,7 @@ class Weight:
 def weights(draw: st.DrawFn, layout: str | None, current: st.SearchStrategy[Any]) -> Weight:
     kind = draw(st.sampled_from(("current", *QUANTIZERS)))
     quantizer = draw(current if kind == "current" else QUANTIZERS[kind])
-    shape = draw(st.one_of(LARGE, SHAPES) if kind == "blockwise" else SHAPES)
+    shape = draw(st.one_of(LARGE, SHAPES) if kind in ("blockwise", "strangers") else SHAPES)
     random = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     values = torch.randn(shape, generator=random) * 2.0 ** draw(st.integers(-30, 30))
     for _ in range(draw(st.integers(0, 6)) if values.numel() else 0):
@@ -156,13 +156,21 @@ class Case:
     def draw(self, strategy: st.SearchStrategy[Any]) -> Any:
         return self.data.draw(strategy)
 
-    def shard(self, master: torch.Tensor, own: range) -> tuple[torch.Tensor | None, int | None]:
-        """A shard in any memory, and where it begins; None for both where it is empty."""
-        without, strided = self.draw(FLAGS), self.draw(FLAGS)
-        if not own and without:
-            return None, None
-        values = master.reshape(-1)[own.start : own.stop].clone()
-        return values.repeat_interleave(2)[::2] if strided else values, own.start
+    def shards(self, batch: list[Weight]) -> tuple[list[range], list[Any], list[int | None]]:
+        """This rank's ranges of weights, its shards in any memory, and where these begin; None for
+        both where a shard is empty."""
+        own = [self.cuts(weight.master.numel()) for weight in batch]
+        values: list[Any] = []
+        starts: list[int | None] = []
+        for weight, place in zip(batch, own, strict=True):
+            without, strided = self.draw(FLAGS), self.draw(FLAGS)
+            value = weight.master.reshape(-1)[place.start : place.stop].clone()
+            is_none = without and not place
+            values.append(
+                None if is_none else value.repeat_interleave(2)[::2] if strided else value
+            )
+            starts.append(None if is_none else place.start)
+        return own, values, starts
 
     def cast(self, batch: list[Weight], holders: Any, shards: Any, starts: Any, **more: Any) -> Any:
         """One all-reduce for all weights, and one all-gather for those whose amaxes do not
@@ -178,8 +186,9 @@ class Case:
                 plan = MasterWeights(holders, shards, start_offsets=starts, **more)
                 plan.quantize()
         several = self.world > 1 and len(batch) > 0
-        silent = any(rule_of(w.quantizer).batch_for(w.quantizer) is None for w in batch)
         assert collectives.count == several
+        # The amaxes of a stranger's shards do not suffice.
+        silent = any(rule_of(w.quantizer).batch_for(w.quantizer) is None for w in batch)
         assert len(collectives.gathered) == (several and silent)
         return plan
 
@@ -223,92 +232,37 @@ def assert_seen(weight: Weight) -> None:
 def into_weights(case: Case, batch: list[Weight]) -> None:
     """Into ranges of the weights; a plan is used again for other values."""
     holders = [weight.empty(weight.master.shape) for weight in batch]
-    own = [case.cuts(weight.master.numel()) for weight in batch]
-    shards = [case.shard(w.master, place) for w, place in zip(batch, own, strict=True)]
-    values, starts = ([each[number] for each in shards] for number in (0, 1))
+    own, values, starts = case.shards(batch)
     plan = case.cast(batch, holders, values, starts)
     if plan is not None and not any(isinstance(w.quantizer, Float8Quantizer) for w in batch):
         # What delayed scaling has seen would stay.
-        for factor in (3.0, 0.0):
-            for value in values:
-                if value is not None:
-                    value.mul_(factor).nan_to_num_()
-            plan.quantize()
-        for (value, start), weight in zip(shards, batch, strict=True):
+        for value in values:
             if value is not None:
-                value.copy_(weight.master.reshape(-1)[start : start + value.numel()])
+                value.mul_(3.0).nan_to_num_()
+        plan.quantize()
+        for value, place, weight in zip(values, own, batch, strict=True):
+            if value is not None:
+                value.copy_(weight.master.reshape(-1)[place.start : place.stop])
         plan.quantize()
     for weight, holder, place in zip(batch, holders, own, strict=True):
         assert_written(weight, holder, place)
 
 
-def into_whole_weights(case: Case, batch: list[Weight]) -> None:
-    """Without offsets every rank has the whole masters."""
-    holders = [weight.empty(weight.master.shape) for weight in batch]
-    case.cast(batch, holders, [weight.master for weight in batch], None)
-    for weight, holder in zip(batch, holders, strict=True):
-        assert_written(weight, holder, range(weight.master.numel()))
-
-
 def into_bytes(case: Case, batch: list[Weight]) -> None:
     """Into buffers; the scales go into the weights, whose elements stay."""
     holders = [weight.empty(weight.master.shape) for weight in batch]
-    own = [case.cuts(weight.master.numel()) for weight in batch]
-    shards = [case.shard(w.master, place) for w, place in zip(batch, own, strict=True)]
+    own, values, starts = case.shards(batch)
     outs = [
         [torch.zeros(len(place), dtype=torch.uint8) for _ in raw(holder)]
         for holder, place in zip(holders, own, strict=True)
     ]
     given_outs = [o[0] if len(o) == 1 and case.draw(FLAGS) else tuple(o) for o in outs]
-    values, starts = ([each[number] for each in shards] for number in (0, 1))
     case.cast(batch, holders, values, starts, fsdp_shard_model_weights=given_outs)
     for weight, holder, place, buffers in zip(batch, holders, own, outs, strict=True):
         assert_written(weight, holder, range(0))
         for name, buffer in zip(raw(holder), buffers, strict=True):
             whole = getattr(weight.expected, name).reshape(-1)[place.start : place.stop]
             assert_same(buffer, whole.view(torch.uint8), note=f"{weight} {name}")
-
-
-def into_rows(case: Case, batch: list[Weight]) -> None:
-    """Into quantized tensors that have rows of the weights; blocks are whole."""
-    rows_of = []
-    outs = []
-    # There are no rows of blocks along transposed columns.
-    batch[:] = [
-        weight
-        for weight in batch
-        if weight.master.dim() > 1
-        and not (
-            isinstance(weight.quantizer, Float8BlockQuantizer)
-            and rule_of(weight.quantizer).batch_for(weight.quantizer) is None
-        )
-    ]
-    for weight in batch:
-        count, lines = weight.master.shape[0], max(weight.master.shape[1:-1].numel(), 1)
-        inner_tensors = [i for i in weight.expected.inner_tensors if i.gather]
-        blocks = math.lcm(*(inner.block_rows or 1 for inner in inner_tensors))
-        step = blocks // math.gcd(blocks, lines)
-        own = case.cuts(count // step)
-        last = count if own.stop == count // step else own.stop * step
-        own = range(own.start * step, last) if own else range(0)
-        rows_of.append(own)
-        outs.append(weight.empty((len(own), *weight.master.shape[1:])))
-    shards = [w.master[own.start : own.stop] for w, own in zip(batch, rows_of, strict=True)]
-    starts = [own.start * w.master.shape[1:].numel() for w, own in zip(batch, rows_of, strict=True)]
-    holders = [weight.empty(weight.master.shape) for weight in batch]
-    case.cast(batch, holders, shards, starts, fsdp_shard_model_weights=outs)
-    for weight, out, own in zip(batch, outs, rows_of, strict=True):
-        lines = weight.master.shape[1:-1].numel()
-        for inner in out.inner_tensors:
-            held = getattr(out, inner.attribute)
-            if held is None or out.is_derived(inner):
-                continue
-            expected = getattr(weight.expected, inner.attribute)
-            if inner.gather:
-                block = inner.block_rows
-                first = own.start if block is None else own.start * lines // block
-                expected = expected[first : first + held.shape[0]]
-            assert_same(held, expected, note=f"{weight} {own} {inner.attribute}")
 
 
 def into_one_buffer(case: Case, batch: list[Weight]) -> None:
@@ -343,14 +297,7 @@ def into_one_buffer(case: Case, batch: list[Weight]) -> None:
             assert_same(transpose, getattr(holder, raw(holder)[0]).movedim(-1, 0), note=weight)
 
 
-TARGETS = (
-    into_weights,
-    into_weights,
-    into_whole_weights,
-    into_bytes,
-    into_rows,
-    into_one_buffer,
-)
+TARGETS = (into_weights, into_bytes, into_one_buffer)
 
 
 def check(mesh: DeviceMesh | None, examples: int) -> None:
@@ -371,13 +318,15 @@ def check(mesh: DeviceMesh | None, examples: int) -> None:
             return
         # Quantizers of one class agree in these options.
         options = {name: data.draw(strategy) for name, strategy in SCALES.items()}
-        current = st.builds(Float8CurrentScalingQuantizer, FORMATS, **map_just(options))
-        layout, target = data.draw(st.sampled_from((None, "transpose"))), data.draw(TARGET)
+        constants = {name: st.just(value) for name, value in options.items()}
+        current = st.builds(Float8CurrentScalingQuantizer, FORMATS, **constants)
+        layout = data.draw(st.sampled_from((None, "transpose")))
+        target = data.draw(st.sampled_from(TARGETS))
         with nullcontext() if layout is None else columnwise_layout(layout):
             batch = data.draw(st.lists(weights(layout, current), min_size=1, max_size=4))
             try:
                 target(Case(data, mesh), batch)
-                for weight in batch if target is not into_whole_weights else ():
+                for weight in batch:
                     assert_seen(weight)
             except Exception:
                 note = f"{target.__name__}, {layout}: {batch}"
@@ -392,63 +341,30 @@ def check(mesh: DeviceMesh | None, examples: int) -> None:
     assert not failures, "\n".join(failures)
 
 
-TARGET = st.sampled_from(TARGETS)
+EXAMPLES = pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.slow)])
 
 
-def map_just(options: dict[str, Any]) -> dict[str, st.SearchStrategy[Any]]:
-    return {name: st.just(value) for name, value in options.items()}
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("examples", [40, pytest.param(300, marks=SLOW)])
+@EXAMPLES
 def test_one_process_has_all_shards(examples: int) -> None:
     check(None, examples)
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(300, marks=SLOW)])
+@EXAMPLES
+@on_ranks(3)
+def test_ranks(mesh: DeviceMesh, examples: int) -> None:
+    check(mesh, examples)
+
+
 @on_ranks(2)
-def test_two_ranks(mesh: DeviceMesh, examples: int) -> None:
-    check(mesh, examples)
-
-
-@pytest.mark.parametrize("examples", [15, pytest.param(150, marks=SLOW)])
-@on_ranks(4)
-def test_four_ranks(mesh: DeviceMesh, examples: int) -> None:
-    check(mesh, examples)
-
-
-@pytest.mark.parametrize(
-    "quantizer",
-    [
-        MXFP8Quantizer(E4M3),
-        MXFP8Quantizer(E4M3, with_2d_quantization=True),
-        Float8BlockQuantizer(E4M3),
-        Float8BlockQuantizer(E4M3, block_scaling_dim=1),
-        Float8RowwiseQuantizer(E4M3),
-    ],
-    ids=["mxfp8", "mxfp8 of squares", "blockwise", "blockwise of rows", "rowwise"],
-)
-def test_a_part_has_the_scales_of_its_rows(quantizer: Any) -> None:
-    for shape, first in (((256, 300), 128), ((8, 32, 40), 4)):
-        master = torch.randn(shape)
-        weight, part = quantizer(torch.ones(shape)), quantizer(torch.ones_like(master[first:]))
-        start = first * master[0].numel()
-        quantize_master_weights([weight], [master[first:]], [start], None, [part])
-        for columnwise in (False, True):
-            expected = quantizer(master[first:]).for_usage(columnwise)
-            assert_same(part.for_usage(columnwise), expected, note=(shape, columnwise))
-
-
-def test_a_plan_follows_another_quantizer() -> None:
-    weight, master = Float8CurrentScalingQuantizer(E4M3)(torch.ones(4, 6)), torch.randn(4, 6) * 3
-    plan = MasterWeights([weight], [master])
-    plan.quantize()
-    other = Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=True)
-    weight.update_quantizer(other)
-    plan.quantize()
-    assert_same(weight.dequantize(), other(master).dequantize())
+def test_ranks_send_shards_of_other_lengths(mesh: DeviceMesh) -> None:
+    """Of a quantizer whose amaxes do not suffice."""
+    weight = SilentRows().quantize(torch.ones(100, 64))
+    master = torch.randn(100, 64)
+    own = (slice(0, 6000), slice(6000, None))[mesh.get_rank()]
+    quantize_master_weights([weight], [master.flatten()[own]], [own.start])
+    expected = SilentRows().quantize(master)
+    assert_same(weight._codes.flatten()[own], expected._codes.flatten()[own])
+    assert_same(weight._scale_inv, expected._scale_inv)
 
 
 @pytest.mark.parametrize("side", ["rowwise", "columnwise"])

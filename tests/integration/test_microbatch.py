@@ -8,6 +8,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,13 +59,13 @@ def steps(model: Any, run: Run) -> list[torch.Tensor]:
     return [*results, *(value.clone() for value in model.state_dict().values())]
 
 
-def in_a_block(model: Any) -> Run:
-    def run(x: torch.Tensor, first: bool) -> torch.Tensor:
+def in_a_block(run: Any) -> Run:
+    def call(x: torch.Tensor, first: bool) -> torch.Tensor:
         with ottava.microbatch(first=first):
-            y: torch.Tensor = model(x)
+            y: torch.Tensor = run(x)
         return y
 
-    return run
+    return call
 
 
 def with_other_blocks(model: Any) -> Run:
@@ -79,13 +81,6 @@ def with_other_blocks(model: Any) -> Run:
     return run
 
 
-def decorated(model: Any) -> Run:
-    functions = {
-        first: ottava.microbatch(first=first)(lambda x: model(x)) for first in (True, False)
-    }
-    return lambda x, first: functions[first](x)
-
-
 def beside_the_argument(model: Any) -> Run:
     """What a call says goes before what a block says."""
 
@@ -97,29 +92,17 @@ def beside_the_argument(model: Any) -> Run:
     return run
 
 
-def around_a_checkpoint(use_reentrant: bool) -> Callable[[Any], Run]:
+def around_a_checkpoint(model: Any, use_reentrant: bool) -> Run:
     """The block is over when the recomputation runs."""
-
-    def way(model: Any) -> Run:
-        return in_a_block(lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
-
-    return way
+    return in_a_block(lambda x: checkpoint(model, x, use_reentrant=use_reentrant))
 
 
-def inside_a_checkpoint(use_reentrant: bool) -> Callable[[Any], Run]:
-    def way(model: Any) -> Run:
-        run: Any = in_a_block(model)
-        return lambda x, first: checkpoint(run, x, first, use_reentrant=use_reentrant)
-
-    return way
+def inside_a_checkpoint(model: Any, use_reentrant: bool) -> Run:
+    run: Any = in_a_block(model)
+    return lambda x, first: checkpoint(run, x, first, use_reentrant=use_reentrant)
 
 
 def compiled(model: Any) -> Run:
-    torch._dynamo.reset()
-    return in_a_block(torch.compile(model, backend="aot_eager", fullgraph=True))
-
-
-def compiled_with_the_block(model: Any) -> Run:
     torch._dynamo.reset()
     run: Any = torch.compile(in_a_block(model), backend="aot_eager", fullgraph=True)
     return run  # type: ignore[no-any-return]
@@ -128,29 +111,27 @@ def compiled_with_the_block(model: Any) -> Run:
 WAYS: dict[str, Callable[[Any], Run]] = {
     "in a block": in_a_block,
     "with other blocks": with_other_blocks,
-    "decorated": decorated,
+    "decorated": lambda model: (
+        lambda x, first: ottava.microbatch(first=first)(lambda x: model(x))(x)
+    ),
     "beside the argument": beside_the_argument,
-    "around a checkpoint": around_a_checkpoint(False),
-    "around a reentrant checkpoint": around_a_checkpoint(True),
-    "inside a checkpoint": inside_a_checkpoint(False),
-    "inside a reentrant checkpoint": inside_a_checkpoint(True),
+    "around a checkpoint": partial(around_a_checkpoint, use_reentrant=False),
+    "around a reentrant checkpoint": partial(around_a_checkpoint, use_reentrant=True),
+    "inside a checkpoint": partial(inside_a_checkpoint, use_reentrant=False),
+    "inside a reentrant checkpoint": partial(inside_a_checkpoint, use_reentrant=True),
+    "compiled": compiled,
 }
-COMPILED = {"compiled": compiled, "compiled with the block": compiled_with_the_block}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "way"),
-    [
-        *((recipe, way) for recipe in ("delayed", "current") for way in WAYS),
-        pytest.param("delayed", "compiled", marks=pytest.mark.slow),
-        pytest.param("current", "compiled", marks=pytest.mark.slow),
-        pytest.param("current", "compiled with the block", marks=pytest.mark.slow),
-    ],
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] * (way == "compiled")) for way in WAYS],
 )
-def test_a_block_has_the_bytes_of_the_argument(recipe: str, way: str) -> None:
-    model, other = net(recipe), net(recipe)
-    expected = steps(other, lambda x, first: other(x, first))
-    assert_same(steps(model, (WAYS | COMPILED)[way](model)), expected)
+def test_a_block_has_the_bytes_of_the_argument(way: str) -> None:
+    for recipe in ("delayed", "current"):
+        model, other = net(recipe), net(recipe)
+        expected = steps(other, other)
+        assert_same(steps(model, WAYS[way](model)), expected, note=recipe)
 
 
 def negated(model: Any) -> Any:
@@ -161,17 +142,16 @@ def negated(model: Any) -> Any:
 
 
 def test_weights_are_kept_in_blocks_of_this_thread_alone() -> None:
-    model, x, elsewhere = net(), batch(0), []
+    model, x = net(), batch(0)
     with ottava.microbatch(first=True):
         before = model(x)
     negated(model)
     with ottava.microbatch(first=False):
-        thread = threading.Thread(target=lambda: elsewhere.append(model(x)))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            elsewhere = pool.submit(model, x).result()
         assert torch.equal(model(x), before)
-    assert torch.equal(model(x), elsewhere[0])
-    assert not torch.equal(elsewhere[0], before)
+    assert torch.equal(model(x), elsewhere)
+    assert not torch.equal(elsewhere, before)
 
 
 def test_threads_may_share_a_block() -> None:
@@ -201,7 +181,7 @@ def test_a_block_refuses_what_is_no_bool(first: Any) -> None:
         ottava.microbatch(first=first)
 
 
-def test_blocks_of_generators_end_in_any_order_and_in_any_thread() -> None:
+def test_blocks_of_generators_end_in_any_order() -> None:
     def block(first: bool) -> Iterator[None]:
         with ottava.microbatch(first=first):
             yield
@@ -214,21 +194,11 @@ def test_blocks_of_generators_end_in_any_order_and_in_any_thread() -> None:
     before = model(x)
     # The block that is left says False.
     assert torch.equal(negated(model)(x), before)
-    errors: list[BaseException] = []
-
-    def elsewhere() -> None:
-        try:
-            inner.close()
-            model(x)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(inner.close).result()
+        pool.submit(model, x).result()
     # The block was never ended in the thread that it was begun in.
     del ottava.recipes.region.regions.microbatches[:]
-    assert not errors
 
 
 def test_a_block_begins_and_ends_without_a_call() -> None:

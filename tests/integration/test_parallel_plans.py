@@ -4,6 +4,7 @@ quantized layers refuse."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,7 @@ import ottava
 from ottava.distributed import gather_quantized
 from ottava.errors import UsageError
 from ottava_delayed import DelayedScaling
+from tests.cases import told
 from tests.comparing import assert_same
 from tests.ranks import on_ranks
 
@@ -149,16 +151,10 @@ def test_a_schedule_is_one_step(mesh: DeviceMesh) -> None:
 
 
 @on_ranks(2)
-def test_pipelines_of_several_recipes(mesh: DeviceMesh) -> None:
-    for make in (inputs_alone, partial(ottava.get_recipe, "current")):
-        assert_pipeline(mesh, make)
-
-
-@on_ranks(2)
-def test_pipelines_in_blocks(mesh: DeviceMesh) -> None:
+def test_pipelines_of_other_recipes_and_in_blocks(mesh: DeviceMesh) -> None:
     """Of the stage's own group, or of none: ranks of other stages are not asked."""
-    own = own_group()
-    for options in ({}, {"amax_reduction_group": own}):
+    assert_pipeline(mesh, inputs_alone)
+    for options in ({}, {"amax_reduction_group": own_group()}):
         assert_pipeline(mesh, block=partial(ottava.autocast, **options))
 
 
@@ -187,16 +183,15 @@ def test_replicas_of_a_stage_are_to_be_named(mesh: DeviceMesh) -> None:
 
 # -- tensor parallel plans --
 
-RECIPES = ("current", "delayed", "mxfp8")
 PLANS: dict[str, Callable[[], dict[str, Any]]] = {
     "colwise": lambda: {"0": ColwiseParallel()},
     "rowwise": lambda: {"1": RowwiseParallel()},
-    "both": lambda: {"0": ColwiseParallel(), "1": RowwiseParallel()},
     "sequence": lambda: {"0": SequenceParallel()},
     "inputs": lambda: {
         "0": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     },
 }
+BOTH = {"0": ColwiseParallel(), "1": RowwiseParallel()}
 REFUSED = partial(pytest.raises, UsageError, match="tensor parallel plan")
 
 
@@ -211,30 +206,26 @@ def train(net: Any) -> torch.Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("plan", PLANS)
 @on_ranks(2)
-def test_a_plan_is_refused(mesh: DeviceMesh, plan: str) -> None:
+def test_a_plan_is_refused(mesh: DeviceMesh) -> None:
     """By converted layers, which keep their weights; and by the conversion, which leaves the model
     as it was."""
-    for recipe in RECIPES:
-        for net in (
-            ottava.convert(plain(), recipe),
-            ottava.convert(plain(), recipe, primary=True),
-            gather_quantized(ottava.convert(plain(), recipe)),
-        ):
-            with REFUSED():
-                train(parallelize_module(net, mesh, PLANS[plan]()))
-            assert not any(hasattr(parameter, "placements") for parameter in net.parameters())
-        for primary in (False, True):
-            net = parallelize_module(plain(), mesh, PLANS[plan]())
-            with REFUSED():
-                train(ottava.convert(net, recipe, primary=primary))
-            assert plan == "inputs" or type(net[0]) is torch.nn.Linear
-
-
-@on_ranks(2)
-def test_layers_outside_of_a_plan_are_converted(mesh: DeviceMesh) -> None:
-    net: Any = parallelize_module(plain(), mesh, PLANS["colwise"]())
+    for plan, make in PLANS.items():
+        with told(plan):
+            for net in (
+                ottava.convert(plain(), "delayed"),
+                ottava.convert(plain(), "delayed", primary=True),
+                gather_quantized(ottava.convert(plain(), "mxfp8")),
+            ):
+                with REFUSED():
+                    train(parallelize_module(net, mesh, make()))
+                assert not any(hasattr(parameter, "placements") for parameter in net.parameters())
+            for primary in (False, True):
+                net = parallelize_module(plain(), mesh, make())
+                with REFUSED():
+                    train(ottava.convert(net, "delayed", primary=primary))
+                assert plan == "inputs" or type(net[0]) is torch.nn.Linear
+    net = parallelize_module(plain(), mesh, {"0": ColwiseParallel()})
     ottava.convert(net, "current", exclude="0")
     assert type(net[1]) is ottava.nn.Linear
 
@@ -249,7 +240,7 @@ def test_weights_of_a_plan_are_refused(mesh: DeviceMesh) -> None:
         net[0].weight = torch.nn.Parameter(weight)
         nets.append(net)
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    planned: Any = parallelize_module(plain(), both["tensor"], PLANS["both"]())
+    planned: Any = parallelize_module(plain(), both["tensor"], BOTH)
     for net in (*nets, fully_shard(planned, mesh=both["data"])):
         with pytest.raises(UsageError, match="weight of Linear '0' is a DTensor"):
             ottava.convert(net, "current")
@@ -260,7 +251,7 @@ def test_a_layer_without_recipe_takes_a_plan(mesh: DeviceMesh) -> None:
     """And no recipe then."""
     expected = train(plain())
     net: Any = torch.nn.Sequential(*map(ottava.nn.Linear.from_linear, plain()))
-    parallelize_module(net, mesh, PLANS["both"]())
+    parallelize_module(net, mesh, BOTH)
     torch.testing.assert_close(train(net), expected)
     with REFUSED():
         net[0].bind("current")
@@ -269,12 +260,11 @@ def test_a_layer_without_recipe_takes_a_plan(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(train(net), expected)
 
 
-@pytest.mark.parametrize("order", ["before", "twice", "after"])
 @on_ranks(2)
-def test_fully_shard_is_no_plan(mesh: DeviceMesh, order: str) -> None:
+def test_fully_shard_is_no_plan(mesh: DeviceMesh) -> None:
     """Layers are converted before, or twice, or after, where one that FSDP wrapped is left
     alone."""
-    for recipe in RECIPES:
+    for order, recipe in itertools.product(("before", "twice", "after"), ("delayed", "mxfp8")):
         net, exclude = plain(), "0" if order == "after" else None
         expected = train(ottava.convert(plain(), recipe, exclude=exclude))
         if order != "after":
@@ -285,4 +275,4 @@ def test_fully_shard_is_no_plan(mesh: DeviceMesh, order: str) -> None:
             net.load_state_dict(net.state_dict(), assign=True)
         else:
             ottava.convert(net, recipe)
-        assert_same(train(net), expected, note=recipe)
+        assert_same(train(net), expected, note=(order, recipe))

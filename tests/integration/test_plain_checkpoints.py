@@ -24,8 +24,7 @@ def mixed() -> ottava.Recipe:
     return recipe
 
 
-RECIPES: dict[str, Any] = {name: name for name in ("current", "delayed", "mxfp8")}
-RECIPES["mixed"] = mixed()
+RECIPES: dict[str, Any] = {"current": "current", "delayed": "delayed", "mixed": mixed()}
 AFRESH = "the state dict has no scaling state"
 
 

@@ -4,7 +4,6 @@ derive from them."""
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,11 +40,6 @@ MAKERS = {
 }
 
 
-@pytest.fixture(params=MAKERS)
-def maker(request: pytest.FixtureRequest) -> Any:
-    return MAKERS[request.param]
-
-
 @pytest.fixture(params=["shared", "transpose"])
 def layout(request: pytest.FixtureRequest) -> Iterator[str]:
     with columnwise_layout(request.param):
@@ -72,30 +66,30 @@ def no_stale_transpose(weight: Any) -> None:
     assert transposed is None or torch.equal(transposed, weight._data.movedim(-1, 0))
 
 
-@pytest.mark.parametrize("shape", [(33, 40), (64,), (3, 5, 8), (0, 8), (8, 0)])
-def test_values_and_everything_else_stay(maker: Any, layout: str, shape: tuple[int, ...]) -> None:
-    for native in (False, True):
-        quantizer = maker()
-        weight = quantizer.quantize(torch.randn(shape).bfloat16())
+@pytest.mark.parametrize("name", MAKERS)
+def test_values_and_everything_else_stay(name: str, layout: str) -> None:
+    for number, shape in enumerate([(33, 40), (64,), (3, 5, 8), (0, 8), (8, 0)]):
+        weight = MAKERS[name]().quantize(torch.randn(shape).bfloat16())
         before = {name: tensor.clone() for name, tensor in held(weight).items()}
         rest = {n: t.data_ptr() for n, t in held(weight).items() if n not in names(weight)}
-        about = weight.get_usages(), weight.shape, weight.stride(), weight.dtype, quantizer
+        about = weight.get_usages(), weight.stride(), weight.dtype, weight._quantizer
         values, buffers = weight.dequantize(), buffers_for(weight)
-        views = [b.view(weight.grid_layout.element) if native else b for b in buffers]
+        # Bytes, or elements of the format.
+        views = [b.view(weight.grid_layout.element) if number % 2 else b for b in buffers]
         replace_raw_data(weight, views[0] if len(views) == 1 else views)
         after = held(weight)
-        assert after.keys() == before.keys()
         assert_same([*after.values()], [*before.values()])
         assert_same(weight.dequantize(), values)
-        size, quantizer = (weight.shape, weight.stride(), weight.dtype), weight._quantizer
-        assert (weight.get_usages(), *size, quantizer) == about
+        assert (weight.get_usages(), weight.stride(), weight.dtype, weight._quantizer) == about
         assert {name: after[name].data_ptr() for name in rest} == rest
-        for name, buffer in zip(names(weight), buffers, strict=True):
-            assert after[name].data_ptr() == buffer.data_ptr()
-            assert_same(buffer, before[name].reshape(-1))
+        for attribute, buffer in zip(names(weight), buffers, strict=True):
+            assert after[attribute].data_ptr() == buffer.data_ptr()
+            assert_same(buffer, before[attribute].reshape(-1))
 
 
-def test_writes_reach_both_sides(maker: Any, layout: str) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_writes_reach_both_sides(name: str, layout: str) -> None:
+    maker = MAKERS[name]
     weight = maker().quantize(torch.randn(64, 32).bfloat16())
     buffers = buffers_for(weight)
     replace_raw_data(weight, buffers)
@@ -103,37 +97,36 @@ def test_writes_reach_both_sides(maker: Any, layout: str) -> None:
     with torch.no_grad():
         weight.copy_(values)
     expected = maker().quantize(values)
-    for name, buffer in zip(names(weight), buffers, strict=True):
-        assert getattr(weight, name).data_ptr() == buffer.data_ptr()
-        assert_same(buffer.view(64, 32), getattr(expected, name))
+    for attribute, buffer in zip(names(weight), buffers, strict=True):
+        assert getattr(weight, attribute).data_ptr() == buffer.data_ptr()
+        assert_same(buffer.view(64, 32), getattr(expected, attribute))
     no_stale_transpose(weight)
     other = maker().quantize(torch.randn(64, 32).bfloat16())
-    for name, buffer in zip(names(weight), buffers, strict=True):
-        buffer.copy_(getattr(other, name).reshape(-1))
-        assert_same(getattr(weight, name), getattr(other, name))
+    for attribute, buffer in zip(names(weight), buffers, strict=True):
+        buffer.copy_(getattr(other, attribute).reshape(-1))
+        assert_same(getattr(weight, attribute), getattr(other, attribute))
     no_stale_transpose(weight)
+    post_all_gather_processing([weight])
+    no_stale_transpose(weight)
+    # A collective writes below torch, which counts no write.
+    for buffer in buffers:
+        buffer.numpy()[:] = 7
     post_all_gather_processing([weight])
     no_stale_transpose(weight)
     if layout == "transpose" and hasattr(weight, "_transpose"):
         assert weight._transpose is not None
 
 
-def test_a_bare_storage_and_an_alias(layout: str) -> None:
-    """An alias keeps the old bytes."""
-    for internal in (False, True):
-        quantizer = Float8CurrentScalingQuantizer(E4M3)
-        quantizer.internal = internal
-        weight = quantizer.quantize(torch.randn(6, 8))
-        alias, old = weight if internal else weight.detach(), weight._data
-        buffer = torch.zeros(48, dtype=U8)
-        replace_raw_data(weight, buffer)
-        assert weight._data.data_ptr() == buffer.data_ptr()
-        if not internal:
-            assert alias._data.data_ptr() == old.data_ptr()
-            alias.copy_(torch.randn(6, 8))
-            assert_same(buffer.view(6, 8), weight._data)
-            no_stale_transpose(alias)
-        no_stale_transpose(weight)
+def test_an_alias_keeps_the_old_bytes(layout: str) -> None:
+    weight: Any = Float8CurrentScalingQuantizer(E4M3).quantize(torch.randn(6, 8))
+    alias, old, buffer = weight.detach(), weight._data, torch.zeros(48, dtype=U8)
+    replace_raw_data(weight, buffer)
+    assert weight._data.data_ptr() == buffer.data_ptr()
+    assert alias._data.data_ptr() == old.data_ptr()
+    alias.copy_(torch.randn(6, 8))
+    assert_same(buffer.view(6, 8), weight._data)
+    no_stale_transpose(alias)
+    no_stale_transpose(weight)
 
 
 def test_weights_that_hold_one_direction() -> None:
@@ -154,8 +147,6 @@ def test_weights_that_hold_one_direction() -> None:
 
 REFUSED: dict[str, tuple[type[Exception], Any]] = {
     "dtype": (DTypeError, lambda n: torch.zeros(n, dtype=torch.int8)),
-    "high precision": (DTypeError, lambda n: torch.zeros(n)),
-    "bool": (DTypeError, lambda n: torch.zeros(n, dtype=torch.bool)),
     "another format": (DTypeError, lambda n: torch.zeros(n, dtype=U8).view(torch.float8_e8m0fnu)),
     "no tensor": (DTypeError, lambda n: b"\0" * n),
     "too small": (ShapeError, lambda n: torch.zeros(n - 1, dtype=U8)),
@@ -168,9 +159,9 @@ REFUSED: dict[str, tuple[type[Exception], Any]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_a_wrong_buffer_is_refused_before_anything_is_written(why: str, layout: str) -> None:
+def test_a_wrong_buffer_is_refused_before_anything_is_written(why: str) -> None:
     error, make = REFUSED[why]
-    for name in ("current", "delayed", "mxfp8"):
+    for name in ("current", "mxfp8"):
         weight, good = MAKERS[name]().quantize(torch.randn(32, 32)), torch.full((1024,), 7).to(U8)
         before = {name: (tensor, tensor.clone()) for name, tensor in held(weight).items()}
         wrong = make(1024)
@@ -210,9 +201,9 @@ def test_weights_without_bytes_of_their_own_are_refused() -> None:
     assert_same(blocks.inner_list(), expected)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "mxfp8", "blockwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8", "blockwise"])
 def test_training_goes_on_in_the_buffer(recipe: str, layout: str) -> None:
-    """Forward, backward, optimizer, state_dict, copies and pickles as without a buffer."""
+    """Forward, backward, optimizer, copies and loading as without a buffer."""
 
     def model() -> Any:
         torch.manual_seed(0)
@@ -239,17 +230,7 @@ def test_training_goes_on_in_the_buffer(recipe: str, layout: str) -> None:
     assert losses[0] == losses[1]
     for (weight, name), buffer in zip(placed, flat.split(1024), strict=True):
         assert_same(buffer.view(32, 32), getattr(weight, name))
-    copied, file, before = copy.deepcopy(moved), io.BytesIO(), flat.clone()
-    torch.save(moved.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    for number, (layer, twin) in enumerate(zip(moved, copied, strict=True)):
-        for attribute, tensor in held(layer.weight).items():
-            other = getattr(twin.weight, attribute)
-            assert_same(tensor, other)
-            assert tensor.data_ptr() != other.data_ptr()
-            if attribute in names(layer.weight):
-                assert_same(tensor, getattr(loaded[f"{number}.weight"], attribute))
+    copied, before = copy.deepcopy(moved), flat.clone()
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
@@ -261,96 +242,43 @@ def test_training_goes_on_in_the_buffer(recipe: str, layout: str) -> None:
         no_stale_transpose(layer.weight)
 
 
-def test_is_custom(maker: Any) -> None:
-    quantizer = maker()
-    for value in (None, torch.ones(1), quantizer, quantizer.quantize(torch.ones(4, 4))):
-        assert is_custom(value) is False
-
-    class Own(type(quantizer)):  # type: ignore[misc]
+def test_is_custom() -> None:
+    class Own(MXFP8Quantizer):
         custom = True
 
-    own = object.__new__(Own)
-    own.__dict__.update(quantizer.__dict__)
-    assert is_custom(own) is True
-    for wrong in ("current", 1, type(quantizer)):
-        with pytest.raises(TypeError):
-            is_custom(wrong)
+    assert is_custom(Own(E4M3)) is True
+    for maker in MAKERS.values():
+        assert is_custom(maker()) is is_custom(maker().quantize(torch.ones(4, 4))) is False
+    with pytest.raises(TypeError):
+        is_custom(MXFP8Quantizer)
 
 
 # -- bytes that come from elsewhere, in the layout of Hopper --
 
 
-class Layer:
-    """A layer with one weight in the Hopper layout, and a master with other values."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        with ottava.quantized_model_init("current"):
-            self.layer = ottava.nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
-        ottava.convert(self.layer, "current")
-        self.weight: Any = self.layer.weight
-        self.master = torch.randn(64, 32)
-        # The amax of the whole is in the first half.
-        self.master[0, 0] = 100.0
-        self.whole: Any = Float8CurrentScalingQuantizer(E4M3)(self.master.bfloat16())
-        self.x = torch.randn(16, 32).bfloat16().requires_grad_()
-
-    def gradient(self) -> torch.Tensor:
-        """Of the input: a product with columnwise weights."""
-        return torch.autograd.grad(self.layer(self.x).sum(), self.x)[0]
-
-    def expected(self) -> torch.Tensor:
-        other = Layer()
-        with torch.no_grad():
-            other.weight.copy_(self.master.bfloat16())
-        return other.gradient()
-
-
-@pytest.mark.parametrize("manual", [False, True])
-def test_a_stale_transpose_is_never_read(manual: bool) -> None:
-    with columnwise_layout("transpose"):
-        made = Layer()
-        made.gradient()
-        assert made.weight._transpose is not None
-        options = {"manual_post_all_gather_processing": manual}
-        quantize_master_weights([made.weight], [made.master], None, **options)
-        assert made.weight._transpose is None
-        assert_same(made.gradient(), made.expected())
-        # The forward pass makes the transpose, unless it is left to the caller.
-        assert (made.weight._transpose is None) == manual
-        post_all_gather_processing([made.weight])
-        assert made.weight._transpose is not None
-        no_stale_transpose(made.weight)
-        assert_same(made.gradient(), made.expected())
-
-
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_gather_after_a_forward_pass_that_came_too_early(manual: bool) -> None:
-    with columnwise_layout("transpose"):
-        made = Layer()
-        first = made.master.view(-1)[:1024].clone()
-        quantize_master_weights([made.weight], [first], [0], None, None, manual)
-        made.gradient()
-        made.weight._data.view(-1)[1024:].copy_(made.whole._data.view(-1)[1024:])
-        no_stale_transpose(made.weight)
-        post_all_gather_processing([made.weight])
-        no_stale_transpose(made.weight)
-        assert made.weight._transpose is not None
-        assert_same(made.gradient(), made.expected())
-
-
-def test_bytes_that_are_written_below_torch() -> None:
-    """Torch sees no write of a collective or a pointer, so the caller says that there was one."""
-    with columnwise_layout("transpose"):
-        made, buffer = Layer(), torch.zeros(64, 32, dtype=U8)
-        replace_raw_data(made.weight, buffer)
-        made.gradient()
-        buffer.numpy()[:] = made.whole._data.numpy()
+    """A transpose that was made before the last bytes came is never read."""
+    with columnwise_layout("transpose"), ottava.quantized_model_init("current"):
+        layer, twin = (
+            ottava.nn.Linear(32, 64, bias=False, dtype=torch.bfloat16, recipe="current")
+            for _ in range(2)
+        )
+        weight, master = layer.weight, torch.randn(64, 32)
+        # The amax of the whole is in the first half.
+        master[0, 0] = 100.0
         with torch.no_grad():
-            made.weight._scale_inv.copy_(made.whole._scale_inv)
-        post_all_gather_processing([made.weight])
-        assert_same(made.weight._transpose, made.whole._data.t().contiguous())
-        assert_same(made.gradient(), made.expected())
+            twin.weight.copy_(master.bfloat16())
+        quantize_master_weights([weight], [master.view(-1)[:1024]], [0], None, None, manual)
+        x = torch.randn(16, 32).bfloat16().requires_grad_()
+        layer(x).sum().backward()
+        weight._data.view(-1)[1024:].copy_(twin.weight._data.view(-1)[1024:])
+        no_stale_transpose(weight)
+        post_all_gather_processing([weight])
+        assert weight._transpose is not None
+        # Of an input: products with columnwise weights.
+        gradients = [torch.autograd.grad(each(x).sum(), x)[0] for each in (layer, twin)]
+        assert_same(*gradients)
 
 
 def test_weights_that_need_no_processing() -> None:

@@ -203,28 +203,18 @@ def test_a_wrong_batch(case: str) -> None:
 def test_the_batch_is_right_otherwise() -> None:
     batch = Batch()
     before = [tensor.clone() for tensor in batch.watched]
+    # A rank may have no rows of a weight.
+    batch.masters[MX], batch.outs[MX] = torch.empty(0, COLUMNS), quantized(mx, 0, COLUMNS)
     batch.cast()
     for now, old in zip(batch.watched[:2], before, strict=False):
         assert not torch.equal(now, old)
 
 
-@pytest.mark.parametrize(
-    "quantizer",
-    [
-        mx,
-        squares,
-        Float8BlockQuantizer(E4M3),
-        Float8BlockQuantizer(E4M3, block_scaling_dim=1),
-    ],
-    ids=["mxfp8", "mxfp8 of squares", "blockwise", "blockwise of rows"],
-)
-def test_rows_that_cut_blocks(quantizer: Any) -> None:
-    """A weight of one dimension is one row, so its shards are no rows at all."""
-    for shape, first, last in (((128,), 0, 48), ((40, 96), 0, 20), ((256, 8), 100, 228)):
-        weight, part = (quantized(quantizer, *s) for s in (shape, (last - first, *shape[1:])))
-        tensors = [t for t in (*weight.inner_list(), *part.inner_list()) if t is not None]
-        before = [tensor.clone() for tensor in tensors]
-        master, row = torch.randn(shape)[first:last], shape[-1] if len(shape) > 1 else 1
+def test_a_shard_of_one_dimension_is_no_rows() -> None:
+    """A weight of one dimension is one row, which blocks are not cut out of."""
+    for quantizer in (mx, Float8BlockQuantizer(E4M3)):
+        weight, part = quantized(quantizer, 128), quantized(quantizer, 48)
+        before = [tensor.clone() for tensor in part.inner_list() if tensor is not None]
         with pytest.raises(ShapeError):
-            quantize_master_weights([weight], [master], [first * row], None, [part])
-        assert_same(tensors, before)
+            quantize_master_weights([weight], [torch.randn(48)], [0], None, [part])
+        assert_same([tensor for tensor in part.inner_list() if tensor is not None], before)

@@ -1,7 +1,4 @@
-"""A recipe that keeps state, from outside the project, on core's public names alone.
-
-``test_steps.py`` runs random programs of steps under it.
-"""
+"""A recipe that keeps state, from outside the project, on core's public names alone."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from torch.export import Dim
 
 import ottava
 from ottava.errors import UsageError
+from tests.comparing import unchanged
 
 
 def mixed() -> ottava.Recipe:
@@ -22,25 +23,15 @@ def mixed() -> ottava.Recipe:
 
 
 def model_of(name: str, features: int = 64, *, primary: bool = False) -> Any:
-    """Two layers after two steps, in evaluation."""
+    """A layer after two steps, in evaluation."""
     recipe = mixed() if name == "mixed" else ottava.get_recipe(name)
     torch.manual_seed(0)
     with ottava.quantized_model_init(recipe, enabled=primary):
-        layers = [ottava.nn.Linear(features, features, name=name) for name in "02"]
-    model = ottava.convert(torch.nn.Sequential(layers[0], torch.nn.GELU(), layers[1]), recipe)
+        layer = ottava.nn.Linear(features, features, name="0")
+    model = ottava.convert(torch.nn.Sequential(layer, torch.nn.GELU()), recipe)
     for step in range(2):
         model(torch.randn(8, features) * (step + 1)).sum().backward()
     return model.eval()
-
-
-def state_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_unchanged(model: Any, before: dict[str, torch.Tensor]) -> None:
-    after = state_of(model)
-    assert after.keys() == before.keys()
-    assert [name for name in after if not torch.equal(after[name], before[name])] == []
 
 
 def through_a_file(program: Any) -> Any:
@@ -50,32 +41,34 @@ def through_a_file(program: Any) -> Any:
     return torch.export.load(file)
 
 
+#: With strict=True, torch traces by torch.compile, which takes seconds.
+SLOW = pytest.mark.slow
+STRICT = pytest.mark.parametrize("strict", [False, pytest.param(True, marks=SLOW)])
+
+
 @pytest.mark.parametrize(
     ("recipe", "gradients", "strict"),
     [
-        ("delayed", True, False),
-        ("mxfp8", False, True),
-        ("mixed", False, False),
-        pytest.param("blockwise", True, True, marks=pytest.mark.slow),
-        pytest.param("rowwise", False, False, marks=pytest.mark.slow),
+        ("delayed", True, True),
+        ("mxfp8", False, False),
+        pytest.param("mixed", False, False, marks=SLOW),
+        pytest.param("blockwise", True, True, marks=SLOW),
+        pytest.param("rowwise", False, False, marks=SLOW),
     ],
 )
 def test_a_program_has_the_bytes_of_evaluation(recipe: str, gradients: bool, strict: bool) -> None:
     """And neither the model nor the program moves a scale."""
     model = model_of(recipe)
-    before = state_of(model)
-    with torch.set_grad_enabled(gradients):
+    with unchanged(model), torch.set_grad_enabled(gradients):
         program = torch.export.export(model, (torch.randn(8, 64),), strict=strict)
-    assert_unchanged(model, before)
     program = through_a_file(program)
     run = program.module()
-    buffers = state_of(run)
-    for factor in (1.0, 9.0):
-        x = torch.randn(8, 64) * factor
-        with torch.no_grad():
-            assert torch.equal(run(x), model(x))
-        run(x)
-    assert_unchanged(run, buffers)
+    with unchanged(run):
+        for factor in (1.0, 9.0):
+            x = torch.randn(8, 64) * factor
+            with torch.no_grad():
+                assert torch.equal(run(x), model(x))
+            run(x)
     assert not program.run_decompositions().graph_signature.buffers_to_mutate
 
 
@@ -87,24 +80,24 @@ def test_a_program_makes_nothing_that_only_a_backward_pass_reads() -> None:
     assert len(program.graph.nodes) == len(inference.graph.nodes)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@STRICT
 @pytest.mark.parametrize("recipe", ["delayed", "mixed"])
 def test_training_with_a_state_is_refused(recipe: str, strict: bool) -> None:
     """A program would have no backward pass, and write a step's scales."""
     model, x = model_of(recipe).train(), torch.randn(8, 64)
-    before = state_of(model)
+    words = r"Linear '0' .*torch\.export.*model\.eval\(\)"
     for gradients in (True, False):
         with (
+            unchanged(model),
             torch.set_grad_enabled(gradients),
-            pytest.raises(UsageError, match=r"Linear '0' .*torch\.export.*model\.eval\(\)"),
+            pytest.raises(UsageError, match=words),
         ):
             torch.export.export(model, (x,), strict=strict)
-    assert_unchanged(model, before)
     with ottava.autocast(enabled=False):
         torch.export.export(model, (x,), strict=strict)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@STRICT
 @pytest.mark.parametrize("training", [False, True])
 def test_a_state_is_not_made_while_a_program_is_traced(training: bool, strict: bool) -> None:
     class Net(torch.nn.Module):
@@ -141,9 +134,7 @@ def test_a_program_of_training_without_a_state_is_its_forward_pass() -> None:
     ("recipe", "features"),
     [
         ("mxfp8", 24),
-        ("delayed", 64),
-        pytest.param("blockwise", 8, marks=pytest.mark.slow),
-        pytest.param("rowwise", 24, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=SLOW) for case in (("delayed", 64), ("rowwise", 24))),
     ],
 )
 def test_a_program_takes_any_number_of_rows(recipe: str, features: int) -> None:

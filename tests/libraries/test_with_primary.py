@@ -250,3 +250,18 @@ def test_accelerate_trains_every_weight_and_saves_its_state(
 ) -> None:
     arguments = {"recipe": recipe, "sharded": sharded, "folder": str(tmp_path / "state")}
     ranks.run(accelerated, 2, seconds=400, **arguments, **options)
+
+
+def test_weights_that_are_stored_transposed() -> None:
+    sizes = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    config, tokens = transformers.GPT2Config(**sizes), torch.randint(0, 128, (2, 16))
+    model = transformers.GPT2LMHeadModel(config)
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+    ottava.convert(model, "current")
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+    assert isinstance(model.transformer.h[1].mlp.c_fc, ottava.nn.TransposedLinear)
+    assert ottava.conversion_report(model).share == 1.0
+    model(tokens, labels=tokens).loss.backward()
+    assert model.transformer.h[0].attn.c_attn.weight.grad.shape == (64, 192)
+    headless = ottava.convert(transformers.GPT2LMHeadModel(config), "current", exclude=ottava.HEADS)
+    assert ottava.conversion_report(headless).skipped == {"lm_head": "in exclude"}
