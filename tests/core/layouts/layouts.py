@@ -76,13 +76,22 @@ ONLY_OTHER_BYTES = {
     "int8-8x64",
     "4x8-transposed",
 }
-#: Runs a test on the rows of the table.
+#: Runs a test on each row of the table.
 EACH = pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow) if name in ONLY_OTHER_BYTES else name
         for name in QUANTIZERS
     ],
+)
+#: Runs a test once for all rows, where each run costs a launch of ranks.
+TOGETHER = pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in QUANTIZERS if name not in ONLY_OTHER_BYTES],
+        pytest.param(sorted(ONLY_OTHER_BYTES), marks=pytest.mark.slow),
+    ],
+    ids=["rows of the table", "rows of other bytes"],
 )
 
 
