@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
-import pickle
 from typing import Any, ClassVar
 
 import pytest
@@ -24,6 +22,7 @@ from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.tensors import DequantizedView, InnerTensor, StaticField, as_data
 from tests.cases import told
 from tests.comparing import assert_same
+from tests.copying import by_file, by_pickle
 from tests.core.rows import (
     E4M3,
     OneScaleQuantizer,
@@ -90,13 +89,6 @@ def pair() -> PairStorage:
 
 def parts(*shape: int) -> dict[str, Any]:
     return {"codes": torch.zeros(shape, dtype=torch.uint8), "scale_inv": torch.ones(*shape[:-1], 1)}
-
-
-def by_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # -- construction --
@@ -214,7 +206,7 @@ def test_a_storage_is_copied_saved_and_dropped_by_its_declaration() -> None:
         spec.build(tensors),
         one.clone_storage(),
         copy.deepcopy(one),
-        pickle.loads(pickle.dumps(one)),
+        by_pickle(one),
         by_file(one),
         PairStorage(**one.get_metadata()),
         restore_from_saved(*prepare_for_saving(one))[0],
