@@ -161,48 +161,6 @@ def test_any_cut_of_any_matrix(
     cut(shape, [*cuts, *cuts[:1]], LAYOUTS[name], number).check()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_shards_have_the_bytes_of_the_whole(code_path: str, name: str) -> None:
-    """Amaxes of the shards, their maximum, scales and data, as master weights are quantized."""
-    layout = LAYOUTS[name]
-    for (shape, cuts), dtype in zip(
-        [((33, 70), [1, 75, 76, 1000, 1000]), ((131, 130), [8320, 16643]), ((1, 5), [2])],
-        samples.DTYPES,
-        strict=True,
-    ):
-        values = weight(math.prod(shape), 5).view(shape)
-        parts = arrays.quantize(values.to(dtype), layout)
-        shards = Shards()
-        for start, end in itertools.pairwise([0, *cuts, values.numel()]):
-            shards.add(values.view(-1)[start:end], dtype, shape, start, layout)
-        sizes = kernels.grid_amax_sizes(*shape, layout)
-        amaxes = kernels.grid_multi_amax(*shards.arguments).view(-1, sum(sizes)).amax(0)
-        for columnwise, amax in enumerate(amaxes.split(sizes)):
-            if not amax.numel():
-                amax = amaxes
-            grid = layout.grid(shape, bool(columnwise), shared=True)
-            scale, stored = kernels.grid_scales(amax.view(grid), layout, dtype)
-            block = layout.block_of(bool(columnwise))
-            side = layout.block_of(bool(columnwise), shared=True)
-            times = [s // b if s and b else None for s, b in zip(side, block, strict=True)]
-            scale, stored = (
-                torch.from_numpy(
-                    arrays.spread(
-                        part.numpy(), tuple(times), layout.grid(shape, bool(columnwise))
-                    ).copy()
-                )
-                for part in (stored if scale is None else scale, stored)
-            )
-            outs = [torch.empty(x.numel(), dtype=torch.uint8) for x in shards.arguments[0]]
-            pairs: list[Pairs] = [[None] * len(outs), [None] * len(outs)]
-            pairs[columnwise] = [(scale, out) for out in outs]
-            kernels.grid_multi_cast(*shards.arguments, *pairs)
-            data, scales = torch.cat(outs).view(shape), stored
-            if columnwise and layout.transposed:
-                data, scales = data.t().contiguous(), scales.t().contiguous()
-            assert_same((data, scales), parts[2 * columnwise :][:2], note=(shape, columnwise))
-
-
 def test_matrices_on_all_grids_in_one_call(code_path: str) -> None:
     """Strided sources, some that autograd follows, of every dtype at any address."""
     shards = Shards()
