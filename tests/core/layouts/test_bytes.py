@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ottava import GridTensor, GridTensorStorage, Layout
-from ottava.kernels.backends import use_backend
 from tests import arrays, samples
 from tests.cases import told
 from tests.comparing import assert_same
@@ -70,21 +69,6 @@ def test_special_values(name: str) -> None:
                 assert_same(values.isnan(), x.isnan())
     tiles = samples.tiles(96, 130)
     check_bytes(quantizer(name)(tiles), tiles, LAYOUTS[name], "both")
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_strides_and_the_backend_do_not_matter(name: str) -> None:
-    x = samples.wide(33, 70, dtype=torch.bfloat16)
-    for how, view in [
-        *samples.strided(x),
-        ("expanded", x[0].expand(4, 70)),
-        ("permuted", samples.wide(3, 7, 5).permute(2, 0, 1)),
-        ("flipped", x.flip(0)),
-    ]:
-        with told(how):
-            check_bytes(quantizer(name)(view), view.contiguous(), LAYOUTS[name], "both")
-    with use_backend("reference"):
-        check_bytes(quantizer(name)(x), x, LAYOUTS[name], "both")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -295,24 +295,6 @@ def test_new_tensors_by_a_quantizer_of_another_layout_are_plain() -> None:
         assert type(tensor.new_zeros(6, 64)) is torch.Tensor
 
 
-def test_zeros_have_the_scales_that_all_rows_share() -> None:
-    """So that rows can be copied into them as they are, as where a shard is padded."""
-    for name in ("tensor", "Float8Tensor", "bands", "columns"):
-        make = quantizer(name, "rowwise")
-        tensor = make(torch.cat([wide(3, 8), 1000 * wide(1, 8)]))
-        for source in (tensor, tensor[:3]):
-            padded = tensor.new_zeros((6, 8))
-            rows = padded[: source.shape[0]]
-            rows.copy_(source)
-            assert_same(inner(rows), inner(source))
-            assert_same(padded.dequantize()[: source.shape[0]], source.dequantize())
-        padded[:3].copy_(1e4 * torch.ones(3, 8))
-        with pytest.raises(UsageError, match="rest of the tensor"):
-            padded[3:].copy_(torch.full((3, 8), 1e9))
-        on_meta = make(torch.empty(4, 8, device="meta"))
-        on_meta.new_zeros((6, 8))[:4].copy_(on_meta)
-
-
 def test_update_quantizer() -> None:
     q, x = QUANTIZERS["mxfp8"](wide(70, 40)), wide(70, 40, seed=1)
     other = QUANTIZERS["mxfp8-squares"]
