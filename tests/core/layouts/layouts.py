@@ -11,6 +11,7 @@ import torch
 
 from ottava import GridQuantizer, Layout, Recipe, kernels
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+from tests.comparing import assert_same
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E8M0 = torch.float8_e8m0fnu
@@ -119,6 +120,13 @@ def boundary(name: str) -> int:
     """A row and a column at which blocks of both directions begin."""
     layout = QUANTIZERS[name].layout
     return math.lcm(*(side or 1 for side in (*layout.block, *(layout.shared or ()))))
+
+
+def assert_directions(found: Any, expected: Any) -> None:
+    """The same bytes in each direction that is expected; columns may be made of rows for it."""
+    for columnwise in (False, True):
+        if expected.direction(columnwise=columnwise) is not None:
+            assert_same(found.for_usage(columnwise), expected.for_usage(columnwise))
 
 
 def inner(storage: QuantizedTensorStorage) -> list[torch.Tensor | None]:

@@ -17,6 +17,7 @@ from tests.core.layouts.layouts import (
     LAYOUTS,
     QUANTIZERS,
     USAGES,
+    assert_directions,
     boundary,
     inner,
     quantizer,
@@ -104,8 +105,7 @@ def test_tensors(names: list[str]) -> None:
                 assert isinstance(one, QuantizedTensor) is isinstance(two, QuantizedTensor)
                 assert_same(values_of(one), values_of(two))
     for one, two in zip(ours, theirs, strict=True):
-        for columnwise in (False, True):
-            assert_same(one.for_usage(columnwise), two.for_usage(columnwise))
+        assert_directions(one, two)
 
 
 def test_a_quantizer_that_gives_tensors_is_refused() -> None:

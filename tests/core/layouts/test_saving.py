@@ -26,6 +26,7 @@ from tests.core.layouts.layouts import (
     LAYOUTS,
     QUANTIZERS,
     USAGES,
+    assert_directions,
     boundary,
     inner,
     quantizer,
@@ -171,8 +172,7 @@ def test_models_with_primary_weights(name: str, tmp_path: Path) -> None:
             state = way(model.state_dict(), other.state_dict(), tmp_path)
             for key, value in model.state_dict().items():
                 if isinstance(value, QuantizedTensor):
-                    for columnwise in (False, True):
-                        assert_same(state[key].for_usage(columnwise), value.for_usage(columnwise))
+                    assert_directions(state[key], value)
                 else:
                     assert_same(state[key], value)
             other.load_state_dict(state, strict=True)
