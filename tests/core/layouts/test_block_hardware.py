@@ -21,7 +21,7 @@ from ottava.nn import Linear
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.gemm.operands import PRODUCTS, SHAPES, check, values
-from tests.core.layouts.layouts import E4M3, E5M2, E8M0, LAYOUTS, QUANTIZERS, OneQuantizer
+from tests.core.layouts.layouts import E4M3, E5M2, E8M0, LAYOUTS, OneQuantizer
 from tests.samples import wide
 
 functional = torch.nn.functional
@@ -207,13 +207,9 @@ def test_what_is_made_of_a_weight_is_made_once(
             check(gemm(x, weight, "fprop", out_dtype=torch.float32), x, weight, "fprop")
 
 
-@pytest.mark.parametrize(
-    ("capability", "name"),
-    [(100, "mxfp8"), pytest.param(90, "1x128", marks=pytest.mark.slow)],
-)
-def test_a_layer(on: Callable[[int], Hardware], capability: int, name: str) -> None:
+def test_a_layer(on: Callable[[int], Hardware]) -> None:
     """Its three products are the library's; compiled, the same bytes."""
-    layer = Linear(72, 40, recipe=OneQuantizer(row=name))
+    layer = Linear(72, 40, recipe=OneQuantizer(row="mxfp8"))
     x, dy = wide(5, 7, 72, sigma=1.0).requires_grad_(), wide(5, 7, 40, seed=1, sigma=1.0)
 
     def step(run: Any) -> list[torch.Tensor]:
@@ -223,7 +219,7 @@ def test_a_layer(on: Callable[[int], Hardware], capability: int, name: str) -> N
         y.backward(dy)
         return [y.detach(), x.grad, layer.weight.grad]
 
-    hardware = on(capability)
+    hardware = on(100)
     found = step(layer)
     assert len(hardware.calls) == 3
     torch._dynamo.reset()
@@ -233,19 +229,16 @@ def test_a_layer(on: Callable[[int], Hardware], capability: int, name: str) -> N
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
-def test_sums_flops_and_refusals(on: Callable[[int], Hardware]) -> None:
+def test_operations_are_those_of_the_product_and_not_of_its_padding(
+    on: Callable[[int], Hardware],
+) -> None:
     hardware = on(90)
     a, b = operands("wgrad", (70, 33, 300), ("1x128", "1x128"))
     out = torch.ones(33, 300)
-    # Operations are those of the product, not of its padding.
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         assert gemm(a, b, "wgrad", out=out, accumulate=True) is out
     assert counter.get_total_flops() == 2 * 70 * 33 * 300
     check(out, a, b, "wgrad", start=torch.ones(33, 300))
-    with pytest.raises(ValueError, match="out"):
-        gemm(a, b, "wgrad", out=torch.ones(3, 3))
-    with pytest.raises(ValueError, match="reduced dimensions"):
-        gemm(a, QUANTIZERS["1x128"](wide(71, 300)), "wgrad")
     assert len(hardware.calls) == 1
 
 
