@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHAPES: list[tuple[int, ...]] = [(), (5,), (0, 7), (7, 0), (33, 70), (2, 31, 65)]
 
 
-WAYS = pytest.mark.parametrize("way", [by_file, by_pickle])
+WAYS: list[Callable[[Any], Any]] = [by_file, by_pickle]
 
 
 def check_alike(one: Any, two: Any) -> None:
@@ -49,12 +50,11 @@ def check_alike(one: Any, two: Any) -> None:
     assert_same(one.dequantize(torch.float64), two.dequantize(torch.float64))
 
 
-@WAYS
 @EACH
-def test_tensors_and_storages(name: str, way: Callable[[Any], Any]) -> None:
-    for number, shape in enumerate(SHAPES):
-        usages, internal = list(USAGES)[number % 3], number % 2 == 1
-        with told(shape, usages, internal):
+def test_tensors_and_storages(name: str) -> None:
+    for number, (shape, way) in enumerate(itertools.product(SHAPES, WAYS)):
+        usages, internal = list(USAGES)[number % 3], number // 2 % 2 == 1
+        with told(shape, way.__name__, usages, internal):
             make = quantizer(name, usages, internal=internal)
             q = make(wide(*shape, dtype=DTYPES[number % 3], sigma=1.0))
             loaded = way({"w": q})["w"]
@@ -65,7 +65,7 @@ def test_tensors_and_storages(name: str, way: Callable[[Any], Any]) -> None:
             assert_same(inner(loaded), inner(make(wide(*shape, seed=1))))
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 @EACH
 def test_views_and_parameters(name: str, way: Callable[[Any], Any]) -> None:
     rows = boundary(name)
