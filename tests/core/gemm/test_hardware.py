@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ottava
 from ottava import Layout
-from ottava.gemm import gemm, operators
+from ottava.gemm import Side, gemm, operators, scaled
 from ottava.kernels import products
 from ottava.tensors import Float8TensorStorage, columnwise_layout
 from tests.choosing import scaled_products
@@ -212,6 +212,38 @@ def test_torchs_library_for_the_cpu_scales_rows(cpu_library: Library) -> None:
         for dtype in (F32, BF16):
             check(gemm(a, b, out_dtype=dtype), a, b, "fprop")
     assert len(cpu_library.calls) == 2
+
+
+def test_which_hardware_multiplies_which_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = {
+        "tensor": Layout(E4M3, (None, None)),
+        "row": Layout(E4M3, (1, None)),
+        "line": Layout(E4M3, (1, 128)),
+        "square": Layout(E4M3, (128, 128)),
+        "mx": Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up"),
+    }
+    sides = {
+        name: Side(torch.empty(0), torch.empty(0), layout.text) for name, layout in layouts.items()
+    }
+    everywhere = {(a, b) for a in ("tensor", "row") for b in ("tensor", "row")}
+    of_90 = {("line", "line"), ("line", "square"), ("square", "line")}
+    expected = {
+        0: set(),
+        80: set(),
+        89: everywhere,
+        90: everywhere | of_90,
+        100: everywhere | {("mx", "mx")},
+        120: everywhere | {("mx", "mx")},
+    }
+    for capability, known in expected.items():
+        monkeypatch.setattr(scaled, "capability", lambda operand, c=capability: c)
+        found = {
+            (a, b)
+            for a in sides
+            for b in sides
+            if scaled.product_of(sides[a], sides[b]) is not None
+        }
+        assert found == known, capability
 
 
 # -- graphs, tensors without memory, and what a GPU would wait for --
