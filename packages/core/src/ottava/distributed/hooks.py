@@ -324,7 +324,7 @@ def _check_shared_scales(tensor: QuantizedTensor, size: torch.Size, rows: range,
     Each of the blocks has a scale of its own in memory, but a rank alone cannot compute it.
     """
     quantizer = tensor._quantizer
-    if quantizer is None:
+    if not isinstance(quantizer, Quantizer):
         return
     quantizer = quantizer.with_usage(**tensor.get_usages())
     step = rule_of(quantizer).rows_of_blocks(quantizer)
