@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from tests import oracle
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 #: Values that are not ordinary: some are only zero or infinite in a narrower dtype.
 SPECIAL = [
@@ -98,3 +100,15 @@ def patterns(dtype: torch.dtype) -> torch.Tensor:
     high = torch.arange(1 << 16) << 16
     low = torch.randint(0, 1 << 16, (1 << 16,), generator=torch.Generator().manual_seed(1))
     return (high | low).to(torch.int32).view(torch.float32).view(256, 256)
+
+
+def amaxes() -> torch.Tensor:
+    """Every exponent with extreme mantissas, and neighbours of what gives a power of two."""
+    exponents = np.arange(256)[:, None] << 23
+    mantissas = np.array([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF])
+    patterns = [(exponents | mantissas).ravel()]
+    for limit in oracle.MAX.values():
+        edges = np.float32(limit) * np.exp2(np.float32([-128, -127, -126, -100, 0]))
+        edges = np.append(edges, np.float32(limit / 65504))
+        patterns.append((edges.view(np.uint32).astype(int)[:, None] + np.arange(-2, 3)).ravel())
+    return torch.from_numpy(np.concatenate(patterns).astype(np.uint32).view(np.float32))

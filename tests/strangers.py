@@ -15,7 +15,7 @@ from ottava.tensors import InnerTensor, StaticField
 E4M3 = torch.float8_e4m3fn
 
 
-class RowTensor(QuantizedTensor, QuantizedTensorStorage):
+class RowStorage(QuantizedTensorStorage):
     """Codes and a scale for each row."""
 
     inner_tensors = (
@@ -26,6 +26,10 @@ class RowTensor(QuantizedTensor, QuantizedTensorStorage):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         return (self._codes.view(E4M3).float() * self._scale_inv).to(dtype or self.dtype)
+
+
+class RowTensor(QuantizedTensor, RowStorage):
+    """The same as a tensor."""
 
 
 class OneScaleTensor(RowTensor):
@@ -62,7 +66,8 @@ class SilentRows(Quantizer):
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
         scale_inv = scale_of(row_amax(tensor))
         codes = codes_of(tensor, scale_inv)
-        return RowTensor(codes=codes, scale_inv=scale_inv, dtype=dtype, quantizer=self)
+        cls = RowStorage if self.internal else RowTensor
+        return cls(codes=codes, scale_inv=scale_inv, dtype=dtype, quantizer=self)
 
 
 class AloneRows(SilentRows):

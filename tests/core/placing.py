@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,17 @@ def junk(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
 def at(x: Tensor, offset: int) -> Tensor:
     """The same values there."""
     return junk(tuple(x.shape), x.dtype, offset).copy_(x)
+
+
+@contextmanager
+def running_on(threads: int) -> Iterator[None]:
+    """Inside, kernels run on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def is_alone(part: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import math
 import pickle
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from ottava import Layout
 from ottava.errors import DTypeError, OptionError
 from ottava.layout import as_matrix_shape
+from tests.copying import by_file, by_pickle
 
 E4M3, E5M2, E8M0, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8
 ROUNDINGS = {torch.float32: ["nearest", "floor"], E8M0: ["up", "floor"]}
@@ -192,13 +192,6 @@ def known_anew(text: str) -> Layout:
     return Layout.of("/".join(words))
 
 
-def by_file(layout: Layout) -> Any:
-    file = io.BytesIO()
-    torch.save(layout, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @settings(max_examples=40)
 @given(layouts(), layouts())
 def test_layouts_travel_by_their_fields(made: Layout, other: Layout) -> None:
@@ -207,7 +200,7 @@ def test_layouts_travel_by_their_fields(made: Layout, other: Layout) -> None:
         known_anew(made.text),
         dataclasses.replace(made),
         copy.deepcopy(made),
-        pickle.loads(pickle.dumps(made)),
+        by_pickle(made),
         by_file(made),
     ):
         assert again == made

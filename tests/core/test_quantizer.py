@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -17,13 +15,7 @@ from ottava import Float8Tensor, Quantizer, kernels
 from ottava.errors import DTypeError, OptionError
 from ottava.formats import E4M3, E5M2, Format, fp8_format
 from tests.comparing import assert_same
-
-
-def by_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+from tests.copying import by_file, by_pickle
 
 
 def test_equal_configurations_are_equal(quantizer: Any) -> None:
@@ -39,7 +31,7 @@ def test_equal_configurations_are_equal(quantizer: Any) -> None:
             copy.copy(one),
             copy.deepcopy(one),
             by_file(one),
-            pickle.loads(pickle.dumps(one)),
+            by_pickle(one),
         ):
             assert one == other
             assert hash(one) == hash(other)

@@ -14,9 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ottava import Layout, kernels
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
-from ottava.gemm import LayerProduct, Side, gemm, multiply
+from ottava.gemm import LayerProduct, gemm, multiply
 from ottava.gemm import scratch as memory
-from ottava.gemm.decoded import decoded_mm
 from ottava.kernels import products, use_backend
 from ottava.kernels.products import scaled_mm
 from ottava.tensors import columnwise_layout
@@ -124,28 +123,6 @@ def test_powers_of_two_as_scales_cost_no_rounding() -> None:
         a, b = pair("fprop", (64, 64, 64), *scales)
         with cpu_products(BF16):
             check(gemm(a, b), a, b, "fprop")
-
-
-@pytest.mark.parametrize("side", [(None, None), (1, None), (1, 128), (8, 32)], ids=str)
-def test_partial_sums_have_the_scales_of_their_blocks(
-    side: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One scale along the summed dimension costs no more products than the other operand does."""
-    operands, exact = [], []
-    for rows, block in ((5, (1, 128)), (7, side)):
-        layout = Layout(E4M3, block)
-        data, scales, _, _ = kernels.grid_quantize(torch.randn(rows, 300), layout, columnwise=False)
-        scalar = scales.reshape(()) if side == block == (None, None) else scales
-        operands.append(Side(data, scalar, layout.text))
-        high, wide = (size or whole for size, whole in zip(block, (rows, 300), strict=True))
-        spread = scales.double()[torch.arange(rows) // high][:, torch.arange(300) // wide]
-        exact.append(data.view(E4M3).double() * spread)
-    calls: list[torch.Size] = []
-    mm = products.mm
-    monkeypatch.setattr(products, "mm", lambda a, b: calls.append(a.shape) or mm(a, b))
-    got = decoded_mm(*operands, None, F32, F32)
-    torch.testing.assert_close(got, (exact[0] @ exact[1].t()).float(), rtol=1e-5, atol=1e-4)
-    assert len(calls) == (10 if side == (8, 32) else 3)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ottava.kernels import table
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
 from tests.core.conftest import FP8_DTYPES
-from tests.core.placing import check
+from tests.core.placing import check, running_on
 
 Tensor = torch.Tensor
 E4M3, E5M2 = FP8_DTYPES.values()
@@ -217,15 +217,11 @@ def test_threads_and_sizes_beyond_the_caches(on_every_isa: Callable[..., None]) 
         )
 
         def run(x: Tensor = x, parts: Any = parts, values: Tensor = values) -> None:
-            before = torch.get_num_threads()
             for threads in (1, 3):
-                torch.set_num_threads(threads)
-                try:
+                with running_on(threads):
                     data, transpose, _, inverse, _ = kernels.quantize(x, E4M3, transposed=True)
                     again = kernels.transpose(data)
                     found = kernels.decode(data, inverse, E4M3, x.dtype)
-                finally:
-                    torch.set_num_threads(before)
                 assert_same(data, parts.rowwise_data, x)
                 assert_same((transpose, again), (parts.columnwise_data,) * 2)
                 assert_same(found, values)

@@ -176,6 +176,7 @@ def all_kernels(x: Tensor) -> list[Tensor]:
     return [leaf for call in dict(CALLS).values() for leaf in leaves(call(x))]
 
 
+@pytest.mark.slow
 def test_compiled_code_has_the_same_bytes() -> None:
     """One graph with all operators, for any size."""
     torch._dynamo.reset()

@@ -19,7 +19,7 @@ from ottava.kernels import table
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import LAYOUTS as COMMON
-from tests.core.placing import check
+from tests.core.placing import check, running_on
 
 Tensor = torch.Tensor
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
@@ -39,6 +39,7 @@ each_layout = pytest.mark.parametrize("name", LAYOUTS)
 SHAPES = [(), (0,), (5,), (0, 5), (3, 0), (2, 0, 7), (7, 1), (1, 300), (33, 70), (3, 5, 41)]
 SHAPES += [(131, 130), (144, 136), (40, 513), (5, 1100)]
 ASKED = [(True, True), (True, False), (False, True)]
+AMAXES = samples.amaxes()
 
 
 def share(items: list[Any], path: str) -> list[Any]:
@@ -75,32 +76,19 @@ def test_quantize(code_path: str, name: str) -> None:
         check(table.grid_quantize, arguments, expected, (name, tuple(x.shape), x.dtype))
 
 
-@cache
-def amaxes() -> Tensor:
-    """Every exponent with extreme mantissas, and neighbours of what gives a power of two."""
-    exponents = np.arange(256)[:, None] << 23
-    mantissas = np.array([0, 1, 0x3FFFFF, 0x400000, 0x400001, 0x600000, 0x7FFFFF])
-    patterns = [(exponents | mantissas).ravel()]
-    for limit in oracle.MAX.values():
-        edges = np.float32(limit) * np.exp2(np.float32([-128, -127, -126, -100, 0]))
-        edges = np.append(edges, np.float32(limit / 65504))
-        patterns.append((edges.view(np.uint32).astype(int)[:, None] + np.arange(-2, 3)).ravel())
-    return torch.from_numpy(np.concatenate(patterns).astype(np.uint32).view(np.float32))
-
-
 @each_layout
 def test_scales(code_path: str, name: str) -> None:
     layout = LAYOUTS[name]
     for dtype in samples.DTYPES:
-        scale, stored = map(torch.from_numpy, arrays.scales(amaxes().numpy(), layout, dtype))
+        scale, stored = map(torch.from_numpy, arrays.scales(AMAXES.numpy(), layout, dtype))
         expected = (scale if layout.scale is torch.float32 else None, stored)
-        arguments = (amaxes(), layout.text, dtype)
+        arguments = (AMAXES, layout.text, dtype)
         check(table.grid_scales, arguments, expected, (name, dtype))
     for shape in ((), (0,), (3, 0), (2, 3)):
         assert kernels.grid_scales(torch.ones(shape), layout)[1].shape == shape
     # An amax has no sign: one that has counts as its magnitude.
     if layout.scale is E8M0:
-        assert_same(kernels.grid_scales(-amaxes(), layout)[1], stored, amaxes())
+        assert_same(kernels.grid_scales(-AMAXES, layout)[1], stored, AMAXES)
 
 
 def any_scales(shape: tuple[int, ...], layout: Layout) -> Tensor:
@@ -165,30 +153,23 @@ def test_any_strides(code_path: str) -> None:
         assert_same(kernels.grid_quantize(view, LAYOUTS["mxfp8"]), parts, note=view.shape)
 
 
-BEYOND_CACHES = ["mxfp8", "1x128", "rows"]
-
-
-@pytest.mark.parametrize("name", BEYOND_CACHES)
+@pytest.mark.parametrize("name", ["mxfp8", "rows", pytest.param("1x128", marks=pytest.mark.slow)])
 def test_threads_and_sizes_beyond_the_caches(on_every_isa: Callable[..., None], name: str) -> None:
     """Regions and panels that threads share; large results are written around the caches."""
     layout = LAYOUTS[name]
     x = samples.tiles(2049, 2113, dtype=torch.bfloat16)
     parts = arrays.quantize(x, layout)
     values = arrays.decode(*parts[2:], layout, columnwise=True, dtype=torch.bfloat16)
-    on_every_isa(lambda: check_threads(x, layout, parts, values))
 
+    def run() -> None:
+        for threads in (1, 3):
+            with running_on(threads):
+                made = kernels.grid_quantize(x, layout)
+                found = kernels.grid_decode(*made[2:], layout, torch.bfloat16, columnwise=True)
+            assert_same(made, parts, note=threads)
+            assert_same(found, values, note=threads)
 
-def check_threads(x: Tensor, layout: Layout, parts: arrays.Bytes, values: Tensor) -> None:
-    before = torch.get_num_threads()
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        try:
-            made = kernels.grid_quantize(x, layout)
-            found = kernels.grid_decode(*made[2:], layout, torch.bfloat16, columnwise=True)
-        finally:
-            torch.set_num_threads(before)
-        assert_same(made, parts, note=threads)
-        assert_same(found, values, note=threads)
+    on_every_isa(run)
 
 
 def test_one_element_decides_wherever_it_is(code_path: str) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from ottava import GridQuantizer, Layout, Recipe, kernels
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
+from tests.comparing import assert_same
 
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E8M0 = torch.float8_e8m0fnu
@@ -76,13 +77,22 @@ ONLY_OTHER_BYTES = {
     "int8-8x64",
     "4x8-transposed",
 }
-#: Runs a test on the rows of the table.
+#: Runs a test on each row of the table.
 EACH = pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.slow) if name in ONLY_OTHER_BYTES else name
         for name in QUANTIZERS
     ],
+)
+#: Runs a test once for all rows, where each run costs a launch of ranks.
+TOGETHER = pytest.mark.parametrize(
+    "names",
+    [
+        [name for name in QUANTIZERS if name not in ONLY_OTHER_BYTES],
+        pytest.param(sorted(ONLY_OTHER_BYTES), marks=pytest.mark.slow),
+    ],
+    ids=["rows of the table", "rows of other bytes"],
 )
 
 
@@ -110,6 +120,13 @@ def boundary(name: str) -> int:
     """A row and a column at which blocks of both directions begin."""
     layout = QUANTIZERS[name].layout
     return math.lcm(*(side or 1 for side in (*layout.block, *(layout.shared or ()))))
+
+
+def assert_directions(found: Any, expected: Any) -> None:
+    """The same bytes in each direction that is expected; columns may be made of rows for it."""
+    for columnwise in (False, True):
+        if expected.direction(columnwise=columnwise) is not None:
+            assert_same(found.for_usage(columnwise), expected.for_usage(columnwise))
 
 
 def inner(storage: QuantizedTensorStorage) -> list[torch.Tensor | None]:

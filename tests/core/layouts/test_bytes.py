@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from ottava import GridTensor, GridTensorStorage, Layout
-from ottava.kernels.backends import use_backend
 from tests import arrays, samples
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import DTYPES, E4M3, E5M2, E8M0, INT8, LAYOUTS, USAGES, quantizer
+from tests.core.layouts.layouts import DTYPES, E5M2, LAYOUTS, USAGES, quantizer
 
 SHAPES = [
     (),
@@ -73,21 +72,6 @@ def test_special_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_strides_and_the_backend_do_not_matter(name: str) -> None:
-    x = samples.wide(33, 70, dtype=torch.bfloat16)
-    for how, view in [
-        *samples.strided(x),
-        ("expanded", x[0].expand(4, 70)),
-        ("permuted", samples.wide(3, 7, 5).permute(2, 0, 1)),
-        ("flipped", x.flip(0)),
-    ]:
-        with told(how):
-            check_bytes(quantizer(name)(view), view.contiguous(), LAYOUTS[name], "both")
-    with use_backend("reference"):
-        check_bytes(quantizer(name)(x), x, LAYOUTS[name], "both")
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("usages", USAGES)
 def test_values_are_element_times_scale(name: str, usages: str) -> None:
     """Rounded once to the dtype; those of the rows where both directions are held."""
@@ -104,52 +88,6 @@ def test_values_are_element_times_scale(name: str, usages: str) -> None:
         # Beyond FP8 values torch's own conversion rounds from float32.
         fp8 = q.dequantize(E5M2).view(torch.uint8)
         assert_same(fp8, q.dequantize(torch.float32).to(E5M2).view(torch.uint8))
-
-
-@pytest.mark.parametrize("element", [E4M3, E5M2, INT8], ids=str)
-@pytest.mark.parametrize("scale", [E8M0, torch.float32], ids=str)
-@pytest.mark.parametrize("columnwise", [False, True])
-def test_every_code_under_every_scale_is_decoded(
-    element: torch.dtype, scale: torch.dtype, columnwise: bool
-) -> None:
-    rounding = "up" if scale is E8M0 else "nearest"
-    layout = Layout(element, (1, 32), scale, rounding)
-    data = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
-    codes = torch.arange(256)[:, None].repeat(1, 8)
-    scales = codes.to(torch.uint8) if scale is E8M0 else torch.exp2(codes / 2.0 - 60)
-    if columnwise:
-        data, scales = data.t().contiguous(), scales.t().contiguous()
-    side = "columnwise" if columnwise else "rowwise"
-    given: dict[str, Any] = {f"{side}_data": data, f"{side}_scale_inv": scales, "layout": layout}
-    for cls in (GridTensor, GridTensorStorage):
-        q = cls(**given, dtype=torch.bfloat16)
-        for dtype in (torch.float64, *DTYPES):
-            expected = arrays.decode(data, scales, layout, columnwise=columnwise, dtype=dtype)
-            assert_same(q.dequantize(dtype), expected)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_an_infinite_scale_becomes_the_largest_value_that_the_layout_says(name: str) -> None:
-    """No value of float16 is so small as to make the quotient infinite, so an epsilon is."""
-    layout = LAYOUTS[name]
-    if layout.scale is not torch.float32:
-        return
-    layout = Layout(
-        layout.element,
-        layout.block,
-        rounding=layout.rounding,
-        epsilon=1e-40,
-        columnwise=layout.columnwise,
-        finite_as=layout.finite_as,
-    )
-    for dtype in DTYPES:
-        make = quantizer(name)
-        make.layout = layout
-        largest = torch.finfo(dtype if layout.finite_as == "input" else torch.float32).max
-        power = 2.0 ** ({65504.0: 15}.get(largest, 127))
-        expected = 1 / torch.tensor(power if layout.rounding == "floor" else largest)
-        scales = make(torch.zeros(2, 3, dtype=dtype)).direction(columnwise=False)[1]
-        assert_same(scales, expected.expand(scales.shape))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import pickle
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,14 @@ from ottava.checkpoint import (
 )
 from tests.cases import told
 from tests.comparing import assert_same
+from tests.copying import by_file, by_pickle
 from tests.core.layouts.layouts import (
     DTYPES,
     EACH,
     LAYOUTS,
     QUANTIZERS,
     USAGES,
+    assert_directions,
     boundary,
     inner,
     quantizer,
@@ -38,18 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SHAPES: list[tuple[int, ...]] = [(), (5,), (0, 7), (7, 0), (33, 70), (2, 31, 65)]
 
 
-def by_torch(value: Any) -> Any:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return torch.load(stream, weights_only=True)
-
-
-def by_pickle(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-WAYS = pytest.mark.parametrize("way", [by_torch, by_pickle])
+WAYS: list[Callable[[Any], Any]] = [by_file, by_pickle]
 
 
 def check_alike(one: Any, two: Any) -> None:
@@ -60,12 +50,11 @@ def check_alike(one: Any, two: Any) -> None:
     assert_same(one.dequantize(torch.float64), two.dequantize(torch.float64))
 
 
-@WAYS
 @EACH
-def test_tensors_and_storages(name: str, way: Callable[[Any], Any]) -> None:
-    for number, shape in enumerate(SHAPES):
-        usages, internal = list(USAGES)[number % 3], number % 2 == 1
-        with told(shape, usages, internal):
+def test_tensors_and_storages(name: str) -> None:
+    for number, (shape, way) in enumerate(itertools.product(SHAPES, WAYS)):
+        usages, internal = list(USAGES)[number % 3], number // 2 % 2 == 1
+        with told(shape, way.__name__, usages, internal):
             make = quantizer(name, usages, internal=internal)
             q = make(wide(*shape, dtype=DTYPES[number % 3], sigma=1.0))
             loaded = way({"w": q})["w"]
@@ -76,7 +65,7 @@ def test_tensors_and_storages(name: str, way: Callable[[Any], Any]) -> None:
             assert_same(inner(loaded), inner(make(wide(*shape, seed=1))))
 
 
-@WAYS
+@pytest.mark.parametrize("way", WAYS)
 @EACH
 def test_views_and_parameters(name: str, way: Callable[[Any], Any]) -> None:
     rows = boundary(name)
@@ -112,7 +101,7 @@ def test_a_direction_that_was_made_of_the_other_shares_its_codes(tmp_path: Path)
         q.update_usage(rowwise_usage=True, columnwise_usage=True)
         save_file({"w": q}, tmp_path / "state.safetensors")
         expected = QUANTIZERS[name](wide(33, 70))
-        for made in (by_torch(q), by_pickle(q), load_file(tmp_path / "state.safetensors")["w"]):
+        for made in (by_file(q), by_pickle(q), load_file(tmp_path / "state.safetensors")["w"]):
             check_alike(made, expected)
 
 
@@ -142,8 +131,7 @@ def test_files_of_all_layouts(tmp_path: Path) -> None:
 
 
 def through_torch(state: Any, like: Any, path: Path) -> Any:
-    torch.save(state, path / "state.pt")
-    return torch.load(path / "state.pt", weights_only=True)
+    return by_file(state)
 
 
 def through_dcp(state: Any, like: Any, path: Path) -> Any:
@@ -169,8 +157,7 @@ MODEL_WAYS = [through_torch, through_dcp, through_safetensors, through_sharded]
 @EACH
 def test_models_with_primary_weights(name: str, tmp_path: Path) -> None:
     """Training goes on as it would have."""
-    way = MODEL_WAYS[list(QUANTIZERS).index(name) % len(MODEL_WAYS)]
-    model, other, x = net(name), net(name, seed=1), wide(40, 70, sigma=1.0)
+    model, x = net(name), wide(40, 70, sigma=1.0)
 
     def step(model: torch.nn.Module) -> None:
         model.zero_grad()
@@ -178,20 +165,25 @@ def test_models_with_primary_weights(name: str, tmp_path: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=0.5).step()
 
     step(model)
-    state = way(model.state_dict(), other.state_dict(), tmp_path)
-    for key, value in model.state_dict().items():
-        if isinstance(value, QuantizedTensor):
-            for columnwise in (False, True):
-                assert_same(state[key].for_usage(columnwise), value.for_usage(columnwise))
-        else:
-            assert_same(state[key], value)
-    other.load_state_dict(state, strict=True)
+    loaded = []
+    for way in MODEL_WAYS:
+        with told(way.__name__):
+            other = net(name, seed=1)
+            state = way(model.state_dict(), other.state_dict(), tmp_path)
+            for key, value in model.state_dict().items():
+                if isinstance(value, QuantizedTensor):
+                    assert_directions(state[key], value)
+                else:
+                    assert_same(state[key], value)
+            other.load_state_dict(state, strict=True)
+            loaded.append(other)
     step(model)
-    step(other)
-    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
-        assert_same(mine.grad, theirs.grad)
-        assert_same(mine.detach().dequantize(), theirs.detach().dequantize())
-    assert other[0].weight._quantizer is not None
+    for other in loaded:
+        step(other)
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            assert_same(mine.grad, theirs.grad)
+            assert_same(mine.detach().dequantize(), theirs.detach().dequantize())
+        assert other[0].weight._quantizer is not None
 
 
 @pytest.mark.parametrize("way", MODEL_WAYS)

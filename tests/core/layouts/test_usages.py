@@ -25,15 +25,15 @@ from tests.samples import wide
 NAMES = ("rowwise", "columnwise")
 
 
-@pytest.mark.parametrize("internal", [False, True])
 @EACH
-def test_update_usage(name: str, internal: bool) -> None:
+def test_update_usage(name: str) -> None:
     """Data are dropped, made of the other usage where both hold the same values, or refused."""
     layout, x = QUANTIZERS[name].layout, wide(70, 40)
     for usages in USAGES:
-        for rowwise, columnwise in itertools.product((None, True, False), repeat=2):
+        asks = itertools.product((None, True, False), repeat=2)
+        for number, (rowwise, columnwise) in enumerate(asks):
             with told(usages, rowwise, columnwise):
-                q = quantizer(name, usages, internal=internal)(x)
+                q = quantizer(name, usages, internal=number % 2 == 0)(x)
                 before, held = inner(q), q.get_usages()
                 if not layout.one_buffer:
                     assert held == dict(zip(NAMES, USAGES[usages], strict=True))
@@ -69,7 +69,7 @@ def _check_usages(q: Any, name: str, x: torch.Tensor, wanted: dict[str, bool]) -
 @pytest.mark.parametrize("name", [n for n, q in QUANTIZERS.items() if q.layout.square])
 def test_either_usage_of_squares_is_made_for_any_shape_and_view(name: str) -> None:
     make = QUANTIZERS[name]
-    shapes: list[tuple[int, ...]] = [(), (5,), (1, 1), (0, 40), (64, 64), (2, 33, 65)]
+    shapes: list[tuple[int, ...]] = [(), (5,), (0, 40), (2, 33, 65)]
     for shape, rowwise in itertools.product(shapes, (True, False)):
         with told(shape, rowwise):
             x = wide(*shape)
@@ -98,10 +98,11 @@ def test_flags_that_are_no_bools_are_refused() -> None:
 @EACH
 def test_empty_results(name: str) -> None:
     """For any usages, shapes, dtypes and devices, of the kind that quantizing gives."""
-    for usages, device in itertools.product(USAGES, (None, "cpu", "meta")):
+    shapes = [(), (5,), (0, 7), (7, 0), (33, 70), (2, 3, 65)]
+    for number, (shape, device) in enumerate(itertools.product(shapes, (None, "cpu", "meta"))):
+        usages, dtype = list(USAGES)[number // 3 % 3], DTYPES[number % 3]
         make = quantizer(name, usages)
-        for number, shape in enumerate([(), (5,), (0, 7), (7, 0), (33, 70), (2, 3, 65)]):
-            dtype = DTYPES[number % 3]
+        with told(shape, device, usages, dtype):
             q = make.make_empty(shape, dtype=dtype, device=device, requires_grad=True)
             like = make(torch.zeros(shape, dtype=dtype, device=device or "cpu"))
             assert (q.shape, q.dtype, q.device.type) == (shape, dtype, device or "cpu")
@@ -116,7 +117,7 @@ def test_empty_results(name: str) -> None:
                         theirs.device,
                     )
             assert type(q).__name__ in repr(q)
-            if device != "meta":
+            if q.device.type != "meta":
                 directions = [q.direction(columnwise=side) for side in (False, True)]
                 assert all((scales == 1).all() for _, scales in filter(None, directions))
                 values = wide(*shape, dtype=dtype)
@@ -155,7 +156,7 @@ def test_quantizing_into_a_destination_keeps_its_buffers_usages_and_dtype(name: 
 def test_metadata_sizes_and_bytes(name: str) -> None:
     layout = QUANTIZERS[name].layout
     for usages, internal in itertools.product(USAGES, (False, True)):
-        for shape in ((), (5,), (0, 7), (33, 70), (2, 31, 65)):
+        for shape in ((), (0, 7), (2, 31, 65)):
             q = quantizer(name, usages, internal=internal)(wide(*shape, dtype=torch.float16))
             assert tuple(q.size()) == tuple(q.shape) == shape
             assert [q.size(dim) for dim in range(len(shape))] == list(shape)

@@ -16,6 +16,7 @@ from tests.core.layouts.layouts import (
     EACH,
     QUANTIZERS,
     USAGES,
+    assert_directions,
     boundary,
     inner,
     quantizer,
@@ -120,50 +121,53 @@ def test_other_ops_see_dequantized_values(name: str) -> None:
     assert (q.ndim, q.layout, q.is_sparse, q.T.shape) == (2, torch.strided, False, (64, 64))
 
 
+IN_PLACE: list[Callable[[Any], Any]] = [
+    lambda t: t.mul_(3.0),
+    lambda t: t.add_(torch.ones(70, 40)),
+    lambda t: torch._foreach_mul_([t], 0.5),
+    lambda t: torch.add(torch.ones(70, 40), 1.0, out=t),
+    lambda t: t.fill_(3.0),
+    lambda t: t.zero_(),
+    lambda t: torch.nn.init.constant_(t, 5.0),
+]
+
+
 @EACH
-@pytest.mark.parametrize("usages", USAGES)
-def test_in_place_ops_quantize_their_results(name: str, usages: str) -> None:
-    make = quantizer(name, usages)
-    for op in (
-        lambda t: t.mul_(3.0),
-        lambda t: t.add_(torch.ones(70, 40)),
-        lambda t: torch._foreach_mul_([t], 0.5),
-        lambda t: torch.add(torch.ones(70, 40), 1.0, out=t),
-        lambda t: t.fill_(3.0),
-        lambda t: t.zero_(),
-        lambda t: torch.nn.init.constant_(t, 5.0),
-    ):
-        q, x = make(wide(70, 40)), None
+def test_in_place_ops_quantize_their_results(name: str) -> None:
+    for number, op in enumerate(IN_PLACE):
+        make = quantizer(name, list(USAGES)[number % 3])
+        q = make(wide(70, 40))
         x = q.dequantize()
         result = op(q)
         op(x)
         assert result is q or type(result) in (type(None), list)
         expected = make(x)
         assert_same(q.dequantize(), expected.dequantize())
-        for columnwise in (False, True):
-            if expected.direction(columnwise=columnwise) is not None:
-                assert_same(q.for_usage(columnwise), expected.for_usage(columnwise))
+        assert_directions(q, expected)
+
+
+INDICES: list[Callable[[int], Any]] = [
+    lambda step: 5,
+    lambda step: -1,
+    lambda step: (slice(None), 3),
+    lambda step: slice(None, None, 2),
+    lambda step: slice(0, 2),
+    lambda step: slice(step, None),
+    lambda step: ...,
+    lambda step: (0, slice(2, 4)),
+    lambda step: (4, 5),
+    lambda step: torch.tensor([0, 3]),
+]
 
 
 @EACH
-@pytest.mark.parametrize("usages", USAGES)
-def test_an_assignment_reaches_the_whole(name: str, usages: str) -> None:
+def test_an_assignment_reaches_the_whole(name: str) -> None:
     """Entries with scales of their own are written alone; else all is quantized again."""
-    make, step = quantizer(name, usages), boundary(name)
+    step = boundary(name)
     x = wide(max(2 * step, 8), 40)
-    for index in (
-        5,
-        -1,
-        (slice(None), 3),
-        slice(None, None, 2),
-        slice(0, 2),
-        slice(step, None),
-        ...,
-        (0, slice(2, 4)),
-        (4, 5),
-        torch.tensor([0, 3]),
-    ):
-        with told(index):
+    for number, index_of in enumerate(INDICES):
+        index, make = index_of(step), quantizer(name, list(USAGES)[number % 3])
+        with told(index, make):
             q = make(x)
             expected = q.dequantize()
             expected[index] = 0.5
@@ -196,13 +200,10 @@ PARTS: dict[str, tuple[str, Any]] = {
     "Float8Tensor": ("both", (slice(0, 8), slice(3, 5))),
 }
 WRITES: list[Callable[[Any], Any]] = [
-    lambda part: part.copy_(torch.full(part.shape, 1000.0)),
     lambda part: part.mul_(3),
-    lambda part: part.fill_(50.0),
     lambda part: torch.nn.init.zeros_(part),
     lambda part: part[: part.shape[0] // 2].mul_(3),
     lambda part: part.detach().unsqueeze(0).mul_(3),
-    lambda part: part.t().mul_(3),
 ]
 
 
@@ -268,7 +269,7 @@ def test_autograd_refuses_a_value_that_was_overwritten(name: str) -> None:
 
 def test_repr_never_raises() -> None:
     for number, name in enumerate(QUANTIZERS):
-        for shape in ((), (0,), (0, 7), (33, 70), (2, 3, 4)):
+        for shape in ((), [(0,), (33, 70), (2, 3, 4)][number % 3]):
             q = QUANTIZERS[name](torch.ones(shape, dtype=DTYPES[number % 3]))
             assert type(q).__name__ in repr(q)
             assert "'rowwise'" in repr(q)

@@ -23,6 +23,7 @@ from tests.core.layouts.layouts import (
     LAYOUTS,
     QUANTIZERS,
     USAGES,
+    assert_directions,
     inner,
 )
 from tests.samples import wide
@@ -31,7 +32,6 @@ Op = Callable[[torch.Tensor], Any]
 #: Name -> shape of the tensor, and the view. Blocks of 32 and of less lie in these shapes.
 VIEWS: dict[str, tuple[tuple[int, ...], Op]] = {
     "rows": ((96, 64), lambda t: t[32:64]),
-    "last rows": ((96, 64), lambda t: t[-32:]),
     "rows to a ragged end": ((70, 40), lambda t: t[32:]),
     "rows before a ragged end": ((70, 40), lambda t: t[:69]),
     "rows off the boundary": ((96, 64), lambda t: t[5:37]),
@@ -41,21 +41,17 @@ VIEWS: dict[str, tuple[tuple[int, ...], Op]] = {
     "columns": ((96, 64), lambda t: t[:, 32:]),
     "columns to a ragged end": ((40, 70), lambda t: t[:, 64:]),
     "columns off the boundary": ((96, 64), lambda t: t[:, 3:40]),
-    "columns that end off it": ((96, 64), lambda t: t[:, 32:50]),
     "rows and columns": ((96, 64), lambda t: t[32:64, 32:]),
     "row": ((96, 64), lambda t: t[5]),
-    "row in the last block": ((33, 40), lambda t: t[32]),
     "column": ((96, 64), lambda t: t[:, 5]),
     "element": ((96, 64), lambda t: t[5, 7]),
     "matrix of a stack": ((3, 32, 40), lambda t: t[1]),
-    "matrix of a ragged stack": ((3, 31, 40), lambda t: t[1]),
     "matrices of a stack": ((3, 32, 40), lambda t: t[1:]),
     "rows of a stack of one": ((1, 64, 40), lambda t: t[:, 32:]),
     "one row of each": ((2, 64, 40), lambda t: t[:, 3]),
     "columns of a stack": ((2, 31, 96), lambda t: t[:, :, 32:64]),
     "columns of a vector": ((96,), lambda t: t[32:64]),
     "part of a vector": ((96,), lambda t: t[3:5]),
-    "element of a vector": ((96,), lambda t: t[3]),
     "split rows by view": ((96, 64), lambda t: t.view(2, 48, 64)),
     "join rows": ((3, 31, 40), lambda t: t.view(93, 40)),
     "flatten leading": ((3, 2, 5, 40), lambda t: t.flatten(0, 1)),
@@ -66,9 +62,7 @@ VIEWS: dict[str, tuple[tuple[int, ...], Op]] = {
     "lines of another length": ((96, 64), lambda t: t.view(128, 48)),
     "ragged lines": ((32, 40), lambda t: t.view(40, 32)),
     "unsqueeze": ((33, 40), lambda t: t.unsqueeze(0)),
-    "unsqueeze last": ((33, 40), lambda t: t.unsqueeze(-1)),
     "unsqueeze a scalar": ((), lambda t: t.unsqueeze(0)),
-    "squeeze": ((1, 33, 1, 40), lambda t: t.squeeze()),
     "squeeze some": ((1, 33, 1, 40), lambda t: t.squeeze((0, 2))),
     "expand to more dimensions": ((33, 40), lambda t: t.expand(1, 33, 40)),
     "t": ((33, 70), lambda t: t.t()),
@@ -84,23 +78,17 @@ VIEWS: dict[str, tuple[tuple[int, ...], Op]] = {
     "split off the boundary": ((96, 40), lambda t: t.split([10, 86])[1]),
     "split columns": ((40, 96), lambda t: t.split(64, dim=1)[1]),
     "chunk": ((96, 40), lambda t: t.chunk(3)[1]),
-    "chunk columns": ((40, 64), lambda t: t.chunk(2, 1)[1]),
     "unbind": ((3, 32, 40), lambda t: t.unbind()[2]),
-    "unbind rows": ((33, 40), lambda t: t.unbind(0)[7]),
 }
 #: Views that may give the values although blocks would allow more.
 ANY_CLASS: dict[str, tuple[tuple[int, ...], Op]] = {
     "every second row": ((96, 64), lambda t: t[::2]),
-    "every second column": ((96, 64), lambda t: t[:, ::2]),
     "rows of a stack": ((2, 64, 40), lambda t: t[:, 32:]),
-    "permute three": ((2, 33, 40), lambda t: t.permute(1, 0, 2)),
     "transpose a stack": ((2, 33, 40), lambda t: t.mT),
     "unbind columns": ((3, 40), lambda t: t.unbind(1)[4]),
-    "squeeze last": ((33, 1), lambda t: t.squeeze(1)),
     "expand to more": ((33, 40), lambda t: t.expand(2, 33, 40)),
     "as_strided": ((96, 40), lambda t: t.as_strided((96, 40), (40, 1))),
     "as_strided rows": ((96, 40), lambda t: t.as_strided((32, 40), (40, 1), 32 * 40)),
-    "as_strided lines": ((96, 64), lambda t: t.as_strided((192, 32), (32, 1))),
     "as_strided between rows": ((96, 40), lambda t: t.as_strided((32, 40), (40, 1), 5)),
     "as_strided overlapping": ((96, 40), lambda t: t.as_strided((96, 40), (1, 1))),
     "diagonal": ((33, 33), lambda t: t.diagonal()),
@@ -171,17 +159,22 @@ def as_laid_out(whole: QuantizedTensor) -> torch.Tensor:
     return torch.empty_strided(whole.shape, whole.stride()).copy_(whole.dequantize())
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @EACH
-def test_a_view_has_the_class_that_blocks_allow_and_writes_reach_the_whole(name: str) -> None:
-    for number, (what, (shape, op)) in enumerate((VIEWS | ANY_CLASS).items()):
+def test_a_view_has_the_class_that_blocks_allow_and_writes_reach_the_whole(
+    name: str, every: int
+) -> None:
+    """Rows of the table take turns with every third view."""
+    first = list(QUANTIZERS).index(name) % every
+    for number, (what, (shape, op)) in list(enumerate((VIEWS | ANY_CLASS).items()))[first::every]:
         # Each view with both directions, and with one of them in turn.
-        for usages in ("both", ("rowwise", "columnwise")[number % 2]):
+        for usages in ("both", ("rowwise", "columnwise")[number // every % 2]):
             with told(what, usages):
                 make = small(name).with_usage(*USAGES[usages])
-                _check(make, shape, op, WRITES[number % len(WRITES)], what)
+                check_view(make, shape, op, WRITES[number % len(WRITES)], what)
 
 
-def _check(make: GridQuantizer, shape: tuple[int, ...], op: Op, write: Any, what: str) -> None:
+def check_view(make: GridQuantizer, shape: tuple[int, ...], op: Op, write: Any, what: str) -> None:
     layout, x = make.layout, wide(*shape, sigma=1.0)
     whole = make(x)
     before = inner(whole)
@@ -221,7 +214,7 @@ def _check(make: GridQuantizer, shape: tuple[int, ...], op: Op, write: Any, what
         assert_same(inner(view), inner(make.with_usage(**view.get_usages())(op(x))))
         write(view, new)
         op(x).copy_(new)
-        _check_whole(whole, make, x)
+        assert_directions(whole, make(x))
         assert_same(values_of(op(whole)), view.dequantize())
     elif view.numel() < whole.numel():
         # A write with another scale would change the rest.
@@ -240,14 +233,6 @@ def _check_zeros(whole: Any, view: torch.Tensor, plain: torch.Tensor) -> None:
         return
     assert view.numel() == whole.numel()
     assert not whole.dequantize().any()
-
-
-def _check_whole(whole: Any, make: GridQuantizer, x: torch.Tensor) -> None:
-    """The whole is what quantizing anew gives; columns that are made of rows are made again."""
-    expected = make(x)
-    for columnwise in (False, True):
-        if expected.get_usages()["columnwise" if columnwise else "rowwise"]:
-            assert_same(whole.for_usage(columnwise), expected.for_usage(columnwise))
 
 
 STEPS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
@@ -274,7 +259,7 @@ STEPS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
-@settings(max_examples=150, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     name=st.sampled_from(sorted(QUANTIZERS)),
     usages=st.sampled_from(sorted(USAGES)),

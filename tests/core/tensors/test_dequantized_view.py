@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +14,11 @@ from ottava.nn import Linear
 from ottava.tensors import DequantizedView
 from tests.cases import told
 from tests.comparing import assert_same
+from tests.copying import by_file
 from tests.core.layouts.layouts import QUANTIZERS, OneQuantizer, inner
 from tests.samples import wide
 
 MX = QUANTIZERS["mxfp8"]
-
-
-def by_file(tensor: torch.Tensor) -> Any:
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 READS: list[Callable[[Any], Any]] = [

@@ -313,7 +313,27 @@ def _check_rows(tensor: QuantizedTensor, size: torch.Size, world: int) -> None:
         _check_uneven(tensor, inner_tensors, size, world)
     # The rows of the first rank are checked, so that all ranks raise the same error.
     rows = range(math.ceil(size[0] / world))
-    check_blocks(inner_tensors, size, rows, f"a shard of a {type(tensor).__name__}")
+    name = f"a shard of a {type(tensor).__name__}"
+    check_blocks(inner_tensors, size, rows, name)
+    _check_shared_scales(tensor, size, rows, name)
+
+
+def _check_shared_scales(tensor: QuantizedTensor, size: torch.Size, rows: range, name: str) -> None:
+    """Refuse rows that cut an area of blocks that share a scale; a ShapeError.
+
+    Each of the blocks has a scale of its own in memory, but a rank alone cannot compute it.
+    """
+    quantizer = tensor._quantizer
+    if not isinstance(quantizer, Quantizer):
+        return
+    quantizer = quantizer.with_usage(**tensor.get_usages())
+    step = rule_of(quantizer).rows_of_blocks(quantizer)
+    if rows.stop < size[0] and rows.stop * math.prod(size[1:-1]) % step:
+        raise ShapeError(
+            f"{name} has rows 0 to {rows.stop} of {size[0]}, which cut blocks that share a scale",
+            f"multiples of {step}",
+            "shard over fewer ranks, or keep it whole or in high precision",
+        )
 
 
 def _check_uneven(

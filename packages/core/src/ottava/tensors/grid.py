@@ -151,6 +151,11 @@ class GridTensorStorage(QuantizedTensorStorage):
     def _columnwise_scale_inv(self, scales: torch.Tensor | None) -> None:
         self._dated_column_scales = self._dated(scales)
 
+    def is_derived(self, inner: InnerTensor) -> bool:
+        # The scale of a whole tensor is the same on every shard, and derives from that of the rows.
+        is_column = inner.usage == "columnwise" and self._derives_columns()
+        return is_column or super().is_derived(inner)
+
     def rebuild_derived(self, *, force: bool = False) -> None:
         rows, quantizer = self._rows(), self._quantizer
         if rows is None or not rows.dim() or not self._derives_columns():

@@ -1,0 +1,146 @@
+"""FSDP2: gathered weights have the bytes of the whole, and train and are saved as one process does
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import ottava
+from ottava.checkpoint import load_sharded, save_sharded
+from ottava.distributed import gather_quantized
+from ottava.errors import OttavaError
+from ottava.nn import Linear
+from tests.cases import told
+from tests.comparing import assert_same
+from tests.core.layouts.layouts import QUANTIZERS, TOGETHER, OneQuantizer, boundary, inner
+from tests.ranks import on_ranks
+from tests.samples import wide
+
+
+def cases(names: list[str]) -> Iterator[tuple[str, int]]:
+    """Names, and the rows of a weight: shards of whole blocks, shards that cut a block, uneven and
+    empty shards."""
+    for name in names:
+        for rows in (2 * boundary(name), 3 * boundary(name), 33, 1):
+            yield name, rows
+
+
+def has_whole_blocks(name: str, rows: int) -> bool:
+    """Whether the shards of two ranks cut no block."""
+    one_scale = QUANTIZERS[name].layout.block == (None, None)
+    return one_scale or rows % (2 * boundary(name)) == 0
+
+
+def layer_of(name: str, rows: int, *, primary: bool, seed: int = 0) -> Linear:
+    recipe = OneQuantizer(row=name)
+    with ottava.quantized_model_init(recipe, enabled=primary):
+        layer = Linear(70, rows, bias=False, recipe=recipe)
+    with torch.no_grad():
+        layer.weight.copy_(wide(rows, 70, seed=seed, sigma=1.0))
+    return layer
+
+
+def step(layer: Linear) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and gradient of the input; the weight takes a step."""
+    x = wide(6, 70, seed=1, sigma=1.0).requires_grad_()
+    y = layer(x)
+    y.square().sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=1e-2).step()
+    layer.zero_grad()
+    return y.detach(), x.grad
+
+
+def whole_weight(layer: Linear) -> torch.Tensor:
+    """What FSDP2 gathers."""
+    layer.unshard()
+    gathered = layer.weight
+    held = gathered.detach().clone()
+    layer.reshard()
+    return held
+
+
+def assert_bytes(gathered: torch.Tensor, expected: Any) -> None:
+    """Those of the expected tensor, whose transposes the gathered one may lack."""
+    assert type(gathered) is type(expected)
+    found = inner(gathered)
+    assert_same(found, [e if f is not None else None for f, e in zip(found, inner(expected))])
+    assert_same(gathered.dequantize(), expected.dequantize())
+
+
+@TOGETHER
+@on_ranks(2)
+def test_quantized_weights(mesh: DeviceMesh, names: list[str]) -> None:
+    for name, rows in cases(names):
+        with told(name, rows):
+            alone, layer = (layer_of(name, rows, primary=True) for _ in range(2))
+            if name == "Float8Tensor" or not has_whole_blocks(name, rows):
+                # The quantizer of the former declares nothing of shards.
+                with pytest.raises(OttavaError):
+                    fully_shard(layer, mesh=mesh).unshard()
+                continue
+            fully_shard(layer, mesh=mesh)
+            for _ in range(2):
+                assert_bytes(whole_weight(layer), alone.weight.detach())
+                longest = -(-rows // 2)
+                own = alone.weight.dequantize().split(longest)[mesh.get_rank() :]
+                assert_same(
+                    layer.weight.to_local().dequantize(), own[0] if own else torch.ones(0, 70)
+                )
+                assert_same(step(layer), step(alone))
+
+
+@TOGETHER
+@on_ranks(2)
+def test_weights_that_are_quantized_when_they_are_gathered(
+    mesh: DeviceMesh, names: list[str]
+) -> None:
+    for name, rows in cases(names):
+        layout = QUANTIZERS[name].layout
+        # Shards of these columns cannot be written one by one.
+        is_scattered = layout.transposed and not layout.square and None in layout.block
+        is_quantized = has_whole_blocks(name, rows) and name != "Float8Tensor" and not is_scattered
+        with told(name, rows):
+            alone, layer = (layer_of(name, rows, primary=False) for _ in range(2))
+            fully_shard(gather_quantized(layer), mesh=mesh)
+            for _ in range(2):
+                gathered = whole_weight(layer)
+                if is_quantized:
+                    assert_bytes(gathered, QUANTIZERS[name](alone.weight.detach()))
+                else:
+                    assert type(gathered) is torch.Tensor
+                    assert_same(gathered, alone.weight)
+                assert_same(step(layer), step(alone))
+
+
+@TOGETHER
+@on_ranks(2)
+def test_checkpoints_of_shards(mesh: DeviceMesh, names: list[str], tmp_path: Path) -> None:
+    """Two ranks read what they wrote, and so does one process."""
+    for name in names:
+        if name == "Float8Tensor":
+            continue
+        with told(name):
+            rows, path = 2 * boundary(name), tmp_path / name
+            weights = wide(rows, 70, sigma=1.0)
+            saved, by_dcp, by_ottava, alone = (
+                layer_of(name, rows, primary=True, seed=seed) for seed in range(4)
+            )
+            for layer in (saved, by_dcp, by_ottava):
+                fully_shard(layer, mesh=mesh)
+            save_sharded(saved.state_dict(), path / "sharded")
+            for layer in (by_ottava, alone):
+                load_sharded(layer.state_dict(), path / "sharded")
+            dcp.save(saved.state_dict(), checkpoint_id=path / "dcp")
+            dcp.load(by_dcp.state_dict(), checkpoint_id=path / "dcp")
+            expected = QUANTIZERS[name](weights)
+            assert_bytes(alone.weight.detach(), expected)
+            for layer in (by_dcp, by_ottava):
+                assert_bytes(whole_weight(layer), expected)

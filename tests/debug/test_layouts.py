@@ -1,0 +1,35 @@
+"""Statistics of tensors of every layout, of the table of core's tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ottava_debug
+from tests.core.layouts.layouts import EACH, OneQuantizer, quantizer
+from tests.debug import by_hand
+
+LOSSES = ("sqnr", "cosine", "mse", "underflows%", "underflows_of_nonzero%")
+
+
+@EACH
+def test_statistics_of_what_a_product_takes(name: str) -> None:
+    """Losses, and the extremes of stored scales, of each direction."""
+    x, dy = by_hand.inputs()
+    x = x * torch.logspace(-7, 0, 32)
+    expected = {}
+    for tensor, values in (("activation", x), ("gradient", dy)):
+        for suffix, columnwise in (("", False), ("_columnwise", True)):
+            q = quantizer(name, "columnwise" if columnwise else "rowwise")(values)
+            losses = by_hand.losses(values, q.dequantize(torch.float32))
+            scales = q.grid_operand(columnwise=columnwise)[1].float()
+            found = {stat: losses[stat] for stat in LOSSES}
+            found |= {"scale_inv_min": scales.min(), "scale_inv_max": scales.max()}
+            expected |= {(tensor, f"{stat}{suffix}"): float(v) for stat, v in found.items()}
+    layer = by_hand.layer_of(OneQuantizer(row=name))
+    stats = sorted({stat for _, stat in expected})
+    with ottava_debug.statistics(layer, stats, tensors=["activation", "gradient"]) as run:
+        by_hand.passes(layer, x, dy)
+        run.step()
+    latest = {key[1:]: value for key, value in run.latest().items()}
+    assert latest == pytest.approx(expected, rel=1e-6, abs=1e-9)
