@@ -170,13 +170,13 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_a_quantizer_that_breaks_all_layers_is_one_finding(tmp_path: Path) -> None:
-    recipe, make = broken((Halved, "weight", "", "columnwise")), partial(Stack, 6)
+    recipe, make = broken((Halved, "weight", "", "columnwise")), partial(Stack, 12)
     report = bisect(captured(make(), tmp_path / "step", recipe), make, recipe=recipe)
     (finding,) = report.findings
     # In the order of the backward pass.
-    assert finding.layers == tuple(f"layers.{n}" for n in reversed(range(6)))
+    assert finding.layers == tuple(f"layers.{n}" for n in reversed(range(12)))
     assert (finding.gemm, finding.tensor) == ("dgrad", "weight")
-    assert finding.layer == "6 layers, layers.5 ..."
+    assert finding.layer == "12 layers, layers.11 ..."
     assert "the quantizer gives the values times 0.5" in finding.reason
 
 
