@@ -91,6 +91,22 @@ def parts(*shape: int) -> dict[str, Any]:
     return {"codes": torch.zeros(shape, dtype=torch.uint8), "scale_inv": torch.ones(*shape[:-1], 1)}
 
 
+# -- compiled code --
+
+
+@BOTH
+def test_compiled_code_serves_tensors_that_differ_in_values_alone(name: str) -> None:
+    """As torch's guards ask, so that nothing is compiled again for each tensor."""
+    one, other = (QUANTIZERS[name](wide(4, 8, seed=seed)) for seed in (0, 1))
+    alone = QUANTIZERS[name](wide(4, 8))
+    alone.update_quantizer(None)
+    known, *others = (
+        tensor.__tensor_flatten__()[1]
+        for tensor in (one, other, other.to_dtype(torch.bfloat16), alone)
+    )
+    assert [type(one).__metadata_guard__(known, each) for each in others] == [True, False, False]
+
+
 # -- construction --
 
 
