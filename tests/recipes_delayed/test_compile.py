@@ -75,6 +75,84 @@ def test_steps_have_the_bytes_of_eager_ones(
     assert (twin[0].recipe_state.scale != 1).all()
 
 
+def bytes_of(net: Any) -> list[torch.Tensor]:
+    """The state of a model: inner tensors of the quantized weights, and plain tensors."""
+    tensors: list[torch.Tensor] = []
+    for value in net.state_dict().values():
+        inner = value.inner_list() if isinstance(value, ottava.QuantizedTensor) else [value]
+        tensors += [tensor.clone() for tensor in inner if tensor is not None]
+    return tensors
+
+
+def write_and_copy(net: Any) -> Any:
+    """A copy of a model whose weights were written to before its first step."""
+    with torch.no_grad():
+        for layer in net:
+            layer.weight.mul_(3)
+    return copy.deepcopy(net)
+
+
+def run_and_copy(net: Any) -> Any:
+    """A copy of a model that ran a step."""
+    train_quantized(net, net)
+    return copy.deepcopy(net)
+
+
+def train_quantized(net: Any, run: Any) -> list[torch.Tensor]:
+    """Outputs and gradients of three steps, and the state at the end of each."""
+    optimizer, results = torch.optim.SGD(net.parameters(), lr=0.5), []
+    for step in range(3):
+        random = torch.Generator().manual_seed(step)
+        x = (torch.randn(24, 32, generator=random) * (step + 1)).requires_grad_()
+        y = run(x)
+        y.square().mean().backward()
+        results += [y, x.grad, *(parameter.grad.clone() for parameter in net.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+        results += bytes_of(net)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("layers", "prepared"),
+    [
+        pytest.param(1, lambda net: net, id="one layer", marks=pytest.mark.slow),
+        pytest.param(2, lambda net: net, id="two layers"),
+        pytest.param(1, write_and_copy, id="written to and copied"),
+        pytest.param(1, run_and_copy, id="a copy of one that ran"),
+    ],
+)
+def test_quantized_weights_are_recorded_from_the_first_step(
+    layers: int, prepared: Callable[[Any], Any]
+) -> None:
+    """Compiled passes cannot give a weight the quantizer of its slot."""
+    torch._dynamo.reset()
+
+    def make() -> Any:
+        with torch.random.fork_rng(devices=[]), ottava.quantized_model_init(RECIPE):
+            torch.manual_seed(0)
+            return torch.nn.Sequential(
+                *(ottava.nn.Linear(32, 32, recipe=RECIPE) for _ in range(layers))
+            )
+
+    net, twin = (prepared(ottava.convert(make(), RECIPE)) for _ in range(2))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        results = train_quantized(twin, compiled(twin))
+    assert_same(results, train_quantized(net, net))
+    assert all((layer.recipe_state.scale != 1).all() for layer in twin)
+
+
+def test_copies_record_their_weights_themselves() -> None:
+    with ottava.quantized_model_init(RECIPE):
+        layer = ottava.nn.Linear(32, 32, recipe=RECIPE)
+    layer(torch.ones(1, 32))
+    before = layer.recipe_state.amax_history.clone()
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight.mul_(100)
+    assert_same(layer.recipe_state.amax_history, before)
+
+
 def test_a_layer_without_a_state_is_named() -> None:
     torch._dynamo.reset()
     run = compiled(in_a_region(ottava.nn.Linear(16, 8)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -26,6 +26,8 @@ def _scales(jobs: Sequence[ShardJob], amaxes: torch.Tensor) -> tuple[torch.Tenso
     shard. The scale of a quantizer that ``fits`` is at most the one that its amax gives.
     """
     quantizers: list[Any] = [job.quantizer for job in jobs]
+    for quantizer in quantizers:
+        quantizer.take_slot()
     scale = torch.stack([quantizer.scale.reshape(()) for quantizer in quantizers])
     if any(quantizer.fits for quantizer in quantizers):
         own, _ = kernels.scale_from_amax(amaxes, quantizers[0].fp8_dtype)
@@ -67,6 +69,12 @@ def _as_scale(value: Any, amax: Any) -> Any:
     return torch.tensor([value], dtype=torch.float32, device=device)
 
 
+class StateOfWeight(Protocol):
+    """The state of a layer whose weight is kept quantized."""
+
+    def serve(self, quantizer: Float8Quantizer) -> None: ...
+
+
 class Float8Quantizer(Float8QuantizerBase):
     """Quantizes with ``scale`` and records the largest magnitude, in one pass over the tensor.
 
@@ -92,8 +100,17 @@ class Float8Quantizer(Float8QuantizerBase):
     """
 
     stateful: ClassVar[bool] = True
-    process_attributes: ClassVar[tuple[str, ...]] = ("shard_group", "gathers", "unset")
+    # ``saturated`` is None until the quantizer has a slot, which compiled code does not depend on.
+    process_attributes: ClassVar[tuple[str, ...]] = (
+        "shard_group",
+        "gathers",
+        "unset",
+        "state",
+        "saturated",
+    )
     shards: ClassVar[ShardRule] = GridShards(_scales)
+    #: The state of the layer whose weight this quantizer updates, if there is one.
+    state: StateOfWeight | None = None
 
     def __init__(
         self,
@@ -125,6 +142,16 @@ class Float8Quantizer(Float8QuantizerBase):
         self.gathers = False
         # The name of the group whose ranks have the other shards of the tensor.
         self.shard_group: str | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        # The layer that is unpickled with its weight gives the quantizer its own state.
+        return super().__getstate__() | {"state": None}
+
+    def take_slot(self) -> None:
+        """Read and write the slot of the layer's state from now on, if a compiled pass has used the
+        weight."""
+        if self.state is not None:
+            self.state.serve(self)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set ``amax`` to that of the tensor, whatever its value was before."""
@@ -170,6 +197,7 @@ class Float8Quantizer(Float8QuantizerBase):
     ) -> QuantizedTensorStorage:
         if noop_flag is None:
             return super().update_quantized(src, dst)
+        self.take_slot()
         state = [t for t in (self.amax, self.saturated) if t is not None]
         before = [t.clone() for t in state]
         super().update_quantized(src, dst, noop_flag=noop_flag)
@@ -186,6 +214,7 @@ class Float8Quantizer(Float8QuantizerBase):
     def _cast(
         self, tensor: torch.Tensor, rowwise: bool, columnwise: bool
     ) -> for_layers.SideTensors:
+        self.take_slot()
         scale = self.scale
         if self.fits and self.amax is not None:
             scale = self._fitting_scale(tensor)

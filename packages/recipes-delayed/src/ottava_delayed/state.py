@@ -65,6 +65,7 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     saturated: torch.Tensor
     gathered_amax: torch.Tensor
     gathered_saturated: torch.Tensor
+    weight_used: torch.Tensor | None
 
     def __init__(
         self, recipe: Settings, roles: Sequence[QuantizerRole], *, amax_reduction_group: Any = None
@@ -94,6 +95,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         # The amax and the count that the last gather of a high-precision weight recorded.
         self.register_buffer("gathered_amax", None, persistent=False)
         self.register_buffer("gathered_saturated", None, persistent=False)
+        # Whether a compiled pass of a step has used the weight, if that is kept quantized.
+        self.register_buffer("weight_used", None, persistent=False)
         # Quantizers, and pairs of them, by the arguments that they were requested with.
         self._cache: dict[Any, Any] = {}
         self.evaluations = Evaluations(self.slots, self.formats)
@@ -190,23 +193,67 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
 
         At the first call the slot takes over the scale that the weight was quantized with.
         """
-        present: Any = getattr(weight, "_quantizer", None)
-        if (
-            "weight" in self.factory_quantizers
-            or not isinstance(present, Float8Quantizer)
-            or present.gathers
-        ):
+        present = self._quantizer_of(weight)
+        if present is None or self._has_slot(present):
             return None
-        slot = self.scale[self.slots["weight"]]
-        if present.scale.data_ptr() == slot.data_ptr():
-            return None
-        has_scale = present.scale.device == slot.device and not present.unset
-        if has_scale and bool(slot == 1) and not self.amax_history.any():
-            slot.copy_(present.scale.reshape(()))
-        quantizer = self._own("weight", True, present.rowwise_usage, present.columnwise_usage)
-        quantizer.fits = present.fits
-        quantizer.unset = present.unset or (present.scale.is_meta and not slot.is_meta)
+        quantizer = self._linked(present)
+        quantizer.shard_group = None
+        self._give_slot(quantizer)
         return quantizer
+
+    def first_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
+        present = self._quantizer_of(weight)
+        if present is None or present.state is self:
+            return None
+        return self._linked(present)
+
+    def _quantizer_of(self, weight: torch.Tensor) -> Float8Quantizer | None:
+        """The quantizer of a weight, if the state has a slot for it."""
+        present: Any = getattr(weight, "_quantizer", None)
+        if "weight" in self.factory_quantizers or not isinstance(present, Float8Quantizer):
+            return None
+        return None if present.gathers else present
+
+    def _linked(self, quantizer: Float8Quantizer) -> Float8Quantizer:
+        """A copy of a weight's quantizer, which knows this state."""
+        if self.weight_used is None:
+            used = torch.zeros(1, dtype=torch.bool, device=self.scale.device)
+            self.register_buffer("weight_used", used, persistent=False)
+        copy = quantizer.copy()
+        if quantizer.state not in (None, self):
+            # The other state may go on, as that of a model does whose copy this is.
+            copy.scale = quantizer.scale.clone()
+            copy.amax = torch.zeros_like(copy.scale)
+            copy.saturated = None
+        copy.state = self
+        return copy
+
+    def serve(self, quantizer: Float8Quantizer) -> None:
+        """Give the slot to a weight's quantizer that is about to quantize, if a compiled pass has
+        used the weight: no compiled pass can do so itself."""
+        used = self.weight_used
+        if used is None or used.is_meta or torch.compiler.is_compiling():
+            return
+        if not self._has_slot(quantizer) and bool(used):
+            self._give_slot(quantizer)
+
+    def _has_slot(self, quantizer: Float8Quantizer) -> bool:
+        return quantizer.scale.data_ptr() == self.scale[self.slots["weight"]].data_ptr()
+
+    def _give_slot(self, quantizer: Float8Quantizer) -> None:
+        """Have a weight's quantizer read and write the weight's slot.
+
+        A slot that has seen no weight takes over the scale of the quantizer.
+        """
+        slot = self.slots["weight"]
+        scale = self.scale[slot]
+        has_scale = quantizer.scale.device == scale.device and not quantizer.unset
+        if has_scale and bool(scale == 1) and not self.amax_history[:, slot].any():
+            scale.copy_(quantizer.scale.reshape(()))
+        quantizer.unset = quantizer.unset or (quantizer.scale.is_meta and not scale.is_meta)
+        quantizer.scale = scale
+        quantizer.amax = self.amax_history[0, slot]
+        quantizer.saturated = self.saturated[slot]
 
     def expect_weight(self, state_dict: Any, prefix: str) -> None:
         """Take the scale of the weight that is about to be loaded.
@@ -257,7 +304,10 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
     def use_gathered(self, weight: Any, *, recording: bool) -> None:
         amax: torch.Tensor | None = self.gathered_amax
         saturated: torch.Tensor | None = self.gathered_saturated
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            if recording and self.weight_used is not None:
+                self.weight_used.fill_(True)
+        else:
             # Layers that share a weight share its gather, which recorded into the state of only one
             # of them. The weight's quantizer has the buffers of that state.
             quantizer: Any = getattr(weight, "_quantizer", None)
@@ -277,6 +327,8 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         self.scale.fill_(1.0)
         self.amax_history.zero_()
         self.saturated.zero_()
+        if self.weight_used is not None:
+            self.weight_used.zero_()
         self.evaluations.reset()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

@@ -145,6 +145,19 @@ class Binding:
         if owned is not None and owned is not state:
             owned._set_phase(Phase.SETTLED)
         layer._modules["recipe_state"] = state
+        self.introduce_weight(layer)
+
+    def introduce_weight(self, layer: Layer) -> None:
+        """Give an FP8-primary weight the quantizer that the state in use has for it before the
+        first pass."""
+        weight = layer._parameters.get("weight")
+        if weight is None or self.state is None or torch.compiler.is_compiling():
+            return
+        local = local_tensor(weight)
+        if isinstance(local, QuantizedTensor):
+            quantizer = self.state.first_quantizer(local)
+            if quantizer is not None:
+                local.update_quantizer(quantizer)
 
     def load(
         self, layer: Layer, state_dict: dict[str, torch.Tensor], prefix: str, unexpected: list[str]

@@ -253,6 +253,13 @@ class Linear(torch.nn.Linear):
             # The quantized weight for microbatches is of the former parameter.
             self._binding.microbatch_weight = None
             self._binding.warn_of_mismatch(self, None, self._binding.state, 4)
+            if name == "weight":
+                self._binding.introduce_weight(self)
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # In a copy the quantizer of the weight still knows the state of the original.
+        self._binding.introduce_weight(self)
 
     def reset_parameters(self) -> None:
         """Initialize the weight and the bias again, and whatever a stateful recipe has learnt of

@@ -152,6 +152,9 @@ class MixedState(torch.nn.Module, RecipeState):
     def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
         return self.serving["weight"].weight_quantizer(weight)
 
+    def first_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
+        return self.serving["weight"].first_quantizer(weight)
+
     def expect_weight(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         serving = self.serving["weight"]
         for name, part in self.named_children():

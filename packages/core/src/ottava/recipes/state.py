@@ -228,7 +228,16 @@ class RecipeState:
 
     def weight_quantizer(self, weight: "torch.Tensor") -> "Quantizer | None":
         """The quantizer for in-place updates of an FP8-primary weight; None: the weight keeps its
-        own."""
+        own. Compiled passes do not ask for it."""
+        return None
+
+    def first_quantizer(self, weight: "torch.Tensor") -> "Quantizer | None":
+        """The quantizer for in-place updates of an FP8-primary weight until a pass in eager mode
+        asks for :meth:`weight_quantizer`; None: the weight keeps its own.
+
+        This is called when a layer gets the weight or the state. If compiled passes use the weight,
+        this quantizer has to find out and do what that one would.
+        """
         return None
 
     def expect_weight(self, state_dict: Mapping[str, Any], prefix: str) -> None:
