@@ -22,7 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: Checks of the conformance kit that the short run makes for one recipe on a grid.
-COMPILED_ONCE = {"test_compile_quantized_weights", "test_compile_dynamic"}
+COMPILED_ONCE = {"test_compile", "test_compile_quantized_weights", "test_compile_dynamic"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     The checks of the conformance kit that compile or start processes share a launch of ranks with
     the tests of the group "ranks". Options of a recipe change its bytes, and not how it is
     compiled, saved or sharded, so these checks are slow for its variants. Recipes on grids share
-    the code that is compiled, so all but one of them compile one layer in the short run.
+    the code that is compiled, so in the short run one of them compiles in its own session, and the
+    others side by side in tests/integration.
     """
     for item in items:
         if item.get_closest_marker("ottava_slow") is not None:

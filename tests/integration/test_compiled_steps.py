@@ -43,6 +43,13 @@ def test_a_state_that_changes_in_each_step_is_no_reason_to_compile_again() -> No
     assert_compiles(model, (8,) * 4, dynamic=False)
 
 
+def test_recipes_on_grids_compile_side_by_side() -> None:
+    """The conformance tests of these recipes compile in the long run alone."""
+    recipes = ("current", "rowwise", "blockwise")
+    layers = (ottava.nn.Linear(32, 32, recipe=recipe) for recipe in recipes)
+    assert_compiles(torch.nn.Sequential(*layers), (8, 8), dynamic=False)
+
+
 def hybrid(role: Any) -> HybridQuantizer:
     sides = [CurrentScalingQuantizerRef(torch.float8_e4m3fn, eps=eps) for eps in (1e-3, 1e-2)]
     return HybridQuantizer(*sides)
