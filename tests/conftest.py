@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             shared = definitions[-1]
             if shared.scope != "function" and shared.baseid.startswith("tests/"):
                 item.add_marker(pytest.mark.xdist_group(shared.baseid.removeprefix("tests/")))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Forks the process of the ranks before a test has done anything, if a test may need it."""
+    ranks = sys.modules.get("tests.ranks")
+    if ranks is not None and session.items and not session.config.option.collectonly:
+        ranks.Forker.current()
 
 
 @pytest.fixture(autouse=True)

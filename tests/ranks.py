@@ -10,30 +10,29 @@ for ever; its message has what each rank that failed has printed. ``@on_ranks(2,
 for each number of ranks. A function that is no test runs by ``run``, which returns what the ranks
 return, and ``exit_codes``, for ranks that are killed.
 
-The ranks are forks of a process that lives as long as pytest and has imported torch, Ottava and the
-modules of the tests, so that ranks cost a tenth of a second, and leave nothing to the next test.
+The ranks are forks of a process that lives as long as pytest, and that tests/conftest.py forks from
+pytest once the tests are collected, so that ranks cost a tenth of a second, know nothing of what
+tests have done, and leave nothing to the next test.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import gc
 import importlib
 import inspect
-import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ def _launch(
             "world": world,
             "seconds": seconds,
         }
-        codes = _Forker.current().ask(request)
+        codes = Forker.current().ask(request)
         errors = sorted(folder.glob("error-*"), key=lambda file: file.stat().st_mtime_ns)
         message = "\n".join(file.read_text() for file in errors)
         if any(codes) and not message:
@@ -128,41 +127,37 @@ def _launch(
         return [pickle.loads(r.read_bytes()) for r in results if r.exists()], message, codes
 
 
-class _Forker:
-    """The process that forks ranks."""
+class Forker:
+    """The process that forks ranks, itself a fork of pytest."""
 
-    _current: _Forker | None = None
+    _current: Forker | None = None
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # FSDP2 asks for the machine's name.
-            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-            # An interrupt of pytest ends it by closing its input.
-            start_new_session=True,
-        )
-        atexit.register(self.process.communicate)
+        for name in IMPORTS:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        self.connection, theirs = Pipe()
+        with warnings.catch_warnings():
+            # The thread of pytest-xdist waits for messages, and holds nothing that a fork uses.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if self.pid == 0:
+            self.connection.close()
+            _serve(theirs)
+        theirs.close()
 
     @classmethod
-    def current(cls) -> _Forker:
-        """The one that runs, or a new one."""
-        known = cls._current
-        if known is None or known.owner != os.getpid() or known.process.poll() is not None:
-            cls._current = known = _Forker()
-        return known
+    def current(cls) -> Forker:
+        """The one of this process, which is made by the first call."""
+        if cls._current is None or cls._current.owner != os.getpid():
+            cls._current = cls()
+        return cls._current
 
     def ask(self, request: dict[str, Any]) -> list[int]:
         """The exit codes of the ranks."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        assert answer, "the process that forks ranks has ended"
-        codes: list[int] = json.loads(answer)
+        self.connection.send(request)
+        codes: list[int] = self.connection.recv()
         return codes
 
 
@@ -223,28 +218,22 @@ class Collectives:
 # -- in the process that forks --
 
 
-def _main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    # What a module prints is no answer.
-    os.dup2(2, 1)
-    sys.path[:] = sys.argv[1:]
-    torch.set_num_threads(1)
-    import ottava
-
-    for name in IMPORTS:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    for spec in ottava.list_recipes():
-        ottava.get_recipe(spec.name)
-    for line in sys.stdin:
-        request = json.loads(line)
-        with contextlib.suppress(Exception):
-            # A rank says what is wrong.
-            importlib.import_module(request["module"])
-        # The collector of a rank does not look at what it shares with this process.
-        gc.collect()
-        gc.freeze()
-        print(json.dumps(_fork(request)), file=answers, flush=True)
+def _serve(connection: Connection) -> None:
+    """Fork the ranks of each request until pytest has ended."""
+    try:
+        # An interrupt of pytest ends this process by closing its connection.
+        os.setsid()
+        # FSDP2 asks for the machine's name.
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        torch.set_num_threads(1)
+        while True:
+            request = connection.recv()
+            # The collector of a rank does not look at what it shares with this process.
+            gc.collect()
+            gc.freeze()
+            connection.send(_fork(request))
+    finally:
+        os._exit(0)
 
 
 def _fork(request: dict[str, Any]) -> list[int]:
@@ -296,7 +285,3 @@ def _rank(rank: int, request: dict[str, Any]) -> None:
     finally:
         # Without the interpreter's finalization, which gloo's threads can abort.
         os._exit(code)
-
-
-if __name__ == "__main__":
-    _main()

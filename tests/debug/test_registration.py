@@ -12,6 +12,9 @@ import ottava_debug
 from tests.core.forking import python
 from tests.debug.yaml_files import section
 
+# Tests of new processes share the one that they are forked from.
+pytestmark = pytest.mark.xdist_group("forking")
+
 IMPORT = """
 import sys
 finders = list(sys.meta_path)

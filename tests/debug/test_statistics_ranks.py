@@ -182,6 +182,9 @@ def test_an_unfinished_step(mesh: DeviceMesh) -> None:
     rank, layer = mesh.get_rank(), layer_of()
     run = ottava_debug.statistics(layer, ["max"], tensors="activation")
     layer(share(rank))
+    run.step()
+    layer(share(rank, 1))
     with pytest.warns(UserWarning, match="of this rank alone"):
         run.close()
-    assert [each.value for each in run.found] == [share(rank).max().item()]
+    both = max(share(other).max().item() for other in range(2))
+    assert [each.value for each in run.found] == [both, share(rank, 1).max().item()]

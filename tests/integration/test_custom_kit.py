@@ -16,7 +16,7 @@ from ottava_custom import CustomRecipe, by_direction, by_layer, by_tensor, mirro
 from ottava_testing import check_recipe
 
 FACTORIES = {
-    "delayed and a hybrid": by_tensor("delayed", weight=by_direction("blockwise", "rowwise")),
+    "delayed and a hybrid": by_tensor("delayed", weight=by_direction("current", "mxfp8")),
     "MX forward": by_direction("mxfp8", "current"),
     "MX backward": by_direction("current", "mxfp8"),
     "rows forward, blocks of 128 backward": by_direction("rowwise", "blockwise"),

@@ -123,7 +123,7 @@ def test_files_and_copies(mesh: DeviceMesh) -> None:
     assert_same(read, local.high_precision())
 
 
-@on_ranks(4)
+@on_ranks(2)
 def test_sharded_masters(mesh: DeviceMesh) -> None:
     """Masters of this rank's rows are written into the shards of quantized weights, with the scales
     of the whole, by one all-reduce."""

@@ -3,7 +3,12 @@ import."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.core import forking
+
+# Tests of new processes share the one that they are forked from.
+pytestmark = pytest.mark.xdist_group("forking")
 
 CODE = """
 import sys

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import ottava
-from benchmarks import gpu
+from benchmarks import gpu, layers
 from benchmarks.on_gpu import kernel_cases, model_cases, runner, speed
 from benchmarks.on_gpu.runner import Rehearsal
 from ottava import kernels
@@ -216,18 +216,20 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_whole_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a few of each table's rows: every section has results, and none an error."""
-    whole, layers, timed = kernel_cases.kernel_cases, model_cases.layer_cases, speed.kernels.KERNELS
-    monkeypatch.setattr(kernel_cases, "kernel_cases", lambda *a, **k: whole(*a, **k)[::150])
+    whole, timed = kernel_cases.kernel_cases, speed.kernels.KERNELS
+    of_layers = model_cases.layer_cases
+    monkeypatch.setattr(kernel_cases, "kernel_cases", lambda *a, **k: whole(*a, **k)[::400])
     monkeypatch.setattr(model_cases, "SIZES", model_cases.SIZES[:3])
     monkeypatch.setattr(model_cases, "FLOATS", model_cases.FLOATS[1:2])
     for module in (model_cases, speed):
         monkeypatch.setattr(module, "OWN", ("current",))
+    for module in (model_cases, speed, layers):
         monkeypatch.setattr(module, "recipes", lambda: ["current"])
     # Other tests compile layers whole, and what is compared with compiled code takes longest.
     monkeypatch.setattr(
         model_cases,
         "layer_cases",
-        lambda *a: {k: v for k, v in layers(*a).items() if not k.startswith("compiled")},
+        lambda *a: {k: v for k, v in of_layers(*a).items() if not k.startswith("compiled")},
     )
     entries = {
         name: kernel if name == "amax" else kernel._replace(plain=None)

@@ -221,12 +221,13 @@ def interrupted(way: str, at: int) -> tuple[Interrupts, str | None]:
     return interrupts, problem
 
 
+@pytest.mark.parametrize("places", [4, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
-def test_at_random_places(way: str) -> None:
+def test_at_random_places(way: str, places: int) -> None:
     every, problem = interrupted(way, -1)
     assert problem is None
     problems = []
-    for at in random.Random(0).sample(range(1, every.seen), 12):
+    for at in random.Random(0).sample(range(1, every.seen), places):
         interrupts, problem = interrupted(way, at)
         if problem is not None:
             problems.append(f"{interrupts.place}: {problem}")

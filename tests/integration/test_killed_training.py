@@ -18,7 +18,7 @@ from ottava_integrations import read_state
 from tests import ranks
 from tests.integration.sharded_training import Training, gathered
 
-WORLD, STEPS = 2, 12
+WORLD, STEPS = 2, 10
 #: Where a rank kills itself: the rank, and before or after which call.
 POINTS = [
     (0, "write after 1"),

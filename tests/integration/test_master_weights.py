@@ -341,7 +341,7 @@ def check(mesh: DeviceMesh | None, examples: int) -> None:
     assert not failures, "\n".join(failures)
 
 
-EXAMPLES = pytest.mark.parametrize("examples", [30, pytest.param(300, marks=pytest.mark.slow)])
+EXAMPLES = pytest.mark.parametrize("examples", [12, pytest.param(300, marks=pytest.mark.slow)])
 
 
 @EXAMPLES

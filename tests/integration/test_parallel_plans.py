@@ -40,7 +40,7 @@ from tests.ranks import on_ranks
 
 # -- pipelines --
 
-SIZE, MICROBATCHES, STEPS = 32, 4, 3
+SIZE, MICROBATCHES, STEPS = 32, 4, 2
 
 
 def delayed() -> DelayedScaling:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import ottava
-from ottava import GridQuantizer, Layout
 from ottava.distributed import (
     is_custom,
     post_all_gather_processing,
@@ -36,7 +35,6 @@ MAKERS = {
     "blockwise": lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=1),
     "blockwise 2-D": lambda: Float8BlockQuantizer(E5M2),
     "rowwise": lambda: Float8RowwiseQuantizer(E4M3),
-    "a layout": lambda: GridQuantizer(Layout(E5M2, (8, 16), rounding="floor")),
 }
 
 

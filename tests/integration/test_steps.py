@@ -29,13 +29,13 @@ def check(machine: Any, examples: int, *phases: Phase) -> None:
     )
 
 
-@pytest.mark.parametrize("examples", [30, pytest.param(4000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(4000, marks=pytest.mark.slow)])
 def test_random_programs(examples: int, one_thread: None) -> None:
     # A smaller program says what is wrong; more than one takes minutes.
     check(Steps, examples, Phase.generate, Phase.shrink)
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(1000, marks=pytest.mark.slow)])
 @on_ranks(2, seconds=600)
 def test_random_programs_on_ranks_whose_data_differ(mesh: DeviceMesh, examples: int) -> None:
     class OnRanks(Steps):

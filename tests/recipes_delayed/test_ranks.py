@@ -107,6 +107,23 @@ def test_ranks_have_the_bytes_of_one_process(mesh: DeviceMesh, way: str) -> None
             net.train()
 
 
+@pytest.mark.parametrize("algorithm", ["max", "a function"])
+@on_ranks(2)
+def test_a_rank_whose_values_are_zero_moves_with_the_other(
+    mesh: DeviceMesh, algorithm: str
+) -> None:
+    options: dict[str, Any] = {}
+    if algorithm == "a function":
+        options["amax_compute_algo"] = lambda history: history.amax(0)
+    net = ottava.convert(Net(torch.nn.Linear(16, 16)), recipe(**options))
+    for step in range(4):
+        x = shard(step, 0) if mesh.get_rank() == 0 else torch.zeros(5, 16)
+        net(x).sum().backward()
+        if step:
+            scale = net.state_dict()["0.recipe_state.scale"][0]
+            assert_same(scale, scale_after(range(step), [0]), note=step)
+
+
 @on_ranks(2)
 def test_what_is_no_group(mesh: DeviceMesh) -> None:
     """It is named before any rank waits."""

@@ -114,6 +114,17 @@ def test_initializing_a_layer_forgets_its_steps(through_meta: bool) -> None:
     assert net[0].recipe_state.amax_history[0, 0] > 0
 
 
+def test_a_state_that_waits_for_its_recipe_is_a_copy() -> None:
+    """A layer without a recipe keeps the state that it loads for the block that brings one."""
+    source = train(model())
+    first, second = ottava.nn.Linear(16, 8), ottava.nn.Linear(8, 4)
+    waiting = torch.nn.Sequential(first, torch.nn.GELU(), second)
+    waiting.load_state_dict(source.state_dict())
+    expected = {name: value.clone() for name, value in source.state_dict().items()}
+    train(source, range(3, 5))
+    assert_same([waiting.state_dict()[name] for name in expected], [*expected.values()])
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(6, 3), (6, 1), (3, 6), (1, 4)])
 def test_a_history_of_another_length(saved: int, loaded: int) -> None:
     net = train(model(DelayedScaling(amax_history_len=saved)), range(8))

@@ -71,6 +71,6 @@ def test_a_process_with_other_threads_is_not_forked() -> None:
 
 
 def test_ranks_that_do_not_end_are_ended() -> None:
-    told = launch.run_on_ranks(BODY, ["hangs"], seconds=3)
-    words = "the processes did not end in 3 s: do the ranks wait for each other?"
+    told = launch.run_on_ranks(BODY, ["hangs"], seconds=1)
+    words = "the processes did not end in 1 s: do the ranks wait for each other?"
     assert told == {"hangs": f"hangs: {words}"}

@@ -57,8 +57,13 @@ def model(recipe: str, *, primary: bool = True, seed: int = 0) -> Any:
         return torch.nn.Sequential(*layers)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=NAMES)
-@pytest.mark.parametrize("kit", ["quick", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("recipe", "kit"),
+    [
+        (strange_layouts.Int8Blocks, "quick"),
+        *(pytest.param(recipe, "whole", marks=pytest.mark.slow) for recipe in RECIPES),
+    ],
+)
 def test_the_kit_passes(recipe: Any, kit: str) -> None:
     spec = strange_layouts.SPECS[recipe]
     report = check_recipe(recipe(), spec=spec, skip_slow=kit == "quick")

@@ -17,6 +17,7 @@ E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E8M0 = torch.float8_e8m0fnu
 
 #: The layouts of the recipes, and strange ones: odd blocks, whole columns, transposed squares.
+#: Append new rows: some tests choose a dtype or usages by the number of a row.
 LAYOUTS: dict[str, Layout] = {
     "mxfp8": Layout(E4M3, (1, 32), E8M0, "up"),
     "mxfp8-E5M2-floor": Layout(E5M2, (1, 32), E8M0, "floor"),
@@ -75,7 +76,6 @@ ONLY_OTHER_BYTES = {
     "rows-E5M2-floor-epsilon",
     "bands",
     "int8-8x64",
-    "4x8-transposed",
 }
 #: Runs a test on each row of the table.
 EACH = pytest.mark.parametrize(

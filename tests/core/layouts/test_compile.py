@@ -26,7 +26,7 @@ from tests.samples import wide
 
 # One process imports the compiler, for all tests of core.
 pytestmark = pytest.mark.xdist_group("compiler")
-#: The quantizer of the last row calls kernels that are not traced.
+#: Not QUANTIZERS: "Float8Tensor", its last entry, calls kernels that are not traced.
 NAMES = list(LAYOUTS)
 #: Compiling costs a second for each of these.
 SOME = ["mxfp8", "1x128", "tensor-transposed"]
