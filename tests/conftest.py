@@ -22,8 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # starts its own; the processes that tests start inherit it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-#: Checks of the conformance kit that the short run makes for one recipe on a grid.
-COMPILED_ONCE = {"test_compile_quantized_weights", "test_compile_dynamic"}
+#: Checks of the conformance kit that compile.
+COMPILING = {"test_compile", "test_compile_quantized_weights", "test_compile_dynamic"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,15 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The checks of the conformance kit that compile or start processes share a launch of ranks with
     the tests of the group "ranks". Options of a recipe change its bytes, and not how it is
-    compiled, saved or sharded, so these checks are slow for its variants. Recipes on grids share
-    the code that is compiled, so all but one of them compile one layer in the short run.
+    compiled, saved or sharded, so these checks are slow for its variants. The first
+    compilation of a process takes seconds, so the short run compiles most recipes side by side in
+    tests/integration, and not in the session of each.
     """
     for item in items:
         if item.get_closest_marker("ottava_slow") is not None:
             item.add_marker(pytest.mark.xdist_group("ranks"))
             if item.get_closest_marker("variant") is not None:
                 item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("on_grid") is not None and item.name in COMPILED_ONCE:
+        if item.get_closest_marker("compiled_together") is not None and item.name in COMPILING:
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group") is not None:
             continue

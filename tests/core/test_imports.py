@@ -20,7 +20,7 @@ from tests import floors as drawn
 from tests.core import forking
 
 # The sources are read once.
-pytestmark = pytest.mark.xdist_group("imports")
+pytestmark = pytest.mark.xdist_group("forked processes")
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(p for p in ROOT.glob("packages/*/src/*") if (p / "__init__.py").exists())

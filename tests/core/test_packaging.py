@@ -32,6 +32,7 @@ def test_the_package_shows_public_names_only() -> None:
     assert {"convert", "autocast", "Quantizer", "distributed", "nn"} <= set(names)
 
 
+@pytest.mark.xdist_group("forked processes")
 def test_importing_what_users_need_does_not_import_the_compiler() -> None:
     code = (
         "import ottava, sys; ottava.convert, ottava.autocast; print('torch._dynamo' in sys.modules)"

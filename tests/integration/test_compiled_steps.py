@@ -11,9 +11,12 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ottava
+from ottava import GridQuantizer, Layout
 from ottava_current import Float8CurrentScaling
 from ottava_custom import CurrentScalingQuantizerRef, CustomRecipe, HybridQuantizer
 from tests.comparing import assert_same
+
+E4M3 = torch.float8_e4m3fn
 
 
 def train(net: torch.nn.Module, run: Any, sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -54,6 +57,18 @@ NUMBERS: dict[str, Callable[[], ottava.Recipe]] = {
     "reference": lambda: CustomRecipe("current-ref"),
     "hybrid": lambda: CustomRecipe(hybrid),
 }
+
+
+def test_recipes_compile_side_by_side() -> None:
+    """The conformance tests of these recipes compile in the long run alone."""
+    rows, blocks = (GridQuantizer(Layout(E4M3, block)) for block in ((1, None), (2, 2)))
+    sides = HybridQuantizer(rows, blocks)
+    layers = [ottava.nn.Linear(32, 32, recipe=name) for name in ("current", "rowwise", "blockwise")]
+    # Plain code of torch is the slowest to compile, so these weights are not quantized in it.
+    for recipe in ("custom", CustomRecipe(lambda role: sides)):
+        with ottava.quantized_model_init(recipe):
+            layers.append(ottava.nn.Linear(32, 32, recipe=recipe))
+    assert_compiles(torch.nn.Sequential(*layers), (8, 8), dynamic=False)
 
 
 class Tied(torch.nn.Module):

@@ -111,19 +111,3 @@ def test_a_quantize_impl_that_takes_a_tensor_alone(kind: Any) -> None:
         q = kind(E4M3)(x)
         assert q.dtype == dtype
         assert_same(q.dequantize(), Float8CurrentScalingQuantizer(E4M3)(2 * x).dequantize())
-
-
-@pytest.mark.skipif(
-    torch.__version__ < "2.12",
-    reason="2.11's compiler cannot trace how a layer gets its first state",
-)
-def test_a_compiled_function_names_its_recipe() -> None:
-    layer, x = ottava.nn.Linear(16, 8), torch.randn(4, 16)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with ottava.autocast("current"):
-            return layer(x)
-
-    torch._dynamo.reset()
-    assert_same(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
-    assert not torch.equal(run(x), layer(x))

@@ -8,7 +8,7 @@ from ottava.formats import Format
 from ottava_testing import RecipeConformance
 
 
-@pytest.mark.on_grid
+@pytest.mark.compiled_together
 class TestCurrent(RecipeConformance):
     recipe = "current"
 

@@ -28,6 +28,7 @@ def identity(role: QuantizerRole) -> IdentityQuantizer:
     return IdentityQuantizer()
 
 
+@pytest.mark.compiled_together
 class TestCustom(RecipeConformance):
     recipe = "custom"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import subprocess
 import sys
@@ -60,7 +59,6 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "one and identity": (reference(E4M3), IdentityQuantizer()),
 }
 PAIR = pytest.mark.parametrize("pair", PAIRS)
-SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def hybrid(pair: str, **usages: bool) -> HybridQuantizer:
@@ -329,20 +327,16 @@ def test_a_layer_reads_each_side_in_its_direction(primary: bool) -> None:
 
 
 # The process that compiles for the conformance kit has imported the compiler.
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(
-    ("pair", "primary", "backend"),
-    [
-        ("rows and one", True, "eager"),
-        *(SLOW(pair, primary, "aot_eager") for pair in PAIRS for primary in (False, True)),
-    ],
-)
-def test_layers_compile(pair: str, primary: bool, backend: str) -> None:
+@PAIR
+@pytest.mark.parametrize("primary", [False, True])
+def test_layers_compile(pair: str, primary: bool) -> None:
     torch._dynamo.reset()
     recipe, results = CustomRecipe(lambda role: hybrid(pair)), []
     with ottava.quantized_model_init(recipe, enabled=primary):
         layer = ottava.nn.Linear(8, 8, bias=False, recipe=recipe)
-    for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         layer.zero_grad()
         x = torch.ones(3, 8, requires_grad=True)
         y = run(x)

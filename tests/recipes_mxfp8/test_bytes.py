@@ -122,18 +122,26 @@ def test_without_the_package_the_error_names_it() -> None:
         fake_quantize(torch.ones(3), "MXFP8E4M3")
 
 
-def test_a_layer_under_inductor_has_the_bytes_of_eager_code(
+def test_a_function_under_inductor_has_the_bytes_of_eager_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Operators are opaque to a compiler, and it sums the gradient of the bias as eager code."""
+    """It names the recipe. Operators are opaque to a compiler, and it sums the gradient of the bias
+    as eager code."""
     torch._dynamo.reset()
     # The compiler would try out the processor's instructions in two programs, for seconds.
     monkeypatch.setattr("torch._inductor.config.cpp.vec_isa_ok", True)
-    layer = ottava.nn.Linear(64, 40, dtype=torch.bfloat16, recipe="mxfp8")
+    # 2.11's compiler cannot trace how a layer gets its first state.
+    recipe = "mxfp8" if torch.__version__ < "2.12" else None
+    layer = ottava.nn.Linear(64, 40, dtype=torch.bfloat16, recipe=recipe)
+
+    def run(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with ottava.autocast("mxfp8"):
+            return module(x)
+
     twin, results = copy.deepcopy(layer), []
-    for module, run in ((layer, layer), (twin, torch.compile(twin, fullgraph=True))):
+    for module, function in ((layer, run), (twin, torch.compile(run, fullgraph=True))):
         x = wide(33, 64, dtype=torch.bfloat16, sigma=1.0).requires_grad_()
-        y = run(x)
+        y = function(module, x)
         y.backward(wide(33, 40, dtype=torch.bfloat16, sigma=1.0, seed=1))
         results.append([y, x.grad, *(p.grad for p in module.parameters())])
     assert_same(*results)

@@ -478,6 +478,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.xdist_group("forked processes")
 def test_memory_and_imports_are_bounded(parts: Parts, tmp_path: Path) -> None:
     """Each claim of more memory than a file has is refused, and so is the name of a module of torch
     as a dtype, which would be imported if torch were asked for it."""

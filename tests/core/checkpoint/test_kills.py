@@ -107,6 +107,7 @@ def at_calls(save: Callable[[Path, int], None], folder: Path, step: int) -> None
             return
 
 
+@pytest.mark.xdist_group("forked processes")
 @pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_save_that_is_killed(step: int, tmp_path: Path) -> None:
     program = "import sys; from tests.core.checkpoint import test_kills as t; t.main(*sys.argv[1:])"

@@ -137,14 +137,13 @@ def test_a_quantized_tensor_is_plain_tensors_to_other_tools(state: Any, tmp_path
             assert mine == theirs
 
 
-def test_derived_data_and_views_are_saved(quantizer: Any, tmp_path: Path) -> None:
+def test_derived_data_is_saved(quantizer: Any, tmp_path: Path) -> None:
     with columnwise_layout("transpose"):
         whole = quantizer(torch.randn(8, 6))
-        checkpoint.save_file({"whole": whole, "part": whole[2:4]}, tmp_path / "x")
-        read: Any = checkpoint.load_file(tmp_path / "x")
+        checkpoint.save_file({"whole": whole}, tmp_path / "x")
+        read = checkpoint.load_file(tmp_path / "x")
     assert whole._transpose is not None
     assert contents(read["whole"]) == contents(whole)
-    assert torch.equal(read["part"].dequantize(), whole[2:4].dequantize())
 
 
 def test_memory_that_is_shared_is_stored_once(state: Any, tmp_path: Path) -> None:

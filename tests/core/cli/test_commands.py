@@ -286,6 +286,7 @@ def test_doctor_finds_a_healthy_installation(
         assert check["detail"].endswith(reason)
 
 
+@pytest.mark.xdist_group("forked processes")
 def test_doctor_shows_variables_that_name_nothing(tmp_path: Path) -> None:
     """In a process of its own, because the kernels read these variables once."""
     names = ("OTTAVA_BACKEND", "OTTAVA_ISA", "OTTAVA_CPU_PRODUCT")

@@ -38,6 +38,7 @@ def test_values_are_those_of_the_format_and_one_scale(name: str, dtype: torch.dt
         assert torch.equal(out, got)
 
 
+@pytest.mark.xdist_group("compiler")
 def test_the_gradient_is_that_of_the_identity_and_it_compiles() -> None:
     x, upstream = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
     compiled = torch.compile(lambda t: fake_quantize(t, "FP8E4M3"), fullgraph=True, backend="eager")

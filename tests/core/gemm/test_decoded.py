@@ -19,6 +19,7 @@ from ottava.gemm import scratch as memory
 from ottava.kernels import products, use_backend
 from ottava.kernels.products import scaled_mm
 from ottava.tensors import columnwise_layout
+from tests.cases import told
 from tests.choosing import cpu_products, scaled_products
 from tests.core.gemm.operands import (
     BF16,
@@ -220,13 +221,18 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"b": torch.ones(())}, ShapeError, "operand b has no dimensions"),
     ({"b": torch.ones(4, 3, dtype=torch.int32)}, DTypeError, "operand b"),
     ({"b": torch.ones(4, 3, device="meta")}, DeviceError, "cpu and meta"),
+    ({"b": torch.ones(4, 3, dtype=torch.float64)}, DTypeError, "operand b"),
+    ({"b": [[1.0] * 3]}, DTypeError, "operand b"),
+    ({"a": torch.ones(())}, ShapeError, "operand a has no dimensions"),
     ({"gemm_type": "forward"}, OptionError, "'forward'"),
     ({"gemm_type": ["fprop"]}, OptionError, "gemm_type"),
     ({"accumulate": True}, OptionError, "without out"),
     ({"out_dtype": torch.int8}, DTypeError, "result"),
     ({"bias": torch.ones(3)}, ShapeError, "bias"),
     ({"bias": torch.ones(4, dtype=torch.int8)}, DTypeError, "bias"),
+    ({"bias": torch.ones(4, device="meta")}, DeviceError, "bias"),
     ({"out": torch.ones(3, 3)}, ShapeError, "out"),
+    ({"out": torch.ones(2, 4, device="meta")}, DeviceError, "out"),
     ({"out": torch.ones(2, 4, dtype=torch.int32)}, DTypeError, "out"),
 ]
 
@@ -234,7 +240,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_operands_that_do_not_fit_are_refused(quantizer: Any, gpu: Library) -> None:
     a, b = quantizer(torch.ones(2, 3)), quantizer(torch.ones(4, 3))
     for options, error, words in BAD:
-        with pytest.raises(error, match=words):
+        with told(options), pytest.raises(error, match=words):
             gemm(**{"a": a, "b": b} | options)
     assert not gpu.calls
 

@@ -249,6 +249,7 @@ def test_which_hardware_multiplies_which_scales(monkeypatch: pytest.MonkeyPatch)
 # -- graphs, tensors without memory, and what a GPU would wait for --
 
 
+@pytest.mark.xdist_group("compiler")
 def test_compiled_products_equal_eager_ones(cpu_library: Library) -> None:
     """One graph of every kind of product, with sizes that fit and sizes that do not."""
     kinds = [("fprop", (32, 48, 64)), ("fprop", (17, 5, 9)), ("dgrad", (17, 5, 9))]
@@ -274,6 +275,7 @@ def test_compiled_products_equal_eager_ones(cpu_library: Library) -> None:
         assert_same(compiled(pairs, biases), run(pairs, biases), note=kinds)
 
 
+@pytest.mark.xdist_group("compiler")
 def test_a_devices_capability_is_a_constant_of_compiled_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

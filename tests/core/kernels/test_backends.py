@@ -10,6 +10,9 @@ from ottava.kernels import use_backend
 from ottava.kernels.backends import backend_for
 from tests.core import forking
 
+# One process of pytest starts the one that is forked.
+pytestmark = pytest.mark.xdist_group("forked processes")
+
 
 def test_a_backend_is_forced_inside_its_block_alone() -> None:
     before = backend_for("cpu")

@@ -186,6 +186,7 @@ def test_compiled_code_has_the_same_bytes() -> None:
         assert_same(compiled(x), all_kernels(x), note=shape)
 
 
+@pytest.mark.xdist_group("compiler")
 @pytest.mark.parametrize("shape", [(3, 0), (2, 3, 41)], ids=str)
 def test_operators_are_well_formed(shape: tuple[int, ...]) -> None:
     """Schemas, shapes under tracing and symbolic sizes, by torch's own checks."""

@@ -35,7 +35,10 @@ LAYOUTS = COMMON | {
     "1x1": Layout(E5M2, (1, 1), E8M0, "floor"),
     "300x3": Layout(E4M3, (300, 3), columnwise="transposed"),
 }
-each_layout = pytest.mark.parametrize("name", LAYOUTS)
+# One process of pytest tests a layout on all paths, and expects once.
+each_layout = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in LAYOUTS]
+)
 SHAPES = [(), (0,), (5,), (0, 5), (3, 0), (2, 0, 7), (7, 1), (1, 300), (33, 70), (3, 5, 41)]
 SHAPES += [(131, 130), (144, 136), (40, 513), (5, 1100)]
 ASKED = [(True, True), (True, False), (False, True)]

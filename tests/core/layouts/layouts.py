@@ -85,15 +85,6 @@ EACH = pytest.mark.parametrize(
         for name in QUANTIZERS
     ],
 )
-#: Runs a test once for all rows, where each run costs a launch of ranks.
-TOGETHER = pytest.mark.parametrize(
-    "names",
-    [
-        [name for name in QUANTIZERS if name not in ONLY_OTHER_BYTES],
-        pytest.param(sorted(ONLY_OTHER_BYTES), marks=pytest.mark.slow),
-    ],
-    ids=["rows of the table", "rows of other bytes"],
-)
 
 
 @dataclass(frozen=True)

@@ -207,6 +207,7 @@ def test_what_is_made_of_a_weight_is_made_once(
             check(gemm(x, weight, "fprop", out_dtype=torch.float32), x, weight, "fprop")
 
 
+@pytest.mark.xdist_group("compiler")
 def test_a_layer(on: Callable[[int], Hardware]) -> None:
     """Its three products are the library's; compiled, the same bytes."""
     layer = Linear(72, 40, recipe=OneQuantizer(row="mxfp8"))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from ottava import QuantizedTensor
 from tests.cases import told
@@ -25,6 +24,8 @@ from tests.core.layouts.layouts import (
 from tests.core.layouts.test_primary_weights import net, passes
 from tests.samples import wide
 
+# One process imports the compiler, for all tests of core.
+pytestmark = pytest.mark.xdist_group("compiler")
 #: Not QUANTIZERS: "Float8Tensor", its last entry, calls kernels that are not traced.
 NAMES = list(LAYOUTS)
 #: Compiling costs a second for each of these.
@@ -138,6 +139,8 @@ class Layers(torch.nn.Module):
 )
 def test_layers(plain: list[str], primary: list[str]) -> None:
     """Forward, backward and steps, for sizes that change, in one graph."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     model = Layers(plain, primary)
     twin, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
     fast = compiled(twin, backend=counter, dynamic=True)

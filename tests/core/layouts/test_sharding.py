@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,38 @@ from ottava.errors import OttavaError
 from ottava.nn import Linear
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.layouts.layouts import QUANTIZERS, TOGETHER, OneQuantizer, boundary, inner
+from tests.core.layouts.layouts import (
+    ONLY_OTHER_BYTES,
+    QUANTIZERS,
+    OneQuantizer,
+    boundary,
+    inner,
+)
 from tests.ranks import on_ranks
 from tests.samples import wide
 
+# One process forks all ranks.
+pytestmark = pytest.mark.xdist_group("forks")
 
-def cases(names: list[str]) -> Iterator[tuple[str, int]]:
-    """Names, and the rows of a weight: shards of whole blocks, shards that cut a block, uneven and
-    empty shards."""
-    for name in names:
-        for rows in (2 * boundary(name), 3 * boundary(name), 33, 1):
-            yield name, rows
+
+#: Whose shards are of whole blocks, or cut a block, or are uneven, or empty: the rows of a weight.
+ROWS: tuple[Callable[[int], int], ...] = (
+    lambda block: 2 * block,
+    lambda block: 3 * block,
+    lambda block: 33,
+    lambda block: 1,
+)
+NAMES = [name for name in QUANTIZERS if name not in ONLY_OTHER_BYTES]
+ALL = [(name, rows(boundary(name))) for name in QUANTIZERS for rows in ROWS]
+#: Each row of the table with whole blocks, and with another kind of shards in turn.
+SOME = [
+    (name, ROWS[kind](boundary(name)))
+    for number, name in enumerate(NAMES)
+    for kind in (0, 1 + number % 3)
+]
+CASES = pytest.mark.parametrize(
+    "cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 
 
 def has_whole_blocks(name: str, rows: int) -> bool:
@@ -75,10 +96,10 @@ def assert_bytes(gathered: torch.Tensor, expected: Any) -> None:
     assert_same(gathered.dequantize(), expected.dequantize())
 
 
-@TOGETHER
+@CASES
 @on_ranks(2)
-def test_quantized_weights(mesh: DeviceMesh, names: list[str]) -> None:
-    for name, rows in cases(names):
+def test_quantized_weights(mesh: DeviceMesh, cases: list[tuple[str, int]]) -> None:
+    for name, rows in cases:
         with told(name, rows):
             alone, layer = (layer_of(name, rows, primary=True) for _ in range(2))
             if name == "Float8Tensor" or not has_whole_blocks(name, rows):
@@ -97,12 +118,12 @@ def test_quantized_weights(mesh: DeviceMesh, names: list[str]) -> None:
                 assert_same(step(layer), step(alone))
 
 
-@TOGETHER
+@CASES
 @on_ranks(2)
 def test_weights_that_are_quantized_when_they_are_gathered(
-    mesh: DeviceMesh, names: list[str]
+    mesh: DeviceMesh, cases: list[tuple[str, int]]
 ) -> None:
-    for name, rows in cases(names):
+    for name, rows in cases:
         layout = QUANTIZERS[name].layout
         # Shards of these columns cannot be written one by one.
         is_scattered = layout.transposed and not layout.square and None in layout.block
@@ -120,7 +141,14 @@ def test_weights_that_are_quantized_when_they_are_gathered(
                 assert_same(step(layer), step(alone))
 
 
-@TOGETHER
+@pytest.mark.parametrize(
+    "names",
+    [
+        NAMES[::2],
+        pytest.param(list(QUANTIZERS), marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
 @on_ranks(2)
 def test_checkpoints_of_shards(mesh: DeviceMesh, names: list[str], tmp_path: Path) -> None:
     """Two ranks read what they wrote, and so does one process."""

@@ -165,6 +165,7 @@ def test_other_dtypes_and_layouts_are_torchs() -> None:
             ours(value)
 
 
+@pytest.mark.xdist_group("compiler")
 def test_a_compiled_layer_saves_bfloat16_and_gives_the_bytes_of_eager() -> None:
     torch.compiler.reset()
     ours, results = layers()[0], []

@@ -82,6 +82,7 @@ def test_checkpointing_adds_once(recipe: Any, reentrant: bool) -> None:
     torch.testing.assert_close(fused.weight.main_grad, plain.weight.grad)
 
 
+@pytest.mark.xdist_group("compiler")
 def test_compiled_code_adds_under_a_recipe_and_without(recipe: Any) -> None:
     torch._dynamo.reset()
     fused, plain = layers(recipe)

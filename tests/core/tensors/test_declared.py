@@ -192,6 +192,7 @@ class Labelled(GridTensorStorage):
     static_fields = (*GridTensorStorage.static_fields, StaticField("_label", "label"))
 
 
+@pytest.mark.xdist_group("compiler")
 def test_a_quantizer_leaves_fields_to_their_defaults() -> None:
     quantizer = GridQuantizer(Layout(E4M3, (1, 32)))
     quantizer.internal, x = True, wide(8, 64)
