@@ -23,7 +23,9 @@ class AverageQuantizer(Float8QuantizerBase):
     """
 
     stateful: ClassVar[bool] = True
-    process_attributes: ClassVar[tuple[str, ...]] = ("shard_group",)
+    process_attributes: ClassVar[tuple[str, ...]] = ("shard_group", "state")
+    #: The state of the layer whose weight this quantizer updates.
+    state: AverageState | None = None
 
     def __init__(
         self, scale: torch.Tensor, amax: torch.Tensor | None, fp8_dtype: torch.dtype, **usages: bool
@@ -31,6 +33,10 @@ class AverageQuantizer(Float8QuantizerBase):
         super().__init__(fp8_dtype, **usages)
         self.scale, self.amax = scale, amax
         self.fits, self.shard_group = False, None
+
+    def __getstate__(self) -> dict[str, object]:
+        # The layer of a copy gives it another state.
+        return super().__getstate__() | {"state": None}
 
     def own_scale(self, tensor: torch.Tensor) -> torch.Tensor:
         """The scale that the tensor's own amax gives, of all shards where there are several."""
@@ -66,6 +72,8 @@ class AverageQuantizer(Float8QuantizerBase):
         return dst
 
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:
+        if self.state is not None:
+            self.state.serve(self)
         with_data, with_transpose = self.needs(tensor.device, tensor.dim())
         amax = torch.zeros_like(self.scale) if self.amax is None else self.amax
         scale = torch.minimum(self.scale, self.own_scale(tensor)) if self.fits else self.scale
@@ -87,6 +95,7 @@ class AverageState(torch.nn.Module, RecipeState):
     scale: torch.Tensor
     average: torch.Tensor
     amax: torch.Tensor
+    used: torch.Tensor | None
 
     def __init__(self, recipe: MovingAverage, roles: Sequence[QuantizerRole]) -> None:
         torch.nn.Module.__init__(self)
@@ -95,6 +104,8 @@ class AverageState(torch.nn.Module, RecipeState):
         self.formats = [recipe.fp8_dtype(role) for role in roles]
         for name, value in (("scale", 1.0), ("average", 0.0), ("amax", 0.0)):
             self.register_buffer(name, torch.full((len(roles),), value, dtype=torch.float32))
+        # Whether compiled code has used the weight, if that is kept quantized.
+        self.register_buffer("used", None, persistent=False)
 
     def serves(self, recipe: Any, amax_reduction_group: Any) -> bool:
         # Only the update reduces, over whichever group the region has.
@@ -114,19 +125,41 @@ class AverageState(torch.nn.Module, RecipeState):
     def weight_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
         """The weight goes on with the scale that it was made with, which becomes this state's."""
         present: Any = getattr(weight, "_quantizer", None)
-        slot = self.slots["weight"]
-        if (
-            not isinstance(present, AverageQuantizer)
-            or present.scale.data_ptr() == self.scale[slot].data_ptr()
-        ):
+        if not isinstance(present, AverageQuantizer) or self.has_slot(present):
             return None
-        if not self.average.any():
-            self.scale[slot].copy_(present.scale.reshape(()))
-        made = self.quantizer(
-            "weight", rowwise=present.rowwise_usage, columnwise=present.columnwise_usage
-        )
-        made.internal, made.fits = False, present.fits
+        made = present.copy()
+        made.shard_group = None
+        self.give_slot(made)
         return made
+
+    def first_quantizer(self, weight: torch.Tensor) -> Quantizer | None:
+        """It takes the slot when it first quantizes after a pass of compiled code."""
+        present: Any = getattr(weight, "_quantizer", None)
+        if not isinstance(present, AverageQuantizer) or present.state is self:
+            return None
+        if self.used is None:
+            self.used = torch.zeros(1, dtype=torch.bool, device=self.scale.device)
+        made = present.copy()
+        made.scale, made.state = present.scale.clone(), self
+        return made
+
+    def use_gathered(self, weight: torch.Tensor, *, recording: bool) -> None:
+        if recording and self.used is not None and torch.compiler.is_compiling():
+            self.used.fill_(True)
+
+    def serve(self, quantizer: AverageQuantizer) -> None:
+        """Give the slot to the quantizer of a weight that compiled code has used."""
+        if self.used is not None and not self.has_slot(quantizer) and bool(self.used):
+            self.give_slot(quantizer)
+
+    def has_slot(self, quantizer: AverageQuantizer) -> bool:
+        return quantizer.scale.data_ptr() == self.scale[self.slots["weight"]].data_ptr()
+
+    def give_slot(self, quantizer: AverageQuantizer) -> None:
+        slot = self.slots["weight"]
+        if not self.average[slot].any():
+            self.scale[slot].copy_(quantizer.scale.reshape(()))
+        quantizer.scale, quantizer.amax = self.scale[slot], self.amax[slot]
 
     def gather_quantizer(self) -> Quantizer:
         made = self.quantizer("weight", rowwise=True, columnwise=True)
@@ -137,6 +170,8 @@ class AverageState(torch.nn.Module, RecipeState):
         self.scale.fill_(1.0)
         self.average.zero_()
         self.amax.zero_()
+        if self.used is not None:
+            self.used.zero_()
 
 
 @dataclass(frozen=True)
