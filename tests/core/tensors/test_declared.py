@@ -95,8 +95,8 @@ def parts(*shape: int) -> dict[str, Any]:
 
 
 @BOTH
-def test_compiled_code_serves_tensors_that_differ_in_values_alone(name: str) -> None:
-    """As torch's guards ask, so that nothing is compiled again for each tensor."""
+def test_guards_serve_tensors_that_differ_in_values_alone(name: str) -> None:
+    """As torch asks, so that nothing is compiled again for each tensor."""
     one, other = (QUANTIZERS[name](wide(4, 8, seed=seed)) for seed in (0, 1))
     alone = QUANTIZERS[name](wide(4, 8))
     alone.update_quantizer(None)
