@@ -4,6 +4,7 @@ every recipe are in the integration tests, as are most refusals."""
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -123,6 +124,16 @@ def test_a_transpose_alone_takes_no_shards(quantizer: Any) -> None:
     assert_same(weight._transpose, before)
 
 
+def test_a_transpose_follows_the_bytes(quantizer: Any) -> None:
+    with columnwise_layout("transpose"):
+        weight = quantizer.quantize(torch.ones(4, 6))
+        alias = weight.detach()
+        cast_master_weights_to_fp8([weight], [torch.randn(4, 6)])
+        assert weight._transpose is alias._transpose is None
+        post_all_gather_processing([weight])
+        assert_same(weight._transpose, weight._data.t())
+
+
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_forward_pass_rebuilds_a_transpose(recipe: Any, manual: bool) -> None:
     """Unless the caller does, after the gather of the bytes."""
@@ -138,31 +149,50 @@ def test_a_forward_pass_rebuilds_a_transpose(recipe: Any, manual: bool) -> None:
         assert (layer.weight._transpose is None) == manual
 
 
-def test_arguments_are_taken_by_position_and_by_name(quantizer: Any) -> None:
+#: Positional arguments after the weights and the masters, those by name, and whether the order is
+#: that of an earlier version.
+ORDERS: dict[str, Any] = {
+    "positional": lambda o, q: ((o, None, [None], False), {}, False),
+    "offsets and group": lambda o, q: ((o, None), {}, False),
+    "quantizers by name": lambda o, q: ((o,), {"quantizers": [q]}, False),
+    "all by name": lambda o, q: (
+        (),
+        {"quantizers": q, "amax_reduce_group": None, "start_offsets": o},
+        False,
+    ),
+    "former, one quantizer": lambda o, q: ((q,), {"start_offsets": o}, True),
+    "former, a list": lambda o, q: (([q], None), {"start_offsets": o}, True),
+    "former, none": lambda o, q: ((None, None), {"start_offsets": o}, True),
+    "former, their own": lambda o, q: (([None],), {"start_offsets": o}, True),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_arguments_in_both_orders(order: str, quantizer: Any) -> None:
+    weight, expected = (quantizer.quantize(torch.ones(4, 6)) for _ in range(2))
     master = torch.randn(24)
-    expected = quantizer.quantize(torch.ones(4, 6))
-    quantize_master_weights([expected], [master[6:]], [6])
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        (([6], None, [None], False), {}),
-        (([6],), {"quantizers": [quantizer]}),
-        ((), {"quantizers": quantizer, "amax_reduce_group": None, "start_offsets": [6]}),
-    ]
-    for positional, named in calls:
-        weight = quantizer.quantize(torch.ones(4, 6))
+    positional, named, former = ORDERS[order]([6], quantizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         cast_master_weights_to_fp8([weight], [master[6:]], *positional, **named)
-        assert_same(weight._data, expected._data)
-    before = weight._data.clone()
-    group, other = object(), object()
-    wrong: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
-        (OptionError, "two groups", ([0], group), {"amax_reduce_group": other}),
-        (DTypeError, "start_offsets", (quantizer,), {}),
-        (OptionError, "the start offset of weight 0", ([quantizer],), {}),
-        (DTypeError, "quantizer", ([0],), {"quantizers": [0]}),
-    ]
-    for error, words, positional, named in wrong:
-        with pytest.raises(error, match=words):
-            cast_master_weights_to_fp8([weight], [master], *positional, **named)
-        assert_same(weight._data, before)
+    assert [w.category for w in caught] == [DeprecationWarning] * former
+    quantize_master_weights([expected], [master[6:]], [6])
+    assert_same(weight._data, expected._data)
+
+
+def test_arguments_that_are_given_twice_are_refused(quantizer: Any) -> None:
+    weight, master = quantizer.quantize(torch.ones(4, 6)), torch.randn(24)
+    before, cast = weight._data.clone(), cast_master_weights_to_fp8
+    with pytest.raises(OptionError, match=r"given twice.*by name alone"):
+        cast([weight], [master], quantizer, quantizers=quantizer)  # type: ignore[call-overload]
+    with (
+        pytest.raises(DTypeError, match="quantizer"),
+        pytest.warns(DeprecationWarning, match="by name"),
+    ):
+        cast([weight], [master], [0], start_offsets=[0])  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="two groups"):
+        cast([weight], [master], [0], object(), amax_reduce_group=object())  # type: ignore[call-overload]
+    assert_same(weight._data, before)
 
 
 def test_storages_and_parameters_serve_as_weights(quantizer: Any) -> None:

@@ -11,8 +11,10 @@ quantizer, one additional all-gather brings the shards of all such weights. Ever
 before anything is written.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
 
@@ -42,7 +44,7 @@ def quantize_master_weights(
     manual_post_all_gather_processing: bool = False,
 ) -> None:
     """:func:`cast_master_weights_to_fp8` with each weight's own quantizer."""
-    cast_master_weights_to_fp8(
+    _quantize(
         model_weights,
         master_weights,
         start_offsets,
@@ -52,6 +54,7 @@ def quantize_master_weights(
     )
 
 
+@overload
 def cast_master_weights_to_fp8(
     model_weights: Sequence[Weight],
     master_weights: Sequence[torch.Tensor | None],
@@ -62,6 +65,29 @@ def cast_master_weights_to_fp8(
     *,
     quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
     amax_reduce_group: Group = None,
+) -> None: ...
+
+
+@overload
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[Weight],
+    master_weights: Sequence[torch.Tensor | None],
+    quantizers: Sequence[Quantizer | None] | Quantizer | None,
+    amax_reduce_group: Group = None,
+    /,
+    *,
+    start_offsets: Sequence[int | None] | None = None,
+    fsdp_shard_model_weights: Sequence[ShardTarget] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None: ...
+
+
+# The overloads say the types of both orders of the arguments.
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[Weight],
+    master_weights: Sequence[torch.Tensor | None],
+    *positional: Any,
+    **keywords: Any,
 ) -> None:
     """Write this rank's shards of quantized weights from its shards of their master weights.
 
@@ -88,10 +114,75 @@ def cast_master_weights_to_fp8(
         quantizers: one for each weight, or one for all; None is the weight's own.
         amax_reduce_group: another name of ``group``.
 
+    The order of positional arguments used to be ``quantizers, amax_reduce_group``. Quantizers in
+    the third place are still accepted, with a DeprecationWarning.
+
     Raises:
         ShapeError, OptionError, DTypeError, UsageError, DeviceError: an argument does not fit.
             Nothing has been written then. All but UsageError are ValueErrors.
+        TypeError: an argument is unknown, or is given twice.
     """
+    if not positional or not _are_quantizers(positional[0], master_weights, keywords):
+        _quantize(model_weights, master_weights, *positional, **keywords)
+        return
+    if "quantizers" in keywords:
+        raise OptionError(
+            "quantizers are given twice, by position and by name",
+            expected="one of them",
+            remedy="pass quantizers by name alone",
+        )
+    warnings.warn(
+        "cast_master_weights_to_fp8(weights, masters, quantizers, …) is deprecated: "
+        "pass quantizers by name",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    _quantize_in_former_order(model_weights, master_weights, *positional, **keywords)
+
+
+def _are_quantizers(third: object, masters: object, keywords: Collection[str]) -> bool:
+    """Whether the third positional argument is quantizers, as it used to be, and not offsets.
+
+    Args:
+        third: the third positional argument.
+        masters: the second one.
+        keywords: the names of the arguments that are passed by name.
+    """
+    if "start_offsets" in keywords or isinstance(third, Quantizer):
+        return True
+    if not isinstance(third, (list, tuple)) or not third:
+        return False
+    if any(isinstance(entry, Quantizer) for entry in third):
+        return True
+    # A list of None cannot be the offsets of shards, because each shard has an offset.
+    has_shard = isinstance(masters, (list, tuple)) and any(m is not None for m in masters)
+    return has_shard and all(entry is None for entry in third)
+
+
+def _quantize_in_former_order(
+    model_weights: Sequence[Weight],
+    master_weights: Sequence[torch.Tensor | None],
+    quantizers: Sequence[Quantizer | None] | Quantizer | None,
+    amax_reduce_group: Group = None,
+    **keywords: Any,
+) -> None:
+    """:func:`_quantize` with positional arguments in their former order."""
+    keywords |= {"quantizers": quantizers, "amax_reduce_group": amax_reduce_group}
+    _quantize(model_weights, master_weights, **keywords)
+
+
+def _quantize(
+    model_weights: Sequence[Weight],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None] | None = None,
+    group: Group = None,
+    fsdp_shard_model_weights: Sequence[ShardTarget] | None = None,
+    manual_post_all_gather_processing: bool = False,
+    *,
+    quantizers: Sequence[Quantizer | None] | Quantizer | None = None,
+    amax_reduce_group: Group = None,
+) -> None:
+    """:func:`cast_master_weights_to_fp8` with positional arguments in their present order."""
     if group is None:
         group = amax_reduce_group
     elif amax_reduce_group is not None and group is not amax_reduce_group:
