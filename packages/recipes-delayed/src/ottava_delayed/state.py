@@ -215,22 +215,22 @@ class DelayedScalingState(torch.nn.Module, RecipeState):
         return None if present.gathers else present
 
     def _linked(self, quantizer: Float8Quantizer) -> Float8Quantizer:
-        """A copy of a weight's quantizer, which knows this state."""
+        """A copy of a weight's quantizer, which can take the slot of this state later."""
         if self.weight_used is None:
             used = torch.zeros(1, dtype=torch.bool, device=self.scale.device)
             self.register_buffer("weight_used", used, persistent=False)
-        copy = quantizer.copy()
+        linked = quantizer.copy()
         if quantizer.state not in (None, self):
             # The other state may go on, as that of a model does whose copy this is.
-            copy.scale = quantizer.scale.clone()
-            copy.amax = torch.zeros_like(copy.scale)
-            copy.saturated = None
-        copy.state = self
-        return copy
+            linked.scale = quantizer.scale.clone()
+            linked.amax = torch.zeros_like(linked.scale)
+            linked.saturated = None
+        linked.state = self
+        return linked
 
     def serve(self, quantizer: Float8Quantizer) -> None:
-        """Give the slot to a weight's quantizer that is about to quantize, if a compiled pass has
-        used the weight: no compiled pass can do so itself."""
+        """Give the slot of the weight to its quantizer, which is about to quantize, if a compiled
+        pass has used the weight. The pass itself cannot do so."""
         used = self.weight_used
         if used is None or used.is_meta or torch.compiler.is_compiling():
             return

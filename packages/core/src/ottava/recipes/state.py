@@ -235,8 +235,9 @@ class RecipeState:
         """The quantizer for in-place updates of an FP8-primary weight until a pass in eager mode
         asks for :meth:`weight_quantizer`; None: the weight keeps its own.
 
-        This is called when a layer gets the weight or the state. If compiled passes use the weight,
-        this quantizer has to find out and do what that one would.
+        A layer asks for it when it gets the weight or the state. Compiled passes ask for no
+        quantizer: they only call :meth:`use_gathered`. After such a pass the first quantizer has to
+        do at its next update what :meth:`weight_quantizer` would have done.
         """
         return None
 
