@@ -19,7 +19,12 @@ from ottava.layout import as_matrix_shape
 from tests.copying import by_file, by_pickle
 
 E4M3, E5M2, E8M0, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8
-ROUNDINGS = {torch.float32: ["nearest", "floor"], E8M0: ["up", "floor"]}
+ROUNDINGS: dict[Any, list[str]] = {
+    torch.float32: ["nearest", "floor"],
+    E8M0: ["up", "floor", "even", "nearest"],
+    E4M3: ["nearest"],
+    "UE5M3": ["nearest"],
+}
 MX = Layout(E4M3, (1, 32), E8M0, "up")
 TEXT = "float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"
 
@@ -27,7 +32,13 @@ TEXT = "float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"
 REFUSED: list[tuple[dict[str, Any], str, list[Any], type[Exception], str]] = [
     ({}, "element", [torch.float16, E8M0, torch.uint8], DTypeError, "e4m3fn.*e5m2.*int8"),
     ({}, "element", [None, "float8_e4m3fn", 0, []], DTypeError, "format of elements"),
-    ({}, "scale", [torch.float16, torch.uint8, None, [], ""], DTypeError, "float32.*e8m0fnu"),
+    (
+        {},
+        "scale",
+        [torch.float16, torch.uint8, None, [], "", "E4M3"],
+        DTypeError,
+        "float32.*e8m0fnu.*e4m3fn.*UE5M3",
+    ),
     (
         {},
         "block",
@@ -52,7 +63,8 @@ REFUSED: list[tuple[dict[str, Any], str, list[Any], type[Exception], str]] = [
     ({"block": (1, None)}, "shared", [(32, 32)], OptionError, "share a scale.*squares"),
     ({"block": (3, 32)}, "shared", [(32, 32)], OptionError, "share a scale.*squares"),
     ({}, "rounding", ["up", "UP", "", None, 0, ["floor"]], OptionError, "rounding.*nearest, floor"),
-    ({"scale": E8M0}, "rounding", ["nearest", "down", True], OptionError, "rounding.*up, floor"),
+    ({"scale": E8M0}, "rounding", ["down", True], OptionError, "rounding.*up, floor, even, nearest"),
+    ({"scale": E4M3}, "rounding", ["up", "floor"], OptionError, "rounding.*nearest"),
     ({}, "columnwise", ["", "rows", None, 1], OptionError, "columnwise.*own, transposed, same"),
     (
         {},
@@ -81,14 +93,14 @@ REFUSED: list[tuple[dict[str, Any], str, list[Any], type[Exception], str]] = [
         "epsilon",
         [1e-30, 1],
         OptionError,
-        "E8M0.*epsilon.*finite_as.*scale=torch.float32",
+        "e8m0fnu.*epsilon.*finite_as.*scale=torch.float32",
     ),
     (
         {"scale": E8M0, "rounding": "floor"},
         "finite_as",
         ["input"],
         OptionError,
-        "E8M0.*epsilon.*finite_as.*scale=torch.float32",
+        "e8m0fnu.*epsilon.*finite_as.*scale=torch.float32",
     ),
 ]
 
@@ -139,7 +151,7 @@ NO_TEXTS = [
             ("1x32", "0x32"),
             ("1x32", "None"),
             ("1x32", "1x" + "9" * 5000),
-            ("up", "nearest"),
+            ("up", "down"),
             ("0.0", "nan"),
             ("0.0", "-1"),
             ("0.0", "little"),

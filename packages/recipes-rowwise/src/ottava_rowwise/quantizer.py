@@ -21,7 +21,7 @@ class Float8RowwiseTensor(GridTensor):
 
     @property
     def _fp8_dtype(self) -> torch.dtype:
-        return self.grid_layout.element
+        return self.grid_layout.element_dtype
 
 
 class Float8RowwiseQuantizer(GridQuantizer):

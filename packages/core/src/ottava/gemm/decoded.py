@@ -16,10 +16,12 @@ from ottava.gemm.operators import define
 from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_module
 from ottava.kernels.reference import spread
-from ottava.layout import Block, Layout
+from ottava.layout import SCALES, Block, Layout
 from ottava.tensors.operand import Side
 
 Tensor = torch.Tensor
+# Of bfloat16.
+_SIGNIFICANT_BITS = 8
 
 
 class Decoded(NamedTuple):
@@ -32,8 +34,14 @@ class Decoded(NamedTuple):
 
 
 def folds(layout: Layout) -> bool:
-    """Whether scales are part of the decoded values: powers of two, of blocks."""
-    return layout.rounding != "nearest" and layout.block != dense.WHOLE
+    """Whether scales of blocks are part of the decoded values: powers of two, and those whose
+    products with elements bfloat16 holds."""
+    if layout.block == dense.WHOLE:
+        return False
+    number = SCALES[layout.scale].number
+    if layout.has_powers_of_two or number is None:
+        return layout.has_powers_of_two
+    return layout.format.significant_bits + number.significant_bits <= _SIGNIFICANT_BITS
 
 
 def _decoded(place: int, side: Side, dtype: torch.dtype) -> Decoded:

@@ -22,7 +22,7 @@ from ottava.gemm.scaled import product_of
 from ottava.kernels import backends
 from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_for
-from ottava.kernels.compiled import DTYPE_CODES, native_layout
+from ottava.kernels.compiled import DTYPE_CODES, is_native, native_layout
 from ottava.kernels.direct import is_direct
 from ottava.kernels.for_layers import compiled_cpu
 from ottava.tensors.operand import Operand, Side
@@ -205,10 +205,12 @@ def _decoding_plan(
 def _planned_side(place: int, side: Side, compute: torch.dtype) -> PlannedSide | None:
     """How the compiled module decodes a side.
 
-    None for a side that is too large, for scales of blocks that are no powers of two, and for one
-    scale of a tensor whose elements are not FP8.
+    None for a side that is too large, for a layout that the module does not know, for scales of
+    blocks that are no powers of two, and for one scale of a tensor whose elements are not FP8.
     """
     layout, element, rule, _ = native_layout(side.layout)
+    if not is_native(layout):
+        return None
     out = memory.scratch.empty(place, side.values, compute)
     folded = folds(layout)
     per_tensor = layout.block == dense.WHOLE and layout.element in FP8

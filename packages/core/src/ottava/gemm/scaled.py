@@ -133,7 +133,7 @@ class _Blocks(NamedTuple):
     swizzle: F.SwizzleType | None = None
 
 
-_Scales = tuple[Block, torch.dtype]
+_Scales = tuple[Block, torch.dtype | str]
 _TENSOR, _ROW = ((None, None), _FLOAT32), ((1, None), _FLOAT32)
 _LINE, _SQUARE, _MX = (
     ((1, _SIDE), _FLOAT32),
@@ -196,7 +196,7 @@ def _rows(operand: Side) -> tuple[Tensor, Tensor]:
         if scales is None
         else scales.reshape(-1)
     )
-    return operand.outer_first().view(Layout.of(operand.layout).element), scales
+    return operand.outer_first().view(Layout.of(operand.layout).element_dtype), scales
 
 
 def _direct(
@@ -317,7 +317,9 @@ def _for_library(operand: Side) -> tuple[Tensor, Tensor, _Blocks]:
     """Padded elements ``[outer, reduced]``, their scales in the library's order, and its form."""
     blocks, scales = cast(_Blocks, _blocks(operand)), cast(Tensor, operand.scales)
     data = fitted(
-        operand.outer_first().view(Layout.of(operand.layout).element), blocks.outer, blocks.inner
+        operand.outer_first().view(Layout.of(operand.layout).element_dtype),
+        blocks.outer,
+        blocks.inner,
     )
     return data, blocks.order(scales.t() if operand.is_turned() else scales), blocks
 

@@ -4,7 +4,7 @@
   :func:`cast_transpose`, :func:`quantize`, :func:`decode`, :func:`transpose`.
 - Delayed scaling: :func:`cast_amax`, :func:`update_scales`.
 - Scales on the grid of a :class:`ottava.Layout`: :func:`grid_scales`, :func:`grid_quantize`,
-  :func:`grid_decode`.
+  :func:`grid_quantize_levels`, :func:`grid_decode`.
 - Many shards of weights in one call: :func:`grid_amax_sizes`, :func:`grid_multi_amax`,
   :func:`grid_multi_cast`.
 - Backends: :func:`available_backends`, :func:`backend_for`, :func:`use_backend`.
@@ -59,6 +59,7 @@ __all__ = [
     "grid_multi_amax",
     "grid_multi_cast",
     "grid_quantize",
+    "grid_quantize_levels",
     "grid_scales",
     "quantize",
     "scale_from_amax",
@@ -305,12 +306,17 @@ def grid_quantize(
         ``(rowwise data, rowwise scales, columnwise data, columnwise scales)``, of the shapes that
         :meth:`Layout.data_shape` and :meth:`Layout.scale_shape` give, with empty tensors for a
         direction that the caller does not ask for. The amax of a block ignores NaN.
+
+    Raises:
+        OptionError: neither direction is asked for; or the layout has a second level of scales or
+            stochastic rounding, which :func:`grid_quantize_levels` serves.
     """
-    checks.check_layout(layout)
-    check_high_precision(x)
-    if not (rowwise or columnwise):
+    _check_request(x, layout, rowwise, columnwise)
+    if layout.second_level != "none" or layout.stochastic:
         raise OptionError(
-            "neither rowwise nor columnwise data are asked for", expected="at least one"
+            f"grid_quantize for {layout.text}",
+            expected="a layout with one level of scales, and rounding to nearest",
+            remedy="call grid_quantize_levels",
         )
     data, scales, column_data, column_scales = table.grid_quantize(
         x, layout.text, rowwise, columnwise
@@ -318,15 +324,70 @@ def grid_quantize(
     return data, scales, column_data, column_scales
 
 
+def grid_quantize_levels(
+    x: Tensor,
+    layout: Layout,
+    *,
+    seed: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`grid_quantize` for layouts with a second level of scales or stochastic rounding, too.
+
+    Args:
+        seed: one int64 on the device of ``x``, for a layout with stochastic rounding alone. Equal
+            seeds give equal data.
+
+    Returns:
+        ``(data, scales, amaxes)`` of rows, then of columns. The amaxes of the second level have the
+        shape of :meth:`Layout.amax_shape`, and are finite: an infinite one counts as the largest
+        float32. They are empty without a second level.
+    """
+    _check_request(x, layout, rowwise, columnwise)
+    if layout.stochastic != (seed is not None):
+        raise OptionError(
+            f"a seed is {'given' if layout.stochastic is False else 'missing'} for {layout.text}",
+            expected="a seed for stochastic rounding, and for nothing else",
+            remedy="torch.randint(2**63 - 1, ()) draws one",
+        )
+    if seed is not None:
+        checks.check_scalar(seed, x, "seed", torch.int64)
+    results = table.grid_quantize_levels(x, seed, layout.text, rowwise, columnwise)
+    data, scales, amax, column_data, column_scales, column_amax = results
+    return data, scales, amax, column_data, column_scales, column_amax
+
+
+def _check_request(x: Tensor, layout: Layout, rowwise: bool, columnwise: bool) -> None:
+    checks.check_layout(layout)
+    check_high_precision(x)
+    if not (rowwise or columnwise):
+        raise OptionError(
+            "neither rowwise nor columnwise data are asked for", expected="at least one"
+        )
+
+
 def grid_decode(
-    data: Tensor, scales: Tensor, layout: Layout, dtype: torch.dtype, *, columnwise: bool = False
+    data: Tensor,
+    scales: Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    columnwise: bool = False,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """``float32(element) * scale_inv``, rounded once to ``dtype``, of the shape of ``data``.
 
     Values that overflow ``dtype`` become infinite. ``dtype`` may also be float64, which holds all
     values with E8M0 scales exactly.
+
+    Elements that share a byte give twice as many values as the last dimension has bytes; an odd
+    last one is followed by a 0. With ``amax`` of a second level it is ``(float32(element) * scale)
+    * (amax / (bound * max))``, in float32, and without it ``float32(element) * scale`` alone.
     """
     check_grid(data, scales, layout, columnwise)
     if dtype is not torch.float64:
         checks.check_dtype(dtype, "cannot decode to")
-    return table.grid_decode(data, scales, layout.text, columnwise, dtype)
+    if amax is None:
+        return table.grid_decode(data, scales, layout.text, columnwise, dtype)
+    checks.check_amax(amax, data, layout, columnwise)
+    return table.grid_decode_levels(data, scales, amax, layout.text, columnwise, dtype)

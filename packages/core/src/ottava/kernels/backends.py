@@ -68,6 +68,19 @@ class Backend(Protocol):
     def grid_decode(
         self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor, /
     ) -> None: ...
+    def grid_quantize_levels(
+        self, x: Tensor, seed: Tensor | None, text: str, out: Outputs, /
+    ) -> None: ...
+    def grid_decode_levels(
+        self,
+        data: Tensor,
+        scales: Tensor | None,
+        amax: Tensor | None,
+        text: str,
+        columnwise: bool,
+        out: Tensor,
+        /,
+    ) -> None: ...
     def grid_multi_amax(self, shards: Shards, texts: Sequence[str], out: Tensor, /) -> None: ...
     def grid_multi_cast(
         self, shards: Shards, texts: Sequence[str], rowwise: Pairs, columnwise: Pairs, /

@@ -139,6 +139,23 @@ def check_grid(
     check_device(scales, data.device, name)
 
 
+def check_amax(amax: Tensor, data: Tensor, layout: Layout, columnwise: bool) -> None:
+    """Raise an error unless ``amax`` are those of the second level of stored data."""
+    if layout.second_level == "none":
+        raise OptionError(f"amax for {layout.text}", expected="a layout with a second level")
+    check_tensor(amax, "amax", torch.float32)
+    rows, columns = layout.stored_matrix(data.shape, columnwise)
+    if columnwise and not layout.transposed:
+        rows = columns
+    expected = () if layout.second_level == "tensor" else (rows,)
+    if tuple(amax.shape) != expected:
+        raise ShapeError(
+            f"amax of data {tuple(data.shape)} has shape {tuple(amax.shape)}",
+            expected=f"{expected}",
+        )
+    check_device(amax, data.device, "amax")
+
+
 def check_cast(x: Tensor, scale: Tensor, fp8_dtype: torch.dtype, transposed: bool) -> None:
     """Raise an error unless ``x`` can be cast with a known ``scale``."""
     check_high_precision(x)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ottava.errors import DTypeError
-from ottava.formats import FP8, element_format, fp8_format
+from ottava.formats import FP8, fp8_format
 from ottava.kernels import reference
 from ottava.kernels.checks import Outputs, Pairs, Shards, Tensor, Tensors
 from ottava.layout import Block, Layout, as_matrix_shape
@@ -63,7 +63,16 @@ def native_layout(text: str) -> NativeLayout:
     layout = Layout.of(text)
     rule = ScaleRule(layout.scale is not torch.float32, layout.rounding == "floor", layout.epsilon)
     directions = _direction(layout, False), _direction(layout, True)
-    return NativeLayout(layout, element_format(layout.element).code, rule, directions)
+    return NativeLayout(layout, layout.format.code, rule, directions)
+
+
+def is_native(layout: Layout) -> bool:
+    """Whether compiled modules know everything that a layout says."""
+    if layout.format.code < 0 or layout.candidates or layout.rotation is not None:
+        return False
+    if layout.scale is torch.float32:
+        return True
+    return layout.scale is torch.float8_e8m0fnu and layout.rounding in ("up", "floor")
 
 
 def _direction(layout: Layout, columnwise: bool) -> Direction:
@@ -105,7 +114,7 @@ class Compiled:
 
     def serves(self, layout: Layout, shards: bool = False) -> bool:
         """Whether the module has kernels for a grid, with ``shards`` those for many shards."""
-        return True
+        return is_native(layout)
 
     def amax(self, x: Tensor, out: Tensor) -> None:
         x, scratch = x.contiguous(), self.scratch_for(x)
@@ -175,14 +184,14 @@ class Compiled:
 
     def grid_scales(self, amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
         layout, element, rule, _ = native_layout(text)
-        if layout.element not in FP8 or layout.finite_as == "input":
+        if layout.element not in FP8 or layout.finite_as == "input" or not is_native(layout):
             reference.grid_scales(amax, text, dtype, out)
         elif rule.e8m0:
             amax = amax.contiguous()
             options = element, rule.floor, *pointers(out[1]), *self.place(amax)
             self.native.mx_scale_from_amax(amax.data_ptr(), amax.numel(), *options)
         else:
-            self.scale_from_amax(amax, layout.element, rule.epsilon, rule.floor, out)
+            self.scale_from_amax(amax, layout.element_dtype, rule.epsilon, rule.floor, out)
 
     def grid_quantize(self, x: Tensor, text: str, out: Outputs) -> None:
         layout, element, rule, directions = native_layout(text)
@@ -215,6 +224,20 @@ class Compiled:
             self._decode_blocks(data, scales, text, columnwise, out)
         else:
             reference.grid_decode(data, scales, text, columnwise, out)
+
+    def grid_quantize_levels(self, x: Tensor, seed: Tensor | None, text: str, out: Outputs) -> None:
+        reference.grid_quantize_levels(x, seed, text, out)
+
+    def grid_decode_levels(
+        self,
+        data: Tensor,
+        scales: Tensor | None,
+        amax: Tensor | None,
+        text: str,
+        columnwise: bool,
+        out: Tensor,
+    ) -> None:
+        reference.grid_decode_levels(data, scales, amax, text, columnwise, out)
 
     def _decode(self, data: Tensor, scale_inv: Tensor | None, text: str, out: Tensor) -> None:
         """Decode FP8 data with one scale, or without any."""

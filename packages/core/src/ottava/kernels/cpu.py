@@ -12,8 +12,9 @@ import torch
 from ottava import _cpu
 from ottava.errors import BackendError
 from ottava.kernels.checks import Tensor
-from ottava.kernels.compiled import Compiled, native_layout
+from ottava.kernels.compiled import Compiled, is_native, native_layout
 from ottava.kernels.direct import QUESTIONS
+from ottava.layout import Layout
 
 _threads = torch.get_num_threads
 
@@ -47,8 +48,13 @@ class CPUBackend(Compiled):
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def plan(text: str) -> _cpu.GridPlan:
-        """The module's description of a layout, which is made once for each layout."""
+    def plan(text: str) -> _cpu.GridPlan | None:
+        """The module's description of a layout, which is made once for each layout.
+
+        None for a layout that the module does not know.
+        """
+        if not is_native(Layout.of(text)):
+            return None
         layout, element, rule, (rows, columns) = native_layout(text)
         return _cpu.GridPlan(element, *rule, layout.finite_as == "input", rows, columns)
 

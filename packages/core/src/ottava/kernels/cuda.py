@@ -14,7 +14,7 @@ import torch
 
 from ottava.formats import FP8, MX_BLOCK
 from ottava.kernels.checks import Tensor
-from ottava.kernels.compiled import Compiled
+from ottava.kernels.compiled import Compiled, is_native
 from ottava.layout import Layout, as_matrix_shape
 from ottava.torch_private import raw_stream
 
@@ -111,7 +111,7 @@ class CUDABackend(Compiled):
         return [x.new_zeros(sum(as_matrix_shape(x.shape)), dtype=torch.float32)]
 
     def serves(self, layout: Layout, shards: bool = False) -> bool:
-        if layout.element not in FP8:
+        if layout.element not in FP8 or not is_native(layout):
             return False
         if layout.scale is torch.float32:
             return not shards and layout.block in _TILED and layout.shared in (None, layout.block)

@@ -15,6 +15,7 @@ import torch
 from ottava.formats import ELEMENTS, FP8
 from ottava.kernels import backends, table
 from ottava.kernels.checks import Tensor, check_scalar
+from ottava.layout import Layout
 from ottava.torch_private import graph_task_id
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 SideTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 _ABSENT = None, None
+_LARGEST_SEED = 2**63 - 1
 # Other tracers need no test, because the module declines their tensors.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _CODES = {dtype: ELEMENTS[dtype].code for dtype in FP8}
@@ -139,9 +141,10 @@ def _check_state(x: Tensor, state: Tensor | None, name: str, dtype: torch.dtype)
 def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> SideTensors:
     """:func:`ottava.kernels.grid_quantize` for the layout with this text."""
     cpu = compiled_cpu()
-    if cpu is not None:
+    plan = None if cpu is None else cpu.plan(text)
+    if cpu is not None and plan is not None:
         quantized: SideTensors | None = cpu.native.grid_quantize_operand(
-            x, cpu.plan(text), rowwise, columnwise
+            x, plan, rowwise, columnwise
         )
         if quantized is not None:
             return quantized
@@ -149,6 +152,44 @@ def grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Side
         x, text, rowwise, columnwise
     )
     return _directions(rowwise, data, scales, columnwise, column_data, column_scales)
+
+
+#: Data, scales and the amaxes of the second level of one direction. The amaxes are None in a layout
+#: without a second level.
+LevelTensors = tuple[Tensor, Tensor, Tensor | None]
+
+
+def grid_quantize_levels(
+    x: Tensor, text: str, rowwise: bool, columnwise: bool
+) -> tuple[LevelTensors | None, LevelTensors | None]:
+    """:func:`ottava.kernels.grid_quantize_levels` for the layout with this text: rows and columns.
+
+    The seed of stochastic rounding is drawn from torch's generator of the device.
+    """
+    layout = Layout.of(text)
+    seed = draw_seed(x.device) if layout.stochastic else None
+    results = table.grid_quantize_levels.for_layer(x, seed, text, rowwise, columnwise)
+    rows, columns = (
+        _levels(results[start : start + 3], layout) if is_requested else None
+        for start, is_requested in ((0, rowwise), (3, columnwise))
+    )
+    return rows, columns
+
+
+def _levels(results: Sequence[Tensor | None], layout: Layout) -> LevelTensors:
+    data, scales, amax = results
+    assert data is not None
+    assert scales is not None
+    # Operators return an empty tensor where there is no second level.
+    return data, scales, None if layout.second_level == "none" else amax
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed for stochastic rounding: 63 random bits of torch's generator of the device.
+
+    Recomputation under activation checkpointing, which restores that generator, draws it again.
+    """
+    return torch.randint(_LARGEST_SEED, (), dtype=torch.int64, device=device)
 
 
 def _directions(

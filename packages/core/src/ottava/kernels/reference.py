@@ -1,8 +1,6 @@
 """The oracle: every kernel in plain PyTorch, on any device.
 
-:mod:`ottava.kernels` describes the values that the functions compute. Rounding to small formats
-works on the bits of float32, so that no result depends on torch's conversions to float8 (that to
-E5M2 does not saturate, see the numerics page).
+:mod:`ottava.kernels` describes the values that the functions compute.
 """
 
 import math
@@ -10,67 +8,28 @@ from collections.abc import Sequence
 
 import torch
 
-from ottava.formats import E8M0, INT8, FloatFormat, IntegerFormat, element_format, fp8_format
+from ottava.formats import fp8_format
 from ottava.kernels.checks import Outputs, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.elements import decode, encode, pack, unpack
+from ottava.kernels.philox import random_words
+from ottava.kernels.rotation import rotated
+from ottava.kernels.scales import (
+    FLOAT32_MAX,
+    choice,
+    float_scale,
+    inverse,
+    multiplier,
+    scale_values,
+    scales_of,
+    top_of,
+)
 from ottava.layout import Block, Layout, as_matrix_shape, grid_of
-
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-# The largest scale of E8M0, and 2^-127, which in float32 is a subnormal.
-_LARGEST_SCALE = 254
-_TWO_TO_MINUS_127 = 0x00400000
-
-
-def bits_of(x: Tensor) -> Tensor:
-    """The bit patterns of a float32 tensor, as int32."""
-    return x.contiguous().view(torch.int32)
-
-
-def float_bits(value: float) -> int:
-    """The bit pattern of one float32 value."""
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32).item())
-
-
-def encode(x: Tensor, fmt: FloatFormat | IntegerFormat) -> Tensor:
-    """float32 values as data, uint8.
-
-    Values are rounded to nearest, ties to even, and saturate. NaN becomes ``fmt.nan_code``. Float
-    formats keep the sign of zero.
-    """
-    if isinstance(fmt, IntegerFormat):
-        data = (
-            torch.nan_to_num(x, 0.0)
-            .round()
-            .clamp(-fmt.max, fmt.max)
-            .to(torch.int8)
-            .view(torch.uint8)
-        )
-        return data.masked_fill(x.isnan(), fmt.nan_code)
-    bits = bits_of(x)
-    least = float_bits(fmt.min_normal) >> 23
-    clamped = (bits & 0x7FFFFFFF).clamp(max=float_bits(fmt.max))
-    # A value below the smallest normal number has the unit in the last place of the subnormals,
-    # every other one that of its binade.
-    exponent = (clamped >> 23).clamp(min=least)
-    unit = ((exponent - fmt.mantissa_bits) << 23).view(torch.float32)
-    # Division by this power of two loses nothing: the quotient is at most 2^(mantissa_bits + 1),
-    # and a quotient that underflows in float32 is far below half a unit.
-    steps = torch.round(torch.div(clamped.view(torch.float32), unit)).to(torch.int32)
-    magnitude = ((exponent - least) << fmt.mantissa_bits) + steps
-    sign = (bits >> 24) & 0x80
-    data = magnitude | sign
-    return data.masked_fill(x.isnan(), fmt.nan_code).to(torch.uint8)
 
 
 def _magnitudes(x: Tensor) -> Tensor:
     """|x| in float32, with 0 for NaN."""
     magnitude = x.to(torch.float32).abs()
     return magnitude.masked_fill(magnitude.isnan(), 0.0)
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    # torch.div of two tensors is correctly rounded. With a Python number as the numerator it may
-    # multiply by a reciprocal.
-    return torch.div(torch.ones_like(scale), scale)
 
 
 def _write(outputs: Outputs, *values: Tensor) -> None:
@@ -88,33 +47,8 @@ def scale_from_amax(
     amax: Tensor, fp8_dtype: torch.dtype, epsilon: float, force_pow_2: bool, out: Outputs
 ) -> None:
     maximum = torch.full_like(amax, fp8_format(fp8_dtype).max)
-    scale = _float_scale(amax, maximum, epsilon, force_pow_2, _FLOAT32_MAX)
-    _write(out, scale, _inverse(scale))
-
-
-def _as_float32(value: float) -> float:
-    """The nearest float32, which is infinite for a value beyond its range."""
-    return float(torch.tensor(value, dtype=torch.float32))
-
-
-def _float_scale(
-    amax: Tensor, maximum: Tensor, epsilon: float, floor: bool, largest: float
-) -> Tensor:
-    """``maximum / amax``, at most ``largest``, with ``floor`` rounded down to a power of two.
-
-    The scale is 1 where the amax is 0 or not finite.
-    """
-    # The tensor is filled on the device, because a CUDA graph cannot capture a copy from the host.
-    least = torch.full_like(amax, _as_float32(epsilon))
-    a = torch.where(amax < least, least, amax)
-    usable = a.isfinite() & (a != 0)
-    numerator = maximum.expand_as(a)
-    scale = torch.div(numerator, torch.where(usable, a, numerator))
-    scale = scale.masked_fill(scale.isinf(), largest)
-    if not floor:
-        return scale
-    # Clearing the mantissa rounds down to a power of two.
-    return (bits_of(scale) & -0x800000).view(torch.float32).view(scale.shape)
+    scale = float_scale(amax, maximum, epsilon, force_pow_2, FLOAT32_MAX)
+    _write(out, scale, inverse(scale))
 
 
 def transpose(data: Tensor, out: Tensor) -> None:
@@ -158,7 +92,7 @@ def cast_amax(
     if saturated is not None:
         saturated.add_((scaled.abs() > fmt.max).sum())
     data = encode(scaled, fmt).view(x.shape)
-    _write(out, data, _transposed(data), _inverse(factor))
+    _write(out, data, _transposed(data), inverse(factor))
 
 
 def update_scales(
@@ -190,7 +124,7 @@ def _update_scale(
         amax = torch.maximum(newest, older.amax(0))
     rolled = torch.cat([history[1:], newest.unsqueeze(0)])
     rolled[0] = 0.0
-    next_scale = _float_scale(amax, maximum, 0.0, False, _FLOAT32_MAX)
+    next_scale = float_scale(amax, maximum, 0.0, False, FLOAT32_MAX)
     moves = newest != 0
     scale.copy_(torch.where(moves & amax.isfinite() & (amax > 0), next_scale, scale))
     history.copy_(torch.where(moves, rolled, history))
@@ -200,44 +134,7 @@ def _update_scale(
 
 
 def grid_scales(amax: Tensor, text: str, dtype: torch.dtype, out: Outputs) -> None:
-    _write(out, *_scales(amax, Layout.of(text), dtype))
-
-
-def _scales(amax: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The float32 factors of elements, and the scales to store, for values in ``dtype``."""
-    largest, floor = element_format(layout.element).max, layout.rounding == "floor"
-    if layout.scale == E8M0.torch_dtype:
-        codes = _e8m0_scales(amax, largest, floor)
-        return multiplier(codes), codes
-    infinite = _FLOAT32_MAX
-    if layout.finite_as == "input":
-        infinite = torch.finfo(dtype).max
-    scale = _float_scale(amax, torch.full_like(amax, largest), layout.epsilon, floor, infinite)
-    return scale, _inverse(scale)
-
-
-def _e8m0_scales(amax: Tensor, largest: float, floor: bool) -> Tensor:
-    """The bytes of E8M0 scales for a format whose largest value is ``largest``."""
-    magnitude = amax.contiguous().to(torch.float32).abs()
-    if floor:
-        scale = (bits_of(magnitude) >> 23) - ((float_bits(largest) >> 23) - 127)
-    else:
-        # 1 / largest is rounded to float32 before the multiplication, which then rounds once.
-        bits = bits_of(magnitude * _as_float32(1.0 / largest))
-        exponent = bits >> 23
-        # Rounding up adds 1 to the exponent of numbers whose mantissa is above 0. Subnormal numbers
-        # have the exponent 0, which means 2^-127 as a scale, so it goes up for those above 2^-127.
-        bound = torch.full_like(bits, _TWO_TO_MINUS_127).masked_fill(exponent > 0, 0)
-        scale = exponent + ((bits & 0x7FFFFF) > bound).to(torch.int32)
-    scale = scale.clamp(min=0, max=_LARGEST_SCALE).masked_fill(magnitude.isinf(), _LARGEST_SCALE)
-    return scale.masked_fill(magnitude.isnan(), E8M0.nan_code).to(torch.uint8)
-
-
-def multiplier(codes: Tensor) -> Tensor:
-    """2^(127 - byte) for the bytes of E8M0 scales, as float32; NaN for 255."""
-    scale = codes.to(torch.int32)
-    bits = ((_LARGEST_SCALE - scale) << 23).masked_fill(scale == _LARGEST_SCALE, _TWO_TO_MINUS_127)
-    return bits.view(torch.float32).masked_fill(scale == E8M0.nan_code, math.nan)
+    _write(out, *scales_of(amax, Layout.of(text), dtype))
 
 
 def block_amax(magnitude: Tensor, block: Block) -> Tensor:
@@ -286,43 +183,117 @@ def for_blocks(shared: Tensor, layout: Layout, columnwise: bool, shape: Sequence
 
 
 def grid_quantize(x: Tensor, text: str, out: Outputs) -> None:
+    rows, columns = (*out[:2], None), (*out[2:], None)
+    grid_quantize_levels(x, None, text, (*rows, *columns))
+
+
+def grid_quantize_levels(x: Tensor, seed: Tensor | None, text: str, out: Outputs) -> None:
     layout = Layout.of(text)
     matrix = x.reshape(as_matrix_shape(x.shape)).to(torch.float32)
-    magnitude = _magnitudes(matrix)
-    fmt = element_format(layout.element)
-    for columnwise, outputs in ((False, out[:2]), (True, out[2:])):
-        if outputs[0] is None:
-            continue
-        amaxes = block_amax(magnitude, layout.block_of(columnwise, shared=True))
-        amaxes = for_blocks(amaxes, layout, columnwise, matrix.shape)
-        scale, stored = _scales(amaxes, layout, x.dtype)
-        factors = spread(scale, layout.block_of(columnwise), matrix.shape)
-        data = encode(matrix * factors, fmt).view(x.shape)
-        if columnwise and layout.transposed:
-            data, stored = _transposed(data), stored.t()
-        _write(outputs, data, stored)
+    for columnwise, outputs in ((False, out[:3]), (True, out[3:])):
+        if outputs[0] is not None:
+            _write(outputs, *_quantized_direction(matrix, x, seed, layout, columnwise))
+
+
+def _quantized_direction(
+    matrix: Tensor, x: Tensor, seed: Tensor | None, layout: Layout, columnwise: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Data, scales and amaxes of the second level of one direction, as they are stored.
+
+    Columns are quantized as the rows of the transpose.
+    """
+    rows = matrix.t() if columnwise else matrix
+    rotation = layout.rotation
+    if rotation is not None and rotation.turns(columnwise):
+        rows = rotated(rows, rotation, x.dtype)
+    magnitude = _magnitudes(rows)
+    amaxes = block_amax(magnitude, layout.shared or layout.block)
+    amaxes = for_blocks(amaxes, layout, False, rows.shape)
+    largest = _second_level(magnitude, layout)
+
+    def spread_blocks(per_block: Tensor) -> Tensor:
+        return spread(per_block, layout.block, rows.shape)
+
+    if layout.candidates:
+        factors, stored = choice(rows, amaxes, layout, x.dtype, largest, spread_blocks)
+    else:
+        factors, stored = scales_of(amaxes, layout, x.dtype, largest)
+    random = None
+    if layout.stochastic:
+        assert seed is not None
+        random = random_words(seed, _places(rows, matrix.shape[1], columnwise), int(columnwise))
+    data = encode(rows * spread_blocks(factors), layout.format, random)
+    if layout.elements_per_byte == 2:
+        data = pack(data)
+    if columnwise and not layout.transposed:
+        data, stored = data.t(), stored.t()
+    data = data.reshape(layout.data_shape(x.shape, columnwise))
+    if largest is None:
+        # Without a second level nobody asks for its amaxes.
+        return data, stored, stored
+    return data, stored, largest.reshape(layout.amax_shape(x.shape, columnwise) or ())
+
+
+def _second_level(magnitude: Tensor, layout: Layout) -> Tensor | None:
+    """The amaxes of the second level as a column: one of each row, or one of all. None without."""
+    if layout.second_level == "none":
+        return None
+    block = (1, None) if layout.second_level == "row" else (None, None)
+    return block_amax(magnitude, block).clamp(max=FLOAT32_MAX)
+
+
+def _places(rows: Tensor, width: int, columnwise: bool) -> Tensor:
+    """The places of elements in the whole tensor, row by row: of ``rows``, or of the transpose.
+
+    The padding of a rotation continues the dimension that it pads.
+    """
+    first = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
+    second = torch.arange(rows.shape[1], device=rows.device)
+    if columnwise:
+        return first + second * width
+    return first * rows.shape[1] + second
 
 
 def grid_decode(
     data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor
 ) -> None:
+    grid_decode_levels(data, scales, None, text, columnwise, out)
+
+
+def grid_decode_levels(
+    data: Tensor,
+    scales: Tensor | None,
+    amax: Tensor | None,
+    text: str,
+    columnwise: bool,
+    out: Tensor,
+) -> None:
     layout = Layout.of(text)
-    values = data.contiguous().view(layout.element).to(torch.float32)
-    if layout.element == torch.int8:
-        values = values.masked_fill(data == INT8.nan_code, math.nan)
+    shape = layout.stored_matrix(data.shape, columnwise)
+    if layout.elements_per_byte == 2:
+        data = unpack(data)
+    values = decode(data, layout.format).reshape(shape)
     if scales is not None:
-        shape, block = layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)
-        if layout.scale != torch.float32:
-            # 2^(scale - 127) as the bits of a float64, whose exponents have the bias 1023. float64
-            # holds all products exactly.
-            powers = ((scales.to(torch.int64) - E8M0.bias + 1023) << 52).view(torch.float64)
-            scales = powers.masked_fill(scales == E8M0.nan_code, math.nan)
-        factors = spread(scales.reshape(grid_of(shape, block)), block, shape)
-        values = (values.view(shape).to(factors.dtype) * factors).view(data.shape)
+        block = layout.stored_block(columnwise)
+        scales = scales.reshape(grid_of(shape, block))
+        factors = spread(scale_values(scales, layout), block, shape)
+        values = values.to(factors.dtype) * factors
+    if amax is not None:
+        values = values * second_factor(amax, layout, columnwise)
     if out.dtype != torch.float64:
         # float32 holds the products exactly, unless they overflow.
         values = values.to(torch.float32)
-    out.copy_(values)
+    out.copy_(values.reshape(out.shape))
+
+
+def second_factor(amax: Tensor, layout: Layout, columnwise: bool) -> Tensor:
+    """What multiplies values for the second level: one number, or a column or row of them."""
+    factor = torch.div(amax, torch.full_like(amax, top_of(layout)))
+    if layout.second_level == "tensor":
+        return factor
+    if columnwise and not layout.transposed:
+        return factor.unsqueeze(0)
+    return factor.unsqueeze(1)
 
 
 def epilogue32(
@@ -371,4 +342,4 @@ def grid_multi_cast(
                 scales = multiplier(scales)
             factors = spread(scales, layout.block_of(columnwise_data), shape).reshape(-1)
             scaled = values * factors[start : start + x.numel()]
-            data.copy_(encode(scaled, element_format(layout.element)).view(data.shape))
+            data.copy_(encode(scaled, layout.format).view(data.shape))

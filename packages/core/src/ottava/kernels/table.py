@@ -124,11 +124,15 @@ def _cast_amax(x: Tensor, *options: Any) -> Results:
 
 
 class _DirectionShapes(NamedTuple):
-    """The shapes of data and scales of one direction, and the dtype of stored scales."""
+    """The shapes of data, scales and amaxes of one direction, and the dtype of stored scales.
+
+    The shape of amaxes is None for a layout without a second level.
+    """
 
     data: tuple[int, ...]
     scales: tuple[int, int]
     scale_dtype: torch.dtype
+    amaxes: tuple[int, ...] | None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -140,6 +144,7 @@ def _grid_shapes(text: str, shape: torch.Size) -> tuple[_DirectionShapes, _Direc
             layout.data_shape(shape, columnwise),
             layout.scale_shape(shape, columnwise),
             layout.stored_scale,
+            layout.amax_shape(shape, columnwise),
         )
         for columnwise in (False, True)
     )
@@ -150,12 +155,15 @@ def _direction(x: Tensor, shapes: _DirectionShapes) -> tuple[Tensor, Tensor]:
     return _new(x, shapes.data), _new(x, shapes.scales, shapes.scale_dtype)
 
 
-def _grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Results:
+def _shapes_of(x: Tensor, text: str) -> tuple[_DirectionShapes, _DirectionShapes]:
     if type(x) is Tensor:
-        shapes = _grid_shapes(text, x.shape)
-    else:
-        # Symbolic sizes of a graph cannot be keys of the cache.
-        shapes = _grid_shapes.__wrapped__(text, x.shape)
+        return _grid_shapes(text, x.shape)
+    # Symbolic sizes of a graph cannot be keys of the cache.
+    return _grid_shapes.__wrapped__(text, x.shape)
+
+
+def _grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Results:
+    shapes = _shapes_of(x, text)
     rows: Results = _ABSENT
     columns: Results = _ABSENT
     if rowwise:
@@ -163,6 +171,19 @@ def _grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Res
     if columnwise:
         columns = _direction(x, shapes[1])
     return *rows, *columns
+
+
+def _grid_quantize_levels(
+    x: Tensor, seed: Tensor | None, text: str, rowwise: bool, columnwise: bool
+) -> Results:
+    results: list[Tensor | None] = []
+    for shapes, is_requested in zip(_shapes_of(x, text), (rowwise, columnwise), strict=True):
+        if not is_requested:
+            results += None, None, None
+            continue
+        results += _direction(x, shapes)
+        results.append(None if shapes.amaxes is None else _new(x, shapes.amaxes, _FLOATS))
+    return tuple(results)
 
 
 def _grid_scales(amax: Tensor, text: str, dtype: torch.dtype) -> Results:
@@ -173,10 +194,27 @@ def _grid_scales(amax: Tensor, text: str, dtype: torch.dtype) -> Results:
     return scale, _values(amax, stored)
 
 
+def _decoded_shape(data: Tensor, text: str) -> tuple[int, ...]:
+    """The shape of the values of stored data.
+
+    If elements share bytes, each byte of the last dimension has two.
+    """
+    shape = tuple(data.shape)
+    if Layout.of(text).elements_per_byte == 1:
+        return shape
+    return *shape[:-1], 2 * shape[-1]
+
+
 def _grid_decode(
     data: Tensor, scales: Tensor | None, text: str, columnwise: bool, dtype: torch.dtype
 ) -> Tensor:
-    return _values(data, dtype)
+    return data.new_empty(_decoded_shape(data, text), dtype=dtype)
+
+
+def _grid_decode_levels(
+    data: Tensor, scales: Tensor, amax: Tensor, text: str, columnwise: bool, dtype: torch.dtype
+) -> Tensor:
+    return data.new_empty(_decoded_shape(data, text), dtype=dtype)
 
 
 def _with_empty(results: Outputs) -> tuple[Tensor, ...]:
@@ -339,6 +377,20 @@ grid_decode = TensorOperation(
     "grid_decode(Tensor data, Tensor? scales, str layout, bool columnwise, ScalarType dtype) -> "
     "Tensor",
     _grid_decode,
+    implied=1,
+)
+# The same for layouts with a second level of scales, or with stochastic rounding, which takes a
+# seed.
+grid_quantize_levels = TupleOperation(
+    "grid_quantize_levels(Tensor x, Tensor? seed, str layout, bool rowwise, bool columnwise) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _grid_quantize_levels,
+    implied=2,
+)
+grid_decode_levels = TensorOperation(
+    "grid_decode_levels(Tensor data, Tensor scales, Tensor amax, str layout, bool columnwise, "
+    "ScalarType dtype) -> Tensor",
+    _grid_decode_levels,
     implied=1,
 )
 #: Name -> row.

@@ -169,13 +169,13 @@ def equal_scales(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and torch.equal(one, other.to(one.device))
 
 
-def as_data(data: object, float_dtype: torch.dtype, name: str) -> torch.Tensor | None:
+def as_data(data: object, float_dtype: torch.dtype | None, name: str) -> torch.Tensor | None:
     """:func:`as_bytes` of an argument that may be None."""
     return None if data is None else as_bytes(data, float_dtype, name)
 
 
-def as_bytes(data: object, float_dtype: torch.dtype, name: str) -> torch.Tensor:
-    """``data`` as uint8: as it is, or a view of a tensor of ``float_dtype``.
+def as_bytes(data: object, float_dtype: torch.dtype | None, name: str) -> torch.Tensor:
+    """``data`` as uint8: as it is, or a view of a tensor of ``float_dtype``, if that is a dtype.
 
     Raises:
         DTypeError: it is neither; ``name`` is that of the argument.
@@ -184,9 +184,12 @@ def as_bytes(data: object, float_dtype: torch.dtype, name: str) -> torch.Tensor:
         return data
     if isinstance(data, torch.Tensor) and data.dtype == float_dtype:
         return data.view(torch.uint8)
+    expected = "torch.uint8 data"
+    if float_dtype not in (None, torch.uint8):
+        expected += f" or a {float_dtype} tensor"
     raise DTypeError(
         f"{name} is of {getattr(data, 'dtype', type(data).__name__)}",
-        expected=f"torch.uint8 data or a {float_dtype} tensor",
+        expected=expected,
         remedy="quantize high-precision values",
     )
 

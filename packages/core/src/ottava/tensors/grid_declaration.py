@@ -4,7 +4,7 @@ import torch
 
 from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels.checks import check_grid
-from ottava.layout import Layout
+from ottava.layout import SCALES, Layout
 from ottava.tensors.declaration import Declared, InnerTensor, Usage, as_bytes, as_data
 from ottava.tensors.direction import Direction, in_order
 
@@ -47,7 +47,7 @@ def _declaration(layout: Layout, columnwise: bool) -> tuple[InnerTensor, InnerTe
         f"{usage}_data",
         usage=usage,
         gather=gathers,
-        native=layout.element,
+        native=layout.element_dtype,
         transposed=transposed,
     )
     scales = InnerTensor(
@@ -56,7 +56,7 @@ def _declaration(layout: Layout, columnwise: bool) -> tuple[InnerTensor, InnerTe
         usage=usage,
         gather=gathers and block_rows is not None,
         block_rows=block_rows,
-        native=None if layout.scale is torch.float32 else layout.scale,
+        native=SCALES[layout.scale].native,
         all_rows=block_rows is None,
         transposed=transposed,
     )
@@ -81,7 +81,7 @@ def checked_directions(
 
 
 def _checked_direction(usage: Usage, declared: Declared, layout: Layout) -> Direction | None:
-    data = as_data(declared[f"{usage}_data"], layout.element, f"{usage}_data")
+    data = as_data(declared[f"{usage}_data"], layout.element_dtype, f"{usage}_data")
     scales: torch.Tensor | None = declared[f"{usage}_scale_inv"]
     if data is None and scales is None:
         return None
@@ -89,7 +89,7 @@ def _checked_direction(usage: Usage, declared: Declared, layout: Layout) -> Dire
         missing = "data" if data is None else "scale_inv"
         raise UsageError(f"{usage}_{missing} is missing", expected=f"{usage} data with its scales")
     if layout.stored_scale is torch.uint8:
-        scales = as_bytes(scales, layout.scale, f"{usage}_scale_inv")
+        scales = as_bytes(scales, SCALES[layout.scale].native, f"{usage}_scale_inv")
     check_grid(data, scales, layout, usage == "columnwise", f"{usage}_scale_inv")
     return Direction(data, scales)
 
