@@ -21,6 +21,7 @@ from ottava.kernels.scales import (
     multiplier,
     scale_values,
     scales_of,
+    sums_of_blocks,
     top_of,
 )
 from ottava.layout import Block, Layout, as_matrix_shape, grid_of
@@ -214,8 +215,15 @@ def _quantized_direction(
     def spread_blocks(per_block: Tensor) -> Tensor:
         return spread(per_block, layout.block, rows.shape)
 
+    def sums(errors: Tensor) -> Tensor:
+        # The rows of squares are those of the tensor, so that both directions choose alike.
+        turned = columnwise and layout.square
+        area = layout.shared or layout.block
+        per_area = sums_of_blocks(errors.t() if turned else errors, area)
+        return for_blocks(per_area.t() if turned else per_area, layout, False, rows.shape)
+
     if layout.candidates:
-        factors, stored = choice(rows, amaxes, layout, x.dtype, largest, spread_blocks)
+        factors, stored = choice(rows, amaxes, layout, x.dtype, largest, spread_blocks, sums)
     else:
         factors, stored = scales_of(amaxes, layout, x.dtype, largest)
     random = None
