@@ -323,14 +323,15 @@ class Layout:
 
         Rowwise data have the shape of the tensor. Data that are stored transposed have the last
         dimension first, and are a matrix if elements share bytes or groups are padded. The last
-        dimension counts bytes.
+        dimension counts bytes; a tensor without dimensions whose elements share bytes or whose
+        groups are padded has one.
         """
         rows, columns = self.padded(as_matrix_shape(shape), columnwise)
         if columnwise and self.transposed:
             if self.is_plain(columnwise):
                 return (*shape[-1:], *shape[:-1])
             return columns, -(-rows // self.elements_per_byte)
-        if not shape:
+        if not shape and self.is_plain(columnwise):
             return ()
         return *shape[:-1], -(-columns // self.elements_per_byte)
 
