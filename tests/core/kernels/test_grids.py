@@ -270,7 +270,7 @@ def test_mx_blocks_are_those_of_gfloat(fmt: str, rounding: str) -> None:
 
     Not compared: NaN, infinities and scales at the ends of the range, for which its rules differ.
     """
-    layout = Layout(oracle.ELEMENTS[fmt].dtype, (1, 32), E8M0, rounding)
+    layout = Layout(oracle.ELEMENTS[fmt].name, (1, 32), E8M0, rounding)
     info = getattr(gfloat.formats, f"format_info_mxfp8_{fmt}")
     blocks = np.stack(list(gfloat_blocks()))
     data, scales, _, _ = kernels.grid_quantize(torch.from_numpy(blocks), layout, columnwise=False)
