@@ -330,7 +330,7 @@ class Layout:
             if self.is_plain(columnwise):
                 return (*shape[-1:], *shape[:-1])
             return columns, -(-rows // self.elements_per_byte)
-        if not shape:
+        if not shape and self.elements_per_byte == 1:
             return ()
         return *shape[:-1], -(-columns // self.elements_per_byte)
 

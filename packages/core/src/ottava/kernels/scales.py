@@ -183,6 +183,15 @@ def _multipliers(codes: Tensor, number: FloatFormat, second: Tensor) -> Tensor:
     return inverse(decode(codes, number) * inverse(second)).clamp(max=FLOAT32_MAX)
 
 
+def multipliers_of(stored: Tensor, layout: Layout) -> Tensor:
+    """The float32 multipliers of elements that belong to stored scales of bytes, of one level."""
+    number = SCALES[layout.scale].number
+    assert number is not None
+    if number is E8M0:
+        return multiplier(stored)
+    return _multipliers(stored, number, torch.ones((), device=stored.device))
+
+
 def scale_values(stored: Tensor, layout: Layout) -> Tensor:
     """The numbers that stored scales are: float64 for powers of two, which holds all of them."""
     number = SCALES[layout.scale].number
