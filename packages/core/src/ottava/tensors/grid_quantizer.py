@@ -40,10 +40,8 @@ def data_and_scales(side: Side | None) -> tuple[torch.Tensor | None, torch.Tenso
 
 def declare(layout: Layout) -> None:
     """Make the inner tensors of a layout known, which compiled code looks up."""
-    if needs_packing(layout):
-        packed_inner_tensors_of(layout)
-    else:
-        inner_tensors_of(layout)
+    inner_tensors_of(layout)
+    packed_inner_tensors_of(layout)
 
 
 class GridQuantizer(Quantizer):
@@ -167,7 +165,7 @@ class GridQuantizer(Quantizer):
         those that the operand lacks."""
         rows: tuple[torch.Tensor | None, ...] = data_and_scales(operand.rows)
         columns: tuple[torch.Tensor | None, ...] = data_and_scales(operand.columns)
-        if needs_packing(self.layout):
+        if self._is_packed():
             rows += (None if operand.rows is None else operand.rows.amax,)
             columns += (None if operand.columns is None else operand.columns.amax,)
         if not self.layout.one_buffer:
@@ -175,6 +173,10 @@ class GridQuantizer(Quantizer):
         if operand.rows is None:
             rows = columns
         return *rows, *(None for _ in rows)
+
+    def _is_packed(self) -> bool:
+        """Whether the results are packed tensors, which may have amaxes and know their shape."""
+        return issubclass(self._kinds()[1], PackedTensor)
 
     def _kinds(self) -> tuple[type[GridTensorStorage], type[GridTensor]]:
         """The classes of bare storages and of tensors that this quantizer makes."""
@@ -245,7 +247,7 @@ class GridQuantizer(Quantizer):
         """
         fields = self.static_fields()
         storage_class, tensor_class = self._kinds()
-        if needs_packing(self.layout):
+        if self._is_packed():
             fields = fields | {"shape": None if shape is None else tuple(shape)}
         if not self.internal:
             names = [inner.argument for inner in tensor_class.inner_tensors]
@@ -260,7 +262,7 @@ class GridQuantizer(Quantizer):
             storage_class(**fields)  # refuses to be made without the missing fields
         spec = StorageSpec(storage_class, static, self)
         storage: QuantizedTensorStorage
-        if needs_packing(self.layout) and shape is None:
+        if self._is_packed() and shape is None:
             # The constructor finds the shape.
             storage = spec.build(tensors)
         else:
@@ -276,5 +278,5 @@ class GridQuantizer(Quantizer):
             direction: tuple[torch.Tensor | None, ...] = (None, None, None)
             if is_requested:
                 direction = zeros(self.layout, shape, columnwise, device)
-            tensors += direction if needs_packing(self.layout) else direction[:2]
+            tensors += direction if self._is_packed() else direction[:2]
         return self._wrap(tensors, dtype, shape)
