@@ -137,13 +137,13 @@ def _with_amax(
 ) -> Direction | None:
     """A direction with the amaxes that the constructor was given for it."""
     amax: torch.Tensor | None = declared[f"amax_{usage}"]
-    if layout.second_level == "none" or direction is None:
+    if layout.second_level == "none":
         if amax is not None:
-            raise UsageError(
-                f"amax_{usage} without {usage} data, or in a layout without a second level",
-                expected="None",
-            )
+            raise UsageError(f"amax_{usage} in a layout without a second level", expected="None")
         return direction
+    if direction is None:
+        # Columns that are made of rows may be outdated, and their amax is that of the rows.
+        return None
     if amax is None:
         raise UsageError(f"amax_{usage} is missing", expected=f"{usage} data with its amaxes")
     check_amax(amax, direction.data, layout, usage == "columnwise")

@@ -267,10 +267,15 @@ class PackedTensor(GridTensor, PackedTensorStorage):
         shape = function(example).shape
         if not self.dim() or shape[-1:] != self.shape[-1:]:
             return NotImplemented  # type: ignore[no-any-return]
-        rows, columns = self.direction(columnwise=False), self.direction(columnwise=True)
-        if rows is not None:
-            data = rows.data.view(self.grid_layout.data_shape(shape, False))
-            rows = rows._replace(data=data)
+        rows, columns = (
+            None
+            if direction is None
+            else direction._replace(
+                data=direction.data.view(self.grid_layout.data_shape(shape, columnwise))
+            )
+            for columnwise in (False, True)
+            for direction in [self.direction(columnwise=columnwise)]
+        )
         return self._around(rows, columns, shape)
 
     def narrowed(self, dim: int, start: int, stop: int) -> Self:
