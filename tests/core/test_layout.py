@@ -63,7 +63,13 @@ REFUSED: list[tuple[dict[str, Any], str, list[Any], type[Exception], str]] = [
     ({"block": (1, None)}, "shared", [(32, 32)], OptionError, "share a scale.*squares"),
     ({"block": (3, 32)}, "shared", [(32, 32)], OptionError, "share a scale.*squares"),
     ({}, "rounding", ["up", "UP", "", None, 0, ["floor"]], OptionError, "rounding.*nearest, floor"),
-    ({"scale": E8M0}, "rounding", ["down", True], OptionError, "rounding.*up, floor, even, nearest"),
+    (
+        {"scale": E8M0},
+        "rounding",
+        ["down", True],
+        OptionError,
+        "rounding.*up, floor, even, nearest",
+    ),
     ({"scale": E4M3}, "rounding", ["up", "floor"], OptionError, "rounding.*nearest"),
     ({}, "columnwise", ["", "rows", None, 1], OptionError, "columnwise.*own, transposed, same"),
     (

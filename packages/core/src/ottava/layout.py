@@ -7,6 +7,7 @@ are those of the transposed matrix.
 """
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
@@ -58,6 +59,39 @@ SCALES: dict[torch.dtype | str, ScaleFormat] = {
     torch.float8_e4m3fn: ScaleFormat(E4M3, torch.uint8, torch.float8_e4m3fn, ("nearest",)),
     "UE5M3": ScaleFormat(UE5M3, torch.uint8, None, ("nearest",)),
 }
+#: A rule of one's own: from the amaxes of blocks (float32; times the scale of the second level, if
+#: there is one) and the layout to the scales that are stored, of the same shape.
+ScaleRule = Callable[[torch.Tensor, "Layout"], torch.Tensor]
+#: The rules that were registered, by name.
+OWN_RULES: dict[str, ScaleRule] = {}
+
+
+def register_scale_rule(name: str, rule: ScaleRule) -> None:
+    """Let layouts have a rule of one's own for scales, as ``rounding=name``.
+
+    A process that reads files with such layouts registers the rule first.
+
+    Args:
+        name: letters, digits, dots, hyphens and underscores, beginning with a letter.
+        rule: see :data:`ScaleRule`. Equal amaxes must give equal scales.
+
+    Raises:
+        OptionError: the name is not of this form, or is taken by another rule.
+        DTypeError: ``rule`` is no function.
+    """
+    known = {word for scale in SCALES.values() for word in scale.rules}
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w.-]*", name):
+        raise OptionError(
+            f"a rule for scales named {name!r}",
+            expected="letters, digits, dots, hyphens and underscores, beginning with a letter",
+        )
+    if name in known or OWN_RULES.get(name, rule) is not rule:
+        raise OptionError(f"the name {name!r} of a rule is taken", expected="another name")
+    if not callable(rule):
+        raise DTypeError(f"the rule {name!r} is a {type(rule).__name__}", expected="a function")
+    OWN_RULES[name] = rule
+
+
 _COLUMNWISE = ("own", "transposed", "same")
 _FINITE_AS = ("float32", "input")
 _SECOND_LEVELS = ("none", "tensor", "row")
@@ -106,7 +140,8 @@ class Layout:
             ``torch.float8_e8m0fnu``, ``torch.float8_e4m3fn`` or ``"UE5M3"``.
         rounding: the rule from an amax to a scale. Float32 scales: ``"nearest"``, or ``"floor"`` to
             a power of two. E8M0 scales: ``"up"``, so that no element is clamped, ``"floor"``,
-            ``"even"`` or ``"nearest"``. Other scales: ``"nearest"``.
+            ``"even"`` or ``"nearest"``. Other scales: ``"nearest"``. All: a rule of one's own
+            (:func:`register_scale_rule`).
         epsilon: the least amax; a smaller one is replaced by it. Only for float32 scales.
         columnwise: how columnwise data are held. ``"own"``: in the tensor's shape;
             ``"transposed"``: as ``[K, *leading]``; ``"same"``: one buffer serves both usages.
@@ -169,7 +204,7 @@ class Layout:
         _check_sizes("block", self.block)
         if self.shared is not None:
             _check_sizes("shared", self.shared)
-        _check_word("rounding", self.rounding, SCALES[self.scale].rules)
+        _check_word("rounding", self.rounding, (*SCALES[self.scale].rules, *OWN_RULES))
         _check_word("columnwise", self.columnwise, _COLUMNWISE)
         _check_word("finite_as", self.finite_as, _FINITE_AS)
         _check_word("second_level", self.second_level, _SECOND_LEVELS)
@@ -372,7 +407,7 @@ def _is_size(size: object) -> bool:
 
 
 def _check_word(name: str, value: str, words: tuple[str, ...]) -> None:
-    if value not in words:
+    if not isinstance(value, str) or value not in words:
         raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(words)}")
 
 

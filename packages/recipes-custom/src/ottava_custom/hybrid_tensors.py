@@ -134,7 +134,7 @@ class HybridTensorStorage(QuantizedTensorStorage):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.side(columnwise).gemm_operand(columnwise=columnwise, dtype=dtype)
 
-    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor | None, ...] | None:
         return self.side(columnwise).grid_operand(columnwise=columnwise)
 
     @property

@@ -25,6 +25,7 @@ from ottava.kernels.checks import Shards
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, Size, as_matrix_shape
 from ottava.tensors.declaration import InnerTensor
+from ottava.tensors.packed import needs_packing
 from ottava.tensors.quantizer import Quantizer
 from ottava.torch_private import foreach_copy_
 
@@ -317,6 +318,9 @@ class GridShards(ShardRule):
 
     def batch_for(self, quantizer: Quantizer) -> type[ShardBatch] | None:
         layout = layout_of(quantizer)
+        if needs_packing(layout) or layout.candidates or layout.stochastic:
+            # Amaxes of blocks do not suffice, or a range of elements is no range of bytes.
+            return None
         if quantizer.columnwise_usage and layout.transposed and not layout.square:
             # Transposed columns with their own scales cannot be written shard by shard, because a
             # range of the weight is scattered over them.
@@ -324,7 +328,8 @@ class GridShards(ShardRule):
         return self.batch
 
     def one_amax(self, quantizer: Quantizer) -> bool:
-        return layout_of(quantizer).block == (None, None)
+        layout = layout_of(quantizer)
+        return layout.block == (None, None) and not needs_packing(layout)
 
     def _heights(self, quantizer: Quantizer) -> list[int | None]:
         """The number of rows that share a scale, in each direction; None for all rows."""
@@ -333,12 +338,18 @@ class GridShards(ShardRule):
         return [layout.block_of(columnwise, shared=True)[0] for columnwise in usages]
 
     def independent_rows(self, quantizer: Quantizer) -> int | None:
-        if None in self._heights(quantizer):
+        if None in self._heights(quantizer) or layout_of(quantizer).second_level != "none":
             return None
         return self.rows_of_blocks(quantizer)
 
     def rows_of_blocks(self, quantizer: Quantizer) -> int:
-        return math.lcm(*(rows for rows in self._heights(quantizer) if rows is not None))
+        heights = [rows for rows in self._heights(quantizer) if rows is not None]
+        layout = layout_of(quantizer)
+        if quantizer.columnwise_usage:
+            heights.append(layout.elements_per_byte)
+            if layout.rotation is not None and layout.rotation.turns(True):
+                heights.append(layout.rotation.size)
+        return math.lcm(*heights)
 
 
 # The rules that classes of lower packages name, because these cannot import this module.

@@ -15,7 +15,8 @@ from ottava.gemm import scratch as memory
 from ottava.gemm.operators import define
 from ottava.kernels import products as dense
 from ottava.kernels.backends import backend_module
-from ottava.kernels.reference import spread
+from ottava.kernels.reference import second_factor, spread
+from ottava.kernels.scales import scale_values
 from ottava.layout import SCALES, Block, Layout
 from ottava.tensors.operand import Side
 
@@ -51,26 +52,50 @@ def _decoded(place: int, side: Side, dtype: torch.dtype) -> Decoded:
         return Decoded(side.outer_first(), side.scales)
     layout = Layout.of(side.layout)
     folded = folds(layout)
-    out = memory.scratch.empty(place, side.values, dtype)
+    out = memory.scratch.empty(place, side.values, layout.elements_per_byte, dtype)
     backend_module(out.device.type).grid_decode(
         side.values, side.scales if folded else None, side.layout, side.columnwise, out
     )
     turned = side.is_turned()
     values = out.t() if turned else out
-    if folded:
+    if folded and side.amax is None:
         return Decoded(values, None)
-    return Decoded(values, side.scales.t() if turned else side.scales, layout.block)
+    if folded:
+        return _with_second_level(values, side.amax, layout)
+    scales = scale_values(side.scales, layout).to(torch.float32)
+    if side.amax is not None:
+        scales = scales * second_factor(side.amax, layout, side.columnwise)
+    return Decoded(values, scales.t() if turned else scales, layout.block)
+
+
+def _with_second_level(values: Tensor, amax: Tensor | None, layout: Layout) -> Decoded:
+    """Values that have their own scales, and lack those of the second level."""
+    assert amax is not None
+    factor = second_factor(amax, layout, False)
+    if layout.second_level == "tensor":
+        return Decoded(values, factor.reshape(1, 1))
+    return Decoded(values, factor, (1, None))
 
 
 def _multiply(
     a: Side, b: Side, bias: Tensor | None, out_dtype: torch.dtype, compute: torch.dtype
 ) -> Tensor:
     left, right = _decoded(0, a, compute), _decoded(1, b, compute)
+    # Of an odd number of elements that share bytes one side has a zero more.
+    inner = min(left.values.shape[1], right.values.shape[1])
+    left, right = _cut(left, inner), _cut(right, inner)
     if left.block == right.block == dense.WHOLE:
         return dense.product(
             left.values, right.values.t(), left.scales, right.scales, bias, out_dtype
         )
     return _product_of_blocks(left, right, bias, out_dtype)
+
+
+def _cut(operand: Decoded, inner: int) -> Decoded:
+    """The operand with ``inner`` elements in the summed dimension."""
+    if operand.values.shape[1] == inner:
+        return operand
+    return operand._replace(values=operand.values[:, :inner])
 
 
 #: ``round(a[M, K] · b[N, K]ᵀ + bias)`` of ``(a, b, bias, out_dtype, compute_dtype)``. Elements are

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from ottava.errors import DeviceError, OptionError, ShapeError
+from ottava.errors import DeviceError, OptionError, ShapeError, UsageError
 from ottava.gemm.decoded import decoded_mm
 from ottava.gemm.operand import Matrix, dense_side, side_of, stored
 from ottava.gemm.scaled import product_of
@@ -19,7 +19,7 @@ from ottava.kernels import check_high_precision
 from ottava.kernels.checks import check_dtype, check_fits
 from ottava.kernels.products import compute_dtype, without_autocast
 from ottava.kernels.table import rounded
-from ottava.layout import as_matrix_shape
+from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.operand import Side
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -144,6 +144,7 @@ def _product(
 ) -> Tensor:
     a_by_column, b_by_column = BY_COLUMN[gemm_type]
     left, right = side_of(a, a_by_column), side_of(b, b_by_column)
+    _check_rotations(left, right, gemm_type)
     if left is not None and right is not None:
         of_elements = product_of(left, right)
         if of_elements is not None:
@@ -155,6 +156,35 @@ def _product(
     if right is None:
         right = dense_side(b, b_by_column, compute)
     return decoded_mm(left, right, bias, dtype, compute)
+
+
+def _check_rotations(left: Side | None, right: Side | None, gemm_type: str) -> None:
+    """Refuse operands of which one is rotated along the summed dimension, or both differently.
+
+    Raises:
+        UsageError: the rotations would not cancel in the product.
+    """
+    rotations = [None if side is None else _rotation_of(side) for side in (left, right)]
+    if rotations[0] == rotations[1]:
+        return
+    found = ["rotated" if rotation else "not rotated" for rotation in rotations]
+    if all(rotations):
+        found = [f"rotated by {size} with signs {signs:#x}" for size, signs in rotations]  # type: ignore[misc]
+    raise UsageError(
+        f"{gemm_type} of an operand that is {found[0]} and one that is {found[1]}",
+        expected="two operands with the same rotation along the summed dimension",
+        remedy="quantize both by layouts with the same rotation",
+    )
+
+
+def _rotation_of(side: Side) -> tuple[int, int] | None:
+    """Size and signs of the rotation of the values of a side; None if they are not rotated."""
+    if not side.is_quantized():
+        return None
+    rotation = Layout.of(side.layout).rotation
+    if rotation is None or not rotation.turns(side.columnwise):
+        return None
+    return rotation.size, rotation.signs
 
 
 def _is_exact_in_bfloat16(x: Matrix, side: Side | None) -> bool:

@@ -50,7 +50,10 @@ def side_of(x: Matrix, columnwise: bool) -> Side | None:
         layout = x.column_layout_text
     if not layout:
         layout = x.layout_text
-    return Side(*elements, layout, columnwise, x)
+    data, scales, *levels = elements
+    assert data is not None
+    amax = levels[0] if levels else None
+    return Side(data, scales, layout, columnwise, x, amax)
 
 
 def dense_side(x: Matrix, columnwise: bool, dtype: torch.dtype) -> Side:

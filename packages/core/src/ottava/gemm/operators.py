@@ -22,19 +22,22 @@ def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[
         a: Tensor,
         b: Tensor,
         scales_a: Tensor | None,
+        amax_a: Tensor | None,
         layout_a: str,
         columnwise_a: bool,
         scales_b: Tensor | None,
+        amax_b: Tensor | None,
         layout_b: str,
         columnwise_b: bool,
         *rest: Any,
     ) -> Tensor:
-        left = Side(a, scales_a, layout_a, columnwise_a)
-        right = Side(b, scales_b, layout_b, columnwise_b)
+        left = Side(a, scales_a, layout_a, columnwise_a, amax=amax_a)
+        right = Side(b, scales_b, layout_b, columnwise_b, amax=amax_b)
         return multiply(left, right, *rest)
 
     sides = ", ".join(
-        f"Tensor? scales_{side}, str layout_{side}, bool columnwise_{side}" for side in "ab"
+        f"Tensor? scales_{side}, Tensor? amax_{side}, str layout_{side}, bool columnwise_{side}"
+        for side in "ab"
     )
     schema = (
         f"{name}(Tensor a, Tensor b, {sides}, Tensor? bias, ScalarType out_dtype, {option}) "
@@ -50,23 +53,26 @@ def define(name: str, option: str, multiply: Callable[..., Tensor]) -> Callable[
     return product
 
 
-def _fields_of(side: Side) -> tuple[Tensor | None, str, bool]:
-    return side.scales, side.layout, side.columnwise
+def _fields_of(side: Side) -> tuple[Tensor | None, Tensor | None, str, bool]:
+    return side.scales, side.amax, side.layout, side.columnwise
 
 
 def _sizes(
     a: Any,
     b: Any,
     scales_a: Tensor | None,
+    amax_a: Tensor | None,
     layout_a: str,
     columnwise_a: bool,
     scales_b: Tensor | None,
+    amax_b: Tensor | None,
     layout_b: str,
     columnwise_b: bool,
     *_: Any,
 ) -> tuple[int, int, int]:
     """Rows, columns and the reduced size, from the shapes ``a`` and ``b`` of both values and the
     fields of both sides."""
-    left = Side(a, scales_a, layout_a, columnwise_a).is_turned()
-    right = Side(b, scales_b, layout_b, columnwise_b).is_turned()
-    return a[left], b[right], a[not left]
+    left = Side(a, scales_a, layout_a, columnwise_a)
+    right = Side(b, scales_b, layout_b, columnwise_b)
+    inner = a[not left.is_turned()] * left.elements_per_byte()
+    return a[left.is_turned()], b[right.is_turned()], inner

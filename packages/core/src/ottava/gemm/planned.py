@@ -211,7 +211,7 @@ def _planned_side(place: int, side: Side, compute: torch.dtype) -> PlannedSide |
     layout, element, rule, _ = native_layout(side.layout)
     if not is_native(layout):
         return None
-    out = memory.scratch.empty(place, side.values, compute)
+    out = memory.scratch.empty(place, side.values, 1, compute)
     folded = folds(layout)
     per_tensor = layout.block == dense.WHOLE and layout.element in FP8
     if out.nbytes > memory.scratch.LARGEST or not (folded or per_tensor):

@@ -20,15 +20,20 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self.buffers = [torch.empty(0, dtype=torch.uint8, device="cpu")] * 2
 
-    def empty(self, place: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Memory of the shape of ``like`` for side ``place`` (0 or 1) of a product, until the next
-        product of this thread."""
-        size = like.numel() * dtype.itemsize
-        if like.device.type != "cpu" or size > self.LARGEST:
-            return like.new_empty(like.shape, dtype=dtype)
+    def empty(self, place: int, data: Tensor, per_byte: int, dtype: torch.dtype) -> Tensor:
+        """Memory for the values of ``data`` of side ``place`` (0 or 1) of a product, until the next
+        product of this thread.
+
+        Args:
+            per_byte: how many values a byte of the last dimension has.
+        """
+        shape = (*data.shape[:-1], data.shape[-1] * per_byte)
+        size = data.numel() * per_byte * dtype.itemsize
+        if data.device.type != "cpu" or size > self.LARGEST:
+            return data.new_empty(shape, dtype=dtype)
         if self.buffers[place].numel() < size:
             self._grow(place, size)
-        return self.buffers[place][:size].view(dtype).view(like.shape)
+        return self.buffers[place][:size].view(dtype).view(shape)
 
     def _grow(self, place: int, size: int) -> None:
         # Products that were planned before keep the buffers of their time alive. The powers of two

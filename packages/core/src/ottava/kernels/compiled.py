@@ -71,7 +71,7 @@ def is_native(layout: Layout) -> bool:
     if layout.format.code < 0 or layout.candidates or layout.rotation is not None:
         return False
     if layout.scale is torch.float32:
-        return True
+        return layout.rounding in ("nearest", "floor")
     return layout.scale is torch.float8_e8m0fnu and layout.rounding in ("up", "floor")
 
 

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ from ottava.kernels.scales import (
     choice,
     float_scale,
     inverse,
-    multiplier,
+    multipliers_of,
     scale_values,
     scales_of,
     sums_of_blocks,
@@ -190,19 +190,39 @@ def grid_quantize(x: Tensor, text: str, out: Outputs) -> None:
 
 def grid_quantize_levels(x: Tensor, seed: Tensor | None, text: str, out: Outputs) -> None:
     layout = Layout.of(text)
-    matrix = x.reshape(as_matrix_shape(x.shape)).to(torch.float32)
     for columnwise, outputs in ((False, out[:3]), (True, out[3:])):
         if outputs[0] is not None:
-            _write(outputs, *_quantized_direction(matrix, x, seed, layout, columnwise))
+            _write(outputs, *_quantized_direction(x, layout, columnwise, seed))
+
+
+#: Reduces the amaxes of the second level over ranks; the second argument says whether they are
+#: those of columns.
+Reduce = Callable[[Tensor, bool], Tensor]
+
+
+def quantize_levels(
+    x: Tensor, layout: Layout, rowwise: bool, columnwise: bool, reduce: Reduce
+) -> tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor, Tensor] | None]:
+    """Data, scales and amaxes of rows and of columns, with amaxes that ``reduce`` returns."""
+    rows, columns = (
+        _quantized_direction(x, layout, by_column, None, reduce) if is_requested else None
+        for by_column, is_requested in ((False, rowwise), (True, columnwise))
+    )
+    return rows, columns
 
 
 def _quantized_direction(
-    matrix: Tensor, x: Tensor, seed: Tensor | None, layout: Layout, columnwise: bool
+    x: Tensor,
+    layout: Layout,
+    columnwise: bool,
+    seed: Tensor | None,
+    reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Data, scales and amaxes of the second level of one direction, as they are stored.
 
     Columns are quantized as the rows of the transpose.
     """
+    matrix = x.reshape(as_matrix_shape(x.shape)).to(torch.float32)
     rows = matrix.t() if columnwise else matrix
     rotation = layout.rotation
     if rotation is not None and rotation.turns(columnwise):
@@ -211,6 +231,8 @@ def _quantized_direction(
     amaxes = block_amax(magnitude, layout.shared or layout.block)
     amaxes = for_blocks(amaxes, layout, False, rows.shape)
     largest = _second_level(magnitude, layout)
+    if largest is not None and reduce is not None:
+        largest = reduce(largest, columnwise)
 
     def spread_blocks(per_block: Tensor) -> Tensor:
         return spread(per_block, layout.block, rows.shape)
@@ -347,7 +369,7 @@ def grid_multi_cast(
                 continue
             scales, data = pair
             if scales.dtype == torch.uint8:
-                scales = multiplier(scales)
+                scales = multipliers_of(scales, layout)
             factors = spread(scales, layout.block_of(columnwise_data), shape).reshape(-1)
             scaled = values * factors[start : start + x.numel()]
             data.copy_(encode(scaled, layout.format).view(data.shape))

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ottava.errors import ShapeError
 from ottava.formats import E8M0, ElementFormat, FloatFormat
-from ottava.kernels.checks import Tensor
+from ottava.kernels.checks import Tensor, check_tensor
 from ottava.kernels.elements import bits_of, decode, encode, float_bits
-from ottava.layout import SCALES, Block, Layout
+from ottava.layout import OWN_RULES, SCALES, Block, Layout
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 # The largest scale of E8M0, and 2^-127, which in float32 is a subnormal.
@@ -133,6 +134,8 @@ def scales_of(
         largest: of the second level, in a shape that broadcasts to that of ``amax``.
     """
     number = SCALES[layout.scale].number
+    if layout.rounding in OWN_RULES:
+        return _scales_by_own_rule(amax, layout, largest)
     if number is None:
         infinite = FLOAT32_MAX
         if layout.finite_as == "input":
@@ -148,6 +151,30 @@ def scales_of(
     factor = second * as_float32(1.0 / layout.format.max)
     codes = _codes_of(_finite(amax) * factor, number)
     return _multipliers(codes, number, second), codes
+
+
+def _scales_by_own_rule(
+    amax: Tensor, layout: Layout, largest: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The scales that a registered rule gives.
+
+    Raises:
+        DTypeError, ShapeError: it gives something else.
+    """
+    second = second_scale(largest, layout, amax)
+    stored = OWN_RULES[layout.rounding](_finite(amax) * second, layout)
+    check_tensor(stored, f"the result of the rule {layout.rounding!r}", layout.stored_scale)
+    if stored.shape != amax.shape:
+        raise ShapeError(
+            f"the result of the rule {layout.rounding!r} has shape {tuple(stored.shape)}",
+            expected=f"{tuple(amax.shape)}, that of the amaxes",
+        )
+    number = SCALES[layout.scale].number
+    if number is None:
+        return inverse(stored), stored
+    if number is E8M0:
+        return multiplier(stored), stored
+    return _multipliers(stored, number, second), stored
 
 
 def _finite(amax: Tensor) -> Tensor:
@@ -181,6 +208,15 @@ def _codes_of(scales: Tensor, number: FloatFormat) -> Tensor:
 def _multipliers(codes: Tensor, number: FloatFormat, second: Tensor) -> Tensor:
     """``min(1 / (scale * (1 / second)), largest float32)``."""
     return inverse(decode(codes, number) * inverse(second)).clamp(max=FLOAT32_MAX)
+
+
+def multipliers_of(stored: Tensor, layout: Layout) -> Tensor:
+    """The float32 multipliers of elements that belong to stored scales of bytes, of one level."""
+    number = SCALES[layout.scale].number
+    assert number is not None
+    if number is E8M0:
+        return multiplier(stored)
+    return _multipliers(stored, number, torch.ones((), device=stored.device))
 
 
 def scale_values(stored: Tensor, layout: Layout) -> Tensor:

@@ -21,6 +21,7 @@ from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_declaration import inner_tensors_of
 from ottava.tensors.grid_quantizer import GridQuantizer
 from ottava.tensors.grid_tensor import GridTensor
+from ottava.tensors.packed import PackedTensor, PackedTensorStorage
 from ottava.tensors.quantizer import Option, Quantizer, as_device
 from ottava.tensors.saving import StorageSpec, prepare_for_saving, restore_from_saved
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -37,6 +38,8 @@ __all__ = [
     "GridTensorStorage",
     "InnerTensor",
     "Option",
+    "PackedTensor",
+    "PackedTensorStorage",
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",

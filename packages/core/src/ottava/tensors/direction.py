@@ -17,24 +17,22 @@ from ottava.layout import Block, Layout, Size, as_matrix_shape
 
 
 class Direction(NamedTuple):
-    """Data and scales of one direction."""
+    """Data and scales of one direction, and the amaxes of a second level of scales, if there is
+    one."""
 
     data: torch.Tensor
     scales: torch.Tensor
+    amax: torch.Tensor | None = None
 
 
-def in_order(
-    stored: tuple[torch.Tensor, torch.Tensor], layout: Layout, columnwise: bool
-) -> Direction:
+def in_order(stored: Direction, layout: Layout, columnwise: bool) -> Direction:
     """A stored direction in the order of the tensor: views."""
-    return _moved(Direction(*stored), layout, columnwise, 0, -1)
+    return _moved(stored, layout, columnwise, 0, -1)
 
 
-def as_stored(
-    ordered: tuple[torch.Tensor, torch.Tensor], layout: Layout, columnwise: bool
-) -> Direction:
+def as_stored(ordered: Direction, layout: Layout, columnwise: bool) -> Direction:
     """The inverse of :func:`in_order`: views."""
-    return _moved(Direction(*ordered), layout, columnwise, -1, 0)
+    return _moved(ordered, layout, columnwise, -1, 0)
 
 
 def _moved(
@@ -44,10 +42,10 @@ def _moved(
     transposes it; unchanged otherwise."""
     if not (columnwise and layout.transposed):
         return direction
-    data, scales = direction
+    data, scales, amax = direction
     if data.dim():
         data = data.movedim(source, destination)
-    return Direction(data, scales.t())
+    return Direction(data, scales.t(), amax)
 
 
 def zeros(
@@ -58,7 +56,10 @@ def zeros(
     scale_shape = layout.scale_shape(shape, columnwise)
     data = torch.zeros(data_shape, dtype=torch.uint8, device=device)
     scales = torch.ones(scale_shape, dtype=layout.stored_scale, device=device)
-    return Direction(data, scales)
+    amax_shape = layout.amax_shape(shape, columnwise)
+    if amax_shape is None:
+        return Direction(data, scales)
+    return Direction(data, scales, torch.ones(amax_shape, dtype=torch.float32, device=device))
 
 
 def from_other_usage(other: Direction, layout: Layout, columnwise: bool) -> Direction:
@@ -70,8 +71,9 @@ def from_other_usage(other: Direction, layout: Layout, columnwise: bool) -> Dire
         other: the direction of the other usage, in the order of the tensor.
         columnwise: whether the result serves the columnwise usage.
     """
-    scales = _scales_from_other_usage(other, layout, columnwise)
-    data, scales = as_stored((other.data, scales), layout, columnwise)
+    matrix = as_matrix_shape(other.data.shape)
+    scales = scales_from_other_usage(other.scales, matrix, layout, columnwise)
+    data, scales, _ = as_stored(Direction(other.data, scales), layout, columnwise)
     if not layout.transposed:
         return Direction(data, scales)
     # The elements lie in memory in the order of the other usage, so they are copied.
@@ -80,14 +82,23 @@ def from_other_usage(other: Direction, layout: Layout, columnwise: bool) -> Dire
     return Direction(data.contiguous(), scales.contiguous())
 
 
-def _scales_from_other_usage(other: Direction, layout: Layout, columnwise: bool) -> torch.Tensor:
-    """The scales in the order of the tensor: one of each square, repeated for its new blocks."""
+def scales_from_other_usage(
+    scales: torch.Tensor, matrix: Sequence[int], layout: Layout, columnwise: bool
+) -> torch.Tensor:
+    """Scales of one usage, made of those of the other: one of each square, repeated for its blocks.
+
+    Both are in the order of the tensor.
+
+    Args:
+        scales: those of the other usage.
+        matrix: rows and columns of the tensor.
+        columnwise: whether the result serves the columnwise usage.
+    """
     if layout.block == (None, None):
-        return other.scales
+        return scales
     old_rows, old_columns = _blocks_in_a_square(layout, layout.block_of(not columnwise))
     blocks = _blocks_in_a_square(layout, layout.block_of(columnwise))
-    grid = layout.grid(as_matrix_shape(other.data.shape), columnwise)
-    return spread(other.scales[::old_rows, ::old_columns], blocks, grid)
+    return spread(scales[::old_rows, ::old_columns], blocks, layout.grid(matrix, columnwise))
 
 
 def _blocks_in_a_square(layout: Layout, block: Block) -> Size:

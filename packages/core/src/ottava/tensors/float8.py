@@ -136,8 +136,7 @@ class Float8TensorStorage(GridTensorStorage):
         fp8_format(fp8_dtype)  # type: ignore[arg-type]
         check_dtype(declared["dtype"])
         data, transposed = (
-            as_data(declared[name], fp8_dtype, name)
-            for name in ("data", "data_transpose")
+            as_data(declared[name], fp8_dtype, name) for name in ("data", "data_transpose")
         )
         if data is not None and transposed is not None:
             expected = (*data.shape[-1:], *data.shape[:-1])

@@ -90,6 +90,11 @@ class GridTensorStorage(QuantizedTensorStorage):
         layout: Layout | str = declared["layout"]
         return layout if isinstance(layout, Layout) else Layout.of(layout)
 
+    @staticmethod
+    def _inner_tensors_of(layout: Layout) -> tuple[InnerTensor, ...]:
+        """The inner tensors as a layout has them."""
+        return inner_tensors_of(layout)
+
     @classmethod
     def check_declared(cls, declared: Declared) -> Declared:
         layout = cls.layout_of(declared)
@@ -98,7 +103,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         rows, columns = checked_directions(declared, layout)
         absent = (None, None)
         names = [inner.argument for inner in cls.inner_tensors]
-        tensors = (*(rows or absent), *(columns or absent))
+        tensors = (*(rows or absent)[:2], *(columns or absent)[:2])
         checked = declared | dict(zip(names, tensors, strict=True))
         if "layout" in declared:
             checked["layout"] = layout.text
@@ -111,7 +116,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         self.rowwise_serves_columnwise = layout.square
         if not type(self).inner_tensors[0].gather:
             # The class declares only names; the layout of the instance says the rest.
-            self.inner_tensors = inner_tensors_of(layout)  # type: ignore[misc]
+            self.inner_tensors = self._inner_tensors_of(layout)  # type: ignore[misc]
         super()._hold(declared, quantizer)
 
     # -- columns that are made of rows: the storage has them as long as the rows stay as they are --
@@ -206,7 +211,11 @@ class GridTensorStorage(QuantizedTensorStorage):
                 return from_other_usage(other, self.grid_layout, columnwise)
         # A storage without any data has another error.
         self._source_of_values()
-        raise self._without(USAGES[int(columnwise)], f"; {self._hint(columnwise)}")
+        raise self._missing(columnwise)
+
+    def _missing(self, columnwise: bool) -> UsageError:
+        """The error for a usage whose data are not held and cannot be made."""
+        return self._without(USAGES[int(columnwise)], f"; {self._hint(columnwise)}")
 
     def _hint(self, columnwise: bool) -> str:
         """Where a usage may be missing that no quantizer was asked for, and the remedy."""
@@ -230,9 +239,9 @@ class GridTensorStorage(QuantizedTensorStorage):
             columns = None
         tensors: dict[str, torch.Tensor] = {}
         if rows is not None:
-            tensors[self.data_names[0]], tensors[self.scale_names[0]] = rows
+            tensors[self.data_names[0]], tensors[self.scale_names[0]] = rows[:2]
         if columns is not None:
-            tensors[self.data_names[1]], tensors[self.scale_names[1]] = columns
+            tensors[self.data_names[1]], tensors[self.scale_names[1]] = columns[:2]
         return [tensors.get(inner.attribute) for inner in self.inner_tensors]
 
     def _put(self, rows: Direction | None, columns: Direction | None) -> None:
@@ -289,7 +298,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         check_values_dtype(dtype)
         dtype = dtype or self._dtype
         layout = self.grid_layout
-        (data, scales), columnwise = self._source_of_values()
+        (data, scales, _), columnwise = self._source_of_values()
         if not scales.dim():
             scales = scales.view(1, 1)
         decoded_dtype = dtype
@@ -307,11 +316,11 @@ class GridTensorStorage(QuantizedTensorStorage):
         direction = self.direction(columnwise=columnwise)
         if direction is None:
             direction = self.for_usage(columnwise)
-        data, scales = direction
+        data = direction.data
         if data.dim() == 2:
             return direction
         matrix = self.grid_layout.stored_matrix(data.shape, columnwise)
-        return Direction(data.reshape(matrix), scales)
+        return direction._replace(data=data.reshape(matrix))
 
     # -- writes to a view, and from another storage --
 

@@ -3,13 +3,15 @@
 import torch
 
 from ottava.errors import DeviceError, ShapeError, UsageError
-from ottava.kernels.checks import check_grid
+from ottava.kernels.checks import check_amax, check_grid
 from ottava.layout import SCALES, Layout
 from ottava.tensors.declaration import Declared, InnerTensor, Usage, as_bytes, as_data
 from ottava.tensors.direction import Direction, in_order
 
+USAGES: tuple[Usage, Usage] = ("rowwise", "columnwise")
 # By the text of the layout: a plain dict, which compiled code can look into.
 _INNER_TENSORS: dict[str, tuple[InnerTensor, ...]] = {}
+_PACKED_INNER_TENSORS: dict[str, tuple[InnerTensor, ...]] = {}
 
 
 def inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
@@ -35,6 +37,36 @@ def _names(usage: Usage) -> tuple[InnerTensor, InnerTensor]:
     return data, scales
 
 
+def packed_inner_tensors_of(layout: Layout | None) -> tuple[InnerTensor, ...]:
+    """The inner tensors of a packed tensor: data, scales and amaxes of rows, then of columns."""
+    text = "" if layout is None else layout.text
+    inner_tensors = _PACKED_INNER_TENSORS.get(text)
+    if inner_tensors is None:
+        pairs = inner_tensors_of(layout)
+        amaxes = [_amax(layout, usage) for usage in USAGES]
+        inner_tensors = (*pairs[:2], amaxes[0], *pairs[2:], amaxes[1])
+        _PACKED_INNER_TENSORS[text] = inner_tensors
+    return inner_tensors
+
+
+def _amax(layout: Layout | None, usage: Usage) -> InnerTensor:
+    """The amaxes of the second level of a usage."""
+    name = f"amax_{usage}"
+    if layout is None:
+        return InnerTensor(f"_{name}", name, usage=usage, block_rows=1)
+    columnwise = usage == "columnwise"
+    # An amax of each row is gathered with it. One of each column belongs to all rows.
+    by_row = layout.second_level == "row" and not columnwise
+    return InnerTensor(
+        f"_{name}",
+        name,
+        usage=usage,
+        gather=by_row,
+        block_rows=1 if by_row else None,
+        all_rows=not by_row,
+    )
+
+
 def _declaration(layout: Layout, columnwise: bool) -> tuple[InnerTensor, InnerTensor]:
     """Data and scales of a usage, as the layout has them."""
     usage: Usage = "columnwise" if columnwise else "rowwise"
@@ -42,11 +74,14 @@ def _declaration(layout: Layout, columnwise: bool) -> tuple[InnerTensor, InnerTe
     transposed = columnwise and layout.transposed
     # Transposed squares are made of rows, after these are gathered.
     gathers = not (transposed and layout.square)
+    # Elements of columns that share a byte are of neighbouring rows.
+    rows_of_byte = layout.elements_per_byte if columnwise else 1
     data = InnerTensor(
         f"_{usage}_data",
         f"{usage}_data",
         usage=usage,
         gather=gathers,
+        block_rows=rows_of_byte if rows_of_byte > 1 else None,
         native=layout.element_dtype,
         transposed=transposed,
     )
@@ -78,6 +113,41 @@ def checked_directions(
     if layout.one_buffer:
         return rows or columns, None
     return rows, columns
+
+
+def checked_packed_directions(
+    declared: Declared, layout: Layout
+) -> tuple[Direction | None, Direction | None]:
+    """:func:`checked_directions` of a packed tensor, whose shape is checked elsewhere."""
+    rows, columns = (
+        _with_amax(_checked_direction(usage, declared, layout), usage, declared, layout)
+        for usage in USAGES
+    )
+    if rows is not None and columns is not None and rows.data.device != columns.data.device:
+        raise DeviceError(
+            f"data is on {rows.data.device} and {columns.data.device}", expected="one device"
+        )
+    if layout.one_buffer:
+        return rows or columns, None
+    return rows, columns
+
+
+def _with_amax(
+    direction: Direction | None, usage: Usage, declared: Declared, layout: Layout
+) -> Direction | None:
+    """A direction with the amaxes that the constructor was given for it."""
+    amax: torch.Tensor | None = declared[f"amax_{usage}"]
+    if layout.second_level == "none":
+        if amax is not None:
+            raise UsageError(f"amax_{usage} in a layout without a second level", expected="None")
+        return direction
+    if direction is None:
+        # Columns that are made of rows may be outdated, and their amax is that of the rows.
+        return None
+    if amax is None:
+        raise UsageError(f"amax_{usage} is missing", expected=f"{usage} data with its amaxes")
+    check_amax(amax, direction.data, layout, usage == "columnwise")
+    return direction._replace(amax=amax)
 
 
 def _checked_direction(usage: Usage, declared: Declared, layout: Layout) -> Direction | None:

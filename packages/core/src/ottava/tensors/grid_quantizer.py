@@ -10,14 +10,15 @@ from ottava import kernels
 from ottava.collectives import Group, all_reduce_max, process_groups_ready
 from ottava.errors import DTypeError
 from ottava.kernels import for_layers
-from ottava.kernels.reference import for_blocks
+from ottava.kernels.reference import for_blocks, quantize_levels
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import Declared
-from ottava.tensors.direction import as_stored, zeros
+from ottava.tensors.direction import Direction, as_stored, zeros
 from ottava.tensors.grid import GridTensorStorage
-from ottava.tensors.grid_declaration import inner_tensors_of
+from ottava.tensors.grid_declaration import inner_tensors_of, packed_inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
-from ottava.tensors.operand import Operand, Quantization, Side
+from ottava.tensors.operand import LevelKernel, LevelQuantization, Operand, Quantization, Side
+from ottava.tensors.packed import PackedTensor, PackedTensorStorage, needs_packing
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage
@@ -35,6 +36,12 @@ def data_and_scales(side: Side | None) -> tuple[torch.Tensor | None, torch.Tenso
     if side is None:
         return None, None
     return side.values, side.scales
+
+
+def declare(layout: Layout) -> None:
+    """Make the inner tensors of a layout known, which compiled code looks up."""
+    inner_tensors_of(layout)
+    packed_inner_tensors_of(layout)
 
 
 class GridQuantizer(Quantizer):
@@ -55,6 +62,7 @@ class GridQuantizer(Quantizer):
     shards: ClassVar[Any] = "GridShards"
     process_attributes: ClassVar[tuple[str, ...]] = ("amax_reduction_group",)
     columns_when_asked = True
+    #: The classes of results. Packed layouts have the packed classes in the place of the default.
     storage_class: ClassVar[type[GridTensorStorage]] = GridTensorStorage
     tensor_class: ClassVar[type[GridTensor]] = GridTensor
 
@@ -66,7 +74,7 @@ class GridQuantizer(Quantizer):
             )
         self.layout = layout
         # Known before code is compiled that makes such tensors.
-        inner_tensors_of(layout)
+        declare(layout)
         #: The ranks whose largest amax decides a scale that spans the rows; None: this one alone.
         self.amax_reduction_group: Group = None
 
@@ -80,7 +88,7 @@ class GridQuantizer(Quantizer):
 
     def option_changed(self) -> None:
         self.layout = self.make_layout()
-        inner_tensors_of(self.layout)
+        declare(self.layout)
 
     def is_requantization_safe(self) -> bool:
         return not self.stateful
@@ -92,7 +100,9 @@ class GridQuantizer(Quantizer):
     def for_shards(self, group: Group) -> Self:
         copied = self.copy()
         # Only scales that span the rows depend on other shards.
-        spanning = any(self.layout.block_of(columnwise)[0] is None for columnwise in (False, True))
+        layout = self.layout
+        spanning = any(layout.block_of(columnwise)[0] is None for columnwise in (False, True))
+        spanning = spanning or layout.second_level != "none"
         copied.amax_reduction_group = group if spanning else None
         return copied
 
@@ -100,18 +110,26 @@ class GridQuantizer(Quantizer):
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None
     ) -> QuantizedTensorStorage:
         quantize = self._quantization(tensor.device, dtype or tensor.dtype, tensor.dim())
-        return self.storage_of(quantize(tensor))
+        operand = quantize(tensor)
+        return self._wrap(self.tensors_of(operand), operand.dtype, tensor.shape)
 
     def quantization(
         self, device: torch.device, dtype: torch.dtype
     ) -> Callable[[torch.Tensor], Operand | QuantizedTensorStorage]:
-        if self.custom or not self.storage_class.is_plain_operand:
+        if self.custom or not self._kinds()[0].is_plain_operand:
             # Its products read a storage.
             return partial(self.quantize_impl, dtype=dtype)
         return self._quantization(device, dtype, dims=2)
 
-    def _quantization(self, device: torch.device, dtype: torch.dtype, dims: int) -> Quantization:
+    def _quantization(
+        self, device: torch.device, dtype: torch.dtype, dims: int
+    ) -> Quantization | LevelQuantization:
         layout = self.layout_on(device, dims)
+        if layout.second_level != "none" or layout.stochastic:
+            kernel: LevelKernel = for_layers.grid_quantize_levels
+            if self.amax_reduction_group is not None:
+                kernel = self._quantize_levels_reduced
+            return LevelQuantization(layout, *self._directions(layout), self, dtype, kernel)
         return Quantization(self.kernel(*self._directions(layout)), layout, self, dtype)
 
     def _directions(self, layout: Layout) -> tuple[bool, bool]:
@@ -145,13 +163,26 @@ class GridQuantizer(Quantizer):
     def tensors_of(self, operand: Operand) -> InnerTensors:
         """The inner tensors of the operand's storage, in the order of the declaration; None for
         those that the operand lacks."""
-        rows = data_and_scales(operand.rows)
-        columns = data_and_scales(operand.columns)
+        rows: tuple[torch.Tensor | None, ...] = data_and_scales(operand.rows)
+        columns: tuple[torch.Tensor | None, ...] = data_and_scales(operand.columns)
+        if self._is_packed():
+            rows += (None if operand.rows is None else operand.rows.amax,)
+            columns += (None if operand.columns is None else operand.columns.amax,)
         if not self.layout.one_buffer:
             return *rows, *columns
         if operand.rows is None:
             rows = columns
-        return *rows, None, None
+        return *rows, *(None for _ in rows)
+
+    def _is_packed(self) -> bool:
+        """Whether the results are packed tensors, which may have amaxes and know their shape."""
+        return issubclass(self._kinds()[1], PackedTensor)
+
+    def _kinds(self) -> tuple[type[GridTensorStorage], type[GridTensor]]:
+        """The classes of bare storages and of tensors that this quantizer makes."""
+        if self.tensor_class is GridTensor and needs_packing(self.layout):
+            return PackedTensorStorage, PackedTensor
+        return self.storage_class, self.tensor_class
 
     def _quantize_reduced(
         self, tensor: torch.Tensor, rowwise: bool, columnwise: bool
@@ -184,29 +215,58 @@ class GridQuantizer(Quantizer):
             factor = scale_inv if scale is None else scale
             ordered = torch.empty(tensor.shape, dtype=torch.uint8, device=tensor.device)
             pairs[by_column] = [(factor.contiguous(), ordered)]
-            stored = as_stored((ordered, scale_inv), layout, by_column)
-            results[2 * by_column : 2 * by_column + 2] = stored
+            stored = as_stored(Direction(ordered, scale_inv), layout, by_column)
+            results[2 * by_column : 2 * by_column + 2] = stored[:2]
         kernels.grid_multi_cast(*place, *pairs)
         data, scales, column_data, column_scales = map(_contiguous, results)
         return data, scales, column_data, column_scales
 
-    def _wrap(self, tensors: InnerTensors, dtype: torch.dtype) -> QuantizedTensorStorage:
+    def _quantize_levels_reduced(
+        self, tensor: torch.Tensor, text: str, rowwise: bool, columnwise: bool
+    ) -> tuple[for_layers.LevelTensors | None, for_layers.LevelTensors | None]:
+        """With the amaxes of the second level of all ranks where they span the rows."""
+        if not process_groups_ready():
+            return for_layers.grid_quantize_levels(tensor, text, rowwise, columnwise)
+        layout = self.layout
+
+        def reduced(amax: torch.Tensor, by_column: bool) -> torch.Tensor:
+            if layout.second_level == "row" and not by_column:
+                return amax
+            return all_reduce_max(amax, self.amax_reduction_group)
+
+        return quantize_levels(tensor, layout, rowwise, columnwise, reduced)
+
+    def _wrap(
+        self, tensors: InnerTensors, dtype: torch.dtype, shape: Sequence[int] | None = None
+    ) -> QuantizedTensorStorage:
         """Inner tensors in the order of the declaration, which fit together: a bare storage is not
-        checked."""
+        checked.
+
+        Args:
+            shape: of the tensor, where the data do not tell it.
+        """
         fields = self.static_fields()
+        storage_class, tensor_class = self._kinds()
+        if self._is_packed():
+            fields = fields | {"shape": None if shape is None else tuple(shape)}
         if not self.internal:
-            names = [inner.argument for inner in self.tensor_class.inner_tensors]
-            return self.tensor_class(
+            names = [inner.argument for inner in tensor_class.inner_tensors]
+            return tensor_class(
                 **dict(zip(names, tensors, strict=True)), **fields, dtype=dtype, quantizer=self
             )
         known = fields | {"dtype": dtype, "values_from_columns": False}
         static = tuple(
-            [known.get(field.argument, field.default) for field in self.storage_class.static_fields]
+            [known.get(field.argument, field.default) for field in storage_class.static_fields]
         )
         if ... in static:
-            self.storage_class(**fields)  # refuses to be made without the missing fields
+            storage_class(**fields)  # refuses to be made without the missing fields
+        spec = StorageSpec(storage_class, static, self)
         storage: QuantizedTensorStorage
-        storage = StorageSpec(self.storage_class, static, self).rebuild(tensors)
+        if self._is_packed() and shape is None:
+            # The constructor finds the shape.
+            storage = spec.build(tensors)
+        else:
+            storage = spec.rebuild(tensors)
         return storage
 
     def empty_impl(
@@ -215,8 +275,8 @@ class GridQuantizer(Quantizer):
         tensors: list[torch.Tensor | None] = []
         directions = self._directions(self.layout)
         for columnwise, is_requested in zip((False, True), directions, strict=True):
+            direction: tuple[torch.Tensor | None, ...] = (None, None, None)
             if is_requested:
-                tensors += zeros(self.layout, shape, columnwise, device)
-            else:
-                tensors += None, None
-        return self._wrap(tensors, dtype)
+                direction = zeros(self.layout, shape, columnwise, device)
+            tensors += direction if self._is_packed() else direction[:2]
+        return self._wrap(tensors, dtype, shape)

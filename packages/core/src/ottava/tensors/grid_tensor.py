@@ -52,7 +52,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             return rows
         # Transposed data alone lie in memory as a transposed tensor does.
         scales: torch.Tensor = declared[arguments[cls.scale_names[1]]]
-        return in_order((columns, scales), cls.layout_of(declared), True).data
+        return in_order(Direction(columns, scales), cls.layout_of(declared), True).data
 
     def of_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
         """A tensor of this kind with the directions of this one, which no quantizer has to make."""
@@ -243,5 +243,5 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         initial_rows = quantized.direction(columnwise=False)
         if rows is None or initial_rows is None:
             return
-        if all(map(torch.equal, initial_rows, rows)):
+        if all(map(torch.equal, initial_rows[:2], rows[:2])):
             self._put(rows, quantized.direction(columnwise=True))

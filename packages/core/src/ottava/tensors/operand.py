@@ -12,12 +12,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ottava.kernels.for_layers import SideTensors
+from ottava.kernels.for_layers import LevelTensors, SideTensors, grid_quantize_levels
 from ottava.layout import Layout
 from ottava.tensors.saving import SavedSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 
 Tensor = torch.Tensor
+#: Takes a matrix, the text of a layout, and which sides are made; returns both sides.
+LevelKernel = Callable[[Tensor, str, bool, bool], tuple[LevelTensors | None, LevelTensors | None]]
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -47,6 +49,8 @@ class Side(NamedTuple):
             it then reads columnwise data.
         source: the storage whose cache keeps the padded or reordered elements of a weight; None for
             elements that only one product reads, and in high precision.
+        amax: the amaxes of a second level of scales, a scalar or one for each row of ``values`` as
+            ``[outer, reduced]``; None in a layout without one.
     """
 
     values: Tensor
@@ -54,6 +58,7 @@ class Side(NamedTuple):
     layout: str = ""
     columnwise: bool = False
     source: QuantizedTensorStorage | None = None
+    amax: Tensor | None = None
 
     def is_quantized(self) -> bool:
         """Whether ``values`` are the data of elements, not a matrix in high precision."""
@@ -65,6 +70,10 @@ class Side(NamedTuple):
         if not self.columnwise:
             return False
         return not (self.is_quantized() and Layout.of(self.layout).transposed)
+
+    def elements_per_byte(self) -> int:
+        """How many elements share a byte along the summed dimension; 1 in high precision."""
+        return Layout.of(self.layout).elements_per_byte if self.is_quantized() else 1
 
     def outer_first(self) -> Tensor:
         """``values`` as ``[outer, reduced]``."""
@@ -116,31 +125,34 @@ class Operand(NamedTuple):
         columns = self.columns
         if columns is None:
             return self.stored().flatten_columnwise()
-        spec = ColumnsSpec(columns.layout, self.quantizer, self.dtype)
-        return (columns.values, columns.scales), spec
+        if columns.amax is None:
+            spec = ColumnsSpec(columns.layout, self.quantizer, self.dtype)
+            return (columns.values, columns.scales), spec
+        spec = ColumnsSpec(columns.layout, self.quantizer, self.dtype, tensor_count=3)
+        return (columns.values, columns.scales, columns.amax), spec
 
 
 class ColumnsSpec(NamedTuple):
-    """Rebuilds the columns of an operand from their two saved tensors.
+    """Rebuilds the columns of an operand from their saved tensors.
 
     Attributes:
         layout: the text of the layout of the elements.
         quantizer, dtype: those of the operand.
+        tensor_count: how many tensors :meth:`rebuild` takes: two, or three with the amaxes of a
+            second level of scales.
     """
 
     layout: str
     quantizer: OperandQuantizer
     dtype: torch.dtype
-
-    #: How many tensors :meth:`rebuild` takes.
     tensor_count: int = 2
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Operand:
         """An operand without rows."""
-        values, scales = tensors
-        return Operand(
-            None, Side(values, scales, self.layout, columnwise=True), self.quantizer, self.dtype
-        )
+        values, scales, *levels = tensors
+        amax = levels[0] if levels else None
+        columns = Side(values, scales, self.layout, columnwise=True, amax=amax)
+        return Operand(None, columns, self.quantizer, self.dtype)
 
 
 class Quantization:
@@ -181,4 +193,45 @@ class Quantization:
             rows = Side(data, scales, self._text)
         if column_data is not None:
             columns = Side(column_data, column_scales, self._text, columnwise=True)
+        return Operand(rows, columns, self._quantizer, self._dtype)
+
+
+class LevelQuantization:
+    """A :class:`Quantization` for layouts with a second level of scales or stochastic rounding.
+
+    Args:
+        layout: of the elements.
+        rowwise, columnwise: which sides are made.
+        quantizer: the quantizer of the operands.
+        dtype: the nominal dtype of the operands.
+        kernel: returns the data, scales and amaxes of both sides.
+    """
+
+    __slots__ = ("_columnwise", "_dtype", "_kernel", "_quantizer", "_rowwise", "_text")
+
+    def __init__(
+        self,
+        layout: Layout,
+        rowwise: bool,
+        columnwise: bool,
+        quantizer: OperandQuantizer,
+        dtype: torch.dtype,
+        kernel: LevelKernel = grid_quantize_levels,
+    ) -> None:
+        self._text = layout.text
+        self._rowwise = rowwise
+        self._columnwise = columnwise
+        self._quantizer = quantizer
+        self._dtype = dtype
+        self._kernel = kernel
+
+    def __call__(self, matrix: Tensor) -> Operand:
+        """The operand of a matrix."""
+        tensors = self._kernel(matrix, self._text, self._rowwise, self._columnwise)
+        rows, columns = (
+            None
+            if levels is None
+            else Side(levels[0], levels[1], self._text, columnwise, amax=levels[2])
+            for columnwise, levels in zip((False, True), tensors, strict=True)
+        )
         return Operand(rows, columns, self._quantizer, self._dtype)

@@ -513,8 +513,9 @@ class QuantizedTensorStorage:
         values: torch.Tensor = self.dequantize(dtype)
         return values.reshape(-1, values.shape[-1]), None
 
-    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The bytes of the elements as a matrix, and scales, as they are stored for the usage.
+    def grid_operand(self, *, columnwise: bool) -> tuple[torch.Tensor | None, ...] | None:
+        """The bytes of the elements as a matrix, and scales, as they are stored for the usage. The
+        amaxes of a second level of scales may follow.
 
         By default None: products call :meth:`gemm_operand`.
 

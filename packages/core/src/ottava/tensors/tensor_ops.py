@@ -17,6 +17,7 @@ from ottava.kernels.checks import check_dense
 from ottava.tensors.aten import AtenOp, implements
 from ottava.tensors.direction import Direction
 from ottava.tensors.grid_tensor import GridTensor
+from ottava.tensors.packed import PackedTensor
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage, StorageQuantizer
 from ottava.tensors.tensor import QuantizedTensor
@@ -335,3 +336,23 @@ def _clone_on_grid(
         )
     )
     return view.clone_storage()
+
+
+# -- packed tensors --
+
+
+@implements(PackedTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
+def _transpose_packed(op: AtenOp, tensor: PackedTensor, *args: object) -> object:
+    numbers = tuple(range(tensor.dim()))
+    example = torch.empty_strided((2,) * tensor.dim(), numbers, device="meta")
+    order: tuple[int, ...] = op(example, *args).stride()
+    if order == numbers:
+        return tensor.make_like(tensor)
+    return tensor.turned() if order == (1, 0) else NotImplemented
+
+
+@implements(PackedTensor, _aten.clone.default)
+def _clone_packed(
+    op: AtenOp, tensor: PackedTensor, *, memory_format: torch.memory_format | None = None
+) -> object:
+    return tensor.clone_storage()

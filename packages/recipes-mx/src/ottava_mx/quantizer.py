@@ -1,0 +1,136 @@
+"""``MXQuantizer`` and ``MXTensor``: elements of four, six or eight bits in blocks of 32."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ottava.errors import OptionError
+from ottava.formats import E8M0, MX_BLOCK
+from ottava.layout import Layout, Rotation
+from ottava.tensors import (
+    GridQuantizer,
+    GridTensor,
+    GridTensorStorage,
+    Option,
+    PackedTensor,
+    PackedTensorStorage,
+)
+from ottava.tensors.quantizer import flag_option
+
+#: The names of the formats -> the elements of layouts.
+ELEMENTS = {
+    "MXFP4": "E2M1",
+    "MXFP6E2M3": "E2M3",
+    "MXFP6E3M2": "E3M2",
+    "MXINT8": "MXINT8",
+    "MXINT8S": "MXINT8S",
+}
+_RULES = ("up", "floor", "even", "nearest")
+_DIRECTIONS = ("rowwise", "columnwise", "both")
+_SIZES = (0, 16, 32, 64, 128)
+# The signs of a rotation of 128: the leading 128 bits of the fractional part of pi. Smaller ones
+# take as many of the lowest bits as they have elements.
+_SIGNS = 0x243F6A8885A308D313198A2E03707344
+
+
+class MXTensor(PackedTensor):
+    """MX data as a ``torch.Tensor`` of its nominal dtype.
+
+    ``_rowwise_data`` is uint8 ``[*leading, K]``, or ``[*leading, ceil(K / 2)]`` with two elements
+    of four bits in a byte, the even column in the low half. ``_rowwise_scale_inv`` has the bytes of
+    E8M0, ``[M, ceil(K / 32)]``. Columnwise data are those of the transpose, ``[K, M]`` or ``[K,
+    ceil(M / 2)]``. Arguments and errors are those of :class:`ottava.tensors.PackedTensor`.
+    """
+
+
+def format_option(name: str, value: Any) -> str:
+    """The name of a format."""
+    if not isinstance(value, str) or value not in ELEMENTS:
+        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(ELEMENTS)}")
+    return value
+
+
+def rule_option(name: str, value: Any) -> str:
+    """The name of a rule from an amax to a power of two."""
+    if not isinstance(value, str) or value not in _RULES:
+        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(_RULES)}")
+    return value
+
+
+def size_option(name: str, value: Any) -> int:
+    """The size of the groups of a rotation; 0 is none."""
+    if type(value) is not int or value not in _SIZES:
+        raise OptionError(f"{name} is {value!r}", expected=f"one of {_SIZES}")
+    return value
+
+
+def _directions_option(name: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in _DIRECTIONS:
+        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(_DIRECTIONS)}")
+    return value
+
+
+class MXQuantizer(GridQuantizer):
+    """Quantizes along rows, columns or both, each from the high-precision values.
+
+    Args:
+        element: ``"MXFP4"``, ``"MXFP6E2M3"``, ``"MXFP6E3M2"``, ``"MXINT8"``, or ``"MXINT8S"``,
+            which clamps symmetrically.
+        rowwise, columnwise: usages to produce.
+        scale_rounding: the rule from an amax to a scale: ``"up"``, ``"floor"``, ``"even"`` or
+            ``"nearest"``.
+        with_2d_quantization: one scale for each block of 32 × 32; both directions then hold the
+            same values.
+        stochastic_rounding: elements are rounded at random, in proportion to the distances.
+        rotation: the size of the groups of a Hadamard transform, 16, 32, 64 or 128; 0 is none.
+        rotated: which data are transformed: ``"rowwise"``, ``"columnwise"`` or ``"both"``.
+
+    Raises:
+        OptionError: an option has a value that is not allowed, or two options contradict each
+            other.
+    """
+
+    storage_class: ClassVar[type[GridTensorStorage]] = PackedTensorStorage
+    tensor_class: ClassVar[type[GridTensor]] = MXTensor
+    element: str = Option(format_option)  # type: ignore[assignment]
+    scale_rounding: str = Option(rule_option)  # type: ignore[assignment]
+    with_2d_quantization: bool = flag_option()
+    stochastic_rounding: bool = flag_option()
+    rotation: int = Option(size_option)  # type: ignore[assignment]
+    rotated: str = Option(_directions_option)  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        element: str = "MXFP4",
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        scale_rounding: str = "even",
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        rotation: int = 0,
+        rotated: str = "columnwise",
+    ) -> None:
+        self.element = element
+        self.scale_rounding = scale_rounding
+        self.with_2d_quantization = with_2d_quantization
+        self.stochastic_rounding = stochastic_rounding
+        self.rotation = rotation
+        self.rotated = rotated
+        super().__init__(self.make_layout(), rowwise=rowwise, columnwise=columnwise)
+
+    def make_layout(self) -> Layout:
+        rotation = None
+        if self.rotation:
+            signs = _SIGNS & ((1 << self.rotation) - 1)
+            rotation = Rotation(self.rotation, signs, self.rotated)
+        return Layout(
+            ELEMENTS[self.element],
+            (1, MX_BLOCK),
+            E8M0.torch_dtype,
+            self.scale_rounding,
+            columnwise="transposed",
+            shared=(MX_BLOCK, MX_BLOCK) if self.with_2d_quantization else None,
+            stochastic=self.stochastic_rounding,
+            rotation=rotation,
+        )
