@@ -69,12 +69,12 @@ def values(x: Any, *, columnwise: bool = False) -> torch.Tensor:
     """The float64 matrix that one direction of an operand stands for."""
     if isinstance(x, Float8TensorStorage):
         # Exact: a scale need not fit a code in float32.
-        data, _ = x.ordered(columnwise=False) or x.ordered(columnwise=True)
+        data, *_ = x.ordered(columnwise=False) or x.ordered(columnwise=True)
         matrix = data.contiguous().view(x._fp8_dtype).double() * x._scale_inv.double()
     elif isinstance(x, QuantizedTensorStorage) and x.grid_layout is not None:
         layout = x.grid_layout
         side = columnwise and not layout.one_buffer
-        data, scales = x.for_usage(side)
+        data, scales, _ = x.for_usage(side)
         matrix = arrays.decode(data, scales, layout, columnwise=side, dtype=torch.float64)
         matrix = matrix.movedim(0, -1) if side and layout.transposed else matrix
     else:

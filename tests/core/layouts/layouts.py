@@ -44,6 +44,14 @@ LAYOUTS: dict[str, Layout] = {
     "4x4-same": Layout(E4M3, (4, 4), columnwise="same"),
     "4x4-transposed": Layout(E4M3, (4, 4), columnwise="transposed"),
     "4x8-transposed": Layout(E4M3, (4, 8), columnwise="transposed"),
+    "mxfp6-E2M3-even": Layout("E2M3", (1, 32), E8M0, "even"),
+    "mxfp6-E3M2-nearest": Layout("E3M2", (1, 32), E8M0, "nearest"),
+    "mxint8-floor": Layout("MXINT8", (1, 32), E8M0, "floor"),
+    "mxint8s-squares": Layout("MXINT8S", (1, 32), E8M0, "up", shared=(32, 32)),
+    "E3M2-UE5M3": Layout("E3M2", (1, 16), "UE5M3", columnwise="transposed"),
+    "E2M3-E4M3-squares": Layout("E2M3", (16, 16), E4M3, columnwise="transposed"),
+    "E4M3-even": Layout(E4M3, (1, 32), E8M0, "even"),
+    "int8-E4M3": Layout(INT8, (2, 16), E4M3),
 }
 
 
@@ -139,6 +147,10 @@ ONLY_OTHER_BYTES = {
     "rows-E5M2-floor-epsilon",
     "bands",
     "int8-8x64",
+    "mxfp6-E3M2-nearest",
+    "mxint8s-squares",
+    "E4M3-even",
+    "int8-E4M3",
 }
 #: Runs a test on each row of the table.
 EACH = pytest.mark.parametrize(

@@ -60,10 +60,11 @@ def test_operands_of_any_two_layouts(kind: str) -> None:
 
 @EACH
 def test_scales_far_apart_do_not_overflow(name: str) -> None:
-    """No product of the two scales could hold them."""
+    """No product of the two scales could hold them. Scales of eight bits do not hold them."""
     a, b = (QUANTIZERS[name](torch.full((16, 256), value)) for value in (1e-30, 1e30))
     got = gemm(a, b, out_dtype=torch.float32)
-    if not QUANTIZERS[name].layout.epsilon:
+    layout = QUANTIZERS[name].layout
+    if not layout.epsilon and layout.scale in (torch.float32, torch.float8_e8m0fnu):
         assert ((got - 256).abs() < 20).all()
     factors = [q.dequantize() for q in (a, b)]
     torch.testing.assert_close(got, factors[0] @ factors[1].t(), rtol=1e-5, atol=0)

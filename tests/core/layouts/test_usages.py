@@ -119,7 +119,7 @@ def test_empty_results(name: str) -> None:
             assert type(q).__name__ in repr(q)
             if q.device.type != "meta":
                 directions = [q.direction(columnwise=side) for side in (False, True)]
-                assert all((scales == 1).all() for _, scales in filter(None, directions))
+                assert all((scales == 1).all() for _, scales, _ in filter(None, directions))
                 values = wide(*shape, dtype=dtype)
                 make.update_quantized(values, q)
                 assert_same(inner(q), inner(make(values)))
