@@ -171,6 +171,29 @@ def test_cast_by_hand() -> None:
             assert oracle.encode(value, name) == code, (name, value)
 
 
+#: Known answers of Random123 for Philox4x32 with ten rounds: counter, key, words.
+PHILOX = [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000",
+     "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+     "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+     "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]  # fmt: skip
+
+
+def test_random_words() -> None:
+    for counter, key, words in PHILOX:
+        counters, keys = ([int(word, 16) for word in text.split()] for text in (counter, key))
+        got = oracle.philox(tuple(counters), tuple(keys))
+        assert " ".join(f"{word:08x}" for word in got) == words
+    # The seed is the key, low word first; the place has 62 bits and two of the word.
+    block = oracle.philox((5, 1, 1, 0), (0xFFFFFFFE, 0xFFFFFFFF))
+    places = range((5 << 2) + (1 << 34), (6 << 2) + (1 << 34))
+    words = [oracle.random_word(place, -2, columnwise=True) for place in places]
+    assert tuple(words) == block
+
+
 def test_nearest() -> None:
     """Rounding to the wide dtypes is that of torch."""
     x = torch.cat([samples.patterns(torch.float32).view(-1)[::61], torch.tensor(NUMBERS)])
