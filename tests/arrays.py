@@ -62,8 +62,9 @@ def encode(values: Array, element: torch.dtype | str) -> Array:
 
 
 def decode_elements(data: Array, element: torch.dtype | str) -> Array:
-    """The float64 values of codes."""
-    return np.array(oracle.ELEMENTS[oracle.NAMES[element]].values)[data]
+    """The float64 values of codes; bits above those of a code do not count."""
+    values = np.array(oracle.ELEMENTS[oracle.NAMES[element]].values)
+    return values[data & (len(values) - 1)]
 
 
 # -- scales --
