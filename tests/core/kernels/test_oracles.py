@@ -265,8 +265,8 @@ def test_scales_by_hand() -> None:
 
 def test_scales() -> None:
     """The twin's rules for every exponent with extreme mantissas, and around edges."""
-    amaxes = samples.amaxes().numpy()
-    for element in oracle.NAMES:
+    for start, element in enumerate(oracle.NAMES):
+        amaxes = samples.amaxes()[start % 2 :: 2].numpy()
         for number, (scale, rounding) in enumerate(ROUNDINGS):
             dtype = samples.DTYPES[number % 3]
             finite_as = "input" if scale is torch.float32 else "float32"

@@ -59,14 +59,14 @@ def check_means(name: str, seeds: range, copies: int) -> None:
 
 @pytest.mark.parametrize("name", oracle.ELEMENTS)
 def test_the_mean_is_the_value(name: str) -> None:
-    """Over 10,000 draws: a hundred places, a hundred seeds."""
-    check_means(name, range(100), 100)
+    """Over 10,000 draws: 250 places, 40 seeds."""
+    check_means(name, range(40), 250)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", oracle.ELEMENTS)
+@pytest.mark.parametrize("name", ["e2m1", "mxint8"])
 def test_the_mean_over_seeds_is_the_value(name: str) -> None:
-    """Of one place each, over 10,000 seeds."""
+    """Of one place each, over 10,000 seeds. A word does not depend on the format."""
     check_means(name, range(1000, 11_000), 1)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ottava import Layout, kernels
-from tests import oracle, samples
+from tests import arrays, oracle, samples
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import DTYPES, LEVELS
@@ -66,7 +66,7 @@ def check(x: torch.Tensor, layout: Layout, number: int = 0) -> None:
 @pytest.mark.parametrize("number", range(len(LEVELS)), ids=list(LEVELS))
 def test_bytes(number: int) -> None:
     name = list(LEVELS)[number]
-    for place, shape in enumerate([*SMALL, LARGE[number % 2]]):
+    for place, shape in enumerate([*SMALL, *LARGE[number % 3 :][:1]]):
         dtype = DTYPES[(number + place) % 3]
         with told(shape, dtype):
             x = samples.wide(*shape, seed=place, dtype=dtype, sigma=2.0)
@@ -133,6 +133,23 @@ def test_bytes_of_special_values(number: int) -> None:
     for what, x in list(special(dtype))[number % 2 :: 2]:
         with told(what, dtype):
             check(x, LEVELS[name])
+
+
+@pytest.mark.parametrize("name", oracle.ELEMENTS)
+def test_every_bfloat16_value_and_every_code(name: str) -> None:
+    """With a scale of 1, which infinity gives: elements are those of both oracles' table."""
+    element = oracle.ELEMENTS[name]
+    layout = Layout(element.name, (None, None), columnwise="transposed")
+    x = samples.patterns(torch.bfloat16)
+    data, scales, *_ = kernels.grid_quantize_levels(x, layout)
+    assert scales.item() == 1.0
+    codes = arrays.encode(x.float().numpy(), element.name)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4 if element.bits == 4 else codes
+    assert_same(data, packed, x)
+    every = torch.arange(256 if element.bits == 4 else len(element.values)).to(torch.uint8)
+    values = kernels.grid_decode(every, scales, layout, torch.float64)
+    each = oracle.unpack(every.tolist()) if element.bits == 4 else every.tolist()
+    assert_same(values, torch.tensor([element.values[code] for code in each]).double())
 
 
 @pytest.mark.parametrize("name", LEVELS)
