@@ -21,6 +21,8 @@ from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.plan import Plan, plan_for
+from ottava.nn.saving import Saved, save_columns, save_itself, save_nothing
+from ottava.recipes.backward import DEQUANTIZED, QUANTIZED
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.operands import BY_COLUMN, OPERANDS, ROLES, TENSORS
 
@@ -229,6 +231,13 @@ class _OperandSpec(NamedTuple):
         return _Operand(*restore_from_saved(tensors, self.specs))
 
 
+def _save_weight(weight: torch.Tensor, operand: Any, shared: bool) -> Saved:
+    """A weight that lives in FP8 as the parameter, another one as its :class:`_Operand`."""
+    if isinstance(weight, QuantizedTensorStorage):
+        return save_itself(weight, operand, shared)
+    return save_columns(weight, operand, shared)
+
+
 # The state of a plan without a recipe.
 _STATELESS: Any = SimpleNamespace(stateful=False)
 
@@ -255,11 +264,14 @@ class _Products:
         }
 
     def _quantizes(self, gemm_type: str, tensor: str) -> bool:
-        if self.state is None or (
-            gemm_type == "wgrad" and ROLES[tensor] in self.state.wgrad_unquantized
-        ):
+        if self.state is None or self._word(gemm_type, tensor) != QUANTIZED:
             return False
         return all(inspection.quantizes(gemm_type, tensor) for inspection in self.inspections)
+
+    def _word(self, gemm_type: str, tensor: str) -> str:
+        """The recipe's word for what a product reads of an operand."""
+        word: str = self.state.backward_reads.get((gemm_type, ROLES[tensor]), QUANTIZED)
+        return word
 
     def plan(self, x: torch.Tensor, weight: Any, microbatch_weight: Any) -> Plan:
         """The plan of the pass, whose operands are of :class:`_Operand`, and whose products inspect
@@ -289,7 +301,8 @@ class _Products:
             amp_dtype=None,
             x_needs_grad=x_needs_grad,
             w_needs_grad=w_needs_grad,
-            saves_input=False,
+            save_input=save_columns if w_needs_grad else save_nothing,
+            save_weight=_save_weight if x_needs_grad else save_nothing,
             wgrad_reads_quantized_dy=True,
             x_shape=x.shape,
             x_dtype=x.dtype,
@@ -350,6 +363,8 @@ class _Products:
         if isinstance(operand, QuantizedTensorStorage):
             operand = _Operand(dense(operand), operand)
         plain, quantized = operand
+        if quantized is not None and self._reads_rows(gemm_type, tensor):
+            plain = quantized.dequantize(self.dtype)
         values = self._modified(gemm_type, tensor, plain)
         if (gemm_type, tensor) not in self.quantized:
             quantized = None
@@ -363,6 +378,10 @@ class _Products:
         if observed:
             self.observe(gemm_type, tensor, values, quantized)
         return values.to(self.dtype) if quantized is None else quantized
+
+    def _reads_rows(self, gemm_type: str, tensor: str) -> bool:
+        """Whether a product takes the values that fprop read of an operand."""
+        return self.state is not None and self._word(gemm_type, tensor) == DEQUANTIZED
 
     def _modified(self, gemm_type: str, tensor: str, values: torch.Tensor) -> Any:
         current: Any = values
