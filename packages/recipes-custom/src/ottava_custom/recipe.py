@@ -16,7 +16,7 @@ from ottava.recipes import (
     RecipeRule,
     registry,
 )
-from ottava.recipes.backward import in_words
+from ottava.recipes.backward import in_words, reads_of_word
 from ottava.tensors import Quantizer
 
 
@@ -103,7 +103,7 @@ class CustomRecipe(Recipe):
         role = QuantizerRole.of(role)
         if not callable(explain) or super().factory_answer(role) is not None:
             return super().explain(role)
-        return in_words(self.backward_reads(role), explain(role))
+        return in_words(reads_of_word(self.backward, role.tensor_type), explain(role))
 
     def check_layers(self, names: Sequence[str]) -> None:
         check = getattr(self.qfactory, "check_layers", None)

@@ -58,7 +58,8 @@ def reads_of_word(word: str, tensor_type: str) -> Reads:
 
 
 def in_words(reads: Reads, explanation: Explanation) -> Explanation:
-    """The description of what serves a role, with what ``reads`` says of the backward pass."""
+    """A description of what serves a role, with what ``reads`` says of the backward pass; unchanged
+    where that reads quantized tensors."""
     rowwise, columnwise = explanation.rowwise, explanation.columnwise
     for (gemm, tensor_type), word in reads.items():
         if word == DEQUANTIZED:

@@ -213,7 +213,8 @@ class Recipe(ABC):
         role = QuantizerRole.of(role)
         answer = self.factory_answer(role)
         if isinstance(answer, QuantizerRequest):
-            return in_words(self.backward_reads(role), answer.recipe.explain(role))
+            reads = reads_of_word(self.backward, role.tensor_type)
+            return in_words(reads, answer.recipe.explain(role))
         name, quantizer = "", answer
         if quantizer is None:
             name, quantizer = self._label, self.make_quantizer(role)
