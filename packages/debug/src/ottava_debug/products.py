@@ -21,8 +21,7 @@ from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.plan import Plan, plan_for
-from ottava.nn.saving import Saved, save_columns, save_itself, save_nothing
-from ottava.recipes.backward import DEQUANTIZED, QUANTIZED
+from ottava.recipes.backward import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.operands import BY_COLUMN, OPERANDS, ROLES, TENSORS
 
@@ -231,13 +230,6 @@ class _OperandSpec(NamedTuple):
         return _Operand(*restore_from_saved(tensors, self.specs))
 
 
-def _save_weight(weight: torch.Tensor, operand: Any, shared: bool) -> Saved:
-    """A weight that lives in FP8 as the parameter, another one as its :class:`_Operand`."""
-    if isinstance(weight, QuantizedTensorStorage):
-        return save_itself(weight, operand, shared)
-    return save_columns(weight, operand, shared)
-
-
 # The state of a plan without a recipe.
 _STATELESS: Any = SimpleNamespace(stateful=False)
 
@@ -283,6 +275,11 @@ class _Products:
         dgrad = "dgrad" if x_needs_grad else ""
         wgrad = "wgrad" if w_needs_grad else ""
 
+        # An :class:`_Operand` is saved by its own method, a weight that lives in FP8 as itself.
+        saved_weight = QUANTIZED
+        if isinstance(weight, QuantizedTensorStorage):
+            saved_weight = HIGH_PRECISION
+
         def quantize_weight(values: torch.Tensor) -> Any:
             if microbatch_weight is not None:
                 return _Operand(values.detach(), microbatch_weight)
@@ -301,8 +298,8 @@ class _Products:
             amp_dtype=None,
             x_needs_grad=x_needs_grad,
             w_needs_grad=w_needs_grad,
-            save_input=save_columns if w_needs_grad else save_nothing,
-            save_weight=_save_weight if x_needs_grad else save_nothing,
+            saved_input=QUANTIZED if w_needs_grad else None,
+            saved_weight=saved_weight if x_needs_grad else None,
             wgrad_reads_quantized_dy=True,
             x_shape=x.shape,
             x_dtype=x.dtype,

@@ -19,14 +19,16 @@ import torch
 from ottava.errors import UsageError
 from ottava.kernels.table import sum_rows
 from ottava.nn.call import Call
-from ottava.nn.plan import Plan
-from ottava.nn.saving import Quantized
-from ottava.tensors.operand import as_matrix
+from ottava.nn.plan import Plan, Quantized
+from ottava.recipes.backward import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
+from ottava.tensors.operand import Operand, as_matrix
 from ottava.tensors.saving import SavedSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import unsafe_view
 
 Tensor = torch.Tensor
+#: Tensors to save, and the spec that rebuilds an operand of them; None for one plain tensor.
+_Saved = tuple[Sequence[Tensor | None], SavedSpec | None]
 #: Gradients of the input, the weight and the bias; None for ``one_pass``.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
@@ -172,9 +174,9 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         plan = one_pass.plan
         y, qx, qw = _forward(x, weight, bias, one_pass)
-        x_tensors, ctx.x_spec = plan.save_input(x, qx, False)
-        kept = one_pass.microbatch_weight is not None
-        w_tensors, ctx.w_spec = plan.save_weight(weight, qw, kept)
+        is_kept = one_pass.microbatch_weight is not None
+        x_tensors, ctx.x_spec = _SAVES[plan.saved_input](x, qx, plan.dtype, False)
+        w_tensors, ctx.w_spec = _SAVES[plan.saved_weight](weight, qw, weight.dtype, is_kept)
         ctx.save_for_backward(*x_tensors, *w_tensors)
         # The Pass itself is not saved: its quantized weight would live as long as the graph does.
         ctx.plan = plan
@@ -193,6 +195,41 @@ class LinearFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             return refusing_second_derivatives(_gradients, ctx, grads)  # type: ignore[return-value]
         return _gradients(ctx, *grads)
+
+
+def _nothing(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
+    return (None,), None
+
+
+def _columns(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
+    if is_kept and not isinstance(quantized, Operand):
+        return quantized.flatten_storage()
+    return quantized.flatten_columnwise()
+
+
+def _rows(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
+    storage = quantized.stored() if isinstance(quantized, Operand) else quantized
+    if not is_kept:
+        # A user's quantizer may make columns that nobody asked for.
+        storage.update_usage(rowwise_usage=True, columnwise_usage=False)
+    return storage.flatten_storage()
+
+
+def _itself(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
+    # Where nothing is cast, autograd notices a write to the operand.
+    if operand.dtype is not dtype:
+        operand = operand.detach().to(dtype)
+    return (operand,), None
+
+
+#: What a plan says of an operand -> what is saved of it, and of its quantized form. Later
+#: microbatches read the rows of a weight that is kept.
+_SAVES: dict[str | None, Callable[[Tensor, Quantized, torch.dtype, bool], _Saved]] = {
+    None: _nothing,
+    QUANTIZED: _columns,
+    HIGH_PRECISION: _itself,
+    DEQUANTIZED: _rows,
+}
 
 
 def _gradients(ctx: Context, dy: Tensor) -> _Gradients:

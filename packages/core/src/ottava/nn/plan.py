@@ -15,41 +15,41 @@ them. Compiled code makes one while it is traced, whose functions are operators.
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ottava.gemm import GemmType, LayerProduct, multiply
-from ottava.gemm.operand import Matrix
+from ottava.gemm.operand import Matrix, stored
 from ottava.kernels import backends
 from ottava.kernels.direct import PLAIN_TYPES
 from ottava.kernels.table import rounded
 from ottava.nn.call import Call, Recording
 from ottava.nn.checks import autocast_dtype, check_plain_operands, checked_dtype
 from ottava.nn.layer import Layer
-from ottava.nn.saving import (
-    SAVES,
-    Product,
-    Quantized,
-    Save,
-    of_values,
-    save_in,
-    save_itself,
-    save_nothing,
-)
 from ottava.recipes.backward import HIGH_PRECISION, QUANTIZED, Reads
 from ottava.recipes.mixed import MixedState
 from ottava.recipes.state import RecipeState
+from ottava.tensors.operand import Operand
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import any_autocast_enabled, is_exporting
 
 Tensor = torch.Tensor
+Quantized = Operand | QuantizedTensorStorage
 Quantize = Callable[[Tensor], Quantized]
 #: Returns the quantizer of one tensor of a layer.
 Lookup = Callable[[], Quantizer]
 #: A layer keeps at most this many plans, because batches of texts have ever new lengths.
 LIMIT = 64
+
+
+class Product(Protocol):
+    """One of the three products, of operands in the order of :func:`ottava.gemm.gemm`."""
+
+    def __call__(
+        self, a: Matrix, b: Matrix, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class Plan(NamedTuple):
@@ -64,13 +64,16 @@ class Plan(NamedTuple):
         fprop: ``(x, w, bias) -> y [M, N]``.
         dgrad: ``(dy, w) -> dx [M, K]``.
         wgrad: ``(dy, x) -> dw [N, K]``; added to ``out`` where that is given.
-        save_input, save_weight: what is saved for wgrad, and for dgrad.
         state: the recipe's state.
         may_count_clamps: whether these calls are an evaluation in which the state may count the
             elements that it clamps.
         dtype: of the products, and the nominal dtype of the operands.
         amp_dtype: of torch.autocast; None outside of it.
         x_needs_grad, w_needs_grad: whether the input, and the weight, get a gradient.
+        saved_input: what is saved of the input, by a word of :mod:`ottava.recipes.backward`; None
+            for nothing.
+        saved_weight: the same of the weight. One that lives in FP8 is saved as itself, with the
+            word of high precision.
         wgrad_reads_quantized_dy: whether wgrad reads a quantized ``dy``.
         x_shape, x_dtype, w_dtype: the shape and the dtypes of the gradients.
     """
@@ -81,14 +84,14 @@ class Plan(NamedTuple):
     fprop: Product
     dgrad: Product
     wgrad: Product
-    save_input: Save
-    save_weight: Save
     state: RecipeState
     may_count_clamps: bool
     dtype: torch.dtype
     amp_dtype: torch.dtype | None
     x_needs_grad: bool
     w_needs_grad: bool
+    saved_input: str | None
+    saved_weight: str | None
     wgrad_reads_quantized_dy: bool
     x_shape: torch.Size
     x_dtype: torch.dtype
@@ -198,16 +201,11 @@ def _make_plan(
     fprop, dgrad, wgrad = _products(dtype, layer.fuse_wgrad_accumulation, compiling)
     read_of_x = state.backward_reads["wgrad", "input"]
     read_of_w = state.backward_reads["dgrad", "weight"]
-    save_input = save_weight = save_nothing
-    if w_needs_grad:
-        save_input = save_in(dtype) if read_of_x == HIGH_PRECISION else SAVES[read_of_x]
-    if x_needs_grad:
-        # A weight that lives in FP8 has no other values, and is saved as the parameter.
-        save_weight = save_itself if is_quantized else SAVES[read_of_w]
     if read_of_x != QUANTIZED:
-        wgrad = of_values(wgrad, dtype)
+        wgrad = _of_values(wgrad, dtype)
     if read_of_w != QUANTIZED:
-        dgrad = of_values(dgrad, dtype)
+        dgrad = _of_values(dgrad, dtype)
+    saved_weight = HIGH_PRECISION if is_quantized else read_of_w
     return Plan(
         quantize_input=quantize_input,
         quantize_weight=quantize_weight,
@@ -215,14 +213,14 @@ def _make_plan(
         fprop=fprop,
         dgrad=dgrad,
         wgrad=wgrad,
-        save_input=save_input,
-        save_weight=save_weight,
         state=state,
         may_count_clamps=call.recording is Recording.CLAMPS,
         dtype=dtype,
         amp_dtype=amp_dtype,
         x_needs_grad=x_needs_grad,
         w_needs_grad=w_needs_grad,
+        saved_input=read_of_x if w_needs_grad else None,
+        saved_weight=saved_weight if x_needs_grad else None,
         wgrad_reads_quantized_dy=columns_of_dy,
         x_shape=input.shape,
         x_dtype=input.dtype,
@@ -331,6 +329,20 @@ def _operator(gemm_type: GemmType, dtype: torch.dtype, use_split_accumulator: bo
         return multiply(a, b, gemm_type, dtype, bias, out, out is not None, use_split_accumulator)
 
     return product
+
+
+def _of_values(product: Product, dtype: torch.dtype) -> Product:
+    """A product of the values of its second operand, quantized or not, in ``dtype``."""
+
+    def product_of_values(
+        a: Matrix, b: Matrix, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        matrix = stored(b)
+        if isinstance(matrix, QuantizedTensorStorage):
+            return product(a, matrix.dequantize(dtype), bias, out)
+        return product(a, matrix.to(dtype), bias, out)
+
+    return product_of_values
 
 
 def _read_numbers(state: RecipeState, usages: Mapping[str, tuple[bool, bool]]) -> None:

@@ -202,4 +202,5 @@ def _as_fprop_reads(layer: Linear, role: str, values: torch.Tensor) -> torch.Ten
     state = layer._binding.state
     assert state is not None
     quantizer = state.quantizer(role, rowwise=True, columnwise=False, recording=False)
-    return quantizer.quantize(values).dequantize()
+    dequantized: torch.Tensor = quantizer.quantize(values).dequantize()
+    return dequantized
