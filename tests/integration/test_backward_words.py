@@ -23,6 +23,7 @@ from ottava_debug.products import Inspection, Watch
 from ottava_rowwise import Float8RowwiseScaling
 from tests.choosing import cpu_products
 from tests.comparing import assert_same
+from tests.core.fake_plugins import installed, offers, plugin
 from tests.fsdp import KEPT, assert_trains_alike
 from tests.ranks import on_ranks
 from tests.samples import wide
@@ -302,6 +303,11 @@ class Plain(ottava.Recipe):
         return ottava.get_recipe("rowwise").quantizer(role)
 
 
+@dataclasses.dataclass(frozen=True)
+class Equal(Plain):
+    """Objects of this class are equal."""
+
+
 def test_a_recipe_without_the_field_may_have_the_attribute() -> None:
     x, dy = operands(33)
     for word in ("quantized", *WORDS):
@@ -313,6 +319,27 @@ def test_a_recipe_without_the_field_may_have_the_attribute() -> None:
     recipe.backward = "columns"
     with pytest.raises(OptionError, match=r"backward is 'columns'.*quantized, high_precision, deq"):
         layer(recipe)
+
+
+def test_recipes_of_others_get_the_option_from_core(tmp_path: Path) -> None:
+    impl = f"from {__name__} import Plain\nwords = Plain\n"
+    (tmp_path / "words_impl.py").write_text(impl)
+    plugin(tmp_path, "words", "words_plugin", offers("words", factory="words_impl:words"))
+    x, dy = operands(33)
+    with installed(tmp_path):
+        for word in ("quantized", *WORDS):
+            recipe = ottava.get_recipe("words", backward=word)
+            own, same = layer(recipe), layer(ottava.get_recipe("rowwise", backward=word))
+            assert_alike(gradients(own, x, dy), gradients(same, x, dy))
+        with pytest.raises(OptionError, match="backward is 'rows'"):
+            ottava.get_recipe("words", backward="rows")
+    # Recipes that compare equal by their fields serve other layers all the same.
+    quantized, dequantized = (Equal() for _ in range(2))
+    object.__setattr__(dequantized, "backward", DEQUANTIZED)
+    own = layer(quantized)
+    with ottava.autocast(dequantized):
+        found = gradients(own, x, dy)
+    assert_alike(found, gradients(layer(dequantized), x, dy))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,5 +1,6 @@
 """``Recipe``: which quantizer serves which tensor; and recipes by name."""
 
+import copy
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -243,7 +244,10 @@ class Recipe(ABC):
         factory."""
         if self is other:
             return True
-        return other is not None and self._factory == other._factory and bool(self == other)
+        if other is None or self._factory != other._factory:
+            return False
+        # Not every recipe has the option as a field.
+        return self.backward == other.backward and bool(self == other)
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: "Group") -> None:
         """Begin a step: called with every stateful state of this recipe that takes part.
@@ -287,7 +291,8 @@ def get_recipe(name: str | os.PathLike[str], **options: object) -> Recipe:
 
     A path has a suffix, which no name has: the recipe whose spec lists the suffix in
     ``file_suffixes`` reads the file. Where the default of an option is the member of an enumeration
-    or a tuple, a member's name or a list will do.
+    or a tuple, a member's name or a list will do. The option ``backward`` sets
+    :attr:`Recipe.backward` of a recipe that has no such argument, too.
 
     Raises:
         RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several
@@ -310,6 +315,9 @@ def get_recipe(name: str | os.PathLike[str], **options: object) -> Recipe:
         of=(Exception, SystemExit),
     ):
         signature = inspect.signature(factory)
+        word: object = QUANTIZED
+        if not _takes(signature, "backward"):
+            word = options.pop("backward", QUANTIZED)
         try:
             signature.bind(**options)
         except TypeError as error:
@@ -319,7 +327,17 @@ def get_recipe(name: str | os.PathLike[str], **options: object) -> Recipe:
         recipe = factory(**{key: _converted(signature, key, options[key]) for key in options})
         if not isinstance(recipe, Recipe):
             raise TypeError(f"an object of type {type(recipe).__name__} is no ottava.Recipe")
+        if word != QUANTIZED:
+            recipe = copy.copy(recipe)
+            object.__setattr__(recipe, "backward", word)
+            check_backward(recipe)
     return recipe
+
+
+def _takes(signature: inspect.Signature, option: str) -> bool:
+    """Whether a function with this signature takes an argument by this name."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return option in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _converted(signature: inspect.Signature, option: str, value: object) -> object:
