@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava.errors import OptionError
+from ottava.gemm import gemm
 from ottava.nn import Linear
 from ottava_custom import CustomRecipe
 from ottava_debug.products import Inspection, Watch
@@ -276,9 +277,12 @@ def test_recipe_files_and_factories_say_it_for_each_role(tmp_path: Path) -> None
     assert_alike(gradients(layer(recipe), x, dy), gradients(same, x, dy))
     found = gradients(layer(recipe, name="mixed"), x, dy)
     dy_columns = ottava.get_recipe("blockwise").quantizer("grad_output").with_usage(False, True)
-    assert_same(
-        found["weight"], ottava.gemm.gemm(dy_columns(dy), x.detach(), "wgrad", out_dtype=F32)
-    )
+    product = gemm(dy_columns(dy), x.detach(), "wgrad", out_dtype=F32)
+    assert_same(found["weight"], product)
+    own = layer(recipe, name="hybrid")
+    dy_rows = ottava.get_recipe("rowwise").quantizer("grad_output").with_usage(True, False)
+    product = gemm(dy_rows(dy), own.weight.detach(), "dgrad", out_dtype=F32)
+    assert_same(gradients(own, x, dy)["x"], product)
 
 
 def test_a_hybrid_refuses_columns_that_would_be_rows(tmp_path: Path) -> None:
@@ -387,3 +391,13 @@ def test_shards_train_as_one_process(
     recipe = ottava.get_recipe(name, backward=word)
     for kept in KEPT:
         assert_trains_alike(mesh, recipe, kept, (name, word), reentrant=reentrant)
+
+
+def by_layer(role: ottava.QuantizerRole) -> ottava.QuantizerRequest:
+    word = "quantized" if role.name == "first" else HIGH_PRECISION
+    return ottava.QuantizerRequest(ottava.get_recipe("current", backward=word))
+
+
+@on_ranks(2)
+def test_layers_with_different_words_are_gathered_together(mesh: DeviceMesh) -> None:
+    assert_trains_alike(mesh, CustomRecipe(by_layer), "gathered quantized", groups="root")
