@@ -209,9 +209,8 @@ def _columns(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept:
 
 def _rows(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
     storage = quantized.stored() if isinstance(quantized, Operand) else quantized
-    if not is_kept:
-        # A user's quantizer may make columns that nobody asked for.
-        storage.update_usage(rowwise_usage=True, columnwise_usage=False)
+    # A user's quantizer may make columns that nobody asked for.
+    storage.update_usage(rowwise_usage=True, columnwise_usage=False)
     return storage.flatten_storage()
 
 
