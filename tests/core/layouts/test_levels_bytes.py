@@ -3,6 +3,7 @@ those of the scalar oracle, and decoding gives its values."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -133,6 +134,23 @@ def test_bytes_of_special_values(number: int) -> None:
     for what, x in list(special(dtype))[number % 2 :: 2]:
         with told(what, dtype):
             check(x, LEVELS[name])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "E2M1-UE5M3-levels", "4over6"])
+def test_scales_at_ties(name: str) -> None:
+    """Amaxes whose scales are halfway between two codes, and their neighbours: every rounding of
+    the order of operations shows."""
+    layout = dataclasses.replace(LEVELS[name], block=(1, 2))
+    number = oracle.SCALES[layout.scale].number
+    assert number is not None
+    codes = np.array(number.positive[-130:])
+    middles = (codes[1:] + codes[:-1]) / 2
+    for largest in (5.3, 7.7, 1000.1):
+        bound = layout.bound or codes[-1]
+        amaxes = np.float32(middles * largest / bound)
+        near = [(amaxes.view(np.int32) + step).view(np.float32) for step in range(-3, 4)]
+        x = torch.from_numpy(np.concatenate([*near, np.float32([largest])]))
+        check(torch.stack([x.clamp(max=largest), x / 3], 1), layout)
 
 
 @pytest.mark.parametrize("name", oracle.ELEMENTS)
