@@ -202,11 +202,11 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return a, b, c, d
 
 
-def random_word(place: int, seed: int, *, columnwise: bool) -> int:
+def random_word(place: int, seed: int, *, second_stream: bool) -> int:
     """The word of the element at this place of a tensor, which counts row by row."""
     high, low = divmod(place // 4, 1 << 32)
     high_seed, low_seed = divmod(seed % (1 << 64), 1 << 32)
-    return philox((low, high, int(columnwise), 0), (low_seed, high_seed))[place % 4]
+    return philox((low, high, int(second_stream), 0), (low_seed, high_seed))[place % 4]
 
 
 # -- rotation --
@@ -534,7 +534,9 @@ class _Direction:
         if self.seed is None:
             return None
         place = j * len(self.rows) + i if self.columnwise else i * len(self.rows[0]) + j
-        return random_word(place, self.seed, columnwise=self.columnwise)
+        # Both directions of squares are rounded alike.
+        second = self.columnwise and self.area[0] != self.area[1]
+        return random_word(place, self.seed, second_stream=second)
 
     def _error(
         self, inside: list[Place], candidate: tuple[float, list[int]], level_amax: float | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from ottava_testing import RecipeConformance
 
 

@@ -190,7 +190,7 @@ def test_random_words() -> None:
     # The seed is the key, low word first; the place has 62 bits and two of the word.
     block = oracle.philox((5, 1, 1, 0), (0xFFFFFFFE, 0xFFFFFFFF))
     places = range((5 << 2) + (1 << 34), (6 << 2) + (1 << 34))
-    words = [oracle.random_word(place, -2, columnwise=True) for place in places]
+    words = [oracle.random_word(place, -2, second_stream=True) for place in places]
     assert tuple(words) == block
 
 

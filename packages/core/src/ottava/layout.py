@@ -160,7 +160,8 @@ class Layout:
         error: the error that candidates are compared by: the sum over the block of magnitudes
             (``"MAE"``) or squares (``"MSE"``).
         stochastic: whether elements are rounded to one of their two neighbours at random, in
-            proportion to the distances. Quantizing then takes a seed.
+            proportion to the distances. Quantizing then takes a seed. Both directions of squares
+            are rounded alike.
         rotation: a :class:`Rotation`, or None.
         text: the layout in one line, for example
             ``"float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"``, with

@@ -251,7 +251,9 @@ def _quantized_direction(
     random = None
     if layout.stochastic:
         assert seed is not None
-        random = random_words(seed, _places(rows, matrix.shape[1], columnwise), int(columnwise))
+        # Both directions of squares hold the same values, and so are rounded alike.
+        stream = int(columnwise and not layout.square)
+        random = random_words(seed, _places(rows, matrix.shape[1], columnwise), stream)
     data = encode(rows * spread_blocks(factors), layout.format, random)
     if layout.elements_per_byte == 2:
         data = pack(data)
