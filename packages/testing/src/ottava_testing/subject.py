@@ -112,6 +112,11 @@ class Subject:
         return float(self.spec.relative_error)
 
     @property
+    def is_coarse(self) -> bool:
+        """Whether the format has so few bits that small steps of an optimizer are lost in it."""
+        return self.bound >= 0.2
+
+    @property
     def loose(self) -> float:
         """A wider bound, for values that are few or uneven, or quantized twice."""
         return min(0.5, 4 * self.bound)
