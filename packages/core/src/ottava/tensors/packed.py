@@ -301,11 +301,13 @@ class PackedTensor(GridTensor, PackedTensorStorage):
 
     def narrowed(self, dim: int, start: int, stop: int) -> Self:
         rotation = self.grid_layout.rotation
-        is_rotated = rotation is not None and rotation.turns(True)
-        if is_rotated and self.direction(columnwise=True) is not None:
-            # A view would have to end where groups of the rotation do, and share their padding.
-            whole = (start, stop) == (0, self.shape[dim])
-            return self.make_like(self) if whole else NotImplemented
+        has_columns = self.direction(columnwise=True) is not None
+        if rotation is not None and rotation.turns(True) and has_columns:
+            if (start, stop) == (0, self.shape[dim]):
+                return self.make_like(self)
+            # A view has whole groups of the rotation. It shares no padding, which is not its own.
+            if start % rotation.size or stop % rotation.size:
+                return NotImplemented  # type: ignore[no-any-return]
         return QuantizedTensor.narrowed(self, dim, start, stop)
 
     def turned(self) -> Self:
