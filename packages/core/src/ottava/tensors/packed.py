@@ -140,6 +140,27 @@ class PackedTensorStorage(GridTensorStorage):
             columns = None
         return [*(rows or _NOTHING), *(columns or _NOTHING)]
 
+    def element_range(self, inner: InnerTensor, start: int, count: int) -> range | None:
+        if inner.attribute != self.data_names[0]:
+            return super().element_range(inner, start, count)
+        data: torch.Tensor = getattr(self, inner.attribute)
+        if not data.is_contiguous():
+            return None
+        matrix = as_matrix_shape(self.size())
+        width = self.grid_layout.data_shape(matrix, False)[1]
+
+        def byte_of(element: int) -> int:
+            row, column = divmod(element, max(matrix[1], 1))
+            return row * width + column // self.grid_layout.elements_per_byte
+
+        first = byte_of(start)
+        if not count:
+            return range(first, first)
+        stop = start + count
+        # The padding of a row belongs to its last element.
+        ends_row = stop % matrix[1] == 0
+        return range(first, byte_of(stop) if ends_row else byte_of(stop - 1) + 1)
+
     # -- values --
 
     def _size(self) -> torch.Size:
@@ -280,11 +301,13 @@ class PackedTensor(GridTensor, PackedTensorStorage):
 
     def narrowed(self, dim: int, start: int, stop: int) -> Self:
         rotation = self.grid_layout.rotation
-        is_rotated = rotation is not None and rotation.turns(True)
-        if is_rotated and self.direction(columnwise=True) is not None:
-            # A view would have to end where groups of the rotation do, and share their padding.
-            whole = (start, stop) == (0, self.shape[dim])
-            return self.make_like(self) if whole else NotImplemented
+        has_columns = self.direction(columnwise=True) is not None
+        if rotation is not None and rotation.turns(True) and has_columns:
+            if (start, stop) == (0, self.shape[dim]):
+                return self.make_like(self)
+            # A view has whole groups of the rotation. It shares no padding, which is not its own.
+            if start % rotation.size or stop % rotation.size:
+                return NotImplemented  # type: ignore[no-any-return]
         return QuantizedTensor.narrowed(self, dim, start, stop)
 
     def turned(self) -> Self:

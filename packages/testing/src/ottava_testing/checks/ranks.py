@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ottava
+from ottava.distributed import rule_of
 from ottava_testing import launch, table
 from ottava_testing.checks.files import load
 from ottava_testing.compare import (
@@ -100,7 +101,9 @@ def run(name: str, mesh: Any, folder: Path) -> None:
         CheckFailed: the recipe does not pass.
     """
     source = (folder / "subject.pickle").read_bytes()
-    RANK_BODIES[name](Subject.of_source(source, import_from), mesh, folder)
+    subject = Subject.of_source(source, import_from)
+    with CHECKS[name].seeds(subject.spec):
+        RANK_BODIES[name](subject, mesh, folder)
 
 
 @check(QUANTIZED_WEIGHTS)
@@ -156,13 +159,15 @@ def _same_shard(title: str, weight: Any, whole: Any, first: int, last: int) -> N
         if mine is None or theirs is None or weight.is_derived(inner):
             continue
         if inner in raw:
-            mine, theirs = (t.reshape(-1)[first:last] for t in (mine, theirs))
+            place = weight.element_range(inner, first, last - first)
+            require(place is not None, f"{title}: {inner.attribute!r} has another order")
+            mine, theirs = (t.reshape(-1)[place.start : place.stop] for t in (mine, theirs))
         words = f"{title} is quantized otherwise from shards than as a whole: {inner.attribute!r}"
         require(same(mine, theirs), f"{words} differs")
 
 
 def _sizes(subject: Subject, world: int) -> list[int]:
-    """Numbers of rows of weights that FSDP2 can shard, by what the storage declares.
+    """Numbers of rows of weights that FSDP2 can shard, by what storage and quantizer declare.
 
     The first cuts no block. If the storage allows shards to be padded, a second gives uneven ones.
     """
@@ -171,7 +176,8 @@ def _sizes(subject: Subject, world: int) -> list[int]:
         (inner, getattr(weight, inner.attribute)) for inner in weight.inner_tensors if inner.gather
     ]
     blocks = [inner.block_rows for inner, _ in gathered if inner.block_rows]
-    sizes = [world * math.lcm(32, *blocks)]
+    whole_groups = rule_of(weight._quantizer).rows_of_blocks(weight._quantizer)
+    sizes = [world * math.lcm(32, whole_groups, *blocks)]
     if not blocks and all(tensor is None or tensor.shape == weight.shape for _, tensor in gathered):
         sizes.append(33)
     return sizes
