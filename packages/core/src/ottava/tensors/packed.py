@@ -8,6 +8,7 @@ Invariant, for each direction: ``original ≈ float32(element) * scale * second 
 values, if the layout rotates the direction.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
 
@@ -16,25 +17,28 @@ import torch
 from ottava import kernels
 from ottava.errors import ShapeError, UsageError
 from ottava.kernels.checks import check_dtype
-from ottava.kernels.elements import pack, unpack
 from ottava.kernels.rotation import unrotated
-from ottava.layout import Layout, as_matrix_shape
+from ottava.layout import Block, Layout, as_matrix_shape, multiple
 from ottava.tensors.declaration import (
     Declared,
+    DerivedTensor,
     InnerTensor,
     StaticField,
     check_flag,
     check_values_dtype,
 )
-from ottava.tensors.direction import Direction, scales_from_other_usage, zeros
+from ottava.tensors.direction import Direction, zeros
 from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_declaration import checked_packed_directions, packed_inner_tensors_of
-from ottava.tensors.grid_tensor import Change, GridTensor
-from ottava.tensors.tensor import QuantizedTensor
+from ottava.tensors.grid_tensor import Change, GridTensor, try_view
+from ottava.tensors.tensor import blocks
 
 #: The attributes with the amaxes of the second level, of rows and of columns.
 _AMAXES = ("_amax_rowwise", "_amax_columnwise")
 _NOTHING = (None, None, None)
+#: Gives the stored direction of a view, or None where bytes or blocks do not allow it. It is called
+#: with a stored direction, and with whether that is the columnwise one.
+StoredChange = Callable[[Direction, bool], Direction | None]
 
 
 def needs_packing(layout: Layout) -> bool:
@@ -69,9 +73,12 @@ class PackedTensorStorage(GridTensorStorage):
         *GridTensorStorage.static_fields,
     )
 
+    dated_names = (*GridTensorStorage.dated_names, "_dated_column_amax")
+
     _shape: tuple[int, ...]
     _amax_rowwise: torch.Tensor | None
-    _amax_columnwise: torch.Tensor | None
+    # Columnwise amaxes as :meth:`_dated` gives them.
+    _dated_column_amax: torch.Tensor | DerivedTensor | None = None
 
     @classmethod
     def check_declared(cls, declared: Declared) -> Declared:
@@ -94,6 +101,14 @@ class PackedTensorStorage(GridTensorStorage):
 
     # -- directions --
 
+    @property
+    def _amax_columnwise(self) -> torch.Tensor | None:
+        return self._current(self._dated_column_amax)
+
+    @_amax_columnwise.setter
+    def _amax_columnwise(self, amax: torch.Tensor | None) -> None:
+        self._dated_column_amax = self._dated(amax)
+
     def direction(self, *, columnwise: bool) -> Direction | None:
         direction = super().direction(columnwise=columnwise)
         if direction is None or self.grid_layout.second_level == "none":
@@ -102,36 +117,12 @@ class PackedTensorStorage(GridTensorStorage):
         return direction._replace(amax=getattr(self, _AMAXES[side]))
 
     def ordered(self, *, columnwise: bool) -> Direction | None:
+        if self.grid_layout.is_plain(columnwise):
+            return super().ordered(columnwise=columnwise)
         raise UsageError(
             f"the bytes of a {type(self).__name__} have no order of elements",
             expected="direction(), as it is stored",
         )
-
-    def for_usage(self, columnwise: bool) -> Direction:
-        direction = self.direction(columnwise=columnwise)
-        if direction is not None:
-            return direction
-        other = self.direction(columnwise=not columnwise)
-        if other is not None and self.grid_layout.square:
-            return self._turned(other, columnwise)
-        self._source_of_values()
-        raise self._missing(columnwise)
-
-    def _turned(self, other: Direction, columnwise: bool) -> Direction:
-        """The stored direction of one usage, made of that of the other, whose values it shares."""
-        layout, matrix = self.grid_layout, as_matrix_shape(self.size())
-        height, width = layout.stored_matrix(other.data.shape, not columnwise)
-        data = other.data.reshape(height, width // layout.elements_per_byte)
-        if layout.elements_per_byte == 2:
-            data = pack(unpack(data)[:, : matrix[1 if columnwise else 0]].t())
-        else:
-            data = data.t().contiguous()
-        scales = other.scales if columnwise else other.scales.t()
-        scales = scales_from_other_usage(scales, matrix, layout, columnwise)
-        if columnwise:
-            scales = scales.t()
-        shape = layout.data_shape(self.size(), columnwise)
-        return Direction(data.reshape(shape), scales.contiguous(), other.amax)
 
     def _arranged(
         self, rows: Direction | None, columns: Direction | None
@@ -140,9 +131,19 @@ class PackedTensorStorage(GridTensorStorage):
             columns = None
         return [*(rows or _NOTHING), *(columns or _NOTHING)]
 
+    def _shared_blocks(self) -> list[tuple[str, Block]]:
+        blocks_of_scales = super()._shared_blocks()
+        for side, name in enumerate(_AMAXES):
+            block = self.grid_layout.block_of_amax(bool(side))
+            if block is not None:
+                blocks_of_scales.append((name, block))
+        return blocks_of_scales
+
     # -- values --
 
     def _size(self) -> torch.Size:
+        if all(getattr(self, name) is None for name in self.data_names):
+            raise self._empty()
         return torch.Size(self._shape)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -236,56 +237,163 @@ class PackedTensor(GridTensor, PackedTensorStorage):
         return shape_of(rows, columns, layout, shape), None, None
 
     def of_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
-        tensors: list[torch.Tensor | None] = []
-        for columnwise, name in zip((False, True), self.data_names, strict=True):
-            is_held = getattr(self, name) is not None
-            tensors += zeros(self.grid_layout, shape, columnwise, device) if is_held else _NOTHING
-        arguments = dict(zip([i.argument for i in self.inner_tensors], tensors, strict=True))
-        return type(self)(**(self.get_metadata() | arguments | {"shape": shape, "dtype": dtype}))
+        rows, columns = (
+            zeros(self.grid_layout, shape, bool(side), device)
+            if getattr(self, name) is not None
+            else None
+            for side, name in enumerate(self.data_names)
+        )
+        arguments = self.get_metadata() | self._arguments_of(rows, columns)
+        return type(self)(**(arguments | {"shape": shape, "dtype": dtype}))
 
     # -- views --
 
     def view_by(self, change: Change, *, swap: bool = False, part: bool = False) -> Self:
+        # The order of the bytes is not that of the elements: see changed().
         return NotImplemented  # type: ignore[no-any-return]
 
-    def _around(
+    def changed(self, change: StoredChange, shape: tuple[int, ...], *, part: bool = False) -> Self:
+        """A view of ``shape`` whose directions ``change`` gives; NotImplemented where there is
+        none.
+
+        Args:
+            part: whether the view has some of the elements alone, so that others may have the same
+                scales.
+        """
+        rows, columns, derived = self._sources()
+        directions: list[Direction | None] = []
+        for source, columnwise in ((rows, False), (columns, True)):
+            direction = None if source is None else change(source, columnwise)
+            if source is not None and direction is None:
+                return NotImplemented  # type: ignore[no-any-return]
+            directions.append(direction)
+        view = self._view_of_stored(directions[0], directions[1], shape, part=part)
+        if derived is not None and not part:
+            view._put(directions[0], change(derived, True))
+        return view
+
+    def _sources(self) -> tuple[Direction | None, Direction | None, Direction | None]:
+        """Rows and columns that views are made of, and columns that views make of their rows."""
+        rows, columns = self.direction(columnwise=False), None
+        if not self.grid_layout.one_buffer:
+            columns = self.direction(columnwise=True)
+        if rows is not None and self._derives_columns():
+            return rows, None, columns
+        return rows, columns, None
+
+    def _view_of_stored(
         self,
         rows: Direction | None,
         columns: Direction | None,
-        shape: Sequence[int],
-        **more: object,
+        shape: tuple[int, ...],
+        *,
+        part: bool = False,
+        **fields: object,
     ) -> Self:
-        """A view of this tensor of ``shape`` around stored directions."""
-        names = [inner.argument for inner in self.inner_tensors]
-        tensors: Declared = dict(zip(names, self._arranged(rows, columns), strict=True)) | more
-        view = self.make_like(self, shape=shape, **tensors)
-        view.mark_view(self)
+        """A view of this tensor around stored directions, with some static fields replaced."""
+        arguments = self.get_metadata() | self._arguments_of(rows, columns) | fields
+        view = type(self)(**(arguments | {"shape": shape}))
+        view.mark_view(self, part=part)
         return view
 
     def reshaped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        example = torch.empty(self.shape, dtype=torch.uint8, device="meta")
-        shape = function(example).shape
-        if not self.dim() or shape[-1:] != self.shape[-1:]:
-            return NotImplemented  # type: ignore[no-any-return]
-        rows, columns = (
-            None
-            if direction is None
-            else direction._replace(
-                data=direction.data.view(self.grid_layout.data_shape(shape, columnwise))
-            )
-            for columnwise in (False, True)
-            for direction in [self.direction(columnwise=columnwise)]
+        shape = tuple(function(torch.empty(self.shape, device="meta")).shape)
+        return self.changed(
+            lambda direction, columnwise: self._reshaped_stored(direction, columnwise, shape), shape
         )
-        return self._around(rows, columns, shape)
+
+    def _reshaped_stored(
+        self, direction: Direction, columnwise: bool, shape: tuple[int, ...]
+    ) -> Direction | None:
+        layout, amax = self.grid_layout, direction.amax
+        columns, old_columns = as_matrix_shape(shape)[1], as_matrix_shape(self.shape)[1]
+        if columns != old_columns and self.numel():
+            # Rows of whole blocks may be joined and cut.
+            rows, side = layout.block_of(columnwise, shared=True)
+            if columnwise or rows != 1 or side is None:
+                return None
+            side = math.lcm(side, layout.whole_elements(columnwise))
+            if columns % side or old_columns % side:
+                return None
+        if amax is not None and tuple(amax.shape) != layout.amax_shape(shape, columnwise):
+            # Each row has an amax of its own.
+            return None
+        data = try_view(direction.data, layout.data_shape(shape, columnwise))
+        scales = try_view(direction.scales, layout.scale_shape(shape, columnwise))
+        if data is None or scales is None:
+            return None
+        return Direction(data, scales, amax)
 
     def narrowed(self, dim: int, start: int, stop: int) -> Self:
-        rotation = self.grid_layout.rotation
-        is_rotated = rotation is not None and rotation.turns(True)
-        if is_rotated and self.direction(columnwise=True) is not None:
-            # A view would have to end where groups of the rotation do, and share their padding.
-            whole = (start, stop) == (0, self.shape[dim])
-            return self.make_like(self) if whole else NotImplemented
-        return QuantizedTensor.narrowed(self, dim, start, stop)
+        if (start, stop) == (0, self.shape[dim]):
+            return self.make_like(self)
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        return self.changed(
+            lambda direction, columnwise: self._narrowed_stored(
+                direction, columnwise, dim, start, stop
+            ),
+            shape,
+            part=True,
+        )
+
+    def _narrowed_stored(
+        self, direction: Direction, columnwise: bool, dim: int, start: int, stop: int
+    ) -> Direction | None:
+        layout, axis = self.grid_layout, self._axis_of(dim)
+        if axis == 0 and math.prod(self.shape[:dim]) != 1:
+            return self._rows_apart(direction, columnwise, dim, start, stop)
+        is_summed = axis == (0 if columnwise else 1)
+        step = 1 if axis == 1 else math.prod(self.shape[dim + 1 : -1])
+        unit = layout.whole_elements(columnwise) if is_summed else 1
+        place = start * step, stop * step, self.shape[dim] * step
+        if blocks(unit, *place) is None:
+            return None
+        # An odd last element has a byte of its own, and a ragged last group its padding.
+        first, last, size = (multiple(entry, unit) for entry in place)
+        span = blocks(layout.block_of(columnwise)[axis], first, last, size)
+        shared_side = layout.block_of(columnwise, shared=True)[axis]
+        if span is None or blocks(shared_side, first, last, size) is None:
+            return None
+        data, scales, amax = direction
+        is_turned = columnwise and layout.transposed
+        if is_summed and not layout.is_plain(columnwise):
+            per_byte = layout.elements_per_byte
+            data = data[..., first // per_byte : last // per_byte]
+        elif is_turned:
+            data = data.narrow(0 if axis == 1 else dim + 1, start, stop - start)
+        else:
+            data = data.narrow(dim, start, stop - start)
+        scales = scales[span] if (axis == 0) != is_turned else scales[:, span]
+        if amax is not None and amax.dim() and not is_summed:
+            amax = amax[first:last]
+        return Direction(data, scales, amax)
+
+    def _rows_apart(
+        self, direction: Direction, columnwise: bool, dim: int, start: int, stop: int
+    ) -> Direction | None:
+        """Some rows of each matrix of a stack, which have scales of their own."""
+        if columnwise or self.grid_layout.block[0] != 1:
+            return None
+        data, scales, amax = direction
+        rows_of_scales = self._rows_of_stack(scales, dim, start, stop)
+        if amax is not None and amax.dim():
+            amax = self._rows_of_stack(amax, dim, start, stop)
+            if amax is None:
+                return None
+        if rows_of_scales is None:
+            return None
+        return Direction(data.narrow(dim, start, stop - start), rows_of_scales, amax)
+
+    def _rows_of_stack(
+        self, by_row: torch.Tensor, dim: int, start: int, stop: int
+    ) -> torch.Tensor | None:
+        """Those rows of a tensor with an entry for each row of this one; None if no view has
+        them."""
+        by_dims = try_view(by_row, (*self.shape[:-1], *by_row.shape[1:]))
+        if by_dims is None:
+            return None
+        part = by_dims.narrow(dim, start, stop - start)
+        return try_view(part, (math.prod(part.shape[: self.dim() - 1]), *by_row.shape[1:]))
 
     def turned(self) -> Self:
         """The transpose of a matrix: rows become columns, and columns rows."""
@@ -293,6 +401,10 @@ class PackedTensor(GridTensor, PackedTensorStorage):
         is_alike = rotation is None or rotation.directions == "both"
         if self.dim() != 2 or not layout.transposed or not is_alike:
             return NotImplemented  # type: ignore[no-any-return]
-        rows, columns = self.direction(columnwise=False), self.direction(columnwise=True)
-        from_columns = not self._values_from_columns
-        return self._around(columns, rows, self.shape[::-1], values_from_columns=from_columns)
+        rows, columns, _ = self._sources()
+        return self._view_of_stored(
+            columns,
+            rows,
+            (self.shape[1], self.shape[0]),
+            values_from_columns=not self._values_from_columns,
+        )
