@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from ottava import GridQuantizer, Layout, Recipe, kernels
+from ottava.layout import Rotation
 from ottava.tensors import Float8QuantizerBase, QuantizedTensorStorage
 from tests.comparing import assert_same
 
@@ -43,6 +45,30 @@ LAYOUTS: dict[str, Layout] = {
     "4x4-same": Layout(E4M3, (4, 4), columnwise="same"),
     "4x4-transposed": Layout(E4M3, (4, 4), columnwise="transposed"),
     "4x8-transposed": Layout(E4M3, (4, 8), columnwise="transposed"),
+    "nvfp4": Layout("E2M1", (1, 16), E4M3, columnwise="transposed", second_level="tensor"),
+    "nvfp4-squares": Layout("E2M1", (16, 16), E4M3, columnwise="transposed", second_level="tensor"),
+    "nvfp4-rows": Layout("E2M1", (1, 16), E4M3, columnwise="transposed", second_level="row"),
+    "nvfp4-rotated": Layout(
+        "E2M1",
+        (1, 16),
+        E4M3,
+        columnwise="transposed",
+        second_level="tensor",
+        rotation=Rotation(16, 0b1011, "columnwise"),
+    ),
+    "nvfp4-rotated-both": Layout(
+        "E2M1",
+        (1, 16),
+        E4M3,
+        columnwise="transposed",
+        second_level="tensor",
+        rotation=Rotation(32, 0xDEADBEEF, "both"),
+    ),
+    "mxfp4": Layout("E2M1", (1, 32), E8M0, "even", columnwise="transposed"),
+    "mxfp4-squares": Layout(
+        "E2M1", (1, 32), E8M0, "even", columnwise="transposed", shared=(32, 32)
+    ),
+    "int4-rows": Layout("INT4", (1, None), columnwise="transposed"),
 }
 #: Rowwise and columnwise usage.
 USAGES = {"both": (True, True), "rowwise": (True, False), "columnwise": (False, True)}
@@ -68,6 +94,13 @@ QUANTIZERS: dict[str, GridQuantizer] = {
 } | {"Float8Tensor": PerTensor(E4M3)}
 
 
+#: Rows of which one direction alone is rotated. A transpose has another layout then, and a product
+#: has no meaning of which one operand is rotated along the summed dimension.
+ROTATED_ONCE = {
+    name
+    for name, layout in LAYOUTS.items()
+    if layout.rotation is not None and layout.rotation.directions != "both"
+}
 #: Rows that differ from others in bytes alone: other behaviours meet them in the long run.
 ONLY_OTHER_BYTES = {
     "mxfp8-E5M2-floor",
@@ -76,15 +109,26 @@ ONLY_OTHER_BYTES = {
     "rows-E5M2-floor-epsilon",
     "bands",
     "int8-8x64",
+    "nvfp4-rows",
+    "nvfp4-rotated-both",
+    "mxfp4-squares",
 }
-#: Runs a test on each row of the table.
-EACH = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ONLY_OTHER_BYTES else name
-        for name in QUANTIZERS
-    ],
-)
+
+
+def _each(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Runs a test on each of the rows."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=pytest.mark.slow) if name in ONLY_OTHER_BYTES else name
+            for name in names
+        ],
+    )
+
+
+#: Runs a test on each row of the table, and on each whose quantizer serves all operands of a layer.
+EACH = _each(QUANTIZERS)
+EACH_OF_A_LAYER = _each(name for name in QUANTIZERS if name not in ROTATED_ONCE)
 
 
 @dataclass(frozen=True)
@@ -108,9 +152,22 @@ def quantizer(name: str, usages: str = "both", *, internal: bool = False) -> Gri
 
 
 def boundary(name: str) -> int:
-    """A row and a column at which blocks of both directions begin."""
+    """A row and a column at which blocks of both directions begin, and their bytes."""
     layout = QUANTIZERS[name].layout
-    return math.lcm(*(side or 1 for side in (*layout.block, *(layout.shared or ()))))
+    sides = [side or 1 for side in (*layout.block, *(layout.shared or ()))]
+    return math.lcm(*sides, *(layout.whole_elements(columnwise) for columnwise in (False, True)))
+
+
+def has_one_scale(name: str) -> bool:
+    """Whether all elements have a scale, or an amax of the second level, in common."""
+    layout = QUANTIZERS[name].layout
+    return layout.block == (None, None) or layout.second_level == "tensor"
+
+
+def rows_share(name: str) -> bool:
+    """Whether rows have a scale, or an amax of the second level, in common with all others."""
+    layout = QUANTIZERS[name].layout
+    return None in layout.block or layout.second_level != "none"
 
 
 def assert_directions(found: Any, expected: Any) -> None:

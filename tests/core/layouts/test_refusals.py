@@ -114,7 +114,7 @@ def test_arguments_that_fit() -> None:
         GridTensor.make_like(torch.ones(2))
     # One buffer is taken by either name.
     q = QUANTIZERS["int8-tensor"](wide(4, 4))
-    data, scale = q.for_usage(False)
+    data, scale, _ = q.for_usage(False)
     for given in ({}, {"rowwise_data": data, "rowwise_scale_inv": scale}):
         given |= {"columnwise_data": data, "columnwise_scale_inv": scale}
         made = GridTensor(**given, layout=q.grid_layout, dtype=q.dtype)

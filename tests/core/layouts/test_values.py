@@ -15,11 +15,13 @@ from tests.core.layouts.layouts import (
     DTYPES,
     EACH,
     QUANTIZERS,
+    ROTATED_ONCE,
     USAGES,
     assert_directions,
     boundary,
     inner,
     quantizer,
+    rows_share,
 )
 from tests.samples import wide
 
@@ -256,8 +258,13 @@ def test_autograd_refuses_a_value_that_was_overwritten(name: str) -> None:
         "split": lambda q: q.split(step)[1].quantize_(torch.zeros(step, 3 * step)),
         "view": lambda q: q.view(2, step, 3 * step)[1].zero_(),
     }
-    shares_rows = None in make.layout.block
-    for what, overwrite in list(overwrites.items())[: 7 if shares_rows else None]:
+    if name in ROTATED_ONCE:
+        del overwrites["transpose"]
+    if rows_share(name):
+        # A write to some of the rows alone is refused.
+        for what in ("rows", "split", "view"):
+            del overwrites[what]
+    for what, overwrite in overwrites.items():
         for saved in (lambda t: t, lambda t: t[step:]):
             with told(what):
                 q = make(wide(*shape))
@@ -287,7 +294,7 @@ def test_memory(name: str) -> None:
         holder = next(t for t in q.inner_list() if t is not None)
         assert q.data_ptr() == holder.data_ptr()
         assert q.untyped_storage().data_ptr() == holder.untyped_storage().data_ptr()
-        assert q.untyped_storage().nbytes() == q.numel()
+        assert q.untyped_storage().nbytes() == holder.nbytes
         for export in (torch.from_dlpack, torch.Tensor.numpy, torch.Tensor.tolist):
             with pytest.raises((OttavaError, RuntimeError)):
                 export(q)
