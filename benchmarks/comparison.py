@@ -163,6 +163,8 @@ def memory() -> str:
         "none, bfloat16": None,
         **{name: ottava.get_recipe(name) for name in RECIPES},
         "rowwise, wgrad_high_precision": ottava.get_recipe("rowwise", wgrad_high_precision=True),
+        "mxfp8, backward high_precision": ottava.get_recipe("mxfp8", backward="high_precision"),
+        "mxfp8, backward dequantized": ottava.get_recipe("mxfp8", backward="dequantized"),
         "mxfp8, with_2d_quantization": ottava.get_recipe("mxfp8", with_2d_quantization=True),
     }
     return markdown(

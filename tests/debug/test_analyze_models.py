@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,23 @@ def test_the_command_takes_a_model_and_data(
     done = CliRunner().invoke(app, [*model, "--data", "batch.pt", "--loss", "mse"])
     assert done.exit_code == 0, done.output
     assert "grad_output" in done.output
+
+
+@pytest.mark.parametrize("word", ["high_precision", "dequantized"])
+def test_only_what_products_read_quantized_is_measured(word: str) -> None:
+    recipes = {
+        "rows": ottava.get_recipe("mxfp8", backward=word),
+        "both": ottava.get_recipe("mxfp8"),
+    }
+    # A column of large values, in which blocks along columns lose less.
+    values = torch.randn(64, 64) * torch.logspace(-8, 8, 64)
+    for role in ("input", "weight", "grad_output"):
+        series = Series("a", role, recipes)
+        series.add(values)
+        noise = series.report().noise
+        if role == "grad_output":
+            assert noise["rows"].sqnr == math.inf
+        else:
+            rows = losses(values, decoded("mxfp8", role, values, columnwise=False))["sqnr"]
+            assert noise["rows"].sqnr == pytest.approx(rows, abs=0.02)
+        assert noise["both"].sqnr < math.inf

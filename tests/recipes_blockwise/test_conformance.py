@@ -37,3 +37,15 @@ class TestSquares(RecipeConformance):
         "grad_block_scaling_dim": 2,
         "fp8_format": Format.E5M2,
     }
+
+
+@pytest.mark.slow
+class TestBackwardHighPrecision(RecipeConformance):
+    recipe = "blockwise"
+    options = {"backward": "high_precision"}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestBackwardDequantized(RecipeConformance):
+    recipe = "blockwise"
+    options = {"backward": "dequantized"}  # noqa: RUF012

@@ -16,3 +16,15 @@ class TestMXFP8(RecipeConformance):
 class TestSquares(RecipeConformance):
     recipe = "mxfp8"
     options = {"with_2d_quantization": True, "fp8_format": Format.HYBRID}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestBackwardHighPrecision(RecipeConformance):
+    recipe = "mxfp8"
+    options = {"backward": "high_precision"}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestBackwardDequantized(RecipeConformance):
+    recipe = "mxfp8"
+    options = {"backward": "dequantized"}  # noqa: RUF012

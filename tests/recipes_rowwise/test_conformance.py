@@ -27,3 +27,15 @@ class TestPowersOfTwo(RecipeConformance):
 class TestWgrad(RecipeConformance):
     recipe = "rowwise"
     options = {"wgrad_high_precision": True}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestBackwardHighPrecision(RecipeConformance):
+    recipe = "rowwise"
+    options = {"backward": "high_precision"}  # noqa: RUF012
+
+
+@pytest.mark.slow
+class TestBackwardDequantized(RecipeConformance):
+    recipe = "rowwise"
+    options = {"backward": "dequantized"}  # noqa: RUF012

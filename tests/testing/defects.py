@@ -880,6 +880,11 @@ TABLE: dict[str, dict[str, Changes]] = {
     "kept-weight": {
         "the output of the second microbatch, .* has": storage(_reads=0, gemm_operand=wears_out)
     },
+    "backward-words": {
+        "the gradient of the input, with backward='dequantized', is 2 times": storage(
+            dequantize=lambda base, self, dtype=None: base(dtype) * (1 + called_from("backward"))
+        )
+    },
     "gradients-accumulate": {
         "after 3 backward passes the weight's grad is": quantizer(quantize_impl=first_gradient_only)
     },

@@ -21,6 +21,7 @@ from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import IntoMainGrad, quantized_linear
 from ottava.nn.high_precision import high_precision_linear
 from ottava.nn.plan import Plan, plan_for
+from ottava.recipes.backward import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.operands import BY_COLUMN, OPERANDS, ROLES, TENSORS
 
@@ -255,11 +256,14 @@ class _Products:
         }
 
     def _quantizes(self, gemm_type: str, tensor: str) -> bool:
-        if self.state is None or (
-            gemm_type == "wgrad" and ROLES[tensor] in self.state.wgrad_unquantized
-        ):
+        if self.state is None or self._word(gemm_type, tensor) != QUANTIZED:
             return False
         return all(inspection.quantizes(gemm_type, tensor) for inspection in self.inspections)
+
+    def _word(self, gemm_type: str, tensor: str) -> str:
+        """The recipe's word for what a product reads of an operand."""
+        word: str = self.state.backward_reads.get((gemm_type, ROLES[tensor]), QUANTIZED)
+        return word
 
     def plan(self, x: torch.Tensor, weight: Any, microbatch_weight: Any) -> Plan:
         """The plan of the pass, whose operands are of :class:`_Operand`, and whose products inspect
@@ -270,6 +274,11 @@ class _Products:
         # The products of the backward pass that are computed.
         dgrad = "dgrad" if x_needs_grad else ""
         wgrad = "wgrad" if w_needs_grad else ""
+
+        # An :class:`_Operand` is saved by its own method, a weight that lives in FP8 as itself.
+        saved_weight = QUANTIZED
+        if isinstance(weight, QuantizedTensorStorage):
+            saved_weight = HIGH_PRECISION
 
         def quantize_weight(values: torch.Tensor) -> Any:
             if microbatch_weight is not None:
@@ -289,7 +298,8 @@ class _Products:
             amp_dtype=None,
             x_needs_grad=x_needs_grad,
             w_needs_grad=w_needs_grad,
-            saves_input=False,
+            saved_input=QUANTIZED if w_needs_grad else None,
+            saved_weight=saved_weight if x_needs_grad else None,
             wgrad_reads_quantized_dy=True,
             x_shape=x.shape,
             x_dtype=x.dtype,
@@ -350,6 +360,8 @@ class _Products:
         if isinstance(operand, QuantizedTensorStorage):
             operand = _Operand(dense(operand), operand)
         plain, quantized = operand
+        if quantized is not None and self._reads_rows(gemm_type, tensor):
+            plain = quantized.dequantize(self.dtype)
         values = self._modified(gemm_type, tensor, plain)
         if (gemm_type, tensor) not in self.quantized:
             quantized = None
@@ -363,6 +375,10 @@ class _Products:
         if observed:
             self.observe(gemm_type, tensor, values, quantized)
         return values.to(self.dtype) if quantized is None else quantized
+
+    def _reads_rows(self, gemm_type: str, tensor: str) -> bool:
+        """Whether a product takes the values that fprop read of an operand."""
+        return self.state is not None and self._word(gemm_type, tensor) == DEQUANTIZED
 
     def _modified(self, gemm_type: str, tensor: str, values: torch.Tensor) -> Any:
         current: Any = values

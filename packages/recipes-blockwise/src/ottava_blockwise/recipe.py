@@ -27,6 +27,7 @@ class Float8BlockScaling(Recipe):
         amax_epsilon: a smaller amax is replaced by this value.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: the blocks of inputs,
             weights and gradients: 1 for 1 × 128, 2 for 128 × 128.
+        backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -40,8 +41,10 @@ class Float8BlockScaling(Recipe):
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    backward: str = "quantized"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.fp8_format, Format):
             raise OptionError(
                 f"fp8_format is {self.fp8_format!r}",

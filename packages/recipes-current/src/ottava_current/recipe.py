@@ -25,6 +25,7 @@ class Float8CurrentScaling(Recipe):
         amax_epsilon: a smaller amax is replaced by this value.
         with_amax_reduction: inputs and gradients use the largest amax of all ranks of autocast's
             ``amax_reduction_group``, or of the default group where autocast names none.
+        backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -36,8 +37,10 @@ class Float8CurrentScaling(Recipe):
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
     with_amax_reduction: bool = False
+    backward: str = "quantized"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.fp8_format, Format):
             raise OptionError(
                 f"fp8_format is {self.fp8_format!r}",

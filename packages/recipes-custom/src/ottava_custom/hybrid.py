@@ -11,6 +11,7 @@ import torch
 from ottava.distributed import ShardRule, rule_of
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
+from ottava.recipes.backward import HIGH_PRECISION, QUANTIZED
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_custom.hybrid_tensors import SIDES, holds_elements, hybrid_class
 from ottava_custom.identity import IdentityQuantizer
@@ -19,12 +20,24 @@ from ottava_custom.identity import IdentityQuantizer
 def side_of(recipe: Recipe, role: QuantizerRole, side: str) -> Quantizer:
     """The quantizer that a recipe gives one side of a hybrid.
 
-    Where the recipe keeps wgrad in high precision, the operands of wgrad are not quantized.
+    A side that a product of the backward pass reads in high precision is not quantized.
+
+    Raises:
+        OptionError: the backward pass is to read the rows of the forward pass, dequantized, in the
+            place of the columns.
     """
-    wgrad_reads_it = side == "columnwise" and role.tensor_type != "weight"
-    if recipe.wgrad_high_precision and wgrad_reads_it:
+    gemm = "wgrad" if side == "columnwise" and role.tensor_type != "weight" else "dgrad"
+    word = recipe.backward_reads(role).get((gemm, role.tensor_type), QUANTIZED)
+    reads_side = side == "columnwise" or role.is_gradient
+    if not reads_side or word == QUANTIZED:
+        return recipe.quantizer(role)
+    if word == HIGH_PRECISION:
         return IdentityQuantizer()
-    return recipe.quantizer(role)
+    raise OptionError(
+        f"the columns of a hybrid are those of a recipe with backward={word!r}, which reads rows",
+        expected="a recipe for columns with another value of backward",
+        remedy="set backward on the recipe whose factory gives the hybrid",
+    )
 
 
 def quantizer_for_side(

@@ -16,6 +16,7 @@ from ottava.recipes import (
     RecipeRule,
     registry,
 )
+from ottava.recipes.backward import in_words, reads_of_word
 from ottava.tensors import Quantizer
 
 
@@ -27,10 +28,11 @@ class CustomRecipe(Recipe):
         qfactory: ``qfactory(role)`` returns an :class:`ottava.Quantizer`, or an
             :class:`ottava.QuantizerRequest` for the quantizer of another recipe, which may keep
             state. The name of a published factory stands for the factory.
+        backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
 
     Raises:
         DTypeError: ``qfactory`` is neither a function of a role nor a name.
-        OptionError: ``qfactory`` is the path of a file.
+        OptionError: ``qfactory`` is the path of a file, or ``backward`` is no such word.
         RecipeNotFoundError, PluginError: :func:`ottava.get_quantizer_factory` raised it.
 
     A factory may be called more than once for a role, and must return equal quantizers each time.
@@ -39,8 +41,10 @@ class CustomRecipe(Recipe):
     name: ClassVar[str] = "custom"
 
     qfactory: Callable[[QuantizerRole], Any]
+    backward: str = "quantized"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         expected = "a callable qfactory(role), or the name of a published one"
         if isinstance(self.qfactory, str) and registry.is_path(self.qfactory):
             remedy = f"use CustomRecipe.from_file({self.qfactory!r})"
@@ -57,8 +61,10 @@ class CustomRecipe(Recipe):
         check_takes(self.qfactory, "qfactory", expected, None)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> CustomRecipe:
-        """The recipe of a YAML or TOML file.
+    def from_file(
+        cls, path: str | os.PathLike[str], *, backward: str = "quantized"
+    ) -> CustomRecipe:
+        """The recipe of a YAML or TOML file; ``backward`` is a field of the class.
 
         Raises:
             OptionError, RecipeNotFoundError, PluginError: something in the file is wrong; the error
@@ -66,7 +72,7 @@ class CustomRecipe(Recipe):
         """
         from ottava_custom.files import load_factory
 
-        return cls(load_factory(path))
+        return cls(load_factory(path), backward)
 
     def factory_answer(
         self, role: QuantizerRole, of: Callable[[QuantizerRole], Any] | None = None
@@ -97,8 +103,7 @@ class CustomRecipe(Recipe):
         role = QuantizerRole.of(role)
         if not callable(explain) or super().factory_answer(role) is not None:
             return super().explain(role)
-        explanation: Explanation = explain(role)
-        return explanation
+        return in_words(reads_of_word(self.backward, role.tensor_type), explain(role))
 
     def check_layers(self, names: Sequence[str]) -> None:
         check = getattr(self.qfactory, "check_layers", None)
@@ -113,6 +118,7 @@ class CustomRecipe(Recipe):
 def build(
     qfactory: Callable[[QuantizerRole], Any] | str | None = None,
     file: str | os.PathLike[str] | None = None,
+    backward: str = "quantized",
 ) -> CustomRecipe:
     """The recipe ``custom`` of a factory or of a file; without either, the reference of current
     scaling.
@@ -123,9 +129,9 @@ def build(
     if file is not None:
         if qfactory is not None:
             raise OptionError("both qfactory and file are given", expected="one of them")
-        return CustomRecipe.from_file(file)
+        return CustomRecipe.from_file(file, backward=backward)
     if qfactory is None:
         from ottava_custom.factories import current_scaling_ref_quantizer_factory
 
         qfactory = current_scaling_ref_quantizer_factory
-    return CustomRecipe(qfactory)  # type: ignore[arg-type]
+    return CustomRecipe(qfactory, backward)  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ class DelayedScaling(Recipe):
         reduce_amax: use the largest amaxes of all ranks of autocast's ``amax_reduction_group``, or
             of the default group where autocast names none. One all-reduce serves all layers, when
             a region is entered.
+        backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
 
     A slot that recorded no amax in a step keeps its scale and history, under any algorithm.
 
@@ -57,8 +58,10 @@ class DelayedScaling(Recipe):
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: ScaleAlgorithm | None = None
     reduce_amax: bool = True
+    backward: str = "quantized"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         # With a margin beyond 64, a format's maximum times 2^-margin would no longer be exact.
         is_number = isinstance(self.margin, (int, float)) and not isinstance(self.margin, bool)
         if not is_number or not -64 <= self.margin <= 64:

@@ -28,6 +28,7 @@ class MXBlockScaling(Recipe):
         stochastic_rounding: gradients are rounded at random, in proportion to the distances.
         rotation: the operands of the backward pass's products are transformed by Hadamard matrices
             of this size along the summed dimension: 16, 32, 64 or 128; 0 is none.
+        backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
 
     Raises:
         OptionError: a field has a value that is not allowed, or two contradict each other.
@@ -41,8 +42,10 @@ class MXBlockScaling(Recipe):
     with_2d_quantization: bool = False
     stochastic_rounding: bool = False
     rotation: int = 0
+    backward: str = "quantized"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         format_option("element", self.element)
         if self.grad_element is not None:
             format_option("grad_element", self.grad_element)

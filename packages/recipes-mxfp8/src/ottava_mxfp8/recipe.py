@@ -24,6 +24,7 @@ class MXFP8BlockScaling(Recipe):
         with_2d_quantization: weights have one scale for each block of 32 × 32, so that forward and
             backward use the same values.
         scale_rounding: ``"up"``, which clamps no element, or ``"floor"``, the standard's rule.
+        backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -34,8 +35,10 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     with_2d_quantization: bool = False
     scale_rounding: str = "up"
+    backward: str = "quantized"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.fp8_format, Format):
             raise OptionError(
                 f"fp8_format is {self.fp8_format!r}",

@@ -42,6 +42,7 @@ class NVFP4BlockScaling(Recipe):
             transform, so that ``disable_rht`` must be set.
         four_over_six_bound: 256 or 448: the scale of the largest block.
         four_over_six_error: ``"MAE"`` or ``"MSE"``.
+        backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
         nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: TransformerEngine's names
             for the last three. A value that is not None replaces theirs.
 
@@ -58,11 +59,13 @@ class NVFP4BlockScaling(Recipe):
     four_over_six: str = "none"
     four_over_six_bound: int = 256
     four_over_six_error: str = "MAE"
+    backward: str = "quantized"
     nvfp4_4over6: str | None = None
     nvfp4_4over6_e4m3_use_256: bool | None = None
     nvfp4_4over6_err_mode: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._take_other_names()
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):

@@ -26,6 +26,7 @@ class Float8RowwiseScaling(Recipe):
         force_pow_2_scales: floor scales to powers of two.
         amax_epsilon: a smaller amax is replaced by this value.
         wgrad_high_precision: wgrad multiplies unquantized operands.
+        backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
 
     Raises:
         OptionError: a field has a value that is not allowed.
@@ -37,8 +38,10 @@ class Float8RowwiseScaling(Recipe):
     force_pow_2_scales: bool = False
     amax_epsilon: float = 0.0
     wgrad_high_precision: bool = False
+    backward: str = "quantized"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.fp8_format, Format):
             raise OptionError(
                 f"fp8_format is {self.fp8_format!r}",

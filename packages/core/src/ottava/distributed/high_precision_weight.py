@@ -6,8 +6,8 @@ weight were quantized (:mod:`ottava.distributed.hooks`)::
 
     high-precision shard ── quantize_together ──> quantized shard ── pre_all_gather ──> bytes
 
-Where a recipe cannot quantize shards, the values themselves are gathered, and the layer quantizes
-the whole weight.
+Where a recipe cannot quantize shards, or its backward pass reads values, the values themselves are
+gathered, and the layer quantizes the whole weight.
 """
 
 import math
@@ -27,7 +27,7 @@ from ottava.distributed.hooks import (
     post_all_gather,
     pre_all_gather,
 )
-from ottava.distributed.layers import is_converted, quantizer_for_gather
+from ottava.distributed.layers import is_converted, quantizer_for_gather, read_by_dgrad
 from ottava.distributed.quantized_on_gather import (
     ShardedWeight,
     can_quantize_shards,
@@ -35,6 +35,7 @@ from ottava.distributed.quantized_on_gather import (
     take_quantized,
 )
 from ottava.errors import DTypeError, ShapeError, UsageError
+from ottava.recipes.backward import HIGH_PRECISION
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, StorageSpec
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, tree_map
 
@@ -197,9 +198,7 @@ class HighPrecisionWeight(torch.Tensor):
         check_shard(values.shape, orig_size, module)
         world = dist.get_world_size(group)
         shard = take_quantized(module)
-        if shard is None and not can_quantize_shards(
-            quantizer_for_gather(module), orig_size, world
-        ):
+        if shard is None and not _is_gathered_quantized(module, orig_size, world):
             dtype = mp_policy.param_dtype or self.dtype
             rows = math.ceil(orig_size[0] / world)
             return (pad_rows(values.to(dtype), rows).contiguous(),), orig_size
@@ -232,6 +231,14 @@ class HighPrecisionWeight(torch.Tensor):
             raise _error_of_kinds(type(out), torch.Tensor)
         # FSDP fills the same memory at every gather, and ``out`` is a view of it.
         return None
+
+
+def _is_gathered_quantized(module: torch.nn.Module, size: torch.Size, world: int) -> bool:
+    """Whether ranks quantize their shards of a layer's weight, and no pass reads its values."""
+    quantizer = quantizer_for_gather(module)
+    if read_by_dgrad(module) == HIGH_PRECISION:
+        return False
+    return can_quantize_shards(quantizer, size, world)
 
 
 def _plain_value(value: object) -> object:

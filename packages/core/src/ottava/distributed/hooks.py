@@ -24,10 +24,11 @@ import torch.distributed as dist
 from ottava.collectives import all_reduce_max
 from ottava.distributed import fsdp2
 from ottava.distributed.agreement import compare_weights
-from ottava.distributed.layers import is_converted
+from ottava.distributed.layers import is_converted, read_by_dgrad
 from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import check_blocks
 from ottava.errors import ShapeError, UsageError, listed
+from ottava.recipes.backward import QUANTIZED
 from ottava.recipes.execution import NO_BACKWARD
 from ottava.tensors import InnerTensor, QuantizedTensor, Quantizer, StorageSpec
 from ottava.torch_private import KNOWS_BACKWARD, graph_task_id
@@ -259,7 +260,8 @@ def _gather_lengths(tensor: QuantizedTensor, module: torch.nn.Module) -> dict[In
     """The inner tensors with data of the pass, and the number of elements that a rank sends of
     each.
 
-    They are those of rows in a forward pass and of columns in a backward pass, or both.
+    They are those of rows in a forward pass and of columns in a backward pass, or both; always
+    those of rows for a recipe whose backward pass reads no columns.
 
     Raises:
         UsageError: the tensor holds none.
@@ -276,7 +278,8 @@ def _gather_lengths(tensor: QuantizedTensor, module: torch.nn.Module) -> dict[In
     columnwise = {inner: length for inner, length in both.items() if inner.usage != "rowwise"}
     if rowwise == both or columnwise == both:
         return both
-    if tensor.rowwise_serves_columnwise:
+    reads_columns = read_by_dgrad(module) == QUANTIZED
+    if tensor.rowwise_serves_columnwise or not reads_columns:
         return rowwise
     # FSDP allocates memory once, so that tensors that are gathered in turns must have the same
     # dtypes and lengths.

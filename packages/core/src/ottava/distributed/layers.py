@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 
 from ottava.errors import UsageError
+from ottava.recipes.backward import QUANTIZED
 from ottava.tensors import Quantizer
 
 if TYPE_CHECKING:
@@ -33,3 +34,12 @@ def quantizer_for_gather(module: torch.nn.Module) -> Quantizer:
             "convert it before gather_quantized(model)",
         )
     return quantizer
+
+
+def read_by_dgrad(module: torch.nn.Module) -> str:
+    """What dgrad reads of the weight of a module: a word of :mod:`ottava.recipes.backward`, of the
+    recipe that is bound to it."""
+    if not is_converted(module):
+        return QUANTIZED
+    word: str = module._binding.read_by_dgrad(module)
+    return word

@@ -16,6 +16,7 @@ from ottava.nn.converted import begin_at_gather
 from ottava.nn.entry import enter_step_of_region
 from ottava.nn.layer import Layer, label_of, owned_state
 from ottava.nn.plan import Plan
+from ottava.recipes.backward import QUANTIZED
 from ottava.recipes.base import Recipe, asked_once
 from ottava.recipes.execution import NO_BACKWARD, backward_task
 from ottava.recipes.mixed import layer_state
@@ -240,6 +241,12 @@ class Binding:
             self._enter_step_of_gather(layer, state)
         return state.gather_quantizer()
 
+    def read_by_dgrad(self, layer: Layer) -> str:
+        """What dgrad reads of the weight under the bound recipe."""
+        if self.recipe is None:
+            return QUANTIZED
+        return self.state_for(layer, self.recipe).backward_reads["dgrad", "weight"]
+
     def _enter_step_of_gather(self, layer: Layer, state: RecipeState) -> None:
         """Have the state take part in the step of the forward pass that follows a gather."""
         if is_distributed(layer.weight):
@@ -314,8 +321,9 @@ def _change_of_recipe(layer: Layer, before: RecipeState, state: RecipeState) -> 
 def _quantized_for_microbatches(
     call: Call, state: RecipeState, weight: torch.Tensor, dtype: torch.dtype
 ) -> QuantizedTensorStorage:
-    """The weight, quantized by rows and by columns for all microbatches of a step."""
-    usages = {"rowwise": True, "columnwise": True}
+    """The weight, quantized for all microbatches of a step: by rows, and by columns where dgrad
+    reads them."""
+    usages = {"rowwise": True, "columnwise": state.backward_reads["dgrad", "weight"] == QUANTIZED}
     if call.recording is Recording.CLAMPS:
         quantizer = state.evaluation_quantizer("weight", **usages)
     else:

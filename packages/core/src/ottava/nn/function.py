@@ -19,17 +19,16 @@ import torch
 from ottava.errors import UsageError
 from ottava.kernels.table import sum_rows
 from ottava.nn.call import Call
-from ottava.nn.plan import Plan
+from ottava.nn.plan import Plan, Quantized
+from ottava.recipes.backward import DEQUANTIZED, HIGH_PRECISION, QUANTIZED
 from ottava.tensors.operand import Operand, as_matrix
 from ottava.tensors.saving import SavedSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import unsafe_view
 
 Tensor = torch.Tensor
-_Quantized = Operand | QuantizedTensorStorage
 #: Tensors to save, and the spec that rebuilds an operand of them; None for one plain tensor.
 _Saved = tuple[Sequence[Tensor | None], SavedSpec | None]
-_NOTHING: _Saved = ((None,), None)
 #: Gradients of the input, the weight and the bias; None for ``one_pass``.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
@@ -112,14 +111,14 @@ def _quantized_linear(x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: 
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, one_pass: Pass
-) -> tuple[Tensor, _Quantized, _Quantized]:
+) -> tuple[Tensor, Quantized, Quantized]:
     """The output, and the quantized input and weight, with the columns that the backward pass
     reads."""
     plan = one_pass.plan
     microbatch_weight = one_pass.microbatch_weight
     matrix = x if x.dim() == 2 else as_matrix(x)
     qx = plan.quantize_input(matrix)
-    qw: _Quantized
+    qw: Quantized
     if isinstance(weight, QuantizedTensorStorage):
         qw = weight
     elif microbatch_weight is not None:
@@ -165,8 +164,8 @@ class Context(Protocol):
 class LinearFunction(torch.autograd.Function):
     """``y = x · wᵀ + b`` with ``dx = dy · w`` and ``dw = dyᵀ · x`` on quantized operands.
 
-    Saved for backward are the columns of the operands that gradients need. Only a recipe that asks
-    for it has its input saved in high precision.
+    Saved for backward is what gradients need of the operands: their columns, or what
+    :attr:`ottava.recipes.Recipe.backward` says.
     """
 
     @staticmethod
@@ -175,16 +174,10 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         plan = one_pass.plan
         y, qx, qw = _forward(x, weight, bias, one_pass)
-        x_tensors, ctx.x_spec = _saved_input(x, qx, plan)
-        w_tensors, ctx.w_spec = _NOTHING
-        primary: Tensor | None = None
-        if plan.x_needs_grad and isinstance(weight, QuantizedTensorStorage):
-            # An FP8-primary weight is saved as the parameter itself, so that autograd notices a
-            # write to it.
-            primary = weight
-        elif plan.x_needs_grad:
-            w_tensors, ctx.w_spec = _saved_weight(qw, one_pass)
-        ctx.save_for_backward(*x_tensors, *w_tensors, primary)
+        is_kept = one_pass.microbatch_weight is not None
+        x_tensors, ctx.x_spec = _SAVES[plan.saved_input](x, qx, plan.dtype, False)
+        w_tensors, ctx.w_spec = _SAVES[plan.saved_weight](weight, qw, weight.dtype, is_kept)
+        ctx.save_for_backward(*x_tensors, *w_tensors)
         # The Pass itself is not saved: its quantized weight would live as long as the graph does.
         ctx.plan = plan
         ctx.main_grad = one_pass.main_grad
@@ -204,19 +197,38 @@ class LinearFunction(torch.autograd.Function):
         return _gradients(ctx, *grads)
 
 
-def _saved_input(x: Tensor, qx: _Quantized, plan: Plan) -> _Saved:
-    if plan.saves_input:
-        return (as_matrix(x.detach()).to(plan.dtype),), None
-    if plan.w_needs_grad:
-        return qx.flatten_columnwise()
-    return _NOTHING
+def _nothing(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
+    return (None,), None
 
 
-def _saved_weight(qw: _Quantized, one_pass: Pass) -> _Saved:
-    if one_pass.microbatch_weight is not None:
-        # Its rows stay, because later microbatches read them.
-        return one_pass.microbatch_weight.flatten_storage()
-    return qw.flatten_columnwise()
+def _columns(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
+    if is_kept and not isinstance(quantized, Operand):
+        return quantized.flatten_storage()
+    return quantized.flatten_columnwise()
+
+
+def _rows(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
+    storage = quantized.stored() if isinstance(quantized, Operand) else quantized
+    # A user's quantizer may make columns that nobody asked for.
+    storage.update_usage(rowwise_usage=True, columnwise_usage=False)
+    return storage.flatten_storage()
+
+
+def _itself(operand: Tensor, quantized: Quantized, dtype: torch.dtype, is_kept: bool) -> _Saved:
+    # Where nothing is cast, autograd notices a write to the operand.
+    if operand.dtype is not dtype:
+        operand = operand.detach().to(dtype)
+    return (operand,), None
+
+
+#: What a plan says of an operand -> what is saved of it, and of its quantized form. Later
+#: microbatches read the rows of a weight that is kept.
+_SAVES: dict[str | None, Callable[[Tensor, Quantized, torch.dtype, bool], _Saved]] = {
+    None: _nothing,
+    QUANTIZED: _columns,
+    HIGH_PRECISION: _itself,
+    DEQUANTIZED: _rows,
+}
 
 
 def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
@@ -224,19 +236,18 @@ def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
     compiling = torch.compiler.is_compiling()
     if plan.state.stateful and not compiling:
         plan.state.note_backward()
-    x_tensors, w_tensors, primary = _saved_tensors(ctx)
+    x_tensors, w_tensors = _saved_tensors(ctx)
     if dy.dim() != 2:
         dy = as_matrix(dy)
-    dy_for_dx: Tensor | _Quantized = dy
-    dy_for_dw: Tensor | _Quantized = dy
+    dy_for_dx: Tensor | Quantized = dy
+    dy_for_dw: Tensor | Quantized = dy
     if plan.quantize_grad_output is not None:
         dy_for_dx = dy_for_dw = plan.quantize_grad_output(dy)
     if plan.w_needs_grad and not plan.wgrad_reads_quantized_dy:
         dy_for_dw = dy.to(plan.dtype)
     dx = dw = db = None
     if plan.x_needs_grad:
-        weight = _restored(w_tensors, ctx.w_spec) if primary is None else primary
-        dx = _input_gradient(dy_for_dx, weight, plan)
+        dx = _input_gradient(dy_for_dx, _restored(w_tensors, ctx.w_spec), plan)
     if plan.w_needs_grad:
         dw = _weight_gradient(dy_for_dw, _restored(x_tensors, ctx.x_spec), ctx)
     if ctx.bias_dtype is not None:
@@ -244,24 +255,23 @@ def _gradients(ctx: Context, dy: Tensor) -> _Gradients:
     return dx, dw, db, None
 
 
-def _saved_tensors(ctx: Context) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]:
-    """The tensors of the input, those of the weight, and the FP8-primary weight, as the forward
-    pass saved them."""
+def _saved_tensors(ctx: Context) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The tensors of the input, and those of the weight, as the forward pass saved them."""
     # Read once, because activation checkpointing frees saved tensors at the first read.
-    *tensors, primary = ctx.saved_tensors
+    tensors = ctx.saved_tensors
     # Without a spec one tensor was saved, or None.
     end = 1 if ctx.x_spec is None else ctx.x_spec.tensor_count
-    return tensors[:end], tensors[end:], primary
+    return tensors[:end], tensors[end:]
 
 
-def _restored(tensors: Sequence[Tensor], spec: SavedSpec | None) -> Tensor | _Quantized:
+def _restored(tensors: Sequence[Tensor], spec: SavedSpec | None) -> Tensor | Quantized:
     if spec is None:
         return tensors[0]
-    operand: _Quantized = spec.rebuild(tensors)
+    operand: Quantized = spec.rebuild(tensors)
     return operand
 
 
-def _input_gradient(dy: Tensor | _Quantized, weight: Tensor | _Quantized, plan: Plan) -> Tensor:
+def _input_gradient(dy: Tensor | Quantized, weight: Tensor | Quantized, plan: Plan) -> Tensor:
     dx = plan.dgrad(dy, weight)
     if dx.dtype is not plan.x_dtype:
         dx = dx.to(plan.x_dtype)
@@ -270,9 +280,7 @@ def _input_gradient(dy: Tensor | _Quantized, weight: Tensor | _Quantized, plan: 
     return dx
 
 
-def _weight_gradient(
-    dy: Tensor | _Quantized, x: Tensor | _Quantized, ctx: Context
-) -> Tensor | None:
+def _weight_gradient(dy: Tensor | Quantized, x: Tensor | Quantized, ctx: Context) -> Tensor | None:
     """The gradient of the weight; None if it was added to ``main_grad``."""
     if ctx.main_grad is not None:
         ctx.plan.wgrad(dy, x, None, ctx.main_grad)

@@ -13,20 +13,21 @@ settings. The layer's binding keeps its plans; a layer that gets another state, 
 them. Compiled code makes one while it is traced, whose functions are operators.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ottava.gemm import GemmType, LayerProduct, multiply
-from ottava.gemm.operand import Matrix
+from ottava.gemm.operand import Matrix, stored
 from ottava.kernels import backends
 from ottava.kernels.direct import PLAIN_TYPES
 from ottava.kernels.table import rounded
 from ottava.nn.call import Call, Recording
 from ottava.nn.checks import autocast_dtype, check_plain_operands, checked_dtype
 from ottava.nn.layer import Layer
+from ottava.recipes.backward import HIGH_PRECISION, QUANTIZED, Reads
 from ottava.recipes.mixed import MixedState
 from ottava.recipes.state import RecipeState
 from ottava.tensors.operand import Operand
@@ -35,7 +36,8 @@ from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.torch_private import any_autocast_enabled, is_exporting
 
 Tensor = torch.Tensor
-Quantize = Callable[[Tensor], Operand | QuantizedTensorStorage]
+Quantized = Operand | QuantizedTensorStorage
+Quantize = Callable[[Tensor], Quantized]
 #: Returns the quantizer of one tensor of a layer.
 Lookup = Callable[[], Quantizer]
 #: A layer keeps at most this many plans, because batches of texts have ever new lengths.
@@ -55,8 +57,8 @@ class Plan(NamedTuple):
 
     Attributes:
         quantize_input: ``x [M, K]``: rows for fprop; columns for wgrad, if that reads them.
-        quantize_weight: ``w [N, K]``: rows for fprop; columns for dgrad, if there is one. None for
-            a weight that is quantized already.
+        quantize_weight: ``w [N, K]``: rows for fprop; columns for dgrad, if that reads them. None
+            for a weight that is quantized already.
         quantize_grad_output: ``dy [M, N]``: rows for dgrad, columns for wgrad, each if its product
             is computed and reads it. None if neither is needed.
         fprop: ``(x, w, bias) -> y [M, N]``.
@@ -68,7 +70,10 @@ class Plan(NamedTuple):
         dtype: of the products, and the nominal dtype of the operands.
         amp_dtype: of torch.autocast; None outside of it.
         x_needs_grad, w_needs_grad: whether the input, and the weight, get a gradient.
-        saves_input: whether wgrad reads the input in high precision.
+        saved_input: what is saved of the input, by a word of :mod:`ottava.recipes.backward`; None
+            for nothing.
+        saved_weight: the same of the weight. One that lives in FP8 is saved as itself, with the
+            word of high precision.
         wgrad_reads_quantized_dy: whether wgrad reads a quantized ``dy``.
         x_shape, x_dtype, w_dtype: the shape and the dtypes of the gradients.
     """
@@ -85,7 +90,8 @@ class Plan(NamedTuple):
     amp_dtype: torch.dtype | None
     x_needs_grad: bool
     w_needs_grad: bool
-    saves_input: bool
+    saved_input: str | None
+    saved_weight: str | None
     wgrad_reads_quantized_dy: bool
     x_shape: torch.Size
     x_dtype: torch.dtype
@@ -178,29 +184,28 @@ def _make_plan(
     gradients = torch.is_grad_enabled() and not (compiling and is_exporting())
     x_needs_grad = gradients and input.requires_grad
     w_needs_grad = gradients and weight.requires_grad
+    usages = _usages(state.backward_reads, x_needs_grad, w_needs_grad)
     if compiling:
-        _read_numbers(state, x_needs_grad, w_needs_grad)
-    saves_input = w_needs_grad and "input" in state.wgrad_unquantized
-    wgrad_reads_quantized_dy = w_needs_grad and "grad_output" not in state.wgrad_unquantized
+        _read_numbers(state, usages)
+    is_quantized = isinstance(weight, QuantizedTensorStorage)
     maker = _QuantizationMaker(weight.device, dtype, _asks_each_time(state, compiling))
-    quantize_input = maker.quantization(
-        _lookup(call, state, "input", columnwise=w_needs_grad and not saves_input)
-    )
+    quantize_input = maker.quantization(_lookup(call, state, "input", usages))
     quantize_weight = quantize_grad_output = None
-    if not isinstance(weight, QuantizedTensorStorage):
-        quantize_weight = maker.quantization(
-            _lookup(call, state, "weight", columnwise=x_needs_grad)
-        )
-    if x_needs_grad or wgrad_reads_quantized_dy:
+    if not is_quantized:
+        quantize_weight = maker.quantization(_lookup(call, state, "weight", usages))
+    rows_of_dy, columns_of_dy = usages["grad_output"]
+    if rows_of_dy or columns_of_dy:
         quantize_grad_output = maker.quantization(
-            partial(
-                state.quantizer,
-                "grad_output",
-                rowwise=x_needs_grad,
-                columnwise=wgrad_reads_quantized_dy,
-            )
+            partial(state.quantizer, "grad_output", rowwise=rows_of_dy, columnwise=columns_of_dy)
         )
     fprop, dgrad, wgrad = _products(dtype, layer.fuse_wgrad_accumulation, compiling)
+    read_of_x = state.backward_reads["wgrad", "input"]
+    read_of_w = state.backward_reads["dgrad", "weight"]
+    if read_of_x != QUANTIZED:
+        wgrad = _of_values(wgrad, dtype)
+    if read_of_w != QUANTIZED:
+        dgrad = _of_values(dgrad, dtype)
+    saved_weight = HIGH_PRECISION if is_quantized else read_of_w
     return Plan(
         quantize_input=quantize_input,
         quantize_weight=quantize_weight,
@@ -214,8 +219,9 @@ def _make_plan(
         amp_dtype=amp_dtype,
         x_needs_grad=x_needs_grad,
         w_needs_grad=w_needs_grad,
-        saves_input=saves_input,
-        wgrad_reads_quantized_dy=wgrad_reads_quantized_dy,
+        saved_input=read_of_x if w_needs_grad else None,
+        saved_weight=saved_weight if x_needs_grad else None,
+        wgrad_reads_quantized_dy=columns_of_dy,
         x_shape=input.shape,
         x_dtype=input.dtype,
         w_dtype=weight.dtype,
@@ -231,18 +237,31 @@ def _asks_each_time(state: RecipeState, compiling: bool) -> bool:
     return compiling or (state.stateful and not state.has_fixed_quantizers)
 
 
-def _lookup(call: Call, state: RecipeState, tensor_type: str, *, columnwise: bool) -> Lookup:
-    """Asks the state for the quantizer of the input or of the weight.
+def _usages(reads: Reads, x_needs_grad: bool, w_needs_grad: bool) -> dict[str, tuple[bool, bool]]:
+    """Tensor type -> whether a product reads its rows, and whether one reads its columns."""
+    return {
+        "input": (True, w_needs_grad and reads["wgrad", "input"] == QUANTIZED),
+        "weight": (True, x_needs_grad and reads["dgrad", "weight"] == QUANTIZED),
+        "grad_output": (
+            x_needs_grad and reads["dgrad", "grad_output"] == QUANTIZED,
+            w_needs_grad and reads["wgrad", "grad_output"] == QUANTIZED,
+        ),
+    }
 
-    The quantizer makes rows for fprop and, with ``columnwise``, columns for the product of the
-    backward pass that reads the tensor.
-    """
+
+def _lookup(
+    call: Call, state: RecipeState, tensor_type: str, usages: Mapping[str, tuple[bool, bool]]
+) -> Lookup:
+    """Asks the state for the quantizer of the input or of the weight, with its usages."""
+    rowwise, columnwise = usages[tensor_type]
     if call.recording is Recording.CLAMPS:
-        return partial(state.evaluation_quantizer, tensor_type, rowwise=True, columnwise=columnwise)
+        return partial(
+            state.evaluation_quantizer, tensor_type, rowwise=rowwise, columnwise=columnwise
+        )
     return partial(
         state.quantizer,
         tensor_type,
-        rowwise=True,
+        rowwise=rowwise,
         columnwise=columnwise,
         recording=call.records,
     )
@@ -267,7 +286,7 @@ class _QuantizationMaker(NamedTuple):
         if not self.asks_each_time:
             return lookup().quantization(device, dtype)
 
-        def look_up_and_quantize(matrix: Tensor) -> Operand | QuantizedTensorStorage:
+        def look_up_and_quantize(matrix: Tensor) -> Quantized:
             quantizer = lookup()
             if quantizer.custom:
                 # Kernels read a matrix as memory holds it, but a compiler may fuse a user's
@@ -312,18 +331,30 @@ def _operator(gemm_type: GemmType, dtype: torch.dtype, use_split_accumulator: bo
     return product
 
 
-def _read_numbers(state: RecipeState, x_needs_grad: bool, w_needs_grad: bool) -> None:
+def _of_values(product: Product, dtype: torch.dtype) -> Product:
+    """A product of the values of its second operand, quantized or not, in ``dtype``."""
+
+    def product_of_values(
+        a: Matrix, b: Matrix, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        matrix = stored(b)
+        if isinstance(matrix, QuantizedTensorStorage):
+            return product(a, matrix.dequantize(dtype), bias, out)
+        return product(a, matrix.to(dtype), bias, out)
+
+    return product_of_values
+
+
+def _read_numbers(state: RecipeState, usages: Mapping[str, tuple[bool, bool]]) -> None:
     """Read the floats of the quantizers that a layer is about to use.
 
     Under ``torch.compile(dynamic=True)`` a float is an input of the graph. The compiler keeps a
     float that is first read inside an autograd function as a part of that function's graph, and
     fails when the next call reads it.
+
+    Args:
+        usages: tensor type -> whether rows, and whether columns are quantized.
     """
-    usages = {
-        "input": (True, w_needs_grad),
-        "weight": (True, x_needs_grad),
-        "grad_output": (x_needs_grad, w_needs_grad),
-    }
     for name, (rowwise, columnwise) in usages.items():
         part = state.serving[name] if isinstance(state, MixedState) else state
         if not part.stateful and (rowwise or columnwise):

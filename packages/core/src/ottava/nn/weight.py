@@ -12,6 +12,7 @@ import torch
 from ottava.errors import DTypeError
 from ottava.kernels import HIGH_PRECISION
 from ottava.nn.layer import Layer
+from ottava.recipes.backward import QUANTIZED
 from ottava.recipes.base import Recipe, as_recipe
 from ottava.recipes.region import regions
 from ottava.recipes.role import QuantizerRole
@@ -158,10 +159,12 @@ def quantized_parameter(
 
 def _quantizer_of_parameter(recipe: Recipe, name: str, keep_initial_values: bool) -> Quantizer:
     """The quantizer of a parameter: the weight of the layer ``name``."""
-    quantizer = recipe.quantizer(QuantizerRole("linear", "weight", name)).copy()
+    role = QuantizerRole("linear", "weight", name)
+    quantizer = recipe.quantizer(role).copy()
+    reads_columns = recipe.backward_reads(role)["dgrad", "weight"] == QUANTIZED
     # Some quantizers can make the columns later, of the initial values alone.
     later = keep_initial_values and quantizer.columns_when_asked and not torch.is_grad_enabled()
-    quantizer.set_usage(rowwise=True, columnwise=not later)
+    quantizer.set_usage(rowwise=True, columnwise=reads_columns and not later)
     quantizer.internal = False
     return quantizer
 

@@ -1,5 +1,6 @@
 """``Recipe``: which quantizer serves which tensor; and recipes by name."""
 
+import copy
 import inspect
 import os
 from abc import ABC, abstractmethod
@@ -11,6 +12,14 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from ottava.errors import DTypeError, OptionError, PluginError, check_takes, translated
+from ottava.recipes.backward import (
+    HIGH_PRECISION,
+    QUANTIZED,
+    Reads,
+    check_backward,
+    in_words,
+    reads_of_word,
+)
 from ottava.recipes.registry import (
     RECIPE,
     get_quantizer_factory,
@@ -76,6 +85,11 @@ class Recipe(ABC):
     name: ClassVar[str] = ""
     #: Whether layers keep state for it: its :meth:`make_state` returns a stateful one.
     stateful: ClassVar[bool] = False
+    #: What the backward pass reads of the tensors that the recipe serves: ``"quantized"`` ones;
+    #: those in ``"high_precision"`` that the layer was given; or the values of the input and the
+    #: weight that the forward pass read, ``"dequantized"``. Only ``"quantized"`` quantizes the
+    #: gradient of the output. A dataclass has it as a field.
+    backward: str = QUANTIZED
     #: Whether a layer computes the gradient of its weight from values of the tensors that the
     #: recipe serves, the input and the gradient of the output, that are not quantized.
     wgrad_high_precision: bool = False
@@ -83,6 +97,15 @@ class Recipe(ABC):
     #: step.
     reduces_amaxes: bool = False
     _factory: QuantizerFactory | None = None
+
+    def __post_init__(self) -> None:
+        """Check :attr:`backward`. Dataclasses call it; one with a ``__post_init__`` of its own
+        calls it by ``super()``, or is checked when it is bound to a layer.
+
+        Raises:
+            OptionError: it is no such word, or contradicts :attr:`wgrad_high_precision`.
+        """
+        check_backward(self)
 
     @property
     def _label(self) -> str:
@@ -159,6 +182,28 @@ class Recipe(ABC):
             )
         return answer
 
+    def backward_reads(self, role: QuantizerRole) -> Reads:
+        """What the products of the backward pass read of the tensor of ``role``, by the names of
+        the product and the tensor.
+
+        Where a factory requests other recipes, :attr:`backward` of the outermost recipe that has
+        another value than ``"quantized"`` decides.
+
+        Raises:
+            OptionError: :attr:`backward` of this recipe, or of a requested one, is refused.
+        """
+        check_backward(self)
+        reads = reads_of_word(self.backward, role.tensor_type)
+        if self.backward != QUANTIZED:
+            return reads
+        answer = self.factory_answer(role)
+        if isinstance(answer, QuantizerRequest):
+            return answer.recipe.backward_reads(role)
+        read_by_wgrad = "wgrad", role.tensor_type
+        if self.wgrad_high_precision and read_by_wgrad in reads:
+            reads[read_by_wgrad] = HIGH_PRECISION
+        return reads
+
     def fake_quantizer(self, fp8_format: str) -> "Quantizer | None":
         """The quantizer of a fake-quantization format that the recipe's spec lists: by default that
         of inputs."""
@@ -169,14 +214,14 @@ class Recipe(ABC):
         role = QuantizerRole.of(role)
         answer = self.factory_answer(role)
         if isinstance(answer, QuantizerRequest):
-            return answer.recipe.explain(role)
+            reads = reads_of_word(self.backward, role.tensor_type)
+            return in_words(reads, answer.recipe.explain(role))
         name, quantizer = "", answer
         if quantizer is None:
             name, quantizer = self._label, self.make_quantizer(role)
         rowwise = words(quantizer.for_usage(False), name)
-        if self.wgrad_high_precision and role.tensor_type != "weight":
-            return Explanation(rowwise, "high precision")
-        return Explanation(rowwise, words(quantizer.for_usage(True), name))
+        columnwise = words(quantizer.for_usage(True), name)
+        return in_words(self.backward_reads(role), Explanation(rowwise, columnwise))
 
     def rules(self) -> tuple[RecipeRule, ...]:
         """The rules that :meth:`explain` may name, in their order: none, unless the recipe has
@@ -199,7 +244,10 @@ class Recipe(ABC):
         factory."""
         if self is other:
             return True
-        return other is not None and self._factory == other._factory and bool(self == other)
+        if other is None or self._factory != other._factory:
+            return False
+        # Not every recipe has the option as a field.
+        return self.backward == other.backward and bool(self == other)
 
     def update_states(self, states: Sequence[RecipeState], amax_reduction_group: "Group") -> None:
         """Begin a step: called with every stateful state of this recipe that takes part.
@@ -243,7 +291,8 @@ def get_recipe(name: str | os.PathLike[str], **options: object) -> Recipe:
 
     A path has a suffix, which no name has: the recipe whose spec lists the suffix in
     ``file_suffixes`` reads the file. Where the default of an option is the member of an enumeration
-    or a tuple, a member's name or a list will do.
+    or a tuple, a member's name or a list will do. The option ``backward`` sets
+    :attr:`Recipe.backward` of a recipe that has no such argument, too.
 
     Raises:
         RecipeNotFoundError, DuplicateRecipeError: no installed package provides it, or several
@@ -266,6 +315,9 @@ def get_recipe(name: str | os.PathLike[str], **options: object) -> Recipe:
         of=(Exception, SystemExit),
     ):
         signature = inspect.signature(factory)
+        word: object = QUANTIZED
+        if not _takes(signature, "backward"):
+            word = options.pop("backward", QUANTIZED)
         try:
             signature.bind(**options)
         except TypeError as error:
@@ -275,7 +327,17 @@ def get_recipe(name: str | os.PathLike[str], **options: object) -> Recipe:
         recipe = factory(**{key: _converted(signature, key, options[key]) for key in options})
         if not isinstance(recipe, Recipe):
             raise TypeError(f"an object of type {type(recipe).__name__} is no ottava.Recipe")
+        if word != QUANTIZED:
+            recipe = copy.copy(recipe)
+            object.__setattr__(recipe, "backward", word)
+            check_backward(recipe)
     return recipe
+
+
+def _takes(signature: inspect.Signature, option: str) -> bool:
+    """Whether a function with this signature takes an argument by this name."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    return option in signature.parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _converted(signature: inspect.Signature, option: str, value: object) -> object:

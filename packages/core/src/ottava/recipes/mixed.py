@@ -8,6 +8,7 @@ import torch
 
 from ottava.collectives import Group
 from ottava.errors import UsageError
+from ottava.recipes.backward import ALL_QUANTIZED
 from ottava.recipes.base import QuantizerRequest, Recipe
 from ottava.recipes.role import QuantizerRole
 from ottava.recipes.state import RecipeOfState, RecipeState, by_recipe
@@ -32,8 +33,9 @@ def layer_state(
     else:
         # Quantizers without state need no parts: they are the recipe's own.
         state = _own_state(recipe, roles, amax_reduction_group)
-    unquantized = [role.tensor_type for server, role in servers if server.wgrad_high_precision]
-    state.wgrad_unquantized = tuple(name for name in unquantized if name != "weight")
+    state.backward_reads = dict(ALL_QUANTIZED)
+    for role in roles:
+        state.backward_reads |= recipe.backward_reads(role)
     return state
 
 

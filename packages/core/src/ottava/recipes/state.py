@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
+from ottava.recipes.backward import ALL_QUANTIZED, Reads
 from ottava.recipes.role import QuantizerRole
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ class RecipeState:
     #: arguments, and these read the state's buffers when they quantize. With True a layer asks for
     #: them once, and with False in each forward pass.
     has_fixed_quantizers: bool = False
-    #: Operands of wgrad that are not quantized: those whose recipes say so.
-    wgrad_unquantized: tuple[str, ...] = ()
+    #: What the products of the backward pass read of their operands, as the recipes say.
+    backward_reads: Reads = ALL_QUANTIZED
     # The quantizer factory that was put over the recipe when this was made.
     factory: object = None
     amax_reduction_group: "Group"

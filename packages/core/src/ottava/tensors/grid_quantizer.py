@@ -158,7 +158,7 @@ class GridQuantizer(Quantizer):
 
     def storage_of(self, operand: Operand) -> QuantizedTensorStorage:
         """The storage around the tensors of an operand of this quantizer."""
-        return self._wrap(self.tensors_of(operand), operand.dtype)
+        return self._wrap(self.tensors_of(operand), operand.dtype, operand.shape)
 
     def tensors_of(self, operand: Operand) -> InnerTensors:
         """The inner tensors of the operand's storage, in the order of the declaration; None for

@@ -102,12 +102,14 @@ class Operand(NamedTuple):
             of both its operands.
         quantizer: made the operand.
         dtype: the nominal dtype.
+        shape: of the matrix, where the data do not tell it: elements share bytes, or are padded.
     """
 
     rows: Side | None
     columns: Side | None
     quantizer: OperandQuantizer
     dtype: torch.dtype
+    shape: Sequence[int] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +170,7 @@ class Quantization:
         dtype: the nominal dtype of the operands.
     """
 
-    __slots__ = ("_dtype", "_kernel", "_one_buffer", "_quantizer", "_text")
+    __slots__ = ("_dtype", "_has_shape", "_kernel", "_one_buffer", "_quantizer", "_text")
 
     def __init__(
         self,
@@ -180,6 +182,7 @@ class Quantization:
         self._kernel = kernel
         self._text = layout.text
         self._one_buffer = layout.one_buffer
+        self._has_shape = layout.is_plain(False) and layout.is_plain(True)
         self._quantizer = quantizer
         self._dtype = dtype
 
@@ -193,7 +196,8 @@ class Quantization:
             rows = Side(data, scales, self._text)
         if column_data is not None:
             columns = Side(column_data, column_scales, self._text, columnwise=True)
-        return Operand(rows, columns, self._quantizer, self._dtype)
+        shape = None if self._has_shape else matrix.shape
+        return Operand(rows, columns, self._quantizer, self._dtype, shape)
 
 
 class LevelQuantization:
@@ -234,4 +238,4 @@ class LevelQuantization:
             else Side(levels[0], levels[1], self._text, columnwise, amax=levels[2])
             for columnwise, levels in zip((False, True), tensors, strict=True)
         )
-        return Operand(rows, columns, self._quantizer, self._dtype)
+        return Operand(rows, columns, self._quantizer, self._dtype, matrix.shape)

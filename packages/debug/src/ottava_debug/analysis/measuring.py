@@ -9,12 +9,16 @@ import torch
 import ottava
 from ottava.errors import OttavaError, text_of
 from ottava.recipes import QuantizerRole, Recipe
+from ottava.recipes.backward import HIGH_PRECISION, QUANTIZED
 from ottava.recipes.mixed import layer_state
 from ottava.recipes.registry import list_recipes
 from ottava.recipes.step import update_states
 from ottava_debug.analysis.report import Noise, Skipped, TensorReport
 from ottava_debug.measures import exponents, loss_sums, measures_of
 from ottava_debug.sums import Sums, add
+
+# Tensor type -> the product that reads its columns.
+_READER_OF_COLUMNS = {"input": "wgrad", "weight": "dgrad", "grad_output": "wgrad"}
 
 
 def candidates(names: Sequence[str] | None) -> tuple[dict[str, Recipe], list[Skipped]]:
@@ -115,6 +119,10 @@ class _Trial:
                 self._quantize(values)
         if self._state.stateful:
             update_states([self._state], None)
+        reads = self._state.backward_reads
+        if self._role.is_gradient and reads["dgrad", self._role.tensor_type] == HIGH_PRECISION:
+            add(self._rows, loss_sums(values, values))
+            return
         quantized = self._quantize(values)
         add(self._rows, loss_sums(values, quantized, columnwise=False))
         if quantized.get_usages()["columnwise"] and not quantized.rowwise_serves_columnwise:
@@ -122,7 +130,7 @@ class _Trial:
 
     def _quantize(self, values: torch.Tensor) -> Any:
         role = self._role.tensor_type
-        columnwise = role not in self._state.wgrad_unquantized
+        columnwise = self._state.backward_reads[_READER_OF_COLUMNS[role], role] == QUANTIZED
         return self._state.quantizer(role, rowwise=True, columnwise=columnwise).quantize(values)
 
     def noise(self) -> Noise:

@@ -69,11 +69,11 @@ class OfRecipe(Expression):
 
     def words(self, role: QuantizerRole) -> tuple[str, str]:
         explanation = self.recipe.explain(role)
-        # Formats are shown by the recipe's own words.
+        # Formats, and what the backward pass reads, are shown by the recipe's own words.
         options = [
             f"{name}={value}"
             for name, value in self.options.items()
-            if not isinstance(getattr(self.recipe, name, None), Enum)
+            if name != "backward" and not isinstance(getattr(self.recipe, name, None), Enum)
         ]
         rowwise = ", ".join([explanation.rowwise, *options])
         columnwise = ", ".join([explanation.columnwise, *options])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from ottava.nn import Linear
 from ottava_testing import table
 from ottava_testing.compare import close, normal, plain, require
 from ottava_testing.subject import Subject
-from ottava_testing.table import QUANTIZED_WEIGHTS
+from ottava_testing.table import DETERMINISTIC, QUANTIZED_WEIGHTS
 
 check = partial(table.check, "layers")
 
@@ -170,3 +171,36 @@ def kept_weight(subject: Subject) -> None:
     for name, (actual, value) in pairs.items():
         require(actual is not None, f"{name}, with a weight that is kept, is missing")
         subject.agree(f"{name}, with a weight that is kept,", actual, value)
+
+
+@check(DETERMINISTIC)
+def backward_words(subject: Subject) -> None:
+    """With backward="high_precision" or "dequantized", gradients are those of the values."""
+    x, dy = normal(24, 40, seed=1), normal(24, 48, seed=2)
+    for word in ("high_precision", "dequantized"):
+        recipe = copy.copy(subject.recipe())
+        if recipe.wgrad_high_precision and word == "dequantized":
+            continue
+        # The recipe may be a frozen dataclass, or have no such field.
+        object.__setattr__(recipe, "backward", word)
+        layer = subject.layer(40, 48)
+        layer.bind(recipe)
+        results = passes(layer, x, dy)
+        operands = {"input": x, "weight": plain(layer.weight).detach()}
+        if word == "dequantized":
+            operands = {name: _as_fprop_reads(layer, name, operands[name]) for name in operands}
+        for name, value in (
+            ("input", dy.double() @ operands["weight"].double()),
+            ("weight", dy.double().t() @ operands["input"].double()),
+        ):
+            title = f"the gradient of the {name}, with backward={word!r},"
+            close(title, results[f"the gradient of the {name}"], value, 1e-5)
+
+
+def _as_fprop_reads(layer: Linear, role: str, values: torch.Tensor) -> torch.Tensor:
+    """The values of an operand that the forward pass multiplied, by the scales of its step."""
+    state = layer._binding.state
+    assert state is not None
+    quantizer = state.quantizer(role, rowwise=True, columnwise=False, recording=False)
+    dequantized: torch.Tensor = quantizer.quantize(values).dequantize()
+    return dequantized
