@@ -23,6 +23,7 @@ from ottava.tensors.storage import rebuild_storage
 from tests.testing.row_recipe import SPEC, RowQuantizer, Rows, RowStorage, RowTensor
 
 aten = torch.ops.aten
+OWN_GENERATOR = torch.Generator()
 
 
 #: What is changed: "quantizer", "storage" (and the tensor), "tensor" (alone) and "recipe", with
@@ -667,7 +668,11 @@ TABLE: dict[str, dict[str, Changes]] = {
         ),
     },
     "blocks": {
-        "a value in the first block changed rows of others": quantizer(data_and_scale=one_scale)
+        "a value in the first block changed rows of others": quantizer(data_and_scale=one_scale),
+        "a value in the first block changed rows of .*": values(
+            lambda self, x: x if x.abs().amax() < 1e3 else x * (x.abs() > 10)
+        )
+        | spec(second_level=True),
     },
     "deterministic-cast": {
         "the same tensor twice gives another '_data'": values(
@@ -692,6 +697,11 @@ TABLE: dict[str, dict[str, Changes]] = {
     "products": {
         "the dgrad product .* its transpose: wrong transpose": quantizer(
             custom=True, qgemm=transposed
+        )
+    },
+    "sparse-products": {
+        "the fprop product of operands with one value in 128 is off": values(
+            lambda self, x: torch.cat([x[..., :128], 0.0 * x[..., 128:]], -1)
         )
     },
     "accumulating-products": {
@@ -921,6 +931,27 @@ TABLE: dict[str, dict[str, Changes]] = {
         "kept quantized does not follow high precision": tensor(
             copy_from_storage=lambda base, self, src, **rest: None
         )
+    },
+    "stochastic-seeds": {
+        "nothing is rounded at random": spec(stochastic=True),
+        "the rowwise data of 'input': torch.manual_seed does not repeat the bytes": values(
+            lambda self, x: x * (1 + 0.1 * torch.rand(x.shape, generator=OWN_GENERATOR))
+        )
+        | spec(stochastic=True),
+        r"checkpointing \(use_reentrant=False\) and one seed gives": values(
+            lambda self, x: x * (0.95 + 0.1 * torch.rand_like(x)) * (1.0 + 0.1 * in_backward())
+        )
+        | spec(stochastic=True),
+    },
+    "stochastic-mean": {
+        "the rowwise data of 'input': the magnitude is off by": values(
+            lambda self, x: x * (1 + 0.1 * torch.rand_like(x))
+        )
+        | spec(stochastic=True),
+        "the rowwise data of 'input': the sum is off by": values(
+            lambda self, x: x + 0.01 * torch.rand_like(x)
+        )
+        | spec(stochastic=True),
     },
     "compile": {
         r"torch.compile\(fullgraph=True\) refuses a layer: ": quantizer(data_and_scale=breaks_graph)

@@ -396,6 +396,9 @@ OF_RECIPES: dict[str, list[Any]] = {
     "relative_error": [0, -0.1, float("nan"), float("inf"), True, "0.1"],
     "quantized_weights": [1],
     "deterministic": [None],
+    "stochastic": [1],
+    "second_level": ["tensor"],
+    "shows_nan": [None],
     "compiles": ["yes"],
     "file_suffixes": [".yaml", ("yaml",), (".YAML",), (1,)],
 }
@@ -413,6 +416,8 @@ def test_every_field_of_a_spec_is_checked_whatever_type_it_has() -> None:
     )
     assert full.capabilities == ("E4M3", "block 1x128", "stateful", "reduces amax")
     assert RecipeSpec(**RIGHT).capabilities == ("per tensor", "stateless")
+    random = RecipeSpec(**RIGHT, stochastic=True, second_level=True)
+    assert random.capabilities[2:] == ("two levels of scales", "stochastic")
     shared = {(1, None): "per row", (None, 1): "per column", (2, None): "block 2xall"}
     for block, words in shared.items():
         assert words in RecipeSpec(**RIGHT, block_size=block).capabilities

@@ -20,5 +20,8 @@ def ottava_recipes() -> Iterable[RecipeSpec]:
             formats=("E2M1",),
             fake_quant_formats=("NVFP4",),
             relative_error=0.3,
+            stochastic=True,
+            second_level=True,
+            shows_nan=False,
         )
     ]

@@ -103,7 +103,7 @@ def run_check(check: Check, subject: Subject) -> None:
         # The tensors are so small that threads would only wait for each other.
         torch.set_num_threads(1)
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), check.seeds(subject.spec):
                 check.run(subject)
         except CheckFailed:
             raise

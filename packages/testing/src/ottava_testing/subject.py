@@ -86,9 +86,20 @@ class Subject:
         if not self.options and self.given == spec.name and self.layer_name == LAYER:
             return spec
         # The installed spec describes the recipe without options and for any layer. With options,
-        # or for this layer, it may be stateful where the spec is not.
+        # or for this layer, it may be stateful or stochastic where the spec is not.
         state = Linear(8, 8, recipe=recipe, name=self.layer_name)._binding.state
-        return replace(spec, stateful=state is not None and state.stateful)
+        quantizers = (recipe.quantizer(self._role(role)) for role in ROLES)
+        layouts = [getattr(quantizer, "layout", None) for quantizer in quantizers]
+        stochastic = spec.stochastic
+        if all(isinstance(layout, ottava.Layout) for layout in layouts):
+            stochastic = any(layout.stochastic for layout in layouts)
+        return replace(
+            spec, stateful=state is not None and state.stateful, stochastic=stochastic
+        )
+
+    def _role(self, role: str) -> QuantizerRole:
+        """A role of the layers that the checks make."""
+        return QuantizerRole("linear", role, self.layer_name)
 
     @property
     def label(self) -> str:
@@ -99,6 +110,11 @@ class Subject:
     def bound(self) -> float:
         """The relative error that the recipe declares."""
         return float(self.spec.relative_error)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether the format has so few bits that small steps of an optimizer are lost in it."""
+        return self.bound >= 0.2
 
     @property
     def loose(self) -> float:
@@ -151,7 +167,7 @@ class Subject:
         columnwise: bool = True,
     ) -> Quantizer:
         """A new quantizer for a role."""
-        quantizer = self.recipe().quantizer(QuantizerRole("linear", role, self.layer_name)).copy()
+        quantizer = self.recipe().quantizer(self._role(role)).copy()
         quantizer.set_usage(rowwise=rowwise, columnwise=columnwise)
         quantizer.internal = internal
         return quantizer

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ottava.kernels import fixed_seed
 from ottava.recipes.spec import RecipeSpec
 from ottava_testing.compare import about
 
@@ -43,6 +45,7 @@ def _flag(field: str, value: bool = True) -> Needs:
 
 QUANTIZED_WEIGHTS = _flag("quantized_weights")
 DETERMINISTIC = _flag("deterministic")
+STOCHASTIC = _flag("stochastic")
 COMPILES = _flag("compiles")
 STATEFUL = _flag("stateful")
 STATELESS = _flag("stateful", False)
@@ -83,6 +86,16 @@ class Check:
     def why_not(self, spec: RecipeSpec) -> str | None:
         """Why the check does not apply to a recipe with this spec; None where it does."""
         return next((needs.otherwise for needs in self.needs if not needs.met(spec)), None)
+
+    def seeds(self, spec: RecipeSpec) -> AbstractContextManager[None]:
+        """The block in which the check runs.
+
+        A stochastic recipe has one seed there, so that bytes can be compared, except in the checks
+        of its random numbers.
+        """
+        if spec.stochastic and STOCHASTIC not in self.needs:
+            return fixed_seed()
+        return nullcontext()
 
 
 #: All checks by name.

@@ -11,6 +11,7 @@ The rules of the quantizers (:mod:`ottava.distributed.rules`) sort the shards in
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import ClassVar, NamedTuple, Self
 
 import torch
@@ -18,6 +19,8 @@ import torch
 from ottava.collectives import Group, all_gather, all_reduce_max, process_groups_ready
 from ottava.distributed.rules import ShardBatch, rule_of
 from ottava.distributed.shards import ShardJob, shard_output
+from ottava.kernels import draw_seed, fixed_seed
+from ottava.layout import Layout
 from ottava.tensors.quantizer import Quantizer
 from ottava.tensors.tensor import QuantizedTensor
 
@@ -35,11 +38,15 @@ class GatheredBatch:
     def values(self) -> torch.Tensor:
         """This rank's shards as uint8.
 
-        Two int64 for each job say where its shard begins and how many elements it has; the values
-        of all shards follow.
+        Three int64 for each job say where its shard begins, how many elements it has, and a seed
+        for its rounding; the values of all shards follow.
         """
-        places = [number for job in self.jobs for number in (job.start_offset, job.shard.numel())]
-        header = torch.tensor(places, device=self.jobs[0].shard.device)
+        numbers = [
+            number
+            for job in self.jobs
+            for number in (job.start_offset, job.shard.numel(), _seed_of(job))
+        ]
+        header = torch.tensor(numbers, device=self.jobs[0].shard.device)
         tensors = [header, *(job.rounded() for job in self.jobs)]
         # The tensors are cloned, because contiguous() leaves a tensor of one element with strides
         # that a view as bytes refuses.
@@ -49,28 +56,51 @@ class GatheredBatch:
 
     def cast(self, values_of_ranks: Sequence[torch.Tensor]) -> None:
         """Quantize the weights from the :meth:`values` of all ranks; an element that no rank has
-        counts as 0."""
+        counts as 0.
+
+        Every rank rounds with the seeds of the first one.
+        """
         weights = [
             torch.zeros(math.prod(job.shape), dtype=job.dtype, device=job.shard.device)
             for job in self.jobs
         ]
         for values in values_of_ranks:
             self._copy_shards(values, weights)
-        for job, weight in zip(self.jobs, weights, strict=True):
+        seeds = self._header(values_of_ranks[0])[2::3]
+        for job, weight, seed in zip(self.jobs, weights, seeds, strict=True):
             quantizer = job.quantizer.with_usage(**job.output.holder.get_usages())
-            whole = quantizer.quantize_impl(weight.view(job.shape), job.dtype)
+            with fixed_seed(seed) if _is_stochastic(quantizer) else nullcontext():
+                whole = quantizer.quantize_impl(weight.view(job.shape), job.dtype)
             job.output.write(whole, job.start_offset)
+
+    def _header(self, values: torch.Tensor) -> list[int]:
+        """The numbers at the beginning of the :meth:`values` of a rank."""
+        numbers: list[int] = values[: 24 * len(self.jobs)].view(torch.int64).tolist()
+        return numbers
 
     def _copy_shards(self, values: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
         """Copy the shards of one rank, from its :meth:`values`, into flat weights."""
-        begin = 16 * len(weights)
-        places = values[:begin].view(torch.int64).tolist()
-        for weight, start, count in zip(weights, places[::2], places[1::2], strict=True):
+        numbers = self._header(values)
+        begin = 8 * len(numbers)
+        for weight, start, count in zip(weights, numbers[::3], numbers[1::3], strict=True):
             end = begin + count * weight.element_size()
             # The bytes are copied, because they may begin at an address that is not aligned for a
             # wider dtype.
             weight[start : start + count] = values[begin:end].clone().view(weight.dtype)
             begin = end
+
+
+def _is_stochastic(quantizer: Quantizer) -> bool:
+    """Whether the layout of a quantizer, if it has one, has stochastic rounding."""
+    layout = getattr(quantizer, "layout", None)
+    return isinstance(layout, Layout) and layout.stochastic
+
+
+def _seed_of(job: ShardJob) -> int:
+    """A seed for the rounding of a weight; 0 where nothing is rounded at random."""
+    if not _is_stochastic(job.quantizer):
+        return 0
+    return int(draw_seed(job.shard.device))
 
 
 class _BatchKey(NamedTuple):

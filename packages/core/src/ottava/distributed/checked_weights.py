@@ -20,7 +20,7 @@ from ottava.distributed.shards import (
     ShardOutput,
     check_bytes,
     check_kind,
-    ordered_bytes,
+    element_bytes,
     shard_output,
 )
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError, UsageError
@@ -168,14 +168,14 @@ class CheckedWeight:
             self._check_target(target)
             return shard_output(target, self.shape, start, count, self.name)
         name = f"the shard of {self.name}"
-        raw = ordered_bytes(self.storage, self.name)
+        raw = element_bytes(self.storage, start, count, self.name)
         buffers = list(target) if isinstance(target, (list, tuple)) else [target]
         if len(buffers) != len(raw):
-            expected = f"one for each of {', '.join(inner.argument for inner in raw)}"
+            expected = f"one for each of {', '.join(inner.argument for inner, _ in raw)}"
             raise ShapeError(f"{name} has {len(buffers)} tensors of bytes", expected)
         data = [
-            check_bytes(buffer, self.storage, inner, count, f"the buffer for {name}").view(-1)
-            for buffer, inner in zip(buffers, raw, strict=True)
+            check_bytes(buffer, self.storage, inner, len(place), f"the buffer for {name}").view(-1)
+            for buffer, (inner, place) in zip(buffers, raw, strict=True)
         ]
         # A scalar counts as one row.
         rows = range(math.prod(self.shape[:1]))

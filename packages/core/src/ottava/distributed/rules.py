@@ -338,7 +338,9 @@ class GridShards(ShardRule):
         return [layout.block_of(columnwise, shared=True)[0] for columnwise in usages]
 
     def independent_rows(self, quantizer: Quantizer) -> int | None:
-        if None in self._heights(quantizer) or layout_of(quantizer).second_level != "none":
+        layout = layout_of(quantizer)
+        if None in self._heights(quantizer) or layout.second_level != "none" or layout.stochastic:
+            # Random numbers depend on the place in the whole weight.
             return None
         return self.rows_of_blocks(quantizer)
 

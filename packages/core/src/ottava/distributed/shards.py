@@ -1,7 +1,8 @@
 """``ShardJob``: one shard of a weight that is to be quantized, and where the results go.
 
 A shard is a range of the flattened weight. Its elements are written into a range of the weight's
-data, and its scales into the holder, which is the whole weight or has some rows of it::
+data, and its scales into the holder, which is the whole weight or has some rows of it. Where two
+elements share a byte, two shards may, and both write it::
 
     flattened weight   |............|== shard ==|..................|
                        0            start_offset
@@ -49,7 +50,10 @@ class ShardOutput:
         raw = self.holder.raw_inner()
         for inner, data in zip(raw, self.data, strict=True):
             elements: torch.Tensor = getattr(whole, inner.attribute)
-            data.copy_(elements.reshape(-1)[start_offset : start_offset + data.numel()])
+            place = whole.element_range(inner, start_offset, 0)
+            # The quantizer makes tensors of the holder's kind, whose elements are in order.
+            assert place is not None
+            data.copy_(elements.reshape(-1)[place.start : place.start + data.numel()])
         for inner in self.holder.inner_tensors:
             if inner not in raw and not self.holder.is_derived(inner):
                 self.write_inner(inner, getattr(whole, inner.attribute))
@@ -123,7 +127,7 @@ def ordered_bytes(holder: QuantizedTensorStorage, name: str) -> tuple[InnerTenso
             message calls the holder ``name``.
     """
     raw = holder.raw_inner()
-    if not all(_is_ordered(holder, inner) for inner in raw):
+    if any(holder.element_range(inner, 0, 0) is None for inner in raw):
         raise UsageError(
             f"the bytes of {name} are not in the order of its elements",
             "contiguous data that is not transposed",
@@ -132,12 +136,21 @@ def ordered_bytes(holder: QuantizedTensorStorage, name: str) -> tuple[InnerTenso
     return raw
 
 
-def _is_ordered(holder: QuantizedTensorStorage, inner: InnerTensor) -> bool:
-    """Whether an inner tensor has the elements in the order of the flattened tensor."""
-    if inner.transposed or holder.is_derived(inner):
-        return False
-    data: torch.Tensor = getattr(holder, inner.attribute)
-    return data.is_contiguous() and data.shape == holder.size()
+def element_bytes(
+    holder: QuantizedTensorStorage, start: int, count: int, name: str
+) -> list[tuple[InnerTensor, range]]:
+    """Each inner tensor of :func:`ordered_bytes`, and the part of it that has ``count`` elements
+    from ``start`` on.
+
+    Raises:
+        UsageError: see :func:`ordered_bytes`.
+    """
+    places = []
+    for inner in ordered_bytes(holder, name):
+        place = holder.element_range(inner, start, count)
+        assert place is not None
+        places.append((inner, place))
+    return places
 
 
 def shard_output(
@@ -151,13 +164,16 @@ def shard_output(
         ShapeError: ``holder`` is neither, or its rows cut blocks.
         UsageError: see :func:`ordered_bytes`.
     """
-    tensors = [getattr(holder, inner.attribute).view(-1) for inner in ordered_bytes(holder, name)]
     size = tuple(holder.size())
     row = math.prod(shape[1:])
     if size == tuple(shape):
-        elements = tuple(tensor[start_offset : start_offset + count] for tensor in tensors)
+        elements = tuple(
+            getattr(holder, inner.attribute).view(-1)[place.start : place.stop]
+            for inner, place in element_bytes(holder, start_offset, count, name)
+        )
         # A scalar counts as one row.
         return ShardOutput(holder, elements, range(math.prod(shape[:1])))
+    tensors = [getattr(holder, inner.attribute).view(-1) for inner in ordered_bytes(holder, name)]
     has_rows = size[1:] == tuple(shape[1:]) and count == math.prod(size)
     if not has_rows or (count and start_offset % row):
         raise ShapeError(

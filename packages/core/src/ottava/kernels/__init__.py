@@ -5,6 +5,7 @@
 - Delayed scaling: :func:`cast_amax`, :func:`update_scales`.
 - Scales on the grid of a :class:`ottava.Layout`: :func:`grid_scales`, :func:`grid_quantize`,
   :func:`grid_quantize_levels`, :func:`grid_decode`.
+- Seeds of stochastic rounding: :func:`draw_seed`, :func:`fixed_seed`.
 - Many shards of weights in one call: :func:`grid_amax_sizes`, :func:`grid_multi_amax`,
   :func:`grid_multi_cast`.
 - Backends: :func:`available_backends`, :func:`backend_for`, :func:`use_backend`.
@@ -36,6 +37,7 @@ from ottava.kernels.checks import (
     check_grid,
     check_high_precision,
 )
+from ottava.kernels.for_layers import draw_seed, fixed_seed
 from ottava.kernels.multi import grid_amax_sizes, grid_multi_amax, grid_multi_cast
 from ottava.layout import Layout
 
@@ -54,6 +56,8 @@ __all__ = [
     "check_grid",
     "check_high_precision",
     "decode",
+    "draw_seed",
+    "fixed_seed",
     "grid_amax_sizes",
     "grid_decode",
     "grid_multi_amax",
@@ -348,7 +352,7 @@ def grid_quantize_levels(
         raise OptionError(
             f"a seed is {'given' if layout.stochastic is False else 'missing'} for {layout.text}",
             expected="a seed for stochastic rounding, and for nothing else",
-            remedy="torch.randint(2**63 - 1, ()) draws one",
+            remedy="draw_seed() draws one",
         )
     if seed is not None:
         checks.check_scalar(seed, x, "seed", torch.int64)

@@ -7,11 +7,13 @@ CPU (:mod:`ottava.kernels.direct`). Then the operator does the same from Python.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
+from ottava.errors import OptionError
 from ottava.formats import ELEMENTS, FP8
 from ottava.kernels import backends, table
 from ottava.kernels.checks import Tensor, check_scalar
@@ -28,6 +30,8 @@ SideTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 _ABSENT = None, None
 _LARGEST_SEED = 2**63 - 1
+# The seed of :func:`fixed_seed`. Every thread reads it, because the backward pass has its own.
+_fixed_seed: int | None = None
 # Other tracers need no test, because the module declines their tensors.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _CODES = {dtype: ELEMENTS[dtype].code for dtype in FP8}
@@ -184,11 +188,35 @@ def _levels(results: Sequence[Tensor | None], layout: Layout) -> LevelTensors:
     return data, scales, None if layout.second_level == "none" else amax
 
 
+@contextmanager
+def fixed_seed(seed: int = 0) -> Iterator[None]:
+    """Let all stochastic rounding in this block use one seed, so that equal tensors give equal
+    bytes.
+
+    Torch's generators are not advanced. The seed holds for all threads, and is a constant of code
+    that is compiled in the block. For tests: errors of equal values are then equal, too.
+
+    Raises:
+        OptionError: ``seed`` is no integer from 0 to 2^63 - 1.
+    """
+    global _fixed_seed
+    if type(seed) is not int or not 0 <= seed <= _LARGEST_SEED:
+        raise OptionError(f"the seed is {seed!r}", expected="an integer from 0 to 2**63 - 1")
+    outer, _fixed_seed = _fixed_seed, seed
+    try:
+        yield
+    finally:
+        _fixed_seed = outer
+
+
 def draw_seed(device: torch.device) -> Tensor:
     """A seed for stochastic rounding: 63 random bits of torch's generator of the device.
 
     Recomputation under activation checkpointing, which restores that generator, draws it again.
+    Inside of :func:`fixed_seed` it is the seed of the block.
     """
+    if _fixed_seed is not None:
+        return torch.full((), _fixed_seed, dtype=torch.int64, device=device)
     return torch.randint(_LARGEST_SEED, (), dtype=torch.int64, device=device)
 
 

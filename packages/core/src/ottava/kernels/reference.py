@@ -200,14 +200,19 @@ Reduce = Callable[[Tensor, bool], Tensor]
 
 
 def quantize_levels(
-    x: Tensor, layout: Layout, rowwise: bool, columnwise: bool, reduce: Reduce
+    x: Tensor,
+    layout: Layout,
+    rowwise: bool,
+    columnwise: bool,
+    seed: Tensor | None,
+    reduce: Reduce,
 ) -> tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor, Tensor] | None]:
     """Data, scales and amaxes of rows and of columns.
 
     ``reduce`` returns amaxes of all ranks for those that span the rows of this one.
     """
     rows, columns = (
-        _quantized_direction(x, layout, by_column, None, reduce) if is_requested else None
+        _quantized_direction(x, layout, by_column, seed, reduce) if is_requested else None
         for by_column, is_requested in ((False, rowwise), (True, columnwise))
     )
     return rows, columns

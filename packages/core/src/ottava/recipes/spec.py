@@ -80,7 +80,14 @@ class RecipeSpec(Spec):
             output and of the gradients of a linear layer with normally distributed operands.
         quantized_weights: whether weights can be FP8-primary: its quantizers return a
             ``QuantizedTensor`` unless they are internal.
-        deterministic: whether equal tensors give equal bytes.
+        deterministic: whether equal tensors give equal bytes; those of a ``stochastic`` recipe for
+            equal states of torch's generator.
+        stochastic: whether elements are rounded at random, by seeds that
+            :func:`ottava.kernels.draw_seed` draws.
+        second_level: whether blocks have another scale in common, so that a value can change how
+            values of other blocks are rounded.
+        shows_nan: whether a NaN dequantizes to NaN or an infinity. False for formats in which
+            every code is a number.
         compiles: whether ``torch.compile(fullgraph=True)`` compiles a layer that runs under it.
         file_suffixes: suffixes of the recipe files that it reads, such as ``(".yaml",)``; its
             factory takes ``file=path``.
@@ -98,6 +105,9 @@ class RecipeSpec(Spec):
     relative_error: float = 0.1
     quantized_weights: bool = True
     deterministic: bool = True
+    stochastic: bool = False
+    second_level: bool = False
+    shows_nan: bool = True
     compiles: bool = True
     file_suffixes: tuple[str, ...] = ()
 
@@ -106,6 +116,10 @@ class RecipeSpec(Spec):
         """The fields as words for listings."""
         words = [*self.formats, self._block_in_words()]
         words.append("stateful" if self.stateful else "stateless")
+        if self.second_level:
+            words.append("two levels of scales")
+        if self.stochastic:
+            words.append("stochastic")
         if self.needs_reduction:
             words.append("reduces amax")
         return tuple(words)

@@ -240,7 +240,8 @@ class GridQuantizer(Quantizer):
                 return amax
             return all_reduce_max(amax, self.amax_reduction_group)
 
-        return quantize_levels(tensor, layout, rowwise, columnwise, reduced)
+        seed = for_layers.draw_seed(tensor.device) if layout.stochastic else None
+        return quantize_levels(tensor, layout, rowwise, columnwise, seed, reduced)
 
     def _wrap(
         self, tensors: InnerTensors, dtype: torch.dtype, shape: Sequence[int] | None = None

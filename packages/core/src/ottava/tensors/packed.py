@@ -139,6 +139,27 @@ class PackedTensorStorage(GridTensorStorage):
                 blocks_of_scales.append((name, block))
         return blocks_of_scales
 
+    def element_range(self, inner: InnerTensor, start: int, count: int) -> range | None:
+        if inner.attribute != self.data_names[0]:
+            return super().element_range(inner, start, count)
+        data: torch.Tensor = getattr(self, inner.attribute)
+        if not data.is_contiguous():
+            return None
+        matrix = as_matrix_shape(self.size())
+        width = self.grid_layout.data_shape(matrix, False)[1]
+
+        def byte_of(element: int) -> int:
+            row, column = divmod(element, max(matrix[1], 1))
+            return row * width + column // self.grid_layout.elements_per_byte
+
+        first = byte_of(start)
+        if not count:
+            return range(first, first)
+        stop = start + count
+        # The padding of a row belongs to its last element.
+        ends_row = stop % matrix[1] == 0
+        return range(first, byte_of(stop) if ends_row else byte_of(stop - 1) + 1)
+
     # -- values --
 
     def _size(self) -> torch.Size:

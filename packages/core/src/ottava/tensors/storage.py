@@ -557,6 +557,20 @@ class QuantizedTensorStorage:
             )
         return tuple(by_usage.values())
 
+    def element_range(self, inner: InnerTensor, start: int, count: int) -> range | None:
+        """The part of the flat ``inner`` that has ``count`` elements of the flattened tensor, from
+        ``start`` on.
+
+        None where an inner tensor does not have the elements in this order. Elements outside of the
+        range may share its first and its last byte.
+        """
+        if inner.transposed or self.is_derived(inner):
+            return None
+        data: torch.Tensor = getattr(self, inner.attribute)
+        if not data.is_contiguous() or data.shape != self.size():
+            return None
+        return range(start, start + count)
+
     def is_derived(self, inner: InnerTensor) -> bool:
         """Whether an inner tensor is made of the others, as a transpose is, and not written by
         itself."""

@@ -7,7 +7,7 @@ from ottava_testing.table import CHECKS, Check
 # Checks that others build on come first, so that their failures are reported first.
 for _name in (
     *("quantizers", "values", "products", "storages", "files", "tensors", "updates", "autograd"),
-    *("layers", "accumulation", "training", "compiling", "states", "ranks"),
+    *("layers", "accumulation", "training", "stochastic", "compiling", "states", "ranks"),
 ):
     importlib.import_module(f"{__name__}.{_name}")
 

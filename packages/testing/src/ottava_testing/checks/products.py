@@ -85,6 +85,46 @@ def products(subject: Subject) -> None:
 
 
 @check()
+def sparse_products(subject: Subject) -> None:
+    """Products of operands with one value in 128, over ragged groups, are those of the values, also
+    where the operands are rotated.
+    """
+    for name, a, b, expected in _sparse_cases(subject):
+        actual = gemm(a, b, name, out_dtype=torch.float32)
+        title = f"the {name} product of operands with one value in 128"
+        close(title, actual, expected, subject.bound)
+
+
+def _sparse(rows: int, seed: int) -> torch.Tensor:
+    """``[rows, 152]`` with 4 or -4 in one place of each 128 columns, all else 0."""
+    random = torch.Generator().manual_seed(seed)
+    values = torch.zeros(rows, 152)
+    for start, stop in ((0, 128), (128, 152)):
+        # Few places, so that operands have some in common.
+        places = start + torch.randint(min(8, stop - start), (rows, 1), generator=random)
+        signs = torch.randint(2, (rows, 1), generator=random) * 2.0 - 1.0
+        values.scatter_(1, places, 4.0 * signs)
+    return values
+
+
+def _sparse_cases(subject: Subject) -> Iterator[tuple[Any, Any, Any, torch.Tensor]]:
+    """Yields the name of each product, its operands, and the product of their values.
+
+    They sum over 152 elements, which are no whole groups of a rotation.
+    """
+    one, other = _sparse(24, 1), _sparse(40, 2)
+    for name, role_a, role_b in (
+        ("fprop", "input", "weight"),
+        ("dgrad", "grad_output", "weight"),
+        ("wgrad", "grad_output", "input"),
+    ):
+        a_by_column, b_by_column = name == "wgrad", name != "fprop"
+        a = _operand(subject, role_a, USAGES[a_by_column], one.t() if a_by_column else one)
+        b = _operand(subject, role_b, USAGES[b_by_column], other.t() if b_by_column else other)
+        yield name, a, b, one @ other.t()
+
+
+@check()
 def accumulating_products(subject: Subject) -> None:
     """A product with out= is written there, and with accumulate=True added to what is there."""
     for name, a, b, _ in _cases(subject):

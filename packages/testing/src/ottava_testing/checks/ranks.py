@@ -100,7 +100,9 @@ def run(name: str, mesh: Any, folder: Path) -> None:
         CheckFailed: the recipe does not pass.
     """
     source = (folder / "subject.pickle").read_bytes()
-    RANK_BODIES[name](Subject.of_source(source, import_from), mesh, folder)
+    subject = Subject.of_source(source, import_from)
+    with CHECKS[name].seeds(subject.spec):
+        RANK_BODIES[name](subject, mesh, folder)
 
 
 @check(QUANTIZED_WEIGHTS)
@@ -156,7 +158,9 @@ def _same_shard(title: str, weight: Any, whole: Any, first: int, last: int) -> N
         if mine is None or theirs is None or weight.is_derived(inner):
             continue
         if inner in raw:
-            mine, theirs = (t.reshape(-1)[first:last] for t in (mine, theirs))
+            place = weight.element_range(inner, first, last - first)
+            require(place is not None, f"{title}: {inner.attribute!r} has another order")
+            mine, theirs = (t.reshape(-1)[place.start : place.stop] for t in (mine, theirs))
         words = f"{title} is quantized otherwise from shards than as a whole: {inner.attribute!r}"
         require(same(mine, theirs), f"{words} differs")
 

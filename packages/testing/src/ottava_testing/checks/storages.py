@@ -162,13 +162,13 @@ def dropping_usages(subject: Subject, original: Any) -> None:
     """update_usage drops the data of a usage and keeps that of the other."""
     for keep, drop in (USAGES, USAGES[::-1]):
         storage = original.clone_storage()
-        expected, size = _product(subject, storage, keep), storage.nbytes
+        expected, size = _product(storage, keep), storage.nbytes
         is_separate = bool(_held_for(storage, keep))
         storage.update_usage(**{f"{drop}_usage": False})
         call = f"update_usage({drop}_usage=False)"
         require(storage.get_usages()[keep], f"{call} loses the {keep} usage")
         title = f"the product of the {keep} data, once the {drop} data is dropped,"
-        subject.agree(title, _product(subject, storage, keep), expected)
+        subject.agree(title, _product(storage, keep), expected)
         # If one copy of the data serves both usages, there is nothing to drop.
         rest = _held_for(storage, drop) if is_separate else []
         require(not rest, f"{call} does nothing: {rest} is held all the same")
@@ -188,13 +188,15 @@ def _held_for(storage: Any, usage: str) -> list[str]:
     return [t.attribute for t in storage.inner_tensors if t.usage == usage and t.attribute in names]
 
 
-def _product(subject: Subject, operand: Any, usage: str) -> torch.Tensor:
-    """The product of another operand with this one that reads this one's ``usage``."""
-    role, name, columns = "input", "fprop", 40
-    if usage == "columnwise":
-        role, name, columns = "grad_output", "dgrad", 48
-    other = subject.quantizer(role, internal=True, columnwise=False)(wide(16, columns, seed=1))
-    return gemm(other, operand, name, out_dtype=torch.float32)  # type: ignore[arg-type]
+def _product(operand: Any, usage: str) -> torch.Tensor:
+    """The product of another operand with this one that reads this one's ``usage``.
+
+    The other one is quantized alike, because a recipe may rotate the operands of one product.
+    """
+    is_columnwise = usage == "columnwise"
+    values = wide(16, 48, seed=1).t() if is_columnwise else wide(16, 40, seed=1)
+    other = operand._quantizer.with_usage(not is_columnwise, is_columnwise)(values.contiguous())
+    return gemm(other, operand, "wgrad" if is_columnwise else "fprop", out_dtype=torch.float32)
 
 
 @check(over=Subject.storages)
@@ -217,7 +219,7 @@ def copying_in_place(subject: Subject, storage: Any) -> None:
             f"the product that reads the {usage} data, after quantize_(), reads stale values: it"
         )
         expected = wide(16, len(factor), seed=1) @ factor
-        close(title, _product(subject, storage, usage), expected, 4 * bound / 3)
+        close(title, _product(storage, usage), expected, 4 * bound / 3)
 
 
 @check(QUANTIZED_WEIGHTS, over=Subject.weights)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ottava.distributed import quantize_master_weights
+from ottava.tensors import QuantizedTensor
 from ottava_testing import table
 from ottava_testing.compare import normal, plain, require, require_same, snapshot
 from ottava_testing.subject import Subject
@@ -121,11 +123,48 @@ def training_follows_high_precision(subject: Subject) -> None:
 
 @check(QUANTIZED_WEIGHTS)
 def quantized_weights_train(subject: Subject) -> None:
-    """A model whose weights are kept quantized trains by an optimizer's own steps."""
-    _follows(subject.model(primary=True), "training with weights that are kept quantized")
+    """A model whose weights are kept quantized trains by an optimizer's own steps, or from master
+    weights if relative_error is 0.2 or more.
+
+    The steps are lost in a format of so few bits.
+    """
+    title = "training with weights that are kept quantized"
+    if subject.is_coarse:
+        title += " and written from master weights"
+    _follows(subject.model(primary=True), title, has_masters=subject.is_coarse)
 
 
-def _follows(model: torch.nn.Module, title: str) -> None:
+class _Masters:
+    """Steps the high-precision values of a model's quantized weights, and writes the weights."""
+
+    def __init__(self, model: torch.nn.Module, lr: float) -> None:
+        self._parameters = list(model.parameters())
+        self._masters = [
+            torch.nn.Parameter(plain(getattr(p, "_high_precision_init_val", p)).clone())
+            for p in self._parameters
+        ]
+        self._optimizer = torch.optim.SGD(self._masters, lr=lr)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            grad = parameter.grad
+            master.grad = None if grad is None else plain(grad)
+        self._optimizer.step()
+        weights, masters = [], []
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            if isinstance(parameter, QuantizedTensor):
+                weights.append(parameter)
+                masters.append(master.detach())
+            else:
+                parameter.data.copy_(master.detach())
+        quantize_master_weights(weights, masters, None)
+
+
+def _follows(model: torch.nn.Module, title: str, *, has_masters: bool = False) -> None:
     target = normal(32, 32, seed=77) / 32**0.5
     high = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
     with torch.no_grad():
@@ -135,7 +174,9 @@ def _follows(model: torch.nn.Module, title: str) -> None:
     ends = []
     for net in (model, high):
         # Steps are large, because the format rounds small ones away.
-        optimizer = optimizer_of(net, lr=1.0)
+        optimizer: Any = optimizer_of(net, lr=1.0)
+        if has_masters and net is model:
+            optimizer = _Masters(net, lr=1.0)
         losses = []
         for number in range(25):
             x = normal(64, 32, seed=300 + number)

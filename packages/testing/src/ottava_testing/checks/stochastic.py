@@ -1,0 +1,105 @@
+"""Checks of stochastic rounding: its seeds, and its mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ottava.tensors import Quantizer
+from ottava_testing import table
+from ottava_testing.checks.training import train
+from ottava_testing.compare import difference, plain, require, require_same, wide
+from ottava_testing.subject import ROLES, Subject
+from ottava_testing.table import STOCHASTIC
+
+check = partial(table.check, "stochastic")
+_SAMPLES = 48
+# Of samples that have the mean that they should, one in 10^6 is farther off.
+_STANDARD_ERRORS = 5.0
+_HINT = "ottava.kernels.draw_seed() draws seeds that do"
+
+
+def _random_quantizers(subject: Subject) -> Iterator[tuple[str, Quantizer]]:
+    """Yields a title and a quantizer for each role and usage that is rounded at random."""
+    values = wide(48, 40)
+    for role in ROLES:
+        for rowwise in (True, False):
+            quantizer = subject.quantizer(role, rowwise=rowwise, columnwise=not rowwise)
+            if difference(quantizer(values), quantizer(values)) is not None:
+                usage = "rowwise" if rowwise else "columnwise"
+                yield f"the {usage} data of {role!r}", quantizer
+
+
+@check(STOCHASTIC)
+def stochastic_seeds(subject: Subject) -> None:
+    """Random rounding follows torch's generator: equal states of it give equal bytes, and
+    activation checkpointing changes no bit of any gradient.
+    """
+    quantizers = list(_random_quantizers(subject))
+    require(quantizers, "the spec says stochastic=True, and nothing is rounded at random")
+    for title, quantizer in quantizers:
+        torch.manual_seed(1)
+        first, second = quantizer(wide(48, 40)), quantizer(wide(48, 40))
+        words = f"{title}: two quantizations in a row have the same errors: no seed is drawn"
+        require(difference(first, second) is not None, words)
+        torch.manual_seed(1)
+        words = f"{title}: torch.manual_seed does not repeat the bytes ({_HINT}): there is"
+        require_same(words, quantizer(wide(48, 40)), first)
+        torch.manual_seed(2)
+        words = f"{title}: another seed of torch's generator gives the same bytes ({_HINT})"
+        require(difference(quantizer(wide(48, 40)), first) is not None, words)
+    torch.manual_seed(3)
+    expected = train(subject.model(), 2)
+    for reentrant in (False, True):
+        model = subject.model()
+        torch.manual_seed(3)
+        results = train(model, 2, run=partial(checkpoint, model, use_reentrant=reentrant))
+        title = f"training with activation checkpointing (use_reentrant={reentrant}) and one seed"
+        require_same(f"{title} gives", results, expected)
+
+
+def _pairs(group: int = 16, rows: int = 48) -> torch.Tensor:
+    """``[rows, 128]`` with two values in each row, in one group of 16, whose magnitudes sum to 1.
+
+    No element saturates, whatever group of 16 or more has a scale, or is rotated: a rotation leaves
+    magnitudes that are their sum and their difference, up to one factor for all.
+    """
+    random = torch.Generator().manual_seed(7)
+    values = torch.zeros(rows, 128)
+    for row in range(rows):
+        start = group * (row % (128 // group))
+        first, second = (start + torch.randperm(group, generator=random)[:2]).tolist()
+        difference_of_pair, *signs = torch.rand(3, generator=random).tolist()
+        for place, sign, part in ((first, signs[0], 1.0), (second, signs[1], -1.0)):
+            magnitude = (1.0 + part * 0.4 * difference_of_pair) / 2
+            values[row, place] = math.copysign(magnitude, sign - 0.5)
+    return values
+
+
+@check(STOCHASTIC)
+def stochastic_mean(subject: Subject) -> None:
+    """The mean of values that are rounded at random many times is within five standard errors of
+    the value.
+    """
+    for title, quantizer in _random_quantizers(subject):
+        pairs = _pairs()
+        values = pairs if quantizer.rowwise_usage else pairs.t().contiguous()
+        samples = torch.stack([plain(quantizer(values)).double() for _ in range(_SAMPLES)])
+        # A value that has one neighbour alone, such as 0, is not rounded.
+        is_rounded = samples.amin(0) < samples.amax(0)
+        require(is_rounded.any(), f"{title}: nothing of a matrix is rounded at random")
+        errors = (samples - values)[:, is_rounded]
+        for name, weights in (("the sum", 1.0), ("the magnitude", values[is_rounded])):
+            _require_centred(f"{title}: {name} is off", (errors * weights).sum(1))
+
+
+def _require_centred(title: str, sums: torch.Tensor) -> None:
+    """Check that independent numbers have the mean 0."""
+    mean, error = float(sums.mean()), float(sums.std()) / len(sums) ** 0.5
+    # Sums of values have rounding errors of float32 as well.
+    bound = _STANDARD_ERRORS * error + 1e-5
+    require(abs(mean) <= bound, f"{title} by {mean:.3g} in the mean, where {bound:.3g} is allowed")
