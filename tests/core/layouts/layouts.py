@@ -111,7 +111,7 @@ ONLY_OTHER_BYTES = {
     "int8-8x64",
     "nvfp4-rows",
     "nvfp4-rotated-both",
-    "mxfp4-squares",
+    "mxfp4",
 }
 
 

@@ -241,8 +241,8 @@ def test_raw_data_move_into_a_buffer(name: str) -> None:
         make = quantizer(name, usages)
         weight, buffer = make(wide(6, 4)), torch.zeros(100, dtype=torch.uint8)
         values, held = weight.dequantize(), weight.get_usages()
-        count = len(weight.raw_inner())
-        replace_raw_data(weight, [buffer[10 + 24 * i :][:24] for i in range(count)])
+        sizes = [getattr(weight, part.attribute).numel() for part in weight.raw_inner()]
+        replace_raw_data(weight, buffer[10:][: sum(sizes)].split(sizes))
         assert weight.data_ptr() == buffer[10:].data_ptr()
         assert_same(weight.dequantize(), values)
         assert weight.get_usages() == held

@@ -18,6 +18,7 @@ from ottava.checkpoint import (
     save_file,
     save_sharded,
 )
+from ottava.tensors.packed import needs_packing
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.copying import by_file, by_pickle
@@ -154,6 +155,26 @@ def through_sharded(state: Any, like: Any, path: Path) -> Any:
 
 
 MODEL_WAYS = [through_torch, through_dcp, through_safetensors, through_sharded]
+
+
+@pytest.mark.parametrize("way", MODEL_WAYS)
+def test_packed_tensors_of_odd_shapes(way: Callable[..., Any], tmp_path: Path) -> None:
+    """With all that their bytes do not tell: the shape, and amaxes of a second level."""
+    state: dict[str, Any] = {}
+    like: dict[str, Any] = {}
+    names = [name for name, layout in LAYOUTS.items() if needs_packing(layout)]
+    for number, (name, shape) in enumerate(itertools.product(names, [*SHAPES, (1, 1), (3, 17)])):
+        # Shards of squares are saved by their rows.
+        usages = "both" if LAYOUTS[name].square else list(USAGES)[number % 3]
+        make, key = quantizer(name, usages), f"{name}, {shape}"
+        state[key] = make(wide(*shape, dtype=DTYPES[number % 3], sigma=1.0))
+        like[key] = make(torch.zeros(shape, dtype=DTYPES[number % 3]))
+    loaded = way(state, like, tmp_path)
+    for key, q in state.items():
+        with told(key):
+            assert_directions(loaded[key], q)
+            assert loaded[key].shape == q.shape
+            assert_same(loaded[key].dequantize(), q.dequantize())
 
 
 @EACH_OF_A_LAYER

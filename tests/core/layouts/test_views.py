@@ -152,6 +152,12 @@ def fits(
             layout.block_of(columnwise ^ turned, shared=True),
         )
         has_blocks = has_blocks and matched and complete
+        matched, complete = _fits(
+            op,
+            numbers(shape, elements_together(layout, columnwise)),
+            elements_together(layout, columnwise ^ turned),
+        )
+        has_blocks = has_blocks and matched and complete
         block = layout.block_of_amax(columnwise)
         own_block = layout.block_of_amax(columnwise ^ turned)
         if block is not None and own_block is not None:
@@ -159,6 +165,12 @@ def fits(
             has_blocks = has_blocks and matched
             has_amaxes = has_amaxes and complete
     return has_blocks, has_blocks and has_amaxes
+
+
+def elements_together(layout: Layout, columnwise: bool) -> Block:
+    """Rows and columns of the elements that share a byte, or are rotated together."""
+    count = layout.whole_elements(columnwise)
+    return (count, 1) if columnwise else (1, count)
 
 
 def _fits(op: Op, whole: torch.Tensor, own_block: Block) -> tuple[bool, bool]:

@@ -393,7 +393,7 @@ class PackedTensor(GridTensor, PackedTensorStorage):
         self, direction: Direction, columnwise: bool, dim: int, start: int, stop: int
     ) -> Direction | None:
         """Some rows of each matrix of a stack, which have scales of their own."""
-        if columnwise or self.grid_layout.block[0] != 1:
+        if columnwise or self.grid_layout.block_of(False, shared=True)[0] != 1:
             return None
         data, scales, amax = direction
         rows_of_scales = self._rows_of_stack(scales, dim, start, stop)
