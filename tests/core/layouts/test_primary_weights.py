@@ -239,7 +239,7 @@ def test_raw_data_move_into_a_buffer(name: str) -> None:
     """Values and all else stay; views of the tensor lie in the buffer."""
     for usages in USAGES:
         make = quantizer(name, usages)
-        weight, buffer = make(wide(6, 4)), torch.zeros(100, dtype=torch.uint8)
+        weight, buffer = make(wide(6, 4)), torch.zeros(200, dtype=torch.uint8)
         values, held = weight.dequantize(), weight.get_usages()
         sizes = [getattr(weight, part.attribute).numel() for part in weight.raw_inner()]
         replace_raw_data(weight, buffer[10:][: sum(sizes)].split(sizes))

@@ -14,7 +14,7 @@ from ottava.kernels.backends import use_backend
 from ottava.nn import Linear
 from tests.cases import told
 from tests.comparing import assert_same
-from tests.core.gemm.operands import DIRECTIONS, PRODUCTS, SHAPES, check, far, values
+from tests.core.gemm.operands import DIRECTIONS, PRODUCTS, SHAPES, check, far
 from tests.core.layouts.layouts import (
     E5M2,
     EACH,
@@ -41,7 +41,7 @@ def test_a_product_is_that_of_the_decoded_operands(name: str, kind: str) -> None
             QUANTIZERS[name](wide(*shape, seed=seed, sigma=1.0))
             for seed, shape in enumerate(SHAPES[kind](m, n, k))
         )
-        shape = PRODUCTS[kind](values(a), values(b)).shape
+        shape = PRODUCTS[kind](a.dequantize(), b.dequantize()).shape
         bias = torch.randn(shape[1]) if number % 2 == 0 else None
         for backend, dtype in itertools.product(
             ("cpu", "reference"), (torch.float32, torch.bfloat16, torch.float16)
@@ -158,7 +158,9 @@ def test_a_layer_takes_each_direction_for_its_product(name: str) -> None:
             check(layer.weight.grad, g, q, "wgrad", roundings=2)
             flat = dy.reshape(-1, 33)
             check(layer.bias.grad, torch.ones(1, len(flat)), flat, "dgrad")
-            if lead == (70,) and not q.grid_layout.square and q.grid_layout.element is not E5M2:
+            layout = q.grid_layout
+            is_alike = layout.square or layout.element is E5M2
+            if lead == (70,) and not is_alike and layout.rotation is None:
                 # The other directions give something else: the comparisons above tell them apart.
                 assert far(y, q, w, "fprop", directions=(True, False), bias=layer.bias)[0].any()
                 assert far(layer.weight.grad, g, q, "wgrad", directions=(True, False))[0].any()

@@ -175,7 +175,8 @@ def test_an_assignment_reaches_the_whole(name: str) -> None:
             expected[index] = 0.5
             q[index] = 0.5
             assert_same(q.dequantize()[index], make(expected).dequantize()[index])
-            atol = float(expected.abs().max()) / 100
+            # Values of four bits move further when they are quantized again.
+            atol = float(expected.abs().max()) / (50 if make.layout.format.bits == 4 else 100)
             torch.testing.assert_close(q.dequantize(), expected, rtol=0.13, atol=atol)
     # A quantized value is taken by its bytes, where these mean the same, or by its values.
     q, value = make(x), make(wide(40, seed=1))

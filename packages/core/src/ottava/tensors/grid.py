@@ -102,14 +102,21 @@ class GridTensorStorage(QuantizedTensorStorage):
         layout = cls.layout_of(declared)
         check_dtype(declared["dtype"])
         check_flag("values_from_columns", declared["values_from_columns"])
-        rows, columns = checked_directions(declared, layout)
-        absent = (None, None)
         names = [inner.argument for inner in cls.inner_tensors]
-        tensors = (*(rows or absent)[:2], *(columns or absent)[:2])
+        tensors = cls._checked_tensors(declared, layout)
         checked = declared | dict(zip(names, tensors, strict=True))
         if "layout" in declared:
             checked["layout"] = layout.text
         return checked
+
+    @classmethod
+    def _checked_tensors(
+        cls, declared: Declared, layout: Layout
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Declared inner tensors as they are held, in the order of the declaration."""
+        rows, columns = checked_directions(declared, layout)
+        absent = (None, None)
+        return *(rows or absent)[:2], *(columns or absent)[:2]
 
     def _hold(self, declared: Declared, quantizer: StorageQuantizer | None) -> None:
         layout = self.layout_of(declared)

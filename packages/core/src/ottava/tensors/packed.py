@@ -16,7 +16,6 @@ import torch
 
 from ottava import kernels
 from ottava.errors import ShapeError, UsageError
-from ottava.kernels.checks import check_dtype
 from ottava.kernels.rotation import unrotated
 from ottava.layout import Block, Layout, as_matrix_shape, multiple
 from ottava.tensors.declaration import (
@@ -24,13 +23,13 @@ from ottava.tensors.declaration import (
     DerivedTensor,
     InnerTensor,
     StaticField,
-    check_flag,
     check_values_dtype,
 )
 from ottava.tensors.direction import Direction, zeros
 from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_declaration import checked_packed_directions, packed_inner_tensors_of
 from ottava.tensors.grid_tensor import Change, GridTensor, try_view
+from ottava.tensors.storage import USAGES
 from ottava.tensors.tensor import blocks
 
 #: The attributes with the amaxes of the second level, of rows and of columns.
@@ -72,7 +71,6 @@ class PackedTensorStorage(GridTensorStorage):
         StaticField("_shape", "shape", default=None),
         *GridTensorStorage.static_fields,
     )
-
     dated_names = (*GridTensorStorage.dated_names, "_dated_column_amax")
 
     _shape: tuple[int, ...]
@@ -82,18 +80,17 @@ class PackedTensorStorage(GridTensorStorage):
 
     @classmethod
     def check_declared(cls, declared: Declared) -> Declared:
-        layout = cls.layout_of(declared)
-        check_dtype(declared["dtype"])
-        check_flag("values_from_columns", declared["values_from_columns"])
-        rows, columns = checked_packed_directions(declared, layout)
-        names = [inner.argument for inner in cls.inner_tensors]
-        tensors = (*(rows or _NOTHING), *(columns or _NOTHING))
-        checked = declared | dict(zip(names, tensors, strict=True))
+        checked = super().check_declared(declared)
         if "shape" in declared:
-            checked["shape"] = shape_of(rows, columns, layout, declared["shape"])
-        if "layout" in declared:
-            checked["layout"] = layout.text
+            checked["shape"] = _shape_of(checked, cls.layout_of(declared), declared["shape"])
         return checked
+
+    @classmethod
+    def _checked_tensors(
+        cls, declared: Declared, layout: Layout
+    ) -> tuple[torch.Tensor | None, ...]:
+        rows, columns = checked_packed_directions(declared, layout)
+        return *(rows or _NOTHING), *(columns or _NOTHING)
 
     @staticmethod
     def _inner_tensors_of(layout: Layout) -> tuple[InnerTensor, ...]:
@@ -196,53 +193,53 @@ class PackedTensorStorage(GridTensorStorage):
         return (matrix.t() if turned else matrix).reshape(self.size())
 
 
-def shape_of(
-    rows: Direction | None, columns: Direction | None, layout: Layout, shape: Sequence[int] | None
-) -> tuple[int, ...]:
-    """The shape of the tensor whose directions these are.
+def _shape_of(declared: Declared, layout: Layout, shape: Sequence[int] | None) -> tuple[int, ...]:
+    """The shape of the tensor whose inner tensors are declared.
 
     Without ``shape`` it is that which the data have with whole bytes and groups.
 
     Raises:
-        ShapeError: the data have another shape, or none are held.
+        ShapeError: the data have another shape.
+        UsageError: there are neither data nor ``shape``.
     """
+    data = {usage: declared[f"{usage}_data"] for usage in USAGES}
     if shape is None:
-        shape = _widest_shape(rows, columns, layout)
-    for direction, columnwise in ((rows, False), (columns, True)):
-        if direction is None:
-            continue
-        expected = layout.data_shape(shape, columnwise)
-        if tuple(direction.data.shape) != expected:
-            usage = "columnwise" if columnwise else "rowwise"
+        shape = _widest_shape(data["rowwise"], data["columnwise"], layout)
+    for usage, stored in data.items():
+        expected = layout.data_shape(shape, usage == "columnwise")
+        if stored is not None and tuple(stored.shape) != expected:
             raise ShapeError(
-                f"{usage}_data of a tensor of shape {tuple(shape)} has shape "
-                f"{tuple(direction.data.shape)}",
+                f"{usage}_data of a tensor of shape {tuple(shape)} has shape {tuple(stored.shape)}",
                 expected=f"{expected}",
             )
     return tuple(shape)
 
 
 def _widest_shape(
-    rows: Direction | None, columns: Direction | None, layout: Layout
+    rows: torch.Tensor | None, columns: torch.Tensor | None, layout: Layout
 ) -> tuple[int, ...]:
-    if rows is None:
-        # Without rows the constructor has refused to be called without columns.
-        assert columns is not None
-        outer, inner = layout.stored_matrix(columns.data.shape, True)
-        return (inner, outer) if layout.transposed else (outer, inner)
-    width = layout.stored_matrix(rows.data.shape, False)[1]
-    if columns is not None and layout.transposed:
-        width = columns.data.shape[0]
-    return (*rows.data.shape[:-1], width)
+    """The shape of the largest tensor that has these data."""
+    if rows is not None:
+        width = layout.stored_matrix(rows.shape, False)[1]
+        if columns is not None and layout.transposed:
+            # Each column has a row of its own there.
+            width = columns.shape[0]
+        return (*rows.shape[:-1], width)
+    if columns is None:
+        raise UsageError("a packed tensor needs data", expected="rowwise_data or columnwise_data")
+    outer, inner = layout.stored_matrix(columns.shape, True)
+    return (inner, outer) if layout.transposed else (outer, inner)
 
 
 class PackedTensor(GridTensor, PackedTensorStorage):
     """Quantized data with packed elements, padded groups or two levels of scales, as a
     ``torch.Tensor`` of its nominal dtype.
 
-    Rows on the boundaries of blocks, other leading dimensions and transposes of matrices keep the
-    class and share the data; other views give a :class:`DequantizedView`. Arguments and errors:
-    :class:`PackedTensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
+    Views keep the class and share the data where they consist of whole blocks, bytes and groups of
+    the rotation, in every direction held. So do transposes of matrices, unless one direction alone
+    is rotated. Other views give a :class:`DequantizedView`. The strides are always those of a
+    contiguous tensor. Arguments and errors: :class:`PackedTensorStorage`'s, and those of every
+    :class:`~ottava.QuantizedTensor`.
     """
 
     @classmethod
@@ -253,9 +250,7 @@ class PackedTensor(GridTensor, PackedTensorStorage):
     def _placement(
         cls, arguments: Declared, shape: Sequence[int] | None, tensors: Sequence[torch.Tensor]
     ) -> tuple[Sequence[int], Sequence[int] | None, int | torch.SymInt | None]:
-        layout = cls.layout_of(arguments)
-        rows, columns = checked_packed_directions(arguments, layout)
-        return shape_of(rows, columns, layout, shape), None, None
+        return _shape_of(arguments, cls.layout_of(arguments), shape), None, None
 
     def of_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
         rows, columns = (
@@ -290,6 +285,7 @@ class PackedTensor(GridTensor, PackedTensorStorage):
             directions.append(direction)
         view = self._view_of_stored(directions[0], directions[1], shape, part=part)
         if derived is not None and not part:
+            # The same bytes in another shape go on being those of the rows.
             view._put(directions[0], change(derived, True))
         return view
 
@@ -363,31 +359,45 @@ class PackedTensor(GridTensor, PackedTensorStorage):
         layout, axis = self.grid_layout, self._axis_of(dim)
         if axis == 0 and math.prod(self.shape[:dim]) != 1:
             return self._rows_apart(direction, columnwise, dim, start, stop)
-        is_summed = axis == (0 if columnwise else 1)
-        step = 1 if axis == 1 else math.prod(self.shape[dim + 1 : -1])
-        unit = layout.whole_elements(columnwise) if is_summed else 1
-        place = start * step, stop * step, self.shape[dim] * step
-        if blocks(unit, *place) is None:
-            return None
-        # An odd last element has a byte of its own, and a ragged last group its padding.
-        first, last, size = (multiple(entry, unit) for entry in place)
-        span = blocks(layout.block_of(columnwise)[axis], first, last, size)
-        shared_side = layout.block_of(columnwise, shared=True)[axis]
-        if span is None or blocks(shared_side, first, last, size) is None:
+        place = self._place(columnwise, dim, start, stop)
+        if place is None:
             return None
         data, scales, amax = direction
         is_turned = columnwise and layout.transposed
+        is_summed = axis == (0 if columnwise else 1)
         if is_summed and not layout.is_plain(columnwise):
             per_byte = layout.elements_per_byte
-            data = data[..., first // per_byte : last // per_byte]
+            data = data[..., place.start // per_byte : place.stop // per_byte]
         elif is_turned:
             data = data.narrow(0 if axis == 1 else dim + 1, start, stop - start)
         else:
             data = data.narrow(dim, start, stop - start)
+        span = blocks(layout.block_of(columnwise)[axis], place.start, place.stop, place.stop)
         scales = scales[span] if (axis == 0) != is_turned else scales[:, span]
         if amax is not None and amax.dim() and not is_summed:
-            amax = amax[first:last]
+            amax = amax[place]
         return Direction(data, scales, amax)
+
+    def _place(self, columnwise: bool, dim: int, start: int, stop: int) -> slice | None:
+        """Rows or columns of the matrix that are entries [start, stop) of a dimension; None where
+        they cut a byte, a group or an area that shares a scale.
+
+        Those of the summed dimension include what the last byte, or the last group, is filled up
+        with.
+        """
+        layout, axis = self.grid_layout, self._axis_of(dim)
+        step = 1 if axis == 1 else math.prod(self.shape[dim + 1 : -1])
+        unit = 1
+        if axis == (0 if columnwise else 1):
+            unit = layout.whole_elements(columnwise)
+        entries = start * step, stop * step, self.shape[dim] * step
+        if blocks(unit, *entries) is None:
+            return None
+        first, last, size = (multiple(entry, unit) for entry in entries)
+        for is_shared in (False, True):
+            if blocks(layout.block_of(columnwise, is_shared)[axis], first, last, size) is None:
+                return None
+        return slice(first, last)
 
     def _rows_apart(
         self, direction: Direction, columnwise: bool, dim: int, start: int, stop: int
