@@ -90,12 +90,11 @@ class Subject:
         state = Linear(8, 8, recipe=recipe, name=self.layer_name)._binding.state
         quantizers = (recipe.quantizer(self._role(role)) for role in ROLES)
         layouts = [getattr(quantizer, "layout", None) for quantizer in quantizers]
+        known = [layout for layout in layouts if isinstance(layout, ottava.Layout)]
         stochastic = spec.stochastic
-        if all(isinstance(layout, ottava.Layout) for layout in layouts):
-            stochastic = any(layout.stochastic for layout in layouts)
-        return replace(
-            spec, stateful=state is not None and state.stateful, stochastic=stochastic
-        )
+        if len(known) == len(layouts):
+            stochastic = any(layout.stochastic for layout in known)
+        return replace(spec, stateful=state is not None and state.stateful, stochastic=stochastic)
 
     def _role(self, role: str) -> QuantizerRole:
         """A role of the layers that the checks make."""

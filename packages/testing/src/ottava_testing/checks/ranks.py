@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ottava
+from ottava.distributed import rule_of
 from ottava_testing import launch, table
 from ottava_testing.checks.files import load
 from ottava_testing.compare import (
@@ -166,7 +167,7 @@ def _same_shard(title: str, weight: Any, whole: Any, first: int, last: int) -> N
 
 
 def _sizes(subject: Subject, world: int) -> list[int]:
-    """Numbers of rows of weights that FSDP2 can shard, by what the storage declares.
+    """Numbers of rows of weights that FSDP2 can shard, by what storage and quantizer declare.
 
     The first cuts no block. If the storage allows shards to be padded, a second gives uneven ones.
     """
@@ -175,7 +176,8 @@ def _sizes(subject: Subject, world: int) -> list[int]:
         (inner, getattr(weight, inner.attribute)) for inner in weight.inner_tensors if inner.gather
     ]
     blocks = [inner.block_rows for inner, _ in gathered if inner.block_rows]
-    sizes = [world * math.lcm(32, *blocks)]
+    whole_groups = rule_of(weight._quantizer).rows_of_blocks(weight._quantizer)
+    sizes = [world * math.lcm(32, whole_groups, *blocks)]
     if not blocks and all(tensor is None or tensor.shape == weight.shape for _, tensor in gathered):
         sizes.append(33)
     return sizes

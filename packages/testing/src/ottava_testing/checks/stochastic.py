@@ -93,7 +93,7 @@ def stochastic_mean(subject: Subject) -> None:
         is_rounded = samples.amin(0) < samples.amax(0)
         require(is_rounded.any(), f"{title}: nothing of a matrix is rounded at random")
         errors = (samples - values)[:, is_rounded]
-        for name, weights in (("the sum", 1.0), ("the magnitude", values[is_rounded])):
+        for name, weights in (("the magnitude", values[is_rounded]), ("the sum", 1.0)):
             _require_centred(f"{title}: {name} is off", (errors * weights).sum(1))
 
 

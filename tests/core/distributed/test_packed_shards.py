@@ -1,0 +1,155 @@
+"""Shards of weights whose elements share bytes, are padded or rounded at random."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ottava import GridQuantizer, Layout
+from ottava.distributed import quantize_master_weights, rule_of
+from ottava.errors import ShapeError
+from ottava.kernels import fixed_seed
+from ottava.layout import Rotation
+from tests.comparing import assert_same
+from tests.ranks import on_ranks
+from tests.samples import wide
+
+E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+SIGNS = 0b1101011111101000
+LAYOUTS = {
+    "nvfp4": Layout("E2M1", (1, 16), E4M3, columnwise="transposed", second_level="tensor"),
+    "mxfp4": Layout("E2M1", (1, 32), E8M0, "even", columnwise="transposed"),
+    "int4": Layout("INT4", (1, 4), columnwise="transposed"),
+    "squares": Layout("E2M1", (16, 16), E4M3, columnwise="transposed", second_level="tensor"),
+    "rotated rows": Layout(
+        *("E2M1", (1, 16), E8M0, "even"),
+        columnwise="transposed",
+        rotation=Rotation(16, SIGNS, "both"),
+    ),
+    "rotated bytes": Layout(
+        *("E2M3", (1, 32), E8M0, "even"),
+        columnwise="transposed",
+        rotation=Rotation(32, SIGNS, "rowwise"),
+    ),
+}
+RANDOM = Layout("E2M1", (1, 32), E8M0, "even", columnwise="transposed", stochastic=True)
+#: Of every byte that was not written.
+OLD = 0x5A
+
+
+def bytes_of(layout: Layout, columns: int, first: int, last: int) -> list[int]:
+    """The bytes of the flat rowwise data that have the elements, and the padding of rows that end
+    with one."""
+    width = layout.data_shape((1, columns), False)[1]
+    places = set()
+    for element in range(first, last):
+        row, column = divmod(element, columns)
+        places.add(row * width + column // layout.elements_per_byte)
+        if column == columns - 1:
+            places.update(
+                range(row * width + column // layout.elements_per_byte, row * width + width)
+            )
+    return sorted(places)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@on_ranks(2)
+def test_a_shard_may_begin_and_end_in_a_byte(mesh: DeviceMesh, name: str) -> None:
+    """The byte at a cut has both elements on both ranks."""
+    layout, rank = LAYOUTS[name], dist.get_rank()
+    quantizer = GridQuantizer(layout)
+    for rows, columns, cut in ((3, 37, 38), (3, 37, 74), (4, 32, 33), (1, 5, 0), (2, 7, 14)):
+        master, case = wide(rows, columns, seed=cut), f"{name} {rows} {columns} {cut}"
+        whole, weight = quantizer(master), quantizer(torch.zeros(rows, columns))
+        first, last = (0, cut) if rank == 0 else (cut, master.numel())
+        weight._rowwise_data.fill_(OLD)
+        shard = master.flatten()[first:last]
+        quantize_master_weights([weight], [shard], [first])
+        expected = torch.full_like(whole._rowwise_data, OLD).flatten()
+        own = bytes_of(layout, columns, first, last)
+        expected[own] = whole._rowwise_data.flatten()[own]
+        assert_same(weight._rowwise_data.flatten(), expected, note=case)
+        for inner, mine, theirs in zip(
+            weight.inner_tensors, weight.inner_list(), whole.inner_list(), strict=True
+        ):
+            if inner.argument == "rowwise_data" or weight.is_derived(inner):
+                continue
+            if mine is not None or theirs is not None:
+                assert_same(mine, theirs, note=f"{case} {inner.argument}")
+        buffer = torch.zeros(len(own), dtype=torch.uint8)
+        targets = {"fsdp_shard_model_weights": [buffer]}
+        quantize_master_weights([weight], [shard], [first], **targets)
+        assert_same(buffer, whole._rowwise_data.flatten()[own], note=case)
+
+
+def test_a_buffer_has_the_bytes_and_not_the_elements() -> None:
+    weight = GridQuantizer(LAYOUTS["nvfp4"])(torch.zeros(2, 8))
+    buffer = [torch.zeros(16, dtype=torch.uint8)]
+    with pytest.raises(ShapeError, match=r"16 elements.* Expected: 8"):
+        quantize_master_weights([weight], [torch.ones(16)], [0], fsdp_shard_model_weights=buffer)
+
+
+@on_ranks(2)
+def test_ranks_round_a_weight_with_one_seed(mesh: DeviceMesh) -> None:
+    """Each rank has another state of its generator, and writes its part of one weight."""
+    rank = dist.get_rank()
+    masters = [wide(4, 33, seed=seed) for seed in (1, 2)]
+    quantizer = GridQuantizer(RANDOM)
+    weights = [quantizer(torch.zeros(4, 33)) for _ in masters]
+    shards = [m.flatten()[:57] if rank == 0 else m.flatten()[57:] for m in masters]
+    torch.manual_seed(rank)
+    quantize_master_weights(weights, shards, [57 * rank] * 2)
+    torch.manual_seed(0)
+    for master, weight in zip(masters, weights, strict=True):
+        whole = quantizer(master)
+        own = bytes_of(RANDOM, 33, *((0, 57) if rank == 0 else (57, 132)))
+        assert_same(weight._rowwise_data.flatten()[own], whole._rowwise_data.flatten()[own])
+        assert_same(weight._columnwise_data, whole._columnwise_data)
+
+
+@on_ranks(2)
+def test_reduced_amaxes_with_random_rounding(mesh: DeviceMesh) -> None:
+    layout = Layout(
+        *("E2M1", (1, 16), E4M3),
+        second_level="tensor",
+        **{
+            "columnwise": "transposed",
+            "stochastic": True,
+        },
+    )
+    quantizer = GridQuantizer(layout).for_shards(mesh.get_group())
+    x = wide(8, 32, seed=dist.get_rank())
+    with fixed_seed():
+        q = quantizer(x)
+    largest = x.abs().amax()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    assert_same(q._amax_rowwise, largest)
+    assert float((q.dequantize() - x).norm() / x.norm()) < 0.3
+
+
+def test_rows_that_are_rounded_at_random_are_not_independent() -> None:
+    """Random numbers depend on the place in the whole weight."""
+    for layout, expected in ((LAYOUTS["mxfp4"], 32), (RANDOM, None), (LAYOUTS["nvfp4"], None)):
+        quantizer = GridQuantizer(layout)
+        assert rule_of(quantizer).independent_rows(quantizer) == expected
+
+
+def test_rows_that_are_whole_groups_of_a_rotation_share_its_bytes() -> None:
+    """Quantized again they would have other columns than the whole, as shards of FSDP2 had."""
+    quantizer = GridQuantizer(LAYOUTS["rotated rows"])
+    q = quantizer(wide(64, 40))
+    part = q[32:]
+    assert type(part) is type(q)
+    assert_same(part._columnwise_data, q._columnwise_data[:, 16:])
+    assert_same(part._columnwise_scale_inv, q._columnwise_scale_inv[:, 2:])
+    assert part._columnwise_data.data_ptr() == q._columnwise_data[:, 16:].data_ptr()
+    # Of 40 rows the last eight have padding, which is theirs, and 24 cuts a group.
+    padded = quantizer(wide(40, 40))
+    last = padded[32:]
+    assert type(last) is type(q)
+    assert_same(last._columnwise_data, quantizer(wide(40, 40)[32:])._columnwise_data)
+    rows = padded[24:]
+    assert type(rows) is not type(q)
+    assert_same(rows * 1, padded.dequantize()[24:])
