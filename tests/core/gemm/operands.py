@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ottava import Layout, kernels
-from ottava.tensors import Float8TensorStorage, QuantizedTensorStorage
+from ottava.layout import as_matrix_shape
+from ottava.tensors import Float8TensorStorage, PackedTensorStorage, QuantizedTensorStorage
 from ottava.tensors.grid import GridTensorStorage
 from tests import arrays
 
@@ -71,6 +72,8 @@ def values(x: Any, *, columnwise: bool = False) -> torch.Tensor:
         # Exact: a scale need not fit a code in float32.
         data, *_ = x.ordered(columnwise=False) or x.ordered(columnwise=True)
         matrix = data.contiguous().view(x._fp8_dtype).double() * x._scale_inv.double()
+    elif isinstance(x, PackedTensorStorage):
+        matrix = _packed_values(x, columnwise)
     elif isinstance(x, QuantizedTensorStorage) and x.grid_layout is not None:
         layout = x.grid_layout
         side = columnwise and not layout.one_buffer
@@ -80,6 +83,21 @@ def values(x: Any, *, columnwise: bool = False) -> torch.Tensor:
     else:
         matrix = x.detach().double()
     return matrix.reshape(matrix.shape[:-1].numel(), matrix.shape[-1])
+
+
+def _packed_values(x: PackedTensorStorage, columnwise: bool) -> torch.Tensor:
+    """The float64 matrix of a packed direction as products read it: rotated values in whole
+    groups."""
+    layout = x.grid_layout
+    data, scales, amax = x.for_usage(columnwise)
+    decoded = kernels.grid_decode(
+        data, scales, layout, torch.float64, columnwise=columnwise, amax=amax
+    )
+    matrix = decoded.reshape(layout.stored_matrix(data.shape, columnwise))
+    if columnwise and layout.transposed:
+        matrix = matrix.t()
+    rows, columns = layout.padded(as_matrix_shape(x.size()), columnwise)
+    return matrix[:rows, :columns]
 
 
 class Case(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,21 @@ from tests.comparing import assert_same
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E8M0 = torch.float8_e8m0fnu
 
+
+def _nvfp4(block: tuple[int, int] = (1, 16), **fields: Any) -> Layout:
+    fields = {"second_level": "tensor", "columnwise": "transposed"} | fields
+    return Layout("E2M1", block, fields.pop("scale", E4M3), **fields)
+
+
+def _mx(element: Any, rounding: str, **fields: Any) -> Layout:
+    fields = {"columnwise": "transposed"} | fields
+    return Layout(element, (1, 32), E8M0, rounding, **fields)
+
+
+#: The signs of NVFP4's transform: + + + - + - - - - - - + - + - -.
+SIGNS = 0b1101_0111_1110_1000
+HADAMARD = Rotation(16, SIGNS)
+FOUR_SIX: dict[str, Any] = {"candidates": (1.0, 1.5), "bound": 256.0}
 #: The layouts of the recipes, and strange ones: odd blocks, whole columns, transposed squares.
 #: Append new rows: some tests choose a dtype or usages by the number of a row.
 LAYOUTS: dict[str, Layout] = {
@@ -52,23 +68,15 @@ LAYOUTS: dict[str, Layout] = {
     "E2M3-E4M3-squares": Layout("E2M3", (16, 16), E4M3, columnwise="transposed"),
     "E4M3-even": Layout(E4M3, (1, 32), E8M0, "even"),
     "int8-E4M3": Layout(INT8, (2, 16), E4M3),
+    "nvfp4": _nvfp4(),
+    "nvfp4-squares": _nvfp4((16, 16)),
+    "nvfp4-rows": _nvfp4(second_level="row"),
+    "nvfp4-rotated": _nvfp4(rotation=Rotation(16, 0b1011, "columnwise")),
+    "nvfp4-rotated-both": _nvfp4(rotation=Rotation(32, 0xDEADBEEF, "both")),
+    "mxfp4": _mx("E2M1", "even"),
+    "mxfp4-squares": _mx("E2M1", "even", shared=(32, 32)),
+    "int4-rows": Layout("INT4", (1, None), columnwise="transposed"),
 }
-
-
-def _nvfp4(block: tuple[int, int] = (1, 16), **fields: Any) -> Layout:
-    fields = {"second_level": "tensor", "columnwise": "transposed"} | fields
-    return Layout("E2M1", block, fields.pop("scale", E4M3), **fields)
-
-
-def _mx(element: Any, rounding: str, **fields: Any) -> Layout:
-    fields = {"columnwise": "transposed"} | fields
-    return Layout(element, (1, 32), E8M0, rounding, **fields)
-
-
-#: The signs of NVFP4's transform: + + + - + - - - - - - + - + - -.
-SIGNS = 0b1101_0111_1110_1000
-HADAMARD = Rotation(16, SIGNS)
-FOUR_SIX: dict[str, Any] = {"candidates": (1.0, 1.5), "bound": 256.0}
 #: Layouts with packed elements, a second level, candidates, a rotation or stochastic rounding.
 LEVELS: dict[str, Layout] = {
     "mxfp4-up": _mx("E2M1", "up"),
@@ -140,6 +148,13 @@ QUANTIZERS: dict[str, GridQuantizer] = {
 } | {"Float8Tensor": PerTensor(E4M3)}
 
 
+#: Rows of which one direction alone is rotated. A transpose has another layout then, and a product
+#: has no meaning of which one operand is rotated along the summed dimension.
+ROTATED_ONCE = {
+    name
+    for name, layout in LAYOUTS.items()
+    if layout.rotation is not None and layout.rotation.directions != "both"
+}
 #: Rows that differ from others in bytes alone: other behaviours meet them in the long run.
 ONLY_OTHER_BYTES = {
     "mxfp8-E5M2-floor",
@@ -148,19 +163,34 @@ ONLY_OTHER_BYTES = {
     "rows-E5M2-floor-epsilon",
     "bands",
     "int8-8x64",
+    "mxfp6-E2M3-even",
     "mxfp6-E3M2-nearest",
+    "mxint8-floor",
     "mxint8s-squares",
+    "E2M3-E4M3-squares",
     "E4M3-even",
     "int8-E4M3",
+    "nvfp4-rows",
+    "nvfp4-rotated-both",
+    "mxfp4",
+    "mxfp4-squares",
 }
-#: Runs a test on each row of the table.
-EACH = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in ONLY_OTHER_BYTES else name
-        for name in QUANTIZERS
-    ],
-)
+
+
+def _each(names: Iterable[str]) -> pytest.MarkDecorator:
+    """Runs a test on each of the rows."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(name, marks=pytest.mark.slow) if name in ONLY_OTHER_BYTES else name
+            for name in names
+        ],
+    )
+
+
+#: Runs a test on each row of the table, and on each whose quantizer serves all operands of a layer.
+EACH = _each(QUANTIZERS)
+EACH_OF_A_LAYER = _each(name for name in QUANTIZERS if name not in ROTATED_ONCE)
 
 
 @dataclass(frozen=True)
@@ -184,9 +214,22 @@ def quantizer(name: str, usages: str = "both", *, internal: bool = False) -> Gri
 
 
 def boundary(name: str) -> int:
-    """A row and a column at which blocks of both directions begin."""
+    """A row and a column at which blocks of both directions begin, and their bytes."""
     layout = QUANTIZERS[name].layout
-    return math.lcm(*(side or 1 for side in (*layout.block, *(layout.shared or ()))))
+    sides = [side or 1 for side in (*layout.block, *(layout.shared or ()))]
+    return math.lcm(*sides, *(layout.whole_elements(columnwise) for columnwise in (False, True)))
+
+
+def has_one_scale(name: str) -> bool:
+    """Whether all elements have a scale, or an amax of the second level, in common."""
+    layout = QUANTIZERS[name].layout
+    return layout.block == (None, None) or layout.second_level == "tensor"
+
+
+def rows_share(name: str) -> bool:
+    """Whether rows have a scale, or an amax of the second level, in common with all others."""
+    layout = QUANTIZERS[name].layout
+    return None in layout.block or layout.second_level != "none"
 
 
 def assert_directions(found: Any, expected: Any) -> None:

@@ -19,6 +19,7 @@ from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import (
     EACH,
+    EACH_OF_A_LAYER,
     LAYOUTS,
     QUANTIZERS,
     USAGES,
@@ -48,7 +49,7 @@ def passes(run: Any, model: torch.nn.Module, x: torch.Tensor) -> list[torch.Tens
     return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-@EACH
+@EACH_OF_A_LAYER
 def test_they_hold_the_quantized_initial_values(name: str) -> None:
     """And compute as layers that quantize these values in every step, checkpointed or not."""
     model, twin, x = net(name), net(name, primary=False), wide(40, 70, sigma=1.0)
@@ -76,7 +77,7 @@ def test_they_hold_the_quantized_initial_values(name: str) -> None:
     assert model[0].weight.get_high_precision_init_val() is None
 
 
-@EACH
+@EACH_OF_A_LAYER
 def test_weights_made_under_no_grad_have_columns_when_these_are_asked_for(name: str) -> None:
     def layer() -> Linear:
         recipe = OneQuantizer(row=name)
@@ -153,7 +154,7 @@ def test_an_optimizer_takes_the_steps_of_plain_weights(name: str) -> None:
             )
 
 
-@EACH
+@EACH_OF_A_LAYER
 def test_state_dicts(name: str) -> None:
     """Values of plain weights are quantized, and plain weights take the values; test_saving has
     those of quantized weights."""
@@ -172,7 +173,7 @@ def test_state_dicts(name: str) -> None:
     assert assigned[0].weight.dtype == torch.float32
 
 
-@EACH
+@EACH_OF_A_LAYER
 def test_a_copy_of_a_model_trains_by_itself(name: str) -> None:
     model, x = net(name), wide(5, 70)
     twin, before = copy.deepcopy(model), model(x)
@@ -185,7 +186,7 @@ def test_a_copy_of_a_model_trains_by_itself(name: str) -> None:
     assert model[0].weight.grad is None
 
 
-@EACH
+@EACH_OF_A_LAYER
 def test_a_weight_of_one_direction_serves_what_it_can(name: str) -> None:
     """An evaluation needs rows only; squares serve both."""
     model, x = net(name), wide(5, 70)
@@ -238,10 +239,10 @@ def test_raw_data_move_into_a_buffer(name: str) -> None:
     """Values and all else stay; views of the tensor lie in the buffer."""
     for usages in USAGES:
         make = quantizer(name, usages)
-        weight, buffer = make(wide(6, 4)), torch.zeros(100, dtype=torch.uint8)
+        weight, buffer = make(wide(6, 4)), torch.zeros(200, dtype=torch.uint8)
         values, held = weight.dequantize(), weight.get_usages()
-        count = len(weight.raw_inner())
-        replace_raw_data(weight, [buffer[10 + 24 * i :][:24] for i in range(count)])
+        sizes = [getattr(weight, part.attribute).numel() for part in weight.raw_inner()]
+        replace_raw_data(weight, buffer[10:][: sum(sizes)].split(sizes))
         assert weight.data_ptr() == buffer[10:].data_ptr()
         assert_same(weight.dequantize(), values)
         assert weight.get_usages() == held

@@ -10,6 +10,7 @@ import torch
 
 from ottava import GridQuantizer, GridTensor, GridTensorStorage
 from ottava.errors import DeviceError, DTypeError, OptionError, OttavaError, ShapeError, UsageError
+from ottava.tensors import PackedTensor, PackedTensorStorage
 from tests.cases import told
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import (
@@ -120,6 +121,76 @@ def test_arguments_that_fit() -> None:
         made = GridTensor(**given, layout=q.grid_layout, dtype=q.dtype)
         assert_same(made.dequantize(), q.dequantize())
         assert made.nbytes == q.nbytes
+
+
+def packed_parts(**replaced: Any) -> dict[str, Any]:
+    """Arguments of a tensor of 33 × 70 with four bits and two levels of scales."""
+    made = {
+        "dtype": torch.float32,
+        "rowwise_data": of_bytes(33, 35),
+        "rowwise_scale_inv": of_bytes(33, 5),
+        "amax_rowwise": torch.ones(()),
+        "columnwise_data": of_bytes(70, 17),
+        "columnwise_scale_inv": of_bytes(70, 3),
+        "amax_columnwise": torch.ones(()),
+        "layout": LAYOUTS["nvfp4"],
+        "shape": (33, 70),
+    }
+    return made | replaced
+
+
+PACKED_CONSTRUCTION: list[tuple[dict[str, Any], type[OttavaError], str]] = [
+    ({"amax_rowwise": None}, UsageError, "amax_rowwise is missing"),
+    ({"amax_columnwise": torch.ones(70)}, ShapeError, r"amax.*\(70,\)"),
+    ({"amax_rowwise": torch.ones((), dtype=torch.float64)}, DTypeError, "amax.*float64"),
+    ({"layout": LAYOUTS["mxfp4"]}, ShapeError, r"rowwise_scale_inv.*\(33, 5\).*\(33, 3\)"),
+    (
+        {
+            "layout": LAYOUTS["int4-rows"],
+            "rowwise_scale_inv": torch.ones(33, 1),
+            "columnwise_scale_inv": torch.ones(70, 1),
+        },
+        UsageError,
+        "amax_rowwise in a layout without a second level",
+    ),
+    ({"rowwise_scale_inv": of_bytes(33, 4)}, ShapeError, r"\(33, 4\).*\(33, 5\)"),
+    ({"columnwise_data": None}, UsageError, "columnwise_data is missing"),
+    ({"rowwise_data": torch.zeros(33, 35)}, DTypeError, "rowwise_data is of torch.float32"),
+    ({"shape": (33, 68)}, ShapeError, r"rowwise_data.*\(33, 68\).*\(33, 35\).*\(33, 34\)"),
+    ({"shape": (35, 70)}, ShapeError, r"rowwise_data.*\(35, 70\)"),
+    (
+        {
+            "columnwise_data": of_bytes(70, 17, device="meta"),
+            "columnwise_scale_inv": of_bytes(70, 3, device="meta"),
+            "amax_columnwise": torch.ones((), device="meta"),
+        },
+        DeviceError,
+        "cpu and meta",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(PACKED_CONSTRUCTION)))
+def test_arguments_of_packed_tensors_that_do_not_fit_together(number: int) -> None:
+    replaced, error, match = PACKED_CONSTRUCTION[number]
+    for cls in (PackedTensor, PackedTensorStorage):
+        with pytest.raises(error, match=match):
+            cls(**packed_parts(**replaced))
+
+
+def test_packed_arguments_that_fit() -> None:
+    """A shape that is left out has whole bytes; each direction says where it has not."""
+    nothing = dict.fromkeys([name for name in packed_parts() if name[:3] in ("row", "col", "ama")])
+    rows = {name: None for name in nothing if "col" in name}
+    columns = {name: None for name in nothing if "row" in name}
+    for cls in (PackedTensor, PackedTensorStorage):
+        for replaced, shape in (({}, (33, 70)), (rows, (33, 70)), (columns, (34, 70))):
+            made = cls(**packed_parts(**replaced, shape=None))
+            assert tuple(made.shape) == shape
+            assert not made.dequantize().any()
+            assert cls(**packed_parts(**replaced)).shape == (33, 70)
+        with pytest.raises(UsageError, match=r"needs data.*rowwise_data or columnwise_data"):
+            cls(**packed_parts(**nothing, shape=None))
 
 
 def _without_usages(name: str) -> GridQuantizer:

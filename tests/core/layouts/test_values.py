@@ -15,11 +15,13 @@ from tests.core.layouts.layouts import (
     DTYPES,
     EACH,
     QUANTIZERS,
+    ROTATED_ONCE,
     USAGES,
     assert_directions,
     boundary,
     inner,
     quantizer,
+    rows_share,
 )
 from tests.samples import wide
 
@@ -173,7 +175,8 @@ def test_an_assignment_reaches_the_whole(name: str) -> None:
             expected[index] = 0.5
             q[index] = 0.5
             assert_same(q.dequantize()[index], make(expected).dequantize()[index])
-            atol = float(expected.abs().max()) / 100
+            # Values of four bits move further when they are quantized again.
+            atol = float(expected.abs().max()) / (50 if make.layout.format.bits == 4 else 100)
             torch.testing.assert_close(q.dequantize(), expected, rtol=0.13, atol=atol)
     # A quantized value is taken by its bytes, where these mean the same, or by its values.
     q, value = make(x), make(wide(40, seed=1))
@@ -256,8 +259,13 @@ def test_autograd_refuses_a_value_that_was_overwritten(name: str) -> None:
         "split": lambda q: q.split(step)[1].quantize_(torch.zeros(step, 3 * step)),
         "view": lambda q: q.view(2, step, 3 * step)[1].zero_(),
     }
-    shares_rows = None in make.layout.block
-    for what, overwrite in list(overwrites.items())[: 7 if shares_rows else None]:
+    if name in ROTATED_ONCE:
+        del overwrites["transpose"]
+    if rows_share(name):
+        # A write to some of the rows alone is refused.
+        for what in ("rows", "split", "view"):
+            del overwrites[what]
+    for what, overwrite in overwrites.items():
         for saved in (lambda t: t, lambda t: t[step:]):
             with told(what):
                 q = make(wide(*shape))
@@ -287,7 +295,7 @@ def test_memory(name: str) -> None:
         holder = next(t for t in q.inner_list() if t is not None)
         assert q.data_ptr() == holder.data_ptr()
         assert q.untyped_storage().data_ptr() == holder.untyped_storage().data_ptr()
-        assert q.untyped_storage().nbytes() == q.numel()
+        assert q.untyped_storage().nbytes() == holder.nbytes
         for export in (torch.from_dlpack, torch.Tensor.numpy, torch.Tensor.tolist):
             with pytest.raises((OttavaError, RuntimeError)):
                 export(q)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ottava import GridQuantizer, Layout, QuantizedTensor
 from ottava.errors import UsageError
+from ottava.layout import Block
 from ottava.tensors import DequantizedView
 from tests.cases import told
 from tests.comparing import assert_same
@@ -22,6 +23,7 @@ from tests.core.layouts.layouts import (
     EACH,
     LAYOUTS,
     QUANTIZERS,
+    ROTATED_ONCE,
     USAGES,
     assert_directions,
     inner,
@@ -104,6 +106,8 @@ TURNED = {
     "columns of t",
     "unsqueezed t",
 }
+#: Views of a transpose.
+OF_A_TRANSPOSE = {*TURNED, "t twice"}
 WRITES: list[Callable[[Any, torch.Tensor], Any]] = [
     lambda view, new: view.copy_(new),
     lambda view, new: view.quantize_(new),
@@ -122,7 +126,7 @@ def small(name: str) -> GridQuantizer:
     return GridQuantizer(replace(quantizer.layout, block=(rows, columns)))
 
 
-def numbers(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> torch.Tensor:
+def numbers(shape: tuple[int, ...], block: Block) -> torch.Tensor:
     """The number of each element's block."""
     rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
     high, wide_ = (side or max(size, 1) for side, size in zip(block, (rows, columns), strict=True))
@@ -133,21 +137,51 @@ def numbers(shape: tuple[int, ...], block: tuple[int | None, int | None]) -> tor
 def fits(
     layout: Layout, shape: tuple[int, ...], op: Op, usages: dict[str, bool], *, turned: bool
 ) -> tuple[bool, bool]:
-    """Whether the elements of a view that share a scale are those that share one in the view's own
-    grid, and whether these are all elements of their blocks. Rows of a turned view are columns."""
-    matched = complete = True
-    for columnwise, is_held in enumerate((usages["rowwise"], usages["columnwise"])):
+    """Whether a view consists of whole blocks, and whether it shares no amax of a second level.
+
+    The elements of a view that share a scale, or an amax, have to be those that share one in the
+    view's own grid. Rows of a turned view are columns.
+    """
+    has_blocks = has_amaxes = True
+    for columnwise, is_held in ((False, usages["rowwise"]), (True, usages["columnwise"])):
         if not is_held:
             continue
-        whole = numbers(shape, layout.block_of(bool(columnwise), shared=True))
-        part = op(whole)
-        own = numbers(tuple(part.shape), layout.block_of(bool(columnwise) ^ turned, shared=True))
-        count = [len(t.unique()) for t in (part, own, part * 10**6 + own)]
-        matched = matched and count[0] == count[1] == count[2]
-        counts, part_counts = (torch.bincount(t.flatten()) for t in (whole, part))
-        touched = part_counts.nonzero()
-        complete = complete and torch.equal(counts[touched], part_counts[touched])
-    return matched, matched and complete
+        matched, complete = _fits(
+            op,
+            numbers(shape, layout.block_of(columnwise, shared=True)),
+            layout.block_of(columnwise ^ turned, shared=True),
+        )
+        has_blocks = has_blocks and matched and complete
+        matched, complete = _fits(
+            op,
+            numbers(shape, elements_together(layout, columnwise)),
+            elements_together(layout, columnwise ^ turned),
+        )
+        has_blocks = has_blocks and matched and complete
+        block = layout.block_of_amax(columnwise)
+        own_block = layout.block_of_amax(columnwise ^ turned)
+        if block is not None and own_block is not None:
+            matched, complete = _fits(op, numbers(shape, block), own_block)
+            has_blocks = has_blocks and matched
+            has_amaxes = has_amaxes and complete
+    return has_blocks, has_blocks and has_amaxes
+
+
+def elements_together(layout: Layout, columnwise: bool) -> Block:
+    """Rows and columns of the elements that share a byte, or are rotated together."""
+    count = layout.whole_elements(columnwise)
+    return (count, 1) if columnwise else (1, count)
+
+
+def _fits(op: Op, whole: torch.Tensor, own_block: Block) -> tuple[bool, bool]:
+    """Whether the elements of a view that share a block are those that share one of its own, and
+    whether they are all elements of their blocks."""
+    part = op(whole)
+    own = numbers(tuple(part.shape), own_block)
+    count = [len(t.unique()) for t in (part, own, part * 10**6 + own)]
+    counts, part_counts = (torch.bincount(t.flatten()) for t in (whole, part))
+    touched = part_counts.nonzero()
+    return count[0] == count[1] == count[2], torch.equal(counts[touched], part_counts[touched])
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -171,10 +205,12 @@ def test_a_view_has_the_class_that_blocks_allow_and_writes_reach_the_whole(
         for usages in ("both", ("rowwise", "columnwise")[number // every % 2]):
             with told(what, usages):
                 make = small(name).with_usage(*USAGES[usages])
-                check_view(make, shape, op, WRITES[number % len(WRITES)], what)
+                check_view(name, make, shape, op, WRITES[number % len(WRITES)], what)
 
 
-def check_view(make: GridQuantizer, shape: tuple[int, ...], op: Op, write: Any, what: str) -> None:
+def check_view(
+    name: str, make: GridQuantizer, shape: tuple[int, ...], op: Op, write: Any, what: str
+) -> None:
     layout, x = make.layout, wide(*shape, sigma=1.0)
     whole = make(x)
     before = inner(whole)
@@ -194,13 +230,15 @@ def check_view(make: GridQuantizer, shape: tuple[int, ...], op: Op, write: Any, 
     if what in ANY_CLASS:
         _check_zeros(whole, view, plain)
         return
-    _, complete = fits(layout, shape, op, whole.get_usages(), turned=what in TURNED)
+    has_blocks, complete = fits(layout, shape, op, whole.get_usages(), turned=what in TURNED)
+    if what in OF_A_TRANSPOSE and name in ROTATED_ONCE:
+        has_blocks = complete = False
     has_one_scale = layout.block == (None, None)
     if has_one_scale:
         assert is_quantized
         complete = view.numel() == whole.numel()
     elif None not in layout.block:
-        assert is_quantized is complete
+        assert is_quantized is has_blocks
     new = wide(*view.shape, seed=7)
     if not is_quantized:
         with pytest.raises(UsageError, match="cannot share its data"):

@@ -305,8 +305,8 @@ class Layout:
         if self.rotation is None or not self.rotation.turns(columnwise):
             return rows, columns
         if columnwise:
-            return _multiple(rows, self.rotation.size), columns
-        return rows, _multiple(columns, self.rotation.size)
+            return multiple(rows, self.rotation.size), columns
+        return rows, multiple(columns, self.rotation.size)
 
     @property
     def stored_scale(self) -> torch.dtype:
@@ -332,6 +332,22 @@ class Layout:
             return ()
         rows, columns = as_matrix_shape(shape)
         return (columns if columnwise else rows,)
+
+    def block_of_amax(self, columnwise: bool) -> Block | None:
+        """Rows and columns of the tensor that have one amax of the second level, if there is
+        one."""
+        if self.second_level == "none":
+            return None
+        if self.second_level == "tensor":
+            return None, None
+        return (None, 1) if columnwise else (1, None)
+
+    def whole_elements(self, columnwise: bool) -> int:
+        """Elements along the summed dimension that stored data cannot be cut between: those of a
+        byte, or of a group of the rotation."""
+        if self.rotation is not None and self.rotation.turns(columnwise):
+            return self.rotation.size
+        return self.elements_per_byte
 
     def stored_block(self, columnwise: bool) -> Block:
         """Rows and columns of the matrix of stored data that share a scale, in elements.
@@ -461,10 +477,10 @@ def _check_second_level(layout: Layout) -> None:
         raise OptionError(
             f"bound is {bound!r}", expected=f"a number above 0, at most {number.max}, or None"
         )
-    if layout.second_level == "row" and (layout.block[0] != 1 or layout.shared is not None):
+    if layout.second_level == "row" and (layout.block[0] != 1 or layout.square):
         raise OptionError(
             f"second_level='row' with blocks of {layout.block} and shared={layout.shared}",
-            expected="blocks of one row, and shared=None",
+            expected="blocks of one row and several columns, and shared=None",
         )
 
 
@@ -534,7 +550,7 @@ _CHECKS: tuple[Callable[[Layout], None], ...] = (
 )
 
 
-def _multiple(size: int, step: int) -> int:
+def multiple(size: int, step: int) -> int:
     """The least multiple of ``step`` that is not below ``size``."""
     return -(-size // step) * step
 

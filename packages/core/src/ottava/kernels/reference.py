@@ -208,7 +208,10 @@ def quantize_levels(
     seed: Tensor | None,
     reduce: Reduce,
 ) -> tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor, Tensor] | None]:
-    """Data, scales and amaxes of rows and of columns, with amaxes that ``reduce`` returns."""
+    """Data, scales and amaxes of rows and of columns.
+
+    ``reduce`` returns amaxes of all ranks for those that span the rows of this one.
+    """
     rows, columns = (
         _quantized_direction(x, layout, by_column, seed, reduce) if is_requested else None
         for by_column, is_requested in ((False, rowwise), (True, columnwise))
@@ -234,6 +237,8 @@ def _quantized_direction(
         rows = rotated(rows, rotation, x.dtype)
     magnitude = _magnitudes(rows)
     amaxes = block_amax(magnitude, layout.shared or layout.block)
+    if reduce is not None and layout.block_of(columnwise)[0] is None:
+        amaxes = reduce(amaxes, columnwise)
     amaxes = for_blocks(amaxes, layout, False, rows.shape)
     largest = _second_level(magnitude, layout)
     if largest is not None and reduce is not None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ottava import kernels
+from ottava.kernels.elements import pack, unpack
 from ottava.kernels.reference import spread
 from ottava.layout import Block, Layout, Size, as_matrix_shape
 
@@ -48,6 +49,13 @@ def _moved(
     return Direction(data, scales.t(), amax)
 
 
+def same_bytes(one: Direction, other: Direction) -> bool:
+    """Whether two stored directions of one layout hold the same."""
+    if one.amax is not None and other.amax is not None and not torch.equal(one.amax, other.amax):
+        return False
+    return torch.equal(one.data, other.data) and torch.equal(one.scales, other.scales)
+
+
 def zeros(
     layout: Layout, shape: Sequence[int], columnwise: bool, device: torch.device
 ) -> Direction:
@@ -62,27 +70,46 @@ def zeros(
     return Direction(data, scales, torch.ones(amax_shape, dtype=torch.float32, device=device))
 
 
-def from_other_usage(other: Direction, layout: Layout, columnwise: bool) -> Direction:
+def from_other_usage(
+    other: Direction, layout: Layout, columnwise: bool, shape: Sequence[int]
+) -> Direction:
     """The stored direction of one usage, made of that of the other usage.
 
     Both hold the same values, because the layout shares scales over squares.
 
     Args:
-        other: the direction of the other usage, in the order of the tensor.
+        other: the stored direction of the other usage.
         columnwise: whether the result serves the columnwise usage.
+        shape: of the tensor.
     """
-    matrix = as_matrix_shape(other.data.shape)
-    scales = scales_from_other_usage(other.scales, matrix, layout, columnwise)
-    data, scales, _ = as_stored(Direction(other.data, scales), layout, columnwise)
+    ordered = in_order(other, layout, not columnwise)
+    scales = _scales_from_other_usage(ordered.scales, as_matrix_shape(shape), layout, columnwise)
+    if layout.elements_per_byte == 2:
+        data = _packed_along_the_other(other.data, layout, columnwise, shape)
+        stored_scales = scales.t() if columnwise else scales
+        return Direction(data, stored_scales.contiguous(), other.amax)
+    data, scales, amax = as_stored(ordered._replace(scales=scales), layout, columnwise)
     if not layout.transposed:
-        return Direction(data, scales)
+        return Direction(data, scales, amax)
     # The elements lie in memory in the order of the other usage, so they are copied.
     if columnwise and data.dim():
-        return Direction(kernels.transpose(other.data), scales.contiguous())
-    return Direction(data.contiguous(), scales.contiguous())
+        return Direction(kernels.transpose(ordered.data), scales.contiguous(), amax)
+    return Direction(data.contiguous(), scales.contiguous(), amax)
 
 
-def scales_from_other_usage(
+def _packed_along_the_other(
+    data: torch.Tensor, layout: Layout, columnwise: bool, shape: Sequence[int]
+) -> torch.Tensor:
+    """Bytes of elements that share them along one dimension of the matrix, along the other one."""
+    height, width = layout.stored_matrix(data.shape, not columnwise)
+    codes = unpack(data.reshape(height, width // layout.elements_per_byte))
+    rows, columns = as_matrix_shape(shape)
+    # An odd last element has a byte of its own.
+    codes = codes[:, : columns if columnwise else rows]
+    return pack(codes.t()).view(layout.data_shape(shape, columnwise))
+
+
+def _scales_from_other_usage(
     scales: torch.Tensor, matrix: Sequence[int], layout: Layout, columnwise: bool
 ) -> torch.Tensor:
     """Scales of one usage, made of those of the other: one of each square, repeated for its blocks.

@@ -15,7 +15,7 @@ import torch
 from ottava import kernels
 from ottava.errors import UsageError
 from ottava.kernels.checks import check_dtype
-from ottava.layout import Layout, as_matrix_shape
+from ottava.layout import Block, Layout, as_matrix_shape
 from ottava.tensors.declaration import (
     Declared,
     DerivedTensor,
@@ -74,6 +74,8 @@ class GridTensorStorage(QuantizedTensorStorage):
     # Columnwise data and scales as :meth:`_dated` gives them.
     _dated_column_data: torch.Tensor | DerivedTensor | None = None
     _dated_column_scales: torch.Tensor | DerivedTensor | None = None
+    #: The attributes in which columns that are made of rows have the state of these.
+    dated_names: ClassVar[tuple[str, ...]] = ("_dated_column_data", "_dated_column_scales")
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,14 +102,21 @@ class GridTensorStorage(QuantizedTensorStorage):
         layout = cls.layout_of(declared)
         check_dtype(declared["dtype"])
         check_flag("values_from_columns", declared["values_from_columns"])
-        rows, columns = checked_directions(declared, layout)
-        absent = (None, None)
         names = [inner.argument for inner in cls.inner_tensors]
-        tensors = (*(rows or absent)[:2], *(columns or absent)[:2])
+        tensors = cls._checked_tensors(declared, layout)
         checked = declared | dict(zip(names, tensors, strict=True))
         if "layout" in declared:
             checked["layout"] = layout.text
         return checked
+
+    @classmethod
+    def _checked_tensors(
+        cls, declared: Declared, layout: Layout
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Declared inner tensors as they are held, in the order of the declaration."""
+        rows, columns = checked_directions(declared, layout)
+        absent = (None, None)
+        return *(rows or absent)[:2], *(columns or absent)[:2]
 
     def _hold(self, declared: Declared, quantizer: StorageQuantizer | None) -> None:
         layout = self.layout_of(declared)
@@ -206,9 +215,9 @@ class GridTensorStorage(QuantizedTensorStorage):
         if direction is not None:
             return direction
         if self.grid_layout.square:
-            other = self.ordered(columnwise=not columnwise)
+            other = self.direction(columnwise=not columnwise)
             if other is not None:
-                return from_other_usage(other, self.grid_layout, columnwise)
+                return from_other_usage(other, self.grid_layout, columnwise, self.size())
         # A storage without any data has another error.
         self._source_of_values()
         raise self._missing(columnwise)
@@ -333,13 +342,17 @@ class GridTensorStorage(QuantizedTensorStorage):
             # The rows of a transposed view are columns of the whole.
             whole_matrix = (whole_matrix[1], whole_matrix[0])
         attributes = []
-        for attribute, columnwise in zip(self.scale_names, (False, True), strict=True):
-            block = layout.block_of(columnwise)
+        for attribute, block in self._shared_blocks():
             sides = zip(block, own_matrix, whole_matrix, strict=True)
             is_cut = any(side is None and own < size for side, own, size in sides)
             if is_cut and getattr(self, attribute) is not None:
                 attributes.append(attribute)
         return attributes
+
+    def _shared_blocks(self) -> list[tuple[str, Block]]:
+        """Attributes of scales, with the rows and columns that have one of them."""
+        layout = self.grid_layout
+        return [(name, layout.block_of(bool(side))) for side, name in enumerate(self.scale_names)]
 
     def copy_from_storage(
         self, src: QuantizedTensorStorage, *, noop_flag: torch.Tensor | None = None
@@ -352,9 +365,10 @@ class GridTensorStorage(QuantizedTensorStorage):
                 remedy="quantize it with the quantizer of the destination",
             )
         rows, writes = self._rows(), self._writes
+        dated = [getattr(self, name) for name in self.dated_names]
         current = [
             columns
-            for columns in (self._dated_column_data, self._dated_column_scales)
+            for columns in dated
             if isinstance(columns, DerivedTensor) and columns.fresh(rows, writes)
         ]
         super().copy_from_storage(src, noop_flag=noop_flag)

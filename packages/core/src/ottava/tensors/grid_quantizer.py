@@ -191,6 +191,11 @@ class GridQuantizer(Quantizer):
         if not process_groups_ready():
             return for_layers.grid_quantize(tensor, self.layout.text, rowwise, columnwise)
         layout, matrix = self.layout, as_matrix_shape(tensor.shape)
+        if needs_packing(layout) or layout.candidates:
+            # A cast by given scales packs no bytes, and chooses no scales.
+            sides = self._quantize_levels_reduced(tensor, layout.text, rowwise, columnwise)
+            rows, columns = (side[:2] if side else (None, None) for side in sides)
+            return *rows, *columns
         requested = rowwise, columnwise
         # The tensor as a list of one range, which is the whole matrix.
         place: Any = [tensor.reshape(-1)], [tensor.dtype], [matrix], [0], [layout]
@@ -224,7 +229,8 @@ class GridQuantizer(Quantizer):
     def _quantize_levels_reduced(
         self, tensor: torch.Tensor, text: str, rowwise: bool, columnwise: bool
     ) -> tuple[for_layers.LevelTensors | None, for_layers.LevelTensors | None]:
-        """With the amaxes of the second level of all ranks where they span the rows."""
+        """With the amaxes of all ranks, of blocks and of the second level, where they span the
+        rows."""
         if not process_groups_ready():
             return for_layers.grid_quantize_levels(tensor, text, rowwise, columnwise)
         layout = self.layout

@@ -15,7 +15,7 @@ import torch
 
 from ottava.layout import as_matrix_shape
 from ottava.tensors.declaration import Declared
-from ottava.tensors.direction import Direction, as_stored, in_order, zeros
+from ottava.tensors.direction import Direction, as_stored, in_order, same_bytes, zeros
 from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.tensor import QuantizedTensor, blocks
 
@@ -25,13 +25,18 @@ Change = Callable[[Direction, bool], Direction | None]
 
 
 def _try_view(
-    function: Callable[..., torch.Tensor], tensor: torch.Tensor, *shape: tuple[int, ...]
+    function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
 ) -> torch.Tensor | None:
     """The view that ``function`` gives; None where there is none."""
     try:
-        return function(tensor, *shape)
+        return function(tensor)
     except (RuntimeError, ValueError):  # the latter while a graph is traced
         return None
+
+
+def try_view(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """A view of ``tensor`` in another shape; None where there is none."""
+    return _try_view(lambda tensor: tensor.view(shape), tensor)
 
 
 class GridTensor(QuantizedTensor, GridTensorStorage):
@@ -151,7 +156,7 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
             if rows != 1 or side is None or columns % side or old_columns % side:
                 return None
         grid = layout.grid(as_matrix_shape(data.shape), columnwise)
-        scales = _try_view(torch.Tensor.view, direction.scales, grid)
+        scales = try_view(direction.scales, grid)
         return None if scales is None else Direction(data, scales)
 
     def narrowed(self, dim: int, start: int, stop: int) -> Self:
@@ -199,18 +204,18 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         if block[0] != 1:
             return None
         # Each row has scales of its own, which are narrowed as the data is.
-        by_dims = _try_view(torch.Tensor.view, scales, (*self.shape[:-1], scales.shape[1]))
+        by_dims = try_view(scales, (*self.shape[:-1], scales.shape[1]))
         if by_dims is None:
             return None
         grid = layout.grid(as_matrix_shape(data.shape), columnwise)
-        rows = _try_view(torch.Tensor.view, by_dims.narrow(dim, start, stop - start), grid)
+        rows = try_view(by_dims.narrow(dim, start, stop - start), grid)
         return None if rows is None else Direction(data, rows)
 
     def _share_freshness(self, other: QuantizedTensor) -> None:
         super()._share_freshness(other)
         if isinstance(other, GridTensor) and self._writes is other._writes:
-            self._dated_column_data = other._dated_column_data
-            self._dated_column_scales = other._dated_column_scales
+            for name in self.dated_names:
+                setattr(self, name, getattr(other, name))
 
     def _means_the_same(self, other: QuantizedTensor) -> bool:
         if not isinstance(other, GridTensor):
@@ -243,5 +248,5 @@ class GridTensor(QuantizedTensor, GridTensorStorage):
         initial_rows = quantized.direction(columnwise=False)
         if rows is None or initial_rows is None:
             return
-        if all(map(torch.equal, initial_rows[:2], rows[:2])):
+        if same_bytes(initial_rows, rows):
             self._put(rows, quantized.direction(columnwise=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self, SupportsIndex, overload
 
@@ -404,7 +405,7 @@ class QuantizedTensorStorage:
 
     def _check_source(self, src: QuantizedTensorStorage) -> None:
         """Refuse a source of :meth:`copy_from_storage` of another kind, shape or shared scale."""
-        if not isinstance(src, QuantizedTensorStorage) or src.inner_tensors != self.inner_tensors:
+        if not isinstance(src, QuantizedTensorStorage) or not self._has_parts_of(src):
             raise DTypeError(
                 f"cannot copy a {type(src).__name__} into a {type(self).__name__}",
                 expected="one kind",
@@ -422,6 +423,16 @@ class QuantizedTensorStorage:
             expected="values that are quantized with the scale that it has",
             remedy="assign with tensor[index] = values, or write to the whole: all of it is "
             "quantized again",
+        )
+
+    def _has_parts_of(self, other: QuantizedTensorStorage) -> bool:
+        """Whether the inner tensors of both are the same parts of a tensor; shards need not gather
+        the same ones."""
+        if self.inner_tensors == other.inner_tensors:
+            return True
+        return len(self.inner_tensors) == len(other.inner_tensors) and all(
+            mine == replace(theirs, gather=mine.gather)
+            for mine, theirs in zip(self.inner_tensors, other.inner_tensors, strict=True)
         )
 
     def _pairs_with(self, src: QuantizedTensorStorage) -> list[tuple[torch.Tensor, torch.Tensor]]:

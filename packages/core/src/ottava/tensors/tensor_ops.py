@@ -305,13 +305,19 @@ def _as_strided_with_one_scale(
     return tensor.view_by(change, part=True)
 
 
-@implements(GridTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
-def _transpose(op: AtenOp, tensor: GridTensor, *args: object) -> object:
-    # Torch tells the order of dimensions on an example, whose strides are their numbers.
+def _order(op: AtenOp, tensor: GridTensor, args: Sequence[object]) -> tuple[int, ...]:
+    """The numbers of the dimensions of ``tensor`` in their new order."""
+    # Torch tells the order on an example, whose strides are the numbers of the dimensions.
     numbers = tuple(range(tensor.dim()))
     example = torch.empty_strided((2,) * tensor.dim(), numbers, device="meta")
     order: tuple[int, ...] = op(example, *args).stride()
-    if tensor.grid_layout.block == (None, None) or order == numbers:
+    return order
+
+
+@implements(GridTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
+def _transpose(op: AtenOp, tensor: GridTensor, *args: object) -> object:
+    order = _order(op, tensor, args)
+    if tensor.grid_layout.block == (None, None) or order == tuple(range(tensor.dim())):
         return tensor.view_by(
             lambda direction, _: Direction(op(direction.data, *args), direction.scales)
         )
@@ -343,10 +349,8 @@ def _clone_on_grid(
 
 @implements(PackedTensor, _aten.t.default, _aten.transpose.int, _aten.permute.default)
 def _transpose_packed(op: AtenOp, tensor: PackedTensor, *args: object) -> object:
-    numbers = tuple(range(tensor.dim()))
-    example = torch.empty_strided((2,) * tensor.dim(), numbers, device="meta")
-    order: tuple[int, ...] = op(example, *args).stride()
-    if order == numbers:
+    order = _order(op, tensor, args)
+    if order == tuple(range(tensor.dim())):
         return tensor.make_like(tensor)
     return tensor.turned() if order == (1, 0) else NotImplemented
 
