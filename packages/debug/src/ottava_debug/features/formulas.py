@@ -207,9 +207,9 @@ def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> Sums:
     """The extremes of the scales of one direction; empty where the storage declares no scales."""
     operand = quantized.grid_operand(columnwise=columnwise)
     layout = getattr(quantized, "grid_layout", None)
-    if operand is None or layout is None or not operand[1].numel():
+    stored = None if operand is None else operand[1]
+    if stored is None or layout is None or not stored.numel():
         return {}
-    stored = operand[1]
     factors = scale_values(stored, layout).float()
     extremes = torch.stack([end.double() for end in (*factors.aminmax(), *stored.aminmax())])
     return dict(zip(_SCALES, extremes.tolist(), strict=True))
