@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings_levels.h"
 #include "cpu/kernels.h"
 #include "grid_arguments.h"
 #include "multi_arguments.h"
@@ -195,6 +196,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("multi_cast", &multi_cast, Unlocked());
     m.def("grid_multi_amax", &grid_multi_amax, Unlocked());
     m.def("grid_multi_cast", &grid_multi_cast, Unlocked());
+    ottava::bind_levels(m);
     ottava::bind_operands(m);
     // The reason why the build has no CUDA kernels; empty if it has them.
     m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);
