@@ -152,16 +152,16 @@ OTTAVA_HD void random_block(uint64_t seed, uint64_t block, uint32_t stream, uint
 
 // -- the Hadamard transform --
 
-// The stages of the butterfly with strides from 1 to count / 2, in place.
-template <int count, class F>
+// The stages of the butterfly with strides from `stride` to count / 2, in place.
+template <int stride, int count, class F>
 OTTAVA_HD void butterfly(F (&x)[count]) {
-    for (int stride = 1; stride < count; stride *= 2)
-        for (int i = 0; i < count; ++i) {
-            if (i & stride) continue;
-            const F sum = x[i] + x[i + stride];
-            x[i + stride] = x[i] - x[i + stride];
-            x[i] = sum;
-        }
+    for (int pair = 0; pair < count / 2; ++pair) {
+        const int i = pair / stride * 2 * stride + pair % stride;
+        const F sum = x[i] + x[i + stride];
+        x[i + stride] = x[i] - x[i + stride];
+        x[i] = sum;
+    }
+    if constexpr (2 * stride < count) butterfly<2 * stride, count, F>(x);
 }
 
 }  // namespace ottava

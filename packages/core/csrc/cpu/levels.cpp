@@ -74,26 +74,31 @@ class LevelsQuantization {
         return dtype_ == Dtype::float16 ? 65504.0f : bits_as<float>(0x7f7f0000);
     }
 
-    // Calls body(direction, strip, thread) for the strips of all wanted directions, tile by tile,
+    // Calls body(direction, strip) for the strips of all wanted directions, tile by tile,
     // so that both directions read a tile while it is in the caches.
     template <class Body>
     void over_strips(const bool (&wanted)[2], const Body& body) const {
         const int64_t down = ceil_div(rows_, kTile), across = ceil_div(cols_, kTile);
-        const auto tile = [&](int64_t i, int thread) {
-            const int64_t first[2] = {i / across * kTile, i % across * kTile};
+        const auto start = [&](int64_t i, int64_t* first) {
+            first[0] = i / across * kTile, first[1] = i % across * kTile;
+        };
+        const auto tile = [&](int64_t i, int64_t next) {
+            int64_t first[2], then[2];
+            start(i, first), start(next, then);
+            // The direction that comes first reads the next tile into the caches.
+            int64_t ahead = (then[0] - first[0]) * cols_ + then[1] - first[1];
             const int64_t size[2] = {std::min(kTile, rows_ - first[0]),
                                      std::min(kTile, cols_ - first[1])};
-            for (int d = 0; d < 2; ++d)
+            for (int d = 0; d < 2; ++d) {
                 for (int64_t lane = 0; wanted[d] && lane < size[d]; lane += kStripLanes)
-                    body(d,
-                         LevelsStrip{first[d] + lane, first[1 - d],
-                                     std::min(kStripLanes, size[d] - lane), size[1 - d]},
-                         thread);
+                    body(d, LevelsStrip{first[d] + lane, first[1 - d],
+                                        std::min(kStripLanes, size[d] - lane), size[1 - d], ahead});
+                if (wanted[d]) ahead = 0;
+            }
         };
-        in_parallel(down * across, rows_ * cols_, threads_,
-                    [&](int64_t begin, int64_t end, int thread) {
-                        for (int64_t i = begin; i < end; ++i) tile(i, thread);
-                    });
+        in_parallel(down * across, rows_ * cols_, threads_, [&](int64_t begin, int64_t end, int) {
+            for (int64_t i = begin; i < end; ++i) tile(i, std::min(i + 1, end - 1));
+        });
     }
 
     // The amaxes of areas of several lanes, which strips do not find.
@@ -125,7 +130,7 @@ class LevelsQuantization {
         const bool of_lanes = layout_.second == SecondLevel::row;
         for (int d = 0; d < 2; ++d)
             if (wanted[d]) second_[d].assign(of_lanes ? static_cast<size_t>(lanes(d)) : 1, 0.0f);
-        over_strips(wanted, [&](int d, const LevelsStrip& strip, int) {
+        over_strips(wanted, [&](int d, const LevelsStrip& strip) {
             float amaxes[kStripLanes];
             kernels_.amax(layout_, directions_[d], strip, amaxes);
             float* to = second_[d].data();
@@ -177,7 +182,7 @@ public:
     void run(const LevelsResults* results) {
         find_areas();
         find_second(results);
-        over_strips(wanted_, [&](int d, const LevelsStrip& strip, int) {
+        over_strips(wanted_, [&](int d, const LevelsStrip& strip) {
             kernels_.quantize(layout_, directions_[d], strip);
         });
     }

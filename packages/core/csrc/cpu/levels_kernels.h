@@ -36,6 +36,7 @@ struct LevelsDirection {
 // A part of a direction: its first lane and position, and how many the matrix has there.
 struct LevelsStrip {
     int64_t lane, position, lanes, positions;
+    int64_t ahead;  // elements from here to what is read from memory later
 };
 
 // A run of stored elements of one row.

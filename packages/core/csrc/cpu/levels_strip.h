@@ -92,6 +92,7 @@ void read_columns(const LevelsDirection& direction, const LevelsStrip& strip, St
     const int64_t step = direction.position_step;
     for (int64_t i = 0; i < strip.positions; ++i) {
         const Storage* from = src + i * step;
+        __builtin_prefetch(from + strip.ahead, 0, 2);
         if (strip.lanes == kStripLanes) {
             widen_position<Element>(from, work.values[i]);
             continue;
@@ -112,6 +113,9 @@ void read_rows(const LevelsDirection& direction, const LevelsStrip& strip, Strip
     for (int64_t i = 0; i < strip.positions; i += side) {
         const int64_t count = strip.positions - i < side ? strip.positions - i : side;
         const bool whole = count == side && strip.lanes == kStripLanes;
+        if (i % (kLine / static_cast<int64_t>(sizeof(Storage))) == 0)
+            for (int64_t lane = 0; lane < strip.lanes; ++lane)
+                __builtin_prefetch(src + lane * direction.lane_step + i + strip.ahead, 0, 2);
         Storage some[kStripLanes][side];
         if (!whole) {
             memset(some, 0, sizeof(some));
@@ -178,20 +182,19 @@ OTTAVA_INLINE float rotation_factor(int size) {
 template <class Finish>
 void rotate(const LevelsLayout& layout, int64_t positions, const Finish& finish, Strip& work) {
     const int size = layout.rotation;
-    for (int64_t i = 0; i < positions; i += 16) {
-        const uint64_t group = static_cast<uint64_t>(i) & static_cast<uint64_t>(size - 1);
-        const uint64_t signs = layout.signs[group / 64] >> (group % 64);
+    u32v signs[kStripPositions];
+    for (int p = 0; p < size; ++p)
+        signs[p] = u32v{} + (static_cast<uint32_t>(layout.signs[p / 64] >> (p % 64) & 1) << 31);
+    for (int64_t i = 0; i < positions; i += 16)
         for (int k = 0; k < kStripLanes; k += kLanes) {
             f32v x[16];
-            for (int p = 0; p < 16; ++p) {
-                const uint32_t sign = static_cast<uint32_t>(signs >> p & 1) << 31;
-                x[p] = bits_as<f32v>(load<u32v>(work.values[i + p] + k) ^ sign);
-            }
-            butterfly<16>(x);
+            for (int p = 0; p < 16; ++p)
+                x[p] =
+                    bits_as<f32v>(load<u32v>(work.values[i + p] + k) ^ signs[(i & (size - 1)) + p]);
+            butterfly<1>(x);
             for (int p = 0; p < 16; ++p)
                 store(work.values[i + p] + k, size == 16 ? finish(x[p]) : x[p]);
         }
-    }
     for (int stride = 16; stride < size; stride *= 2) {
         const bool last = 2 * stride == size;
         for (int64_t i = 0; i < positions; ++i) {
