@@ -330,9 +330,11 @@ class Layout:
             if self.is_plain(columnwise):
                 return (*shape[-1:], *shape[:-1])
             return columns, -(-rows // self.elements_per_byte)
+        width = -(-columns // self.elements_per_byte)
         if not shape:
-            return ()
-        return *shape[:-1], -(-columns // self.elements_per_byte)
+            # A single element that is rotated becomes a group.
+            return () if width == 1 else (width,)
+        return *shape[:-1], width
 
     def is_plain(self, columnwise: bool) -> bool:
         """Whether stored data have one byte for each element of the tensor, and no others."""
