@@ -50,17 +50,19 @@ OTTAVA_HD F rounded_element(F x) {
     }
 }
 
-// 1 where a random word says that a number of units >= 0, of which `below` is the whole part, goes
-// up: where the word is less than floor((units - below) * 2^32).
+// -1 where a random word says that a number of units >= 0, of which `below` is the whole part, goes
+// up, else 0: where the word is less than floor((units - below) * 2^32).
 template <class F, class I, class U>
 OTTAVA_HD I goes_up(F units, I below, U random) {
     const F scaled = (units - converted<F>(below)) * 4294967296.0f;
+    // Integers have a sign. Half of the range is taken off both sides of the comparison: of a
+    // number in the upper half before it is converted, which is exact, and of another one after
+    // that.
     const F half = F{} + 2147483648.0f;
-    // Half of the range is taken off, exactly, where an int32 has no room for it.
-    const auto large = scaled >= half;
-    const I low = converted<I>(large ? scaled - half : scaled);
-    const U threshold = bits_as<U>(large ? low ^ (I{} + INT32_MIN) : low);
-    return random < threshold ? I{} + 1 : I{};
+    const I zero = I{}, least = zero + INT32_MIN;
+    const auto upper = scaled >= half;
+    const I threshold = converted<I>(upper ? scaled - half : scaled) ^ (upper ? zero : least);
+    return (bits_as<I>(random) ^ least) < threshold ? zero - 1 : zero;
 }
 
 // encode_element with one random word for each value, which is rounded to one of its neighbours in
@@ -75,7 +77,7 @@ OTTAVA_HD I encode_at_random(F x, U random) {
         const I clamped = clamped_integer<Format, F, I>(x) & kMagnitude;
         const F units = bits_as<F>(clamped) * static_cast<float>(1 << Format::fraction);
         const I below = converted<I>(units);
-        const I number = below + goes_up<F, I, U>(units, below, random);
+        const I number = below - goes_up<F, I, U>(units, below, random);
         code = (sign < 0 ? -number : number) & mask;
     } else {
         constexpr int shift = 23 - Format::mantissa;
@@ -87,7 +89,7 @@ OTTAVA_HD I encode_at_random(F x, U random) {
         const F units = bits_as<F>(clamped) * bits_as<F>(inverse);
         const I below = converted<I>(units);
         const I up = goes_up<F, I, U>(units, below, random);
-        code = ((binade - min_normal) >> shift) + below + up;
+        code = ((binade - min_normal) >> shift) + below - up;
         code = code | ((bits >> (32 - Format::width)) & (1 << (Format::width - 1)));
     }
     return magnitude > kInfinity ? zero + Format::nan_code : code;
@@ -118,24 +120,44 @@ OTTAVA_HD F level_multiplier(I code, F second_inverse) {
 
 constexpr uint32_t kPhiloxMultiplier0 = 0xd2511f53u, kPhiloxMultiplier1 = 0xcd9e8d57u;
 constexpr uint32_t kPhiloxKey0 = 0x9e3779b9u, kPhiloxKey1 = 0xbb67ae85u;
+constexpr int kPhiloxRounds = 10;
+
+// The keys of the rounds.
+template <class W>
+struct PhiloxKeys {
+    W of_round[kPhiloxRounds][2];
+};
+
+template <class W>
+OTTAVA_HD PhiloxKeys<W> philox_keys(uint64_t seed) {
+    PhiloxKeys<W> keys;
+    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+        keys.of_round[round][0] = W{} + uint64_t{key0};
+        keys.of_round[round][1] = W{} + uint64_t{key1};
+        key0 += kPhiloxKey0, key1 += kPhiloxKey1;
+    }
+    return keys;
+}
 
 // Turns counters of four words into four random words each, in place. A word is the low half of 64
 // bits, and the high half may be anything. Multiply::of gives the 64 bits of products of low
 // halves.
 template <class Multiply, int count, class W>
-OTTAVA_HD void philox(W (&words)[4][count], uint64_t seed) {
-    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t k0 = key0, k1 = key1, m0 = kPhiloxMultiplier0, m1 = kPhiloxMultiplier1;
+OTTAVA_HD void philox(W (&words)[4][count], const PhiloxKeys<W>& keys) {
+    const W multiplier0 = W{} + uint64_t{kPhiloxMultiplier0};
+    const W multiplier1 = W{} + uint64_t{kPhiloxMultiplier1};
+#pragma GCC unroll 10
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+#pragma GCC unroll 2
         for (int i = 0; i < count; ++i) {
-            const W product0 = Multiply::of(words[0][i], W{} + m0);
-            const W product1 = Multiply::of(words[2][i], W{} + m1);
-            words[0][i] = (product1 >> 32) ^ words[1][i] ^ (W{} + k0);
-            words[2][i] = (product0 >> 32) ^ words[3][i] ^ (W{} + k1);
+            const W product0 = Multiply::of(words[0][i], multiplier0);
+            const W product1 = Multiply::of(words[2][i], multiplier1);
+            words[0][i] = (product1 >> 32) ^ words[1][i] ^ keys.of_round[round][0];
+            words[2][i] = (product0 >> 32) ^ words[3][i] ^ keys.of_round[round][1];
             words[1][i] = product1;
             words[3][i] = product0;
         }
-        key0 += kPhiloxKey0, key1 += kPhiloxKey1;
     }
 }
 
@@ -146,7 +168,7 @@ struct MultiplyWords {
 // The four random words of places 4 * block to 4 * block + 3.
 OTTAVA_HD void random_block(uint64_t seed, uint64_t block, uint32_t stream, uint32_t* out) {
     uint64_t words[4][1] = {{block}, {block >> 32}, {stream}, {0}};
-    philox<MultiplyWords, 1, uint64_t>(words, seed);
+    philox<MultiplyWords, 1, uint64_t>(words, philox_keys<uint64_t>(seed));
     for (int k = 0; k < 4; ++k) out[k] = static_cast<uint32_t>(words[k][0]);
 }
 
@@ -155,6 +177,7 @@ OTTAVA_HD void random_block(uint64_t seed, uint64_t block, uint32_t stream, uint
 // The stages of the butterfly with strides from `stride` to count / 2, in place.
 template <int stride, int count, class F>
 OTTAVA_HD void butterfly(F (&x)[count]) {
+#pragma GCC unroll 16
     for (int pair = 0; pair < count / 2; ++pair) {
         const int i = pair / stride * 2 * stride + pair % stride;
         const F sum = x[i] + x[i + stride];

@@ -56,13 +56,16 @@ typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 
 OTTAVA_INLINE void transpose_square(u16x8* rows) {
+#pragma GCC unroll 16
     for (int round = 0; round < 3; ++round) {
         u16x8 next[8];
+#pragma GCC unroll 16
         for (int k = 0; k < 4; ++k) {
             next[2 * k] = __builtin_shufflevector(rows[k], rows[k + 4], 0, 8, 1, 9, 2, 10, 3, 11);
             next[2 * k + 1] =
                 __builtin_shufflevector(rows[k], rows[k + 4], 4, 12, 5, 13, 6, 14, 7, 15);
         }
+#pragma GCC unroll 16
         for (int k = 0; k < 8; ++k) rows[k] = next[k];
     }
 }
@@ -126,10 +129,12 @@ void read_rows(const LevelsDirection& direction, const LevelsStrip& strip, Strip
         Storage turned[side][kStripLanes];
         for (int64_t lane = 0; lane < kStripLanes; lane += side) {
             Vector square[side];
+#pragma GCC unroll 16
             for (int64_t k = 0; k < side; ++k)
                 square[k] = load<Vector>(whole ? src + (lane + k) * direction.lane_step + i
                                                : some[lane + k]);
             transpose_square(square);
+#pragma GCC unroll 16
             for (int64_t k = 0; k < side; ++k) store(&turned[k][lane], square[k]);
         }
         for (int64_t k = 0; k < count; ++k) widen_position<Element>(turned[k], work.values[i + k]);
@@ -188,10 +193,12 @@ void rotate(const LevelsLayout& layout, int64_t positions, const Finish& finish,
     for (int64_t i = 0; i < positions; i += 16)
         for (int k = 0; k < kStripLanes; k += kLanes) {
             f32v x[16];
+#pragma GCC unroll 16
             for (int p = 0; p < 16; ++p)
                 x[p] =
                     bits_as<f32v>(load<u32v>(work.values[i + p] + k) ^ signs[(i & (size - 1)) + p]);
             butterfly<1>(x);
+#pragma GCC unroll 16
             for (int p = 0; p < 16; ++p)
                 store(work.values[i + p] + k, size == 16 ? finish(x[p]) : x[p]);
         }
@@ -299,15 +306,15 @@ struct MultiplyLow {
 constexpr int kLongs = kLanes / 2;  // lanes of 64 bits
 
 // The random words of two vectors of blocks.
-OTTAVA_INLINE void random_vectors(uint64_t seed, uint32_t stream, const u64v (&blocks)[2],
-                                  u64v (&words)[4][2]) {
+OTTAVA_INLINE void random_vectors(const PhiloxKeys<u64v>& keys, uint32_t stream,
+                                  const u64v (&blocks)[2], u64v (&words)[4][2]) {
     for (int i = 0; i < 2; ++i) {
         words[0][i] = blocks[i];
         words[1][i] = blocks[i] >> 32;
         words[2][i] = u64v{} + uint64_t{stream};
         words[3][i] = u64v{};
     }
-    philox<MultiplyLow, 2>(words, seed);
+    philox<MultiplyLow, 2>(words, keys);
 }
 
 OTTAVA_INLINE u64v low_halves(u64v low, u64v high) {
@@ -317,6 +324,7 @@ OTTAVA_INLINE u64v low_halves(u64v low, u64v high) {
 // Words of rows: each lane has blocks of its own, and their four words are four positions.
 void random_rows(uint64_t seed, uint64_t first, uint64_t lane_blocks, int64_t positions,
                  Words* out) {
+    const PhiloxKeys<u64v> keys = philox_keys<u64v>(seed);
     uint64_t even[kLongs];
     for (int i = 0; i < kLongs; ++i) even[i] = 2 * static_cast<uint64_t>(i) * lane_blocks;
     const u64v lanes = load<u64v>(even);
@@ -326,7 +334,7 @@ void random_rows(uint64_t seed, uint64_t first, uint64_t lane_blocks, int64_t po
                                         static_cast<uint64_t>(k) * lane_blocks);
             const u64v blocks[2] = {block, block + lane_blocks};
             u64v words[4][2];
-            random_vectors(seed, 0, blocks, words);
+            random_vectors(keys, 0, blocks, words);
             for (int p = 0; p < 4; ++p)
                 store(out[position + p] + k, low_halves(words[p][0], words[p][1]));
         }
@@ -349,6 +357,7 @@ OTTAVA_INLINE u64v alternate(u64v a, u64v b) {
 // Words of columns: the four words of a block are those of four neighbouring lanes.
 void random_columns(uint64_t seed, uint64_t first, uint64_t position_blocks, int64_t positions,
                     Words* out) {
+    const PhiloxKeys<u64v> keys = philox_keys<u64v>(seed);
     constexpr int per_position = kStripLanes / 4;
     for (int64_t position = 0; position < positions; position += 4) {
         uint64_t blocks[4 * per_position];
@@ -360,7 +369,7 @@ void random_columns(uint64_t seed, uint64_t first, uint64_t position_blocks, int
         for (int i = 0; i < 4 * per_position; i += 2 * kLongs) {
             const u64v pair[2] = {load<u64v>(blocks + i), load<u64v>(blocks + i + kLongs)};
             u64v words[4][2];
-            random_vectors(seed, 1, pair, words);
+            random_vectors(keys, 1, pair, words);
             for (int n = 0; n < 2; ++n, to += 4 * kLongs * sizeof(uint32_t)) {
                 const u64v a = low_halves(words[0][n], words[1][n]);
                 const u64v b = low_halves(words[2][n], words[3][n]);
@@ -556,6 +565,7 @@ void encode_block(const Values* values, const Words* random, int64_t positions,
         const f32v multiplier = load<f32v>(multipliers + k);
         for (int64_t w = 0; w < positions / per_word; ++w) {
             i32v word = {};
+#pragma GCC unroll 16
             for (int n = 0; n < per_word; ++n) {
                 const int64_t i = w * per_word + n;
                 const f32v x = load<f32v>(values[i] + k) * multiplier;
@@ -680,7 +690,9 @@ void levels_quantize_run(const LevelsLayout& layout, const LevelsDirection& dire
 template <class Out>
 OTTAVA_INLINE void put_values(f32v values, Out* out, Dtype dtype) {
     if constexpr (sizeof(Out) == 4) {
-        store(out, values);
+        // Which NaN a product is differs between machines.
+        const i32v bits = bits_as<i32v>(values);
+        store(out, (bits & kMagnitude) > kInfinity ? i32v{} + kQuietNan : bits);
     } else {
         const i32v narrow = dtype == Dtype::bfloat16 ? encode_bfloat16<f32v, i32v>(values)
                                                      : encode<Half, f32v, i32v>(values);
@@ -702,7 +714,8 @@ void decode_typed(const LevelsRun& run, Out* out, Dtype dtype) {
             for (int64_t k = 0; k < count; ++k) values[k] = run.values[data[k]];
         alignas(64) Out results[step];
         alignas(64) float some[2][step] = {};
-        const float *scales = run.scales + i, *second = run.second + i;
+        const float* scales = run.scales == nullptr ? nullptr : run.scales + i;
+        const float* second = run.second == nullptr ? nullptr : run.second + i;
         if (count < step) {
             const auto bytes = static_cast<size_t>(count) * sizeof(float);
             if (run.scales != nullptr) memcpy(some[0], scales, bytes);
