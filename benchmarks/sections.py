@@ -18,6 +18,7 @@ from benchmarks import (
     imports,
     kernels,
     layers,
+    levels,
     resources,
     rounding,
     shards,
@@ -118,6 +119,11 @@ def _kernels(sizes: Sequence[int], settings: Settings) -> list[Timing]:
     return kernels.timings(sizes[0], compiler=settings.compiler)
 
 
+def _levels(sizes: Sequence[int], _: Settings) -> list[Timing]:
+    levels.check_same_bytes(torch.randn(256, 256).bfloat16())
+    return levels.timings(sizes[0])
+
+
 def _host(sizes: Sequence[int], _: Settings) -> list[Timing]:
     rows, features_in, features_out = sizes
     return layers.host_timings((rows, features_in, features_out), CPU)
@@ -132,6 +138,7 @@ TIMED: dict[str, Timed] = {
         lambda sizes, _: shards.timings(*sizes),
         shards.table,
     ),
+    "four_bits": Timed("Small elements, bf16 {}²", (4096,), (256,), _levels, levels.table),
     "linear": Timed(
         "Linear without bias, forward and backward, BF16 in and out",
         (512, 1024, 2048),

@@ -62,7 +62,7 @@ def test_recipes_that_need_no_options_are_compared() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("shards", "linear", "host"),
+        *("shards", "four_bits", "linear", "host"),
         *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK_BUT_SLOW),
     ],
 )

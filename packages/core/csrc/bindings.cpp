@@ -12,6 +12,7 @@
 
 #include "cpu/kernels.h"
 #include "grid_arguments.h"
+#include "levels_arguments.h"
 #include "multi_arguments.h"
 #include "numerics.h"
 #include "operands.h"
@@ -133,6 +134,26 @@ void grid_decode(Address data, int element, int64_t rows, int64_t cols, Address 
                         at<void>(out), dtype_of(dtype), threads_of(threads));
 }
 
+void levels_quantize(const ottava::LevelsLayout& layout, Address src, int dtype, int64_t rows,
+                     int64_t cols, uint64_t seed, const ottava::LevelsTuple& by_row,
+                     const ottava::LevelsTuple& by_column, int threads) {
+    const ottava::LevelsResults results[] = {ottava::levels_results_of(by_row),
+                                             ottava::levels_results_of(by_column)};
+    ottava::check_strips(layout);
+    ottava::levels_quantize(layout, at<const void>(src), dtype_of(dtype), size_of(rows),
+                            size_of(cols), seed, results, threads_of(threads));
+}
+
+void levels_decode(const ottava::LevelsLayout& layout, Address data, int64_t rows, int64_t cols,
+                   Address scales, int64_t block_rows, int64_t block_cols, Address amaxes,
+                   bool by_column, Address out, int dtype, int threads) {
+    const ottava::LevelsData from{at<const uint8_t>(data), size_of(rows),
+                                  size_of(cols),           at<const void>(scales),
+                                  size_of(block_rows),     size_of(block_cols),
+                                  at<const float>(amaxes), by_column};
+    ottava::levels_decode(layout, from, at<void>(out), dtype_of(dtype), threads_of(threads));
+}
+
 void multi_amax(const std::vector<ottava::Source>& tensors, Address out, int threads) {
     const auto jobs = ottava::jobs_of(tensors, ottava::source_of);
     ottava::multi_amax(jobs.data(), ottava::count_of(jobs), at<float>(out), threads_of(threads));
@@ -195,6 +216,9 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("multi_cast", &multi_cast, Unlocked());
     m.def("grid_multi_amax", &grid_multi_amax, Unlocked());
     m.def("grid_multi_cast", &grid_multi_cast, Unlocked());
+    py::class_<ottava::LevelsLayout>(m, "LevelsPlan").def(py::init(&ottava::levels_layout_of));
+    m.def("levels_quantize", &levels_quantize, Unlocked());
+    m.def("levels_decode", &levels_decode, Unlocked());
     ottava::bind_operands(m);
     // The reason why the build has no CUDA kernels; empty if it has them.
     m.attr("without_cuda") = std::string(OTTAVA_WITHOUT_CUDA);

@@ -31,10 +31,11 @@ constexpr int32_t kLargestFinite = 0x7f7fffff;
 
 // A small float format as constants. Larger magnitudes are clamped to `limit`, a bit pattern of
 // float32. It is the largest value of the saturating FP8 formats; for float16 it is the first power
-// of two beyond the largest value, whose code is that of infinity.
+// of two beyond the largest value, whose code is that of infinity. `width` counts the sign, which
+// is the highest bit.
 struct E4M3 {
     static constexpr int mantissa = 3, bias = 7, width = 8;
-    static constexpr bool has_inf = false;
+    static constexpr bool has_inf = false, has_nan = true;
     static constexpr int32_t limit = 0x43e00000;
     static constexpr float maximum = 448.0f;
     static constexpr int32_t nan_code = 0x7f;
@@ -42,27 +43,100 @@ struct E4M3 {
 
 struct E5M2 {
     static constexpr int mantissa = 2, bias = 15, width = 8;
-    static constexpr bool has_inf = true;
+    static constexpr bool has_inf = true, has_nan = true;
     static constexpr int32_t limit = 0x47600000;
     static constexpr float maximum = 57344.0f;
     static constexpr int32_t nan_code = 0x7f;
 };
 
-// Whole numbers from -127 to 127, in two's complement; -128 is NaN.
+// Formats without NaN, which becomes the largest number.
+struct E2M1 {
+    static constexpr int mantissa = 1, bias = 1, width = 4;
+    static constexpr bool has_inf = false, has_nan = false;
+    static constexpr int32_t limit = 0x40c00000;
+    static constexpr float maximum = 6.0f;
+    static constexpr int32_t nan_code = 0x7;
+};
+
+struct E2M3 {
+    static constexpr int mantissa = 3, bias = 1, width = 6;
+    static constexpr bool has_inf = false, has_nan = false;
+    static constexpr int32_t limit = 0x40f00000;
+    static constexpr float maximum = 7.5f;
+    static constexpr int32_t nan_code = 0x1f;
+};
+
+struct E3M2 {
+    static constexpr int mantissa = 2, bias = 3, width = 6;
+    static constexpr bool has_inf = false, has_nan = false;
+    static constexpr int32_t limit = 0x41e00000;
+    static constexpr float maximum = 28.0f;
+    static constexpr int32_t nan_code = 0x1f;
+};
+
+// Scales, which have no sign: it would be a ninth bit.
+struct UE5M3 {
+    static constexpr int mantissa = 3, bias = 15, width = 9;
+    static constexpr bool has_inf = false, has_nan = true;
+    static constexpr int32_t limit = 0x47e00000;
+    static constexpr float maximum = 114688.0f;
+    static constexpr int32_t nan_code = 0xff;
+};
+
+// An integer format as constants: multiples of 2^-fraction in two's complement. `limit` and `least`
+// are the magnitudes of the largest and the least number, bit patterns of float32, and `mantissa`
+// the bits after the first one of the largest.
+//
+// Whole numbers from -127 to 127; -128 is NaN.
 struct Int8 {
-    static constexpr int32_t limit = 0x42fe0000;
+    static constexpr int fraction = 0, mantissa = 6, width = 8;
+    static constexpr int32_t limit = 0x42fe0000, least = limit;
     static constexpr float maximum = 127.0f;
+    static constexpr bool has_nan = true;
     static constexpr int32_t nan_code = 0x80;
+};
+
+// Whole numbers from -7 to 7; -8 is NaN.
+struct Int4 {
+    static constexpr int fraction = 0, mantissa = 2, width = 4;
+    static constexpr int32_t limit = 0x40e00000, least = limit;
+    static constexpr float maximum = 7.0f;
+    static constexpr bool has_nan = true;
+    static constexpr int32_t nan_code = 0x8;
+};
+
+// The INT8 of MX, from -2 to 127/64. NaN becomes the largest number.
+struct MxInt8 {
+    static constexpr int fraction = 6, mantissa = 6, width = 8;
+    static constexpr int32_t limit = 0x3ffe0000, least = 0x40000000;
+    static constexpr float maximum = 1.984375f;
+    static constexpr bool has_nan = false;
+    static constexpr int32_t nan_code = 0x7f;
+};
+
+// The same from -127/64 on.
+struct MxInt8Symmetric {
+    static constexpr int fraction = 6, mantissa = 6, width = 8;
+    static constexpr int32_t limit = 0x3ffe0000, least = limit;
+    static constexpr float maximum = 1.984375f;
+    static constexpr bool has_nan = false;
+    static constexpr int32_t nan_code = 0x7f;
 };
 
 template <class Format>
 constexpr bool is_integer = false;
 template <>
 constexpr bool is_integer<Int8> = true;
+template <>
+constexpr bool is_integer<Int4> = true;
+template <>
+constexpr bool is_integer<MxInt8> = true;
+template <>
+constexpr bool is_integer<MxInt8Symmetric> = true;
 
 struct Half {
     static constexpr int mantissa = 10, bias = 15, width = 16;
-    static constexpr bool has_inf = true;
+    static constexpr bool has_inf = true, has_nan = true;
     static constexpr int32_t limit = 0x47800000;  // 65536
     static constexpr int32_t nan_code = 0x7e00;
 };
@@ -121,7 +195,7 @@ OTTAVA_HD F widen(I code) {
     if (Format::has_inf) {
         value = magnitude == infinity ? zero + kInfinity : value;
         value = magnitude > infinity ? zero + kQuietNan : value;
-    } else {
+    } else if (Format::has_nan) {
         value = magnitude == top ? zero + kQuietNan : value;
     }
     return bits_as<F>(value | ((code & sign_bit) << (32 - Format::width)));
@@ -131,29 +205,41 @@ OTTAVA_HD F widen(I code) {
 // sum.
 constexpr int32_t kOnes = 0x4b400000;
 
-template <class F, class I>
-OTTAVA_HD I encode_int8(F x) {
+// A value of magnitude at most `limit`, or `least` if it is negative.
+template <class Format, class F, class I>
+OTTAVA_HD I clamped_integer(F x) {
     const I bits = bits_as<I>(x), zero = I{};
-    const I magnitude = bits & kMagnitude;
-    const I limit = zero + Int8::limit;
-    const I clamped = (magnitude < limit ? magnitude : limit) | (bits ^ magnitude);
-    const I code = bits_as<I>(bits_as<F>(clamped) + bits_as<F>(zero + kOnes)) & 0xff;
-    const I nan = zero + Int8::nan_code;
+    const I magnitude = bits & kMagnitude, sign = bits ^ magnitude;
+    const I limit = sign < 0 ? zero + Format::least : zero + Format::limit;
+    return (magnitude < limit ? magnitude : limit) | sign;
+}
+
+template <class Format, class F, class I>
+OTTAVA_HD I encode_integer(F x) {
+    constexpr int32_t ones = kOnes - (Format::fraction << 23);
+    constexpr int32_t mask = (1 << Format::width) - 1;
+    const I magnitude = bits_as<I>(x) & kMagnitude, zero = I{};
+    const F clamped = bits_as<F>(clamped_integer<Format, F, I>(x));
+    const I code = bits_as<I>(clamped + bits_as<F>(zero + ones)) & mask;
+    const I nan = zero + Format::nan_code;
     return magnitude > kInfinity ? nan : code;
 }
 
-template <class F, class I>
-OTTAVA_HD F widen_int8(I code) {
-    const I byte = code & 0xff, ones = I{} + kOnes, nan = I{} + kQuietNan;
-    const F value = bits_as<F>(ones + ((byte ^ 0x80) - 0x80)) - bits_as<F>(ones);
-    return bits_as<F>(byte == Int8::nan_code ? nan : bits_as<I>(value));
+template <class Format, class F, class I>
+OTTAVA_HD F widen_integer(I code) {
+    constexpr int32_t sign = 1 << (Format::width - 1);
+    const I low = code & (2 * sign - 1), nan = I{} + kQuietNan;
+    const I ones = I{} + (kOnes - (Format::fraction << 23));
+    const F value = bits_as<F>(ones + ((low ^ sign) - sign)) - bits_as<F>(ones);
+    if (!Format::has_nan) return value;
+    return bits_as<F>(low == Format::nan_code ? nan : bits_as<I>(value));
 }
 
 // The byte of an element of any format, in the low bits.
 template <class Format, class F, class I>
 OTTAVA_HD I encode_element(F x) {
     if constexpr (is_integer<Format>)
-        return encode_int8<F, I>(x);
+        return encode_integer<Format, F, I>(x);
     else
         return encode<Format, F, I>(x);
 }
@@ -227,7 +313,7 @@ OTTAVA_HD float dequantize_element(uint8_t code, float scale_inv) {
 template <class Format, class F, class I>
 OTTAVA_HD F element_value(I code) {
     if constexpr (is_integer<Format>)
-        return widen_int8<F, I>(code);
+        return widen_integer<Format, F, I>(code);
     else
         return widen<Format, F, I>(code & 0x7f);
 }
@@ -261,32 +347,59 @@ constexpr int32_t kE8m0Max = 254;
 constexpr int32_t kTwoToMinus127 =
     0x00400000;  // the one power of two of E8M0 that is a float32 subnormal
 
-// The rounding of the exponent of a block's scale: `up`, which clamps no element, or `floor`, the
-// rule of the OCP specification, which may clamp the largest elements of a block.
-enum class ScaleRounding : int { up = 0, floor = 1 };
+// The rounding of the exponent of a block's scale: `up`, which clamps no element, `floor`, the rule
+// of the OCP specification, which may clamp the largest elements of a block, `even`, which rounds
+// the amax as elements are rounded before, or `nearest`, of the logarithm.
+enum class ScaleRounding : int { up = 0, floor = 1, even = 2, nearest = 3 };
 
-// The code of amax / max with its exponent rounded up. amax is not negative.
-template <class Format, class F, class I>
-OTTAVA_HD I e8m0_up(F amax) {
-    constexpr float inverse = 1.0f / Format::maximum;
-    const I bits = bits_as<I>(amax * inverse), zero = I{}, one = zero + 1;
+// The code of a ratio amax / max, whose exponent goes up for mantissas above `normal`, or above
+// `subnormal` if it is 0. Code 0 stands for 2^-127 and not for zero.
+template <class F, class I>
+OTTAVA_HD I e8m0_rounded(F ratio, int32_t normal, int32_t subnormal) {
+    const I bits = bits_as<I>(ratio), zero = I{}, one = zero + 1;
     const I exponent = bits >> 23, mantissa = bits & 0x7fffff;
-    // Code 0 stands for 2^-127 and not for zero, so amaxes up to that power are not rounded up.
-    const I reached = exponent > 0 ? zero : zero + kTwoToMinus127;
+    const I reached = exponent > 0 ? zero + normal : zero + subnormal;
     const I code = exponent + (mantissa > reached ? one : zero);
     const I capped = code > kE8m0Max ? zero + kE8m0Max : code;
     return bits > kInfinity ? zero + kE8m0Nan : capped;
 }
 
-// The code of the largest power of two that is not above amax, over the largest one of `Format`.
+// The code of amax / max with its exponent rounded up. amax is not negative.
 template <class Format, class F, class I>
-OTTAVA_HD I e8m0_floor(F amax) {
+OTTAVA_HD I e8m0_up(F amax) {
+    constexpr float inverse = 1.0f / Format::maximum;
+    return e8m0_rounded<F, I>(amax * inverse, 0, kTwoToMinus127);
+}
+
+// The mantissa of the largest number below the square root of two, and the largest subnormal number
+// below 2^-126.5.
+constexpr int32_t kRootOfTwo = 0x3504f3, kRootBelowNormal = 0x5a8279;
+
+// The code of amax / max with its logarithm rounded to nearest.
+template <class Format, class F, class I>
+OTTAVA_HD I e8m0_nearest(F amax) {
+    constexpr float inverse = 1.0f / Format::maximum;
+    return e8m0_rounded<F, I>(amax * inverse, kRootOfTwo, kRootBelowNormal);
+}
+
+// The code of the largest power of two that is not above amax, over the largest one of `Format`.
+// The bits of amax are raised before.
+template <class Format, class F, class I>
+OTTAVA_HD I e8m0_floor(F amax, int32_t raised = 0) {
     constexpr int32_t largest = (Format::limit >> 23) - 127;
     const I bits = bits_as<I>(amax), zero = I{};
-    const I shifted = (bits >> 23) - largest;
+    const I power = ((bits + raised) >> 23) - largest;
+    const I shifted = power < kE8m0Max ? power : zero + kE8m0Max;
     const I code = shifted > 0 ? shifted : zero;
     const I capped = bits == kInfinity ? zero + kE8m0Max : code;
     return bits > kInfinity ? zero + kE8m0Nan : capped;
+}
+
+// The same of the amax rounded to the precision of `Format`: half a unit in the last place is
+// added.
+template <class Format, class F, class I>
+OTTAVA_HD I e8m0_even(F amax) {
+    return e8m0_floor<Format, F, I>(amax, 1 << (22 - Format::mantissa));
 }
 
 // 2^(127 - code), exactly: the multiplier of a block's elements when they are quantized.

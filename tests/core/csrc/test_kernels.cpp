@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/levels_kernels.h"
 #include "numerics.h"
 
 using namespace ottava;
@@ -227,6 +228,75 @@ Bytes run_shards(Dtype dtype, Dtype nominal, const Grid& grid, int threads) {
     return bytes;
 }
 
+// Elements, scales (1 is E8M0), lanes and positions of a block, the second level, candidates,
+// rotation, and whether rounding is random and columns are transposed.
+struct Levels {
+    LevelElement element;
+    LevelScale scale;
+    int64_t lanes, positions;
+    SecondLevel second;
+    int candidates, rotation;
+    bool stochastic, turned;
+};
+const Levels kLevels[] = {
+    {LevelElement::e2m1, LevelScale::e4m3, 1, 16, SecondLevel::tensor, 0, 0, false, true},
+    {LevelElement::e2m1, LevelScale::e4m3, 1, 16, SecondLevel::row, 0, 16, true, true},
+    {LevelElement::e2m1, LevelScale::e4m3, 16, 16, SecondLevel::tensor, 2, 0, false, true},
+    {LevelElement::int4, LevelScale::float32, 24, 128, SecondLevel::none, 0, 0, true, true},
+    {LevelElement::e2m3, LevelScale::e8m0, 1, 32, SecondLevel::none, 3, 0, false, false},
+    {LevelElement::mxint8, LevelScale::ue5m3, 1, 32, SecondLevel::tensor, 0, 128, true, true},
+};
+
+LevelsLayout layout_of(const Levels& from) {
+    LevelsLayout to{};
+    to.element = from.element, to.scale = from.scale;
+    to.block = to.area = {from.lanes, from.positions};
+    to.second = from.second, to.top = 2688.0f;
+    to.candidate_count = from.candidates;
+    for (int i = 0; i < from.candidates; ++i)
+        to.candidates[i] = 1.0f + 0.5f * static_cast<float>(i);
+    to.stochastic = from.stochastic, to.rotation = from.rotation, to.signs[0] = 0xa7e8;
+    to.rotated[0] = to.rotated[1] = from.rotation != 0;
+    to.turned = from.turned;
+    return to;
+}
+
+int64_t rounded_up(int64_t n, int64_t step) {
+    return (n + step - 1) / step * step;
+}
+
+Bytes run_levels(Dtype dtype, const Levels& levels, const Shape& s, int threads) {
+    const LevelsLayout layout = layout_of(levels);
+    const Memory src = elements(dtype, s.count(), s.offset);
+    const int64_t per_byte = elements_per_byte(levels.element);
+    LevelsResults results[2];
+    std::vector<Memory> memory;
+    const int64_t lanes[2] = {s.rows, s.cols}, positions[2] = {s.cols, s.rows};
+    int64_t widths[2];
+    for (int d = 0; d < 2; ++d) {
+        const int64_t stored = rounded_up(positions[d], levels.rotation == 0 ? 1 : levels.rotation);
+        const int64_t blocks =
+            grid_blocks(lanes[d], levels.lanes) * grid_blocks(stored, levels.positions);
+        widths[d] = rounded_up(stored, per_byte) / per_byte;
+        memory.emplace_back(lanes[d] * widths[d], s.offset);
+        memory.emplace_back(blocks * (levels.scale == LevelScale::float32 ? 4 : 1));
+        memory.emplace_back(4 * (levels.second == SecondLevel::row ? lanes[d] : 1));
+        const auto made = memory.end() - 3;
+        results[d] = {made[0].data(), made[1].data(), made[2].as<float>()};
+    }
+    levels_quantize(layout, src.data(), dtype, s.rows, s.cols, 0x123456789abcdefu, results,
+                    threads);
+    const int64_t width = widths[0] * per_byte;
+    const Memory out(s.rows * width * size_of(dtype), s.offset);
+    const float* amaxes = levels.second == SecondLevel::none ? nullptr : results[0].amaxes;
+    const LevelsData from = {results[0].data, s.rows,           width,  results[0].scales,
+                             levels.lanes,    levels.positions, amaxes, false};
+    levels_decode(layout, from, out.data(), dtype, threads);
+    Bytes bytes = joined(out);
+    for (const Memory& result : memory) result.append_to(bytes);
+    return bytes;
+}
+
 Bytes run_updates(int64_t slots, int64_t length) {
     const Memory scale = floats(slots), history = floats(slots * length);
     const std::vector<float> maxima(static_cast<size_t>(slots), 448.0f);
@@ -271,6 +341,10 @@ std::vector<Call> all_calls() {
                     if (s.rows < 2049 || (dtype == Dtype::bfloat16 && element == Stored::e4m3 &&
                                           grid.shared_rows == 1))
                         add("grid", [=](int n) { return run_grid(dtype, element, s, grid, n); });
+        for (const Levels& levels : kLevels)
+            for (const Shape& s : kShapes)
+                if (s.count() > 0)
+                    add("levels", [=](int n) { return run_levels(dtype, levels, s, n); });
         for (const Dtype other : kDtypes) {
             for (const Grid& grid : kGrids)
                 add("shards", [=](int n) { return run_shards(dtype, other, grid, n); });

@@ -2,5 +2,6 @@
 #include <immintrin.h>
 
 #define OTTAVA_KERNELS kAvx512
+#define OTTAVA_LEVELS kLevelsAvx512
 #define OTTAVA_ISA "avx512"
 #include "isa.h"

@@ -4,5 +4,6 @@
 #endif
 
 #define OTTAVA_KERNELS kPortable
+#define OTTAVA_LEVELS kLevelsPortable
 #define OTTAVA_ISA "portable"
 #include "isa.h"

@@ -12,6 +12,7 @@
 
 namespace ottava {
 
+struct LevelsKernels;
 struct ScaleRule;
 
 // A tile is cast or copied into a scratch that stays in the caches, and is written transposed from
@@ -144,6 +145,7 @@ struct Kernels {
     // Moves the columns of a history up by one row; see history.h.
     void (*history)(float* history, int64_t slots, int64_t n, const uint32_t* moves, float* largest,
                     int64_t width);
+    const LevelsKernels* levels;  // see levels_kernels.h
 };
 
 extern const Kernels kPortable;

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ottava.kernels.levels import NativeLevels
+
 # Why the build has no CUDA kernels; empty if it has.
 without_cuda: str
 
@@ -117,6 +119,39 @@ def grid_decode(
     e8m0: bool,
     block_rows: int,
     block_cols: int,
+    out: int,
+    dtype: int,
+    threads: int,
+) -> None: ...
+
+# A layout with small elements, two levels of scales, rotation or choices.
+class LevelsPlan:
+    def __init__(self, layout: NativeLevels) -> None: ...
+
+# The addresses of data, scales and amaxes; 0 for what is left out.
+_Levels = Sequence[int]
+
+def levels_quantize(
+    layout: LevelsPlan,
+    src: int,
+    dtype: int,
+    rows: int,
+    cols: int,
+    seed: int,
+    by_row: _Levels,
+    by_column: _Levels,
+    threads: int,
+) -> None: ...
+def levels_decode(
+    layout: LevelsPlan,
+    data: int,
+    rows: int,
+    cols: int,
+    scales: int,
+    block_rows: int,
+    block_cols: int,
+    amaxes: int,
+    by_column: bool,
     out: int,
     dtype: int,
     threads: int,

@@ -196,7 +196,7 @@ class Compiled:
     def grid_quantize(self, x: Tensor, text: str, out: Outputs) -> None:
         layout, element, rule, directions = native_layout(text)
         if not x.numel() or not self.serves(layout):
-            reference.grid_quantize(x, text, out)
+            self.grid_quantize_levels(x, None, text, (*out[:2], None, *out[2:], None))
             return
         x, scratch = x.contiguous(), self.scratch_for(x, layout)
         largest = FLOAT32_MAX
@@ -223,7 +223,9 @@ class Compiled:
         elif scales is not None and self.serves(layout):
             self._decode_blocks(data, scales, text, columnwise, out)
         else:
-            reference.grid_decode(data, scales, text, columnwise, out)
+            self.grid_decode_levels(data, scales, None, text, columnwise, out)
+
+    # A backend with kernels for layouts that :func:`is_native` does not know overrides these two.
 
     def grid_quantize_levels(self, x: Tensor, seed: Tensor | None, text: str, out: Outputs) -> None:
         reference.grid_quantize_levels(x, seed, text, out)

@@ -1,0 +1,317 @@
+// The operations on layouts of levels_jobs.h: the amaxes that blocks do not find themselves, and
+// the division of a matrix into strips. There is no arithmetic on elements here.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "../levels.h"
+#include "kernels.h"
+#include "levels_kernels.h"
+#include "parallel.h"
+
+namespace ottava {
+namespace {
+
+constexpr int64_t kTile = kStripPositions;
+
+// Raises a number that is not negative, which other threads may raise at the same time. The bits of
+// such numbers are ordered as the numbers are.
+void raise_to(float* to, float value) {
+    auto* bits = reinterpret_cast<int32_t*>(to);
+    const auto next = bits_as<int32_t>(value);
+    int32_t current = __atomic_load_n(bits, __ATOMIC_RELAXED);
+    while (next > current && !__atomic_compare_exchange_n(bits, &current, next, true,
+                                                          __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+}
+
+class LevelsQuantization {
+    const LevelsLayout& layout_;
+    const void* const src_;
+    const Dtype dtype_;
+    const int64_t rows_, cols_;
+    const int threads_;
+    const LevelsKernels& kernels_ = *active_kernels().levels;
+    LevelsDirection directions_[2];
+    bool wanted_[2];
+    std::vector<float> second_[2], areas_[2];
+
+    int64_t lanes(int d) const { return d == 0 ? rows_ : cols_; }
+    int64_t positions(int d) const { return d == 0 ? cols_ : rows_; }
+    // Positions with results, which include the padding of a rotation.
+    int64_t stored(int d) const {
+        const int64_t n = positions(d);
+        return directions_[d].rotated ? ceil_div(n, layout_.rotation) * layout_.rotation : n;
+    }
+
+    void describe(int d, uint64_t seed, const LevelsResults& results) {
+        const bool columnwise = d == 1;
+        LevelsDirection& to = directions_[d];
+        to = {};
+        to.src = src_, to.dtype = dtype_;
+        to.lane_step = columnwise ? 1 : cols_, to.position_step = columnwise ? cols_ : 1;
+        to.columnwise = columnwise;
+        to.rotated = layout_.rotation != 0 && layout_.rotated[d];
+        to.largest = largest_scale();
+        to.seed = seed;
+        to.place_lane_step = columnwise ? 1 : stored(d);
+        to.place_position_step = to.position_step;
+        const int64_t across = ceil_div(stored(d), layout_.block.positions);
+        const int64_t down = ceil_div(lanes(d), layout_.block.lanes);
+        to.data = results.data, to.scales = results.scales;
+        to.by_position = columnwise && !layout_.turned;
+        to.data_step =
+            to.by_position ? cols_ : ceil_div(stored(d), elements_per_byte(layout_.element));
+        to.scale_lane_step = to.by_position ? 1 : across;
+        to.scale_position_step = to.by_position ? down : 1;
+    }
+
+    float largest_scale() const {
+        if (!layout_.finite_as_input || dtype_ == Dtype::float32)
+            return bits_as<float>(kLargestFinite);
+        return dtype_ == Dtype::float16 ? 65504.0f : bits_as<float>(0x7f7f0000);
+    }
+
+    // Calls body(direction, strip) for the strips of all wanted directions, tile by tile,
+    // so that both directions read a tile while it is in the caches.
+    template <class Body>
+    void over_strips(const bool (&wanted)[2], const Body& body) const {
+        const int64_t down = ceil_div(rows_, kTile), across = ceil_div(cols_, kTile);
+        const auto start = [&](int64_t i, int64_t* first) {
+            first[0] = i / across * kTile, first[1] = i % across * kTile;
+        };
+        const auto tile = [&](int64_t i, int64_t next) {
+            int64_t first[2], then[2];
+            start(i, first), start(next, then);
+            // The direction that comes first reads the next tile into the caches.
+            int64_t ahead = (then[0] - first[0]) * cols_ + then[1] - first[1];
+            const int64_t size[2] = {std::min(kTile, rows_ - first[0]),
+                                     std::min(kTile, cols_ - first[1])};
+            for (int d = 0; d < 2; ++d) {
+                for (int64_t lane = 0; wanted[d] && lane < size[d]; lane += kStripLanes)
+                    body(d, LevelsStrip{first[d] + lane, first[1 - d],
+                                        std::min(kStripLanes, size[d] - lane), size[1 - d], ahead});
+                if (wanted[d]) ahead = 0;
+            }
+        };
+        in_parallel(down * across, rows_ * cols_, threads_, [&](int64_t begin, int64_t end, int) {
+            for (int64_t i = begin; i < end; ++i) tile(i, std::min(i + 1, end - 1));
+        });
+    }
+
+    // The amaxes of areas of several lanes, which strips do not find.
+    void find_areas() {
+        const LevelsBlock& area = layout_.area;
+        if (area.lanes == 1) return;
+        const bool same = area.lanes == area.positions;
+        for (int d = 0; d < 2; ++d) {
+            if (!wanted_[d]) continue;
+            const int64_t high = d == 0 ? area.lanes : area.positions;
+            const int64_t wide = d == 0 ? area.positions : area.lanes;
+            const int64_t across = ceil_div(cols_, wide);
+            std::vector<float>& amaxes = areas_[same ? 0 : d];
+            if (amaxes.empty()) {
+                amaxes.resize(static_cast<size_t>(ceil_div(rows_, high) * across));
+                grid_amax(src_, dtype_, rows_, cols_, high, wide, amaxes.data(), threads_);
+            }
+            directions_[d].amaxes = amaxes.data();
+            directions_[d].amax_lane_step = d == 0 ? across : 1;
+            directions_[d].amax_position_step = d == 0 ? 1 : across;
+        }
+    }
+
+    // The amaxes of the second level of lanes, or of the tensor, that strips find.
+    void find_second_in_strips() {
+        bool wanted[2];
+        for (int d = 0; d < 2; ++d) wanted[d] = wanted_[d] && second_[d].empty();
+        if (!wanted[0] && !wanted[1]) return;
+        const bool of_lanes = layout_.second == SecondLevel::row;
+        for (int d = 0; d < 2; ++d)
+            if (wanted[d]) second_[d].assign(of_lanes ? static_cast<size_t>(lanes(d)) : 1, 0.0f);
+        over_strips(wanted, [&](int d, const LevelsStrip& strip) {
+            float amaxes[kStripLanes];
+            kernels_.amax(layout_, directions_[d], strip, amaxes);
+            float* to = second_[d].data();
+            if (!of_lanes) return raise_to(to, *std::max_element(amaxes, amaxes + kStripLanes));
+            for (int64_t lane = 0; lane < strip.lanes; ++lane)
+                raise_to(to + strip.lane + lane, amaxes[lane]);
+        });
+    }
+
+    void find_second(const LevelsResults* results) {
+        if (layout_.second == SecondLevel::none) return;
+        if (layout_.second == SecondLevel::tensor) {
+            float of_values = -1.0f;
+            for (int d = 0; d < 2; ++d) {
+                if (!wanted_[d] || directions_[d].rotated) continue;
+                if (of_values < 0.0f) of_values = amax_of_values();
+                second_[d].assign(1, of_values);
+            }
+        }
+        find_second_in_strips();
+        for (int d = 0; d < 2; ++d) {
+            if (!wanted_[d]) continue;
+            // An infinite amax counts as the largest float32.
+            for (float& amax : second_[d]) amax = std::min(amax, bits_as<float>(kLargestFinite));
+            directions_[d].second = second_[d].data();
+            if (results[d].amaxes != nullptr)
+                std::copy(second_[d].begin(), second_[d].end(), results[d].amaxes);
+        }
+    }
+
+    float amax_of_values() const {
+        float largest = 0.0f;
+        const std::vector<float>& areas = areas_[areas_[0].empty() ? 1 : 0];
+        if (!areas.empty()) return *std::max_element(areas.begin(), areas.end());
+        amax(src_, dtype_, rows_ * cols_, &largest, threads_);
+        return largest;
+    }
+
+public:
+    LevelsQuantization(const LevelsLayout& layout, const void* src, Dtype dtype, int64_t rows,
+                       int64_t cols, uint64_t seed, const LevelsResults* results, int threads)
+        : layout_(layout), src_(src), dtype_(dtype), rows_(rows), cols_(cols), threads_(threads) {
+        for (int d = 0; d < 2; ++d) {
+            wanted_[d] = results[d].data != nullptr;
+            describe(d, seed, results[d]);
+        }
+    }
+
+    void run(const LevelsResults* results) {
+        find_areas();
+        find_second(results);
+        over_strips(wanted_, [&](int d, const LevelsStrip& strip) {
+            kernels_.quantize(layout_, directions_[d], strip);
+        });
+    }
+};
+
+template <class Body>
+void with_number(LevelScale scale, const Body& body) {
+    if (scale == LevelScale::e4m3)
+        body(E4M3());
+    else
+        body(UE5M3());
+}
+
+// The number of every code of an element or of a scale.
+template <class Format>
+float number_of(int32_t code) {
+    if constexpr (is_integer<Format>)
+        return widen_integer<Format, float, int32_t>(code);
+    else
+        return widen<Format, float, int32_t>(code);
+}
+
+std::vector<float> numbers_of(LevelElement element) {
+    float codes[256];
+    for (int32_t code = 0; code < 256; ++code) {
+        switch (element) {
+            case LevelElement::e4m3:
+                codes[code] = number_of<E4M3>(code);
+                break;
+            case LevelElement::e5m2:
+                codes[code] = number_of<E5M2>(code);
+                break;
+            case LevelElement::int8:
+                codes[code] = number_of<Int8>(code);
+                break;
+            case LevelElement::e2m1:
+                codes[code] = number_of<E2M1>(code);
+                break;
+            case LevelElement::e2m3:
+                codes[code] = number_of<E2M3>(code);
+                break;
+            case LevelElement::e3m2:
+                codes[code] = number_of<E3M2>(code);
+                break;
+            case LevelElement::int4:
+                codes[code] = number_of<Int4>(code);
+                break;
+            case LevelElement::mxint8:
+                codes[code] = number_of<MxInt8>(code);
+                break;
+            default:
+                codes[code] = number_of<MxInt8Symmetric>(code);
+        }
+    }
+    std::vector<float> values;
+    for (int byte = 0; byte < 256; ++byte) {
+        if (elements_per_byte(element) == 2)
+            values.insert(values.end(), {codes[byte & 0xf], codes[byte >> 4]});
+        else
+            values.push_back(codes[byte]);
+    }
+    return values;
+}
+
+// The numbers of a row of stored scales.
+void scale_values(LevelScale scale, const void* scales, int64_t first, int64_t count, float* out) {
+    if (scale == LevelScale::float32) {
+        memcpy(out, static_cast<const float*>(scales) + first,
+               static_cast<size_t>(count) * sizeof(float));
+        return;
+    }
+    const uint8_t* codes = static_cast<const uint8_t*>(scales) + first;
+    if (scale == LevelScale::e8m0) {
+        for (int64_t i = 0; i < count; ++i) out[i] = e8m0_value<float, int32_t>(codes[i]);
+        return;
+    }
+    with_number(scale, [&](auto number) {
+        for (int64_t i = 0; i < count; ++i)
+            out[i] = widen<decltype(number), float, int32_t>(codes[i]);
+    });
+}
+
+}  // namespace
+
+void levels_quantize(const LevelsLayout& layout, const void* src, Dtype dtype, int64_t rows,
+                     int64_t cols, uint64_t seed, const LevelsResults* results, int threads) {
+    LevelsQuantization(layout, src, dtype, rows, cols, seed, results, threads).run(results);
+}
+
+void levels_decode(const LevelsLayout& layout, const LevelsData& from, void* out, Dtype dtype,
+                   int threads) {
+    const LevelsKernels& kernels = *active_kernels().levels;
+    const std::vector<float> values = numbers_of(layout.element);
+    const int per_byte = elements_per_byte(layout.element);
+    const int64_t high = from.block_rows == 0 ? std::max<int64_t>(from.rows, 1) : from.block_rows;
+    const int64_t wide = from.block_cols == 0 ? std::max<int64_t>(from.cols, 1) : from.block_cols;
+    const int64_t across = ceil_div(from.cols, wide);
+    const auto count = static_cast<size_t>(from.cols);
+    const bool one_factor = layout.second != SecondLevel::row;
+    std::vector<float> columns;
+    if (from.amaxes != nullptr && !one_factor && from.by_column) {
+        for (size_t i = 0; i < count; ++i) columns.push_back(from.amaxes[i] / layout.top);
+    }
+    in_parallel(from.rows, from.rows * from.cols, threads, [&](int64_t begin, int64_t end, int) {
+        std::vector<float> of_blocks(static_cast<size_t>(across)), scales(count);
+        for (int64_t row = begin; row < end; ++row) {
+            LevelsRun run{from.data + row * (from.cols / per_byte),
+                          from.cols,
+                          values.data(),
+                          per_byte,
+                          from.scales == nullptr ? nullptr : scales.data(),
+                          columns.empty() ? nullptr : columns.data(),
+                          1.0f};
+            if (from.amaxes != nullptr && columns.empty())
+                run.factor = from.amaxes[one_factor ? 0 : row] / layout.top;
+            if (from.scales != nullptr && (row == begin || row % high == 0)) {
+                scale_values(layout.scale, from.scales, row / high * across, across,
+                             of_blocks.data());
+                for (int64_t col = 0; col < from.cols; col += wide)
+                    std::fill(scales.begin() + col,
+                              scales.begin() + std::min(col + wide, from.cols),
+                              of_blocks[static_cast<size_t>(col / wide)]);
+            }
+            kernels.decode(run,
+                           static_cast<uint8_t*>(out) +
+                               static_cast<size_t>(row * from.cols) * element_bytes(dtype),
+                           dtype);
+        }
+    });
+}
+
+}  // namespace ottava

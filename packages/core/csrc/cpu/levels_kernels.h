@@ -1,0 +1,79 @@
+// The kernels of one instruction set for layouts of levels_jobs.h, and the operations that are
+// built on them. As kernels.h: only plain types, and nothing inline with external linkage.
+#pragma once
+
+#include <cstdint>
+
+#include "../levels_jobs.h"
+
+namespace ottava {
+
+// A strip has at most so many lanes and positions. Blocks and groups of a rotation end where strips
+// end.
+constexpr int64_t kStripLanes = 16;
+constexpr int64_t kStripPositions = 128;
+
+// One direction of a matrix, with the addresses of all its results.
+struct LevelsDirection {
+    const void* src;
+    Dtype dtype;
+    int64_t lane_step, position_step;  // in elements, one of which is 1
+    bool columnwise;
+    bool rotated;
+    float largest;  // what an infinite float32 scale becomes
+    uint64_t seed;
+    int64_t place_lane_step, place_position_step;  // of the places that random words depend on
+    const float* second;                           // the amaxes of the second level, or null
+    const float* amaxes;                           // of areas, or null: each block finds its own
+    int64_t amax_lane_step, amax_position_step;
+    uint8_t* data;
+    int64_t data_step;  // of lanes, or of positions if data are stored by position
+    bool by_position;
+    void* scales;
+    int64_t scale_lane_step, scale_position_step;
+};
+
+// A part of a direction: its first lane and position, and how many the matrix has there.
+struct LevelsStrip {
+    int64_t lane, position, lanes, positions;
+    int64_t ahead;  // elements from here to what is read from memory later
+};
+
+// A run of stored elements of one row.
+struct LevelsRun {
+    const uint8_t* data;
+    int64_t count;        // of elements, even if two share a byte
+    const float* values;  // of every code, or of every byte's two codes
+    int per_byte;
+    const float* scales;  // of every element, or null
+    const float* second;  // a factor of every element, or null
+    float factor;         // of all elements, if there is no `second`; 1 without a second level
+};
+
+struct LevelsKernels {
+    void (*quantize)(const LevelsLayout& layout, const LevelsDirection& direction,
+                     const LevelsStrip& strip);
+    // The amaxes of the lanes, after a rotation.
+    void (*amax)(const LevelsLayout& layout, const LevelsDirection& direction,
+                 const LevelsStrip& strip, float* out);
+    void (*decode)(const LevelsRun& run, void* out, Dtype dtype);
+};
+
+extern const LevelsKernels kLevelsPortable;
+#if defined(OTTAVA_X86)
+extern const LevelsKernels kLevelsAvx2;
+extern const LevelsKernels kLevelsAvx512;
+#endif
+#if defined(OTTAVA_NEON)
+extern const LevelsKernels kLevelsNeon;
+#endif
+
+// Operations (levels.cpp).
+
+// Rows and columns of a matrix that is not empty; `seed` counts if the layout is stochastic.
+void levels_quantize(const LevelsLayout& layout, const void* src, Dtype dtype, int64_t rows,
+                     int64_t cols, uint64_t seed, const LevelsResults* results, int threads);
+void levels_decode(const LevelsLayout& layout, const LevelsData& from, void* out, Dtype dtype,
+                   int threads);
+
+}  // namespace ottava
