@@ -69,6 +69,10 @@ LAYOUTS: dict[str, Layout] = {
         "E2M1", (1, 32), E8M0, "even", columnwise="transposed", shared=(32, 32)
     ),
     "int4-rows": Layout("INT4", (1, None), columnwise="transposed"),
+    "two-levels-own": Layout(E4M3, (1, 32), E4M3, second_level="row"),
+    "two-levels-4x4": Layout(E4M3, (4, 4), "UE5M3", columnwise="transposed", second_level="tensor"),
+    "two-levels-4x4-own": Layout(INT8, (4, 4), E4M3, second_level="tensor"),
+    "two-levels-same": Layout(E4M3, (4, 4), E4M3, columnwise="same", second_level="tensor"),
 }
 #: Rowwise and columnwise usage.
 USAGES = {"both": (True, True), "rowwise": (True, False), "columnwise": (False, True)}
@@ -112,6 +116,10 @@ ONLY_OTHER_BYTES = {
     "nvfp4-rows",
     "nvfp4-rotated-both",
     "mxfp4",
+    "two-levels-own",
+    "two-levels-4x4",
+    "two-levels-4x4-own",
+    "two-levels-same",
 }
 
 
