@@ -98,8 +98,8 @@ QUANTIZERS: dict[str, GridQuantizer] = {
 } | {"Float8Tensor": PerTensor(E4M3)}
 
 
-#: Rows of which one direction alone is rotated. A transpose has another layout then, and a product
-#: has no meaning of which one operand is rotated along the summed dimension.
+#: Rows whose layout rotates one direction alone. A transpose of theirs has another layout, and a
+#: product of a rotated and an unrotated operand is refused.
 ROTATED_ONCE = {
     name
     for name, layout in LAYOUTS.items()
