@@ -36,6 +36,7 @@ EVERY_PACKAGE = [
     "bisect",
 ]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
+BYTECODE = ROOT / ".nox" / "bytecode"
 # The tools of lint, types and docs by session.
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 # pytest must be below 9.2. With later versions pytest-xdist 3.8 does not see groups, and each
@@ -188,6 +189,30 @@ def install(
         # requirement.
         session.install("--upgrade", torch, env=environment)
     session.install(torch or torch_requirement(), *tools, *paths, *again, env=environment)
+    if _uses_uv(session):
+        _share_bytecode(session, version)
+
+
+def _share_bytecode(session: nox.Session, version: str) -> None:
+    """Let the libraries of all environments keep their bytecode in one folder.
+
+    Compiling the modules of torch and sympy that tests import takes over ten seconds of processor
+    time. uv links the same files into each environment, so that Python, which compares time and
+    size of a source with those in its bytecode, finds the bytecode of another environment valid.
+    """
+    site = next(Path(session.virtualenv.location).glob("lib/python*/site-packages"))
+    for library in site.iterdir():
+        # Wheels of ottava are built from sources that change.
+        if not library.is_dir() or library.name.startswith(("ottava", "__")):
+            continue
+        for folder, _, files in os.walk(library):
+            cache = Path(folder) / "__pycache__"
+            if not any(file.endswith(".py") for file in files):
+                continue
+            shared = BYTECODE / version / cache.relative_to(site)
+            shared.mkdir(parents=True, exist_ok=True)
+            if not cache.exists():
+                cache.symlink_to(shared)
 
 
 def _test(session: nox.Session, packages: list[str], *arguments: str) -> None:
@@ -371,7 +396,8 @@ def docs(session: nox.Session) -> None:
     install(session, *EVERY_PACKAGE, tools=TOOLS["docs"])
     output = ROOT / "docs" / "_build"
     shutil.rmtree(output, ignore_errors=True)
-    session.run("sphinx-build", "-W", "--keep-going", "-b", "html", "docs", str(output))
+    build = ["sphinx-build", "-W", "--keep-going", "-b", "html"]
+    session.run(*build, "docs", str(output), env=KEEP_BYTECODE)
 
 
 @nox.session

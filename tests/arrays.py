@@ -1,5 +1,6 @@
 """The array twin of :mod:`tests.oracle`: the same rules for whole tensors, with numpy.
 
+It has layouts with one level of scales and one byte for each element, rounded to nearest.
 ``tests/core/kernels/test_oracles.py`` compares the two, so other tests may use either.
 """
 
@@ -21,6 +22,16 @@ Sides = tuple[int | None, int | None]
 _FLOATS = {
     torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
     torch.float8_e5m2: ml_dtypes.float8_e5m2,
+    "E2M1": ml_dtypes.float4_e2m1fn,
+    "E2M3": ml_dtypes.float6_e2m3fn,
+    "E3M2": ml_dtypes.float6_e3m2fn,
+}
+#: The step, the least multiple of it, and the code of NaN.
+_INTEGERS = {
+    torch.int8: (1.0, -127, 0x80),
+    "INT4": (1.0, -7, 0x8),
+    "MXINT8": (2.0**-6, -128, 0x7F),
+    "MXINT8S": (2.0**-6, -127, 0x7F),
 }
 
 
@@ -36,21 +47,24 @@ class Bytes(NamedTuple):
 # -- elements --
 
 
-def encode(values: Array, element: torch.dtype) -> Array:
-    """The bytes of float32 values: to nearest even, saturating, with the element's code of NaN."""
+def encode(values: Array, element: torch.dtype | str) -> Array:
+    """The codes of float32 values: to nearest even, saturating, with the element's code of NaN."""
     limit, nan = oracle.MAX[oracle.NAMES[element]], np.isnan(values)
-    clipped = np.clip(np.where(nan, np.float32(0), values), -limit, limit)
-    if element is torch.int8:
-        codes, nan_code = np.rint(clipped).astype(np.int8), 0x80
-    else:
-        codes, nan_code = clipped.astype(_FLOATS[element]), 0x7F
+    numbers = np.where(nan, np.float32(0), values)
+    if element in _INTEGERS:
+        step, least, nan_code = _INTEGERS[element]
+        bits = oracle.ELEMENTS[oracle.NAMES[element]].bits
+        codes = np.rint(np.clip(numbers, least * step, limit) / step).astype(np.int8)
+        return np.where(nan, np.uint8(nan_code), codes.view(np.uint8) & ((1 << bits) - 1))
+    codes = np.clip(numbers, -limit, limit).astype(_FLOATS[element])
+    nan_code = oracle.ELEMENTS[oracle.NAMES[element]].nan
     return np.where(nan, np.uint8(nan_code), codes.view(np.uint8))
 
 
-def decode_elements(data: Array, element: torch.dtype) -> Array:
-    """The float64 values of bytes."""
-    name = oracle.NAMES[element]
-    return np.array([oracle.decode(code, name) for code in range(256)])[data]
+def decode_elements(data: Array, element: torch.dtype | str) -> Array:
+    """The float64 values of codes; bits above those of a code do not count."""
+    values = np.array(oracle.ELEMENTS[oracle.NAMES[element]].values)
+    return values[data & (len(values) - 1)]
 
 
 # -- scales --
@@ -78,7 +92,24 @@ def _codes_floor(amaxes: Array, element: oracle.Element) -> Array:
     return np.frexp(amaxes)[1] - 1 - element.exponent
 
 
-_E8M0_RULES = {"up": _codes_up, "floor": _codes_floor}
+def _codes_even(amaxes: Array, element: oracle.Element) -> Array:
+    half = 1 << 22 - element.mantissa
+    return ((amaxes.view(np.int32) + half) >> 23) - 127 - element.exponent
+
+
+def _codes_nearest(amaxes: Array, element: oracle.Element) -> Array:
+    products = amaxes * np.float32(1.0 / element.max)
+    # float64 tells the logarithms of float32 from those halfway between two integers.
+    exponents = np.rint(np.log2(products.astype(np.float64)))
+    return np.where(products == 0, -127, exponents)
+
+
+_E8M0_RULES = {
+    "up": _codes_up,
+    "floor": _codes_floor,
+    "even": _codes_even,
+    "nearest": _codes_nearest,
+}
 
 
 def _e8m0_scales(amaxes: Array, layout: Layout, dtype: torch.dtype) -> tuple[Array, Array]:
@@ -93,7 +124,26 @@ def _e8m0_values(codes: Array) -> Array:
     return np.where(codes == 255, np.nan, np.ldexp(1.0, codes.astype(int) - 127))
 
 
-_SCALES = {torch.float32: _float_scales, torch.float8_e8m0fnu: _e8m0_scales}
+def _narrow_scales(amaxes: Array, layout: Layout, dtype: torch.dtype) -> tuple[Array, Array]:
+    fmt = oracle.SCALES[layout.scale].number
+    factor = np.float32(1.0 / oracle.MAX[oracle.NAMES[layout.element]])
+    products = np.minimum(amaxes, np.float32(oracle.FLOAT32_MAX)) * factor
+    # Unsigned numbers of three bits after the leading one, from the least exponent on.
+    lowest = round(math.log2(fmt.positive[1])) + 3
+    exponents = np.where(products == 0, lowest, np.frexp(products)[1] - 1).clip(lowest)
+    steps = np.rint(np.ldexp(np.minimum(products, np.float32(fmt.max)), 3 - exponents))
+    codes = ((exponents - lowest) * 8 + steps).clip(0, len(fmt.positive) - 1)
+    codes = np.where(np.isnan(products), fmt.nan, codes).astype(np.uint8)
+    values = scale_values(codes, layout).astype(np.float32)
+    return np.minimum(np.float32(1) / values, np.float32(oracle.FLOAT32_MAX)), codes
+
+
+_SCALES = {
+    torch.float32: _float_scales,
+    torch.float8_e8m0fnu: _e8m0_scales,
+    torch.float8_e4m3fn: _narrow_scales,
+    "UE5M3": _narrow_scales,
+}
 
 
 def scales(amaxes: Array, layout: Layout, dtype: torch.dtype) -> tuple[Array, Array]:
@@ -104,7 +154,11 @@ def scales(amaxes: Array, layout: Layout, dtype: torch.dtype) -> tuple[Array, Ar
 
 def scale_values(stored: Array, layout: Layout) -> Array:
     """The numbers that stored scales are."""
-    return stored if layout.scale is torch.float32 else _e8m0_values(stored)
+    if layout.scale is torch.float32:
+        return stored
+    if layout.scale is torch.float8_e8m0fnu:
+        return _e8m0_values(stored)
+    return np.array(oracle.SCALES[layout.scale].number.values)[stored]
 
 
 # -- grids --
@@ -197,6 +251,6 @@ def _decode_rows(matrix: Array, stored: Array, layout: Layout, dtype: torch.dtyp
     with np.errstate(all="ignore"):
         # float64 holds the products exactly.
         products = decode_elements(matrix, layout.element) * factors.astype(np.float64)
-        if dtype is not torch.float64 or layout.scale is torch.float32:
+        if dtype is not torch.float64 or layout.scale is not torch.float8_e8m0fnu:
             products = products.astype(np.float32)
     return torch.from_numpy(np.array(products)).to(dtype)

@@ -29,6 +29,19 @@ DATA = torch.zeros(4, 8, dtype=torch.uint8)
 SCALES = torch.zeros(4, 1, dtype=torch.uint8)
 
 
+FOUR = Layout("E2M1", (1, 16), E4M3, columnwise="transposed", second_level="tensor")
+RANDOM = Layout(E4M3, (1, 32), torch.float8_e8m0fnu, "up", stochastic=True)
+SEED = torch.tensor(1)
+
+
+def levels(layout: Layout, x: torch.Tensor = X, **options: Any) -> Any:
+    return kernels.grid_quantize_levels(x, layout, **options)
+
+
+def decode_four(amax: Any) -> Any:
+    return kernels.grid_decode(DATA, SCALES, FOUR, torch.float32, amax=amax)
+
+
 def decode(data: Any = DATA, scales: Any = SCALES, **options: Any) -> Any:
     return kernels.grid_decode(data, scales, MX, options.pop("dtype", torch.float32), **options)
 
@@ -78,6 +91,24 @@ KERNELS: Cases = {
     "scales turned": (ShapeError, lambda: decode(scales=SCALES.t())),
     "scales of rows for columns": (ShapeError, lambda: decode(columnwise=True)),
     "scales elsewhere": (DeviceError, lambda: decode(scales=SCALES.to("meta"))),
+    "no seed": (OptionError, lambda: levels(RANDOM)),
+    "a seed in vain": (OptionError, lambda: levels(FOUR, seed=SEED)),
+    "a seed that is an int": (DTypeError, lambda: levels(RANDOM, seed=1)),
+    "a seed of int32": (DTypeError, lambda: levels(RANDOM, seed=SEED.int())),
+    "a seed of floats": (DTypeError, lambda: levels(RANDOM, seed=SEED.float())),
+    "two seeds": (ShapeError, lambda: levels(RANDOM, seed=torch.stack([SEED, SEED]))),
+    "a seed elsewhere": (DeviceError, lambda: levels(RANDOM, seed=SEED.to("meta"))),
+    "levels in no direction": (OptionError, lambda: levels(FOUR, rowwise=False, columnwise=False)),
+    "levels of float64": (DTypeError, lambda: levels(FOUR, x=X.double())),
+    "levels by a text": (DTypeError, lambda: kernels.grid_quantize_levels(X, FOUR.text)),  # type: ignore[arg-type]
+    "one level for two": (OptionError, lambda: kernels.grid_quantize(X, FOUR)),
+    "nearest for random": (OptionError, lambda: kernels.grid_quantize(X, RANDOM)),
+    "an amax in vain": (OptionError, lambda: decode(amax=ONE)),
+    "a wide amax of a level": (DTypeError, lambda: decode_four(amax=ONE.double())),
+    "two amaxes of a tensor": (ShapeError, lambda: decode_four(amax=torch.ones(2))),
+    "an amax of a level elsewhere": (DeviceError, lambda: decode_four(amax=ONE.to("meta"))),
+    "shared bytes without dimensions": (
+        ShapeError, lambda: kernels.grid_decode(DATA[0, 0], SCALES[:1], FOUR, torch.float32)),
     "a backend that is no name": (BackendError, lambda: kernels.use_backend([]).__enter__()),  # type: ignore[arg-type]
     "an unknown backend": (BackendError, lambda: kernels.use_backend("gpu").__enter__()),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ottava import Layout
 from ottava.errors import DTypeError, OptionError
-from ottava.layout import as_matrix_shape
+from ottava.layout import Rotation, as_matrix_shape
 from tests.copying import by_file, by_pickle
 
 E4M3, E5M2, E8M0, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.int8
@@ -26,6 +26,12 @@ ROUNDINGS: dict[Any, list[str]] = {
     "UE5M3": ["nearest"],
 }
 MX = Layout(E4M3, (1, 32), E8M0, "up")
+ROTATION = Rotation(16, 0xD7E8)
+#: Fields that others need.
+PACKED = {"element": "E2M1", "columnwise": "transposed"}
+LEVELS = {"scale": E4M3, "second_level": "row"}
+CANDIDATES = {"candidates": (1.0, 1.5)}
+TURNED = {"columnwise": "transposed"}
 TEXT = "float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"
 
 # Other fields, wrong values of one field, the error, and its words.
@@ -108,6 +114,71 @@ REFUSED: list[tuple[dict[str, Any], str, list[Any], type[Exception], str]] = [
         OptionError,
         "e8m0fnu.*epsilon.*finite_as.*scale=torch.float32",
     ),
+    ({}, "element", ["e2m1", "E5M3", "UE5M3", "E8M0", ""], DTypeError, "E2M1.*MXINT8S"),
+    (PACKED, "columnwise", ["own"], OptionError, "E2M1.*columnwise='transposed'.*sums over"),
+    (PACKED, "block", [(1, 15), (16, 1), (4, 5)], OptionError, "E2M1.*even number of columns"),
+    ({"element": "INT4"}, "columnwise", ["own"], OptionError, "INT4.*columnwise='transposed'"),
+    ({}, "second_level", ["rows", "", None, True], OptionError, "second_level.*none, tensor, row"),
+    ({}, "second_level", ["tensor", "row"], OptionError, "over scales in float32.*'UE5M3'"),
+    ({"scale": E8M0, "rounding": "up"}, "second_level", ["row"], OptionError, "e8m0fnu.*'UE5M3'"),
+    (LEVELS, "block", [(2, 32), (None, 32), (32, 32)], OptionError, "'row'.*blocks of one row"),
+    (LEVELS, "shared", [(32, 32)], OptionError, "'row'.*shared=None"),
+    ({"scale": E4M3}, "bound", [256.0, 0, ""], OptionError, "bound is .* without a second level"),
+    (
+        LEVELS,
+        "bound",
+        [0, -1.0, 448.5, math.nan, math.inf, True, "256"],
+        OptionError,
+        "bound is .*at most 448.0",
+    ),
+    (LEVELS | {"scale": "UE5M3"}, "bound", [114689], OptionError, "bound is .*at most 114688.0"),
+    (
+        LEVELS,
+        "candidates",
+        [
+            (1.0,),
+            (1, 0),
+            (1, -1.5),
+            (1, math.nan),
+            (1, 1e39),
+            (1, True),
+            ("1", 2),
+            [1, 1.5],
+            1,
+            None,
+        ],
+        OptionError,
+        "candidates is .*two or more",
+    ),
+    (LEVELS, "error", ["MSE"], OptionError, "'MSE' without candidates"),
+    (LEVELS | CANDIDATES, "error", ["mae", "", None], OptionError, "error.*MAE, MSE"),
+    (LEVELS | CANDIDATES, "stochastic", [True], OptionError, "one of them alone.*nearest"),
+    (LEVELS | CANDIDATES, "rotation", [ROTATION], OptionError, "one of them alone.*nearest"),
+    ({}, "stochastic", [1, 0, None, "True"], OptionError, "stochastic.*True or False"),
+    (TURNED, "rotation", [16, (16, 0, "both"), True, ""], OptionError, "rotation is .*Rotation"),
+    (
+        TURNED,
+        "rotation",
+        [Rotation(size, 0) for size in (0, 8, 24, 256, 16.0, True)],  # type: ignore[arg-type]
+        OptionError,
+        "a rotation of .*16, 32, 64 or 128",
+    ),
+    (
+        TURNED,
+        "rotation",
+        [Rotation(16, signs) for signs in (-1, 1 << 16, 1.0, False)],  # type: ignore[arg-type]
+        OptionError,
+        "signs .*an integer of 16 bits",
+    ),
+    (TURNED, "rotation", [Rotation(16, 0, "rows")], OptionError, "directions.*columnwise, both"),
+    ({}, "rotation", [ROTATION], OptionError, "rotated columns.*columnwise='transposed'"),
+    (
+        {"columnwise": "transposed", "rotation": ROTATION},
+        "block",
+        [(16, 16), (None, None)],
+        OptionError,
+        "same values.*no squares",
+    ),
 ]
 
 
@@ -136,6 +207,32 @@ def test_the_text() -> None:
             "float8_e4m3fn/128x128/float32/floor/0.0/transposed/None/input",
             Layout(E4M3, (128, 128), rounding="floor", columnwise="transposed", finite_as="input"),
         ),
+        (
+            "E2M1/1x16/float8_e4m3fn/nearest/0.0/transposed/None/float32"
+            "/second_level=tensor/stochastic=True/rotation=16:0xd7e8:columnwise",
+            Layout(
+                "E2M1",
+                (1, 16),
+                E4M3,
+                columnwise="transposed",
+                second_level="tensor",
+                stochastic=True,
+                rotation=ROTATION,
+            ),
+        ),
+        (
+            "MXINT8/16x16/UE5M3/nearest/0.0/own/None/float32"
+            "/second_level=tensor/bound=256.0/candidates=1.0x1.5/error=MSE",
+            Layout(
+                "MXINT8",
+                (16, 16),
+                "UE5M3",
+                second_level="tensor",
+                bound=256,
+                candidates=(1, 1.5),
+                error="MSE",
+            ),
+        ),
     ):
         assert layout.text == text
         assert Layout.of(text) == layout
@@ -143,8 +240,20 @@ def test_the_text() -> None:
     assert "text" not in repr(MX)
 
 
+NAMED_FIELDS = [
+    *[
+        "/second_level=tensor",
+        "/bound=1.0",
+        "/candidates=1.0",
+        "/candidates=1.0xx2.0",
+        "/error=MSE",
+    ],
+    *["/stochastic=true", "/stochastic=1", "/rotation=16", "/rotation=16:x:both", "/text=mx"],
+    *["/rotation=16:0x1:both:1", "/element=INT4", "/second_level", "/second_level=none=none", "/="],
+]
 NO_TEXTS = [
     *["", "mx", "/" * 7, TEXT + "/", TEXT.removesuffix("/float32"), None, 3, b"x", [TEXT], MX],
+    *[TEXT + words for words in NAMED_FIELDS],
     *[
         TEXT.replace(old, new)
         for old, new in [
@@ -191,8 +300,14 @@ def layouts(draw: st.DrawFn) -> Layout:
     columnwise = ["own", "transposed", *(["same"] if block[0] == block[1] else [])]
     epsilons = st.just(0) | st.floats(0, torch.finfo(torch.float32).max) | st.integers(0, 10**9)
     of_floats = scale is torch.float32
+    fields = draw(later_fields(scale, block, shared))
+    elements = [E4M3, E5M2, INT8, "E2M3", "E3M2", "MXINT8", "MXINT8S"]
+    if fields.get("rotation") is not None:
+        columnwise = ["transposed"]
+    if "transposed" in columnwise and (block[1] or 0) % 2 == 0 and draw(st.booleans()):
+        elements, columnwise = ["E2M1", "INT4"], ["transposed"]
     return Layout(
-        draw(st.sampled_from([E4M3, E5M2, INT8])),
+        draw(st.sampled_from(elements)),
         block,
         scale,
         draw(st.sampled_from(ROUNDINGS[scale])),
@@ -200,7 +315,31 @@ def layouts(draw: st.DrawFn) -> Layout:
         draw(st.sampled_from(columnwise)),
         shared,
         draw(st.sampled_from(["float32", *(["input"] if of_floats else [])])),
+        **fields,
     )
+
+
+@st.composite
+def later_fields(draw: st.DrawFn, scale: Any, block: Any, shared: Any) -> dict[str, Any]:
+    """The fields that a text has by name."""
+    fields: dict[str, Any] = {}
+    if scale in (E4M3, "UE5M3"):
+        levels = ["none", "tensor", *(["row"] if block[0] == 1 and shared is None else [])]
+        fields["second_level"] = draw(st.sampled_from(levels))
+        if fields["second_level"] != "none":
+            fields["bound"] = draw(st.none() | st.integers(1, 448) | st.floats(1e-3, 448.0))
+    if draw(st.booleans()):
+        factors = st.integers(1, 9) | st.floats(2.0**-100, 2.0**100)
+        fields["candidates"] = tuple(draw(st.lists(factors, min_size=2, max_size=4)))
+        fields["error"] = draw(st.sampled_from(["MAE", "MSE"]))
+        return fields
+    fields["stochastic"] = draw(st.booleans())
+    rows, columns = shared or block
+    if rows != columns and draw(st.booleans()):
+        size = draw(st.sampled_from([16, 32, 64, 128]))
+        directions = draw(st.sampled_from(["rowwise", "columnwise", "both"]))
+        fields["rotation"] = Rotation(size, draw(st.integers(0, 2**size - 1)), directions)
+    return fields
 
 
 def known_anew(text: str) -> Layout:
@@ -241,6 +380,23 @@ def test_equality() -> None:
         Layout(E4M3, (1, 32), E8M0, "up", columnwise="transposed"),
         Layout(E4M3, (1, 32), E8M0, "up", shared=(32, 32)),
         Layout(E4M3, (1, 32), finite_as="input"),
+        *[
+            Layout(E4M3, (1, 32), E4M3, columnwise="transposed", **fields)
+            for fields in (
+                {},
+                {"second_level": "tensor"},
+                {"second_level": "row"},
+                {"second_level": "row", "bound": 256},
+                {"candidates": (1, 1.5)},
+                {"candidates": (1.5, 1)},
+                {"candidates": (1, 1.5), "error": "MSE"},
+                {"stochastic": True},
+                {"rotation": ROTATION},
+                {"rotation": Rotation(16, 0xD7E8, "both")},
+                {"rotation": Rotation(32, 0xD7E8)},
+                {"rotation": Rotation(16, 0xD7E9)},
+            )
+        ],
     ]
     assert len({MX, same, *others}) == 1 + len(others)
     assert len({layout.text for layout in (MX, *others)}) == 1 + len(others)
@@ -271,6 +427,11 @@ NAMED = {
     "1 x 128": Layout(E4M3, (1, 128), columnwise="transposed"),
     "128 x 128": Layout(E4M3, (128, 128), columnwise="transposed"),
     "8 x 64": Layout(INT8, (8, 64)),
+    "packed": Layout("E2M1", (1, 16), E4M3, columnwise="transposed", second_level="row"),
+    "rotated": Layout(E4M3, (1, 16), E4M3, columnwise="transposed", rotation=ROTATION),
+    "rotated rows": Layout(
+        "E2M1", (1, 32), E8M0, "up", columnwise="transposed", rotation=Rotation(64, 1, "rowwise")
+    ),
 }
 
 
@@ -285,6 +446,12 @@ SHAPES = [
     ("1 x 128", (2, 65, 300), (2, 65, 300), (130, 3), (300, 2, 65), (300, 2)),
     ("1 x 128", (2, 3, 0), (2, 3, 0), (6, 0), (0, 2, 3), (0, 1)),
     ("8 x 64", (20, 100), (20, 100), (3, 2), (20, 100), (1, 13)),
+    ("packed", (2, 9, 35), (2, 9, 18), (18, 3), (35, 9), (35, 2)),
+    ("packed", (), (1,), (1, 1), (1, 1), (1, 1)),
+    ("packed", (0, 5), (0, 3), (0, 1), (5, 0), (5, 0)),
+    ("rotated", (2, 9, 35), (2, 9, 35), (18, 3), (35, 32), (35, 2)),
+    ("rotated rows", (3, 65), (3, 64), (3, 4), (65, 2), (65, 1)),
+    ("rotated rows", (), (32,), (1, 2), (1, 1), (1, 1)),
 ]
 
 
@@ -300,15 +467,22 @@ def test_shapes_of_data_and_scales(row: Any) -> None:
         matrix, block = layout.stored_matrix(data, columnwise), layout.stored_block(columnwise)
         counts = [1 if b is None else -(-n // b) for n, b in zip(matrix, block, strict=True)]
         assert scales == tuple(counts)
-        assert math.prod(matrix) == math.prod(shape)
+        if layout.is_plain(columnwise):
+            assert math.prod(matrix) == math.prod(shape)
 
 
 def test_what_follows() -> None:
     assert {n for n, a in NAMED.items() if a.square} == {"squares", "tensor", "128 x 128"}
-    assert {n for n, a in NAMED.items() if a.transposed} == {"1 x 128", "128 x 128"}
+    turned = {"1 x 128", "128 x 128", "packed", "rotated", "rotated rows"}
+    assert {n for n, a in NAMED.items() if a.transposed} == turned
+    assert {n for n, a in NAMED.items() if a.elements_per_byte == 2} == {"packed", "rotated rows"}
+    amaxes = [NAMED["packed"].amax_shape((2, 9, 35), side) for side in (False, True)]
+    assert amaxes == [(18,), (35,)]
+    assert Layout(E4M3, (4, 4), E4M3, second_level="tensor").amax_shape((2, 9), True) == ()
+    assert MX.amax_shape((2, 9), False) is None
     assert {n for n, a in NAMED.items() if a.one_buffer} == {"tensor"}
     codes = {n for n, a in NAMED.items() if a.stored_scale is torch.uint8}
-    assert codes == {"MX", "squares"}
+    assert codes == {"MX", "squares", "packed", "rotated", "rotated rows"}
     assert all(a.stored_scale is torch.float32 for n, a in NAMED.items() if n not in codes)
     shared, wide = NAMED["squares"], NAMED["8 x 64"]
     for layout, blocks, areas in (

@@ -41,12 +41,6 @@ def assert_compiles(model: torch.nn.Module, sizes: tuple[int, ...], *, dynamic: 
     assert dynamic or counter.frame_count == 1
 
 
-def test_a_state_that_changes_in_each_step_is_no_reason_to_compile_again() -> None:
-    layers = ottava.nn.Linear(32, 16), ottava.nn.TransposedLinear(16, 8)
-    model = ottava.convert(torch.nn.Sequential(*layers), "delayed")
-    assert_compiles(model, (8,) * 4, dynamic=False)
-
-
 def hybrid(role: Any) -> HybridQuantizer:
     sides = [CurrentScalingQuantizerRef(torch.float8_e4m3fn, eps=eps) for eps in (1e-3, 1e-2)]
     return HybridQuantizer(*sides)
@@ -60,19 +54,21 @@ NUMBERS: dict[str, Callable[[], ottava.Recipe]] = {
 }
 
 
-def test_recipes_compile_side_by_side() -> None:
-    """The conformance tests of these recipes compile in the long run alone."""
+def test_recipes_compile_side_by_side_and_once_for_all_steps() -> None:
+    """A state that changes in each step is no reason to compile again. The conformance tests of
+    the recipes without a state compile in the long run alone."""
     rows, blocks = (GridQuantizer(Layout(E4M3, block)) for block in ((1, None), (2, 2)))
     sides = HybridQuantizer(rows, blocks)
-    names = "current", "rowwise", "blockwise", "mx", "nvfp4"
-    layers = [ottava.nn.Linear(32, 32, recipe=name) for name in names]
+    names = "delayed", "current", "rowwise", "blockwise", "mxfp8", "mx", "nvfp4"
+    layers: list[torch.nn.Module] = [ottava.nn.Linear(32, 32, recipe=name) for name in names]
+    layers.append(ottava.nn.TransposedLinear(32, 32, recipe="delayed"))
     # Plain code of torch is the slowest to compile, so these weights are not quantized in it.
     for recipe in ("custom", CustomRecipe(lambda role: sides)):
         with ottava.quantized_model_init(recipe):
             layers.append(ottava.nn.Linear(32, 32, recipe=recipe))
     # Equal seeds: some gradients are rounded at random.
     with fixed_seed():
-        assert_compiles(torch.nn.Sequential(*layers), (8, 8), dynamic=False)
+        assert_compiles(torch.nn.Sequential(*layers), (8,) * 4, dynamic=False)
 
 
 class Tied(torch.nn.Module):

@@ -119,7 +119,7 @@ def train_quantized(net: Any, run: Any) -> list[torch.Tensor]:
         pytest.param(1, lambda net: net, id="one layer", marks=pytest.mark.slow),
         pytest.param(2, lambda net: net, id="two layers"),
         pytest.param(1, write_and_copy, id="written to and copied"),
-        pytest.param(1, run_and_copy, id="a copy of one that ran"),
+        pytest.param(1, run_and_copy, id="a copy of one that ran", marks=pytest.mark.slow),
     ],
 )
 def test_quantized_weights_are_recorded_from_the_first_step(

@@ -8,6 +8,7 @@ from ottava.formats import Format
 from ottava_testing import RecipeConformance
 
 
+@pytest.mark.compiled_together
 class TestMXFP8(RecipeConformance):
     recipe = "mxfp8"
 

@@ -95,7 +95,7 @@ def test_scales(code_path: str, name: str) -> None:
 
 
 def any_scales(shape: tuple[int, ...], layout: Layout) -> Tensor:
-    if layout.scale is E8M0:
+    if layout.stored_scale is torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8)
     scales = samples.wide(*shape, seed=3, sigma=20.0)
     unusual = torch.tensor(samples.SPECIAL)[torch.randint(len(samples.SPECIAL), shape)]
@@ -264,14 +264,27 @@ def gfloat_blocks() -> Iterator[np.ndarray[Any, Any]]:
     yield np.linspace(50000, 65535, 32, dtype=np.float32)
 
 
+#: The names of gfloat by ours.
+GFLOAT = {
+    "e4m3": "mxfp8_e4m3",
+    "e5m2": "mxfp8_e5m2",
+    "e2m3": "mxfp6_e2m3",
+    "e3m2": "mxfp6_e3m2",
+    "e2m1": "mxfp4_e2m1",
+    "mxint8": "mxint8",
+}
+
+
 @pytest.mark.parametrize("rounding", ["floor", "up"])
+@pytest.mark.parametrize("fmt", GFLOAT)
 def test_mx_blocks_are_those_of_gfloat(fmt: str, rounding: str) -> None:
     """Another implementation, which has the rule "floor"; with "up" it is given our scales.
 
     Not compared: NaN, infinities and scales at the ends of the range, for which its rules differ.
     """
-    layout = Layout(oracle.ELEMENTS[fmt].dtype, (1, 32), E8M0, rounding)
-    info = getattr(gfloat.formats, f"format_info_mxfp8_{fmt}")
+    element = oracle.ELEMENTS[fmt].name
+    layout = Layout(element, (1, 32), E8M0, rounding, columnwise="transposed")
+    info = getattr(gfloat.formats, f"format_info_{GFLOAT[fmt]}")
     blocks = np.stack(list(gfloat_blocks()))
     data, scales, _, _ = kernels.grid_quantize(torch.from_numpy(blocks), layout, columnwise=False)
     values = kernels.grid_decode(data, scales, layout, torch.float64).numpy()

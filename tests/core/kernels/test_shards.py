@@ -179,12 +179,12 @@ def test_more_tensors_than_a_table_holds() -> None:
     shards = Shards()
     # A table has jobs of one dtype and format, and a shard without elements has no job. The tables
     # of the module for these tests have at most 137 jobs of tensors, and 45 of matrices.
-    for i in range(150):
+    for i in range(142):
         count = 1 + i % 5
         dtype = samples.DTYPES[i % 3]
         shards.add(weight(count, i % 9), dtype, (1, count), 0, PER_TENSOR[0], i % 64)
     matrices = Shards()
-    for i in range(60):
+    for i in range(48):
         shape = (i % 4 + 1, i % 5 + 1)
         start = i % 2
         count = max(math.prod(shape) - start, 0)

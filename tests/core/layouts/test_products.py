@@ -83,11 +83,12 @@ def _rotations_differ(a: Any, b: Any, kind: str) -> bool:
 
 @EACH
 def test_scales_far_apart_do_not_overflow(name: str) -> None:
-    """No product of the two scales could hold them."""
+    """No product of the two scales could hold them. Scales of eight bits do not hold them."""
     a, b = (QUANTIZERS[name](torch.full((16, 256), value)) for value in (1e-30, 1e30))
     got = gemm(a, b, out_dtype=torch.float32)
     layout = QUANTIZERS[name].layout
-    if not layout.epsilon:
+    fits = layout.second_level != "none" or layout.scale in (torch.float32, torch.float8_e8m0fnu)
+    if fits and not layout.epsilon:
         # An element of four bits may be a quarter off.
         assert ((got - 256).abs() < (150 if layout.format.bits == 4 else 20)).all()
     factors = [q.dequantize() for q in (a, b)]

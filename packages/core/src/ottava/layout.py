@@ -160,7 +160,8 @@ class Layout:
         error: the error that candidates are compared by: the sum over the block of magnitudes
             (``"MAE"``) or squares (``"MSE"``).
         stochastic: whether elements are rounded to one of their two neighbours at random, in
-            proportion to the distances. Quantizing then takes a seed.
+            proportion to the distances. Quantizing then takes a seed. Both directions of squares
+            are rounded alike.
         rotation: a :class:`Rotation`, or None.
         text: the layout in one line, for example
             ``"float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"``, with
@@ -374,14 +375,15 @@ class Layout:
 
         Rowwise data have the shape of the tensor. Data that are stored transposed have the last
         dimension first, and are a matrix if elements share bytes or groups are padded. The last
-        dimension counts bytes.
+        dimension counts bytes; a tensor without dimensions whose elements share bytes or whose
+        groups are padded has one.
         """
         rows, columns = self.padded(as_matrix_shape(shape), columnwise)
         if columnwise and self.transposed:
             if self.is_plain(columnwise):
                 return (*shape[-1:], *shape[:-1])
             return columns, -(-rows // self.elements_per_byte)
-        if not shape and self.elements_per_byte == 1:
+        if not shape and self.is_plain(columnwise):
             return ()
         return *shape[:-1], -(-columns // self.elements_per_byte)
 

@@ -127,6 +127,11 @@ def check_grid(
     """
     check_layout(layout)
     check_data(data)
+    if layout.elements_per_byte > 1 and not data.dim():
+        raise ShapeError(
+            f"data of {layout.element} elements have no dimensions",
+            expected="at least one, because elements share bytes along the last",
+        )
     check_tensor(scales, name, layout.stored_scale)
     expected = grid_of(
         layout.stored_matrix(data.shape, columnwise), layout.stored_block(columnwise)

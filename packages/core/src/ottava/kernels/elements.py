@@ -100,14 +100,14 @@ def _float_of(code: int, fmt: FloatFormat) -> float:
 
 
 def decode(codes: Tensor, fmt: ElementFormat) -> Tensor:
-    """The float32 values of codes, uint8."""
+    """The float32 values of codes, uint8. Bits above those of the format do not count."""
     if fmt.torch_dtype is not torch.uint8:
         values = codes.contiguous().view(fmt.torch_dtype).to(torch.float32)
         if isinstance(fmt, IntegerFormat):
             values = values.masked_fill(codes == fmt.nan_code, math.nan)
         return values
     table = torch.tensor(values_of_codes(fmt), dtype=torch.float32, device=codes.device)
-    return table[codes.to(torch.int64)]
+    return table[(codes & (len(table) - 1)).to(torch.int64)]
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ottava.kernels.scales import (
     multipliers_of,
     scale_values,
     scales_of,
+    sums_of_blocks,
     top_of,
 )
 from ottava.layout import Block, Layout, as_matrix_shape, grid_of
@@ -246,14 +247,23 @@ def _quantized_direction(
     def spread_blocks(per_block: Tensor) -> Tensor:
         return spread(per_block, layout.block, rows.shape)
 
+    def sums(errors: Tensor) -> Tensor:
+        # The rows of squares are those of the tensor, so that both directions choose alike.
+        turned = columnwise and layout.square
+        area = layout.shared or layout.block
+        per_area = sums_of_blocks(errors.t() if turned else errors, area)
+        return for_blocks(per_area.t() if turned else per_area, layout, False, rows.shape)
+
     if layout.candidates:
-        factors, stored = choice(rows, amaxes, layout, x.dtype, largest, spread_blocks)
+        factors, stored = choice(rows, amaxes, layout, x.dtype, largest, spread_blocks, sums)
     else:
         factors, stored = scales_of(amaxes, layout, x.dtype, largest)
     random = None
     if layout.stochastic:
         assert seed is not None
-        random = random_words(seed, _places(rows, matrix.shape[1], columnwise), int(columnwise))
+        # Both directions of squares hold the same values, and so are rounded alike.
+        stream = int(columnwise and not layout.square)
+        random = random_words(seed, _places(rows, matrix.shape[1], columnwise), stream)
     data = encode(rows * spread_blocks(factors), layout.format, random)
     if layout.elements_per_byte == 2:
         data = pack(data)

@@ -241,18 +241,20 @@ def choice(
     dtype: torch.dtype,
     largest: Tensor | None,
     spread: Callable[[Tensor], Tensor],
+    sums: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """:func:`scales_of` with the candidate of the least error for each block, the first of equals.
 
     Args:
         rows: the values, a float32 matrix.
         spread: repeats the entry of each block for each of its elements.
+        sums: the sum over the block, or over the area that shares its scale, for each block.
     """
     chosen: tuple[Tensor, Tensor] | None = None
     least = amax
     for factor in layout.candidates:
         multipliers, codes = _candidate(amax, factor, layout, dtype, largest)
-        error = _error(rows, multipliers, codes, layout, largest, spread)
+        error = sums(_errors(rows, multipliers, codes, layout, largest, spread))
         if chosen is None:
             chosen, least = (multipliers, codes), error
             continue
@@ -281,7 +283,7 @@ def _candidate(
     return _multipliers(codes, number, second), codes
 
 
-def _error(
+def _errors(
     rows: Tensor,
     multipliers: Tensor,
     codes: Tensor,
@@ -289,7 +291,7 @@ def _error(
     largest: Tensor | None,
     spread: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The error of each block, if it has these scales, summed in float32 in a fixed order."""
+    """The error of each element, if blocks have these scales, in float32."""
     elements = decode(encode(rows * spread(multipliers), layout.format), layout.format)
     values = elements * spread(scale_values(codes, layout).to(torch.float32))
     if largest is not None:
@@ -298,11 +300,11 @@ def _error(
     errors = (values - rows).abs()
     if layout.error == "MSE":
         errors = errors * errors
-    return _sums_of_blocks(errors, layout.block)
+    return errors
 
 
-def _sums_of_blocks(errors: Tensor, block: Block) -> Tensor:
-    """The sums of the columns of a block in order, then of its rows by halves."""
+def sums_of_blocks(errors: Tensor, block: Block) -> Tensor:
+    """The sums of the columns of a block in order, then of its rows by halves, in float32."""
     height, width = (
         min(side or max(size, 1), max(size, 1)) if side is None else side
         for side, size in zip(block, errors.shape, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ottava.gemm import as_matrix
+from ottava.kernels.scales import scale_values
 from ottava.tensors import QuantizedTensorStorage
 from ottava_debug.measures import Measures, exponents, loss_sums, measures_of
 from ottava_debug.sums import Sums, add, by_name
@@ -208,11 +209,8 @@ def _scales(quantized: QuantizedTensorStorage, columnwise: bool) -> Sums:
     layout = getattr(quantized, "grid_layout", None)
     if operand is None or layout is None or not operand[1].numel():
         return {}
-    scales = operand[1]
-    if scales.dtype == torch.uint8:
-        scales = scales.view(layout.scale)
-    factors = scales.float()
-    stored = scales.view(torch.uint8) if layout.scale == torch.float8_e8m0fnu else factors
+    stored = operand[1]
+    factors = scale_values(stored, layout).float()
     extremes = torch.stack([end.double() for end in (*factors.aminmax(), *stored.aminmax())])
     return dict(zip(_SCALES, extremes.tolist(), strict=True))
 
