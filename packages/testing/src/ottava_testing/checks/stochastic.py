@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -62,22 +61,18 @@ def stochastic_seeds(subject: Subject) -> None:
         require_same(f"{title} gives", results, expected)
 
 
-def _pairs(group: int = 16, rows: int = 48) -> torch.Tensor:
-    """``[rows, 128]`` with two values in each row, in one group of 16, whose magnitudes sum to 1.
+def _pairs(rows: int = 384) -> torch.Tensor:
+    """``[rows, 16]`` with two values in each row, whose magnitudes sum to 1.
 
-    No element saturates, whatever group of 16 or more has a scale, or is rotated: a rotation leaves
-    magnitudes that are their sum and their difference, up to one factor for all.
+    No element saturates, whatever group has a scale, or is rotated: a rotation leaves magnitudes
+    that are their sum and their difference, up to one factor for all.
     """
     random = torch.Generator().manual_seed(7)
-    values = torch.zeros(rows, 128)
-    for row in range(rows):
-        start = group * (row % (128 // group))
-        first, second = (start + torch.randperm(group, generator=random)[:2]).tolist()
-        difference_of_pair, *signs = torch.rand(3, generator=random).tolist()
-        for place, sign, part in ((first, signs[0], 1.0), (second, signs[1], -1.0)):
-            magnitude = (1.0 + part * 0.4 * difference_of_pair) / 2
-            values[row, place] = math.copysign(magnitude, sign - 0.5)
-    return values
+    places = torch.rand(rows, 16, generator=random).argsort(1)[:, :2]
+    half = 0.2 * torch.rand(rows, 1, generator=random)
+    magnitudes = torch.cat([0.5 + half, 0.5 - half], 1)
+    signs = torch.randint(2, (rows, 2), generator=random) * 2.0 - 1.0
+    return torch.zeros(rows, 16).scatter_(1, places, magnitudes * signs)
 
 
 @check(STOCHASTIC)
