@@ -76,6 +76,10 @@ LAYOUTS: dict[str, Layout] = {
     "mxfp4": _mx("E2M1", "even"),
     "mxfp4-squares": _mx("E2M1", "even", shared=(32, 32)),
     "int4-rows": Layout("INT4", (1, None), columnwise="transposed"),
+    "two-levels-own": Layout(E4M3, (1, 32), E4M3, second_level="row"),
+    "two-levels-4x4": Layout(E4M3, (4, 4), "UE5M3", columnwise="transposed", second_level="tensor"),
+    "two-levels-4x4-own": Layout(INT8, (4, 4), E4M3, second_level="tensor"),
+    "two-levels-same": Layout(E4M3, (4, 4), E4M3, columnwise="same", second_level="tensor"),
 }
 #: Layouts with packed elements, a second level, candidates, a rotation or stochastic rounding.
 LEVELS: dict[str, Layout] = {
@@ -148,8 +152,8 @@ QUANTIZERS: dict[str, GridQuantizer] = {
 } | {"Float8Tensor": PerTensor(E4M3)}
 
 
-#: Rows of which one direction alone is rotated. A transpose has another layout then, and a product
-#: has no meaning of which one operand is rotated along the summed dimension.
+#: Rows whose layout rotates one direction alone. A transpose of theirs has another layout, and a
+#: product of a rotated and an unrotated operand is refused.
 ROTATED_ONCE = {
     name
     for name, layout in LAYOUTS.items()
@@ -173,7 +177,10 @@ ONLY_OTHER_BYTES = {
     "nvfp4-rows",
     "nvfp4-rotated-both",
     "mxfp4",
-    "mxfp4-squares",
+    "two-levels-own",
+    "two-levels-4x4",
+    "two-levels-4x4-own",
+    "two-levels-same",
 }
 
 

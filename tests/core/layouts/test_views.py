@@ -26,6 +26,7 @@ from tests.core.layouts.layouts import (
     ROTATED_ONCE,
     USAGES,
     assert_directions,
+    boundary,
     inner,
 )
 from tests.samples import wide
@@ -335,6 +336,22 @@ def test_views_of_views(
         return
     plain.copy_(view.dequantize())
     assert_same(whole.dequantize(), values.contiguous())
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, layout in LAYOUTS.items() if layout.square and layout.transposed]
+)
+def test_views_of_squares_follow_the_rows(name: str) -> None:
+    """A view keeps no columns that were made of rows which other code writes to."""
+    make, step = small(name), boundary(name)
+    for op in (lambda t: t.t(), lambda t: t[step:], lambda t: t[:, step:]):
+        whole = make(wide(2 * step, 2 * step))
+        view = op(whole)
+        rows: torch.Tensor = getattr(whole, whole.data_names[0])
+        rows.zero_()
+        assert not view.dequantize().any()
+        for columnwise in (False, True):
+            assert not view.for_usage(columnwise).data.any()
 
 
 @EACH

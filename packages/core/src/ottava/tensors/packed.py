@@ -237,20 +237,26 @@ class PackedTensor(GridTensor, PackedTensorStorage):
 
     Views keep the class and share the data where they consist of whole blocks, bytes and groups of
     the rotation, in every direction held. So do transposes of matrices, unless one direction alone
-    is rotated. Other views give a :class:`DequantizedView`. The strides are always those of a
-    contiguous tensor. Arguments and errors: :class:`PackedTensorStorage`'s, and those of every
-    :class:`~ottava.QuantizedTensor`.
+    is rotated. Other views give a :class:`DequantizedView`. Where elements share bytes or are
+    padded, the strides are those of a contiguous tensor, however the data lie in memory. Arguments
+    and errors: :class:`PackedTensorStorage`'s, and those of every :class:`~ottava.QuantizedTensor`.
     """
 
     @classmethod
     def laid_out_like(cls, declared: Declared) -> torch.Tensor | None:
-        return None
+        layout = cls.layout_of(declared)
+        is_plain = layout.is_plain(False) and layout.is_plain(True)
+        return super().laid_out_like(declared) if is_plain else None
 
     @classmethod
     def _placement(
         cls, arguments: Declared, shape: Sequence[int] | None, tensors: Sequence[torch.Tensor]
     ) -> tuple[Sequence[int], Sequence[int] | None, int | torch.SymInt | None]:
-        return _shape_of(arguments, cls.layout_of(arguments), shape), None, None
+        size = _shape_of(arguments, cls.layout_of(arguments), shape)
+        like = cls.laid_out_like(arguments)
+        if like is None:
+            return size, None, None
+        return size, like.stride(), like.storage_offset()
 
     def of_zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
         rows, columns = (
@@ -430,12 +436,20 @@ class PackedTensor(GridTensor, PackedTensorStorage):
         """The transpose of a matrix: rows become columns, and columns rows."""
         rotation, layout = self.grid_layout.rotation, self.grid_layout
         is_alike = rotation is None or rotation.directions == "both"
-        if self.dim() != 2 or not layout.transposed or not is_alike:
+        if self.dim() != 2 or not is_alike:
             return NotImplemented  # type: ignore[no-any-return]
         rows, columns, _ = self._sources()
+        if not layout.transposed:
+            # Elements that lie in the order of the tensor have a byte each.
+            rows, columns = (
+                None if side is None else Direction(side.data.t(), side.scales.t(), side.amax)
+                for side in (rows, columns)
+            )
+        if not layout.one_buffer:
+            rows, columns = columns, rows
         return self._view_of_stored(
-            columns,
             rows,
+            columns,
             (self.shape[1], self.shape[0]),
             values_from_columns=not self._values_from_columns,
         )

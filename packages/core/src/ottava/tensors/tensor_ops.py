@@ -15,7 +15,7 @@ from ottava.errors import DeviceError, ShapeError, UsageError
 from ottava.kernels import HIGH_PRECISION
 from ottava.kernels.checks import check_dense
 from ottava.tensors.aten import AtenOp, implements
-from ottava.tensors.direction import Direction
+from ottava.tensors.direction import Direction, as_stored, in_order
 from ottava.tensors.grid_tensor import GridTensor
 from ottava.tensors.packed import PackedTensor
 from ottava.tensors.quantizer import Quantizer
@@ -359,4 +359,14 @@ def _transpose_packed(op: AtenOp, tensor: PackedTensor, *args: object) -> object
 def _clone_packed(
     op: AtenOp, tensor: PackedTensor, *, memory_format: torch.memory_format | None = None
 ) -> object:
-    return tensor.clone_storage()
+    if tensor.is_contiguous() or memory_format in (None, torch.preserve_format):
+        return tensor.clone_storage()
+    layout = tensor.grid_layout
+
+    def change(direction: Direction, columnwise: bool) -> Direction:
+        ordered = in_order(direction, layout, columnwise)
+        data = ordered.data.clone(memory_format=memory_format)
+        return as_stored(ordered._replace(data=data), layout, columnwise)
+
+    # A view counts writes together with the tensor, and a copy of it by itself.
+    return tensor.changed(change, tuple(tensor.shape)).clone_storage()
