@@ -85,6 +85,9 @@ def quantizes_levels(layout: Layout) -> bool:
         return False
     if layout.bound is not None and layout.bound < _LEAST_BOUND:
         return False
+    if layout.square and (layout.candidates or layout.stochastic):
+        # Both directions of squares choose and round alike, in the order of the tensor.
+        return False
     if layout.rotation is not None and (lanes > 1 or layout.shared is not None):
         return False
     return not layout.candidates or (
