@@ -45,7 +45,6 @@ LAYOUTS: dict[str, Layout] = {
     "nvfp4-24x16": nvfp4((24, 16)),
     "nvfp4-4over6": nvfp4(candidates=(1.0, 1.5), bound=256.0),
     "nvfp4-4over6-MSE": nvfp4(candidates=(1.0, 1.5), error="MSE"),
-    "nvfp4-4over6-16x16": nvfp4((16, 16), candidates=(1.0, 1.5), bound=256.0),
     "nvfp4-rows": nvfp4(second_level="row"),
     "nvfp4-rows-rotated": nvfp4(
         second_level="row", rotation=Rotation(128, 0x123456789 << 90 | 0x12345, "both")
@@ -63,7 +62,6 @@ LAYOUTS: dict[str, Layout] = {
     "mxfp4-blocks-in-groups": mxfp4(rotation=Rotation(64, 0x123412341235678, "both")),
     "mxfp4-candidates": mxfp4(candidates=(1.0, 2.0, 0.5)),
     "mxfp4-squares": mxfp4(shared=(32, 32)),
-    "mxfp4-squares-candidates": mxfp4(shared=(32, 32), candidates=(2.0, 1.0)),
     "mxfp6-E2M3": Layout("E2M3", (1, 32), E8M0, "floor"),
     "mxfp6-E3M2": Layout("E3M2", (1, 32), E8M0, "even", columnwise="transposed"),
     "mxfp6-E3M2-stochastic": Layout("E3M2", (1, 32), E8M0, "nearest", stochastic=True),
