@@ -46,6 +46,11 @@ def needs_packing(layout: Layout) -> bool:
     return has_levels or layout.elements_per_byte > 1 or layout.rotation is not None
 
 
+def _has_plain_data(layout: Layout) -> bool:
+    """Whether each element has a byte of its own, without padding, in both directions."""
+    return layout.is_plain(False) and layout.is_plain(True)
+
+
 class PackedTensorStorage(GridTensorStorage):
     """Quantized data with packed elements, padded groups or two levels of scales, without the
     tensor interface.
@@ -190,7 +195,9 @@ class PackedTensorStorage(GridTensorStorage):
         turned = columnwise and self.grid_layout.transposed
         rows, columns = as_matrix_shape(self.size())
         matrix = matrix[:, : rows if turned else columns]
-        return (matrix.t() if turned else matrix).reshape(self.size())
+        values = (matrix.t() if turned else matrix).reshape(self.size())
+        # Fused optimizers write to values as they lie in memory, without a look at their strides.
+        return values if _has_plain_data(self.grid_layout) else values.contiguous()
 
 
 def _shape_of(declared: Declared, layout: Layout, shape: Sequence[int] | None) -> tuple[int, ...]:
@@ -244,9 +251,8 @@ class PackedTensor(GridTensor, PackedTensorStorage):
 
     @classmethod
     def laid_out_like(cls, declared: Declared) -> torch.Tensor | None:
-        layout = cls.layout_of(declared)
-        is_plain = layout.is_plain(False) and layout.is_plain(True)
-        return super().laid_out_like(declared) if is_plain else None
+        has_order = _has_plain_data(cls.layout_of(declared))
+        return super().laid_out_like(declared) if has_order else None
 
     @classmethod
     def _placement(
