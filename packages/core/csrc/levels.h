@@ -122,19 +122,17 @@ constexpr uint32_t kPhiloxMultiplier0 = 0xd2511f53u, kPhiloxMultiplier1 = 0xcd9e
 constexpr uint32_t kPhiloxKey0 = 0x9e3779b9u, kPhiloxKey1 = 0xbb67ae85u;
 constexpr int kPhiloxRounds = 10;
 
-// The keys of the rounds.
-template <class W>
+// The keys of the rounds. They are scalars, because GCC 12 miscompiles a loop that fills an array
+// with vectors wider than the machine's.
 struct PhiloxKeys {
-    W of_round[kPhiloxRounds][2];
+    uint64_t of_round[kPhiloxRounds][2];
 };
 
-template <class W>
-OTTAVA_HD PhiloxKeys<W> philox_keys(uint64_t seed) {
-    PhiloxKeys<W> keys;
+OTTAVA_HD PhiloxKeys philox_keys(uint64_t seed) {
+    PhiloxKeys keys;
     uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
     for (int round = 0; round < kPhiloxRounds; ++round) {
-        keys.of_round[round][0] = W{} + uint64_t{key0};
-        keys.of_round[round][1] = W{} + uint64_t{key1};
+        keys.of_round[round][0] = key0, keys.of_round[round][1] = key1;
         key0 += kPhiloxKey0, key1 += kPhiloxKey1;
     }
     return keys;
@@ -144,7 +142,7 @@ OTTAVA_HD PhiloxKeys<W> philox_keys(uint64_t seed) {
 // bits, and the high half may be anything. Multiply::of gives the 64 bits of products of low
 // halves.
 template <class Multiply, int count, class W>
-OTTAVA_HD void philox(W (&words)[4][count], const PhiloxKeys<W>& keys) {
+OTTAVA_HD void philox(W (&words)[4][count], const PhiloxKeys& keys) {
     const W multiplier0 = W{} + uint64_t{kPhiloxMultiplier0};
     const W multiplier1 = W{} + uint64_t{kPhiloxMultiplier1};
 #pragma GCC unroll 10
@@ -153,8 +151,8 @@ OTTAVA_HD void philox(W (&words)[4][count], const PhiloxKeys<W>& keys) {
         for (int i = 0; i < count; ++i) {
             const W product0 = Multiply::of(words[0][i], multiplier0);
             const W product1 = Multiply::of(words[2][i], multiplier1);
-            words[0][i] = (product1 >> 32) ^ words[1][i] ^ keys.of_round[round][0];
-            words[2][i] = (product0 >> 32) ^ words[3][i] ^ keys.of_round[round][1];
+            words[0][i] = (product1 >> 32) ^ words[1][i] ^ (W{} + keys.of_round[round][0]);
+            words[2][i] = (product0 >> 32) ^ words[3][i] ^ (W{} + keys.of_round[round][1]);
             words[1][i] = product1;
             words[3][i] = product0;
         }
@@ -168,7 +166,7 @@ struct MultiplyWords {
 // The four random words of places 4 * block to 4 * block + 3.
 OTTAVA_HD void random_block(uint64_t seed, uint64_t block, uint32_t stream, uint32_t* out) {
     uint64_t words[4][1] = {{block}, {block >> 32}, {stream}, {0}};
-    philox<MultiplyWords, 1, uint64_t>(words, philox_keys<uint64_t>(seed));
+    philox<MultiplyWords, 1, uint64_t>(words, philox_keys(seed));
     for (int k = 0; k < 4; ++k) out[k] = static_cast<uint32_t>(words[k][0]);
 }
 

@@ -187,9 +187,9 @@ OTTAVA_INLINE float rotation_factor(int size) {
 template <class Finish>
 void rotate(const LevelsLayout& layout, int64_t positions, const Finish& finish, Strip& work) {
     const int size = layout.rotation;
-    u32v signs[kStripPositions];
+    uint32_t signs[kStripPositions];
     for (int p = 0; p < size; ++p)
-        signs[p] = u32v{} + (static_cast<uint32_t>(layout.signs[p / 64] >> (p % 64) & 1) << 31);
+        signs[p] = static_cast<uint32_t>(layout.signs[p / 64] >> (p % 64) & 1) << 31;
     for (int64_t i = 0; i < positions; i += 16)
         for (int k = 0; k < kStripLanes; k += kLanes) {
             f32v x[16];
@@ -306,8 +306,8 @@ struct MultiplyLow {
 constexpr int kLongs = kLanes / 2;  // lanes of 64 bits
 
 // The random words of two vectors of blocks.
-OTTAVA_INLINE void random_vectors(const PhiloxKeys<u64v>& keys, uint32_t stream,
-                                  const u64v (&blocks)[2], u64v (&words)[4][2]) {
+OTTAVA_INLINE void random_vectors(const PhiloxKeys& keys, uint32_t stream, const u64v (&blocks)[2],
+                                  u64v (&words)[4][2]) {
     for (int i = 0; i < 2; ++i) {
         words[0][i] = blocks[i];
         words[1][i] = blocks[i] >> 32;
@@ -324,7 +324,7 @@ OTTAVA_INLINE u64v low_halves(u64v low, u64v high) {
 // Words of rows: each lane has blocks of its own, and their four words are four positions.
 void random_rows(uint64_t seed, uint64_t first, uint64_t lane_blocks, int64_t positions,
                  Words* out) {
-    const PhiloxKeys<u64v> keys = philox_keys<u64v>(seed);
+    const PhiloxKeys keys = philox_keys(seed);
     uint64_t even[kLongs];
     for (int i = 0; i < kLongs; ++i) even[i] = 2 * static_cast<uint64_t>(i) * lane_blocks;
     const u64v lanes = load<u64v>(even);
@@ -357,7 +357,7 @@ OTTAVA_INLINE u64v alternate(u64v a, u64v b) {
 // Words of columns: the four words of a block are those of four neighbouring lanes.
 void random_columns(uint64_t seed, uint64_t first, uint64_t position_blocks, int64_t positions,
                     Words* out) {
-    const PhiloxKeys<u64v> keys = philox_keys<u64v>(seed);
+    const PhiloxKeys keys = philox_keys(seed);
     constexpr int per_position = kStripLanes / 4;
     for (int64_t position = 0; position < positions; position += 4) {
         uint64_t blocks[4 * per_position];
