@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import ottava_debug
-from tests.core.layouts.layouts import EACH, OneQuantizer, quantizer
+from tests.core.layouts.layouts import EACH_OF_A_LAYER, OneQuantizer, quantizer
 from tests.debug import by_hand
 
 LOSSES = ("sqnr", "cosine", "mse", "underflows%", "underflows_of_nonzero%")
 
 
-@EACH
+@EACH_OF_A_LAYER
 def test_statistics_of_what_a_product_takes(name: str) -> None:
     """Losses, and the extremes of stored scales, of each direction."""
     x, dy = by_hand.inputs()

@@ -161,7 +161,9 @@ def test_each_tensor_of_each_product_is_seen_once(recipe: str | None) -> None:
             a, b, result = (taken[gemm, tensor] for tensor in names)
             a, b = a.t() if gemm == "wgrad" else a, b.t() if gemm == "fprop" else b
             exact = a @ b + (layer.bias.detach() if gemm == "fprop" else 0)
-            assert (result - exact).norm() < 0.1 * exact.norm(), gemm
+            # The product is that of the rotated values where both operands are rotated.
+            bound = 0.3 if recipe in ("mx", "nvfp4") else 0.1
+            assert (result - exact).norm() < bound * exact.norm(), gemm
 
 
 # -- what is modified --

@@ -31,7 +31,8 @@ import torch
 from ottava.errors import DTypeError, ShapeError
 from ottava.formats import ELEMENTS, FloatFormat, IntegerFormat
 from ottava.kernels.checks import check_high_precision
-from ottava.tensors import QuantizedTensorStorage
+from ottava.kernels.elements import values_of_codes
+from ottava.tensors import GridTensorStorage, QuantizedTensorStorage
 from ottava.tensors.declaration import native_dtype
 from ottava_debug.sums import Sums, add, by_name
 
@@ -237,8 +238,13 @@ def direction_of(
 
 
 def _elements(quantized: QuantizedTensorStorage) -> _Elements | None:
-    """The data of the elements in the order of the tensor, and their format; None where the storage
-    declares no such data."""
+    """The codes of the elements in the order of the tensor, and their format.
+
+    None where the storage declares no such data, or holds only rotated ones.
+    """
+    if isinstance(quantized, GridTensorStorage):
+        codes = quantized.codes()
+        return None if codes is None else (codes, quantized.grid_layout.format)
     for inner in quantized.inner_tensors:
         tensor = getattr(quantized, inner.attribute)
         dtype = native_dtype(quantized, inner)
@@ -259,14 +265,15 @@ def _clamped(x: torch.Tensor, q: torch.Tensor, data: torch.Tensor, element: _Ele
 def _half_step(element: _Element) -> float:
     """Half of the step from the largest number to the next one that the format lacks, relative to
     the largest number."""
+    if isinstance(element, IntegerFormat):
+        return element.step / 2 / element.max
     exponent = math.floor(math.log2(element.max))
-    bits = element.mantissa_bits if isinstance(element, FloatFormat) else exponent
-    return 2.0 ** (exponent - bits - 1) / element.max
+    return 2.0 ** (exponent - element.mantissa_bits - 1) / element.max
 
 
 def _is_largest(data: torch.Tensor, element: _Element) -> torch.Tensor:
     """A mask of the elements that are the largest number, or its negative."""
-    if isinstance(element, IntegerFormat):
-        return data.view(element.torch_dtype).abs() == int(element.max)
-    largest = torch.tensor(element.max, device=data.device).to(element.torch_dtype)
-    return (data.view(torch.uint8) & 0x7F) == largest.view(torch.uint8)
+    values = values_of_codes(element)
+    codes = [code for code, value in enumerate(values) if abs(value) == element.max]
+    largest = torch.tensor(codes, dtype=torch.uint8, device=data.device)
+    return torch.isin(data.view(torch.uint8), largest)

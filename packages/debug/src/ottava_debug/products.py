@@ -16,6 +16,7 @@ import torch
 from ottava import debug, prepare_for_saving, restore_from_saved
 from ottava.gemm import as_matrix, gemm
 from ottava.kernels.products import without_autocast
+from ottava.layout import Layout
 from ottava.nn.call import Call
 from ottava.nn.checks import autocast_dtype
 from ottava.nn.function import IntoMainGrad, quantized_linear
@@ -203,6 +204,15 @@ def quantizer_of(state: Any, gemm_type: str, tensor: str) -> Any:
     )
 
 
+def _rotated_back(operand: Any, columnwise: bool, dtype: torch.dtype) -> Any:
+    """The values of an operand that is rotated along the summed dimension, because the other one,
+    in high precision, is not; any other operand as it is."""
+    layout: Layout | None = getattr(operand, "grid_layout", None)
+    if layout is None or layout.rotation is None or not layout.rotation.turns(columnwise):
+        return operand
+    return operand.dequantize(dtype)
+
+
 class _Operand(NamedTuple):
     """The values of an operand, and what is quantized of them for the products that take it."""
 
@@ -341,6 +351,11 @@ class _Products:
             self._operand(gemm_type, left, a, observed),
             self._operand(gemm_type, right, b, observed),
         )
+        if not all(isinstance(operand, QuantizedTensorStorage) for operand in operands):
+            operands = (
+                _rotated_back(operands[0], (gemm_type, left) in BY_COLUMN, self.dtype),
+                _rotated_back(operands[1], (gemm_type, right) in BY_COLUMN, self.dtype),
+            )
         options: dict[str, Any] = {}
         if gemm_type == "fprop":
             options = {"bias": bias, "use_split_accumulator": False}

@@ -182,6 +182,15 @@ class GridTensorStorage(QuantizedTensorStorage):
 
     # -- directions --
 
+    def codes(self) -> torch.Tensor | None:
+        """The codes of the elements, one in a byte, in the order and shape of the tensor.
+
+        They are those that :meth:`dequantize` reads; None where these are not the tensor's own
+        values, but rotated ones.
+        """
+        direction, columnwise = self._source_of_values()
+        return in_order(direction, self.grid_layout, columnwise).data
+
     def _rows(self) -> torch.Tensor | None:
         """The data of the rows."""
         data: torch.Tensor | None = getattr(self, self.data_names[0])

@@ -16,6 +16,7 @@ import torch
 
 from ottava import kernels
 from ottava.errors import ShapeError, UsageError
+from ottava.kernels.elements import unpack
 from ottava.kernels.rotation import unrotated
 from ottava.layout import Block, Layout, as_matrix_shape, multiple
 from ottava.tensors.declaration import (
@@ -180,6 +181,17 @@ class PackedTensorStorage(GridTensorStorage):
             return self._in_shape(self._decoded(direction, columnwise, dtype), columnwise).to(dtype)
         values = self._decoded(direction, columnwise, torch.float32)
         return self._in_shape(unrotated(values, rotation), columnwise).to(dtype)
+
+    def codes(self) -> torch.Tensor | None:
+        direction, columnwise = self._source_of_values()
+        layout = self.grid_layout
+        if layout.rotation is not None and layout.rotation.turns(columnwise):
+            return None
+        data = direction.data
+        matrix = layout.stored_matrix(data.shape, columnwise)
+        if layout.elements_per_byte == 2:
+            data = unpack(data)
+        return self._in_shape(data.reshape(matrix), columnwise)
 
     def _decoded(self, direction: Direction, columnwise: bool, dtype: torch.dtype) -> torch.Tensor:
         """The matrix of stored values of a direction, in ``dtype`` if kernels have it."""
