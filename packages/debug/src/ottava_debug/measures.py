@@ -257,8 +257,11 @@ def _elements(quantized: QuantizedTensorStorage) -> _Elements | None:
 
 
 def _clamped(x: torch.Tensor, q: torch.Tensor, data: torch.Tensor, element: _Element) -> int:
-    """The number of values that became the largest number, although rounding would not give it."""
-    at = _is_largest(data, element).nonzero().squeeze(1)
+    """The number of values that became the largest number, although rounding would not give it.
+
+    Where the scale of a block underflows to 0, so does the largest number.
+    """
+    at = (_is_largest(data, element) & (q != 0)).nonzero().squeeze(1)
     return int((x[at].abs() > q[at].abs() * (1 + _half_step(element))).count_nonzero())
 
 
