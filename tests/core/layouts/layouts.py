@@ -172,6 +172,7 @@ ONLY_OTHER_BYTES = {
     "mxint8-floor",
     "mxint8s-squares",
     "E2M3-E4M3-squares",
+    "E3M2-UE5M3",
     "E4M3-even",
     "int8-E4M3",
     "nvfp4-rows",
