@@ -495,7 +495,7 @@ class _Direction:
                 data[i][j] = code
         # The first element of each block says in which area the block is.
         stored = [
-            [scales[_place(i, j, self.area)] for j in _starts(len(self.rows[0]), layout.block[1])]
+            [scales[_place(i, j, self.area)] for j in _starts(len(self.rows[i]), layout.block[1])]
             for i in _starts(len(self.rows), layout.block[0])
         ]
         if ELEMENTS[self.element].bits == 4:
@@ -505,7 +505,9 @@ class _Direction:
     def _level_amaxes(self) -> list[float]:
         """Of the tensor, or of each row; an infinite one counts as the largest number."""
         amaxes = [min(_amax(row), FLOAT32_MAX) for row in self.rows]
-        return {"none": [], "tensor": [max(amaxes)], "row": amaxes}[self.layout.second_level]
+        return {"none": [], "tensor": [max(amaxes, default=0.0)], "row": amaxes}[
+            self.layout.second_level
+        ]
 
     def _best(self, inside: list[Place], level_amax: float | None) -> tuple[float, list[int]]:
         """The stored scale and the codes of an area; with candidates those of the least error."""

@@ -16,6 +16,7 @@ import torch
 
 from ottava import Layout, kernels
 from ottava.kernels import table
+from ottava.kernels.compiled import is_native
 from tests import arrays, oracle, samples
 from tests.comparing import assert_same
 from tests.core.layouts.layouts import LAYOUTS as COMMON
@@ -24,8 +25,9 @@ from tests.core.placing import check, running_on
 Tensor = torch.Tensor
 E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
 E8M0 = torch.float8_e8m0fnu
-#: The common table, and what only kernels treat in another way.
-LAYOUTS = COMMON | {
+#: The rows of the common table for which compiled modules have kernels of grids (``test_levels.py``
+#: has the others), and what only kernels treat in another way.
+LAYOUTS = {name: layout for name, layout in COMMON.items() if is_native(layout)} | {
     "128x128-own": Layout(E5M2, (128, 128), epsilon=2.0, shared=(128, 128)),
     "1x128-shared": Layout(E4M3, (1, 128), shared=(128, 128), columnwise="transposed"),
     "mx-squares-floor": Layout(E5M2, (1, 32), E8M0, "floor", shared=(32, 32)),

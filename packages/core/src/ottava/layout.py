@@ -591,10 +591,9 @@ def _text_of(value: _Value) -> str:
 
 def _text_of_fields(layout: Layout) -> str:
     words = [_text_of(getattr(layout, name)) for name in _PLACES]
-    defaults = {f.name: f.default for f in fields(layout) if f.init}
-    for name in _NAMED:
+    for name, default in _NAMED.items():
         value = getattr(layout, name)
-        if value != defaults[name]:
+        if value != default:
             words.append(f"{name}={_text_of(value)}")
     return "/".join(words)
 
@@ -649,7 +648,12 @@ _READERS: dict[str, Callable[[str], _Value]] = {
     "stochastic": _flag_of,
     "rotation": _rotation_of,
 }
-_NAMED = tuple(name for name in _READERS if name not in _PLACES)
+# Name -> default: a plain dict, because compiled code cannot read the fields of a dataclass.
+_NAMED: dict[str, _Value] = {
+    field.name: field.default
+    for field in fields(Layout)
+    if field.init and field.name not in _PLACES
+}
 
 
 def _layout_of(text: str) -> Layout:
