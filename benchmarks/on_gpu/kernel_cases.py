@@ -235,7 +235,7 @@ OWN: dict[str, Arguments] = {
             "saturated": torch.full((3,), 7),
         },
     },
-    "grid_decode": {"dtype": (*FLOATS, torch.float64)},
+    "grid_decode": {"dtype": (*FLOATS, torch.float64), "amax": (None,)},
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
     "grid_multi_amax": {"_alike": tuple(_ALIKE)},
     "grid_multi_cast": {"_alike": tuple(_ALIKE)},
@@ -273,12 +273,26 @@ OWN: dict[str, Arguments] = {
 _FORMS = ("products.product", *(f"for_layers.{name}" for name in (
     "cast", "cast_slot", "grid_quantize", "quantize",
 )))  # fmt: skip
-_NO_KERNELS = ("available_backends", "backend_for", "use_backend", "grid_amax_sizes")
+_NO_KERNELS = (
+    "available_backends",
+    "backend_for",
+    "draw_seed",
+    "fixed_seed",
+    "grid_amax_sizes",
+    "use_backend",
+)
+# The reference serves these on every device but a CPU.
+_OF_THE_REFERENCE = (
+    "grid_decode_levels into",
+    "grid_quantize_levels",
+    "grid_quantize_levels into",
+)
 #: Every kernel of ``ottava.kernels``, these forms, and those that write into given outputs.
 KERNELS = sorted(
     name
     for name in {*kernels.__all__, *_FORMS, *(f"{name} into" for name in OPERATIONS)}
-    if name not in (*_NO_KERNELS, "HIGH_PRECISION") and not name.startswith("check_")
+    if name not in (*_NO_KERNELS, *_OF_THE_REFERENCE, "HIGH_PRECISION")
+    and not name.startswith("check_")
 )
 
 

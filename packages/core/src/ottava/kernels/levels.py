@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from ottava.formats import E4M3, E8M0, UE5M3, FloatFormat
 from ottava.kernels.scales import top_of
-from ottava.layout import SCALES, Layout
+from ottava.layout import OWN_RULES, SCALES, Layout
 
 #: Lanes and positions of a block: positions run along the dimension that a product sums over.
 Block = tuple[int, int]
@@ -47,7 +47,8 @@ def native_levels(layout: Layout) -> NativeLevels:
     """The layout as compiled modules take it; a side of 0 stands for all."""
     number = SCALES[layout.scale].number
     rounding = int(layout.rounding == "floor")
-    if number is E8M0:
+    if number is E8M0 and layout.rounding in _E8M0_RULES:
+        # Layouts with a rule of one's own are only decoded.
         rounding = _E8M0_RULES.index(layout.rounding)
     rotation = layout.rotation
     signs, rotated = (0, 0), (False, False)
@@ -81,6 +82,8 @@ def quantizes_levels(layout: Layout) -> bool:
     They know every format, rule and option, but not blocks of every size.
     """
     lanes, positions = layout.block
+    if layout.rounding in OWN_RULES:
+        return False
     if not lanes or positions not in _BLOCK_POSITIONS:
         return False
     if layout.bound is not None and layout.bound < _LEAST_BOUND:
