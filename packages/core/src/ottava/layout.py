@@ -649,7 +649,7 @@ _READERS: dict[str, Callable[[str], _Value]] = {
     "rotation": _rotation_of,
 }
 # Name -> default: a plain dict, because compiled code cannot read the fields of a dataclass.
-_NAMED: dict[str, _Value] = {
+_NAMED: dict[str, object] = {
     field.name: field.default
     for field in fields(Layout)
     if field.init and field.name not in _PLACES
