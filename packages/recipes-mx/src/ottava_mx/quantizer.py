@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from ottava.errors import OptionError
@@ -25,9 +27,11 @@ ELEMENTS = {
     "MXINT8": "MXINT8",
     "MXINT8S": "MXINT8S",
 }
-_RULES = ("up", "floor", "even", "nearest")
+#: The values of options.
+FORMATS = tuple(ELEMENTS)
+RULES = ("up", "floor", "even", "nearest")
+SIZES = (0, 16, 32, 64, 128)
 _DIRECTIONS = ("rowwise", "columnwise", "both")
-_SIZES = (0, 16, 32, 64, 128)
 # The signs of a rotation of 128: the leading 128 bits of the fractional part of pi. Smaller ones
 # take as many of the lowest bits as they have elements.
 _SIGNS = 0x243F6A8885A308D313198A2E03707344
@@ -36,37 +40,16 @@ _SIGNS = 0x243F6A8885A308D313198A2E03707344
 class MXTensor(PackedTensor):
     """MX data as a ``torch.Tensor`` of its nominal dtype.
 
-    ``_rowwise_data`` is uint8 ``[*leading, K]``, or ``[*leading, ceil(K / 2)]`` with two elements
-    of four bits in a byte, the even column in the low half. ``_rowwise_scale_inv`` has the bytes of
-    E8M0, ``[M, ceil(K / 32)]``. Columnwise data are those of the transpose, ``[K, M]`` or ``[K,
-    ceil(M / 2)]``. Arguments and errors are those of :class:`ottava.tensors.PackedTensor`.
+    ``_rowwise_data`` has a byte for each element, or for two of four bits, the even column in the
+    low half; ``_rowwise_scale_inv`` the bytes of E8M0, ``[M, ceil(K / 32)]``. Columnwise data are
+    those of the transpose. Arguments and errors: :class:`ottava.tensors.PackedTensor`'s.
     """
 
 
-def format_option(name: str, value: Any) -> str:
-    """The name of a format."""
-    if not isinstance(value, str) or value not in ELEMENTS:
-        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(ELEMENTS)}")
-    return value
-
-
-def rule_option(name: str, value: Any) -> str:
-    """The name of a rule from an amax to a power of two."""
-    if not isinstance(value, str) or value not in _RULES:
-        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(_RULES)}")
-    return value
-
-
-def size_option(name: str, value: Any) -> int:
-    """The size of the groups of a rotation; 0 is none."""
-    if type(value) is not int or value not in _SIZES:
-        raise OptionError(f"{name} is {value!r}", expected=f"one of {_SIZES}")
-    return value
-
-
-def _directions_option(name: str, value: Any) -> str:
-    if not isinstance(value, str) or value not in _DIRECTIONS:
-        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(_DIRECTIONS)}")
+def one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
+    """The value of an option, if it is one of the choices."""
+    if type(value) is not type(choices[0]) or value not in choices:
+        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(map(str, choices))}")
     return value
 
 
@@ -92,12 +75,12 @@ class MXQuantizer(GridQuantizer):
 
     storage_class: ClassVar[type[GridTensorStorage]] = PackedTensorStorage
     tensor_class: ClassVar[type[GridTensor]] = MXTensor
-    element: str = Option(format_option)  # type: ignore[assignment]
-    scale_rounding: str = Option(rule_option)  # type: ignore[assignment]
+    element: str = Option(partial(one_of, choices=FORMATS))  # type: ignore[assignment]
+    scale_rounding: str = Option(partial(one_of, choices=RULES))  # type: ignore[assignment]
     with_2d_quantization: bool = flag_option()
     stochastic_rounding: bool = flag_option()
-    rotation: int = Option(size_option)  # type: ignore[assignment]
-    rotated: str = Option(_directions_option)  # type: ignore[assignment]
+    rotation: int = Option(partial(one_of, choices=SIZES))  # type: ignore[assignment]
+    rotated: str = Option(partial(one_of, choices=_DIRECTIONS))  # type: ignore[assignment]
 
     def __init__(
         self,

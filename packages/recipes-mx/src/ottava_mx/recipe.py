@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 from ottava.errors import OptionError
 from ottava.recipes.base import Recipe
 from ottava.recipes.role import QuantizerRole
-from ottava_mx.quantizer import ELEMENTS, MXQuantizer, format_option, rule_option, size_option
-
-_FLAGS = ("with_2d_quantization", "stochastic_rounding")
+from ottava_mx.quantizer import FORMATS, RULES, SIZES, MXQuantizer, one_of
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,13 @@ class MXBlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        format_option("element", self.element)
+        one_of("element", self.element, FORMATS)
         if self.grad_element is not None:
-            format_option("grad_element", self.grad_element)
-        rule_option("scale_rounding", self.scale_rounding)
-        size_option("rotation", self.rotation)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is {getattr(self, name)!r}", expected="True or False")
+            one_of("grad_element", self.grad_element, FORMATS)
+        one_of("scale_rounding", self.scale_rounding, RULES)
+        one_of("rotation", self.rotation, SIZES)
+        one_of("with_2d_quantization", self.with_2d_quantization, (True, False))
+        one_of("stochastic_rounding", self.stochastic_rounding, (True, False))
         if self.rotation and self.with_2d_quantization:
             raise OptionError(
                 f"rotation={self.rotation} with with_2d_quantization=True",
@@ -82,6 +79,6 @@ class MXBlockScaling(Recipe):
         )
 
     def fake_quantizer(self, fp8_format: str) -> MXQuantizer | None:
-        if fp8_format not in ELEMENTS:
+        if fp8_format not in FORMATS:
             return None
         return MXQuantizer(fp8_format, columnwise=False, scale_rounding=self.scale_rounding)
