@@ -29,7 +29,9 @@ from tests.fsdp import KEPT, assert_trains_alike
 from tests.ranks import on_ranks
 from tests.samples import wide
 
-NAMES = ("current", "delayed", "mxfp8", "blockwise", "rowwise", "custom")
+# Recipes whose data have the shapes of the operands, and those whose elements share bytes.
+OF_BYTES = ("current", "delayed", "mxfp8", "blockwise", "rowwise", "custom")
+NAMES = (*OF_BYTES, "mx", "nvfp4")
 HIGH_PRECISION, DEQUANTIZED = WORDS = ("high_precision", "dequantized")
 CASES = list(itertools.product(NAMES, WORDS))
 F32, BF16 = torch.float32, torch.bfloat16
@@ -53,11 +55,11 @@ def layer(
 ) -> Linear:
     torch.manual_seed(0)
     with ottava.quantized_model_init(recipe) if primary else nullcontext():
-        return Linear(70, 50, bias, dtype=dtype, recipe=recipe, name=name, **options)
+        return Linear(71, 50, bias, dtype=dtype, recipe=recipe, name=name, **options)
 
 
 def operands(*leading: int, dtype: torch.dtype = F32) -> tuple[torch.Tensor, torch.Tensor]:
-    x = wide(*leading, 70, dtype=dtype, sigma=1.0).requires_grad_()
+    x = wide(*leading, 71, dtype=dtype, sigma=1.0).requires_grad_()
     return x, wide(*leading, 50, seed=1, dtype=dtype, sigma=1.0)
 
 
@@ -144,7 +146,7 @@ def test_gradients_are_added_to_main_grad(word: str) -> None:
     recipe = ottava.get_recipe("mxfp8", backward=word)
     own = layer(recipe, dtype=BF16, fuse_wgrad_accumulation=True)
     x, dy = operands(33, dtype=BF16)
-    own.weight.main_grad = torch.ones(50, 70)
+    own.weight.main_grad = torch.ones(50, 71)
     own(x).backward(dy)
     values = x.detach()
     if word == DEQUANTIZED:
@@ -203,7 +205,7 @@ def test_compiled_layers_have_the_gradients_of_eager_ones() -> None:
 # -- what is saved --
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_BYTES)
 def test_only_what_a_gradient_needs_is_saved(name: str) -> None:
     own, (x, _) = layer(ottava.get_recipe(name, backward=HIGH_PRECISION)), operands(33)
     with saved() as tensors:
@@ -218,7 +220,8 @@ def test_only_what_a_gradient_needs_is_saved(name: str) -> None:
     assert sum(t.nbytes for t in tensors) < 1.2 * (x.numel() + own.weight.numel())
 
 
-@pytest.mark.parametrize(("name", "word"), CASES)
+@pytest.mark.parametrize("name", OF_BYTES)
+@pytest.mark.parametrize("word", WORDS)
 def test_frozen_operands_save_nothing(name: str, word: str) -> None:
     own, (x, dy) = layer(ottava.get_recipe(name, backward=word)), operands(33)
     full = gradients(own, x, dy)

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from ottava import GridQuantizer
-from ottava.gemm import gemm, scaled
+from ottava.errors import UsageError
+from ottava.gemm import LayerProduct, gemm, scaled
 from ottava.kernels.backends import changed
+from ottava.layout import Rotation
 from ottava.nn import Linear
 from tests.cases import told
 from tests.comparing import assert_same
@@ -241,6 +243,20 @@ def test_operations_are_those_of_the_product_and_not_of_its_padding(
     assert counter.get_total_flops() == 2 * 70 * 33 * 300
     check(out, a, b, "wgrad", start=torch.ones(33, 300))
     assert len(hardware.calls) == 1
+
+
+def test_a_planned_product_refuses_one_rotated_operand(on: Callable[[int], Hardware]) -> None:
+    """A layer's product is decided once, for hardware that does not know of rotations."""
+    on(100)
+    x, w = wide(32, 64), wide(48, 64)
+    plain = LAYOUTS["mxfp8"]
+    rotated = replace(plain, rotation=Rotation(32, 5, "rowwise"))
+    product = LayerProduct("fprop", torch.float32)
+    with pytest.raises(UsageError, match=r"fprop of an operand that is rotated .* not rotated"):
+        product(GridQuantizer(rotated)(x), GridQuantizer(plain)(w))
+    exact = x @ w.t()
+    error = product(GridQuantizer(rotated)(x), GridQuantizer(rotated)(w)) - exact
+    assert error.norm() < 0.1 * exact.norm()
 
 
 def test_no_hardware_is_asked_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,8 +153,8 @@ class Layout:
         second_level: what has a float32 scale besides those of its blocks: ``"none"``, the
             ``"tensor"``, or each ``"row"`` of the summed dimension (rowwise data: each row,
             columnwise data: each column). Only for scales in E4M3 and UE5M3.
-        bound: what the second level makes of its largest amax: that of a block with it gets this
-            scale. None: the largest number of the scale's format.
+        bound: the scale that the second level gives the block with the largest amax. None: the
+            largest number of the scale's format.
         candidates: factors by which the scale of a block may be larger. Each block takes the one
             with the least error, the first of equal ones. Empty: there is no choice.
         error: the error that candidates are compared by: the sum over the block of magnitudes
@@ -218,7 +218,7 @@ class Layout:
             raise OptionError(f"stochastic is {self.stochastic!r}", expected="True or False")
         if self.scale is not torch.float32 and (self.epsilon or self.finite_as != "float32"):
             raise OptionError(
-                f"an {_text_of(self.scale)} scale with epsilon {self.epsilon!r} and finite_as "
+                f"scale {_text_of(self.scale)} with epsilon {self.epsilon!r} and finite_as "
                 f"{self.finite_as!r}",
                 expected="0 and 'float32'",
                 remedy="these two fields are for scale=torch.float32 alone",

@@ -58,8 +58,6 @@ def _decoded(place: int, side: Side, dtype: torch.dtype) -> Decoded:
     )
     turned = side.is_turned()
     values = out.t() if turned else out
-    if folded and side.amax is None:
-        return Decoded(values, None)
     if folded:
         return _with_second_level(values, side.amax, layout)
     scales = scale_values(side.scales, layout).to(torch.float32)
@@ -69,8 +67,10 @@ def _decoded(place: int, side: Side, dtype: torch.dtype) -> Decoded:
 
 
 def _with_second_level(values: Tensor, amax: Tensor | None, layout: Layout) -> Decoded:
-    """Values that have their own scales, and lack those of the second level."""
-    assert amax is not None
+    """Values that have the scales of their blocks, and lack those of the second level, if there is
+    one."""
+    if amax is None:
+        return Decoded(values, None)
     factor = second_factor(amax, layout, False)
     if layout.second_level == "tensor":
         return Decoded(values, factor.reshape(1, 1))

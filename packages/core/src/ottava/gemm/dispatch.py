@@ -144,7 +144,7 @@ def _product(
 ) -> Tensor:
     a_by_column, b_by_column = BY_COLUMN[gemm_type]
     left, right = side_of(a, a_by_column), side_of(b, b_by_column)
-    _check_rotations(left, right, gemm_type)
+    check_rotations(left, right, gemm_type)
     if left is not None and right is not None:
         of_elements = product_of(left, right)
         if of_elements is not None:
@@ -158,8 +158,10 @@ def _product(
     return decoded_mm(left, right, bias, dtype, compute)
 
 
-def _check_rotations(left: Side | None, right: Side | None, gemm_type: str) -> None:
+def check_rotations(left: Side | None, right: Side | None, gemm_type: str) -> None:
     """Refuse operands of which one is rotated along the summed dimension, or both differently.
+
+    None stands for an operand in high precision, which is not rotated.
 
     Raises:
         UsageError: the rotations would not cancel in the product.
@@ -167,14 +169,19 @@ def _check_rotations(left: Side | None, right: Side | None, gemm_type: str) -> N
     rotations = [None if side is None else _rotation_of(side) for side in (left, right)]
     if rotations[0] == rotations[1]:
         return
-    found = ["rotated" if rotation else "not rotated" for rotation in rotations]
-    if all(rotations):
-        found = [f"rotated by {size} with signs {signs:#x}" for size, signs in rotations]  # type: ignore[misc]
+    first, second = map(_rotation_in_words, rotations)
     raise UsageError(
-        f"{gemm_type} of an operand that is {found[0]} and one that is {found[1]}",
+        f"{gemm_type} of an operand that is {first} and one that is {second}",
         expected="two operands with the same rotation along the summed dimension",
         remedy="quantize both by layouts with the same rotation",
     )
+
+
+def _rotation_in_words(rotation: tuple[int, int] | None) -> str:
+    if rotation is None:
+        return "not rotated"
+    size, signs = rotation
+    return f"rotated in groups of {size} with signs {signs:#x}"
 
 
 def _rotation_of(side: Side) -> tuple[int, int] | None:

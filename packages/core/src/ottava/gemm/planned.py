@@ -16,7 +16,7 @@ import torch
 from ottava.formats import FP8
 from ottava.gemm import scratch as memory
 from ottava.gemm.decoded import folds
-from ottava.gemm.dispatch import BY_COLUMN, GemmType, has_own_product, multiply
+from ottava.gemm.dispatch import BY_COLUMN, GemmType, check_rotations, has_own_product, multiply
 from ottava.gemm.operand import Matrix, side_of
 from ottava.gemm.scaled import product_of
 from ottava.kernels import backends
@@ -143,6 +143,8 @@ class LayerProduct:
         self._layouts, self._changes = (left.layout, right.layout), backends.changes
 
     def _decision(self, left: Side, right: Side, bias: Tensor | None) -> Multiply | None:
+        # A product that is decided here does not pass :func:`multiply`, which checks the others.
+        check_rotations(left, right, self._gemm_type)
         product = product_of(left, right)
         if product is not None:
             return partial(_hardware_product, product, self._dtype, not self._split)

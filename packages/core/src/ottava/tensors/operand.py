@@ -170,7 +170,7 @@ class Quantization:
         dtype: the nominal dtype of the operands.
     """
 
-    __slots__ = ("_dtype", "_has_shape", "_kernel", "_one_buffer", "_quantizer", "_text")
+    __slots__ = ("_dtype", "_is_plain", "_kernel", "_one_buffer", "_quantizer", "_text")
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Quantization:
         self._kernel = kernel
         self._text = layout.text
         self._one_buffer = layout.one_buffer
-        self._has_shape = layout.is_plain(False) and layout.is_plain(True)
+        self._is_plain = layout.is_plain(False) and layout.is_plain(True)
         self._quantizer = quantizer
         self._dtype = dtype
 
@@ -196,7 +196,7 @@ class Quantization:
             rows = Side(data, scales, self._text)
         if column_data is not None:
             columns = Side(column_data, column_scales, self._text, columnwise=True)
-        shape = None if self._has_shape else matrix.shape
+        shape = None if self._is_plain else matrix.shape
         return Operand(rows, columns, self._quantizer, self._dtype, shape)
 
 
