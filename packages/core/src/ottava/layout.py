@@ -669,5 +669,7 @@ def _layout_of(text: str) -> Layout:
         return Layout(**read)  # type: ignore[arg-type]
     except (ValueError, KeyError) as error:
         raise OptionError(
-            f"{text!r:.80} is no layout", expected="what Layout.text gives"
+            f"{text!r:.80} is no layout",
+            expected="what Layout.text gives",
+            remedy="register rules of your own for scales before layouts with them are read",
         ) from error

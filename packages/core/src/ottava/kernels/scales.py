@@ -6,7 +6,7 @@ formula and source.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -274,8 +274,8 @@ def _candidate(
     """Multipliers and stored scales that are ``factor`` times as large as those of the amax."""
     number = SCALES[layout.scale].number
     factor = as_float32(factor)
-    if number is None or number is E8M0:
-        return scales_of(amax * factor, layout, dtype)
+    if number is None or number is E8M0 or layout.rounding in OWN_RULES:
+        return scales_of(amax * factor, layout, dtype, largest)
     second = second_scale(largest, layout, amax)
     maximum = torch.full_like(amax, layout.format.max)
     base = torch.div(_finite(amax), maximum) * second
@@ -306,7 +306,7 @@ def _errors(
 def sums_of_blocks(errors: Tensor, block: Block) -> Tensor:
     """The sums of the columns of a block in order, then of its rows by halves, in float32."""
     height, width = (
-        min(side or max(size, 1), max(size, 1)) if side is None else side
+        max(size, 1) if side is None else side
         for side, size in zip(block, errors.shape, strict=True)
     )
     columns = _sides(errors, 1, width)
@@ -327,6 +327,6 @@ def _sides(errors: Tensor, dim: int, side: int) -> Tensor:
     """A dimension cut into runs of ``side``, the last one padded with zeros."""
     count = max(-(-errors.shape[dim] // side), 1)
     missing = count * side - errors.shape[dim]
-    padding: Sequence[int] = [0, missing] if dim == 1 else [0, 0, 0, missing]
-    cut: Tensor = torch.nn.functional.pad(errors, list(padding)).unflatten(dim, (count, side))
-    return cut
+    padding = [0, missing] if dim == 1 else [0, 0, 0, missing]
+    runs: Tensor = torch.nn.functional.pad(errors, padding).unflatten(dim, (count, side))
+    return runs
