@@ -9,6 +9,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 import ottava
 from ottava.distributed import hooks, quantized_on_gather
 from ottava.errors import UsageError
+from ottava_current import Float8CurrentScaling
 from tests.cases import told
 from tests.fsdp import (
     GROUPS,
@@ -40,6 +42,16 @@ RECIPES: dict[str, Callable[[], ottava.Recipe]] = {
     "delayed": lambda: ottava.get_recipe("delayed", amax_history_len=4),
     "mxfp8": lambda: ottava.get_recipe("mxfp8"),
 }
+
+
+@dataclass(frozen=True)
+class Scheduled(Float8CurrentScaling):
+    """The first step, and those after the second, are in high precision."""
+
+    high_precision_until_step: int = 1
+    high_precision_after_step: int | None = 2
+
+
 GATHERED, SLOW = "gathered quantized", pytest.mark.slow
 #: Groups, and reshard_after_forward.
 SHARDINGS = list(itertools.product(GROUPS, (True, False)))
@@ -252,6 +264,14 @@ def test_training_of_every_recipe_equals_one_process(mesh: DeviceMesh, way: str)
         # What is gathered of blocks for each pass is decided once.
         if (way, name) != ("resharding that changes", "mxfp8"):
             check(mesh, way, name, sharding, 3)
+
+
+@on_ranks(2)
+def test_steps_in_high_precision(mesh: DeviceMesh) -> None:
+    for kept, (groups, reshard) in itertools.product((GATHERED, "quantized"), SHARDINGS):
+        sharding = {"groups": groups, "fully_shard_options": {"reshard_after_forward": reshard}}
+        with told(kept, *sharding):
+            assert_trains_alike(mesh, Scheduled(), kept, count=4, **sharding)
 
 
 @on_ranks(2)

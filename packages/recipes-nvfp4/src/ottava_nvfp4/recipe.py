@@ -43,6 +43,8 @@ class NVFP4BlockScaling(Recipe):
         four_over_six_bound: 256 or 448: the scale of the largest block.
         four_over_six_error: ``"MAE"`` or ``"MSE"``.
         backward: what the backward pass reads, as :attr:`ottava.recipes.Recipe.backward` says.
+        high_precision_until_step: the number of the first steps that compute in high precision.
+        high_precision_after_step: the last step that is quantized; None quantizes to the end.
         nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: TransformerEngine's names
             for the last three. A value that is not None replaces theirs.
 
@@ -60,6 +62,8 @@ class NVFP4BlockScaling(Recipe):
     four_over_six_bound: int = 256
     four_over_six_error: str = "MAE"
     backward: str = "quantized"
+    high_precision_until_step: int = 0
+    high_precision_after_step: int | None = None
     nvfp4_4over6: str | None = None
     nvfp4_4over6_e4m3_use_256: bool | None = None
     nvfp4_4over6_err_mode: str | None = None

@@ -27,7 +27,7 @@ from ottava.distributed.hooks import (
     post_all_gather,
     pre_all_gather,
 )
-from ottava.distributed.layers import is_converted, quantizer_for_gather, read_by_dgrad
+from ottava.distributed.layers import gathers_values, is_converted, quantizer_for_gather
 from ottava.distributed.quantized_on_gather import (
     ShardedWeight,
     can_quantize_shards,
@@ -35,7 +35,6 @@ from ottava.distributed.quantized_on_gather import (
     take_quantized,
 )
 from ottava.errors import DTypeError, ShapeError, UsageError
-from ottava.recipes.backward import HIGH_PRECISION
 from ottava.tensors import QuantizedTensor, QuantizedTensorStorage, StorageSpec
 from ottava.torch_private import disabled_torch_function, make_wrapper_subclass, tree_map
 
@@ -236,7 +235,7 @@ class HighPrecisionWeight(torch.Tensor):
 def _is_gathered_quantized(module: torch.nn.Module, size: torch.Size, world: int) -> bool:
     """Whether ranks quantize their shards of a layer's weight, and no pass reads its values."""
     quantizer = quantizer_for_gather(module)
-    if read_by_dgrad(module) == HIGH_PRECISION:
+    if gathers_values(module):
         return False
     return can_quantize_shards(quantizer, size, world)
 

@@ -43,3 +43,8 @@ def read_by_dgrad(module: torch.nn.Module) -> str:
         return QUANTIZED
     word: str = module._binding.read_by_dgrad(module)
     return word
+
+
+def gathers_values(module: torch.nn.Module) -> bool:
+    """Whether the weight of a module, kept in high precision, is gathered as it is kept."""
+    return is_converted(module) and bool(module._binding.gathers_values(module))

@@ -7,7 +7,8 @@ Each weight of the group that is gathered next takes one of three ways, the same
    group, when the first of them is gathered. The shards of the others wait in a table until FSDP
    asks for them.
 3. Neither is possible, because shards cut blocks or a quantizer has to see all values
-   (:func:`can_quantize_shards` is False); or the backward pass reads the weight in high precision.
+   (:func:`can_quantize_shards` is False); or the backward pass, or some steps of training, read the
+   weight in high precision.
    The values themselves are gathered, and the layer quantizes them.
 
 Whether a rank reduces amaxes depends only on the pass and on which weights are gathered, and all
@@ -24,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from ottava.distributed.batches import ShardBatches
-from ottava.distributed.layers import quantizer_for_gather, read_by_dgrad
+from ottava.distributed.layers import gathers_values, quantizer_for_gather, read_by_dgrad
 from ottava.distributed.rules import rule_of
 from ottava.distributed.shards import ShardJob, shard_output
 from ottava.errors import UsageError
 from ottava.kernels.checks import check_dtype, check_high_precision
-from ottava.recipes.backward import HIGH_PRECISION, QUANTIZED
+from ottava.recipes.backward import QUANTIZED
 from ottava.recipes.execution import NO_BACKWARD
 from ottava.tensors import QuantizedTensor, Quantizer
 from ottava.torch_private import graph_task_id
@@ -112,7 +113,9 @@ def quantize_together(
         reads = read_by_dgrad(weight.module)
         quantizer = quantizer_for_gather(weight.module).with_usage(True, reads == QUANTIZED)
         world = dist.get_world_size(group)
-        if reads == HIGH_PRECISION or not can_quantize_shards(quantizer, weight.size, world):
+        if gathers_values(weight.module):
+            continue
+        if not can_quantize_shards(quantizer, weight.size, world):
             continue
         dtype = param_dtype or weight.values.dtype
         check_dtype(dtype, "a weight would be gathered in")

@@ -39,7 +39,7 @@ _ABSENT = None, None
 _scalars: dict[torch.device, Tensor] = {}
 
 
-def _define(
+def define(
     schema: str, function: Callable[..., _Result], fake: Callable[..., _Result]
 ) -> Callable[..., _Result]:
     """Define an operator, with a fake implementation for tensors that have no values."""
@@ -273,7 +273,7 @@ class TensorOperation(Operation):
     def __init__(self, schema: str, outputs: Callable[..., Tensor], *, implied: int = 0) -> None:
         super().__init__(schema, outputs, implied=implied)
         self._allocate = outputs
-        self._operator = _define(schema, self._direct, outputs)
+        self._operator = define(schema, self._direct, outputs)
 
     def __call__(self, *arguments: Any) -> Tensor:
         """The result. Nothing is checked."""
@@ -312,7 +312,7 @@ class TupleOperation(Operation):
         super().__init__(schema, outputs, implied=implied)
         self._allocate = outputs
         self._allocate_for_layer = layer_outputs or outputs
-        self._operator = _define(schema, self._direct, self._fake)
+        self._operator = define(schema, self._direct, self._fake)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """The results; an empty tensor for each that the caller does not ask for.
@@ -426,7 +426,7 @@ def define_product(
         # A multiply-add counts as two, as in torch's formulas.
         return int(2 * rows * columns * inner)
 
-    operator = _define(schema, function, fake)
+    operator = define(schema, function, fake)
     register_flop_formula(operator)(flops)
     return operator
 
@@ -443,12 +443,12 @@ def _fake_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(x.shape[1:], dtype=dtype)
 
 
-_sum_rows = _define(
+_sum_rows = define(
     "sum_rows(Tensor x, ScalarType dtype) -> Tensor",
     _sum_eagerly,
     _fake_sum,
 )
-_rounded = _define("rounded(Tensor x) -> Tensor", torch.clone, torch.empty_like)
+_rounded = define("rounded(Tensor x) -> Tensor", torch.clone, torch.empty_like)
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -480,7 +480,7 @@ def _write_scales(
         backend.update_scales(scales, histories, maxima, most_recent, last)
 
 
-_update_scales = _define(
+_update_scales = define(
     "update_scales(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] maxima, bool most_recent, "
     "Tensor? last) -> ()",
     _write_scales,

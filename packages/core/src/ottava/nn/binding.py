@@ -16,10 +16,10 @@ from ottava.nn.converted import begin_at_gather
 from ottava.nn.entry import enter_step_of_region
 from ottava.nn.layer import Layer, label_of, owned_state
 from ottava.nn.plan import Plan
-from ottava.recipes.backward import QUANTIZED
+from ottava.recipes.backward import HIGH_PRECISION, QUANTIZED
 from ottava.recipes.base import Recipe, asked_once
 from ottava.recipes.execution import NO_BACKWARD, backward_task
-from ottava.recipes.mixed import layer_state
+from ottava.recipes.of_layer import layer_state
 from ottava.recipes.region import current_region
 from ottava.recipes.role import OF_LINEAR, QuantizerRole
 from ottava.recipes.state import Phase, RecipeState
@@ -246,6 +246,13 @@ class Binding:
         if self.recipe is None:
             return QUANTIZED
         return self.state_for(layer, self.recipe).backward_reads["dgrad", "weight"]
+
+    def gathers_values(self, layer: Layer) -> bool:
+        """Whether a gather of a weight in high precision brings its values, because dgrad or some
+        steps of training read them. It is so in all steps, because FSDP allocates memory once."""
+        if self.read_by_dgrad(layer) == HIGH_PRECISION:
+            return True
+        return self.recipe is not None and self.state_for(layer, self.recipe).has_schedule
 
     def _enter_step_of_gather(self, layer: Layer, state: RecipeState) -> None:
         """Have the state take part in the step of the forward pass that follows a gather."""

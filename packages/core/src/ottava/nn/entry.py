@@ -17,6 +17,7 @@ import warnings
 from ottava.collectives import Group
 from ottava.nn.call import Call
 from ottava.nn.layer import Layer, label_of
+from ottava.recipes.counting import count_step
 from ottava.recipes.ranks import group_in_pipeline
 from ottava.recipes.region import Region, regions
 from ottava.recipes.state import Phase, RecipeState
@@ -58,6 +59,7 @@ def begin_lone_step(state: RecipeState, compiling: bool) -> None:
             group = group_in_pipeline([state], stage_pass.ranks)
         for part in state.parts():
             part.recipe.update_states([part], group)
+        count_step([state], None, compiling)
     if not compiling:
         state.__dict__.update(step=None, _phase=Phase.RAN)
 

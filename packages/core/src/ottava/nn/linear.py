@@ -144,6 +144,7 @@ class Linear(torch.nn.Linear):
         if call.state.stateful:
             # After the checks, so that a call that is refused leaves all scales as they were.
             enter_step(self, call, compiling)
+            in_high_precision = in_high_precision or call.state.is_high_precision_step()
             if not compiling:
                 _take_quantizer(weight, call.state)
         if call.calibrating and not call.recomputed:

@@ -28,6 +28,7 @@ from ottava.recipes.registry import (
     reader_of,
 )
 from ottava.recipes.role import Explanation, QuantizerRole, RecipeRule, words
+from ottava.recipes.schedule import schedule_of
 from ottava.recipes.state import RecipeState
 
 if TYPE_CHECKING:
@@ -93,19 +94,26 @@ class Recipe(ABC):
     #: Whether a layer computes the gradient of its weight from values of the tensors that the
     #: recipe serves, the input and the gradient of the output, that are not quantized.
     wgrad_high_precision: bool = False
+    #: The number of the first steps of training that compute in high precision.
+    high_precision_until_step: int = 0
+    #: The last step of training that is quantized: those after it compute in high precision. None:
+    #: all are quantized to the end.
+    high_precision_after_step: int | None = None
     #: Whether :meth:`update_states` reduces over ranks: these are compared then, before the first
     #: step.
     reduces_amaxes: bool = False
     _factory: QuantizerFactory | None = None
 
     def __post_init__(self) -> None:
-        """Check :attr:`backward`. Dataclasses call it; one with a ``__post_init__`` of its own
-        calls it by ``super()``, or is checked when it is bound to a layer.
+        """Check :attr:`backward` and the steps in high precision. Dataclasses call it; one with a
+        ``__post_init__`` of its own calls it by ``super()``, or is checked when it is bound to a
+        layer.
 
         Raises:
-            OptionError: it is no such word, or contradicts :attr:`wgrad_high_precision`.
+            OptionError: a value is refused, or contradicts another.
         """
         check_backward(self)
+        schedule_of(self)
 
     @property
     def _label(self) -> str:

@@ -125,6 +125,8 @@ class RecipeState:
     step: StepOfState | None = None
     _phase: Phase = Phase.SETTLED
     _roles: Sequence[QuantizerRole] = ()  # the roles that a stateful state serves
+    #: Whether some steps of training compute in high precision.
+    has_schedule: bool = False
     # Whether the results of all quantizers are in high precision, so that the layer computes in it.
     in_high_precision: bool = False
 
@@ -162,6 +164,11 @@ class RecipeState:
         """Whether it was made by an equal recipe, under a factory that equals the one that the
         recipe has now."""
         return bool(self.recipe.same_as(recipe) and self.factory == recipe._factory)
+
+    def is_high_precision_step(self) -> bool:
+        """Whether the step that runs, or ran last, computes in high precision: by the schedule of
+        the recipe, for states with :attr:`stateful`."""
+        return False
 
     def quantizer(
         self, tensor_type: str, *, rowwise: bool, columnwise: bool, recording: bool = True

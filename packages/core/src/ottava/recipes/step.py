@@ -19,6 +19,7 @@ import torch
 
 from ottava.collectives import Group, process_groups_ready
 from ottava.recipes.base import Recipe
+from ottava.recipes.counting import count_joined_step, count_step
 from ottava.recipes.members import Members
 from ottava.recipes.ranks import compare_layers, group_in_pipeline
 from ottava.recipes.state import Phase, RecipeState, by_recipe
@@ -123,7 +124,9 @@ class Step:
             UsageError: the ranks have other layers; the group of a pipeline's stage is not known.
         """
         if torch.compiler.is_compiling():
-            update_states(self._states(model, True), group, compiling=True)
+            states = self._states(model, True)
+            update_states(states, group, compiling=True)
+            count_step(states, self, compiling=True)
             return
         states = self._states(model, False)
         if group is None and self.pipeline_ranks:
@@ -133,6 +136,7 @@ class Step:
             self.phase = StepPhase.COMPARED
         update_states(states, group, calibrated=calibrated)
         if not calibrated:
+            count_step(states, self, compiling=False)
             # After an interrupt on the way here, the next step begins with the members.
             self.members.clear()
             self.pipeline_ranks = 0
@@ -202,6 +206,9 @@ class Step:
             # The state has the amaxes of another step, or of the step before a checkpoint. It
             # begins a step with these first.
             update_states([state], group, compiling)
+            count_step([state], self, compiling)
+        elif not calibrating:
+            count_joined_step(state, self, compiling)
         self.add_member(layer, state, compiling)
 
     def add_member(self, layer: object, state: RecipeState, compiling: bool = False) -> None:

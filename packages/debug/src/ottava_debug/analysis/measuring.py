@@ -10,7 +10,7 @@ import ottava
 from ottava.errors import OttavaError, text_of
 from ottava.recipes import QuantizerRole, Recipe
 from ottava.recipes.backward import HIGH_PRECISION, QUANTIZED
-from ottava.recipes.mixed import layer_state
+from ottava.recipes.of_layer import layer_state
 from ottava.recipes.registry import list_recipes
 from ottava.recipes.step import update_states
 from ottava_debug.analysis.report import Noise, Skipped, TensorReport
