@@ -49,6 +49,7 @@ TEST_TOOLS = [
     "ml_dtypes",
     "safetensors",
     "gfloat",
+    "jsonschema",
 ]
 # The tests write and build packages, and build kernels, with these tools.
 TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybind11"]

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 # Module -> the public names that it defines.
 _NAMES = {
+    "contract": "Contract",
     "formats": "E4M3 E5M2 E8M0 HYBRID Format",
     "layout": "Layout",
     "nn": "HEADS ConversionReport conversion_report convert microbatch quantized_model_init "

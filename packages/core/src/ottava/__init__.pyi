@@ -9,6 +9,7 @@ from ottava import kernels as kernels
 from ottava import nn as nn
 from ottava import recipes as recipes
 from ottava import tensors as tensors
+from ottava.contract import Contract as Contract
 from ottava.formats import E4M3 as E4M3
 from ottava.formats import E5M2 as E5M2
 from ottava.formats import E8M0 as E8M0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from ottava import kernels
 from ottava.collectives import check_group
+from ottava.contract import Contract
 from ottava.distributed import GridShards, ShardRule, reduce_amax
 from ottava.kernels import for_layers
 from ottava.layout import Layout
@@ -76,6 +77,11 @@ class Float8CurrentScalingQuantizer(Float8QuantizerBase):
             epsilon=self.amax_epsilon,
             columnwise="same",
         )
+
+    @property
+    def contract(self) -> Contract:
+        ranks: Literal["this", "group"] = "group" if self.with_amax_reduction else "this"
+        return Contract.of_layout(self.layout, ranks=ranks)
 
     def make_empty(
         self, shape: Any, *, device: Any = None, **kwargs: Any

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ottava.contract import Contract
 from ottava.distributed import ShardRule, rule_of
 from ottava.errors import DTypeError, OptionError
 from ottava.recipes import QuantizerRequest, QuantizerRole, Recipe
@@ -137,6 +138,11 @@ class HybridQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         return all(side.is_requantization_safe() for side in self.sides)
+
+    @property
+    def contract(self) -> Contract:
+        rows, columns = (side.contract for side in self.sides)
+        return Contract(rows.rowwise, columns.columnwise)
 
     def for_usage(self, columnwise: bool) -> Quantizer:
         return self.columnwise_quantizer if columnwise else self.rowwise_quantizer

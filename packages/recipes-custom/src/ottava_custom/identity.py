@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ottava.contract import Contract
 from ottava.distributed import ShardRule
 from ottava.gemm import as_matrix
 from ottava.tensors import (
@@ -170,6 +171,10 @@ class IdentityQuantizer(Quantizer):
             columnwise=self.columnwise_usage,
             quantizer=self,
         )
+
+    @property
+    def contract(self) -> Contract:
+        return Contract("identity", "identity")
 
     def is_requantization_safe(self) -> bool:
         return True

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
 from ottava import kernels
+from ottava.contract import Contract
 from ottava.distributed import GridShards, ShardJob, ShardRule, reduce_amax
 from ottava.errors import OptionError
 from ottava.formats import fp8_format
@@ -146,6 +147,14 @@ class Float8Quantizer(Float8QuantizerBase):
     def __getstate__(self) -> dict[str, object]:
         # The layer that is unpickled with its weight gives the quantizer its own state.
         return super().__getstate__() | {"state": None}
+
+    @property
+    def contract(self) -> Contract:
+        """The scale comes from outside. Of a weight that is kept quantized it may be lowered."""
+        ranks: Literal["this", "group"] = "this" if self.shard_group is None else "group"
+        stated = Contract.of_layout(self.layout, ranks=ranks)
+        rule = "given-fitting" if self.fits else "given"
+        return stated.with_rule(rule)
 
     def take_slot(self) -> None:
         """Read and write the slot of the layer's state from now on, if a compiled pass has used the

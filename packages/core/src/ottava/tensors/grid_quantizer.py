@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
 from ottava import kernels
 from ottava.collectives import Group, all_reduce_max, process_groups_ready
+from ottava.contract import Contract
 from ottava.errors import DTypeError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks, quantize_levels
@@ -81,6 +82,13 @@ class GridQuantizer(Quantizer):
     def __getstate__(self) -> dict[str, object]:
         # A process group cannot be pickled.
         return self.__dict__ | {"amax_reduction_group": None}
+
+    @property
+    def contract(self) -> Contract:
+        ranks: Literal["this", "group"] = "this"
+        if self.amax_reduction_group is not None:
+            ranks = "group"
+        return Contract.of_layout(self.layout, ranks=ranks)
 
     def make_layout(self) -> Layout:
         """The layout that follows from the options; a subclass that has options defines it."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ottava.collectives import Group
+from ottava.contract import NOTHING_STATED, Contract
 from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import HIGH_PRECISION, check_high_precision
@@ -18,6 +19,9 @@ from ottava.tensors.dequantized_view import plain_values
 from ottava.tensors.operand import Operand
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor, straight_through
+
+# A class that defines one of these has a contract of its own, or none.
+_DECIDES_BYTES = ("quantize_impl", "quantization", "kernel")
 
 
 class Option:
@@ -135,6 +139,17 @@ class Quantizer(ABC):
             cls.quantize_impl = _with_dtype(resolved)  # type: ignore[method-assign]
         if _is_newer(cls, "quantize_impl", than="quantization"):
             cls.quantization = Quantizer.quantization  # type: ignore[method-assign]
+        if any(_is_newer(cls, name, than="contract") for name in _DECIDES_BYTES):
+            cls.contract = Quantizer.contract  # type: ignore[method-assign]
+
+    @property
+    def contract(self) -> Contract:
+        """Every choice between values and the bytes of both usages, whichever are set.
+
+        A class that says nothing of it has nothing stated, and so has a subclass that computes
+        bytes by a method of its own: only the author of a quantizer knows what it does.
+        """
+        return NOTHING_STATED
 
     @abstractmethod
     def quantize_impl(self, tensor: torch.Tensor, dtype: torch.dtype) -> QuantizedTensorStorage:

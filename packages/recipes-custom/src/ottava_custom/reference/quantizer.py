@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from ottava.contract import Contract
 from ottava.distributed import reduce_amax
 from ottava.errors import DTypeError, OptionError, ShapeError
 from ottava.gemm import as_matrix
 from ottava.kernels.checks import check_fits
 from ottava.kernels.products import mm
+from ottava.layout import Layout
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava.tensors.quantizer import epsilon_option, flag_option, fp8_option
 from ottava_custom.reference.arithmetic import amax, cast, scale_from_amax
@@ -75,6 +77,14 @@ class CurrentScalingQuantizerRef(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         return True
+
+    @property
+    def contract(self) -> Contract:
+        rounding = "floor" if self.pow_2_scales else "nearest"
+        layout = Layout(
+            self.dtype, (None, None), rounding=rounding, epsilon=self.eps, columnwise="same"
+        )
+        return Contract.of_layout(layout, ranks="this" if self.shard_group is None else "group")
 
     def quantize_impl(
         self, tensor: torch.Tensor, dtype: torch.dtype | None = None

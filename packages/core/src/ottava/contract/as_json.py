@@ -1,0 +1,144 @@
+"""Frozen dataclasses of plain words and numbers as JSON: written, read, compared and described.
+
+Each field is annotated with what it says: ``Annotated[type, "text"]``.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ottava.errors import OptionError
+
+
+def written(value: Any) -> Any:
+    """A value as JSON has it."""
+    if hasattr(value, "__dataclass_fields__"):
+        return {each.name: written(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple):
+        return [written(entry) for entry in value]
+    return value
+
+
+def read(kind: Any, value: Any, path: str) -> Any:
+    """A value of a type from its JSON.
+
+    Args:
+        path: the name of the value in errors.
+
+    Raises:
+        OptionError: it is no such value.
+    """
+    origin, options = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        if value in options and type(value) in {type(option) for option in options}:
+            return value
+        raise _refused(path, value, f"one of {', '.join(map(repr, options))}")
+    if origin is tuple:
+        return _read_tuple(kind, value, path)
+    if origin is Union or origin is type(int | None):
+        return _read_one_of(options, value, path)
+    if hasattr(kind, "__dataclass_fields__"):
+        return _read_fields(kind, value, path)
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise _refused(path, value, kind.__name__)
+    return value
+
+
+def _read_fields(kind: Any, value: Any, path: str) -> Any:
+    hints = get_type_hints(kind)
+    if not isinstance(value, Mapping) or set(value) != set(hints):
+        names = sorted(value) if isinstance(value, Mapping) else value
+        raise _refused(path, names, f"the fields {', '.join(hints)}")
+    return kind(**{name: read(hints[name], value[name], f"{path}.{name}") for name in hints})
+
+
+def _read_tuple(kind: Any, value: Any, path: str) -> tuple[Any, ...]:
+    options = get_args(kind)
+    if not isinstance(value, list | tuple):
+        raise _refused(path, value, "a list")
+    if len(options) == 2 and options[1] is ...:
+        options = (options[0],) * len(value)
+    if len(options) != len(value):
+        raise _refused(path, value, f"a list of {len(options)}")
+    return tuple(read(each, entry, path) for each, entry in zip(options, value, strict=True))
+
+
+def _read_one_of(options: tuple[Any, ...], value: Any, path: str) -> Any:
+    """A value of one of several types, of which at most one has fields."""
+    if value is None and type(None) in options:
+        return None
+    others = [option for option in options if option is not type(None)]
+    objects = [option for option in others if hasattr(option, "__dataclass_fields__")]
+    if objects and isinstance(value, Mapping):
+        return read(objects[0], value, path)
+    plain = [option for option in others if option not in objects]
+    if not plain:
+        raise _refused(path, value, "an object, or null")
+    return read(plain[0], value, path)
+
+
+def _refused(path: str, value: object, expected: str) -> OptionError:
+    return OptionError(f"{path} is {value!r:.200}", expected=expected)
+
+
+def differences(path: str, one: Any, other: Any) -> Iterator[tuple[str, tuple[object, object]]]:
+    """The places where two JSON values differ, with both values."""
+    if isinstance(one, dict) and isinstance(other, dict) and set(one) == set(other):
+        for name in one:
+            yield from differences(f"{path}.{name}".lstrip("."), one[name], other[name])
+    elif one != other:
+        yield path, (one, other)
+
+
+def leaves(value: Any) -> list[object]:
+    """The words and numbers of a JSON value."""
+    if isinstance(value, dict):
+        return [leaf for entry in value.values() for leaf in leaves(entry)]
+    if isinstance(value, list):
+        return [leaf for entry in value for leaf in leaves(entry)]
+    return [value]
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a dataclass, with what each field says."""
+    definitions: dict[str, Any] = {}
+    root = _schema_of(kind, definitions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **root,
+        "$defs": definitions,
+    }
+
+
+def _schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    origin, options = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return {"enum": list(options)}
+    if origin is tuple:
+        if options[1] is ...:
+            return {"type": "array", "items": _schema_of(options[0], definitions)}
+        entries = [_schema_of(option, definitions) for option in options]
+        return {"type": "array", "prefixItems": entries, "items": False, "minItems": len(entries)}
+    if origin is Union or origin is type(int | None):
+        return {"anyOf": [_schema_of(option, definitions) for option in options]}
+    if hasattr(kind, "__dataclass_fields__"):
+        return _schema_of_fields(kind, definitions)
+    return {"type": {int: "integer", float: "number", str: "string", type(None): "null"}[kind]}
+
+
+def _schema_of_fields(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    properties = {}
+    for name, hint in hints.items():
+        annotated, text = get_args(hint)
+        properties[name] = {"description": text, **_schema_of(annotated, definitions)}
+    definitions[kind.__name__] = {
+        "type": "object",
+        "description": " ".join((kind.__doc__ or "").split()),
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"$ref": f"#/$defs/{kind.__name__}"}
