@@ -32,14 +32,14 @@ from ottava.tensors import (
     Quantizer,
     StaticField,
     StorageSpec,
-    inner_tensors_of,
 )
 from ottava.tensors.storage import storage_classes
 
 Side = Literal["rowwise", "columnwise"]
 SIDES: tuple[Side, Side] = ("rowwise", "columnwise")
 _Kind = type[QuantizedTensorStorage]
-_DTYPE = "_dtype"
+#: Static values that both sides have in common with the hybrid.
+_COMMON = ("_dtype", "_shape")
 
 
 class HybridTensorStorage(QuantizedTensorStorage):
@@ -112,6 +112,15 @@ class HybridTensorStorage(QuantizedTensorStorage):
         shape = torch.Size(self._shape)
         return shape if dim is None else shape[dim]
 
+    def element_range(self, inner: InnerTensor, start: int, count: int) -> range | None:
+        # Elements of a side may share bytes.
+        columnwise = inner.usage == "columnwise"
+        side = self.side(columnwise)
+        for own in side.inner_tensors:
+            if _attribute(SIDES[int(columnwise)], own.attribute) == inner.attribute:
+                return side.element_range(own, start, count)
+        return None
+
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
@@ -148,15 +157,15 @@ class HybridTensorStorage(QuantizedTensorStorage):
 
 
 def _attribute(side: Side, attribute: str) -> str:
-    """Where a hybrid holds an attribute of a side. Both sides have its nominal dtype."""
-    if attribute == _DTYPE:
+    """Where a hybrid holds an attribute of a side. Both sides have its shape and nominal dtype."""
+    if attribute in _COMMON:
         return attribute
     return f"_{side}_{attribute.lstrip('_')}"
 
 
 def _fields_of_side(kind: _Kind) -> list[StaticField]:
     """The static fields of a class that a hybrid holds for each side."""
-    return [field for field in kind.static_fields if field.attribute != _DTYPE]
+    return [field for field in kind.static_fields if field.attribute not in _COMMON]
 
 
 def _arguments_of_side(side: Side, storage: QuantizedTensorStorage) -> dict[str, Any]:
@@ -201,7 +210,7 @@ def _inner_tensors_of_side(
         if None not in static.values():
             layout = kind.layout_of(static)
         if layout is not None:
-            inner_tensors = inner_tensors_of(layout)
+            inner_tensors = kind.inner_tensors_of(layout)
     return [_inner_tensor(side, inner) for inner in inner_tensors]
 
 
@@ -239,7 +248,7 @@ def hybrid_class(rowwise: _Kind, columnwise: _Kind, *, tensor: bool) -> type[Hyb
 
 def _make_class(rowwise: _Kind, columnwise: _Kind, tensor: bool) -> type[HybridTensorStorage]:
     inner_tensors: list[InnerTensor] = []
-    static_fields = [StaticField("_shape", "shape"), StaticField(_DTYPE, "dtype")]
+    static_fields = [StaticField("_shape", "shape"), StaticField("_dtype", "dtype")]
     for side, kind in zip(SIDES, (rowwise, columnwise), strict=True):
         inner_tensors += [_inner_tensor(side, inner) for inner in kind.inner_tensors]
         static_fields += [_static_field(side, field) for field in _fields_of_side(kind)]

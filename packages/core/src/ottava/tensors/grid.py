@@ -93,7 +93,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         return layout if isinstance(layout, Layout) else Layout.of(layout)
 
     @staticmethod
-    def _inner_tensors_of(layout: Layout) -> tuple[InnerTensor, ...]:
+    def inner_tensors_of(layout: Layout) -> tuple[InnerTensor, ...]:
         """The inner tensors as a layout has them."""
         return inner_tensors_of(layout)
 
@@ -125,7 +125,7 @@ class GridTensorStorage(QuantizedTensorStorage):
         self.rowwise_serves_columnwise = layout.square
         if not type(self).inner_tensors[0].gather:
             # The class declares only names; the layout of the instance says the rest.
-            self.inner_tensors = self._inner_tensors_of(layout)  # type: ignore[misc]
+            self.inner_tensors = self.inner_tensors_of(layout)  # type: ignore[misc]
         super()._hold(declared, quantizer)
 
     # -- columns that are made of rows: the storage has them as long as the rows stay as they are --

@@ -99,7 +99,7 @@ class PackedTensorStorage(GridTensorStorage):
         return *(rows or _NOTHING), *(columns or _NOTHING)
 
     @staticmethod
-    def _inner_tensors_of(layout: Layout) -> tuple[InnerTensor, ...]:
+    def inner_tensors_of(layout: Layout) -> tuple[InnerTensor, ...]:
         return packed_inner_tensors_of(layout)
 
     # -- directions --
