@@ -289,7 +289,6 @@ class Stateful(GridQuantizer):
     [
         (None, reference(E4M3), DTypeError),
         (reference(E4M3), "current", DTypeError),
-        (reference(E4M3), hybrid("formats"), DTypeError),
         (Stateful(BY_ROWS), reference(E4M3), OptionError),
         (reference(E4M3), Stateful(BY_ROWS), OptionError),
     ],
@@ -297,6 +296,14 @@ class Stateful(GridQuantizer):
 def test_what_cannot_be_a_side_is_refused(rows: Any, columns: Any, error: Any) -> None:
     with pytest.raises(error, match=r"(rowwise|columnwise)_quantizer is a"):
         HybridQuantizer(rows, columns)
+
+
+@PAIR
+def test_a_hybrid_as_a_side_gives_its_own_side(pair: str) -> None:
+    rows, columns = PAIRS[pair]
+    other = IdentityQuantizer()
+    assert HybridQuantizer(hybrid(pair), other) == HybridQuantizer(rows, other)
+    assert HybridQuantizer(other, hybrid(pair)) == HybridQuantizer(other, columns)
 
 
 @pytest.mark.parametrize("side", ["rowwise", "columnwise"])

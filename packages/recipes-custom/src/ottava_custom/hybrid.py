@@ -87,12 +87,13 @@ class HybridQuantizer(Quantizer):
     Options belong to the sides: set them on ``rowwise_quantizer`` and ``columnwise_quantizer``.
 
     Args:
-        rowwise_quantizer: the quantizer of the rowwise usage.
-        columnwise_quantizer: the quantizer of the columnwise usage.
+        rowwise_quantizer: the quantizer of the rowwise usage; of a hybrid, its rowwise one.
+        columnwise_quantizer: the quantizer of the columnwise usage; of a hybrid, its columnwise
+            one.
         rowwise, columnwise: usages to produce.
 
     Raises:
-        DTypeError: a side is no quantizer, or is a hybrid itself.
+        DTypeError: a side is no quantizer.
         OptionError: a side keeps state, which has to serve a whole tensor; or an option of a side
             is set on the hybrid.
     """
@@ -187,15 +188,15 @@ class HybridQuantizer(Quantizer):
 def _as_side(side: str, quantizer: Quantizer) -> Quantizer:
     """A copy of a quantizer that serves one side of a hybrid."""
     kind = f"{side}_quantizer is a {type(quantizer).__name__}"
-    if not isinstance(quantizer, Quantizer) or isinstance(quantizer, HybridQuantizer):
-        raise DTypeError(kind, expected="an ottava.Quantizer that is no hybrid itself")
+    if not isinstance(quantizer, Quantizer):
+        raise DTypeError(kind, expected="an ottava.Quantizer")
     if quantizer.stateful:
         raise OptionError(
             f"{kind}, which keeps state",
             expected="a quantizer without state",
             remedy="use it for a whole role: return an ottava.QuantizerRequest from the factory",
         )
-    own = quantizer.copy()
+    own = quantizer.for_usage(side == "columnwise").copy()
     own.set_usage(rowwise=side == "rowwise", columnwise=side == "columnwise")
     own.internal = True
     return own
