@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ottava import GridQuantizer, Layout
 from ottava.cli.main import app
 from ottava.errors import DTypeError, OptionError, RecipeNotFoundError
 from ottava_testing import Report, Result, Subject, check_recipe, list_checks
@@ -109,6 +110,25 @@ def test_layers_are_checked_by_name_in_other_processes_too() -> None:
         report = check_recipe(BrokenHead(), spec=SPEC, only=only, layers=layers)
         assert [r.outcome for r in report.results] == ["failed", "failed"]
         assert all(r.message.startswith("layer 'head': ") for r in report.failures), str(report)
+
+
+def test_the_name_of_a_layer_may_have_dots() -> None:
+    report = check_recipe(Rows(), spec=SPEC, only=["convert-and-autocast"], layers=["encoder.0.up"])
+    assert report.ok, str(report)
+
+
+class RandomInput(Rows):
+    """One layout says that it rounds at random; the other quantizers have no layout."""
+
+    def make_quantizer(self, role: Any, **options: Any) -> Any:
+        if role.tensor_type == "input":
+            return GridQuantizer(Layout(torch.int8, (1, 32), stochastic=True))
+        return super().make_quantizer(role)
+
+
+def test_one_layout_that_rounds_at_random_is_enough() -> None:
+    assert Subject(RandomInput()).spec.stochastic
+    assert not Subject(Rows()).spec.stochastic
 
 
 def test_a_check_leaves_the_random_state_and_the_threads_alone() -> None:

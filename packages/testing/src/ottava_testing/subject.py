@@ -88,13 +88,21 @@ class Subject:
         # The installed spec describes the recipe without options and for any layer. With options,
         # or for this layer, it may be stateful or stochastic where the spec is not.
         state = Linear(8, 8, recipe=recipe, name=self.layer_name)._binding.state
-        quantizers = (recipe.quantizer(self._role(role)) for role in ROLES)
-        layouts = [getattr(quantizer, "layout", None) for quantizer in quantizers]
-        known = [layout for layout in layouts if isinstance(layout, ottava.Layout)]
-        stochastic = spec.stochastic
-        if len(known) == len(layouts):
-            stochastic = any(layout.stochastic for layout in known)
+        stochastic = self._rounds_at_random(recipe)
+        if stochastic is None:
+            stochastic = spec.stochastic
         return replace(spec, stateful=state is not None and state.stateful, stochastic=stochastic)
+
+    def _rounds_at_random(self, recipe: ottava.Recipe) -> bool | None:
+        """Whether a layout of the layer's quantizers says so; None where quantizers that have no
+        layout may do it."""
+        quantizers = [recipe.quantizer(self._role(role)) for role in ROLES]
+        sides = [quantizer.for_usage(usage) for quantizer in quantizers for usage in (False, True)]
+        layouts = [getattr(side, "layout", None) for side in sides]
+        known = [layout for layout in layouts if isinstance(layout, ottava.Layout)]
+        if any(layout.stochastic for layout in known):
+            return True
+        return False if len(known) == len(layouts) else None
 
     def _role(self, role: str) -> QuantizerRole:
         """A role of the layers that the checks make."""

@@ -128,6 +128,13 @@ def frozen_parts(subject: Subject) -> None:
     subject.agree("the output under no_grad", y, full["the output"])
 
 
+def _model_with(name: str, layer: torch.nn.Module) -> torch.nn.Module:
+    """A model that calls ``layer``, which has the qualified ``name`` in it."""
+    for part in reversed(name.split(".")):
+        layer = torch.nn.Sequential(OrderedDict({part: layer}))
+    return layer
+
+
 @check()
 def convert_and_autocast(subject: Subject) -> None:
     """convert() and autocast() give the same layer as one that is bound to the recipe."""
@@ -139,7 +146,7 @@ def convert_and_autocast(subject: Subject) -> None:
     linear, alone = torch.nn.Linear(40, 48), Linear(40, 48, name=bound.name)
     for layer in (linear, alone):
         layer.load_state_dict(values)
-    model = ottava.convert(torch.nn.Sequential(OrderedDict({bound.name: linear})), subject.recipe())
+    model = ottava.convert(_model_with(bound.name, linear), subject.recipe())
     expected = bound(x)
     with ottava.autocast(subject.recipe()):
         inside = alone(x)
