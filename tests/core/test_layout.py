@@ -152,8 +152,8 @@ REFUSED: list[tuple[dict[str, Any], str, list[Any], type[Exception], str]] = [
     ),
     (LEVELS, "error", ["MSE"], OptionError, "'MSE' without candidates"),
     (LEVELS | CANDIDATES, "error", ["mae", "", None], OptionError, "error.*MAE, MSE"),
-    (LEVELS | CANDIDATES, "stochastic", [True], OptionError, "one of them alone.*nearest"),
-    (LEVELS | CANDIDATES, "rotation", [ROTATION], OptionError, "one of them alone.*nearest"),
+    (LEVELS | CANDIDATES, "stochastic", [True], OptionError, "stochastic=True.*nearest"),
+    (LEVELS | CANDIDATES, "rotation", [ROTATION], OptionError, "a rotation.*a layout and"),
     ({}, "stochastic", [1, 0, None, "True"], OptionError, "stochastic.*True or False"),
     (TURNED, "rotation", [16, (16, 0, "both"), True, ""], OptionError, "rotation is .*Rotation"),
     (

@@ -108,7 +108,8 @@ class Rotation(NamedTuple):
 
     Attributes:
         size: elements of a group: 16, 32, 64 or 128. A ragged last group is padded with zeros.
-        signs: the signs as bits: the sign of element i of a group is minus where bit i is set.
+        signs: an integer of ``size`` bits: the sign of element i of a group is minus where bit i is
+            set.
         directions: which data are rotated: ``"rowwise"``, ``"columnwise"`` or ``"both"``.
     """
 
@@ -156,13 +157,16 @@ class Layout:
         bound: the scale that the second level gives the block with the largest amax. None: the
             largest number of the scale's format.
         candidates: factors by which the scale of a block may be larger. Each block takes the one
-            with the least error, the first of equal ones. Empty: there is no choice.
+            with the least error, the first of equal ones. Empty: there is no choice. Powers of two
+            are those that the rule gives for the amax times the factor. Not together with
+            ``stochastic`` or ``rotation``.
         error: the error that candidates are compared by: the sum over the block of magnitudes
             (``"MAE"``) or squares (``"MSE"``).
         stochastic: whether elements are rounded to one of their two neighbours at random, in
             proportion to the distances. Quantizing then takes a seed. Both directions of squares
             are rounded alike.
-        rotation: a :class:`Rotation`, or None.
+        rotation: a :class:`Rotation`, or None. Both operands of a product have to be rotated alike.
+            Not where both directions hold the same values.
         text: the layout in one line, for example
             ``"float8_e4m3fn/1x32/float8_e8m0fnu/up/0.0/own/None/float32"``, with
             ``/name=value`` for each later field that is not at its default; derived from the other
@@ -500,11 +504,17 @@ def _check_candidates(layout: Layout) -> None:
                 f"error is {layout.error!r} without candidates", expected="'MAE', the default"
             )
         return
-    if layout.stochastic or layout.rotation is not None:
+    if layout.stochastic:
         raise OptionError(
-            "candidates together with stochastic rounding or a rotation",
-            expected="one of them alone",
-            remedy="the error of a candidate is that of elements rounded to nearest",
+            "candidates together with stochastic=True",
+            expected="one of the two, because candidates are compared rounded to nearest",
+        )
+    if layout.rotation is not None:
+        raise OptionError(
+            "candidates together with a rotation",
+            expected="one of the two",
+            remedy="if one direction chooses and the other is rotated, make a layout and a "
+            "quantizer for each",
         )
 
 
