@@ -176,6 +176,8 @@ REFUSED: dict[str, tuple[type[Exception], Any, dict[str, Any]]] = {
     r"layers is \[1\]": (DTypeError, Rows(), {"layers": [1]}),
     r"layers is \[\]": (OptionError, Rows(), {"layers": []}),
     r"layers is \['a', 'a'\]": (OptionError, Rows(), {"layers": ["a", "a"]}),
+    "'x' is no promise.*relative_error": (OptionError, Rows(), {"promises": {"x": 1}}),
+    "relative_error .x. of recipe": (OptionError, Rows(), {"promises": {"relative_error": "x"}}),
     "only 'copi' is no check.*such as .*copy": (OptionError, Rows(), {"only": ["copi"]}),
     "the expected failure 'copi' is no check": (
         OptionError, Rows(), {"expected_failures": {"copi": "x"}}
@@ -242,6 +244,16 @@ def test_the_command_tells_what_failed() -> None:
     assert f"failed {BOTH[1]}: layer 'encoder.0': " in done.output
 
 
+@pytest.mark.usefixtures("_installed")
+def test_the_command_takes_other_promises() -> None:
+    """The recipe has scales of rows, and elements that are off by more than a millionth."""
+    accuracy = ("rows", "--check", "accuracy", "--promise")
+    assert run(*accuracy, "relative_error=1e-6").exit_code == 1
+    assert run(*accuracy, "relative_error=0.1").exit_code == 0
+    done = run("rows", "--check", "blocks", "--promise", "block_size=[1,8]")
+    assert "block_size=(1, 8) in the spec is not so" in done.output
+
+
 MISTAKES = {
     "layers is ['a', 'a']": ("rows", "--layer", "a", "--layer", "a"),
     "no recipe is named": (),
@@ -253,6 +265,7 @@ MISTAKES = {
         "rows", "--expect-failure", "copy=x", "--expect-failure", "copy=y"
     ),
     "--option 'x'": ("rows", "--option", "x"),
+    "--promise 'x'": ("rows", "--promise", "x"),
 }  # fmt: skip
 
 

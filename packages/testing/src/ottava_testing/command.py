@@ -71,6 +71,10 @@ def check_recipe(
         list[str] | None,
         typer.Option(help="An option of the recipe, key=value; may be given again."),
     ] = None,
+    promise: Annotated[
+        list[str] | None,
+        typer.Option(help="A field of the spec, key=value, in its place; may be given again."),
+    ] = None,
     layer: Annotated[
         list[str] | None,
         typer.Option(help="The name of a layer, for recipes that go by names; may be given again."),
@@ -96,6 +100,7 @@ def check_recipe(
         skip_slow=fast,
         expected_failures=_reasons(expect_failure or []),
         layers=layer or (LAYER,),
+        promises=parse_options(promise or [], "--promise"),
     )
     _show_report(report, as_json)
     raise typer.Exit(0 if report.ok else 1)

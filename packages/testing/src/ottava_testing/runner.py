@@ -115,7 +115,11 @@ def run_check(check: Check, subject: Subject) -> None:
 
 
 def subjects_of(
-    recipe: RecipeLike, options: Mapping[str, Any], spec: RecipeSpec | None, layers: Any
+    recipe: RecipeLike,
+    options: Mapping[str, Any],
+    spec: RecipeSpec | None,
+    layers: Any,
+    promises: Mapping[str, Any] | None = None,
 ) -> list[Subject]:
     """One subject for each name in ``layers``, with the recipe as a layer of that name gets it.
 
@@ -128,7 +132,8 @@ def subjects_of(
         raise DTypeError(f"layers is {layers!r}", expected='a list of names, ["encoder.0", "head"]')
     if not names or len(set(names)) != len(names):
         raise OptionError(f"layers is {names!r}", expected="names of layers, each once")
-    return [Subject(recipe, options, spec, name) for name in names]  # type: ignore[arg-type]
+    own = promises or {}
+    return [Subject(recipe, options, spec, name, own) for name in names]  # type: ignore[arg-type]
 
 
 def outcome_of(
@@ -222,6 +227,7 @@ def check_recipe(
     skip_slow: bool = False,
     expected_failures: Mapping[str, str] | None = None,
     layers: Sequence[str] = (LAYER,),
+    promises: Mapping[str, Any] | None = None,
 ) -> Report:
     """Run the checks that apply to a recipe.
 
@@ -235,15 +241,16 @@ def check_recipe(
         skip_slow: leave out the checks that compile or start processes.
         expected_failures: name of a check -> reason. Such a check has to fail.
         layers: names of layers. A recipe that depends on the layer's name is checked under each.
+        promises: fields of the spec, in the place of those that it has.
 
     Raises:
-        OptionError: a check is unknown (the message has the nearest names), or an expected failure
-            has no reason.
+        OptionError: a check is unknown (the message has the nearest names), an expected failure has
+            no reason, or a promise is no field of a spec.
         RecipeNotFoundError, PluginError, DTypeError: ``recipe`` gives no recipe.
     """
     reasons = checked_failures(expected_failures)
     checks = list_checks() if only is None else find_checks(list(only), "only")
-    subjects = subjects_of(recipe, options or {}, spec, layers)
+    subjects = subjects_of(recipe, options or {}, spec, layers, promises)
     for subject in subjects:
         subject.recipe()
         subject.check_names = frozenset(check.name for check in checks)

@@ -8,7 +8,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,18 @@ def _accept(names: Sequence[str]) -> None:
     """Replaces :meth:`ottava.Recipe.check_layers` and accepts any names."""
 
 
+def _with_promises(spec: RecipeSpec, promises: Mapping[str, Any]) -> RecipeSpec:
+    """A spec with other values in some fields; a list stands for a tuple, as in JSON."""
+    names = [f.name for f in fields(RecipeSpec) if f.name not in ("name", "factory")]
+    for name in promises:
+        if name not in names:
+            raise OptionError(f"{name!r} is no promise of a spec", expected=", ".join(names))
+    values: dict[str, Any] = {}
+    for name, value in promises.items():
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return replace(spec, **values)
+
+
 @dataclass
 class Subject:
     """A recipe under test.
@@ -46,10 +58,12 @@ class Subject:
         spec: the spec whose promises are checked; by default that of the installed recipe, or else
             one with the default of every flag.
         layer_name: the name of the layers that the checks make; a recipe may depend on it.
+        promises: fields of the spec, in the place of those that it has.
 
     Raises:
         DTypeError: ``given`` is none of these.
-        OptionError: there are options, and ``given`` takes none.
+        OptionError: there are options, and ``given`` takes none; or a promise is no field of a
+            spec, or has a value that is not allowed.
         RecipeNotFoundError, PluginError: as :func:`ottava.get_recipe`.
     """
 
@@ -57,6 +71,7 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     spec: RecipeSpec = None  # type: ignore[assignment]
     layer_name: str = LAYER
+    promises: Mapping[str, Any] = field(default_factory=dict)
     #: Names of the checks that are going to be run, if known, because some of them share an
     #: expensive preparation.
     check_names: frozenset[str] = frozenset()
@@ -78,6 +93,7 @@ class Subject:
         elif not isinstance(self.spec, RecipeSpec):
             words = f"the spec is a {type(self.spec).__name__}"
             raise DTypeError(words, expected="an ottava.RecipeSpec")
+        self.spec = _with_promises(self.spec, self.promises)
 
     def _default_spec(self) -> RecipeSpec:
         """The installed spec of the recipe, or one with the defaults of every flag."""

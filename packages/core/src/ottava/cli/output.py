@@ -22,8 +22,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def parse_options(texts: Sequence[str]) -> dict[str, object]:
+def parse_options(texts: Sequence[str], flag: str = "--option") -> dict[str, object]:
     """Options of a recipe from texts ``key=value``; a value that is not JSON is a text.
+
+    Args:
+        texts: what the user wrote after each ``flag``.
+        flag: the option of the command, for errors.
 
     Raises:
         OptionError: a text is not of this form, or a key is given twice.
@@ -32,7 +36,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, object]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier() or key in options:
-            raise OptionError(f"--option {text!r}", expected="key=value, each key once")
+            raise OptionError(f"{flag} {text!r}", expected="key=value, each key once")
         options[key] = value
         with contextlib.suppress(ValueError, RecursionError):
             options[key] = json.loads(_WORDS.get(value, value))
