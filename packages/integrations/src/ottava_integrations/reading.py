@@ -89,7 +89,9 @@ def _read_sharded(path: Path) -> dict[str, Any]:
         name: reader.whole(name) for name in sorted(reader.index.tensors) if name not in others
     }
     with named(path):
-        return unflatten_state_dict(tensors, described(reader.index.description["quantized"]))
+        description = reader.index.description
+        texts = described(description["quantized"], description.get("contracts", {}))
+        return unflatten_state_dict(tensors, texts)
 
 
 def _read_pickled(path: Path) -> dict[str, Any]:

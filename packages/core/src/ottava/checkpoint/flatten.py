@@ -9,10 +9,11 @@ gathered are equal on all ranks. Derived ones, such as transposes, are left out.
 import contextlib
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import torch
 
+from ottava.checkpoint.contracts import Table, contract_of, contracts_in, table_of
 from ottava.checkpoint.files import (
     DTYPES,
     METADATA_KEY,
@@ -22,6 +23,7 @@ from ottava.checkpoint.files import (
     read_tensors,
     write_tensors,
 )
+from ottava.contract import Contract
 from ottava.distributed.shards import check_blocks, row_of
 from ottava.errors import (
     CheckpointError,
@@ -43,8 +45,17 @@ from ottava.torch_private import Private, is_distributed
 #: A tensor of a state dict.
 Value = torch.Tensor | QuantizedTensorStorage
 #: The description of one quantized tensor as JSON. ``class`` is ``"module:Class"``, ``tensors`` are
-#: the arguments of its inner tensors, and ``static`` has the static fields by argument.
-Entry = TypedDict("Entry", {"class": str, "tensors": list[str], "static": dict[str, object]})
+#: the arguments of its inner tensors, ``static`` has the static fields by argument, and
+#: ``contract`` is the hash of the contract, if it is stated.
+Entry = TypedDict(
+    "Entry",
+    {
+        "class": str,
+        "tensors": list[str],
+        "static": dict[str, object],
+        "contract": NotRequired[str],
+    },
+)
 _VERSION = 1
 _Sizes = Sequence[int]
 
@@ -58,20 +69,36 @@ def check_entry(entry: object) -> Entry:
         raise ValueError("it is of another kind")
     if not all(isinstance(argument, str) for argument in tensors):
         raise ValueError("it is of another kind")
-    return {"class": name, "tensors": tensors, "static": static}
+    checked: Entry = {"class": name, "tensors": tensors, "static": static}
+    if "contract" in entry:
+        checked["contract"] = str(entry["contract"])
+    return checked
 
 
 def described(
-    quantized: Mapping[str, Entry], aliases: Mapping[str, str] | None = None
+    quantized: Mapping[str, Entry],
+    contracts: Mapping[str, dict[str, object]],
+    aliases: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """The metadata for quantized tensors, and for aliases: names of tensors stored under others."""
+    """The metadata for quantized tensors, their contracts by hash, and for aliases: names of
+    tensors stored under others."""
     body: dict[str, object] = {"quantized": quantized, "version": _VERSION}
+    if contracts:
+        body["contracts"] = contracts
     if aliases:
         body["aliases"] = aliases
     return {METADATA_KEY: json.dumps(body, sort_keys=True)}
 
 
-def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
+class _Description(NamedTuple):
+    """The metadata of quantized tensors: their entries, the contracts by hash, and the aliases."""
+
+    quantized: dict[str, Entry]
+    contracts: dict[str, Contract]
+    aliases: dict[str, str]
+
+
+def _decode_description(text: str) -> _Description:
     with translated("the metadata of quantized tensors is damaged", "what was saved"):
         body = json.loads(text)
         version = body["version"]
@@ -82,7 +109,8 @@ def _decode_description(text: str) -> tuple[dict[str, Entry], dict[str, str]]:
                 f"version {_VERSION}",
                 "read it with the ottava that wrote it",
             )
-        return {name: check_entry(entry) for name, entry in body["quantized"].items()}, aliases
+        entries = {name: check_entry(entry) for name, entry in body["quantized"].items()}
+        return _Description(entries, contracts_in(body.get("contracts", {})), aliases)
 
 
 def flatten_state_dict(
@@ -102,7 +130,14 @@ def flatten_state_dict(
             like the tensor.
     """
     tensors, quantized = flatten_values(state_dict)
-    return tensors, described(quantized)
+    return tensors, described(quantized, contract_table(state_dict))
+
+
+def contract_table(state_dict: Mapping[str, Value]) -> Table:
+    """The stated contracts of the quantized tensors of a state dict, by hash."""
+    own = map(_local_value, state_dict.values())
+    stated = [contract_of(value) for value in own if isinstance(value, QuantizedTensorStorage)]
+    return table_of(contract for contract in stated if contract is not None)
 
 
 def flatten_values(
@@ -149,18 +184,20 @@ def unflatten_state_dict(
             that is missing.
         OttavaError: the class of a quantized tensor refuses its tensors.
     """
-    quantized: dict[str, Entry] = {}
-    aliases: dict[str, str] = {}
+    description = _Description({}, {}, {})
     if metadata is not None and METADATA_KEY in metadata:
-        quantized, aliases = _decode_description(metadata[METADATA_KEY])
+        description = _decode_description(metadata[METADATA_KEY])
     state = dict(tensors)
-    for alias, first in aliases.items():
+    for alias, first in description.aliases.items():
         if first not in tensors or alias in tensors:
             raise CheckpointError(
                 f"damaged metadata: {alias!r} is said to be {first!r}", "one of the two, stored"
             )
         state[alias] = tensors[first]
-    storages = {name: _unflatten_tensor(name, entry, state) for name, entry in quantized.items()}
+    storages: dict[str, QuantizedTensorStorage] = {}
+    for name, entry in description.quantized.items():
+        storages[name] = _unflatten_tensor(name, entry, state)
+        storages[name].saved_contract = description.contracts.get(entry.get("contract", ""))
     duplicates = state.keys() & storages.keys()
     if duplicates:
         raise CheckpointError(
@@ -212,7 +249,7 @@ def save_file(
     )
     with unwritten, Partial(place) as partial:
         # The new file has the permissions of the old one from its first byte on.
-        texts = {**texts, **described(quantized, aliases)}
+        texts = {**texts, **described(quantized, contract_table(state_dict), aliases)}
         write_tensors(partial.path / "tensors", unique, texts, mode_of(place))
         partial.put_file("tensors")
 
@@ -451,7 +488,7 @@ def _saved_inner(
 def _entry_of(storage: QuantizedTensorStorage, arguments: list[str]) -> Entry:
     spec = storage.flatten_storage()[1]
     cls = spec.cls
-    return {
+    entry: Entry = {
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "tensors": arguments,
         "static": {
@@ -459,6 +496,10 @@ def _entry_of(storage: QuantizedTensorStorage, arguments: list[str]) -> Entry:
             for field, value in zip(cls.all_static_fields(), spec.static, strict=True)
         },
     }
+    contract = contract_of(storage)
+    if contract is not None:
+        entry["contract"] = contract.hash
+    return entry
 
 
 def _sharded_inner(

@@ -13,11 +13,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
+from ottava.checkpoint.contracts import Table, contracts_in
 from ottava.checkpoint.files import DTYPES, INDEX_NAME, RESAVE
 from ottava.checkpoint.flatten import Entry, check_entry
 from ottava.errors import CheckpointError, translated
@@ -36,6 +37,7 @@ class Description(TypedDict):
     Attributes:
         state: the nested state, in which names stand for tensors (see ``state_tree.py``).
         quantized: the entries of quantized tensors, by name.
+        contracts: their contracts by hash, if any is stated.
         per_rank: the plain tensors that differ between ranks, with the name of each rank's tensor.
         largest: those of them that the next step would have reduced by MAX.
     """
@@ -44,6 +46,7 @@ class Description(TypedDict):
     quantized: dict[str, Entry]
     per_rank: dict[str, list[str]]
     largest: list[str]
+    contracts: NotRequired[Table]
 
 
 class ShardEntry(TypedDict):
@@ -208,6 +211,7 @@ def _check_description(index: Index) -> None:
     description = index.description
     for entry in description["quantized"].values():
         check_entry(entry)
+    contracts_in(description.get("contracts", {}))
     if not isinstance(description["state"], dict):
         raise ValueError("it does not describe the state")
     if not set(description["largest"]) <= set(description["per_rank"]):

@@ -13,9 +13,11 @@ from typing import TypeVar
 
 import torch
 
+from ottava.checkpoint.contracts import contract_of, warn_of_other_contracts
 from ottava.checkpoint.files import check_memory
 from ottava.checkpoint.flatten import Value, held_tensors, load_file, save_file
 from ottava.checkpoint.published import PublishedWeights, find_published, weight_of
+from ottava.contract import Contract
 from ottava.errors import (
     CheckpointError,
     DTypeError,
@@ -55,7 +57,8 @@ def load_model(
 
     Quantized tensors are copied byte by byte into parameters of the same kind. If a parameter is
     quantized in another way, its own quantizer quantizes the values. If it is in high precision,
-    quantized values are dequantized.
+    quantized values are dequantized. Where the file states another contract than the model's
+    quantizer, a ``UserWarning`` names the fields that differ.
 
     Args:
         model: the model, with memory of its own: not on meta, not sharded.
@@ -83,14 +86,30 @@ def load_model(
         for name in unexpected:
             del state[name]
         recipe_states = _recipe_states(model)
+        contracts = _contracts(targets, state)
         for name, value in state.items():
             if name in targets and not name.startswith(tuple(recipe_states)):
                 with of_any_class(name):
                     state[name] = _fitting(name, targets[name], value)
         for prefix, recipe_state in recipe_states.items():
             _try_state(prefix, recipe_state, state)
+        warn_of_other_contracts(contracts)
         _write(model, targets, state)
     return missing, unexpected
+
+
+def _contracts(
+    targets: Mapping[str, torch.Tensor], state: Mapping[str, Value]
+) -> dict[str, tuple[Contract | None, Contract | None]]:
+    """The contracts of the tensors that are quantized in the file and in the model, by name."""
+    found = {}
+    for name, value in state.items():
+        target: Value | None = targets.get(name)
+        if not isinstance(value, QuantizedTensorStorage):
+            continue
+        if isinstance(target, QuantizedTensorStorage):
+            found[name] = value.saved_contract, contract_of(target)
+    return found
 
 
 def _targets_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,17 +12,19 @@ import os
 import re
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ottava.checkpoint.contracts import contracts_in, warn_of_other_contracts
 from ottava.checkpoint.files import crc32_of, dtype_name, in_memory
-from ottava.checkpoint.flatten import Entry, Value, flatten_values
+from ottava.checkpoint.flatten import Entry, Value, contract_table, flatten_values
 from ottava.checkpoint.model import check_writable, write_all
 from ottava.checkpoint.state_tree import Node, decoded, encoded, leaves_of, merged
 from ottava.collectives import Group, Ranks
+from ottava.contract import Contract
 from ottava.errors import CheckpointError, DTypeError, OptionError, UsageError, listed, translated
 from ottava.filesystem import AnyPath, Partial, as_path, remove_leftovers
 from ottava.recipes.state import is_reduced_by_max
@@ -95,6 +97,9 @@ def save_sharded(
         "per_rank": per_rank,
         "largest": [name for name in per_rank if is_reduced_by_max(name)],
     }
+    contracts = contract_table(flat.values)
+    if contracts:
+        description["contracts"] = contracts
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in flat.tensors.items():
         if name in per_rank:
@@ -285,7 +290,25 @@ def _match(state: _State, reader: "FolderReader", strict: bool, ranks: Ranks) ->
         saved_names[name] = names[ranks.rank] if len(names) == ranks.world else name
         _check_same_shape(saved_names[name], tensor, reader)
         check_writable(owner, local_tensor(tensor))
+    warn_of_other_contracts(_contracts(description, flat, missing))
     return _Match(flat, result, saved_names)
+
+
+def _contracts(
+    description: "Description", flat: _FlatState, missing: Sequence[str]
+) -> dict[str, tuple[Contract | None, Contract | None]]:
+    """The contracts of the tensors that are loaded: that of the checkpoint and that of the
+    state."""
+    saved = contracts_in(description.get("contracts", {}))
+    present = contracts_in(contract_table(flat.values))
+    return {
+        name: (
+            saved.get(description["quantized"][name].get("contract", "")),
+            present.get(entry.get("contract", "")),
+        )
+        for name, entry in flat.quantized.items()
+        if name not in missing and name in description["quantized"]
+    }
 
 
 def _differing_names(

@@ -185,7 +185,7 @@ class FolderWriter(StorageWriter):
         file = None
         if tensors:
             with _write_errors(path):
-                checksum = write_tensors(path, tensors, described({}), mode)
+                checksum = write_tensors(path, tensors, described({}, {}), mode)
                 file = (path.stat().st_size, checksum)
         future: Future[list[WriteResult]] = Future()
         future.set_result(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, Self, SupportsIndex, overload
 
 import torch
 
+from ottava.contract import Contract
 from ottava.errors import DTypeError, OptionError, ShapeError, UsageError
 from ottava.kernels.checks import check_scalar
 from ottava.tensors import declaration
@@ -90,6 +91,8 @@ class QuantizedTensorStorage:
     #: one.
     layout_text: str = ""
     column_layout_text: str = ""
+    #: The contract that a file states for the bytes, where there is no quantizer.
+    saved_contract: Contract | None = None
     # An ottava.Quantizer or None. Any, because its module imports this one.
     _quantizer: Any
     _dtype: torch.dtype
