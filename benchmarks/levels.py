@@ -70,18 +70,18 @@ class Call:
         self._x = x
         self._seed = torch.tensor(0x5EED) if layout.stochastic else None
         self.outputs = operations.grid_quantize_levels.outputs(
-            x, self._seed, self._text, True, True
+            x, self._seed, 0, self._text, True, True
         )
 
     def ours(self) -> None:
         """With the kernels of the device."""
         operations.grid_quantize_levels.into(
-            self.outputs, self._x, self._seed, self._text, True, True
+            self.outputs, self._x, self._seed, 0, self._text, True, True
         )
 
     def eager(self) -> None:
         """In plain torch."""
-        reference.grid_quantize_levels(self._x, self._seed, self._text, self.outputs)
+        reference.grid_quantize_levels(self._x, self._seed, 0, self._text, self.outputs)
 
 
 def check_same_bytes(x: Tensor) -> None:

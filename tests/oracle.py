@@ -435,14 +435,18 @@ class Quantized(NamedTuple):
     columnwise_amax: list[float]
 
 
-def quantize(rows: Rows, layout: Layout, dtype: torch.dtype, seed: int | None = None) -> Quantized:
+def quantize(
+    rows: Rows, layout: Layout, dtype: torch.dtype, seed: int | None = None, first_row: int = 0
+) -> Quantized:
     """Quantize a matrix of numbers of ``dtype`` in both directions, each from the matrix.
 
-    Columnwise data are the rowwise data of the transpose, held as the layout says.
+    Columnwise data are the rowwise data of the transpose, held as the layout says. The matrix may
+    be rows of a larger one, from ``first_row`` on, in which elements have their random words.
     """
-    data, scales, amaxes = _Direction(rows, layout, dtype, seed, columnwise=False).quantized()
+    words = Words(seed, first_row)
+    data, scales, amaxes = _Direction(rows, layout, dtype, words, columnwise=False).quantized()
     columns, column_scales, column_amaxes = _Direction(
-        transpose(rows), layout, dtype, seed, columnwise=True
+        transpose(rows), layout, dtype, words, columnwise=True
     ).quantized()
     if layout.columnwise != "transposed":
         columns, column_scales = transpose(columns), transpose(column_scales)
@@ -451,6 +455,13 @@ def quantize(rows: Rows, layout: Layout, dtype: torch.dtype, seed: int | None = 
 
 def transpose(rows: Rows) -> Rows:
     return [list(column) for column in zip(*rows, strict=True)]
+
+
+class Words(NamedTuple):
+    """The seed of random words, None for rounding to nearest, and the row of the first element."""
+
+    seed: int | None
+    first_row: int
 
 
 Place = tuple[int, int]
@@ -464,7 +475,7 @@ class _Direction:
         rows: Rows,
         layout: Layout,
         dtype: torch.dtype,
-        seed: int | None,
+        words: Words,
         *,
         columnwise: bool,
     ) -> None:
@@ -475,7 +486,7 @@ class _Direction:
         ):
             rows = [rotate(row, rotation.size, rotation.signs, dtype) for row in rows]
         self.rows, self.layout, self.dtype = rows, layout, dtype
-        self.seed, self.columnwise = seed, columnwise
+        self.words, self.columnwise = words, columnwise
         self.element = NAMES[layout.element]
         self.area = layout.shared or layout.block
 
@@ -533,12 +544,14 @@ class _Direction:
 
     def _word(self, i: int, j: int) -> int | None:
         """The random word of an element: its place is that in the tensor, not in the transpose."""
-        if self.seed is None:
+        if self.words.seed is None:
             return None
-        place = j * len(self.rows) + i if self.columnwise else i * len(self.rows[0]) + j
+        row, column = (j, i) if self.columnwise else (i, j)
+        width = len(self.rows) if self.columnwise else len(self.rows[0])
+        place = (self.words.first_row + row) * width + column
         # Both directions of squares are rounded alike.
         second = self.columnwise and self.area[0] != self.area[1]
-        return random_word(place, self.seed, second_stream=second)
+        return random_word(place, self.words.seed, second_stream=second)
 
     def _error(
         self, inside: list[Place], candidate: tuple[float, list[int]], level_amax: float | None

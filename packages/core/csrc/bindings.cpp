@@ -135,13 +135,14 @@ void grid_decode(Address data, int element, int64_t rows, int64_t cols, Address 
 }
 
 void levels_quantize(const ottava::LevelsLayout& layout, Address src, int dtype, int64_t rows,
-                     int64_t cols, uint64_t seed, const ottava::LevelsTuple& by_row,
-                     const ottava::LevelsTuple& by_column, int threads) {
+                     int64_t cols, uint64_t seed, int64_t first_row,
+                     const ottava::LevelsTuple& by_row, const ottava::LevelsTuple& by_column,
+                     int threads) {
     const ottava::LevelsResults results[] = {ottava::levels_results_of(by_row),
                                              ottava::levels_results_of(by_column)};
     ottava::check_strips(layout);
     ottava::levels_quantize(layout, at<const void>(src), dtype_of(dtype), size_of(rows),
-                            size_of(cols), seed, results, threads_of(threads));
+                            size_of(cols), seed, size_of(first_row), results, threads_of(threads));
 }
 
 void levels_decode(const ottava::LevelsLayout& layout, Address data, int64_t rows, int64_t cols,

@@ -284,7 +284,7 @@ Bytes run_levels(Dtype dtype, const Levels& levels, const Shape& s, int threads)
         const auto made = memory.end() - 3;
         results[d] = {made[0].data(), made[1].data(), made[2].as<float>()};
     }
-    levels_quantize(layout, src.data(), dtype, s.rows, s.cols, 0x123456789abcdefu, results,
+    levels_quantize(layout, src.data(), dtype, s.rows, s.cols, 0x123456789abcdefu, 0, results,
                     threads);
     const int64_t width = widths[0] * per_byte;
     const Memory out(s.rows * width * size_of(dtype), s.offset);

@@ -90,16 +90,20 @@ each_layout = pytest.mark.parametrize("name", LAYOUTS)
 SHAPES = [(), (0,), (5,), (0, 5), (3, 0), (7, 1), (2, 3, 48), (16, 16), (17, 33), (33, 70)]
 SHAPES += [(64, 128), (129, 257), (150, 31)]
 ASKED = [(True, True), (True, True), (True, False), (False, True)]
+#: Rows of a larger matrix, which random numbers depend on.
+FIRST_ROWS = [0, 1, 6, 2**40 + 3]
 
 
 def seed_of(layout: Layout, number: int = 0) -> Tensor | None:
     return torch.tensor(0x1234567890ABCDE - (number << 57)) if layout.stochastic else None
 
 
-def quantized(x: Tensor, layout: Layout, seed: Tensor | None, *asked: bool) -> Results:
+def quantized(
+    x: Tensor, layout: Layout, seed: Tensor | None, *asked: bool, first_row: int = 0
+) -> Results:
     """The results of the reference; None for amaxes that a layout does not have."""
-    results = table.grid_quantize_levels.outputs(x, seed, layout.text, *asked)
-    reference.grid_quantize_levels(x, seed, layout.text, results)
+    results = table.grid_quantize_levels.outputs(x, seed, first_row, layout.text, *asked)
+    reference.grid_quantize_levels(x, seed, first_row, layout.text, results)
     return results
 
 
@@ -123,12 +127,13 @@ def matrices(turn: int) -> list[Tensor]:
 @each_layout
 def test_quantize(on_every_isa: Runs, name: str) -> None:
     """Every kind of value in every kind of shape; both directions, or one of them."""
-    layout, asked = LAYOUTS[name], itertools.cycle(ASKED)
+    layout, asked, first_rows = LAYOUTS[name], itertools.cycle(ASKED), itertools.cycle(FIRST_ROWS)
     assert quantizes_levels(layout)
     cases = []
     for number, x in enumerate(matrices(list(LAYOUTS).index(name) % 3)):
-        arguments = (x, seed_of(layout, number), layout.text, *next(asked))
-        cases.append((arguments, quantized(x, layout, *arguments[1:2], *arguments[3:])))
+        seed, first_row, sides = seed_of(layout, number), next(first_rows), next(asked)
+        arguments = (x, seed, first_row, layout.text, *sides)
+        cases.append((arguments, quantized(x, layout, seed, *sides, first_row=first_row)))
 
     def run() -> None:
         for arguments, expected in cases:
@@ -190,7 +195,7 @@ def test_every_bfloat16_as_an_element(on_every_isa: Runs, element: str, stochast
     expected = quantized(x, layout, seed, True, False)
 
     def run() -> None:
-        arguments = (x, seed, layout.text, True, False)
+        arguments = (x, seed, 0, layout.text, True, False)
         check(table.grid_quantize_levels, arguments, expected, (element, stochastic))
 
     on_every_isa(run)
@@ -216,7 +221,7 @@ def test_every_bfloat16_as_an_amax(on_every_isa: Runs, name: str) -> None:
     expected = quantized(x, layout, seed, True, False)
 
     def run() -> None:
-        arguments = (x, seed, layout.text, True, False)
+        arguments = (x, seed, 0, layout.text, True, False)
         check(table.grid_quantize_levels, arguments, expected, name)
 
     on_every_isa(run)
@@ -244,7 +249,7 @@ def test_threads_and_sizes_beyond_the_caches(on_every_isa: Runs, name: str) -> N
     def run() -> None:
         for threads in (1, 3):
             with running_on(threads):
-                arguments = (x, seed, layout.text, True, True)
+                arguments = (x, seed, 0, layout.text, True, True)
                 check(table.grid_quantize_levels, arguments, expected, (name, threads))
                 if rowwise[2] is None:
                     found = table.grid_decode(*rowwise[:2], layout.text, False, torch.bfloat16)
@@ -262,7 +267,7 @@ def test_any_strides(on_every_isa: Runs) -> None:
 
     def run() -> None:
         for note, view in samples.strided(x):
-            got = table.grid_quantize_levels(view, None, layout.text, True, True)
+            got = table.grid_quantize_levels(view, None, 0, layout.text, True, True)
             assert_same(got, expected, note=note)
 
     on_every_isa(run)
@@ -287,7 +292,7 @@ def test_the_reference_serves_the_rest(on_every_isa: Runs, layout: Layout) -> No
     expected = quantized(x, layout, None, True, True)
 
     def run() -> None:
-        arguments = (x, None, layout.text, True, True)
+        arguments = (x, None, 0, layout.text, True, True)
         check(table.grid_quantize_levels, arguments, expected, layout.text)
 
     on_every_isa(run)

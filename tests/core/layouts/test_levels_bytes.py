@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,15 @@ SMALL = [(), (1,), (1, 1), (17, 47)]
 LARGE = [(33, 70), (2, 31, 65)]
 EMPTY = [(0,), (0, 7), (7, 0), (2, 0, 3)]
 SEEDS = [0, 7, -1, 2**63 - 1, -(2**63)]
+FIRST_ROWS = [0, 1, 2**33 + 5]
 
 
-def expected(x: torch.Tensor, layout: Layout, seed: torch.Tensor | None) -> list[torch.Tensor]:
+def expected(
+    x: torch.Tensor, layout: Layout, seed: torch.Tensor | None, first_row: int
+) -> list[torch.Tensor]:
     """What :func:`kernels.grid_quantize_levels` gives, in its order and shapes."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1).tolist()
-    q = oracle.quantize(rows, layout, x.dtype, None if seed is None else int(seed))
+    q = oracle.quantize(rows, layout, x.dtype, None if seed is None else int(seed), first_row)
     results = []
     for columnwise, data, scales, amaxes in (
         (False, q.rowwise_data, q.rowwise_scale_inv, q.rowwise_amax),
@@ -53,11 +57,12 @@ def of_level(
 def check(x: torch.Tensor, layout: Layout, number: int = 0) -> None:
     """The reference and the default backend give the bytes of the oracle, in each direction."""
     seed = torch.tensor(SEEDS[number % len(SEEDS)]) if layout.stochastic else None
-    wanted = expected(x, layout, seed)
+    words: dict[str, Any] = {"seed": seed, "first_row": FIRST_ROWS[number % len(FIRST_ROWS)]}
+    wanted = expected(x, layout, **words)
     with kernels.use_backend("reference"):
-        assert_same(kernels.grid_quantize_levels(x, layout, seed=seed), wanted, note="reference")
-    rowwise = kernels.grid_quantize_levels(x, layout, seed=seed, columnwise=False)
-    columnwise = kernels.grid_quantize_levels(x, layout, seed=seed, rowwise=False)
+        assert_same(kernels.grid_quantize_levels(x, layout, **words), wanted, note="reference")
+    rowwise = kernels.grid_quantize_levels(x, layout, columnwise=False, **words)
+    columnwise = kernels.grid_quantize_levels(x, layout, rowwise=False, **words)
     assert_same([*rowwise[:3], *columnwise[3:]], wanted, note="by default")
     assert not any(part.numel() for part in (*rowwise[3:], *columnwise[:3]))
     if layout.second_level == "none" and seed is None:

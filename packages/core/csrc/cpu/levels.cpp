@@ -46,7 +46,7 @@ class LevelsQuantization {
         return directions_[d].rotated ? ceil_div(n, layout_.rotation) * layout_.rotation : n;
     }
 
-    void describe(int d, uint64_t seed, const LevelsResults& results) {
+    void describe(int d, uint64_t seed, int64_t first_row, const LevelsResults& results) {
         const bool columnwise = d == 1;
         LevelsDirection& to = directions_[d];
         to = {};
@@ -58,6 +58,8 @@ class LevelsQuantization {
         to.seed = seed;
         to.place_lane_step = columnwise ? 1 : stored(d);
         to.place_position_step = to.position_step;
+        const int64_t row_step = columnwise ? to.place_position_step : to.place_lane_step;
+        to.first_place = static_cast<uint64_t>(first_row) * static_cast<uint64_t>(row_step);
         const int64_t across = ceil_div(stored(d), layout_.block.positions);
         const int64_t down = ceil_div(lanes(d), layout_.block.lanes);
         to.data = results.data, to.scales = results.scales;
@@ -171,11 +173,12 @@ class LevelsQuantization {
 
 public:
     LevelsQuantization(const LevelsLayout& layout, const void* src, Dtype dtype, int64_t rows,
-                       int64_t cols, uint64_t seed, const LevelsResults* results, int threads)
+                       int64_t cols, uint64_t seed, int64_t first_row, const LevelsResults* results,
+                       int threads)
         : layout_(layout), src_(src), dtype_(dtype), rows_(rows), cols_(cols), threads_(threads) {
         for (int d = 0; d < 2; ++d) {
             wanted_[d] = results[d].data != nullptr;
-            describe(d, seed, results[d]);
+            describe(d, seed, first_row, results[d]);
         }
     }
 
@@ -268,8 +271,10 @@ void scale_values(LevelScale scale, const void* scales, int64_t first, int64_t c
 }  // namespace
 
 void levels_quantize(const LevelsLayout& layout, const void* src, Dtype dtype, int64_t rows,
-                     int64_t cols, uint64_t seed, const LevelsResults* results, int threads) {
-    LevelsQuantization(layout, src, dtype, rows, cols, seed, results, threads).run(results);
+                     int64_t cols, uint64_t seed, int64_t first_row, const LevelsResults* results,
+                     int threads) {
+    LevelsQuantization(layout, src, dtype, rows, cols, seed, first_row, results, threads)
+        .run(results);
 }
 
 void levels_decode(const LevelsLayout& layout, const LevelsData& from, void* out, Dtype dtype,

@@ -22,9 +22,11 @@ struct LevelsDirection {
     bool rotated;
     float largest;  // what an infinite float32 scale becomes
     uint64_t seed;
-    int64_t place_lane_step, place_position_step;  // of the places that random words depend on
-    const float* second;                           // the amaxes of the second level, or null
-    const float* amaxes;                           // of areas, or null: each block finds its own
+    // The places that random words depend on: of the first element, and from one to the next.
+    uint64_t first_place;
+    int64_t place_lane_step, place_position_step;
+    const float* second;  // the amaxes of the second level, or null
+    const float* amaxes;  // of areas, or null: each block finds its own
     int64_t amax_lane_step, amax_position_step;
     uint8_t* data;
     int64_t data_step;  // of lanes, or of positions if data are stored by position
@@ -70,9 +72,11 @@ extern const LevelsKernels kLevelsNeon;
 
 // Operations (levels.cpp).
 
-// Rows and columns of a matrix that is not empty; `seed` counts if the layout is stochastic.
+// Rows and columns of a matrix that is not empty. If the layout is stochastic, `seed` counts, and
+// `first_row`, the row of a larger matrix that is the first one of this.
 void levels_quantize(const LevelsLayout& layout, const void* src, Dtype dtype, int64_t rows,
-                     int64_t cols, uint64_t seed, const LevelsResults* results, int threads);
+                     int64_t cols, uint64_t seed, int64_t first_row, const LevelsResults* results,
+                     int threads);
 void levels_decode(const LevelsLayout& layout, const LevelsData& from, void* out, Dtype dtype,
                    int threads);
 

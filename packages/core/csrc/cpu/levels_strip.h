@@ -394,7 +394,7 @@ void random_words(const LevelsDirection& direction, const LevelsStrip& strip, in
                   Words* out) {
     const auto lane_step = static_cast<uint64_t>(direction.place_lane_step);
     const auto position_step = static_cast<uint64_t>(direction.place_position_step);
-    const uint64_t place = static_cast<uint64_t>(strip.lane) * lane_step +
+    const uint64_t place = direction.first_place + static_cast<uint64_t>(strip.lane) * lane_step +
                            static_cast<uint64_t>(strip.position) * position_step;
     const uint64_t seed = direction.seed, step = direction.columnwise ? position_step : lane_step;
     if (step % 4 == 0 && place % 4 == 0) {

@@ -138,6 +138,7 @@ def levels_quantize(
     rows: int,
     cols: int,
     seed: int,
+    first_row: int,
     by_row: _Levels,
     by_column: _Levels,
     threads: int,

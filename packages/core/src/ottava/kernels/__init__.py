@@ -333,6 +333,7 @@ def grid_quantize_levels(
     layout: Layout,
     *,
     seed: Tensor | None = None,
+    first_row: int = 0,
     rowwise: bool = True,
     columnwise: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -341,6 +342,8 @@ def grid_quantize_levels(
     Args:
         seed: one int64 on the device of ``x``, for a layout with stochastic rounding alone. Equal
             seeds give equal data.
+        first_row: the row of a larger matrix that is the first one of ``x``. Elements are then
+            rounded at random as those of the larger matrix are.
 
     Returns:
         ``(data, scales, amaxes)`` of rows, then of columns. The amaxes of the second level have the
@@ -356,7 +359,7 @@ def grid_quantize_levels(
         )
     if seed is not None:
         checks.check_scalar(seed, x, "seed", torch.int64)
-    results = table.grid_quantize_levels(x, seed, layout.text, rowwise, columnwise)
+    results = table.grid_quantize_levels(x, seed, first_row, layout.text, rowwise, columnwise)
     data, scales, amax, column_data, column_scales, column_amax = results
     return data, scales, amax, column_data, column_scales, column_amax
 

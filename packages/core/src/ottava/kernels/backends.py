@@ -69,7 +69,7 @@ class Backend(Protocol):
         self, data: Tensor, scales: Tensor | None, text: str, columnwise: bool, out: Tensor, /
     ) -> None: ...
     def grid_quantize_levels(
-        self, x: Tensor, seed: Tensor | None, text: str, out: Outputs, /
+        self, x: Tensor, seed: Tensor | None, first_row: int, text: str, out: Outputs, /
     ) -> None: ...
     def grid_decode_levels(
         self,

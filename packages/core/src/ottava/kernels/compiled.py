@@ -196,7 +196,7 @@ class Compiled:
     def grid_quantize(self, x: Tensor, text: str, out: Outputs) -> None:
         layout, element, rule, directions = native_layout(text)
         if not x.numel() or not self.serves(layout):
-            self.grid_quantize_levels(x, None, text, (*out[:2], None, *out[2:], None))
+            self.grid_quantize_levels(x, None, 0, text, (*out[:2], None, *out[2:], None))
             return
         x, scratch = x.contiguous(), self.scratch_for(x, layout)
         largest = FLOAT32_MAX
@@ -227,8 +227,10 @@ class Compiled:
 
     # A backend with kernels for layouts that :func:`is_native` does not know overrides these two.
 
-    def grid_quantize_levels(self, x: Tensor, seed: Tensor | None, text: str, out: Outputs) -> None:
-        reference.grid_quantize_levels(x, seed, text, out)
+    def grid_quantize_levels(
+        self, x: Tensor, seed: Tensor | None, first_row: int, text: str, out: Outputs
+    ) -> None:
+        reference.grid_quantize_levels(x, seed, first_row, text, out)
 
     def grid_decode_levels(
         self,

@@ -69,9 +69,11 @@ class CPUBackend(Compiled):
         """The module's description of such a layout, which is made once for each layout."""
         return _cpu.LevelsPlan(native_levels(Layout.of(text)))
 
-    def grid_quantize_levels(self, x: Tensor, seed: Tensor | None, text: str, out: Outputs) -> None:
+    def grid_quantize_levels(
+        self, x: Tensor, seed: Tensor | None, first_row: int, text: str, out: Outputs
+    ) -> None:
         if not x.numel() or not quantizes_levels(Layout.of(text)):
-            reference.grid_quantize_levels(x, seed, text, out)
+            reference.grid_quantize_levels(x, seed, first_row, text, out)
             return
         x = x.contiguous()
         key = 0 if seed is None else int(seed) & _SEED_MASK
@@ -81,6 +83,7 @@ class CPUBackend(Compiled):
             DTYPE_CODES[x.dtype],
             *as_matrix_shape(x.shape),
             key,
+            first_row,
             pointers(*out[:3]),
             pointers(*out[3:]),
             _threads(),

@@ -164,15 +164,21 @@ LevelTensors = tuple[Tensor, Tensor, Tensor | None]
 
 
 def grid_quantize_levels(
-    x: Tensor, text: str, rowwise: bool, columnwise: bool
+    x: Tensor,
+    text: str,
+    rowwise: bool,
+    columnwise: bool,
+    seed: Tensor | None = None,
+    first_row: int = 0,
 ) -> tuple[LevelTensors | None, LevelTensors | None]:
     """:func:`ottava.kernels.grid_quantize_levels` for the layout with this text: rows and columns.
 
-    The seed of stochastic rounding is drawn from torch's generator of the device.
+    A seed of stochastic rounding that is not given is drawn from torch's generator of the device.
     """
     layout = Layout.of(text)
-    seed = draw_seed(x.device) if layout.stochastic else None
-    results = table.grid_quantize_levels.for_layer(x, seed, text, rowwise, columnwise)
+    if layout.stochastic and seed is None:
+        seed = draw_seed(x.device)
+    results = table.grid_quantize_levels.for_layer(x, seed, first_row, text, rowwise, columnwise)
     rows, columns = (
         _levels(results[start : start + 3], layout) if is_requested else None
         for start, is_requested in ((0, rowwise), (3, columnwise))

@@ -4,7 +4,8 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -185,64 +186,74 @@ def for_blocks(shared: Tensor, layout: Layout, columnwise: bool, shape: Sequence
 
 def grid_quantize(x: Tensor, text: str, out: Outputs) -> None:
     rows, columns = (*out[:2], None), (*out[2:], None)
-    grid_quantize_levels(x, None, text, (*rows, *columns))
+    grid_quantize_levels(x, None, 0, text, (*rows, *columns))
 
 
-def grid_quantize_levels(x: Tensor, seed: Tensor | None, text: str, out: Outputs) -> None:
+def grid_quantize_levels(
+    x: Tensor, seed: Tensor | None, first_row: int, text: str, out: Outputs
+) -> None:
     layout = Layout.of(text)
     for columnwise, outputs in ((False, out[:3]), (True, out[3:])):
         if outputs[0] is not None:
-            _write(outputs, *_quantized_direction(x, layout, columnwise, seed))
+            amaxes = amaxes_of(x, layout, columnwise)
+            _write(outputs, *quantize_direction(x, layout, columnwise, amaxes, seed, first_row))
 
 
-#: Reduces the amaxes of the second level over ranks; the second argument says whether they are
-#: those of columns.
-Reduce = Callable[[Tensor, bool], Tensor]
+class Amaxes(NamedTuple):
+    """The amaxes that the scales of one direction follow from.
 
-
-def quantize_levels(
-    x: Tensor,
-    layout: Layout,
-    rowwise: bool,
-    columnwise: bool,
-    seed: Tensor | None,
-    reduce: Reduce,
-) -> tuple[tuple[Tensor, Tensor, Tensor] | None, tuple[Tensor, Tensor, Tensor] | None]:
-    """Data, scales and amaxes of rows and of columns.
-
-    ``reduce`` returns amaxes of all ranks for those that span the rows of this one.
+    Attributes:
+        areas: one for each block, or for each area of blocks that share a scale.
+        largest: those of the second level, a column; None without a second level.
     """
-    rows, columns = (
-        _quantized_direction(x, layout, by_column, seed, reduce) if is_requested else None
-        for by_column, is_requested in ((False, rowwise), (True, columnwise))
-    )
-    return rows, columns
+
+    areas: Tensor
+    largest: Tensor | None
 
 
-def _quantized_direction(
-    x: Tensor,
-    layout: Layout,
-    columnwise: bool,
-    seed: Tensor | None,
-    reduce: Reduce | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Data, scales and amaxes of the second level of one direction, as they are stored.
+def amaxes_of(x: Tensor, layout: Layout, columnwise: bool) -> Amaxes:
+    """The amaxes of one direction of ``x``."""
+    magnitude = _magnitudes(_rows_of_direction(x, layout, columnwise))
+    areas = block_amax(magnitude, layout.shared or layout.block)
+    return Amaxes(areas, _second_level(magnitude, layout))
 
-    Columns are quantized as the rows of the transpose.
+
+def _rows_of_direction(x: Tensor, layout: Layout, columnwise: bool) -> Tensor:
+    """The values of one direction as a float32 matrix whose rows run along the summed dimension.
+
+    They are those of the transpose for columns, and rotated where the layout rotates the direction.
     """
     matrix = x.reshape(as_matrix_shape(x.shape)).to(torch.float32)
     rows = matrix.t() if columnwise else matrix
     rotation = layout.rotation
     if rotation is not None and rotation.turns(columnwise):
-        rows = rotated(rows, rotation, x.dtype)
-    magnitude = _magnitudes(rows)
-    amaxes = block_amax(magnitude, layout.shared or layout.block)
-    if reduce is not None and layout.block_of(columnwise)[0] is None:
-        amaxes = reduce(amaxes, columnwise)
-    amaxes = for_blocks(amaxes, layout, False, rows.shape)
-    largest = _second_level(magnitude, layout)
-    if largest is not None and reduce is not None:
-        largest = reduce(largest, columnwise)
+        return rotated(rows, rotation, x.dtype)
+    return rows
+
+
+def quantize_direction(
+    x: Tensor,
+    layout: Layout,
+    columnwise: bool,
+    amaxes: Amaxes,
+    seed: Tensor | None,
+    first_row: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Data, scales and amaxes of the second level of one direction, as they are stored.
+
+    Columns are quantized as the rows of the transpose.
+
+    Args:
+        x: the values.
+        layout: of the elements.
+        columnwise: the direction.
+        amaxes: of ``x``, or of a larger tensor that has ``x`` as rows.
+        seed: of stochastic rounding.
+        first_row: the row of the larger tensor that is the first one of ``x``.
+    """
+    rows = _rows_of_direction(x, layout, columnwise)
+    areas = for_blocks(amaxes.areas, layout, False, rows.shape)
+    largest = amaxes.largest
 
     def spread_blocks(per_block: Tensor) -> Tensor:
         return spread(per_block, layout.block, rows.shape)
@@ -255,15 +266,16 @@ def _quantized_direction(
         return for_blocks(per_area.t() if turned else per_area, layout, False, rows.shape)
 
     if layout.candidates:
-        factors, stored = choice(rows, amaxes, layout, x.dtype, largest, spread_blocks, sums)
+        factors, stored = choice(rows, areas, layout, x.dtype, largest, spread_blocks, sums)
     else:
-        factors, stored = scales_of(amaxes, layout, x.dtype, largest)
+        factors, stored = scales_of(areas, layout, x.dtype, largest)
     random = None
     if layout.stochastic:
         assert seed is not None
         # Both directions of squares hold the same values, and so are rounded alike.
         stream = int(columnwise and not layout.square)
-        random = random_words(seed, _places(rows, matrix.shape[1], columnwise), stream)
+        width = as_matrix_shape(x.shape)[1]
+        random = random_words(seed, _places(rows, width, columnwise, first_row), stream)
     data = encode(rows * spread_blocks(factors), layout.format, random)
     if layout.elements_per_byte == 2:
         data = pack(data)
@@ -284,16 +296,22 @@ def _second_level(magnitude: Tensor, layout: Layout) -> Tensor | None:
     return block_amax(magnitude, block).clamp(max=FLOAT32_MAX)
 
 
-def _places(rows: Tensor, width: int, columnwise: bool) -> Tensor:
+def _places(rows: Tensor, width: int, columnwise: bool, first_row: int) -> Tensor:
     """The places of elements in the whole tensor, row by row: of ``rows``, or of the transpose.
 
     The padding of a rotation continues the dimension that it pads.
+
+    Args:
+        rows: the matrix of one direction.
+        width: the number of columns of the tensor.
+        columnwise: whether the matrix is the transpose.
+        first_row: the row of the whole tensor that the matrix begins with.
     """
     first = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
     second = torch.arange(rows.shape[1], device=rows.device)
     if columnwise:
-        return first + second * width
-    return first * rows.shape[1] + second
+        return first + (first_row + second) * width
+    return (first_row + first) * rows.shape[1] + second
 
 
 def grid_decode(

@@ -174,7 +174,7 @@ def _grid_quantize(x: Tensor, text: str, rowwise: bool, columnwise: bool) -> Res
 
 
 def _grid_quantize_levels(
-    x: Tensor, seed: Tensor | None, text: str, rowwise: bool, columnwise: bool
+    x: Tensor, seed: Tensor | None, first_row: int, text: str, rowwise: bool, columnwise: bool
 ) -> Results:
     results: list[Tensor | None] = []
     for shapes, is_requested in zip(_shapes_of(x, text), (rowwise, columnwise), strict=True):
@@ -380,10 +380,10 @@ grid_decode = TensorOperation(
     implied=1,
 )
 # The same for layouts with a second level of scales, or with stochastic rounding, which takes a
-# seed.
+# seed, and the row of the whole tensor that is the first one of x.
 grid_quantize_levels = TupleOperation(
-    "grid_quantize_levels(Tensor x, Tensor? seed, str layout, bool rowwise, bool columnwise) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "grid_quantize_levels(Tensor x, Tensor? seed, SymInt first_row, str layout, bool rowwise, bool "
+    "columnwise) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _grid_quantize_levels,
     implied=2,
 )

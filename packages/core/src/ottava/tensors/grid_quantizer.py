@@ -11,16 +11,24 @@ from ottava.collectives import Group, all_reduce_max, process_groups_ready
 from ottava.contract import Contract
 from ottava.errors import DTypeError
 from ottava.kernels import for_layers
-from ottava.kernels.reference import for_blocks, quantize_levels
+from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
 from ottava.tensors.declaration import Declared
 from ottava.tensors.direction import Direction, as_stored, zeros
 from ottava.tensors.grid import GridTensorStorage
 from ottava.tensors.grid_declaration import inner_tensors_of, packed_inner_tensors_of
 from ottava.tensors.grid_tensor import GridTensor
-from ottava.tensors.operand import LevelKernel, LevelQuantization, Operand, Quantization, Side
+from ottava.tensors.operand import (
+    LevelKernel,
+    LevelQuantization,
+    Operand,
+    Quantization,
+    Side,
+    operand_of,
+)
 from ottava.tensors.packed import PackedTensor, PackedTensorStorage, needs_packing
 from ottava.tensors.quantizer import Quantizer
+from ottava.tensors.row_shard import RowShard, Sides, quantize_over_ranks
 from ottava.tensors.saving import StorageSpec
 from ottava.tensors.storage import QuantizedTensorStorage
 
@@ -76,7 +84,7 @@ class GridQuantizer(Quantizer):
         self.layout = layout
         # Known before code is compiled that makes such tensors.
         declare(layout)
-        #: The ranks whose largest amax decides a scale that spans the rows; None: this one alone.
+        #: The ranks that have the other rows of the tensors; None: this one has all rows.
         self.amax_reduction_group: Group = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -107,11 +115,11 @@ class GridQuantizer(Quantizer):
 
     def for_shards(self, group: Group) -> Self:
         copied = self.copy()
-        # Only scales that span the rows depend on other shards.
+        # Scales that span the rows depend on other shards, and so do places in the whole tensor.
         layout = self.layout
         spanning = any(layout.block_of(columnwise)[0] is None for columnwise in (False, True))
-        spanning = spanning or layout.second_level != "none"
-        copied.amax_reduction_group = group if spanning else None
+        depends = spanning or layout.second_level != "none" or layout.stochastic
+        copied.amax_reduction_group = group if depends else None
         return copied
 
     def quantize_impl(
@@ -167,6 +175,17 @@ class GridQuantizer(Quantizer):
     def storage_of(self, operand: Operand) -> QuantizedTensorStorage:
         """The storage around the tensors of an operand of this quantizer."""
         return self._wrap(self.tensors_of(operand), operand.dtype, operand.shape)
+
+    def row_shard(self, rows: torch.Tensor) -> RowShard:
+        """Rows of a tensor, to be quantized as in the whole tensor."""
+        layout = self.layout_on(rows.device, rows.dim())
+        return RowShard(rows, layout, *self._directions(layout))
+
+    def storage_of_sides(
+        self, sides: Sides, dtype: torch.dtype, shape: torch.Size
+    ) -> QuantizedTensorStorage:
+        """The storage around the results of :meth:`RowShard.quantize`, of tensors of ``shape``."""
+        return self.storage_of(operand_of(sides, self.layout.text, self, dtype, shape))
 
     def tensors_of(self, operand: Operand) -> InnerTensors:
         """The inner tensors of the operand's storage, in the order of the declaration; None for
@@ -236,20 +255,13 @@ class GridQuantizer(Quantizer):
 
     def _quantize_levels_reduced(
         self, tensor: torch.Tensor, text: str, rowwise: bool, columnwise: bool
-    ) -> tuple[for_layers.LevelTensors | None, for_layers.LevelTensors | None]:
+    ) -> Sides:
         """With the amaxes of all ranks, of blocks and of the second level, where they span the
-        rows."""
+        rows, and with one seed."""
         if not process_groups_ready():
             return for_layers.grid_quantize_levels(tensor, text, rowwise, columnwise)
-        layout = self.layout
-
-        def reduced(amax: torch.Tensor, by_column: bool) -> torch.Tensor:
-            if layout.second_level == "row" and not by_column:
-                return amax
-            return all_reduce_max(amax, self.amax_reduction_group)
-
-        seed = for_layers.draw_seed(tensor.device) if layout.stochastic else None
-        return quantize_levels(tensor, layout, rowwise, columnwise, seed, reduced)
+        shard = RowShard(tensor, self.layout, rowwise, columnwise)
+        return quantize_over_ranks(shard, self.amax_reduction_group)
 
     def _wrap(
         self, tensors: InnerTensors, dtype: torch.dtype, shape: Sequence[int] | None = None

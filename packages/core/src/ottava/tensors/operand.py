@@ -231,11 +231,27 @@ class LevelQuantization:
 
     def __call__(self, matrix: Tensor) -> Operand:
         """The operand of a matrix."""
-        tensors = self._kernel(matrix, self._text, self._rowwise, self._columnwise)
-        rows, columns = (
-            None
-            if levels is None
-            else Side(levels[0], levels[1], self._text, columnwise, amax=levels[2])
-            for columnwise, levels in zip((False, True), tensors, strict=True)
-        )
-        return Operand(rows, columns, self._quantizer, self._dtype, matrix.shape)
+        sides = self._kernel(matrix, self._text, self._rowwise, self._columnwise)
+        return operand_of(sides, self._text, self._quantizer, self._dtype, matrix.shape)
+
+
+def operand_of(
+    sides: tuple[LevelTensors | None, LevelTensors | None],
+    layout: str,
+    quantizer: OperandQuantizer,
+    dtype: torch.dtype,
+    shape: torch.Size,
+) -> Operand:
+    """The operand of data, scales and amaxes of rows and of columns.
+
+    Args:
+        sides: the tensors of rows and of columns; None for a side that the operand lacks.
+        layout: the text of the layout of the elements.
+        quantizer, dtype: those of the operand.
+        shape: of the values.
+    """
+    rows, columns = (
+        None if levels is None else Side(levels[0], levels[1], layout, columnwise, amax=levels[2])
+        for columnwise, levels in zip((False, True), sides, strict=True)
+    )
+    return Operand(rows, columns, quantizer, dtype, shape)
