@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import GridQuantizer, Layout
-from ottava.distributed import quantize_master_weights, rule_of
+from ottava.distributed import cast_master_weights_to_fp8, quantize_master_weights, rule_of
 from ottava.errors import ShapeError
 from ottava.kernels import fixed_seed
 from ottava.layout import Rotation
 from tests.comparing import assert_same
+from tests.core.layouts.layouts import LEVELS, assert_directions
 from tests.ranks import on_ranks
 from tests.samples import wide
 
@@ -35,6 +36,9 @@ LAYOUTS = {
     ),
 }
 RANDOM = Layout("E2M1", (1, 32), E8M0, "even", columnwise="transposed", stochastic=True)
+#: Layouts that round at random, of every kind: blocks of rows, squares, one scale, two levels, and
+#: rotations that pad rows.
+RANDOM_LAYOUTS = {name: layout for name, layout in LEVELS.items() if layout.stochastic}
 #: Of every byte that was not written.
 OLD = 0x5A
 
@@ -91,22 +95,57 @@ def test_a_buffer_has_the_bytes_and_not_the_elements() -> None:
         quantize_master_weights([weight], [torch.ones(16)], [0], fsdp_shard_model_weights=buffer)
 
 
+@pytest.mark.parametrize("name", RANDOM_LAYOUTS)
 @on_ranks(2)
-def test_ranks_round_a_weight_with_one_seed(mesh: DeviceMesh) -> None:
-    """Each rank has another state of its generator, and writes its part of one weight."""
-    rank = dist.get_rank()
-    masters = [wide(4, 33, seed=seed) for seed in (1, 2)]
-    quantizer = GridQuantizer(RANDOM)
-    weights = [quantizer(torch.zeros(4, 33)) for _ in masters]
-    shards = [m.flatten()[:57] if rank == 0 else m.flatten()[57:] for m in masters]
-    torch.manual_seed(rank)
-    quantize_master_weights(weights, shards, [57 * rank] * 2)
+def test_ranks_round_weights_with_the_seeds_of_the_first_one(mesh: DeviceMesh, name: str) -> None:
+    """Master weights that are cut anywhere, on ranks whose generators have different states."""
+    rank, layout = dist.get_rank(), RANDOM_LAYOUTS[name]
+    quantizer = GridQuantizer(layout)
+    masters = [wide(3, 7, seed=seed) for seed in (1, 2)]
     torch.manual_seed(0)
-    for master, weight in zip(masters, weights, strict=True):
-        whole = quantizer(master)
-        own = bytes_of(RANDOM, 33, *((0, 57) if rank == 0 else (57, 132)))
-        assert_same(weight._rowwise_data.flatten()[own], whole._rowwise_data.flatten()[own])
-        assert_same(weight._columnwise_data, whole._columnwise_data)
+    wholes = [quantizer(master) for master in masters]
+    for cut in range(masters[0].numel() + 1):
+        first, last = (0, cut) if rank == 0 else (cut, masters[0].numel())
+        weights = [quantizer(torch.zeros(3, 7)) for _ in masters]
+        torch.manual_seed(rank)
+        shards = [master.flatten()[first:last] for master in masters]
+        # Weights that FSDP2 has gathered have quantizers that expect rows alone.
+        quantizers = quantizer.for_shards(mesh.get_group()) if cut % 2 else quantizer
+        cast_master_weights_to_fp8(weights, shards, [first] * 2, quantizers=quantizers)
+        own = bytes_of(layout, 7, first, last)
+        for weight, whole in zip(weights, wholes, strict=True):
+            data, expected = (q._rowwise_data.flatten()[own] for q in (weight, whole))
+            assert_same(data, expected, note=cut)
+            if layout.transposed and not layout.square:
+                # Each rank has all columns that are not made of its rows.
+                assert_same(weight._columnwise_data, whole._columnwise_data, note=cut)
+
+
+def rows_per_block(layout: Layout) -> int:
+    """The rows of a block of rowwise data; 1 where all rows share a scale."""
+    return layout.block[0] or 1
+
+
+@pytest.mark.parametrize("name", RANDOM_LAYOUTS)
+@on_ranks(2)
+def test_rows_are_rounded_at_their_place_in_the_whole(mesh: DeviceMesh, name: str) -> None:
+    """Shards of rows, cut between any two of them, with the seed of the first rank."""
+    rank, layout = dist.get_rank(), RANDOM_LAYOUTS[name]
+    quantizer = GridQuantizer(layout)
+    of_shards = quantizer.for_shards(mesh.get_group())
+    for shape in ((2 * rows_per_block(layout) + 3, 21), (48, 16), (2, 3, 5)):
+        x = wide(*shape, seed=1)
+        torch.manual_seed(0)
+        whole = quantizer(x)
+        for cut in range(0, shape[0] + 1, rows_per_block(layout)):
+            torch.manual_seed(rank)
+            own = slice(0, cut) if rank == 0 else slice(cut, None)
+            q = of_shards(x[own])
+            assert_same(q._rowwise_data, whole._rowwise_data[own], note=(shape, cut))
+            expected = whole[own]
+            if type(expected) is type(whole):
+                # No block and no byte of the columns is cut.
+                assert_directions(q, expected)
 
 
 @on_ranks(2)

@@ -212,6 +212,24 @@ class OneQuantizer(Recipe):
         return QUANTIZERS[self.row].copy()
 
 
+#: Layouts that round at random, without a rotation, which the other operands would have to have.
+STOCHASTIC = {
+    name: layout for name, layout in LEVELS.items() if layout.stochastic and layout.rotation is None
+}
+
+
+@dataclass(frozen=True)
+class RandomWeights(Recipe):
+    """A recipe that rounds weights at random, by one row of the table, and nothing else."""
+
+    name = "random-weights"
+    row: str = "nvfp4-stochastic"
+
+    def make_quantizer(self, role: Any, *, amax_reduction_group: Any = None) -> GridQuantizer:
+        layout = STOCHASTIC[self.row] if role.tensor_type == "weight" else LAYOUTS["mxfp8"]
+        return GridQuantizer(layout)
+
+
 def quantizer(name: str, usages: str = "both", *, internal: bool = False) -> GridQuantizer:
     """A quantizer of the table with these usages, which may be changed."""
     rowwise, columnwise = USAGES[usages]

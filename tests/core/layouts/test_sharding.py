@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import ottava
+from ottava import GridQuantizer
 from ottava.checkpoint import load_sharded, save_sharded
 from ottava.distributed import gather_quantized
 from ottava.errors import OttavaError
@@ -24,7 +26,9 @@ from tests.core.layouts.layouts import (
     ONLY_OTHER_BYTES,
     QUANTIZERS,
     ROTATED_ONCE,
+    STOCHASTIC,
     OneQuantizer,
+    RandomWeights,
     boundary,
     inner,
 )
@@ -66,7 +70,7 @@ def has_whole_blocks(name: str, rows: int) -> bool:
 
 
 def layer_of(name: str, rows: int, *, primary: bool, seed: int = 0) -> Linear:
-    recipe = OneQuantizer(row=name)
+    recipe = RandomWeights(row=name) if name in STOCHASTIC else OneQuantizer(row=name)
     with ottava.quantized_model_init(recipe, enabled=primary):
         layer = Linear(70, rows, bias=False, recipe=recipe)
     with torch.no_grad():
@@ -129,12 +133,7 @@ def test_weights_that_are_quantized_when_they_are_gathered(
     mesh: DeviceMesh, cases: list[tuple[str, int]]
 ) -> None:
     for name, rows in cases:
-        layout = QUANTIZERS[name].layout
-        # Shards of these columns cannot be written one by one.
-        is_scattered = layout.transposed and not layout.square and None in layout.block
-        # The amaxes of a second level are those of all shards.
-        is_separable = not is_scattered and layout.second_level == "none"
-        is_quantized = has_whole_blocks(name, rows) and name != "Float8Tensor" and is_separable
+        is_quantized = has_whole_blocks(name, rows) and name != "Float8Tensor"
         with told(name, rows):
             alone, layer = (layer_of(name, rows, primary=False) for _ in range(2))
             fully_shard(gather_quantized(layer), mesh=mesh)
@@ -146,6 +145,33 @@ def test_weights_that_are_quantized_when_they_are_gathered(
                     assert type(gathered) is torch.Tensor
                     assert_same(gathered, alone.weight)
                 assert_same(step(layer), step(alone))
+
+
+@pytest.mark.parametrize("primary", [True, False])
+@on_ranks(2)
+def test_weights_that_are_rounded_at_random(mesh: DeviceMesh, primary: bool) -> None:
+    """The first rank's generator decides the bytes, and the backward pass has those of the forward
+    pass."""
+    for name, layout in STOCHASTIC.items():
+        rows = 2 * math.lcm(layout.block[0] or 1, layout.elements_per_byte) * (layout.block[1] or 1)
+        with told(name, rows):
+            torch.manual_seed(0)
+            alone = layer_of(name, rows, primary=primary)
+            torch.manual_seed(0)
+            layer = layer_of(name, rows, primary=primary)
+            sharded = layer if primary else gather_quantized(layer)
+            fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
+            for turn in range(3):
+                torch.manual_seed(turn)
+                expected = alone.weight.detach()
+                if not primary:
+                    expected = GridQuantizer(layout)(expected)
+                torch.manual_seed(turn + 10 * mesh.get_rank())
+                assert_bytes(whole_weight(layer), expected)
+                torch.manual_seed(turn)
+                steps = step(alone)
+                torch.manual_seed(turn + 10 * mesh.get_rank())
+                assert_same(step(layer), steps)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from ottava.distributed.master_weights import (
     quantize_master_weights,
 )
 from ottava.distributed.raw_data import post_all_gather_processing, replace_raw_data
-from ottava.distributed.rules import GridShards, ShardBatch, ShardRule, rule_of
-from ottava.distributed.shards import ShardJob, ShardOutput
+from ottava.distributed.rules import GridShards, ShardRule, rule_of
+from ottava.distributed.shards import ShardBatch, ShardJob, ShardOutput
 
 __all__ = [
     "GridShards",

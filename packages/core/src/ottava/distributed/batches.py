@@ -17,8 +17,8 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 
 from ottava.collectives import Group, all_gather, all_reduce_max, process_groups_ready
-from ottava.distributed.rules import ShardBatch, rule_of
-from ottava.distributed.shards import ShardJob, shard_output
+from ottava.distributed.rules import rule_of
+from ottava.distributed.shards import ShardBatch, ShardJob, shard_output
 from ottava.kernels import draw_seed, fixed_seed
 from ottava.layout import Layout
 from ottava.tensors.quantizer import Quantizer
@@ -68,7 +68,8 @@ class GatheredBatch:
             self._copy_shards(values, weights)
         seeds = self._header(values_of_ranks[0])[2::3]
         for job, weight, seed in zip(self.jobs, weights, seeds, strict=True):
-            quantizer = job.quantizer.with_usage(**job.output.holder.get_usages())
+            quantizer = rule_of(job.quantizer).for_whole(job.quantizer)
+            quantizer = quantizer.with_usage(**job.output.holder.get_usages())
             with fixed_seed(seed) if _is_stochastic(quantizer) else nullcontext():
                 whole = quantizer.quantize_impl(weight.view(job.shape), job.dtype)
             job.output.write(whole, job.start_offset)
@@ -121,11 +122,11 @@ class _BatchKey(NamedTuple):
     options: tuple[object, ...]
 
 
-def _batch_key(job: ShardJob) -> _BatchKey | None:
-    """The key of the batch of a job; None where amaxes do not suffice."""
+def _batch_key(job: ShardJob, of_rows: bool) -> _BatchKey | None:
+    """The key of the batch of a job, of whole rows or not; None where amaxes do not suffice."""
     quantizer = job.quantizer
     rule = rule_of(quantizer)
-    batch = rule.batch_for(quantizer)
+    batch = rule.batch_of_rows(quantizer) if of_rows else rule.batch_for(quantizer)
     if batch is None:
         return None
     options = tuple(getattr(quantizer, name) for name in rule.options)
@@ -145,15 +146,20 @@ class ShardBatches(NamedTuple):
     gathered_batch: GatheredBatch | None
 
     @classmethod
-    def of(cls, jobs: Sequence[ShardJob]) -> Self:
+    def of(cls, jobs: Sequence[ShardJob], *, of_rows: bool = False) -> Self:
         """The batches of ``jobs``.
 
         The jobs of a batch agree in the options that their rule names.
+
+        Args:
+            jobs: the shards.
+            of_rows: whether the shards are whole rows that cut no blocks, and their holders have
+                these rows alone.
         """
         jobs_by_key: dict[_BatchKey, list[ShardJob]] = {}
         other_jobs: list[ShardJob] = []
         for job in jobs:
-            key = _batch_key(job)
+            key = _batch_key(job, of_rows)
             if key is None:
                 other_jobs.append(job)
             else:

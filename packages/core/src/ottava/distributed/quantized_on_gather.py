@@ -71,7 +71,7 @@ def can_quantize_shards(quantizer: Quantizer, size: torch.Size, world: int) -> b
     """
     rule = rule_of(quantizer)
     independent = rule.independent_rows(quantizer)
-    if independent is None and rule.batch_for(quantizer) is None:
+    if independent is None and rule.batch_of_rows(quantizer) is None:
         return False
     if world == 1 or (independent is None and rule.one_amax(quantizer)):
         # FSDP pads uneven shards. With one scale for the tensor only data is gathered, so that the
@@ -134,7 +134,7 @@ def quantize_together(
         shards[weight.module] = shard
     first = weights[0].module
     if jobs:
-        batches = ShardBatches.of(jobs)
+        batches = ShardBatches.of(jobs, of_rows=True)
         batches.cast(_reduced_amaxes(batches, first, group))
     first_shard = shards.pop(first)
     _waiting_shards.update(shards)

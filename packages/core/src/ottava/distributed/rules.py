@@ -11,50 +11,24 @@ Quantizing all shards gives the data and scales of the whole weight::
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 
 from ottava import kernels
-from ottava.distributed.shards import ShardJob
+from ottava.distributed.row_batch import RowBatch
+from ottava.distributed.shards import ShardBatch, ShardJob
 from ottava.errors import DTypeError
 from ottava.kernels.backends import backend_module
 from ottava.kernels.checks import Shards
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, Size, as_matrix_shape
+from ottava.tensors import GridQuantizer
 from ottava.tensors.declaration import InnerTensor
 from ottava.tensors.packed import needs_packing
 from ottava.tensors.quantizer import Quantizer
 from ottava.torch_private import foreach_copy_
-
-
-class ShardBatch(ABC):
-    """Shards whose quantizers are of one class, quantized together from their amaxes.
-
-    A batch may be quantized many times.
-    """
-
-    def __init__(self, jobs: Sequence[ShardJob]) -> None:
-        self.jobs = list(jobs)
-        self._written_tensors = [tensor for job in jobs for tensor in job.output.written_tensors()]
-
-    @abstractmethod
-    def amaxes(self) -> torch.Tensor:
-        """The amaxes of this rank's shards, one shard after the other: flat, float32, the same
-        number on every rank."""
-
-    @abstractmethod
-    def cast(self, amaxes: torch.Tensor) -> None:
-        """Write data and scales from :meth:`amaxes` that were reduced over all ranks, of this batch
-        or an equal one."""
-
-    def written(self) -> None:
-        """Raise the versions of the written tensors, and mark their holders as written."""
-        torch.autograd.graph.increment_version(self._written_tensors)
-        for job in self.jobs:
-            job.output.holder.mark_written()
 
 
 class ShardRule:
@@ -80,6 +54,15 @@ class ShardRule:
     def batch_for(self, quantizer: Quantizer) -> type[ShardBatch] | None:
         """:attr:`batch` for this quantizer of the class."""
         return self.batch
+
+    def batch_of_rows(self, quantizer: Quantizer) -> type[ShardBatch] | None:
+        """The class that quantizes many shards of whole rows, which cut no blocks, from numbers
+        that are reduced by MAX. None where values are gathered."""
+        return self.batch_for(quantizer)
+
+    def for_whole(self, quantizer: Quantizer) -> Quantizer:
+        """The quantizer that quantizes a whole weight, of which ``quantizer`` may expect rows."""
+        return quantizer
 
     def one_amax(self, quantizer: Quantizer) -> bool:
         """Whether one amax, reduced over all shards, suffices to quantize a shard like a whole
@@ -327,9 +310,26 @@ class GridShards(ShardRule):
             return None
         return self.batch
 
+    def batch_of_rows(self, quantizer: Quantizer) -> type[ShardBatch] | None:
+        batch = self.batch_for(quantizer)
+        if batch is not None:
+            return batch
+        if not isinstance(quantizer, GridQuantizer) or self.scales is not scales_of_layout:
+            return None
+        if quantizer.layout.candidates and None in self._heights(quantizer):
+            # The errors that choose among candidates are those of all rows.
+            return None
+        return RowBatch
+
+    def for_whole(self, quantizer: Quantizer) -> Quantizer:
+        whole = quantizer.copy()
+        if isinstance(whole, GridQuantizer):
+            whole.amax_reduction_group = None
+        return whole
+
     def one_amax(self, quantizer: Quantizer) -> bool:
-        layout = layout_of(quantizer)
-        return layout.block == (None, None) and not needs_packing(layout)
+        one_scale = layout_of(quantizer).block == (None, None)
+        return one_scale and self.batch_for(quantizer) is not None
 
     def _heights(self, quantizer: Quantizer) -> list[int | None]:
         """The number of rows that share a scale, in each direction; None for all rows."""

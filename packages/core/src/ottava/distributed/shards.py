@@ -1,5 +1,7 @@
 """``ShardJob``: one shard of a weight that is to be quantized, and where the results go.
 
+A ``ShardBatch`` quantizes many of them together.
+
 A shard is a range of the flattened weight. Its elements are written into a range of the weight's
 data, and its scales into the holder, which is the whole weight or has some rows of it. Where two
 elements share a byte, two shards may, and both write it::
@@ -13,6 +15,7 @@ The functions below check that rows cut no blocks, that buffers fit, and that no
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -117,6 +120,33 @@ class ShardJob:
     def rounded(self) -> torch.Tensor:
         """The shard in the weight's nominal dtype."""
         return self.shard.to(self.dtype)
+
+
+class ShardBatch(ABC):
+    """Shards whose quantizers are of one class, quantized together from their amaxes.
+
+    A batch may be quantized many times.
+    """
+
+    def __init__(self, jobs: Sequence[ShardJob]) -> None:
+        self.jobs = list(jobs)
+        self._written_tensors = [tensor for job in jobs for tensor in job.output.written_tensors()]
+
+    @abstractmethod
+    def amaxes(self) -> torch.Tensor:
+        """The amaxes of this rank's shards, one shard after the other: flat, float32, the same
+        number on every rank."""
+
+    @abstractmethod
+    def cast(self, amaxes: torch.Tensor) -> None:
+        """Write data and scales from :meth:`amaxes` that were reduced over all ranks, of this batch
+        or an equal one."""
+
+    def written(self) -> None:
+        """Raise the versions of the written tensors, and mark their holders as written."""
+        torch.autograd.graph.increment_version(self._written_tensors)
+        for job in self.jobs:
+            job.output.holder.mark_written()
 
 
 def ordered_bytes(holder: QuantizedTensorStorage, name: str) -> tuple[InnerTensor, ...]:
