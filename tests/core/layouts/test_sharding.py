@@ -78,14 +78,16 @@ def layer_of(name: str, rows: int, *, primary: bool, seed: int = 0) -> Linear:
     return layer
 
 
-def step(layer: Linear) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradient of the input; the weight takes a step."""
+def step(*layers: Linear) -> list[torch.Tensor | None]:
+    """Outputs and the gradient of the input; the weights take a step together."""
     x = wide(6, 70, seed=1, sigma=1.0).requires_grad_()
-    y = layer(x)
-    y.square().sum().backward()
-    torch.optim.SGD(layer.parameters(), lr=1e-2).step()
-    layer.zero_grad()
-    return y.detach(), x.grad
+    outputs = [layer(x) for layer in layers]
+    sum(y.square().sum() for y in outputs).backward()
+    weights = [layer.weight for layer in layers]
+    torch.optim.SGD(weights, lr=1e-2, foreach=len(weights) > 1).step()
+    for layer in layers:
+        layer.zero_grad()
+    return [*(y.detach() for y in outputs), x.grad]
 
 
 def whole_weight(layer: Linear) -> torch.Tensor:
@@ -156,22 +158,24 @@ def test_weights_that_are_rounded_at_random(mesh: DeviceMesh, primary: bool) -> 
         rows = 2 * math.lcm(layout.block[0] or 1, layout.elements_per_byte) * (layout.block[1] or 1)
         with told(name, rows):
             torch.manual_seed(0)
-            alone = layer_of(name, rows, primary=primary)
+            alone = [layer_of(name, rows, primary=primary, seed=seed) for seed in range(2)]
             torch.manual_seed(0)
-            layer = layer_of(name, rows, primary=primary)
-            sharded = layer if primary else gather_quantized(layer)
-            fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
+            layers = [layer_of(name, rows, primary=primary, seed=seed) for seed in range(2)]
+            for layer in layers:
+                sharded = layer if primary else gather_quantized(layer)
+                fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
             for turn in range(3):
+                for layer, one in zip(layers, alone, strict=True):
+                    torch.manual_seed(turn)
+                    expected = one.weight.detach()
+                    if not primary:
+                        expected = GridQuantizer(layout)(expected)
+                    torch.manual_seed(turn + 10 * mesh.get_rank())
+                    assert_bytes(whole_weight(layer), expected)
                 torch.manual_seed(turn)
-                expected = alone.weight.detach()
-                if not primary:
-                    expected = GridQuantizer(layout)(expected)
+                steps = step(*alone)
                 torch.manual_seed(turn + 10 * mesh.get_rank())
-                assert_bytes(whole_weight(layer), expected)
-                torch.manual_seed(turn)
-                steps = step(alone)
-                torch.manual_seed(turn + 10 * mesh.get_rank())
-                assert_same(step(layer), steps)
+                assert_same(step(*layers), steps)
 
 
 @pytest.mark.parametrize(

@@ -209,21 +209,41 @@ class ShardBatches(NamedTuple):
 def requantize(writes: Sequence[tuple[QuantizedTensor, torch.Tensor]]) -> None:
     """Quantize new values into tensors; ``writes`` are pairs (tensor, values).
 
-    Shards that share a scale are reduced together, once for each group.
+    Shards that share a scale, or a seed, are reduced together, once for each group.
     """
     jobs_by_group: dict[str, list[ShardJob]] = {}
     for target, values in writes:
         group, quantizer = target._shard_group, target._quantizer
-        if group is None or quantizer is None or not rule_of(quantizer).one_amax(quantizer):
+        if group is None or quantizer is None or not _depends_on_numbers(quantizer):
             target.quantize_(values)
             continue
-        quantizer = quantizer.with_usage(**target.get_usages())
-        # One amax gives the scale, so the shard can be treated as a whole weight.
-        shape, flat = tuple(target.shape), values.detach().reshape(-1)
-        output = shard_output(target, shape, 0, flat.numel(), "a shard")
-        jobs_by_group.setdefault(group, []).append(
-            ShardJob(quantizer, flat, shape, values.dtype, 0, output)
-        )
+        jobs_by_group.setdefault(group, []).append(_job_of_rows(target, quantizer, values))
     for group, jobs in jobs_by_group.items():
         with torch.no_grad():
-            ShardBatches.of(jobs).quantize(group)
+            ShardBatches.of(jobs, of_rows=True).quantize(group)
+
+
+def _depends_on_numbers(quantizer: Quantizer) -> bool:
+    """Whether a few numbers, reduced over all shards, suffice to quantize a shard of rows, whatever
+    the size of the whole."""
+    rule = rule_of(quantizer)
+    if rule.one_amax(quantizer):
+        return True
+    by_blocks = rule.batch_for(quantizer) is not None
+    alone = rule.independent_rows(quantizer) is not None
+    return not by_blocks and not alone and rule.batch_of_rows(quantizer) is not None
+
+
+def _job_of_rows(target: QuantizedTensor, quantizer: Quantizer, values: torch.Tensor) -> ShardJob:
+    """The job that writes values into a shard of rows.
+
+    The shard is treated as a whole weight, except for the place of its rows: neither one amax nor
+    the other numbers depend on the size of the whole.
+    """
+    quantizer = quantizer.with_usage(**target.get_usages())
+    shape, flat = tuple(target.shape), values.detach().reshape(-1)
+    output = shard_output(target, shape, 0, flat.numel(), "a shard")
+    start = 0
+    if not rule_of(quantizer).one_amax(quantizer):
+        start = target._first_row * shape[-1]
+    return ShardJob(quantizer, flat, shape, values.dtype, start, output)

@@ -395,6 +395,8 @@ def _share_scales(
         tensor.update_quantizer(tensor._quantizer.for_shards(name))
     comparisons.add((name, size))
     tensor._shard_group = name
+    rows = math.ceil(size[0] / dist.get_world_size(group))
+    tensor._first_row = min(dist.get_rank(group) * rows, size[0]) * math.prod(size[1:-1])
     # The padded shard of FSDP is a view of a larger tensor. It is treated as a whole, because zeros
     # are zeros at any scale.
     tensor._whole = None

@@ -69,6 +69,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     common_fields = (StaticField("_shape", "shape"), StaticField("_dtype", "dtype"))
     # The name of the group on which this tensor's shards agreed on their scales.
     _shard_group: str | None = None
+    #: The row of the whole tensor that is the first one of this shard.
+    _first_row: int = 0
 
     def __new__(
         cls,
