@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ottava.errors import OptionError
 from ottava.formats import E8M0, MX_BLOCK
 from ottava.layout import Layout, Rotation
 from ottava.tensors import (
     GridQuantizer,
     GridTensor,
     GridTensorStorage,
-    Option,
     PackedTensor,
     PackedTensorStorage,
 )
-from ottava.tensors.quantizer import flag_option
+from ottava.tensors.quantizer import choice_option, flag_option
 
 #: The names of the formats -> the elements of layouts.
 ELEMENTS = {
@@ -46,13 +42,6 @@ class MXTensor(PackedTensor):
     """
 
 
-def one_of(name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """The value of an option, if it is one of the choices."""
-    if type(value) is not type(choices[0]) or value not in choices:
-        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(map(str, choices))}")
-    return value
-
-
 class MXQuantizer(GridQuantizer):
     """Quantizes along rows, columns or both, each from the high-precision values.
 
@@ -75,12 +64,12 @@ class MXQuantizer(GridQuantizer):
 
     storage_class: ClassVar[type[GridTensorStorage]] = PackedTensorStorage
     tensor_class: ClassVar[type[GridTensor]] = MXTensor
-    element: str = Option(partial(one_of, choices=FORMATS))  # type: ignore[assignment]
-    scale_rounding: str = Option(partial(one_of, choices=RULES))  # type: ignore[assignment]
+    element: str = choice_option(FORMATS)
+    scale_rounding: str = choice_option(RULES)
     with_2d_quantization: bool = flag_option()
     stochastic_rounding: bool = flag_option()
-    rotation: int = Option(partial(one_of, choices=SIZES))  # type: ignore[assignment]
-    rotated: str = Option(partial(one_of, choices=_DIRECTIONS))  # type: ignore[assignment]
+    rotation: int = choice_option(SIZES)
+    rotated: str = choice_option(_DIRECTIONS)
 
     def __init__(
         self,

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from ottava.errors import OptionError
 from ottava.recipes.base import Recipe
 from ottava.recipes.role import QuantizerRole
-from ottava_mx.quantizer import FORMATS, RULES, SIZES, MXQuantizer, one_of
+from ottava.tensors.declaration import check_choice, check_flag
+from ottava_mx.quantizer import FORMATS, RULES, SIZES, MXQuantizer
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class MXBlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("element", self.element, FORMATS)
+        check_choice("element", self.element, FORMATS)
         if self.grad_element is not None:
-            one_of("grad_element", self.grad_element, FORMATS)
-        one_of("scale_rounding", self.scale_rounding, RULES)
-        one_of("rotation", self.rotation, SIZES)
-        one_of("with_2d_quantization", self.with_2d_quantization, (True, False))
-        one_of("stochastic_rounding", self.stochastic_rounding, (True, False))
+            check_choice("grad_element", self.grad_element, FORMATS)
+        check_choice("scale_rounding", self.scale_rounding, RULES)
+        check_choice("rotation", self.rotation, SIZES)
+        check_flag("with_2d_quantization", self.with_2d_quantization)
+        check_flag("stochastic_rounding", self.stochastic_rounding)
         if self.rotation and self.with_2d_quantization:
             raise OptionError(
                 f"rotation={self.rotation} with with_2d_quantization=True",

@@ -6,17 +6,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from ottava.errors import OptionError
 from ottava.layout import Layout, Rotation
 from ottava.tensors import (
     GridQuantizer,
     GridTensor,
     GridTensorStorage,
-    Option,
     PackedTensor,
     PackedTensorStorage,
 )
-from ottava.tensors.quantizer import flag_option
+from ottava.tensors.quantizer import choice_option, flag_option
 
 #: Elements that share a scale.
 BLOCK = 16
@@ -28,6 +26,9 @@ RHT = Rotation(BLOCK, sum(1 << i for i in _MINUS))
 #: The factors of the two scales of a block, of which 4-over-6 takes the better one: its largest
 #: magnitude becomes 6, or 4.
 _MAP_TO_6_OR_4 = (1.0, 1.5)
+#: The scales that the largest block may get under 4-over-6, and the errors by which it chooses.
+BOUNDS = (256, 448)
+ERRORS = ("MAE", "MSE")
 
 
 class NVFP4Tensor(PackedTensor):
@@ -39,20 +40,6 @@ class NVFP4Tensor(PackedTensor):
     _columnwise_scale_inv, _amax_columnwise`` are the same of the transpose, ``[K, ceil(M / 2)]``.
     Arguments and errors are those of :class:`ottava.tensors.PackedTensor`.
     """
-
-
-def bound_option(name: str, value: Any) -> int:
-    """The scale that the largest block of the tensor gets under 4-over-6."""
-    if type(value) is not int or value not in (256, 448):
-        raise OptionError(f"{name} is {value!r}", expected="256 or 448")
-    return value
-
-
-def error_option(name: str, value: Any) -> str:
-    """The error by which 4-over-6 chooses."""
-    if value not in ("MAE", "MSE"):
-        raise OptionError(f"{name} is {value!r}", expected="'MAE' or 'MSE'")
-    return str(value)
 
 
 class NVFP4Quantizer(GridQuantizer):
@@ -83,8 +70,8 @@ class NVFP4Quantizer(GridQuantizer):
     stochastic_rounding: bool = flag_option()
     row_scaled: bool = flag_option()
     four_over_six: bool = flag_option()
-    four_over_six_bound: int = Option(bound_option)  # type: ignore[assignment]
-    four_over_six_error: str = Option(error_option)  # type: ignore[assignment]
+    four_over_six_bound: int = choice_option(BOUNDS)
+    four_over_six_error: str = choice_option(ERRORS)
 
     def __init__(
         self,

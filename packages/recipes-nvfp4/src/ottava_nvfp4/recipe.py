@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from ottava.errors import OptionError
 from ottava.recipes.base import Recipe
 from ottava.recipes.role import QuantizerRole
-from ottava_nvfp4.quantizer import NVFP4Quantizer, bound_option, error_option
+from ottava.tensors.declaration import check_choice, check_flag
+from ottava_nvfp4.quantizer import BOUNDS, ERRORS, NVFP4Quantizer
 
 #: The values of ``four_over_six`` -> the types of the tensors that it means.
 _FOUR_OVER_SIX: dict[str, tuple[str, ...]] = {
@@ -72,15 +73,10 @@ class NVFP4BlockScaling(Recipe):
         super().__post_init__()
         self._take_other_names()
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is {getattr(self, name)!r}", expected="True or False")
-        if not isinstance(self.four_over_six, str) or self.four_over_six not in _FOUR_OVER_SIX:
-            raise OptionError(
-                f"four_over_six is {self.four_over_six!r}",
-                expected=f"one of {', '.join(_FOUR_OVER_SIX)}",
-            )
-        bound_option("four_over_six_bound", self.four_over_six_bound)
-        error_option("four_over_six_error", self.four_over_six_error)
+            check_flag(name, getattr(self, name))
+        check_choice("four_over_six", self.four_over_six, tuple(_FOUR_OVER_SIX))
+        check_choice("four_over_six_bound", self.four_over_six_bound, BOUNDS)
+        check_choice("four_over_six_error", self.four_over_six_error, ERRORS)
         if "input" in _FOUR_OVER_SIX[self.four_over_six] and not self.disable_rht:
             raise OptionError(
                 f"four_over_six={self.four_over_six!r} with the Hadamard transform",

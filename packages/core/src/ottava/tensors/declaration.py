@@ -200,6 +200,12 @@ def check_flag(name: str, value: object) -> None:
         raise OptionError(f"{name} is {value!r}", expected="True or False")
 
 
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raises OptionError unless ``value`` is one of ``choices``, which are of one type."""
+    if type(value) is not type(choices[0]) or value not in choices:
+        raise OptionError(f"{name} is {value!r}", expected=f"one of {', '.join(map(str, choices))}")
+
+
 def check_values_dtype(dtype: torch.dtype | None) -> None:
     """Raises DTypeError unless values can be dequantized to ``dtype``: a floating-point dtype, or
     None."""

@@ -4,7 +4,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -14,12 +14,13 @@ from ottava.errors import DeviceError, DTypeError, OptionError, ShapeError
 from ottava.formats import fp8_format
 from ottava.kernels import HIGH_PRECISION, check_high_precision
 from ottava.kernels.checks import check_dtype, check_epsilon, check_fits, check_scalar
-from ottava.tensors.declaration import check_flag
+from ottava.tensors.declaration import check_choice, check_flag
 from ottava.tensors.dequantized_view import plain_values
 from ottava.tensors.operand import Operand
 from ottava.tensors.storage import QuantizedTensorStorage
 from ottava.tensors.tensor import QuantizedTensor, straight_through
 
+_Choice = TypeVar("_Choice")
 # A class that defines one of these has a contract of its own, or none.
 _DECIDES_BYTES = ("quantize_impl", "quantization", "kernel")
 
@@ -76,6 +77,16 @@ def flag_option() -> bool:
 
     def checked(name: str, value: bool) -> bool:
         check_flag(name, value)
+        return value
+
+    return Option(checked)  # type: ignore[return-value]
+
+
+def choice_option(choices: Sequence[_Choice]) -> _Choice:
+    """An option that is one of some values of one type; OptionError otherwise."""
+
+    def checked(name: str, value: _Choice) -> _Choice:
+        check_choice(name, value, choices)
         return value
 
     return Option(checked)  # type: ignore[return-value]
