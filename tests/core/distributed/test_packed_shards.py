@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ottava import GridQuantizer, Layout
 from ottava.distributed import cast_master_weights_to_fp8, quantize_master_weights, rule_of
-from ottava.errors import ShapeError
+from ottava.errors import ShapeError, UsageError
 from ottava.kernels import fixed_seed
 from ottava.layout import Rotation
 from tests.comparing import assert_same
@@ -166,6 +166,14 @@ def test_reduced_amaxes_with_random_rounding(mesh: DeviceMesh) -> None:
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     assert_same(q._amax_rowwise, largest)
     assert float((q.dequantize() - x).norm() / x.norm()) < 0.3
+
+
+def test_candidates_for_a_scale_that_spans_the_rows_are_refused() -> None:
+    """Each rank would choose by the errors of its own rows."""
+    layout = Layout("E2M1", (1, None), columnwise="transposed", candidates=(1.0, 1.5), error="MAE")
+    with pytest.raises(UsageError, match=r"spans the rows.*high precision"):
+        GridQuantizer(layout).for_shards(None)
+    assert rule_of(GridQuantizer(layout)).batch_of_rows(GridQuantizer(layout)) is None
 
 
 def test_rows_that_are_rounded_at_random_are_not_independent() -> None:

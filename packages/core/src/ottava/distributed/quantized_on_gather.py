@@ -77,9 +77,7 @@ def can_quantize_shards(quantizer: Quantizer, size: torch.Size, world: int) -> b
         # FSDP pads uneven shards. With one scale for the tensor only data is gathered, so that the
         # padding cuts no block.
         return True
-    if size[0] % world:
-        return False
-    if len(size) == 1 and (independent is not None or rule.batch_for(quantizer) is None):
+    if size[0] % world or len(size) == 1:
         # A vector is one row, which shards cut.
         return False
     rows = size[0] // world * math.prod(size[1:-1])

@@ -9,7 +9,7 @@ import torch
 from ottava import kernels
 from ottava.collectives import Group, all_reduce_max, process_groups_ready
 from ottava.contract import Contract
-from ottava.errors import DTypeError
+from ottava.errors import DTypeError, UsageError
 from ottava.kernels import for_layers
 from ottava.kernels.reference import for_blocks
 from ottava.layout import Layout, as_matrix_shape
@@ -114,10 +114,22 @@ class GridQuantizer(Quantizer):
         return {"layout": self.layout.text}
 
     def for_shards(self, group: Group) -> Self:
+        """See :meth:`Quantizer.for_shards`.
+
+        Raises:
+            UsageError: candidates for a scale that spans the rows, because the errors of all rows
+                would have to be added in order.
+        """
         copied = self.copy()
         # Scales that span the rows depend on other shards, and so do places in the whole tensor.
         layout = self.layout
         spanning = any(layout.block_of(columnwise)[0] is None for columnwise in (False, True))
+        if spanning and layout.candidates:
+            raise UsageError(
+                f"shards of rows with candidates for a scale that spans the rows: {layout.text}",
+                expected="blocks with a number of rows, in both directions",
+                remedy="keep the weight in high precision",
+            )
         depends = spanning or layout.second_level != "none" or layout.stochastic
         copied.amax_reduction_group = group if depends else None
         return copied
