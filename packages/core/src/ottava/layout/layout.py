@@ -1,129 +1,24 @@
-"""Layouts describe the elements of a quantized tensor, and which of them share a scale, as data.
+"""``Layout``: the fields, what contradicts itself among them, and what follows from them."""
 
-A tensor ``[*leading, K]`` is seen as a matrix of ``M`` rows and ``K`` columns, which a grid cuts
-into blocks that have one scale each. Blocks at ragged edges are smaller. Rowwise data serve
-products that sum over columns. Columnwise data serve products that sum over rows, and their blocks
-are those of the transposed matrix.
-"""
-
-import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
 
 import torch
 
 from ottava.errors import DTypeError, OptionError
-from ottava.formats import (
-    E4M3,
-    E8M0,
-    ELEMENT_NAMES,
-    ELEMENTS,
-    UE5M3,
-    ElementFormat,
-    FloatFormat,
-    element_format,
-)
+from ottava.formats import E4M3, E8M0, ELEMENTS, UE5M3, ElementFormat, element_format
+from ottava.layout.grids import Block, Size, as_matrix_shape, grid_of, multiple
+from ottava.layout.rotation import Rotation
+from ottava.layout.scales import OWN_RULES, SCALES
+from ottava.layout.text import PLACES, Value, fields_of, text_of, text_of_fields
 
-#: Rows and columns of a grid.
-Size = tuple[int, int]
-#: Rows and columns of a block, where None means all.
-Block = tuple[int | None, int | None]
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
-class ScaleFormat(NamedTuple):
-    """A format of scales.
-
-    Attributes:
-        number: the format of its numbers; None for float32.
-        stored: the dtype of stored scales.
-        native: the dtype of torch with the same bytes; None where stored scales have it already, or
-            torch has none.
-        rules: the words for how an amax becomes a scale.
-    """
-
-    number: FloatFormat | None
-    stored: torch.dtype
-    native: torch.dtype | None
-    rules: tuple[str, ...]
-
-
-#: The formats of scales, by their dtype or name.
-SCALES: dict[torch.dtype | str, ScaleFormat] = {
-    torch.float32: ScaleFormat(None, torch.float32, None, ("nearest", "floor")),
-    torch.float8_e8m0fnu: ScaleFormat(
-        E8M0, torch.uint8, torch.float8_e8m0fnu, ("up", "floor", "even", "nearest")
-    ),
-    torch.float8_e4m3fn: ScaleFormat(E4M3, torch.uint8, torch.float8_e4m3fn, ("nearest",)),
-    "UE5M3": ScaleFormat(UE5M3, torch.uint8, None, ("nearest",)),
-}
-#: A rule of one's own: from the amaxes of blocks (float32; times the scale of the second level, if
-#: there is one) and the layout to the scales that are stored, of the same shape.
-ScaleRule = Callable[[torch.Tensor, "Layout"], torch.Tensor]
-#: The rules that were registered, by name.
-OWN_RULES: dict[str, ScaleRule] = {}
-
-
-def register_scale_rule(name: str, rule: ScaleRule) -> None:
-    """Let layouts have a rule of one's own for scales, as ``rounding=name``.
-
-    A process that reads files with such layouts registers the rule first.
-
-    Args:
-        name: letters, digits, dots, hyphens and underscores, beginning with a letter.
-        rule: see :data:`ScaleRule`. Equal amaxes must give equal scales.
-
-    Raises:
-        OptionError: the name is not of this form, or is taken by another rule.
-        DTypeError: ``rule`` is no function.
-    """
-    known = {word for scale in SCALES.values() for word in scale.rules}
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w.-]*", name):
-        raise OptionError(
-            f"a rule for scales named {name!r}",
-            expected="letters, digits, dots, hyphens and underscores, beginning with a letter",
-        )
-    if name in known or OWN_RULES.get(name, rule) is not rule:
-        raise OptionError(f"the name {name!r} of a rule is taken", expected="another name")
-    if not callable(rule):
-        raise DTypeError(f"the rule {name!r} is a {type(rule).__name__}", expected="a function")
-    OWN_RULES[name] = rule
-
-
 _COLUMNWISE = ("own", "transposed", "same")
 _FINITE_AS = ("float32", "input")
 _SECOND_LEVELS = ("none", "tensor", "row")
 _ERRORS = ("MAE", "MSE")
 _ROTATED = ("rowwise", "columnwise", "both")
 _ROTATIONS = (16, 32, 64, 128)
-
-
-class Rotation(NamedTuple):
-    """A Hadamard transform of groups along the summed dimension, before they are quantized.
-
-    A group ``x`` becomes ``x · diag(signs) · H / sqrt(size)``, with Sylvester's matrix H. Two
-    operands that are rotated alike have the product of the unrotated ones.
-
-    Attributes:
-        size: elements of a group: 16, 32, 64 or 128. A ragged last group is padded with zeros.
-        signs: an integer of ``size`` bits: the sign of element i of a group is minus where bit i is
-            set.
-        directions: which data are rotated: ``"rowwise"``, ``"columnwise"`` or ``"both"``.
-    """
-
-    size: int
-    signs: int
-    directions: str = "columnwise"
-
-    def turns(self, columnwise: bool) -> bool:
-        """Whether data of this direction are rotated."""
-        return self.directions in ("both", "columnwise" if columnwise else "rowwise")
-
-
-#: The value of a field, as the constructor takes it.
-_Value = torch.dtype | Block | str | float | tuple[float, ...] | Rotation | None
 
 
 @dataclass(frozen=True)
@@ -222,7 +117,7 @@ class Layout:
             raise OptionError(f"stochastic is {self.stochastic!r}", expected="True or False")
         if self.scale is not torch.float32 and (self.epsilon or self.finite_as != "float32"):
             raise OptionError(
-                f"scale {_text_of(self.scale)} with epsilon {self.epsilon!r} and finite_as "
+                f"scale {text_of(self.scale)} with epsilon {self.epsilon!r} and finite_as "
                 f"{self.finite_as!r}",
                 expected="0 and 'float32'",
                 remedy="these two fields are for scale=torch.float32 alone",
@@ -246,10 +141,10 @@ class Layout:
             object.__setattr__(self, "bound", float(self.bound))
         whole = self.columnwise == "own" and self.block == (None, None)
         object.__setattr__(self, "one_buffer", whole or self.columnwise == "same")
-        object.__setattr__(self, "text", _text_of_fields(self))
+        object.__setattr__(self, "text", text_of_fields(self, _NAMED))
         _KNOWN.setdefault(self.text, self)
 
-    def __reduce__(self) -> tuple[type["Layout"], tuple[_Value, ...]]:
+    def __reduce__(self) -> tuple[type["Layout"], tuple[Value, ...]]:
         # Unpickling calls the constructor, which checks the fields.
         return Layout, tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
@@ -407,12 +302,23 @@ class Layout:
         """
         if isinstance(text, str) and text in _KNOWN:
             return _KNOWN[text]
-        return _layout_of(str(text))
+        try:
+            return Layout(**fields_of(str(text), _NAMED))  # type: ignore[arg-type]
+        except (ValueError, KeyError) as error:
+            raise OptionError(
+                f"{text!r:.80} is no layout",
+                expected="what Layout.text gives",
+                remedy="register rules of your own for scales before layouts with them are read",
+            ) from error
 
 
 # Text -> layout. The table is a plain dict, because compiled code can look into it.
 _KNOWN: dict[str, Layout] = {}
 torch.serialization.add_safe_globals([Layout, Rotation])
+# Name -> default: a plain dict, because compiled code cannot read the fields of a dataclass.
+_NAMED: dict[str, object] = {
+    field.name: field.default for field in fields(Layout) if field.init and field.name not in PLACES
+}
 
 
 def _check_sizes(name: str, sizes: object) -> None:
@@ -472,7 +378,7 @@ def _check_second_level(layout: Layout) -> None:
         return
     if number not in (E4M3, UE5M3):
         raise OptionError(
-            f"second_level={layout.second_level!r} over scales in {_text_of(layout.scale)}",
+            f"second_level={layout.second_level!r} over scales in {text_of(layout.scale)}",
             expected="scale=torch.float8_e4m3fn or 'UE5M3'",
         )
     bound = layout.bound
@@ -558,128 +464,3 @@ _CHECKS: tuple[Callable[[Layout], None], ...] = (
     _check_candidates,
     _check_rotation,
 )
-
-
-def multiple(size: int, step: int) -> int:
-    """The least multiple of ``step`` that is not below ``size``."""
-    return -(-size // step) * step
-
-
-def grid_of(matrix: Sequence[int], block: Block) -> Size:
-    """The number of blocks of a matrix along its rows and along its columns.
-
-    It is 1 along a side where a block has all, even if the matrix is empty.
-    """
-    rows, columns = matrix
-    return _blocks_along(rows, block[0]), _blocks_along(columns, block[1])
-
-
-def _blocks_along(size: int, side: int | None) -> int:
-    if side is None:
-        return 1
-    return -(-size // side)
-
-
-def as_matrix_shape(shape: Sequence[int]) -> Size:
-    """Rows and columns of the matrix that a tensor ``[*leading, K]`` is seen as."""
-    if not shape:
-        return 1, 1
-    return math.prod(shape[:-1]), shape[-1]
-
-
-#: The fields that every text has, by their place. It has the others by name.
-_PLACES = ("element", "block", "scale", "rounding", "epsilon", "columnwise", "shared", "finite_as")
-
-
-def _text_of(value: _Value) -> str:
-    if isinstance(value, Rotation):
-        return f"{value.size}:{value.signs:#x}:{value.directions}"
-    if isinstance(value, tuple):
-        return "x".join("all" if size is None else str(size) for size in value)
-    return str(value).removeprefix("torch.")
-
-
-def _text_of_fields(layout: Layout) -> str:
-    words = [_text_of(getattr(layout, name)) for name in _PLACES]
-    for name, default in _NAMED.items():
-        value = getattr(layout, name)
-        if value != default:
-            words.append(f"{name}={_text_of(value)}")
-    return "/".join(words)
-
-
-def _dtype_of(text: str) -> torch.dtype | str:
-    if text in ELEMENT_NAMES or text in SCALES:
-        return text
-    dtype = vars(torch).get(text)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {text!r}")
-    return dtype
-
-
-def _block_of(text: str) -> Block:
-    rows, columns = (None if size == "all" else int(size) for size in text.split("x"))
-    return rows, columns
-
-
-def _shared_of(text: str) -> Size | None:
-    if text == "None":
-        return None
-    rows, columns = map(int, text.split("x"))
-    return rows, columns
-
-
-def _factors_of(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split("x")))
-
-
-def _flag_of(text: str) -> bool:
-    return {"True": True, "False": False}[text]
-
-
-def _rotation_of(text: str) -> Rotation:
-    size, signs, directions = text.split(":")
-    return Rotation(int(size), int(signs, 0), directions)
-
-
-_READERS: dict[str, Callable[[str], _Value]] = {
-    "element": _dtype_of,
-    "block": _block_of,
-    "scale": _dtype_of,
-    "rounding": str,
-    "epsilon": float,
-    "columnwise": str,
-    "shared": _shared_of,
-    "finite_as": str,
-    "second_level": str,
-    "bound": float,
-    "candidates": _factors_of,
-    "error": str,
-    "stochastic": _flag_of,
-    "rotation": _rotation_of,
-}
-# Name -> default: a plain dict, because compiled code cannot read the fields of a dataclass.
-_NAMED: dict[str, object] = {
-    field.name: field.default
-    for field in fields(Layout)
-    if field.init and field.name not in _PLACES
-}
-
-
-def _layout_of(text: str) -> Layout:
-    try:
-        words = text.split("/")
-        values = dict(zip(_PLACES, words[: len(_PLACES)], strict=True))
-        for word in words[len(_PLACES) :]:
-            name, _, value = word.partition("=")
-            if name not in _NAMED or name in values:
-                raise ValueError(f"{name!r} is no field, or is there twice")
-            values[name] = value
-        read = {name: _READERS[name](value) for name, value in values.items()}
-        return Layout(**read)  # type: ignore[arg-type]
-    except (ValueError, KeyError) as error:
-        raise OptionError(
-            f"{text!r:.80} is no layout",
-            expected="what Layout.text gives",
-            remedy="register rules of your own for scales before layouts with them are read",
-        ) from error
