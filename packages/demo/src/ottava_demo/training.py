@@ -141,7 +141,7 @@ class Trainee:
 
 
 def train(
-    recipe: str | None,
+    recipe: Recipe | str | None,
     corpus: Corpus,
     *,
     size: str,
@@ -153,7 +153,7 @@ def train(
     """Train one run, with the same weights and batches as every other run with this seed.
 
     Args:
-        recipe: name of a recipe, or None for BF16 alone.
+        recipe: a recipe or its name, or None for BF16 alone.
         corpus: the bytes to train on and to validate with.
         size: a key of :data:`ottava_demo.model.SIZES`.
         steps: number of optimizer steps.
@@ -192,4 +192,5 @@ def train(
         validation = sum(trainee.loss(check).item() for check in checks) / len(checks)
     rate = steps * shape.batch * shape.length / elapsed
     products = str(product_dtype(torch.bfloat16, torch.device(device))).removeprefix("torch.")
-    return Run(recipe or "bf16", losses, validation, rate, saved_bytes, products, peak)
+    name = recipe.name if isinstance(recipe, Recipe) else recipe or "bf16"
+    return Run(name, losses, validation, rate, saved_bytes, products, peak)
