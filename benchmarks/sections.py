@@ -16,6 +16,8 @@ from benchmarks import (
     comparison,
     grids,
     imports,
+    ingredient_pictures,
+    ingredients,
     kernels,
     layers,
     levels,
@@ -198,6 +200,41 @@ PARTS: dict[str, Part] = {
     ),
     "layouts": Part(lambda _: grids.LAYOUTS, picture="layouts.png", draw=grids.draw),
     "spike": Part(lambda _: spike.runs(), picture="delayed_spike.png", draw=spike.draw),
+    "nvfp4_block": Part(
+        lambda _: ingredient_pictures.block(),
+        picture="nvfp4_block.svg",
+        draw=ingredient_pictures.draw_block,
+    ),
+    "second_level": Part(
+        lambda _: ingredients.second_level(),
+        picture="second_level.svg",
+        draw=ingredient_pictures.draw_second_level,
+    ),
+    "rotations": Part(
+        lambda settings: ingredients.rotations(*((1,) if settings.quick else ())),
+        "four-bits.md",
+        ingredients.rotations_text,
+        "rotations.svg",
+        ingredient_pictures.draw_rotations,
+        FOLDER / "rotations.json",
+    ),
+    "random_rounding": Part(
+        lambda _: ingredients.random_rounding(),
+        picture="random_rounding.svg",
+        draw=ingredient_pictures.draw_random_rounding,
+    ),
+    "squares": Part(
+        lambda _: ingredients.squares(),
+        picture="squares.svg",
+        draw=ingredient_pictures.draw_squares,
+    ),
+    "four_over_six": Part(
+        lambda _: ingredients.four_over_six(),
+        "four-bits.md",
+        ingredients.four_over_six_text,
+        "four_over_six.svg",
+        ingredient_pictures.draw_four_over_six,
+    ),
 }
 #: The parts that are made of results that are kept.
-KEPT = ("speed", "rounding")
+KEPT = ("speed", "rounding", "rotations")

@@ -21,6 +21,8 @@ from ottava import list_recipes, torch_private
 
 #: Sections whose quick run imports, compiles or trains for seconds.
 QUICK_BUT_SLOW = ["kernels", "imports", "statistics", "exponents", "layouts", "spike", "rounding"]
+QUICK_BUT_SLOW += ["nvfp4_block", "second_level", "rotations", "random_rounding", "squares"]
+QUICK_BUT_SLOW += ["four_over_six"]
 NUMBER = re.compile(r"(-?\d+\.\d+)")
 OLD = {"date": "2000-01-01", "torch": "2.0", "cpu": "one", "sections": {"X": [{"import": "x"}]}}
 
@@ -30,7 +32,7 @@ def test_the_page_is_what_the_results_give() -> None:
     assert text == runner.page(load(RESULTS))
 
 
-@pytest.mark.parametrize("name", ["recipes", "memory", "noise", *KEPT])
+@pytest.mark.parametrize("name", ["recipes", "memory", "noise", "four_over_six", *KEPT])
 def test_the_page_has_what_is_measured(name: str) -> None:
     part = PARTS[name]
     page = (runner.DOCS / part.page).read_text(encoding="utf-8")
