@@ -16,7 +16,7 @@ from benchmarks.markdown import markdown
 from benchmarks.timing import Row
 
 #: The recipes that are compared: those that need no options.
-RECIPES = ("current", "delayed", "rowwise", "blockwise", "mxfp8")
+RECIPES = ("current", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4", "mx")
 SIZE = 512
 HEAVY_TAILED = "lognormal, σ = 2"
 #: Column of the tables of noise -> the recipe, its options, and the role of the quantizer.
@@ -27,6 +27,8 @@ SCHEMES: Mapping[str, tuple[str, dict[str, object], str]] = {
     "blockwise 1 × 128": ("blockwise", {}, "input"),
     "the same, any scale": ("blockwise", {"force_pow_2_scales": False}, "input"),
     "MXFP8 1 × 32": ("mxfp8", {}, "input"),
+    "NVFP4 1 × 16": ("nvfp4", {}, "input"),
+    "MXFP4 1 × 32": ("mx", {}, "input"),
 }
 # The size at which the table of CPUs shows large layers.
 _LARGE = 2048
@@ -101,6 +103,7 @@ def _errors(recipe: str) -> list[float]:
         layer.weight.copy_(weight)
     exact = _step(layer, x, dy)
     layer.bind(recipe)
+    torch.manual_seed(0)  # for recipes that round at random
     _step(layer, x, dy)
     pairs = zip(_step(layer, x, dy), exact, strict=True)
     return [((result - right).norm() / right.norm()).item() for result, right in pairs]
@@ -166,6 +169,8 @@ def memory() -> str:
         "mxfp8, backward high_precision": ottava.get_recipe("mxfp8", backward="high_precision"),
         "mxfp8, backward dequantized": ottava.get_recipe("mxfp8", backward="dequantized"),
         "mxfp8, with_2d_quantization": ottava.get_recipe("mxfp8", with_2d_quantization=True),
+        "nvfp4, backward dequantized": ottava.get_recipe("nvfp4", backward="dequantized"),
+        "mx, element MXFP6E2M3": ottava.get_recipe("mx", element="MXFP6E2M3"),
     }
     return markdown(
         [
@@ -180,7 +185,10 @@ def memory() -> str:
 
 
 def _cpu_rows(results: Mapping[str, Any]) -> list[Row]:
-    """Times of large and of small layers on the machines of the results with a fast BF16."""
+    """Times of large and of small layers on the machines of the results with a fast BF16.
+
+    Recipes that were not measured have no row.
+    """
     rows: dict[str, Row] = {name: {"recipe": name} for name in RECIPES}
     for kind, result in results.items():
         if "no fast BF16" in kind:
@@ -197,11 +205,14 @@ def _cpu_rows(results: Mapping[str, Any]) -> list[Row]:
                     continue
                 if row[name] in rows:
                     rows[row[name]][f"{machine}: {column}"] = row[ratio]
-    return list(rows.values())
+    return [row for row in rows.values() if len(row) > 1]
 
 
 def _gpu_rows(results: Mapping[str, Any]) -> list[Row]:
-    """Times of eager layers on the GPU of the results, as multiples of a bfloat16 layer's."""
+    """Times of eager layers on the GPU of the results, as multiples of a bfloat16 layer's.
+
+    Recipes that were not measured have no row.
+    """
     rows = []
     for recipe in RECIPES:
         row: Row = {"recipe": recipe}
@@ -209,7 +220,8 @@ def _gpu_rows(results: Mapping[str, Any]) -> list[Row]:
             seconds = size["seconds"]
             ratio = seconds[recipe] / seconds["bf16"] if recipe in seconds else None
             row[f"M = K = N = {size['name']}"] = ratio
-        rows.append(row)
+        if any(isinstance(ratio, float) for ratio in row.values()):
+            rows.append(row)
     return rows
 
 
