@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks import (
+    ablation,
     analysis,
     comparison,
     grids,
@@ -235,6 +236,14 @@ PARTS: dict[str, Part] = {
         "four_over_six.svg",
         ingredient_pictures.draw_four_over_six,
     ),
+    "ablation": Part(
+        lambda settings: ablation.measure(
+            settings.threads, *((1, "tiny") if settings.quick else ())
+        ),
+        "four-bits.md",
+        ablation.text,
+        results=FOLDER / "ablation.json",
+    ),
 }
 #: The parts that are made of results that are kept.
-KEPT = ("speed", "rounding", "rotations")
+KEPT = ("speed", "rounding", "rotations", "ablation")

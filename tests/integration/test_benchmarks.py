@@ -22,7 +22,7 @@ from ottava import list_recipes, torch_private
 #: Sections whose quick run imports, compiles or trains for seconds.
 QUICK_BUT_SLOW = ["kernels", "imports", "statistics", "exponents", "layouts", "spike", "rounding"]
 QUICK_BUT_SLOW += ["nvfp4_block", "second_level", "rotations", "random_rounding", "squares"]
-QUICK_BUT_SLOW += ["four_over_six"]
+QUICK_BUT_SLOW += ["four_over_six", "ablation"]
 NUMBER = re.compile(r"(-?\d+\.\d+)")
 OLD = {"date": "2000-01-01", "torch": "2.0", "cpu": "one", "sections": {"X": [{"import": "x"}]}}
 

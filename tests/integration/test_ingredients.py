@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ingredient_pictures, ingredients
+from benchmarks import ablation, ingredient_pictures, ingredients
 from benchmarks.sections import PARTS, load
 
 
@@ -84,3 +84,13 @@ def test_rotation_loses_for_nvfp4_and_gains_for_the_others() -> None:
     nothing, rotated, random = shapes["normal, ±10 once in 16"]["kept"]
     assert nothing == 0
     assert (rotated, random) == pytest.approx((1, 1), abs=0.05)
+
+
+def test_a_training_in_four_bits_ends_within_two_percent_of_bf16() -> None:
+    rows = kept("ablation")["rows"]
+    cases = [(recipe, options) for recipe, several in ablation.CASES.items() for options in several]
+    assert [(row["recipe"], row["options"]) for row in rows] == cases
+    plain = rows[0]["losses"]
+    for recipe in ("nvfp4", "mx"):
+        losses = next(row["losses"] for row in rows if row["recipe"] == recipe)
+        assert losses == pytest.approx(plain, rel=0.02)
