@@ -204,7 +204,9 @@ def draw_squares(results: Row, out: Path) -> None:
     )
     _tidy(bars)
     for axes, name in zip(patches, names[:2], strict=True):
-        image = axes.imshow(results["patches"][name], cmap="RdBu", vmin=-0.6, vmax=0.6)
+        patch = results["patches"][name]
+        # A clip path of an image has another id in each process.
+        image = axes.imshow(patch, cmap="RdBu", vmin=-0.6, vmax=0.6, clip_on=False)
         axes.set_title(name, fontsize=10)
         axes.set_xticks([])
         axes.set_yticks([])
