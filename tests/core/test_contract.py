@@ -200,6 +200,21 @@ def test_steps_may_be_unstated() -> None:
     assert set(partly.differences(contract)) == {"rowwise.scale"}
 
 
+def test_another_rule_leaves_what_is_unstated() -> None:
+    contract = Contract.of_layout(ROWS)
+    changed = contract.with_rule("given")
+    assert changed.differences(contract).keys() == expanded({"*.scale.rule"})
+    assert isinstance(contract.rowwise, Direction)
+    partly = Contract(replace(contract.rowwise, scale="unstated"), "identity")
+    assert partly.with_rule("given") == partly
+
+
+def test_a_row_of_the_summed_dimension_has_one_second_level() -> None:
+    contract = Contract.of_layout(replace(NVFP4, second_level="row"))
+    directions = contract.value()["rowwise"], contract.value()["columnwise"]
+    assert [each["second_level"]["over"] for each in directions] == [[1, None], [None, 1]]
+
+
 def test_a_registered_rule_is_named_and_not_stated() -> None:
     register_scale_rule("contract-rule", lambda amax, layout: amax)
     try:
