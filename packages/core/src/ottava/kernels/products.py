@@ -283,7 +283,11 @@ def product(
     bias_dtype = None if bias is None else bias.dtype
     operand_dtype = product_dtype(dtype, device)
     # Sums in the operands' dtype would lose precision that the result has, or overflow in float16.
-    if not returns_float32(device) and (dtype is torch.float16 or dtype is not out_dtype):
+    # The reference rounds once.
+    loses = (
+        dtype is torch.float16 or dtype is not out_dtype or backend_for(device.type) == "reference"
+    )
+    if loses and not returns_float32(device):
         operand_dtype = _SUMS
     if operand_dtype is not dtype:
         a, b = a.to(operand_dtype), b.to(operand_dtype)
