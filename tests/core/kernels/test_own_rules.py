@@ -75,8 +75,7 @@ def test_names_and_rules_that_are_refused() -> None:
     ):
         with pytest.raises(error, match=match):
             register_scale_rule(name, rule)  # type: ignore[arg-type]
-    text = replace(PLAIN[E8M0], rounding="own").text
-    layout.OWN_RULES.clear()
-    layout._KNOWN.pop(text)
+    # A text of a rule that this process has not registered.
+    text = PLAIN[E8M0].text.replace("floor", "theirs")
     with pytest.raises(OptionError, match=r"is no layout.*register rules of your own"):
         Layout.of(text)

@@ -206,8 +206,18 @@ def test_compiled_code_has_one_graph_for_each_kind_of_step(way: str, graphs: int
     assert counter.frame_count == graphs
 
 
-@pytest.mark.parametrize("at", [1, 2, 4, 5])
-@pytest.mark.parametrize("compiled", [False, True])
+#: Compilations take seconds: the short run has the one that crosses from one kind to the other.
+COMPILED = [False, pytest.param(True, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(
+    ("at", "compiled"),
+    [
+        *((at, False) for at in (1, 2, 4, 5)),
+        (2, True),
+        *(pytest.param(at, True, marks=pytest.mark.slow) for at in (1, 4, 5)),
+    ],
+)
 def test_a_resumed_run_goes_on_where_it_was_saved(at: int, compiled: bool) -> None:
     torch.compiler.reset()
     first = model(Scheduled())
@@ -226,7 +236,7 @@ def test_a_resumed_run_goes_on_where_it_was_saved(at: int, compiled: bool) -> No
     [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))],
     ids=["copy", "pickle"],
 )
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", COMPILED)
 def test_a_copy_counts_its_own_steps(duplicate: Callable[..., Any], compiled: bool) -> None:
     torch.compiler.reset()
     net = model(Scheduled())
