@@ -29,8 +29,8 @@ def _nvfp4(block: tuple[int, int] = (1, 16), **options: Any) -> Layout:
     )
 
 
-def _mx(element: str, rule: str) -> Layout:
-    return Layout(element, (1, 32), E8M0.torch_dtype, rule, columnwise="transposed")
+def _mx(element: str, rule: str, **options: Any) -> Layout:
+    return Layout(element, (1, 32), E8M0.torch_dtype, rule, columnwise="transposed", **options)
 
 
 class Case(NamedTuple):
@@ -56,7 +56,16 @@ CASES: dict[str, Case] = {
     ),
     "NVFP4, 4-over-6": Case(_nvfp4(candidates=(1.0, 1.5), bound=256.0), "NVFP4"),
     "NVFP4, 16 × 16": Case(_nvfp4((16, 16))),
+    "NVFP4, 16 × 16, stochastic rounding": Case(
+        _nvfp4((16, 16), stochastic=True), "NVFP4, 16 × 16"
+    ),
+    "NVFP4, 16 × 16, 4-over-6": Case(
+        _nvfp4((16, 16), candidates=(1.0, 1.5), bound=256.0), "NVFP4, 16 × 16"
+    ),
     "MXFP4, even": Case(_mx("E2M1", "even"), eager=True),
+    "MXFP4, even, 32 × 32, two candidates": Case(
+        _mx("E2M1", "even", shared=(32, 32), candidates=(1.0, 0.5))
+    ),
     "MXFP6 E2M3, floor": Case(_mx("E2M3", "floor")),
     "MXINT8, floor": Case(_mx("MXINT8", "floor")),
 }

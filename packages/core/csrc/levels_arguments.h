@@ -70,8 +70,13 @@ inline void check_strips(const LevelsLayout& layout) {
                  "blocks do not end where strips end");
     check_levels(lanes >= 1 && layout.area.lanes >= 1 && layout.area.positions >= 1,
                  "an empty block");
-    check_levels(layout.candidate_count == 0 || kStripLanes % lanes == 0,
-                 "blocks of candidates do not end where strips end");
+    if (layout.candidate_count == 0) return;
+    const int64_t side = layout.area.lanes;
+    if (side == layout.area.positions)
+        check_levels(side >= positions && kStripPositions % side == 0,
+                     "squares of candidates do not end where strips end");
+    else
+        check_levels(kStripLanes % lanes == 0, "blocks of candidates do not end where strips end");
 }
 
 inline LevelsResults levels_results_of(const LevelsTuple& results) {

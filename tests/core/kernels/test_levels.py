@@ -15,7 +15,7 @@ from ottava.formats import ELEMENT_NAMES
 from ottava.kernels import reference, table
 from ottava.kernels.levels import decodes_levels, quantizes_levels
 from ottava.layout import Rotation
-from tests import samples
+from tests import oracle, samples
 from tests.comparing import assert_same
 from tests.core.placing import check, running_on
 
@@ -45,6 +45,10 @@ LAYOUTS: dict[str, Layout] = {
     "nvfp4-24x16": nvfp4((24, 16)),
     "nvfp4-4over6": nvfp4(candidates=(1.0, 1.5), bound=256.0),
     "nvfp4-4over6-MSE": nvfp4(candidates=(1.0, 1.5), error="MSE"),
+    "nvfp4-16x16-stochastic": nvfp4((16, 16), stochastic=True),
+    "nvfp4-16x16-4over6": nvfp4((16, 16), candidates=(1.0, 1.5), bound=256.0),
+    "nvfp4-squares-MSE": nvfp4(shared=(16, 16), candidates=(1.0, 1.5, 0.7), error="MSE"),
+    "nvfp4-128x128-candidates": nvfp4((128, 128), candidates=(1.0, 1.5)),
     "nvfp4-rows": nvfp4(second_level="row"),
     "nvfp4-rows-rotated": nvfp4(
         second_level="row", rotation=Rotation(128, 0x123456789 << 90 | 0x12345, "both")
@@ -62,6 +66,8 @@ LAYOUTS: dict[str, Layout] = {
     "mxfp4-blocks-in-groups": mxfp4(rotation=Rotation(64, 0x123412341235678, "both")),
     "mxfp4-candidates": mxfp4(candidates=(1.0, 2.0, 0.5)),
     "mxfp4-squares": mxfp4(shared=(32, 32)),
+    "mxfp4-squares-candidates": mxfp4("even", shared=(32, 32), candidates=(1.0, 0.5)),
+    "mxfp4-squares-64-stochastic": mxfp4(shared=(64, 64), stochastic=True),
     "mxfp6-E2M3": Layout("E2M3", (1, 32), E8M0, "floor"),
     "mxfp6-E3M2": Layout("E3M2", (1, 32), E8M0, "even", columnwise="transposed"),
     "mxfp6-E3M2-stochastic": Layout("E3M2", (1, 32), E8M0, "nearest", stochastic=True),
@@ -79,6 +85,9 @@ LAYOUTS: dict[str, Layout] = {
         finite_as="input",
     ),
     "int4-2x32": Layout("INT4", (2, 32), columnwise="transposed"),
+    "int8-32x32-candidates": Layout(
+        torch.int8, (32, 32), candidates=(1.0, 1.25), rounding="floor", finite_as="input"
+    ),
     "e4m3-even": Layout(E4M3, (1, 32), E8M0, "even"),
     "e5m2-stochastic": Layout(torch.float8_e5m2, (1, 32), E8M0, "up", stochastic=True),
     "e4m3-two-levels": Layout(E4M3, (1, 64), E4M3, columnwise="own", second_level="tensor"),
@@ -260,6 +269,58 @@ def test_threads_and_sizes_beyond_the_caches(on_every_isa: Runs, name: str) -> N
     on_every_isa(run)
 
 
+def tied(rows: int, columns: int, seed: int) -> Tensor:
+    """A block whose scales 1 and 1/2 have equal errors for E2M1, but for the rounding of sums.
+
+    A largest element near 6 becomes 6 with the scale 1, and 3 with 1/2. A smaller one, from 1/8 to
+    1/4, becomes 0 or 1/4, so that many of them make up for it.
+    """
+    count = rows * columns - 1
+    generator = torch.Generator().manual_seed(seed)
+    largest = 5.5 + torch.rand(1, generator=generator) / 2
+    total = (count / 8 + float(largest) - 4.5) * (1 + 2**-24)
+    values = torch.rand(count, generator=generator, dtype=torch.float64) / count
+    values = (values + (total - values.sum()) / count).to(torch.float32)
+    # The last one makes up for the rounding of the others.
+    values[-1] = total - values[:-1].double().sum()
+    signs = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+    return torch.cat([largest, values * signs]).view(rows, columns)
+
+
+@pytest.mark.parametrize(
+    ("block", "shared"),
+    [((1, 32), None), ((8, 16), None), ((16, 16), None), ((1, 32), (32, 32))],
+    ids=str,
+)
+def test_errors_are_summed_in_order(
+    on_every_isa: Runs, block: tuple[int, int], shared: tuple[int, int] | None
+) -> None:
+    """Of candidates whose errors differ by the rounding of sums alone."""
+    layout = Layout(
+        "E2M1",
+        block,
+        E8M0,
+        "floor",
+        columnwise="transposed",
+        shared=shared,
+        candidates=(1.0, 0.5),
+    )
+    area = shared or block
+    bands = [[tied(*area, seed=4 * i + j) for j in range(4)] for i in range(8)]
+    x = torch.cat([torch.cat(band, 1) for band in bands])
+    expected = quantized(x, layout, None, True, True)
+    scales = expected[1]
+    assert scales is not None
+    assert set(scales.unique().tolist()) == {126, 127}
+    assert scales.tolist() == oracle.quantize(x.tolist(), layout, x.dtype).rowwise_scale_inv
+
+    def run() -> None:
+        arguments = (x, None, 0, layout.text, True, True)
+        check(table.grid_quantize_levels, arguments, expected, layout.text)
+
+    on_every_isa(run)
+
+
 def test_any_strides(on_every_isa: Runs) -> None:
     layout = LAYOUTS["nvfp4-rotated"]
     x = samples.tiles(67, 75, dtype=torch.bfloat16)
@@ -281,9 +342,13 @@ def test_any_strides(on_every_isa: Runs) -> None:
         nvfp4(bound=0.5),
         nvfp4((2, 16), rotation=Rotation(16, SIGNS)),
         nvfp4((24, 16), candidates=(1.0, 1.5)),
+        nvfp4(shared=(48, 48), candidates=(1.0, 1.5)),
         nvfp4(candidates=tuple(1.0 + i for i in range(9))),
     ],
-    ids=["rows", "1x6", "small-bound", "2x16-rotated", "24x16-candidates", "nine-candidates"],
+    ids=[
+        *("rows", "1x6", "small-bound", "2x16-rotated"),
+        *("24x16-candidates", "48x48-candidates", "nine-candidates"),
+    ],
 )
 def test_the_reference_serves_the_rest(on_every_isa: Runs, layout: Layout) -> None:
     """Blocks that end elsewhere than strips, and what would leave the range of float32."""

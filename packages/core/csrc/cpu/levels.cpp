@@ -27,6 +27,8 @@ void raise_to(float* to, float value) {
     }
 }
 
+void nothing(const LevelsStrip&) {}
+
 class LevelsQuantization {
     const LevelsLayout& layout_;
     const void* const src_;
@@ -36,8 +38,9 @@ class LevelsQuantization {
     const LevelsKernels& kernels_ = *active_kernels().levels;
     LevelsDirection directions_[2];
     bool wanted_[2];
-    std::vector<float> second_[2], areas_[2];
+    std::vector<float> second_[2], areas_[2], factors_;
 
+    bool has_squares() const { return layout_.area.lanes == layout_.area.positions; }
     int64_t lanes(int d) const { return d == 0 ? rows_ : cols_; }
     int64_t positions(int d) const { return d == 0 ? cols_ : rows_; }
     // Positions with results, which include the padding of a rotation.
@@ -56,6 +59,8 @@ class LevelsQuantization {
         to.rotated = layout_.rotation != 0 && layout_.rotated[d];
         to.largest = largest_scale();
         to.seed = seed;
+        // Both directions of squares are rounded alike.
+        to.stream = columnwise && !has_squares() ? 1 : 0;
         to.place_lane_step = columnwise ? 1 : stored(d);
         to.place_position_step = to.position_step;
         const int64_t row_step = columnwise ? to.place_position_step : to.place_lane_step;
@@ -77,9 +82,10 @@ class LevelsQuantization {
     }
 
     // Calls body(direction, strip) for the strips of all wanted directions, tile by tile,
-    // so that both directions read a tile while it is in the caches.
-    template <class Body>
-    void over_strips(const bool (&wanted)[2], const Body& body) const {
+    // so that both directions read a tile while it is in the caches. Before that it calls
+    // begin(tile) for the place of a tile in the matrix.
+    template <class Begin, class Body>
+    void over_strips(const bool (&wanted)[2], const Begin& begin_tile, const Body& body) const {
         const int64_t down = ceil_div(rows_, kTile), across = ceil_div(cols_, kTile);
         const auto start = [&](int64_t i, int64_t* first) {
             first[0] = i / across * kTile, first[1] = i % across * kTile;
@@ -91,6 +97,7 @@ class LevelsQuantization {
             int64_t ahead = (then[0] - first[0]) * cols_ + then[1] - first[1];
             const int64_t size[2] = {std::min(kTile, rows_ - first[0]),
                                      std::min(kTile, cols_ - first[1])};
+            begin_tile(LevelsStrip{first[0], first[1], size[0], size[1], 0});
             for (int d = 0; d < 2; ++d) {
                 for (int64_t lane = 0; wanted[d] && lane < size[d]; lane += kStripLanes)
                     body(d, LevelsStrip{first[d] + lane, first[1 - d],
@@ -107,9 +114,10 @@ class LevelsQuantization {
     void find_areas() {
         const LevelsBlock& area = layout_.area;
         if (area.lanes == 1) return;
-        const bool same = area.lanes == area.positions;
+        const bool same = has_squares();
         for (int d = 0; d < 2; ++d) {
-            if (!wanted_[d]) continue;
+            // The rows of squares choose for both directions.
+            if (!wanted_[d] && !same) continue;
             const int64_t high = d == 0 ? area.lanes : area.positions;
             const int64_t wide = d == 0 ? area.positions : area.lanes;
             const int64_t across = ceil_div(cols_, wide);
@@ -119,8 +127,8 @@ class LevelsQuantization {
                 grid_amax(src_, dtype_, rows_, cols_, high, wide, amaxes.data(), threads_);
             }
             directions_[d].amaxes = amaxes.data();
-            directions_[d].amax_lane_step = d == 0 ? across : 1;
-            directions_[d].amax_position_step = d == 0 ? 1 : across;
+            directions_[d].area_lane_step = d == 0 ? across : 1;
+            directions_[d].area_position_step = d == 0 ? 1 : across;
         }
     }
 
@@ -132,7 +140,7 @@ class LevelsQuantization {
         const bool of_lanes = layout_.second == SecondLevel::row;
         for (int d = 0; d < 2; ++d)
             if (wanted[d]) second_[d].assign(of_lanes ? static_cast<size_t>(lanes(d)) : 1, 0.0f);
-        over_strips(wanted, [&](int d, const LevelsStrip& strip) {
+        over_strips(wanted, nothing, [&](int d, const LevelsStrip& strip) {
             float amaxes[kStripLanes];
             kernels_.amax(layout_, directions_[d], strip, amaxes);
             float* to = second_[d].data();
@@ -163,6 +171,45 @@ class LevelsQuantization {
         }
     }
 
+    // Both directions of squares take the candidates that the rows of the tensor choose.
+    void choose_in_tile(const LevelsStrip& tile) {
+        alignas(64) float errors[kMostCandidates * kTile / 16 * kTile] = {};
+        const int64_t side = layout_.area.lanes, areas = kTile / side;
+        for (int64_t lane = 0; lane < tile.lanes; lane += kStripLanes)
+            kernels_.errors(
+                layout_, directions_[0],
+                LevelsStrip{tile.lane + lane, tile.position,
+                            std::min(kStripLanes, tile.lanes - lane), tile.positions, 0},
+                errors + lane);
+        for (int64_t lane = 0; lane < tile.lanes; lane += side)
+            for (int64_t area = 0; area * side < tile.positions; ++area)
+                factors_[static_cast<size_t>((tile.lane + lane) / side * ceil_div(cols_, side) +
+                                             tile.position / side + area)] =
+                    least_of_candidates(errors + area * kTile + lane, areas * kTile, side);
+    }
+
+    // The factor of the candidate with the least error, the first of equal ones. Candidates have
+    // errors of `rows` rows, `step` numbers after each other, which are summed by halves.
+    float least_of_candidates(float* errors, int64_t step, int64_t rows) const {
+        int best = 0;
+        for (int n = 0; n < layout_.candidate_count; ++n) {
+            float* of = errors + n * step;
+            for (int64_t half = rows / 2; half > 0; half /= 2)
+                for (int64_t i = 0; i < half; ++i) of[i] += of[i + half];
+            if (of[0] < errors[best * step]) best = n;
+        }
+        return layout_.candidates[best];
+    }
+
+    void prepare_choices() {
+        if (layout_.candidate_count == 0 || !has_squares()) return;
+        factors_.resize(areas_[0].size());
+        for (LevelsDirection& direction : directions_) direction.factors = factors_.data();
+        // Squares have at most one amax of the second level, which both directions share.
+        for (const auto& second : second_)
+            if (!second.empty()) directions_[0].second = second.data();
+    }
+
     float amax_of_values() const {
         float largest = 0.0f;
         const std::vector<float>& areas = areas_[areas_[0].empty() ? 1 : 0];
@@ -185,9 +232,14 @@ public:
     void run(const LevelsResults* results) {
         find_areas();
         find_second(results);
-        over_strips(wanted_, [&](int d, const LevelsStrip& strip) {
+        prepare_choices();
+        const auto quantize = [&](int d, const LevelsStrip& strip) {
             kernels_.quantize(layout_, directions_[d], strip);
-        });
+        };
+        if (factors_.empty())
+            over_strips(wanted_, nothing, quantize);
+        else
+            over_strips(wanted_, [&](const LevelsStrip& tile) { choose_in_tile(tile); }, quantize);
     }
 };
 

@@ -19,6 +19,7 @@ OTTAVA_INLINE V larger(V a, V b) {
 #include "levels_strip.h"
 }  // namespace
 
-const LevelsKernels OTTAVA_LEVELS = {levels_quantize_run, levels_amax_run, levels_decode_run};
+const LevelsKernels OTTAVA_LEVELS = {levels_quantize_run, levels_amax_run, levels_errors_run,
+                                     levels_decode_run};
 
 }  // namespace ottava

@@ -22,12 +22,14 @@ struct LevelsDirection {
     bool rotated;
     float largest;  // what an infinite float32 scale becomes
     uint64_t seed;
+    uint32_t stream;  // of random words
     // The places that random words depend on: of the first element, and from one to the next.
     uint64_t first_place;
     int64_t place_lane_step, place_position_step;
-    const float* second;  // the amaxes of the second level, or null
-    const float* amaxes;  // of areas, or null: each block finds its own
-    int64_t amax_lane_step, amax_position_step;
+    const float* second;   // the amaxes of the second level, or null
+    const float* amaxes;   // of areas, or null: each block finds its own
+    const float* factors;  // of the areas' candidates, or null
+    int64_t area_lane_step, area_position_step;
     uint8_t* data;
     int64_t data_step;  // of lanes, or of positions if data are stored by position
     bool by_position;
@@ -58,6 +60,11 @@ struct LevelsKernels {
     // The amaxes of the lanes, after a rotation.
     void (*amax)(const LevelsLayout& layout, const LevelsDirection& direction,
                  const LevelsStrip& strip, float* out);
+    // The errors of each candidate in each area of the strip: the sums of its lanes. There are
+    // kStripPositions numbers between areas, and between the candidates of the last area and the
+    // first one.
+    void (*errors)(const LevelsLayout& layout, const LevelsDirection& direction,
+                   const LevelsStrip& strip, float* out);
     void (*decode)(const LevelsRun& run, void* out, Dtype dtype);
 };
 

@@ -355,8 +355,8 @@ OTTAVA_INLINE u64v alternate(u64v a, u64v b) {
 }
 
 // Words of columns: the four words of a block are those of four neighbouring lanes.
-void random_columns(uint64_t seed, uint64_t first, uint64_t position_blocks, int64_t positions,
-                    Words* out) {
+void random_columns(uint64_t seed, uint32_t stream, uint64_t first, uint64_t position_blocks,
+                    int64_t positions, Words* out) {
     const PhiloxKeys keys = philox_keys(seed);
     constexpr int per_position = kStripLanes / 4;
     for (int64_t position = 0; position < positions; position += 4) {
@@ -369,7 +369,7 @@ void random_columns(uint64_t seed, uint64_t first, uint64_t position_blocks, int
         for (int i = 0; i < 4 * per_position; i += 2 * kLongs) {
             const u64v pair[2] = {load<u64v>(blocks + i), load<u64v>(blocks + i + kLongs)};
             u64v words[4][2];
-            random_vectors(keys, 1, pair, words);
+            random_vectors(keys, stream, pair, words);
             for (int n = 0; n < 2; ++n, to += 4 * kLongs * sizeof(uint32_t)) {
                 const u64v a = low_halves(words[0][n], words[1][n]);
                 const u64v b = low_halves(words[2][n], words[3][n]);
@@ -399,12 +399,13 @@ void random_words(const LevelsDirection& direction, const LevelsStrip& strip, in
     const uint64_t seed = direction.seed, step = direction.columnwise ? position_step : lane_step;
     if (step % 4 == 0 && place % 4 == 0) {
         if (direction.columnwise)
-            random_columns(seed, place / 4, step / 4, positions, out);
+            random_columns(seed, direction.stream, place / 4, step / 4, positions, out);
         else
             random_rows(seed, place / 4, step / 4, positions, out);
     } else if (direction.columnwise) {
         for (int64_t i = 0; i < positions; ++i)
-            random_run(seed, 1, place + static_cast<uint64_t>(i) * step, strip.lanes, out[i], 1);
+            random_run(seed, direction.stream, place + static_cast<uint64_t>(i) * step, strip.lanes,
+                       out[i], 1);
     } else {
         for (int64_t lane = 0; lane < strip.lanes; ++lane)
             random_run(seed, 0, place + static_cast<uint64_t>(lane) * step, positions,
@@ -462,34 +463,35 @@ OTTAVA_INLINE i32v e8m0_code(f32v amax, int rounding) {
     }
 }
 
-// The scales of two levels. Without a candidate's factor the second level is divided by the largest
-// element first.
+// The scales of two levels. Without the factors of candidates the second level is divided by the
+// largest element first.
 template <class Number>
-OTTAVA_INLINE void level_scales(const float* amaxes, float maximum, const float* candidate,
+OTTAVA_INLINE void level_scales(const float* amaxes, float maximum, const float* factors,
                                 const Second& second, Scales& out) {
     const f32v largest = broadcast(maximum);
     for (int k = 0; k < kStripLanes; k += kLanes) {
         const f32v amax = finite_of(load<f32v>(amaxes + k)), scale = load<f32v>(second.scale + k);
-        const f32v scaled = candidate == nullptr ? amax * (scale * (1.0f / maximum))
-                                                 : amax / largest * scale * *candidate;
+        const f32v scaled = factors == nullptr ? amax * (scale * (1.0f / maximum))
+                                               : amax / largest * scale * load<f32v>(factors + k);
         const i32v code = encode<Number, f32v, i32v>(scaled);
         out.put(k, code, level_multiplier<Number, f32v, i32v>(code, load<f32v>(second.inverse + k)),
                 widen<Number, f32v, i32v>(code));
     }
 }
 
+// The scales for these amaxes, and for the factors of candidates if there are any.
 template <class Format>
 void scales_of_blocks(const LevelsLayout& layout, const LevelsDirection& direction,
-                      const float* amaxes, const float* candidate, const Second& second,
+                      const float* amaxes, const float* factors, const Second& second,
                       Scales& out) {
     if (layout.scale == LevelScale::e4m3)
-        return level_scales<E4M3>(amaxes, Format::maximum, candidate, second, out);
+        return level_scales<E4M3>(amaxes, Format::maximum, factors, second, out);
     if (layout.scale == LevelScale::ue5m3)
-        return level_scales<UE5M3>(amaxes, Format::maximum, candidate, second, out);
+        return level_scales<UE5M3>(amaxes, Format::maximum, factors, second, out);
     const ScaleRule rule{false, layout.rounding != 0, layout.epsilon, direction.largest};
     for (int k = 0; k < kStripLanes; k += kLanes) {
         f32v amax = load<f32v>(amaxes + k);
-        if (candidate != nullptr) amax *= *candidate;
+        if (factors != nullptr) amax *= load<f32v>(factors + k);
         if (layout.scale == LevelScale::e8m0) {
             const i32v code = e8m0_code<Format>(amax, layout.rounding);
             out.put(k, code, e8m0_multiplier<f32v, i32v>(code), e8m0_value<f32v, i32v>(code));
@@ -503,16 +505,16 @@ void scales_of_blocks(const LevelsLayout& layout, const LevelsDirection& directi
 
 // -- candidates --
 
-// The errors of the lanes in a block, summed by position.
+// The errors of the lanes in `count` positions, which have the same scales, summed by position.
 template <class Format>
-void lane_errors(const LevelsLayout& layout, const Values* values, const Scales& scales,
-                 const Second& second, float* out) {
+void lane_errors(const LevelsLayout& layout, const Values* values, int64_t count,
+                 const Scales& scales, const Second& second, float* out) {
     const f32v top = broadcast(layout.top);
     for (int k = 0; k < kStripLanes; k += kLanes) {
         const f32v multiplier = load<f32v>(scales.multipliers + k);
         const f32v scale = load<f32v>(scales.values + k), amax = load<f32v>(second.amax + k);
         f32v sum = {};
-        for (int64_t i = 0; i < layout.block.positions; ++i) {
+        for (int64_t i = 0; i < count; ++i) {
             const f32v x = load<f32v>(values[i] + k);
             f32v value = rounded_element<Format, f32v, i32v>(x * multiplier) * scale;
             if (second.exists) value = value * amax / top;
@@ -534,6 +536,18 @@ void sum_lanes(int64_t lanes, float* errors) {
     }
 }
 
+// The scales of a candidate, and the errors of lanes in `count` positions.
+template <class Format>
+OTTAVA_INLINE void try_candidate(const LevelsLayout& layout, const LevelsDirection& direction,
+                                 int number, const Values* values, int64_t count,
+                                 const float* amaxes, const Second& second, Scales& scales,
+                                 float* errors) {
+    alignas(64) Values factors;
+    for (float& factor : factors) factor = layout.candidates[number];
+    scales_of_blocks<Format>(layout, direction, amaxes, factors, second, scales);
+    lane_errors<Format>(layout, values, count, scales, second, errors);
+}
+
 // The scales of the candidates with the least errors, the first of equal ones.
 template <class Format>
 void chosen_scales(const LevelsLayout& layout, const LevelsDirection& direction,
@@ -542,8 +556,8 @@ void chosen_scales(const LevelsLayout& layout, const LevelsDirection& direction,
     for (int n = 0; n < layout.candidate_count; ++n) {
         Scales scales;
         alignas(64) Values errors;
-        scales_of_blocks<Format>(layout, direction, amaxes, layout.candidates + n, second, scales);
-        lane_errors<Format>(layout, values, scales, second, errors);
+        try_candidate<Format>(layout, direction, n, values, layout.block.positions, amaxes, second,
+                              scales, errors);
         sum_lanes(layout.block.lanes, errors);
         for (int lane = 0; lane < kStripLanes; ++lane) {
             if (n > 0 && !(errors[lane] < least[lane])) continue;
@@ -628,14 +642,33 @@ void write_scales(const LevelsLayout& layout, const LevelsDirection& direction,
 
 // -- a strip --
 
-void area_amaxes(const LevelsLayout& layout, const LevelsDirection& direction,
-                 const LevelsStrip& strip, int64_t position, float* out) {
-    const float* amaxes = direction.amaxes + (strip.position + position) / layout.area.positions *
-                                                 direction.amax_position_step;
+// The numbers of the lanes' areas: their amaxes, or the factors of their candidates.
+void of_areas(const float* numbers, const LevelsLayout& layout, const LevelsDirection& direction,
+              const LevelsStrip& strip, int64_t position, float* out) {
+    numbers += (strip.position + position) / layout.area.positions * direction.area_position_step;
     for (int64_t lane = 0; lane < kStripLanes; ++lane) {
         out[lane] = 0.0f;
         if (lane < strip.lanes)
-            out[lane] = amaxes[(strip.lane + lane) / layout.area.lanes * direction.amax_lane_step];
+            out[lane] = numbers[(strip.lane + lane) / layout.area.lanes * direction.area_lane_step];
+    }
+}
+
+template <class Format>
+void find_scales(const LevelsLayout& layout, const LevelsDirection& direction,
+                 const LevelsStrip& strip, int64_t position, const Second& second,
+                 const Values* values, Scales& out) {
+    alignas(64) Values amaxes, factors;
+    if (direction.amaxes == nullptr)
+        lane_amaxes(values, layout.block.positions, amaxes);
+    else
+        of_areas(direction.amaxes, layout, direction, strip, position, amaxes);
+    if (direction.factors != nullptr) {
+        of_areas(direction.factors, layout, direction, strip, position, factors);
+        scales_of_blocks<Format>(layout, direction, amaxes, factors, second, out);
+    } else if (layout.candidate_count > 0) {
+        chosen_scales<Format>(layout, direction, values, amaxes, second, out);
+    } else {
+        scales_of_blocks<Format>(layout, direction, amaxes, nullptr, second, out);
     }
 }
 
@@ -644,16 +677,8 @@ void quantize_block(const LevelsLayout& layout, const LevelsDirection& direction
                     const LevelsStrip& strip, int64_t position, const Second& second, Strip& work) {
     const int64_t count = layout.block.positions;
     const Values* values = work.values + position;
-    alignas(64) Values amaxes;
-    if (direction.amaxes == nullptr)
-        lane_amaxes(values, count, amaxes);
-    else
-        area_amaxes(layout, direction, strip, position, amaxes);
     Scales scales;
-    if (layout.candidate_count > 0)
-        chosen_scales<Format>(layout, direction, values, amaxes, second, scales);
-    else
-        scales_of_blocks<Format>(layout, direction, amaxes, nullptr, second, scales);
+    find_scales<Format>(layout, direction, strip, position, second, values, scales);
     memcpy(work.scales[position / count], scales.stored, sizeof(Words));
     Words* codes = work.codes + position / (Format::width == 4 ? 8 : 4);
     if (layout.stochastic)
@@ -661,6 +686,29 @@ void quantize_block(const LevelsLayout& layout, const LevelsDirection& direction
                                    codes);
     else
         encode_block<Format, false>(values, nullptr, count, scales.multipliers, codes);
+}
+
+void levels_errors_run(const LevelsLayout& layout, const LevelsDirection& direction,
+                       const LevelsStrip& strip, float* out) {
+    Strip work;
+    const int64_t side = layout.area.positions;
+    const int64_t padded =
+        multiple_of(read_strip(layout, direction, strip, work), layout.block.positions);
+    const Second second(layout, direction, strip);
+    with_level_element(layout.element, [&](auto format) {
+        for (int64_t position = 0; position < padded; position += side) {
+            // The padding of an area beyond that of its blocks would add zeros.
+            const int64_t count = padded - position < side ? padded - position : side;
+            alignas(64) Values amaxes;
+            of_areas(direction.amaxes, layout, direction, strip, position, amaxes);
+            for (int n = 0; n < layout.candidate_count; ++n) {
+                Scales scales;
+                try_candidate<decltype(format)>(
+                    layout, direction, n, work.values + position, count, amaxes, second, scales,
+                    out + (n * kStripPositions + position) / side * kStripPositions);
+            }
+        }
+    });
 }
 
 void levels_quantize_run(const LevelsLayout& layout, const LevelsDirection& direction,

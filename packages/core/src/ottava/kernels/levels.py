@@ -88,14 +88,20 @@ def quantizes_levels(layout: Layout) -> bool:
         return False
     if layout.bound is not None and layout.bound < _LEAST_BOUND:
         return False
-    if layout.square and (layout.candidates or layout.stochastic):
-        # Both directions of squares choose and round alike, in the order of the tensor.
-        return False
     if layout.rotation is not None and (lanes > 1 or layout.shared is not None):
         return False
-    return not layout.candidates or (
-        _STRIP_LANES % lanes == 0 and len(layout.candidates) <= _MOST_CANDIDATES
-    )
+    return not layout.candidates or _chooses(layout)
+
+
+def _chooses(layout: Layout) -> bool:
+    """Whether kernels choose among the candidates of a layout."""
+    if len(layout.candidates) > _MOST_CANDIDATES:
+        return False
+    if layout.square:
+        side = (layout.shared or layout.block)[0]
+        return side in _BLOCK_POSITIONS
+    lanes = layout.block[0]
+    return bool(lanes) and _STRIP_LANES % lanes == 0
 
 
 def decodes_levels(layout: Layout) -> bool:
