@@ -5,7 +5,16 @@
 
 #include <type_traits>
 
+#include "levels_jobs.h"
 #include "numerics.h"
+
+// Before a loop that is unrolled, on the device wholly: what it indexes stays in registers there.
+#if defined(__CUDACC__)
+#define OTTAVA_UNROLL(count) _Pragma("unroll")
+#else
+#define OTTAVA_PRAGMA(text) _Pragma(#text)
+#define OTTAVA_UNROLL(count) OTTAVA_PRAGMA(GCC unroll count)
+#endif
 
 namespace ottava {
 
@@ -21,6 +30,31 @@ OTTAVA_HD To converted(From from) {
 }
 
 // -- elements --
+
+// Calls body(format) with the format of an element.
+template <class Body>
+OTTAVA_HD void with_level_element(LevelElement element, const Body& body) {
+    switch (element) {
+        case LevelElement::e4m3:
+            return body(E4M3());
+        case LevelElement::e5m2:
+            return body(E5M2());
+        case LevelElement::int8:
+            return body(Int8());
+        case LevelElement::e2m1:
+            return body(E2M1());
+        case LevelElement::e2m3:
+            return body(E2M3());
+        case LevelElement::e3m2:
+            return body(E3M2());
+        case LevelElement::int4:
+            return body(Int4());
+        case LevelElement::mxint8:
+            return body(MxInt8());
+        default:
+            return body(MxInt8Symmetric());
+    }
+}
 
 // The power of two whose unit in the last place is that of `Format` at the magnitude, as the bits
 // of its binade, and the magnitude clamped to the format's.
@@ -116,6 +150,77 @@ OTTAVA_HD F level_multiplier(I code, F second_inverse) {
     return finite_of<F>(divide(F{} + 1.0f, widen<Number, F, I>(code) * second_inverse));
 }
 
+// -- scales of blocks --
+
+// The scale of a block: the byte or the bits that are stored, what multiplies its elements, and
+// what multiplies them when they are decoded.
+template <class F, class I>
+struct BlockScale {
+    I stored;
+    F multiplier, value;
+};
+
+// The second level of a block: its amax, its scale, and 1 / scale; 0, 1 and 1 without one.
+template <class F>
+struct SecondScale {
+    F amax, scale, inverse;
+};
+
+template <class Format, class F, class I>
+OTTAVA_HD I e8m0_code(F amax, int rounding) {
+    switch (static_cast<ScaleRounding>(rounding)) {
+        case ScaleRounding::up:
+            return e8m0_up<Format, F, I>(amax);
+        case ScaleRounding::floor:
+            return e8m0_floor<Format, F, I>(amax);
+        case ScaleRounding::even:
+            return e8m0_even<Format, F, I>(amax);
+        default:
+            return e8m0_nearest<Format, F, I>(amax);
+    }
+}
+
+// Without the factor of a candidate the second level is divided by the largest element first.
+template <class Number, class F, class I>
+OTTAVA_HD BlockScale<F, I> level_scale(F amax, float maximum, const F* factor,
+                                       const SecondScale<F>& second) {
+    const F finite = finite_of<F>(amax), largest = F{} + maximum;
+    const F scaled = factor == nullptr ? finite * (second.scale * (1.0f / maximum))
+                                       : divide(finite, largest) * second.scale * *factor;
+    const I code = encode<Number, F, I>(scaled);
+    return {code, level_multiplier<Number, F, I>(code, second.inverse), widen<Number, F, I>(code)};
+}
+
+// The scale of a block with this amax, times the factor of a candidate if there is one. `largest`
+// is what an infinite float32 scale becomes.
+template <class Format, class F, class I>
+OTTAVA_HD BlockScale<F, I> block_scale(const LevelsLayout& layout, float largest, F amax,
+                                       const F* factor, const SecondScale<F>& second) {
+    if (layout.scale == LevelScale::e4m3)
+        return level_scale<E4M3, F, I>(amax, Format::maximum, factor, second);
+    if (layout.scale == LevelScale::ue5m3)
+        return level_scale<UE5M3, F, I>(amax, Format::maximum, factor, second);
+    if (factor != nullptr) amax = amax * *factor;
+    if (layout.scale == LevelScale::e8m0) {
+        const I code = e8m0_code<Format, F, I>(amax, layout.rounding);
+        return {code, e8m0_multiplier<F, I>(code), e8m0_value<F, I>(code)};
+    }
+    const ScaleRule rule{false, layout.rounding != 0, layout.epsilon, largest};
+    const F scale = scale_of<F, I>(amax, Format::maximum, rule);
+    const F inverse = divide(F{} + 1.0f, scale);
+    return {bits_as<I>(inverse), scale, inverse};
+}
+
+// The error of an element with the scale of a candidate.
+template <class Format, class F, class I>
+OTTAVA_HD F candidate_error(const LevelsLayout& layout, F x, const BlockScale<F, I>& scale,
+                            F second_amax) {
+    F value = rounded_element<Format, F, I>(x * scale.multiplier) * scale.value;
+    if (layout.second != SecondLevel::none) value = divide(value * second_amax, F{} + layout.top);
+    const F error = bits_as<F>(bits_as<I>(value - x) & kMagnitude);
+    return layout.squares ? error * error : error;
+}
+
 // -- random words: Philox4x32-10 --
 
 constexpr uint32_t kPhiloxMultiplier0 = 0xd2511f53u, kPhiloxMultiplier1 = 0xcd9e8d57u;
@@ -145,9 +250,9 @@ template <class Multiply, int count, class W>
 OTTAVA_HD void philox(W (&words)[4][count], const PhiloxKeys& keys) {
     const W multiplier0 = W{} + uint64_t{kPhiloxMultiplier0};
     const W multiplier1 = W{} + uint64_t{kPhiloxMultiplier1};
-#pragma GCC unroll 10
+    OTTAVA_UNROLL(10)
     for (int round = 0; round < kPhiloxRounds; ++round) {
-#pragma GCC unroll 2
+        OTTAVA_UNROLL(2)
         for (int i = 0; i < count; ++i) {
             const W product0 = Multiply::of(words[0][i], multiplier0);
             const W product1 = Multiply::of(words[2][i], multiplier1);
@@ -172,10 +277,24 @@ OTTAVA_HD void random_block(uint64_t seed, uint64_t block, uint32_t stream, uint
 
 // -- the Hadamard transform --
 
+// 1 / sqrt(size), as float32.
+OTTAVA_HD float rotation_factor(int size) {
+    switch (size) {
+        case 16:
+            return 0.25f;
+        case 32:
+            return 0.176776695296636881f;
+        case 64:
+            return 0.125f;
+        default:
+            return 0.0883883476483184406f;
+    }
+}
+
 // The stages of the butterfly with strides from `stride` to count / 2, in place.
 template <int stride, int count, class F>
 OTTAVA_HD void butterfly(F (&x)[count]) {
-#pragma GCC unroll 16
+    OTTAVA_UNROLL(16)
     for (int pair = 0; pair < count / 2; ++pair) {
         const int i = pair / stride * 2 * stride + pair % stride;
         const F sum = x[i] + x[i + stride];

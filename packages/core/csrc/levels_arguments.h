@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "addresses.h"
-#include "cpu/levels_kernels.h"
+#include "levels_jobs.h"
 
 namespace ottava {
 

@@ -19,6 +19,9 @@ enum class SecondLevel : int { none, tensor, row };
 
 constexpr int kLevelElements = 9;
 constexpr int kMostCandidates = 8;
+// Kernels compute strips of so many positions, in which blocks and groups of a rotation end. The
+// lanes of candidates' blocks end in strips of so many lanes.
+constexpr int64_t kStripPositions = 128, kStripLanes = 16;
 
 // Lanes and positions of a rectangle.
 struct LevelsBlock {
@@ -59,6 +62,31 @@ struct LevelsData {
     int64_t block_rows, block_cols;
     const float* amaxes;  // of the second level, or null
     bool by_column;       // amaxes are those of columns
+};
+
+// One direction of a matrix, with the addresses of all its results.
+struct LevelsDirection {
+    const void* src;
+    Dtype dtype;
+    int64_t lanes, positions;
+    int64_t stored;                    // positions with results: the padding of a rotation, too
+    int64_t lane_step, position_step;  // in elements, one of which is 1
+    bool columnwise;
+    bool rotated;
+    float largest;    // what an infinite float32 scale becomes
+    uint32_t stream;  // of random words
+    // The places that random words depend on: of the first element, and from one to the next.
+    uint64_t first_place;
+    int64_t place_lane_step, place_position_step;
+    const float* second;   // the amaxes of the second level, or null
+    const float* amaxes;   // of areas, or null: each block finds its own
+    const float* factors;  // of the areas' candidates, or null
+    int64_t area_lane_step, area_position_step;
+    uint8_t* data;
+    int64_t data_step;  // of lanes, or of positions if data are stored by position
+    bool by_position;
+    void* scales;
+    int64_t scale_lane_step, scale_position_step;
 };
 
 constexpr int elements_per_byte(LevelElement element) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../levels.h"
+#include "../levels_directions.h"
 #include "kernels.h"
 #include "levels_kernels.h"
 #include "parallel.h"
@@ -34,52 +35,12 @@ class LevelsQuantization {
     const void* const src_;
     const Dtype dtype_;
     const int64_t rows_, cols_;
+    const uint64_t seed_;
     const int threads_;
     const LevelsKernels& kernels_ = *active_kernels().levels;
     LevelsDirection directions_[2];
     bool wanted_[2];
     std::vector<float> second_[2], areas_[2], factors_;
-
-    bool has_squares() const { return layout_.area.lanes == layout_.area.positions; }
-    int64_t lanes(int d) const { return d == 0 ? rows_ : cols_; }
-    int64_t positions(int d) const { return d == 0 ? cols_ : rows_; }
-    // Positions with results, which include the padding of a rotation.
-    int64_t stored(int d) const {
-        const int64_t n = positions(d);
-        return directions_[d].rotated ? ceil_div(n, layout_.rotation) * layout_.rotation : n;
-    }
-
-    void describe(int d, uint64_t seed, int64_t first_row, const LevelsResults& results) {
-        const bool columnwise = d == 1;
-        LevelsDirection& to = directions_[d];
-        to = {};
-        to.src = src_, to.dtype = dtype_;
-        to.lane_step = columnwise ? 1 : cols_, to.position_step = columnwise ? cols_ : 1;
-        to.columnwise = columnwise;
-        to.rotated = layout_.rotation != 0 && layout_.rotated[d];
-        to.largest = largest_scale();
-        to.seed = seed;
-        // Both directions of squares are rounded alike.
-        to.stream = columnwise && !has_squares() ? 1 : 0;
-        to.place_lane_step = columnwise ? 1 : stored(d);
-        to.place_position_step = to.position_step;
-        const int64_t row_step = columnwise ? to.place_position_step : to.place_lane_step;
-        to.first_place = static_cast<uint64_t>(first_row) * static_cast<uint64_t>(row_step);
-        const int64_t across = ceil_div(stored(d), layout_.block.positions);
-        const int64_t down = ceil_div(lanes(d), layout_.block.lanes);
-        to.data = results.data, to.scales = results.scales;
-        to.by_position = columnwise && !layout_.turned;
-        to.data_step =
-            to.by_position ? cols_ : ceil_div(stored(d), elements_per_byte(layout_.element));
-        to.scale_lane_step = to.by_position ? 1 : across;
-        to.scale_position_step = to.by_position ? down : 1;
-    }
-
-    float largest_scale() const {
-        if (!layout_.finite_as_input || dtype_ == Dtype::float32)
-            return bits_as<float>(kLargestFinite);
-        return dtype_ == Dtype::float16 ? 65504.0f : bits_as<float>(0x7f7f0000);
-    }
 
     // Calls body(direction, strip) for the strips of all wanted directions, tile by tile,
     // so that both directions read a tile while it is in the caches. Before that it calls
@@ -114,7 +75,7 @@ class LevelsQuantization {
     void find_areas() {
         const LevelsBlock& area = layout_.area;
         if (area.lanes == 1) return;
-        const bool same = has_squares();
+        const bool same = has_squares(layout_);
         for (int d = 0; d < 2; ++d) {
             // The rows of squares choose for both directions.
             if (!wanted_[d] && !same) continue;
@@ -127,8 +88,6 @@ class LevelsQuantization {
                 grid_amax(src_, dtype_, rows_, cols_, high, wide, amaxes.data(), threads_);
             }
             directions_[d].amaxes = amaxes.data();
-            directions_[d].area_lane_step = d == 0 ? across : 1;
-            directions_[d].area_position_step = d == 0 ? 1 : across;
         }
     }
 
@@ -139,7 +98,8 @@ class LevelsQuantization {
         if (!wanted[0] && !wanted[1]) return;
         const bool of_lanes = layout_.second == SecondLevel::row;
         for (int d = 0; d < 2; ++d)
-            if (wanted[d]) second_[d].assign(of_lanes ? static_cast<size_t>(lanes(d)) : 1, 0.0f);
+            if (wanted[d])
+                second_[d].assign(of_lanes ? static_cast<size_t>(directions_[d].lanes) : 1, 0.0f);
         over_strips(wanted, nothing, [&](int d, const LevelsStrip& strip) {
             float amaxes[kStripLanes];
             kernels_.amax(layout_, directions_[d], strip, amaxes);
@@ -202,7 +162,7 @@ class LevelsQuantization {
     }
 
     void prepare_choices() {
-        if (layout_.candidate_count == 0 || !has_squares()) return;
+        if (layout_.candidate_count == 0 || !has_squares(layout_)) return;
         factors_.resize(areas_[0].size());
         for (LevelsDirection& direction : directions_) direction.factors = factors_.data();
         // Squares have at most one amax of the second level, which both directions share.
@@ -222,10 +182,17 @@ public:
     LevelsQuantization(const LevelsLayout& layout, const void* src, Dtype dtype, int64_t rows,
                        int64_t cols, uint64_t seed, int64_t first_row, const LevelsResults* results,
                        int threads)
-        : layout_(layout), src_(src), dtype_(dtype), rows_(rows), cols_(cols), threads_(threads) {
+        : layout_(layout),
+          src_(src),
+          dtype_(dtype),
+          rows_(rows),
+          cols_(cols),
+          seed_(seed),
+          threads_(threads) {
         for (int d = 0; d < 2; ++d) {
             wanted_[d] = results[d].data != nullptr;
-            describe(d, seed, first_row, results[d]);
+            directions_[d] =
+                levels_direction(layout, src, dtype, rows, cols, first_row, d == 1, results[d]);
         }
     }
 
@@ -234,7 +201,7 @@ public:
         find_second(results);
         prepare_choices();
         const auto quantize = [&](int d, const LevelsStrip& strip) {
-            kernels_.quantize(layout_, directions_[d], strip);
+            kernels_.quantize(layout_, directions_[d], strip, seed_);
         };
         if (factors_.empty())
             over_strips(wanted_, nothing, quantize);
@@ -263,34 +230,8 @@ float number_of(int32_t code) {
 std::vector<float> numbers_of(LevelElement element) {
     float codes[256];
     for (int32_t code = 0; code < 256; ++code) {
-        switch (element) {
-            case LevelElement::e4m3:
-                codes[code] = number_of<E4M3>(code);
-                break;
-            case LevelElement::e5m2:
-                codes[code] = number_of<E5M2>(code);
-                break;
-            case LevelElement::int8:
-                codes[code] = number_of<Int8>(code);
-                break;
-            case LevelElement::e2m1:
-                codes[code] = number_of<E2M1>(code);
-                break;
-            case LevelElement::e2m3:
-                codes[code] = number_of<E2M3>(code);
-                break;
-            case LevelElement::e3m2:
-                codes[code] = number_of<E3M2>(code);
-                break;
-            case LevelElement::int4:
-                codes[code] = number_of<Int4>(code);
-                break;
-            case LevelElement::mxint8:
-                codes[code] = number_of<MxInt8>(code);
-                break;
-            default:
-                codes[code] = number_of<MxInt8Symmetric>(code);
-        }
+        with_level_element(element,
+                           [&](auto format) { codes[code] = number_of<decltype(format)>(code); });
     }
     std::vector<float> values;
     for (int byte = 0; byte < 256; ++byte) {

@@ -8,35 +8,6 @@
 
 namespace ottava {
 
-// A strip has at most so many lanes and positions. Blocks and groups of a rotation end where strips
-// end.
-constexpr int64_t kStripLanes = 16;
-constexpr int64_t kStripPositions = 128;
-
-// One direction of a matrix, with the addresses of all its results.
-struct LevelsDirection {
-    const void* src;
-    Dtype dtype;
-    int64_t lane_step, position_step;  // in elements, one of which is 1
-    bool columnwise;
-    bool rotated;
-    float largest;  // what an infinite float32 scale becomes
-    uint64_t seed;
-    uint32_t stream;  // of random words
-    // The places that random words depend on: of the first element, and from one to the next.
-    uint64_t first_place;
-    int64_t place_lane_step, place_position_step;
-    const float* second;   // the amaxes of the second level, or null
-    const float* amaxes;   // of areas, or null: each block finds its own
-    const float* factors;  // of the areas' candidates, or null
-    int64_t area_lane_step, area_position_step;
-    uint8_t* data;
-    int64_t data_step;  // of lanes, or of positions if data are stored by position
-    bool by_position;
-    void* scales;
-    int64_t scale_lane_step, scale_position_step;
-};
-
 // A part of a direction: its first lane and position, and how many the matrix has there.
 struct LevelsStrip {
     int64_t lane, position, lanes, positions;
@@ -56,7 +27,7 @@ struct LevelsRun {
 
 struct LevelsKernels {
     void (*quantize)(const LevelsLayout& layout, const LevelsDirection& direction,
-                     const LevelsStrip& strip);
+                     const LevelsStrip& strip, uint64_t seed);
     // The amaxes of the lanes, after a rotation.
     void (*amax)(const LevelsLayout& layout, const LevelsDirection& direction,
                  const LevelsStrip& strip, float* out);

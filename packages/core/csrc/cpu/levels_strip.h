@@ -25,30 +25,6 @@ OTTAVA_INLINE int64_t multiple_of(int64_t n, int64_t step) {
     return (n + step - 1) / step * step;
 }
 
-template <class Body>
-OTTAVA_INLINE void with_level_element(LevelElement element, const Body& body) {
-    switch (element) {
-        case LevelElement::e4m3:
-            return body(E4M3());
-        case LevelElement::e5m2:
-            return body(E5M2());
-        case LevelElement::int8:
-            return body(Int8());
-        case LevelElement::e2m1:
-            return body(E2M1());
-        case LevelElement::e2m3:
-            return body(E2M3());
-        case LevelElement::e3m2:
-            return body(E3M2());
-        case LevelElement::int4:
-            return body(Int4());
-        case LevelElement::mxint8:
-            return body(MxInt8());
-        default:
-            return body(MxInt8Symmetric());
-    }
-}
-
 // -- reading --
 
 // Transposes a square of elements whose side is 16 bytes: perfect shuffles, as in tiles.h.
@@ -168,20 +144,6 @@ struct RoundedSums {
         return dtype == Dtype::float16 ? rounded_half(x) : x;
     }
 };
-
-// 1 / sqrt(size), as float32.
-OTTAVA_INLINE float rotation_factor(int size) {
-    switch (size) {
-        case 16:
-            return 0.25f;
-        case 32:
-            return 0.176776695296636881f;
-        case 64:
-            return 0.125f;
-        default:
-            return 0.0883883476483184406f;
-    }
-}
 
 // Rotates groups of positions. Strides up to 8 are done in registers.
 template <class Finish>
@@ -390,13 +352,13 @@ void random_run(uint64_t seed, uint32_t stream, uint64_t place, int64_t count, u
     }
 }
 
-void random_words(const LevelsDirection& direction, const LevelsStrip& strip, int64_t positions,
-                  Words* out) {
+void random_words(const LevelsDirection& direction, const LevelsStrip& strip, uint64_t seed,
+                  int64_t positions, Words* out) {
     const auto lane_step = static_cast<uint64_t>(direction.place_lane_step);
     const auto position_step = static_cast<uint64_t>(direction.place_position_step);
     const uint64_t place = direction.first_place + static_cast<uint64_t>(strip.lane) * lane_step +
                            static_cast<uint64_t>(strip.position) * position_step;
-    const uint64_t seed = direction.seed, step = direction.columnwise ? position_step : lane_step;
+    const uint64_t step = direction.columnwise ? position_step : lane_step;
     if (step % 4 == 0 && place % 4 == 0) {
         if (direction.columnwise)
             random_columns(seed, direction.stream, place / 4, step / 4, positions, out);
@@ -434,6 +396,9 @@ struct Second {
             store(inverse + k, divide(broadcast(1.0f), multiplier));
         }
     }
+    OTTAVA_INLINE SecondScale<f32v> of(int k) const {
+        return {load<f32v>(amax + k), load<f32v>(scale + k), load<f32v>(inverse + k)};
+    }
 };
 
 // The scales of the blocks of all lanes: the bytes or bits that are stored, what multiplies their
@@ -442,64 +407,27 @@ struct Scales {
     alignas(64) Words stored;
     alignas(64) Values multipliers, values;
 
-    OTTAVA_INLINE void put(int k, i32v codes, f32v multiplier, f32v value) {
-        store(stored + k, codes);
-        store(multipliers + k, multiplier);
-        store(values + k, value);
+    OTTAVA_INLINE void put(int k, const BlockScale<f32v, i32v>& scale) {
+        store(stored + k, scale.stored);
+        store(multipliers + k, scale.multiplier);
+        store(values + k, scale.value);
+    }
+    OTTAVA_INLINE BlockScale<f32v, i32v> of(int k) const {
+        return {load<i32v>(stored + k), load<f32v>(multipliers + k), load<f32v>(values + k)};
     }
 };
-
-template <class Format>
-OTTAVA_INLINE i32v e8m0_code(f32v amax, int rounding) {
-    switch (static_cast<ScaleRounding>(rounding)) {
-        case ScaleRounding::up:
-            return e8m0_up<Format, f32v, i32v>(amax);
-        case ScaleRounding::floor:
-            return e8m0_floor<Format, f32v, i32v>(amax);
-        case ScaleRounding::even:
-            return e8m0_even<Format, f32v, i32v>(amax);
-        default:
-            return e8m0_nearest<Format, f32v, i32v>(amax);
-    }
-}
-
-// The scales of two levels. Without the factors of candidates the second level is divided by the
-// largest element first.
-template <class Number>
-OTTAVA_INLINE void level_scales(const float* amaxes, float maximum, const float* factors,
-                                const Second& second, Scales& out) {
-    const f32v largest = broadcast(maximum);
-    for (int k = 0; k < kStripLanes; k += kLanes) {
-        const f32v amax = finite_of(load<f32v>(amaxes + k)), scale = load<f32v>(second.scale + k);
-        const f32v scaled = factors == nullptr ? amax * (scale * (1.0f / maximum))
-                                               : amax / largest * scale * load<f32v>(factors + k);
-        const i32v code = encode<Number, f32v, i32v>(scaled);
-        out.put(k, code, level_multiplier<Number, f32v, i32v>(code, load<f32v>(second.inverse + k)),
-                widen<Number, f32v, i32v>(code));
-    }
-}
 
 // The scales for these amaxes, and for the factors of candidates if there are any.
 template <class Format>
 void scales_of_blocks(const LevelsLayout& layout, const LevelsDirection& direction,
                       const float* amaxes, const float* factors, const Second& second,
                       Scales& out) {
-    if (layout.scale == LevelScale::e4m3)
-        return level_scales<E4M3>(amaxes, Format::maximum, factors, second, out);
-    if (layout.scale == LevelScale::ue5m3)
-        return level_scales<UE5M3>(amaxes, Format::maximum, factors, second, out);
-    const ScaleRule rule{false, layout.rounding != 0, layout.epsilon, direction.largest};
     for (int k = 0; k < kStripLanes; k += kLanes) {
-        f32v amax = load<f32v>(amaxes + k);
-        if (factors != nullptr) amax *= load<f32v>(factors + k);
-        if (layout.scale == LevelScale::e8m0) {
-            const i32v code = e8m0_code<Format>(amax, layout.rounding);
-            out.put(k, code, e8m0_multiplier<f32v, i32v>(code), e8m0_value<f32v, i32v>(code));
-        } else {
-            const f32v scale = scale_of<f32v, i32v>(amax, Format::maximum, rule);
-            const f32v inverse = divide(broadcast(1.0f), scale);
-            out.put(k, bits_as<i32v>(inverse), scale, inverse);
-        }
+        f32v factor;
+        if (factors != nullptr) factor = load<f32v>(factors + k);
+        out.put(k, block_scale<Format, f32v, i32v>(
+                       layout, direction.largest, load<f32v>(amaxes + k),
+                       factors == nullptr ? nullptr : &factor, second.of(k)));
     }
 }
 
@@ -509,19 +437,12 @@ void scales_of_blocks(const LevelsLayout& layout, const LevelsDirection& directi
 template <class Format>
 void lane_errors(const LevelsLayout& layout, const Values* values, int64_t count,
                  const Scales& scales, const Second& second, float* out) {
-    const f32v top = broadcast(layout.top);
     for (int k = 0; k < kStripLanes; k += kLanes) {
-        const f32v multiplier = load<f32v>(scales.multipliers + k);
-        const f32v scale = load<f32v>(scales.values + k), amax = load<f32v>(second.amax + k);
+        const BlockScale<f32v, i32v> scale = scales.of(k);
+        const f32v amax = load<f32v>(second.amax + k);
         f32v sum = {};
-        for (int64_t i = 0; i < count; ++i) {
-            const f32v x = load<f32v>(values[i] + k);
-            f32v value = rounded_element<Format, f32v, i32v>(x * multiplier) * scale;
-            if (second.exists) value = value * amax / top;
-            f32v error = bits_as<f32v>(bits_as<i32v>(value - x) & kMagnitude);
-            if (layout.squares) error *= error;
-            sum += error;
-        }
+        for (int64_t i = 0; i < count; ++i)
+            sum += candidate_error<Format>(layout, load<f32v>(values[i] + k), scale, amax);
         store(out + k, sum);
     }
 }
@@ -712,14 +633,14 @@ void levels_errors_run(const LevelsLayout& layout, const LevelsDirection& direct
 }
 
 void levels_quantize_run(const LevelsLayout& layout, const LevelsDirection& direction,
-                         const LevelsStrip& strip) {
+                         const LevelsStrip& strip, uint64_t seed) {
     Strip work;
     const int64_t stored = read_strip(layout, direction, strip, work);
     const int64_t blocks = (stored + layout.block.positions - 1) / layout.block.positions;
     if (direction.rotated)
         with_rounded_sums(layout, direction.dtype,
                           [&](const auto& finish) { rotate(layout, stored, finish, work); });
-    if (layout.stochastic) random_words(direction, strip, stored, work.random);
+    if (layout.stochastic) random_words(direction, strip, seed, stored, work.random);
     const Second second(layout, direction, strip);
     with_level_element(layout.element, [&](auto format) {
         for (int64_t block = 0; block < blocks; ++block)
