@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/levels_kernels.h"
 #include "grid_arguments.h"
 #include "levels_arguments.h"
 #include "multi_arguments.h"
@@ -217,7 +218,8 @@ PYBIND11_MODULE(_cpu, m) {
     m.def("multi_cast", &multi_cast, Unlocked());
     m.def("grid_multi_amax", &grid_multi_amax, Unlocked());
     m.def("grid_multi_cast", &grid_multi_cast, Unlocked());
-    py::class_<ottava::LevelsLayout>(m, "LevelsPlan").def(py::init(&ottava::levels_layout_of));
+    py::class_<ottava::LevelsLayout>(m, "LevelsPlan", py::module_local())
+        .def(py::init(&ottava::levels_layout_of));
     m.def("levels_quantize", &levels_quantize, Unlocked());
     m.def("levels_decode", &levels_decode, Unlocked());
     ottava::bind_operands(m);

@@ -18,6 +18,11 @@
 
 namespace ottava {
 
+// The number of blocks that a size has.
+OTTAVA_HD int64_t levels_count(int64_t size, int64_t block) {
+    return (size + block - 1) / block;
+}
+
 // The whole part of numbers as integers, and integers as numbers.
 template <class To, class From>
 OTTAVA_HD To converted(From from) {
@@ -32,6 +37,10 @@ OTTAVA_HD To converted(From from) {
 // -- elements --
 
 // Calls body(format) with the format of an element.
+#if defined(__CUDACC__)
+// On the host for a function of the host, on the device for one of the device.
+#pragma nv_exec_check_disable
+#endif
 template <class Body>
 OTTAVA_HD void with_level_element(LevelElement element, const Body& body) {
     switch (element) {

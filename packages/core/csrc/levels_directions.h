@@ -1,16 +1,11 @@
-// The directions of a matrix that is quantized, as the backends describe them.
+// What the backends' hosts compute alike: the directions of a matrix, and the numbers of codes.
 #pragma once
 
 #include <cstdint>
 
-#include "levels_jobs.h"
-#include "numerics.h"
+#include "levels.h"
 
 namespace ottava {
-
-static inline int64_t levels_count(int64_t size, int64_t block) {
-    return (size + block - 1) / block;
-}
 
 // Whether both directions of a layout have the same scales.
 static inline bool has_squares(const LevelsLayout& layout) {
@@ -56,6 +51,19 @@ static inline LevelsDirection levels_direction(const LevelsLayout& layout, const
     to.area_lane_step = columnwise ? 1 : levels_count(cols, wide);
     to.area_position_step = columnwise ? levels_count(cols, wide) : 1;
     return to;
+}
+
+// The number that each byte is as an element.
+static inline void numbers_of_codes(LevelElement element, float (&out)[256]) {
+    with_level_element(element, [&](auto format) {
+        typedef decltype(format) Format;
+        for (int32_t code = 0; code < 256; ++code) {
+            if constexpr (is_integer<Format>)
+                out[code] = widen_integer<Format, float, int32_t>(code);
+            else
+                out[code] = widen<Format, float, int32_t>(code);
+        }
+    });
 }
 
 }  // namespace ottava

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from ottava import Layout, kernels
+from ottava.kernels import table
 from tests import arrays, samples
 from tests.comparing import assert_same
+from tests.core import placing
 from tests.core.conftest import running
+from tests.core.kernels import test_levels as levels
 from tests.core.kernels.test_grids import E4M3, LAYOUTS
 from tests.core.kernels.test_shards import cut
 
@@ -55,6 +58,23 @@ def test_grids(name: str) -> None:
                     assert_same(part, expected if asked else torch.zeros(0, dtype=torch.uint8))
         decoded = kernels.grid_decode(*parts[2:], layout, x.dtype, columnwise=True)
     assert_same(decoded, values)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("nvfp4-rotated-stochastic", "nvfp4-rows-rotated", "nvfp4-128x128-candidates"),
+        *("mxfp4-squares-candidates", "e3m2-8x16-candidates", "mxint8"),
+    ],
+)
+def test_levels(name: str) -> None:
+    layout, x = levels.LAYOUTS[name], samples.tiles(131, 77, dtype=torch.bfloat16)
+    seed = levels.seed_of(layout)
+    expected = levels.quantized(x, layout, seed, True, True)
+    with running("grid"):
+        placing.check(
+            table.grid_quantize_levels, (x, seed, 0, layout.text, True, True), expected, name
+        )
 
 
 def test_shards_and_updates() -> None:

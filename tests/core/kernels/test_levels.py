@@ -17,6 +17,7 @@ from ottava.kernels.levels import decodes_levels, quantizes_levels
 from ottava.layout import Rotation
 from tests import oracle, samples
 from tests.comparing import assert_same
+from tests.core.conftest import on_each
 from tests.core.placing import check, running_on
 
 Tensor = torch.Tensor
@@ -133,16 +134,17 @@ def matrices(turn: int) -> list[Tensor]:
     return found + special[turn::4]
 
 
-@each_layout
-def test_quantize(on_every_isa: Runs, name: str) -> None:
+def check_quantization(name: str, runs: Runs, every: int = 1) -> None:
     """Every kind of value in every kind of shape; both directions, or one of them."""
-    layout, asked, first_rows = LAYOUTS[name], itertools.cycle(ASKED), itertools.cycle(FIRST_ROWS)
+    layout, turn = LAYOUTS[name], list(LAYOUTS).index(name)
+    asked, first_rows = itertools.cycle(ASKED), itertools.cycle(FIRST_ROWS)
     assert quantizes_levels(layout)
     cases = []
-    for number, x in enumerate(matrices(list(LAYOUTS).index(name) % 3)):
+    for number, x in enumerate(matrices(turn % 3)):
         seed, first_row, sides = seed_of(layout, number), next(first_rows), next(asked)
-        arguments = (x, seed, first_row, layout.text, *sides)
-        cases.append((arguments, quantized(x, layout, seed, *sides, first_row=first_row)))
+        if (number + turn) % every == 0:
+            arguments = (x, seed, first_row, layout.text, *sides)
+            cases.append((arguments, quantized(x, layout, seed, *sides, first_row=first_row)))
 
     def run() -> None:
         for arguments, expected in cases:
@@ -150,16 +152,18 @@ def test_quantize(on_every_isa: Runs, name: str) -> None:
             with running_on(1 + x.numel() % 2):
                 check(table.grid_quantize_levels, arguments, expected, (name, x.shape, x.dtype))
 
-    on_every_isa(run)
+    runs(run)
 
 
-@each_layout
-def test_decode(on_every_isa: Runs, name: str) -> None:
+def check_decoding(name: str, runs: Runs, every: int = 1) -> None:
     """Any codes and any scales, with and without what multiplies them."""
     layout, dtypes = LAYOUTS[name], itertools.cycle([*samples.DTYPES, torch.float64])
-    generator = torch.Generator().manual_seed(0)
+    generator, turn = torch.Generator().manual_seed(0), list(LAYOUTS).index(name)
     cases = []
-    for shape, columnwise in itertools.product(SHAPES[4:], (False, True)):
+    for number, (shape, columnwise) in enumerate(itertools.product(SHAPES[4:], (False, True))):
+        dtype = next(dtypes)
+        if (number + turn) % every:
+            continue
         data, scales = (
             torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
             for size in (
@@ -173,7 +177,7 @@ def test_decode(on_every_isa: Runs, name: str) -> None:
             scales = samples.wide(*scales.shape)
         amax_shape = layout.amax_shape(shape, columnwise)
         amax = None if amax_shape is None else samples.wide(*amax_shape).abs()
-        how = (columnwise, next(dtypes))
+        how = (columnwise, dtype)
         for parts in ((scales, amax), (scales, None), (None, None)):
             if parts[1] is None and amax is not None and shape != SHAPES[-2]:
                 continue
@@ -189,7 +193,25 @@ def test_decode(on_every_isa: Runs, name: str) -> None:
             arguments = (data, scales, amax, layout.text, *how)
             check(table.grid_decode_levels, arguments, (expected,), note)
 
-    on_every_isa(run)
+    runs(run)
+
+
+@each_layout
+def test_quantize(on_every_isa: Runs, name: str) -> None:
+    check_quantization(name, on_every_isa)
+
+
+@each_layout
+def test_decode(on_every_isa: Runs, name: str) -> None:
+    check_decoding(name, on_every_isa)
+
+
+@pytest.mark.grid
+@each_layout
+def test_cuda_kernels(name: str) -> None:
+    """Layouts take turns with the cases, because each thread of a GPU is a loop on the CPU."""
+    check_quantization(name, on_each(["grid"]), every=3)
+    check_decoding(name, on_each(["grid"]), every=5)
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -287,15 +309,8 @@ def tied(rows: int, columns: int, seed: int) -> Tensor:
     return torch.cat([largest, values * signs]).view(rows, columns)
 
 
-@pytest.mark.parametrize(
-    ("block", "shared"),
-    [((1, 32), None), ((8, 16), None), ((16, 16), None), ((1, 32), (32, 32))],
-    ids=str,
-)
-def test_errors_are_summed_in_order(
-    on_every_isa: Runs, block: tuple[int, int], shared: tuple[int, int] | None
-) -> None:
-    """Of candidates whose errors differ by the rounding of sums alone."""
+def check_order(runs: Runs, block: tuple[int, int], shared: tuple[int, int] | None) -> None:
+    """Candidates whose errors differ by the rounding of sums alone."""
     layout = Layout(
         "E2M1",
         block,
@@ -318,7 +333,29 @@ def test_errors_are_summed_in_order(
         arguments = (x, None, 0, layout.text, True, True)
         check(table.grid_quantize_levels, arguments, expected, layout.text)
 
-    on_every_isa(run)
+    runs(run)
+
+
+each_area = pytest.mark.parametrize(
+    ("block", "shared"),
+    [((1, 32), None), ((8, 16), None), ((16, 16), None), ((1, 32), (32, 32))],
+    ids=str,
+)
+
+
+@each_area
+def test_errors_are_summed_in_order(
+    on_every_isa: Runs, block: tuple[int, int], shared: tuple[int, int] | None
+) -> None:
+    check_order(on_every_isa, block, shared)
+
+
+@pytest.mark.grid
+@each_area
+def test_cuda_kernels_sum_errors_in_order(
+    block: tuple[int, int], shared: tuple[int, int] | None
+) -> None:
+    check_order(on_each(["grid"]), block, shared)
 
 
 def test_any_strides(on_every_isa: Runs) -> None:

@@ -44,7 +44,7 @@ class LevelsQuantization {
 
     // Calls body(direction, strip) for the strips of all wanted directions, tile by tile,
     // so that both directions read a tile while it is in the caches. Before that it calls
-    // begin(tile) for the place of a tile in the matrix.
+    // begin_tile(tile) for the place of a tile in the matrix.
     template <class Begin, class Body>
     void over_strips(const bool (&wanted)[2], const Begin& begin_tile, const Body& body) const {
         const int64_t down = ceil_div(rows_, kTile), across = ceil_div(cols_, kTile);
@@ -218,21 +218,9 @@ void with_number(LevelScale scale, const Body& body) {
         body(UE5M3());
 }
 
-// The number of every code of an element or of a scale.
-template <class Format>
-float number_of(int32_t code) {
-    if constexpr (is_integer<Format>)
-        return widen_integer<Format, float, int32_t>(code);
-    else
-        return widen<Format, float, int32_t>(code);
-}
-
 std::vector<float> numbers_of(LevelElement element) {
     float codes[256];
-    for (int32_t code = 0; code < 256; ++code) {
-        with_level_element(element,
-                           [&](auto format) { codes[code] = number_of<decltype(format)>(code); });
-    }
+    numbers_of_codes(element, codes);
     std::vector<float> values;
     for (int byte = 0; byte < 256; ++byte) {
         if (elements_per_byte(element) == 2)

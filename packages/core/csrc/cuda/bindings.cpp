@@ -90,5 +90,6 @@ PYBIND11_MODULE(OTTAVA_CUDA_MODULE, m) {
     m.def("transpose", &transpose);
     m.def("decode", &decode);
     cuda::bind_grid(m);
+    cuda::bind_levels(m);
     cuda::bind_multi(m);
 }

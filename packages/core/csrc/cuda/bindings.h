@@ -45,6 +45,7 @@ public:
 };
 
 void bind_grid(py::module_& m);
+void bind_levels(py::module_& m);
 void bind_multi(py::module_& m);
 
 }  // namespace ottava::cuda

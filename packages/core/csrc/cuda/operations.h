@@ -7,6 +7,7 @@
 
 #include "../dtypes.h"
 #include "../grid_jobs.h"
+#include "../levels_jobs.h"
 #include "stream.h"
 
 namespace ottava {
@@ -65,6 +66,20 @@ void grid_quantize(const void* src, Dtype dtype, int64_t rows, int64_t cols, Fp8
 void grid_decode(const uint8_t* data, Fp8 format, int64_t rows, int64_t cols, const void* scales,
                  bool e8m0, int64_t block_rows, int64_t block_cols, void* out, Dtype dtype,
                  Stream stream);
+
+// Layouts of levels_jobs.h.
+
+// The number of floats of scratch memory that a quantization needs.
+int64_t levels_scratch(const LevelsLayout& layout, int64_t rows, int64_t cols);
+void levels_quantize(const LevelsLayout& layout, const void* src, Dtype dtype, int64_t rows,
+                     int64_t cols,
+                     const int64_t* seed,  // of a stochastic layout, as the next one
+                     int64_t first_row,    // of a larger matrix, which is the first of this
+                     const LevelsResults* results,
+                     float* scratch,  // zeros
+                     Stream stream);
+void levels_decode(const LevelsLayout& layout, const LevelsData& from, void* out, Dtype dtype,
+                   Stream stream);
 
 // The last step of a product.
 

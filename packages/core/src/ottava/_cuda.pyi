@@ -5,6 +5,10 @@ Every operation is queued on ``stream``, the address of one of ``device``'s. A l
 a BackendError.
 """
 
+from collections.abc import Sequence
+
+from ottava.kernels.levels import NativeLevels
+
 #: Floats of scratch memory that an amax and a quantization need.
 scratch_floats: int
 #: What the module was compiled for, as CMake names architectures.
@@ -96,6 +100,45 @@ def grid_decode(
     block_cols: int,
     out: int,
     out_dtype: int,
+    device: int,
+    stream: int,
+) -> None: ...
+
+# A layout with small elements, two levels of scales, rotation or choices.
+class LevelsPlan:
+    def __init__(self, layout: NativeLevels) -> None: ...
+
+# The addresses of data, scales and amaxes; 0 for what is left out. `scratch` has as many float32
+# zeros as `levels_scratch` says.
+_Levels = Sequence[int]
+
+def levels_scratch(layout: LevelsPlan, rows: int, cols: int) -> int: ...
+def levels_quantize(
+    layout: LevelsPlan,
+    src: int,
+    dtype: int,
+    rows: int,
+    cols: int,
+    seed: int,
+    first_row: int,
+    by_row: _Levels,
+    by_column: _Levels,
+    scratch: int,
+    device: int,
+    stream: int,
+) -> None: ...
+def levels_decode(
+    layout: LevelsPlan,
+    data: int,
+    rows: int,
+    cols: int,
+    scales: int,
+    block_rows: int,
+    block_cols: int,
+    amaxes: int,
+    by_column: bool,
+    out: int,
+    dtype: int,
     device: int,
     stream: int,
 ) -> None: ...

@@ -17,6 +17,7 @@ from ottava.errors import DTypeError
 from ottava.formats import FP8, fp8_format
 from ottava.kernels import reference
 from ottava.kernels.checks import Outputs, Pairs, Shards, Tensor, Tensors
+from ottava.kernels.levels import decodes_levels, native_levels, quantizes_levels
 from ottava.layout import Block, Layout, as_matrix_shape
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -64,6 +65,12 @@ def native_layout(text: str) -> NativeLayout:
     rule = ScaleRule(layout.scale is not torch.float32, layout.rounding == "floor", layout.epsilon)
     directions = _direction(layout, False), _direction(layout, True)
     return NativeLayout(layout, layout.format.code, rule, directions)
+
+
+@functools.lru_cache(maxsize=1024)
+def levels_plan(module: ModuleType, text: str) -> object:
+    """A module's description of a layout that strips serve, made once for each layout."""
+    return module.LevelsPlan(native_levels(Layout.of(text)))
 
 
 def is_native(layout: Layout) -> bool:
@@ -225,12 +232,30 @@ class Compiled:
         else:
             self.grid_decode_levels(data, scales, None, text, columnwise, out)
 
-    # A backend with kernels for layouts that :func:`is_native` does not know overrides these two.
+    # -- layouts with small elements, two levels of scales, rotation or choices --
 
     def grid_quantize_levels(
         self, x: Tensor, seed: Tensor | None, first_row: int, text: str, out: Outputs
     ) -> None:
-        reference.grid_quantize_levels(x, seed, first_row, text, out)
+        if not x.numel() or not quantizes_levels(Layout.of(text)):
+            reference.grid_quantize_levels(x, seed, first_row, text, out)
+            return
+        plan, results = levels_plan(self.native, text), (pointers(*out[:3]), pointers(*out[3:]))
+        self.quantize_levels(x.contiguous(), seed, first_row, plan, results)
+
+    def quantize_levels(
+        self,
+        x: Tensor,
+        seed: Tensor | None,
+        first_row: int,
+        plan: object,
+        results: tuple[list[int], list[int]],
+    ) -> None:
+        """Quantize a contiguous tensor with elements by the module's ``plan`` of its layout.
+
+        ``results`` are the addresses of data, scales and amaxes of rows and of columns.
+        """
+        raise NotImplementedError
 
     def grid_decode_levels(
         self,
@@ -241,7 +266,27 @@ class Compiled:
         columnwise: bool,
         out: Tensor,
     ) -> None:
-        reference.grid_decode_levels(data, scales, amax, text, columnwise, out)
+        layout = Layout.of(text)
+        if out.dtype is torch.float64 or not decodes_levels(layout):
+            reference.grid_decode_levels(data, scales, amax, text, columnwise, out)
+            return
+        # The copies live until the kernel has run.
+        data = data.contiguous()
+        scales = None if scales is None else scales.contiguous()
+        amax = None if amax is None else amax.contiguous()
+        scales_address, amax_address = pointers(scales, amax)
+        self.native.levels_decode(
+            levels_plan(self.native, text),
+            data.data_ptr(),
+            *layout.stored_matrix(data.shape, columnwise),
+            scales_address,
+            *_sides(layout.stored_block(columnwise)),
+            amax_address,
+            columnwise and not layout.transposed,
+            out.data_ptr(),
+            DTYPE_CODES[out.dtype],
+            *self.place(data),
+        )
 
     def _decode(self, data: Tensor, scale_inv: Tensor | None, text: str, out: Tensor) -> None:
         """Decode FP8 data with one scale, or without any."""

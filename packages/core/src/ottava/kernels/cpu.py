@@ -6,16 +6,15 @@ The instruction set is chosen at run time; ``OTTAVA_ISA`` (``avx512``, ``avx2``,
 
 import functools
 import os
+from typing import Any
 
 import torch
 
 from ottava import _cpu
 from ottava.errors import BackendError
-from ottava.kernels import reference
-from ottava.kernels.checks import Outputs, Tensor
-from ottava.kernels.compiled import DTYPE_CODES, Compiled, is_native, native_layout, pointers
+from ottava.kernels.checks import Tensor
+from ottava.kernels.compiled import DTYPE_CODES, Compiled, is_native, native_layout
 from ottava.kernels.direct import QUESTIONS
-from ottava.kernels.levels import decodes_levels, native_levels, quantizes_levels
 from ottava.layout import Layout, as_matrix_shape
 
 _threads = torch.get_num_threads
@@ -61,66 +60,17 @@ class CPUBackend(Compiled):
         layout, element, rule, (rows, columns) = native_layout(text)
         return _cpu.GridPlan(element, *rule, layout.finite_as == "input", rows, columns)
 
-    # -- layouts with small elements, two levels of scales, rotation or choices --
-
-    @staticmethod
-    @functools.lru_cache(maxsize=1024)
-    def levels_plan(text: str) -> _cpu.LevelsPlan:
-        """The module's description of such a layout, which is made once for each layout."""
-        return _cpu.LevelsPlan(native_levels(Layout.of(text)))
-
-    def grid_quantize_levels(
-        self, x: Tensor, seed: Tensor | None, first_row: int, text: str, out: Outputs
-    ) -> None:
-        if not x.numel() or not quantizes_levels(Layout.of(text)):
-            reference.grid_quantize_levels(x, seed, first_row, text, out)
-            return
-        x = x.contiguous()
-        key = 0 if seed is None else int(seed) & _SEED_MASK
-        self.native.levels_quantize(
-            self.levels_plan(text),
-            x.data_ptr(),
-            DTYPE_CODES[x.dtype],
-            *as_matrix_shape(x.shape),
-            key,
-            first_row,
-            pointers(*out[:3]),
-            pointers(*out[3:]),
-            _threads(),
-        )
-
-    def grid_decode_levels(
+    def quantize_levels(
         self,
-        data: Tensor,
-        scales: Tensor | None,
-        amax: Tensor | None,
-        text: str,
-        columnwise: bool,
-        out: Tensor,
+        x: Tensor,
+        seed: Tensor | None,
+        first_row: int,
+        plan: Any,
+        results: tuple[list[int], list[int]],
     ) -> None:
-        layout = Layout.of(text)
-        if out.dtype is torch.float64 or not decodes_levels(layout):
-            reference.grid_decode_levels(data, scales, amax, text, columnwise, out)
-            return
-        # The copies live until the kernel has run.
-        data = data.contiguous()
-        scales = None if scales is None else scales.contiguous()
-        amax = None if amax is None else amax.contiguous()
-        scales_address, amax_address = pointers(scales, amax)
-        block_rows, block_columns = layout.stored_block(columnwise)
-        self.native.levels_decode(
-            self.levels_plan(text),
-            data.data_ptr(),
-            *layout.stored_matrix(data.shape, columnwise),
-            scales_address,
-            block_rows or 0,
-            block_columns or 0,
-            amax_address,
-            columnwise and not layout.transposed,
-            out.data_ptr(),
-            DTYPE_CODES[out.dtype],
-            _threads(),
-        )
+        key = 0 if seed is None else int(seed) & _SEED_MASK
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *as_matrix_shape(x.shape)
+        self.native.levels_quantize(plan, *source, key, first_row, *results, _threads())
 
 
 #: The backend.

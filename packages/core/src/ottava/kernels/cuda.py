@@ -9,12 +9,13 @@ device.
 
 import re
 from contextlib import suppress
+from typing import Any
 
 import torch
 
 from ottava.formats import FP8, MX_BLOCK
 from ottava.kernels.checks import Tensor
-from ottava.kernels.compiled import Compiled, is_native
+from ottava.kernels.compiled import DTYPE_CODES, Compiled, is_native, pointers
 from ottava.layout import Layout, as_matrix_shape
 from ottava.torch_private import raw_stream
 
@@ -117,6 +118,22 @@ class CUDABackend(Compiled):
             return not shards and layout.block in _TILED and layout.shared in (None, layout.block)
         shared = layout.shared in (None, (MX_BLOCK, MX_BLOCK))
         return shared and layout.block == (1, MX_BLOCK) and layout.columnwise == "own"
+
+    def quantize_levels(
+        self,
+        x: Tensor,
+        seed: Tensor | None,
+        first_row: int,
+        plan: Any,
+        results: tuple[list[int], list[int]],
+    ) -> None:
+        # The seed stays on the GPU, so that nothing waits for it.
+        shape = as_matrix_shape(x.shape)
+        scratch = x.new_zeros(_cuda.levels_scratch(plan, *shape), dtype=torch.float32)
+        source = x.data_ptr(), DTYPE_CODES[x.dtype], *shape
+        (key,) = pointers(seed)
+        last = scratch.data_ptr(), *self.place(x)
+        _cuda.levels_quantize(plan, *source, key, first_row, *results, *last)
 
 
 #: The backend.

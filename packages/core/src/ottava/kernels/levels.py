@@ -101,7 +101,7 @@ def _chooses(layout: Layout) -> bool:
         side = (layout.shared or layout.block)[0]
         return side in _BLOCK_POSITIONS
     lanes = layout.block[0]
-    return bool(lanes) and _STRIP_LANES % lanes == 0
+    return lanes is not None and _STRIP_LANES % lanes == 0
 
 
 def decodes_levels(layout: Layout) -> bool:
