@@ -29,7 +29,7 @@ from benchmarks.on_gpu.runner import (
 from ottava import Layout, kernels
 from ottava.kernels import for_layers, products
 from ottava.kernels.table import OPERATIONS
-from ottava.layout import grid_of
+from ottava.layout import Rotation, grid_of
 
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
 SMALL_SHAPES: list[Shape] = [
@@ -84,6 +84,29 @@ LAYOUTS = (
     _BANDS,
     _SQUARES,
     Layout(torch.int8, (8, 64), rounding="floor"),
+)
+_ROTATION = Rotation(32, 0xA7E8_1234, "both")
+
+
+def _nvfp4(block: tuple[int, int] = (1, 16), **fields: Any) -> Layout:
+    fields = {"second_level": "tensor", "columnwise": "transposed"} | fields
+    return Layout("E2M1", block, torch.float8_e4m3fn, **fields)
+
+
+#: Layouts with small elements, two levels of scales, rotation or choices: each part once.
+LEVELS = (
+    _nvfp4(rotation=Rotation(16, 0xA7E8), stochastic=True),
+    _nvfp4((16, 16), stochastic=True),
+    _nvfp4((16, 16), candidates=(1.0, 1.5), bound=256.0),
+    _nvfp4(candidates=(1.0, 1.5), error="MSE"),
+    _nvfp4(second_level="row", rotation=_ROTATION),
+    _nvfp4((128, 128), candidates=(1.0, 1.5)),
+    Layout("E2M1", (1, 32), E8M0, "even", columnwise="transposed", shared=(32, 32)),
+    Layout("E2M3", (1, 32), E8M0, "floor", stochastic=True),
+    Layout("E3M2", (8, 16), "UE5M3", second_level="tensor", candidates=(1.0, 1.5, 0.25)),
+    Layout("MXINT8", (1, 64), E8M0, "nearest", columnwise="transposed", rotation=_ROTATION),
+    Layout("INT4", (2, 128), columnwise="transposed", stochastic=True, finite_as="input"),
+    Layout(FP8[0], (1, 32), torch.float8_e4m3fn, second_level="row"),
 )
 # Special kernels serve calls whose layouts are all MX, or all have one scale for a tensor.
 _ALIKE = {"mx": _MX, "tensors": tuple(Layout(f, (None, None)) for f in FP8), "any": ()}
@@ -173,11 +196,25 @@ def _pairs(d: Draw, a: Args, n: int, direction: int) -> Any:
     return pairs
 
 
+def _text(layout: Layout | str) -> str:
+    return layout if isinstance(layout, str) else layout.text
+
+
 def _scales_of(d: Draw, a: Args, _: int) -> Tensor:
-    layout = Layout.of(getattr(a["layout"], "text", a["layout"]))
+    layout = Layout.of(_text(a["layout"]))
     shape, columnwise = a["data"].shape, a["columnwise"]
     grid = grid_of(layout.stored_matrix(shape, columnwise), layout.stored_block(columnwise))
     return d.bits(grid, layout.stored_scale)
+
+
+def _second_level(d: Draw, a: Args, _: int) -> Tensor:
+    """The amaxes of the second level of stored data."""
+    layout, columnwise = Layout.of(a["layout"]), a["columnwise"]
+    rows, columns = layout.stored_matrix(a["data"].shape, columnwise)
+    if layout.second_level == "tensor":
+        return d.values((), F32).abs()
+    by_column = columnwise and not layout.transposed
+    return d.values((columns if by_column else rows,), F32).abs()
 
 
 def _matrix(i: int, shard: Tensor) -> Shape:
@@ -236,6 +273,19 @@ OWN: dict[str, Arguments] = {
         },
     },
     "grid_decode": {"dtype": (*FLOATS, torch.float64), "amax": (None,)},
+    "grid_decode_levels": {
+        "layout": tuple(layout for layout in LEVELS if layout.second_level != "none"),
+        "amax": _second_level,
+    },
+    "grid_quantize_levels": {
+        "layout": LEVELS,
+        "first_row": lambda d, a, n: (0, 1, 2**40 + 3)[n % 3],
+        "seed": lambda d, a, n: (
+            d.integers(-(2**63), 2**63 - 1, ())
+            if Layout.of(_text(a["layout"])).stochastic
+            else None
+        ),
+    },
     "grid_scales": {"dtype": lambda d, a, n: FLOATS[n % 3]},
     "grid_multi_amax": {"_alike": tuple(_ALIKE)},
     "grid_multi_cast": {"_alike": tuple(_ALIKE)},
@@ -281,26 +331,22 @@ _NO_KERNELS = (
     "grid_amax_sizes",
     "use_backend",
 )
-# The reference serves these on every device but a CPU.
-_OF_THE_REFERENCE = (
-    "grid_decode_levels into",
-    "grid_quantize_levels",
-    "grid_quantize_levels into",
-)
 #: Every kernel of ``ottava.kernels``, these forms, and those that write into given outputs.
 KERNELS = sorted(
     name
     for name in {*kernels.__all__, *_FORMS, *(f"{name} into" for name in OPERATIONS)}
-    if name not in (*_NO_KERNELS, *_OF_THE_REFERENCE, "HIGH_PRECISION")
-    and not name.startswith("check_")
+    if name not in (*_NO_KERNELS, "HIGH_PRECISION") and not name.startswith("check_")
 )
 
 
 def _is_callable(name: str, option: Args, dimensions: int) -> bool:
     """Whether a kernel can be called with these options."""
-    matrix = name.split()[0] in ("cast_transpose", "transpose") or option.get("transposed")
+    # A transpose, and data with two elements in a byte, have a dimension.
+    kernel = name.split()[0]
+    matrix = kernel in ("cast_transpose", "transpose", "grid_decode_levels")
+    matrix = matrix or option.get("transposed")
     wanted = [option[key] for key in ("rowwise", "columnwise", "transposed") if key in option]
-    free = name.split()[0] in ("quantize", "cast_amax", "grid_decode")
+    free = kernel in ("quantize", "cast_amax", "grid_decode", "grid_decode_levels")
     return (dimensions > 0 or not matrix) and (free or not wanted or any(wanted))
 
 
@@ -329,7 +375,9 @@ def _kernel(name: str) -> tuple[Callable[..., Any], dict[str, str], Arguments]:
     kinds = dict.fromkeys((*row.arguments, "outputs"), "")
     flags = ("force_pow_2", "rowwise", "columnwise", "transposed")
     kinds |= {key: "bool" for key in kinds if key in flags}
-    return into, kinds, {"outputs": outputs, "layout": COMMON["text"]}
+    layouts = OWN.get(row.name, {}).get("layout", LAYOUTS)
+    texts = tuple(layout.text for layout in layouts)  # type: ignore[union-attr]
+    return into, kinds, {"outputs": outputs, "layout": texts}
 
 
 def kernel_cases(
@@ -393,6 +441,7 @@ _LARGE: dict[str, tuple[Args, tuple[int, ...]]] = {
         (0, 0, 1, 1),
     ),
     "grid_quantize in 128 x 128": ({"layout": _SQUARES}, (0, 0, 1, 1)),
+    "grid_quantize_levels": ({"layout": _nvfp4()}, (0, 0)),
     "transpose": ({}, (1,)),
     "decode": ({"fp8_dtype": FP8[0], "dtype": BF16}, (0,)),
     "grid_decode": ({"layout": MX, "dtype": BF16}, (0,)),

@@ -65,6 +65,7 @@ def write_input(results: Any, x: torch.Tensor, **_: Any) -> Any:
     [
         ("cast", flip),
         ("grid_quantize", flip),
+        ("grid_quantize_levels", flip),
         ("grid_multi_amax", flip),
         ("transpose", forget),
         ("amax", write_input),
