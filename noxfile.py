@@ -491,7 +491,7 @@ def sanitize(session: nox.Session) -> None:
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "OTTAVA_GRID_BUILD": "-DOTTAVA_SANITIZE=ON",
     }
-    names = ("test_cast", "test_grids", "test_shards", "test_updates")
+    names = ("test_cast", "test_grids", "test_levels", "test_shards", "test_updates")
     tests = [f"tests/core/kernels/{name}.py" for name in names]
     marked = ["-m", "grid and not slow"]
     session.run("python", "-m", "pytest", *marked, *session.posargs, *tests, env=variables)

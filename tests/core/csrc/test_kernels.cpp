@@ -242,6 +242,7 @@ const Levels kLevels[] = {
     {LevelElement::e2m1, LevelScale::e4m3, 1, 16, SecondLevel::tensor, 0, 0, false, true},
     {LevelElement::e2m1, LevelScale::e4m3, 1, 16, SecondLevel::row, 0, 16, true, true},
     {LevelElement::e2m1, LevelScale::e4m3, 16, 16, SecondLevel::tensor, 2, 0, false, true},
+    {LevelElement::e2m1, LevelScale::e4m3, 16, 16, SecondLevel::tensor, 0, 0, true, true},
     {LevelElement::int4, LevelScale::float32, 24, 128, SecondLevel::none, 0, 0, true, true},
     {LevelElement::e2m3, LevelScale::e8m0, 1, 32, SecondLevel::none, 3, 0, false, false},
     {LevelElement::mxint8, LevelScale::ue5m3, 1, 32, SecondLevel::tensor, 0, 128, true, true},

@@ -44,7 +44,7 @@ class LevelsQuantization {
 
     // Calls body(direction, strip) for the strips of all wanted directions, tile by tile,
     // so that both directions read a tile while it is in the caches. Before that it calls
-    // begin(tile) for the place of a tile in the matrix.
+    // begin_tile(tile) for the place of a tile in the matrix.
     template <class Begin, class Body>
     void over_strips(const bool (&wanted)[2], const Begin& begin_tile, const Body& body) const {
         const int64_t down = ceil_div(rows_, kTile), across = ceil_div(cols_, kTile);
