@@ -127,8 +127,8 @@ OTTAVA_HD I encode_at_random(F x, U random) {
         constexpr int32_t min_normal = (127 + 1 - Format::bias) << 23;
         I clamped;
         const I binade = binade_of<Format, F, I>(magnitude, clamped);
-        // Divided by the unit in the last place, 2^(exponent - mantissa).
-        const I inverse = ((254 + Format::mantissa) << 23) - binade;
+        // Divided by the unit in the last place, 2^(exponent - mantissa). No step leaves the range.
+        const I inverse = ((127 + Format::mantissa) << 23) - (binade - (127 << 23));
         const F units = bits_as<F>(clamped) * bits_as<F>(inverse);
         const I below = converted<I>(units);
         const I up = goes_up<F, I, U>(units, below, random);
