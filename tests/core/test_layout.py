@@ -324,7 +324,11 @@ def later_fields(draw: st.DrawFn, scale: Any, block: Any, shared: Any) -> dict[s
     """The fields that a text has by name."""
     fields: dict[str, Any] = {}
     if scale in (E4M3, "UE5M3"):
-        levels = ["none", "tensor", *(["row"] if block[0] == 1 and shared is None else [])]
+        levels = [
+            "none",
+            "tensor",
+            *(["row"] if block[0] == 1 != block[1] and shared is None else []),
+        ]
         fields["second_level"] = draw(st.sampled_from(levels))
         if fields["second_level"] != "none":
             fields["bound"] = draw(st.none() | st.integers(1, 448) | st.floats(1e-3, 448.0))
