@@ -13,21 +13,24 @@ Unstated = Literal["unstated"]
 
 #: The rules of :class:`Scale`, with what each says. ``amax`` is a block's, ``S`` that of step 4.
 RULES = {
-    "quotient": "scale = maximum / amax, and 1 if the amax is 0 or infinite; its inverse is stored",
-    "quotient-floor": "as quotient, and the mantissa of the scale is cleared before it is inverted",
+    "quotient": "scale = maximum / amax, and 1 if the amax is 0, infinite or NaN; its inverse is "
+    "stored",
+    "quotient-floor": "as quotient, and the bits of the scale's mantissa are cleared before it is "
+    "inverted, so that a subnormal scale becomes 0",
     "given": "scale is a float32 from outside, and its inverse is stored",
     "given-fitting": "the smaller one of a float32 from outside and the scale of quotient",
-    "up": "code of E8M0: the exponent of amax * float32(1 / maximum), plus 127; one more if its "
-    "mantissa is not 0, but for subnormals up to 2^-127; limited to 0 and 254; 254 for infinity",
+    "up": "code of E8M0: 127 plus the exponent of the least power of two that is not below amax * "
+    "float32(1 / maximum); limited to 0 and 254; of an infinite amax 254, of NaN 255",
     "floor": "code of E8M0: the exponent of amax minus that of maximum, plus 127; limited to 0 and "
-    "254; 254 for infinity",
-    "even": "as floor, of the amax with half of the unit in the last place of an element added to "
-    "its bits",
-    "nearest": "code of E8M0: log2 of amax * float32(1 / maximum), to the nearest integer, plus "
-    "127; limited to 0 and 254; 254 for infinity",
+    "254; of an infinite amax 254, of NaN 255",
+    "even": "as floor, of the amax to whose bits 2^(22 - m) is added, where m is the mantissa bits "
+    "of an element, and bits - 2 of an integer",
+    "nearest": "code of E8M0: the exponent of amax * float32(1 / maximum), one more if its "
+    "mantissa is above the root of 2, plus 127; limited to 0 and 254; of an infinite amax 254, of "
+    "NaN 255",
     "rounded": "min(amax, FLT_MAX) * (S * float32(1 / maximum)), or with candidates "
-    "(min(amax, FLT_MAX) / maximum) * S times the factor; at most the largest scale, rounded to "
-    "nearest even",
+    "(min(amax, FLT_MAX) / maximum) * S times the factor; at most the largest number of the "
+    "format, rounded to nearest even; NaN of NaN",
 }
 #: Before the name of a rule that somebody has registered, and whose formula is not stated.
 OWN = "own:"
@@ -67,10 +70,17 @@ class Transform:
 
 @dataclass(frozen=True)
 class Amax:
-    """Step 3: the largest magnitude of a block; 0 for an empty one."""
+    """Step 3: the largest magnitude of a block; 0 for an empty one.
 
-    block: Annotated[Sides, "rows and columns of the tensor that have one amax"]
-    area: Annotated[Sides | None, "rows and columns whose blocks all have the largest amax of them"]
+    Blocks begin at the first row and column; the last ones may be smaller. Where a side is null
+    there is one block, even if the tensor is empty. The padding of step 2 belongs to the tensor.
+    """
+
+    block: Annotated[Sides, "rows and columns of the tensor that have one scale"]
+    area: Annotated[
+        Sides | None,
+        "rows and columns whose blocks all have the largest amax of them, and one scale",
+    ]
     nan: Annotated[Literal["ignored", "propagates"], "what a NaN does"]
     ranks: Annotated[
         Literal["this", "group"],
@@ -80,7 +90,8 @@ class Amax:
 
 @dataclass(frozen=True)
 class SecondLevel:
-    """Step 4: ``S = min(bound * maximum / amax, FLT_MAX)``, ``S_inv = 1 / S``."""
+    """Step 4: ``S = min(float32(bound * maximum) / min(amax, FLT_MAX), FLT_MAX)``, and
+    ``S_inv = 1 / S``. The amax ignores NaN; an amax of 0 gives FLT_MAX."""
 
     over: Annotated[Sides, "rows and columns of the tensor that have one S"]
     bound: Annotated[float, "the scale that S gives to the block with the largest amax"]
@@ -91,17 +102,21 @@ class SecondLevel:
 class Scale:
     """Step 5: the scale of a block, from its amax."""
 
-    format: Annotated[Literal["float32", "E8M0", "E4M3", "UE5M3"], "of the stored scale"]
+    format: Annotated[
+        Literal["float32", "E8M0", "E4M3", "UE5M3"],
+        "of the stored scale. E8M0: 2^(code - 127), and NaN for 255. E4M3: as OCP defines it. "
+        "UE5M3: 5 bits of exponent with bias 15 and 3 of mantissa, no sign, and NaN for 255",
+    ]
     rule: Annotated[str, _RULES_SAY]
     maximum: Annotated[float, "the largest element, in the formula of the rule"]
-    epsilon: Annotated[float, "a smaller amax is replaced by it"]
+    epsilon: Annotated[float, "a smaller amax is replaced by it, rounded to float32"]
     infinite: Annotated[
         Literal["float32", "source", "none"],
         "an infinite quotient becomes the largest number of float32, or of the input's dtype",
     ]
     multiplier: Annotated[
         Literal["scale", "2^(127-code)", "min(1/(scale*S_inv), FLT_MAX)"],
-        "what values are multiplied by",
+        "what values are multiplied by; S_inv is 1 without step 4",
     ]
     decoded: Annotated[
         Literal["element*stored", "(element*stored)*(amax/(maximum*bound))"],
@@ -115,8 +130,8 @@ class Candidates:
 
     factors: Annotated[
         tuple[float, ...],
-        "float32 factors of the scale before it is rounded; of the amax, for scales that are "
-        "float32 or E8M0",
+        "float32 factors of the scale before it is rounded; for scales that are float32 or E8M0 "
+        "of the amax, before epsilon",
     ]
     error: Annotated[Literal["MAE", "MSE"], "magnitudes, or squares, of decoded minus value"]
     decoded: Annotated[
@@ -124,10 +139,12 @@ class Candidates:
         "the value that a candidate's error is of",
     ]
     sums: Annotated[
-        Literal["columns in order, rows by halves"],
-        "over the block, of the tensor's rows",
+        Literal["columns in order, rows by halves", "rows in order, columns by halves"],
+        "errors are added over the area, or the block without one: those of a row (a column) in "
+        "order; then the second half of the sums to the first until one is left, after zeros to a "
+        "power of two",
     ]
-    ties: Annotated[Literal["first"], "which of equal errors wins"]
+    ties: Annotated[Literal["first"], "of equal errors; a NaN is never less"]
 
 
 @dataclass(frozen=True)
@@ -136,7 +153,8 @@ class Element:
 
     format: Annotated[
         Literal["E4M3", "E5M2", "E2M1", "E2M3", "E3M2", "INT8", "INT4", "MXINT8", "MXINT8S"],
-        "the numbers, as the OCP specifications define them",
+        "E4M3 to E3M2: as OCP defines them, the sign first. INT8, INT4: integers in two's "
+        "complement. MXINT8, MXINT8S: these times 2^-6",
     ]
     bits: Annotated[int, "of a code"]
     maximum: Annotated[float, "a larger magnitude, infinities included, becomes this number"]
@@ -155,7 +173,8 @@ class Random:
     key: Annotated[Literal["seed"], "64 bits, low word first"]
     word: Annotated[
         Literal["place % 4 of block place // 4"],
-        "place: row * columns + column of the element in the whole tensor",
+        "place: row * columns + column of the element in the whole tensor, whose columns count the "
+        "padding of step 2",
     ]
     counter: Annotated[Literal["block, stream"], "64 bits of each, low words first"]
     stream: Annotated[int, "0 or 1"]
@@ -163,13 +182,13 @@ class Random:
 
 @dataclass(frozen=True)
 class Storage:
-    """Step 7: the bytes, row by row."""
+    """Step 7: the bytes, row by row. float32 scales have the low byte first."""
 
     held: Annotated[Literal["tensor", "transpose"], "which matrix the stored data are"]
     per_byte: Annotated[Literal[1, 2], "elements in a byte"]
     first: Annotated[Literal["low", "high"], "the half of a byte that the even element has"]
     odd: Annotated[Literal["zero"], "the other half of an odd last element"]
-    scales: Annotated[Literal["unpadded"], "the shape of the scales: that of the grid of blocks"]
+    scales: Annotated[Literal["unpadded"], "the grid of blocks, of the matrix that is held"]
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def choices_of(
         ),
         second_level=_second_level(layout, columnwise),
         scale=_scale(layout),
-        candidates=_candidates(layout),
+        candidates=_candidates(layout, columnwise),
         element=_element(layout),
         random=_random(layout, columnwise),
         storage=Storage(
@@ -110,15 +110,19 @@ def _scale(layout: Layout) -> Scale:
     )
 
 
-def _candidates(layout: Layout) -> Candidates | None:
+def _candidates(layout: Layout, columnwise: bool) -> Candidates | None:
     if not layout.candidates:
         return None
     has_levels = layout.second_level != "none"
+    # Both directions of squares choose alike.
+    along_columns = columnwise and not layout.square
     return Candidates(
         factors=layout.candidates,
         error="MSE" if layout.error == "MSE" else "MAE",
         decoded="((element*scale)*amax)/(maximum*bound)" if has_levels else "element*scale",
-        sums="columns in order, rows by halves",
+        sums="rows in order, columns by halves"
+        if along_columns
+        else "columns in order, rows by halves",
         ties="first",
     )
 
