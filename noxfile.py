@@ -34,6 +34,7 @@ EVERY_PACKAGE = [
     "integrations",
     "debug",
     "bisect",
+    "verify",
 ]
 WHEELHOUSE = ROOT / ".nox" / "wheelhouse"
 BYTECODE = ROOT / ".nox" / "bytecode"
@@ -282,7 +283,7 @@ def tests_recipes(session: nox.Session) -> None:
 def tests_integration(session: nox.Session) -> None:
     """Test all packages together, and the packages that are no recipes."""
     session.install(MUTATION)
-    folders = ["integration", "testing", "demo", "integrations", "debug", "bisect"]
+    folders = ["integration", "testing", "demo", "integrations", "debug", "bisect", "verify"]
     _test(session, EVERY_PACKAGE, *(f"tests/{folder}" for folder in folders))
 
 
