@@ -335,6 +335,8 @@ def test_a_command_that_is_not_installed_says_how_to_get_it(
         "demo": "ottava-",
         "analyze model.safetensors": "ottava-",
         "bisect": "ottava-",
+        "contract mxfp8": "ottava-verify",
+        "vectors mxfp8": "ottava-verify",
         "export in out --recipe bf16": "ottava-integrations",
     }
     for arguments, package in packages.items():

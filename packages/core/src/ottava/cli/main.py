@@ -28,9 +28,11 @@ _ELSEWHERE = {
     "analyze": "ottava-debug",
     "bisect": "ottava-bisect",
     "check-recipe": "ottava-testing",
+    "contract": "ottava-verify",
     "demo": "ottava-demo",
     "export": "ottava-integrations",
     "new-recipe": "ottava-testing",
+    "vectors": "ottava-verify",
 }
 #: A context or a command of click, whose module has another name in each version of typer.
 _Click = Any

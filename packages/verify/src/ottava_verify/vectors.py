@@ -1,0 +1,187 @@
+"""Golden vectors: inputs, and the bytes that a recipe's contract makes of them, in one file."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ottava.contract import Contract
+from ottava.errors import OptionError, UsageError, named
+from ottava.filesystem import AnyPath, Partial, check_file_target, mode_of, write_new
+from ottava.gemm import side_of
+from ottava.kernels import fixed_seed
+from ottava.recipes import Recipe
+from ottava.recipes.role import OF_LINEAR
+from ottava.tensors import Quantizer
+from ottava_verify.arrays import Interpreter
+from ottava_verify.inputs import inputs_of
+from ottava_verify.numbers import rounded
+from ottava_verify.reading import stored_tensors
+from ottava_verify.steps import Steps, Usage, steps_of
+
+USAGES: tuple[Usage, Usage] = ("rowwise", "columnwise")
+#: The seed of random words in every file, and the scale where scales come from outside.
+SEED = 0x0123_4567_89AB_CDEF
+SCALE = rounded(1.7)
+#: dtype -> its name in safetensors files.
+_NAMES = {
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Inputs and expected bytes.
+
+    Attributes:
+        tensors: ``inputs/DTYPE/NAME``; ``inputs/seed`` and ``inputs/scale`` where the contracts
+            take them; and ``expected/HASH/DTYPE/NAME/USAGE/PART``, where HASH is that of a contract
+            and PART is "data", "scales" or "amax".
+        metadata: ``format``, ``recipe``, ``roles`` (JSON: role -> hash of its contract), and
+            ``contract/HASH`` (JSON in one line).
+    """
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+    def to_bytes(self) -> bytes:
+        """A safetensors file, the same bytes for the same vectors."""
+        # Wide elements come first, so that each tensor is aligned.
+        names = sorted(self.tensors, key=lambda name: (-self.tensors[name].element_size(), name))
+        header: dict[str, object] = {"__metadata__": dict(sorted(self.metadata.items()))}
+        parts, end = [], 0
+        for name in names:
+            tensor = self.tensors[name]
+            data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+            header[name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + len(data)],
+            }
+            parts.append(data)
+            end += len(data)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of :meth:`to_bytes`, in hexadecimal."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def save(self, path: AnyPath) -> None:
+        """Write the file, which appears whole or not at all, and may replace another one.
+
+        Raises:
+            UsageError: the path is no place for a file.
+        """
+        place = check_file_target(path)
+        with Partial(place) as partial:
+            mode = (mode_of(partial.path) or 0) & 0o666
+            write_new(partial.path / "vectors", self.to_bytes(), mode)
+            partial.put_file("vectors")
+
+
+def make_vectors(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> Vectors:
+    """The vectors of a recipe.
+
+    Each expected byte is computed by the quantizer, and by the interpreter of its contract.
+
+    Args:
+        recipe: any whose contracts are stated.
+        roles: tensors of a linear layer: "input", "weight" or "grad_output".
+
+    Raises:
+        OptionError: a role is unknown, or a contract is not stated.
+        UsageError: a quantizer's bytes are not those of its contract.
+    """
+    quantizers = quantizers_of(recipe, roles)
+    by_hash = {each.contract.hash: each for each in quantizers.values()}
+    steps = _all_steps(quantizers)
+    inputs = inputs_of(steps)
+    tensors = {f"inputs/{name}": tensor for name, tensor in inputs.items()}
+    if any(each.random is not None for each in steps):
+        tensors["inputs/seed"] = torch.tensor([SEED])
+    if any(each.scale.rule.startswith("given") for each in steps):
+        tensors["inputs/scale"] = torch.tensor([SCALE])
+    for digest, quantizer in by_hash.items():
+        for name, x in inputs.items():
+            for part, tensor in _expected(quantizer, x).items():
+                tensors[f"expected/{digest}/{name}/{part}"] = tensor
+    metadata = {
+        "format": "ottava-vectors 1",
+        "recipe": recipe.name,
+        "roles": json.dumps({role: each.contract.hash for role, each in quantizers.items()}),
+    }
+    for digest, quantizer in by_hash.items():
+        metadata[f"contract/{digest}"] = quantizer.contract.to_json(indent=None)
+    return Vectors(tensors, metadata)
+
+
+def quantizers_of(recipe: Recipe, roles: Sequence[str] = OF_LINEAR) -> dict[str, Quantizer]:
+    """The quantizer of each role.
+
+    Raises:
+        OptionError: a role is unknown.
+    """
+    for role in roles:
+        if role not in OF_LINEAR:
+            raise OptionError(f"the role is {role!r}", expected=f"one of {', '.join(OF_LINEAR)}")
+    return {role: recipe.quantizer(role) for role in roles}
+
+
+def _all_steps(quantizers: Mapping[str, Quantizer]) -> list[Steps]:
+    """The steps of all usages that have some."""
+    steps = []
+    for role, quantizer in quantizers.items():
+        with named(f"the quantizer of {role}"):
+            for usage in _usages(quantizer.contract):
+                steps.append(steps_of(quantizer.contract, usage))
+    return steps
+
+
+def _usages(contract: Contract) -> list[Usage]:
+    """The usages of elements, whose values are not kept as they come."""
+    return [usage for usage in USAGES if getattr(contract, usage) != "identity"]
+
+
+def _expected(quantizer: Quantizer, x: Tensor) -> dict[str, Tensor]:
+    """What is stored of a matrix, by ``USAGE/PART``.
+
+    Raises:
+        UsageError: the quantizer stores something else than its contract says.
+    """
+    scale = getattr(quantizer, "scale", None)
+    if isinstance(scale, Tensor):
+        scale.fill_(SCALE)
+    with fixed_seed(SEED):
+        result = quantizer.quantize(x)
+    expected = {}
+    for usage in _usages(quantizer.contract):
+        interpreter = Interpreter(quantizer.contract, usage, seed=SEED, scale=SCALE)
+        parts = interpreter.quantize(x)
+        # A reference that multiplies by itself has no elements on a grid to compare.
+        if side_of(result, usage == "columnwise") is not None:
+            stored = stored_tensors(result, usage)
+            for name, part in parts.items():
+                _check_same(quantizer, stored[name], part, f"{usage} {name}")
+        for name, part in parts.items():
+            expected[f"{usage}/{name}"] = part
+    return expected
+
+
+def _check_same(quantizer: Quantizer, stored: Tensor, expected: Tensor, name: str) -> None:
+    """Refuse bytes that are not those of the contract."""
+    pair = stored.reshape(-1), expected.reshape(-1)
+    if not torch.equal(*(each.contiguous().view(torch.uint8) for each in pair)):
+        raise UsageError(
+            f"the {name} of a {type(quantizer).__name__} are not those of its contract",
+            expected="a property `contract` that says what the quantizer does",
+        )
