@@ -108,15 +108,20 @@ def test_options_and_files_serve_the_rest(tmp_path: Path) -> None:
     assert served(second, "b") == KEPT
 
 
-@pytest.mark.parametrize("default", ["delayed", "hybrid.yaml"])
-def test_a_role_is_kept_where_one_direction_cannot_be(tmp_path: Path, default: str) -> None:
-    (tmp_path / "hybrid.yaml").write_text("default: {rowwise: mxfp8, columnwise: current}\n")
-    if default != "delayed":
-        default = str(tmp_path / default)
+def test_a_role_is_kept_where_one_direction_cannot_be(tmp_path: Path) -> None:
     keeps = [Keep("a", "x", role="weight", direction="rowwise")]
-    recipe = write_recipe_file(tmp_path / "kept.yaml", keeps, default)
+    recipe = write_recipe_file(tmp_path / "kept.yaml", keeps, "delayed")
     assert served(recipe, "a") == served(recipe, "b") | {"weight": IDENTITY}
     assert "Only rowwise data need it" in (tmp_path / "kept.yaml").read_text()
+
+
+def test_one_direction_of_a_recipe_of_two_is_kept(tmp_path: Path) -> None:
+    hybrid = tmp_path / "hybrid.yaml"
+    hybrid.write_text("default: {rowwise: mxfp8, columnwise: current}\n")
+    keeps = [Keep("a", "x", role="weight", direction="rowwise")]
+    recipe = write_recipe_file(tmp_path / "kept.yaml", keeps, str(hybrid))
+    others = served(recipe, "b")
+    assert served(recipe, "a") == others | {"weight": ("identity", others["weight"][1])}
 
 
 OPERANDS = [(gemm, tensor) for gemm, tensors in TENSORS.items() for tensor in tensors[:2]]

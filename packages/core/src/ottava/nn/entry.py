@@ -59,7 +59,8 @@ def begin_lone_step(state: RecipeState, compiling: bool) -> None:
             group = group_in_pipeline([state], stage_pass.ranks)
         for part in state.parts():
             part.recipe.update_states([part], group)
-        count_step([state], None, compiling)
+        if state.has_schedule:
+            count_step([state], None, compiling)
     if not compiling:
         state.__dict__.update(step=None, _phase=Phase.RAN)
 

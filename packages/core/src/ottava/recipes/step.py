@@ -126,7 +126,7 @@ class Step:
         if torch.compiler.is_compiling():
             states = self._states(model, True)
             update_states(states, group, compiling=True)
-            count_step(states, self, compiling=True)
+            self._count(states, compiling=True)
             return
         states = self._states(model, False)
         if group is None and self.pipeline_ranks:
@@ -136,11 +136,17 @@ class Step:
             self.phase = StepPhase.COMPARED
         update_states(states, group, calibrated=calibrated)
         if not calibrated:
-            count_step(states, self, compiling=False)
+            self._count(states, compiling=False)
             # After an interrupt on the way here, the next step begins with the members.
             self.members.clear()
             self.pipeline_ranks = 0
             _awaited.discard(self)
+
+    def _count(self, states: Sequence[RecipeState], compiling: bool) -> None:
+        """Count the step that begins for the states whose recipes have a schedule."""
+        scheduled = [state for state in states if state.has_schedule]
+        if scheduled:
+            count_step(scheduled, self, compiling)
 
     def _states(self, model: torch.nn.Module | None, compiling: bool) -> list[RecipeState]:
         """The states that begin the next step: all of the model, in the order of its modules, then
@@ -206,8 +212,8 @@ class Step:
             # The state has the amaxes of another step, or of the step before a checkpoint. It
             # begins a step with these first.
             update_states([state], group, compiling)
-            count_step([state], self, compiling)
-        elif not calibrating:
+            self._count([state], compiling)
+        elif state.has_schedule and not calibrating:
             count_joined_step(state, self, compiling)
         self.add_member(layer, state, compiling)
 
