@@ -5,6 +5,7 @@ leave the others as the contract says.
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,42 @@ class Scales(NamedTuple):
     multiplier: Tensor
 
 
+class Chosen(NamedTuple):
+    """Steps 5 and 6: the codes of elements, the stored scales of areas, and what the elements were
+    made of: the values, and these times their multipliers."""
+
+    codes: Tensor
+    scales: Tensor
+    values: Tensor
+    scaled: Tensor
+
+
+@cache
+def magnitudes_of(name: str) -> Tensor:
+    """The magnitudes of a format, which float32 has exactly."""
+    return torch.tensor(format_of(name).magnitudes)
+
+
+@cache
+def middles_of(name: str) -> Tensor:
+    """The numbers halfway between neighbouring magnitudes, which float32 has exactly, too."""
+    magnitudes = magnitudes_of(name)
+    return (magnitudes[:-1] + magnitudes[1:]) / 2
+
+
+def nearest(numbers: Tensor, name: str) -> Tensor:
+    """The place of the nearest magnitude of a format, of the even one of two."""
+    middles, numbers = middles_of(name), numbers.contiguous()
+    places = torch.bucketize(numbers, middles)
+    tie = numbers == middles[places.clamp(max=len(middles) - 1)]
+    return places + (tie & (places % 2 == 1))
+
+
+def below(numbers: Tensor, name: str) -> Tensor:
+    """The place of the largest magnitude of a format that is not larger."""
+    return torch.bucketize(numbers.contiguous(), magnitudes_of(name), right=True) - 1
+
+
 class Interpreter:
     """Quantizes one usage of matrices as a contract says.
 
@@ -44,6 +81,9 @@ class Interpreter:
         usage: "rowwise" or "columnwise".
         seed: of the random words, where elements are rounded at random.
         scale: a float32, where the scale comes from outside.
+
+    Attributes:
+        chosen: what the last matrix was quantized to, before it was stored.
 
     Raises:
         OptionError: a choice is not stated, or the seed or the scale is missing.
@@ -68,8 +108,9 @@ class Interpreter:
         :func:`~ottava_verify.stored_tensors`."""
         values = self.transform(self.source(x), x.dtype)
         level = self.second_level(values)
-        codes, scales = self.choice(values, self.amaxes(values), level, x.dtype)
-        return self.storage(codes, self.of_blocks(scales, values), level.amax)
+        self.chosen = self.choice(values, self.amaxes(values), level, x.dtype)
+        scales = self.of_blocks(self.chosen.scales, values)
+        return self.storage(self.chosen.codes, scales, level.amax)
 
     # Steps 1 to 4.
 
@@ -99,8 +140,16 @@ class Interpreter:
             one, other = groups.view(-1, step.size // stride // 2, 2, stride).unbind(2)
             groups = torch.stack([one + other, one - other], 2).reshape(-1, step.size)
             stride *= 2
-        groups = groups * rounded(1 / math.sqrt(step.size))
+        groups = groups * self.factor(step.size)
         return groups.to(dtype).to(torch.float32).reshape(padded.shape)
+
+    def factor(self, size: int) -> float:
+        """What transformed groups of step 2 are multiplied by."""
+        return rounded(1 / math.sqrt(size))
+
+    def magnitudes(self, values: Tensor) -> Tensor:
+        """What an amax is the largest one of."""
+        return values.abs()
 
     def amaxes(self, values: Tensor) -> Tensor:
         """Step 3: the amax of each area, or of each block where blocks have scales of their own."""
@@ -109,14 +158,22 @@ class Interpreter:
 
     def amaxes_on(self, grid: Grid, values: Tensor, propagate: bool = False) -> Tensor:
         """The largest magnitudes on a grid; NaN counts as 0 unless it propagates."""
-        magnitudes = values.abs()
+        magnitudes = self.magnitudes(values)
         if not propagate:
             magnitudes = torch.where(magnitudes.isnan(), 0.0, magnitudes)
+        blocks = self.in_blocks(grid, magnitudes)
+        return blocks.amax((1, 3)) if blocks.numel() else torch.zeros(grid.counts)
+
+    def in_blocks(self, grid: Grid, numbers: Tensor) -> Tensor:
+        """Numbers >= 0 as ``[blocks down, rows, blocks across, columns]``, with zeros at ragged
+        edges."""
         down, across = grid.counts
-        place = (self.index(grid, 0) * across).unsqueeze(1) + self.index(grid, 1)
-        empty = torch.zeros(down * across)
-        result = empty.scatter_reduce(0, place.reshape(-1), magnitudes.reshape(-1), "amax")
-        return result.view(down, across)
+        height, width = (
+            side or max(size, 1) for side, size in zip(grid.block, grid.shape, strict=True)
+        )
+        missing = (down * height - grid.shape[0], across * width - grid.shape[1])
+        padded = torch.nn.functional.pad(numbers, [0, missing[1], 0, missing[0]])
+        return padded.reshape(down, height, across, width)
 
     def areas(self, values: Tensor) -> Grid:
         """The areas that have one scale."""
@@ -161,6 +218,7 @@ class Interpreter:
     ) -> Scales:
         """Step 5: the scales of areas with these amaxes; ``factor`` is a candidate's."""
         step = self.steps.scale
+        amax = self.raised(amax)
         if step.rule == "rounded":
             return self.byte_scales(amax, level, factor)
         if factor is not None:
@@ -169,8 +227,21 @@ class Interpreter:
             codes = self.exponent_codes(amax)
             return Scales(codes, self.powers(codes - 127), self.powers(127 - codes))
         scale = self.float_scales(amax, dtype)
-        inverse = torch.ones_like(scale) / scale
+        inverse = self.inverses(scale, amax)
         return Scales(inverse, inverse, scale)
+
+    def raised(self, amax: Tensor) -> Tensor:
+        """Amaxes that are not below epsilon."""
+        epsilon = rounded(self.steps.scale.epsilon)
+        return torch.where(amax < epsilon, epsilon, amax)
+
+    def quotients(self, amax: Tensor) -> Tensor:
+        """Scales in float32 before any special case."""
+        return torch.div(torch.full_like(amax, self.steps.scale.maximum), amax)
+
+    def inverses(self, scale: Tensor, amax: Tensor) -> Tensor:
+        """Float32 scales as they are stored."""
+        return torch.ones_like(scale) / scale
 
     def powers(self, exponents: Tensor) -> Tensor:
         """Powers of two; NaN for the code 255."""
@@ -183,8 +254,7 @@ class Interpreter:
         if step.rule == "given":
             assert self.scale is not None
             return torch.full_like(amax, self.scale)
-        amax = torch.where(amax < rounded(step.epsilon), rounded(step.epsilon), amax)
-        scale = torch.div(torch.full_like(amax, step.maximum), amax)
+        scale = self.quotients(amax)
         scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
         if step.infinite != "none":
             largest = FLT_MAX if step.infinite == "float32" else torch.finfo(dtype).max
@@ -214,46 +284,64 @@ class Interpreter:
 
     def byte_scales(self, amax: Tensor, level: Level, factor: float | None) -> Scales:
         """Scales in a byte, whose multipliers undo the second level, too."""
-        maximum, fmt = self.steps.scale.maximum, format_of(self.steps.scale.format)
-        amax = amax.clamp(max=FLT_MAX)
-        if factor is None:
-            exact = amax * (level.scale * rounded(1 / maximum))
-        else:
-            exact = amax / torch.full_like(amax, maximum) * level.scale * rounded(factor)
-        magnitudes = torch.tensor(fmt.magnitudes, dtype=torch.float64)
-        codes = self.nearest(exact.double().clamp(max=fmt.magnitudes[-1]), magnitudes)
+        fmt = format_of(self.steps.scale.format)
+        exact = self.exact_scales(amax.clamp(max=FLT_MAX), level, factor)
+        codes = self.scale_codes(exact.clamp(max=fmt.magnitudes[-1]))
         # The code after that of the largest number is NaN.
-        codes = torch.where(exact.isnan(), len(magnitudes), codes)
+        codes = torch.where(exact.isnan(), len(fmt.magnitudes), codes)
         number = torch.tensor([*fmt.magnitudes, math.nan])[codes]
-        product = number * level.inverse
-        return Scales(codes, number, (torch.ones_like(product) / product).clamp(max=FLT_MAX))
+        return Scales(codes, number, self.undone(number, level))
 
-    def choice(
-        self, values: Tensor, amax: Tensor, level: Level, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Step 5 with its candidates: the codes of elements, and the stored scales of areas."""
-        step, areas = self.steps.candidates, self.areas(values)
+    def exact_scales(self, amax: Tensor, level: Level, factor: float | None) -> Tensor:
+        """Scales before they are rounded to a byte."""
+        maximum = self.steps.scale.maximum
+        if factor is None:
+            return amax * (level.scale * rounded(1 / maximum))
+        return amax / torch.full_like(amax, maximum) * level.scale * rounded(factor)
+
+    def scale_codes(self, exact: Tensor) -> Tensor:
+        """The codes of scales in a byte."""
+        return nearest(exact, self.steps.scale.format)
+
+    def undone(self, number: Tensor, level: Level) -> Tensor:
+        """The multipliers of scales in a byte."""
+        product = number * level.inverse
+        return (torch.ones_like(product) / product).clamp(max=FLT_MAX)
+
+    def choice(self, values: Tensor, amax: Tensor, level: Level, dtype: torch.dtype) -> Chosen:
+        """Step 5 with its candidates, and step 6: for each area the candidate with the least
+        error."""
+        areas = self.areas(values)
         if level.amax is not None:
             level = Level(*(self.of_areas(values, numbers) for numbers in level))
-        best: tuple[Tensor, Tensor] | None = None
+        step = self.steps.candidates
+        best: Chosen | None = None
         least = amax
         for factor in step.factors if step is not None else (None,):
             scales = self.scales(amax, level, dtype, factor)
-            codes = self.elements(values, self.spread(areas, scales.multiplier))
+            scaled = self.multiplied(values, scales, areas)
+            tried = Chosen(self.elements(scaled), scales.stored, values, scaled)
             if step is None:
-                return codes, scales.stored
-            error = self.errors(values, codes, scales.number, level.amax)
+                return tried
+            error = self.errors(values, tried.codes, scales.number, level.amax)
             if best is None:
-                best, least = (codes, scales.stored), error
+                best, least = tried, error
                 continue
-            better = error < least
+            better = self.is_better(error, least)
             least = torch.where(better, error, least)
-            best = (
-                torch.where(self.spread(areas, better), codes, best[0]),
-                torch.where(better, scales.stored, best[1]),
+            spread = self.spread(areas, better)
+            best = Chosen(
+                torch.where(spread, tried.codes, best.codes),
+                torch.where(better, tried.scales, best.scales),
+                values,
+                torch.where(spread, tried.scaled, best.scaled),
             )
         assert best is not None
         return best
+
+    def is_better(self, error: Tensor, least: Tensor) -> Tensor:
+        """Whether a candidate takes the place of an earlier one."""
+        return error < least
 
     def of_areas(self, values: Tensor, numbers: Tensor | None) -> Tensor:
         """The second level of each area, from that of its first element."""
@@ -291,13 +379,8 @@ class Interpreter:
 
     def sums(self, errors: Tensor, areas: Grid) -> Tensor:
         """The sums over areas: columns in order, then rows by halves."""
-        counts = areas.counts
-        height, width = (
-            side or max(size, 1) for side, size in zip(areas.block, areas.shape, strict=True)
-        )
-        missing = (counts[0] * height - areas.shape[0], counts[1] * width - areas.shape[1])
-        errors = torch.nn.functional.pad(errors, [0, missing[1], 0, missing[0]])
-        errors = errors.reshape(counts[0], height, counts[1], width)
+        errors = self.in_blocks(areas, errors)
+        height = errors.shape[1]
         rows = torch.zeros(errors.shape[:3])
         for column in errors.unbind(3):
             rows = rows + column
@@ -310,38 +393,34 @@ class Interpreter:
 
     # Step 6.
 
-    def elements(self, values: Tensor, multipliers: Tensor) -> Tensor:
-        """Step 6: the codes of elements."""
-        step, fmt = self.steps.element, format_of(self.steps.element.format)
-        scaled = values * multipliers
-        limited = scaled.clamp(step.least, step.maximum).double()
-        limited = torch.where(scaled.isnan(), 0.0, limited)
-        magnitudes = torch.tensor(fmt.magnitudes, dtype=torch.float64)
-        if self.steps.random is None:
-            places = self.nearest(limited.abs(), magnitudes)
-        else:
-            places = self.random_places(limited.abs(), magnitudes, self.words(values))
-        if fmt.twos_complement:
-            negative = -places % (1 << fmt.bits)
-        else:
-            negative = places | 1 << (fmt.bits - 1)
-        codes = torch.where(limited.signbit(), negative, places)
+    def multiplied(self, values: Tensor, scales: Scales, areas: Grid) -> Tensor:
+        """Values times the multipliers of their areas."""
+        return values * self.spread(areas, scales.multiplier)
+
+    def elements(self, scaled: Tensor) -> Tensor:
+        """Step 6: the codes of scaled values."""
+        step = self.steps.element
+        limited = torch.where(scaled.isnan(), 0.0, scaled.clamp(step.least, step.maximum))
+        codes = self.signed(self.places(limited.abs(), step.format), limited.signbit())
         return torch.where(scaled.isnan(), step.nan, codes)
 
-    def nearest(self, numbers: Tensor, magnitudes: Tensor) -> Tensor:
-        """The place of the nearest magnitude, of the even one of two."""
-        middles = (magnitudes[:-1] + magnitudes[1:]) / 2
-        below = torch.bucketize(numbers.contiguous(), middles)
-        above = torch.bucketize(numbers.contiguous(), middles, right=True)
-        return torch.where(below % 2 == 0, below, above)
+    def signed(self, places: Tensor, negative: Tensor) -> Tensor:
+        """The codes of magnitudes with signs."""
+        fmt = format_of(self.steps.element.format)
+        if fmt.twos_complement:
+            return torch.where(negative, -places % (1 << fmt.bits), places)
+        return places | negative.to(torch.int64) << (fmt.bits - 1)
 
-    def random_places(self, numbers: Tensor, magnitudes: Tensor, words: Tensor) -> Tensor:
-        """The place of one of the two neighbours, by a random word."""
-        below = torch.bucketize(numbers.contiguous(), magnitudes, right=True) - 1
-        low = magnitudes[below]
-        high = magnitudes[(below + 1).clamp(max=len(magnitudes) - 1)]
-        share = torch.where(high > low, (numbers - low) / (high - low), 0.0)
-        return below + (words < torch.floor(share * 2.0**32))
+    def places(self, numbers: Tensor, name: str) -> Tensor:
+        """The places of the magnitudes of a format that numbers are rounded to."""
+        if self.steps.random is None:
+            return nearest(numbers, name)
+        magnitudes = magnitudes_of(name).double()
+        low = below(numbers, name)
+        high = magnitudes[(low + 1).clamp(max=len(magnitudes) - 1)]
+        gap = high - magnitudes[low]
+        share = torch.where(gap > 0, (numbers.double() - magnitudes[low]) / gap, 0.0)
+        return low + (self.words(numbers) < torch.floor(share * 2.0**32))
 
     def words(self, values: Tensor) -> Tensor:
         """The random word of each element, by Philox4x32-10."""
