@@ -83,6 +83,7 @@ class Interpreter:
         scale: a float32, where the scale comes from outside.
 
     Attributes:
+        level: of the last matrix.
         chosen: what the last matrix was quantized to, before it was stored.
 
     Raises:
@@ -107,10 +108,10 @@ class Interpreter:
         """What is stored of a matrix in float32, bfloat16 or float16, by the names of
         :func:`~ottava_verify.stored_tensors`."""
         values = self.transform(self.source(x), x.dtype)
-        level = self.second_level(values)
-        self.chosen = self.choice(values, self.amaxes(values), level, x.dtype)
+        self.level = self.second_level(values)
+        self.chosen = self.choice(values, self.amaxes(values), self.level, x.dtype)
         scales = self.of_blocks(self.chosen.scales, values)
-        return self.storage(self.chosen.codes, scales, level.amax)
+        return self.storage(self.chosen.codes, scales, self.level.amax)
 
     # Steps 1 to 4.
 
