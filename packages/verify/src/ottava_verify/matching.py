@@ -158,7 +158,7 @@ class Difference(NamedTuple):
 def difference(named: Named, turns: Sequence[Turn], case: Case) -> Difference | None:
     """The difference for a case; None where shapes or dtypes cannot be compared."""
     choices, shape = named.changed(turns), (case.x.shape[0], case.x.shape[1])
-    if choices is None:
+    if choices is None or not _is_complete(choices, case):
         return None
     stored = _viewed(case.stored, shapes_of(choices, named.usage, shape), choices, turns)
     if stored is None:
@@ -181,6 +181,12 @@ def difference(named: Named, turns: Sequence[Turn], case: Case) -> Difference | 
         _differs(made.scales, stored.scales),
         levels,
     )
+
+
+def _is_complete(choices: Steps, case: Case) -> bool:
+    """Whether a case has what the steps take from outside."""
+    has_scale = case.scale is not None or not choices.scale.rule.startswith("given")
+    return has_scale and (case.seed is not None or choices.random is None)
 
 
 def _viewed(stored: Stored, shapes: Shapes, choices: Steps, turns: Sequence[Turn]) -> Stored | None:

@@ -23,7 +23,7 @@ def _padded(shapes: Shapes) -> tuple[int, int]:
 
 def _cropped(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     padded = _padded(shapes)
-    if stored.scales.numel() != padded[0] * padded[1] or padded == shapes.scales:
+    if stored.scales.numel() != padded[0] * padded[1]:
         return None
     return _with_scales(stored, shapes, stored.scales.reshape(padded))
 
@@ -45,8 +45,10 @@ def _with_scales(stored: Stored, shapes: Shapes, padded: Tensor) -> Stored:
 
 def _scales_transposed(stored: Stored, shapes: Shapes, format: str) -> Stored | None:
     down, across = shapes.scales
-    if stored.scales.numel() != down * across or 1 in (down, across):
+    if stored.scales.numel() != down * across:
         return None
+    if 1 in (down, across):
+        return stored
     if stored.scales.dim() > 1 and tuple(stored.scales.shape) != (across, down):
         return None
     return replace(stored, scales=stored.scales.reshape(across, down).t())

@@ -1,0 +1,187 @@
+"""Calls a function on the inputs of golden vectors, and reads what it returns."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ottava.errors import DTypeError, text_of
+from ottava.gemm import Operand
+from ottava.tensors import QuantizedTensorStorage
+from ottava_verify.arrays import middles_of
+from ottava_verify.inputs import DTYPES, inputs_of, outliers
+from ottava_verify.matching import Case, Named
+from ottava_verify.reading import stored_tensors
+from ottava_verify.steps import Steps, Usage, steps_of
+from ottava_verify.stored import Stored
+from ottava_verify.vectors import SCALE, SEED
+
+Tensor = torch.Tensor
+_EXPECTED = (
+    "(data, scales), (data, scales, amax), a mapping with 'data' and 'scales', or a quantized "
+    "tensor of Ottava"
+)
+#: Names in mappings. Those of a second level say what it is.
+_DATA = ("data", "qdata", "q", "weight", "weight_packed", "codes")
+_SCALES = ("scales", "scale", "scale_inv", "block_scales", "weight_scale", "weight_scale_inv")
+_LEVELS: Mapping[str, tuple[str, ...]] = {
+    "amax": ("amax",),
+    "global_amax": ("amax",),
+    "global_scale": (),
+    "per_tensor_scale": ("amax/whole", "1/(whole/amax)"),
+    "weight_scale_2": ("amax/whole", "1/(whole/amax)"),
+    "global_scale_inv": ("amax/whole", "1/(whole/amax)"),
+    "weight_global_scale": ("whole/amax",),
+}
+
+
+#: Kernels may refuse matrices whose sides are no multiples of it.
+_WHOLE = 128
+_SCALED = 16
+# Ties of the elements are nearly ties of values with these factors.
+_FACTORS = (1, 1.1, 1.3, 1.7)
+# The range of magnitudes of usual inputs.
+_LEAST, _LARGEST = 2.0**-20, 2.0**20
+
+
+@dataclass(frozen=True)
+class Input:
+    """A matrix that a function is called with, and the scale or the seed that it gets besides.
+
+    ``is_usual`` as of :class:`~ottava_verify.matching.Case`.
+    """
+
+    name: str
+    x: Tensor
+    scale: float | None = SCALE
+    seed: int | None = SEED
+    is_usual: bool = True
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether a kernel for whole blocks may refuse it."""
+        return any(size % _WHOLE or not size for size in self.x.shape)
+
+
+def golden_inputs(named: Named) -> Iterator[Input]:
+    """The inputs of golden vectors for a contract, and usual ones of whole blocks: most functions
+    do something of their own with NaN and infinities, which would hide everything else."""
+    golden = inputs_of([steps_of(named.contract, named.usage)])
+    for name, dtype in DTYPES.items():
+        yield Input(f"usual/{name}", _usual(outliers(128, 256, seed=4, dtype=dtype)))
+    yield Input("usual/every", _usual(golden["bfloat16/every"]))
+    if None in named.choices.amax.block:
+        # A matrix has few scales then, and one of them alone tells little.
+        x = outliers(128, 128, seed=5)
+        for i in range(_SCALED):
+            yield Input(f"usual/scaled_{i}", _usual(x * (1 + i / _SCALED)))
+    steps = named.choices
+    if steps.second_level is not None:
+        for factor in _FACTORS:
+            yield Input(f"usual/scales_times_{factor}", _usual(_ties_of_scales(steps, factor)))
+    for name, x in golden.items():
+        if "ties" in name:
+            for factor in _FACTORS:
+                yield Input(f"usual/{name}_times_{factor}", _usual(x * factor))
+    for name, x in golden.items():
+        yield Input(name, x, is_usual=False)
+
+
+def _ties_of_scales(steps: Steps, factor: float) -> Tensor:
+    """Blocks whose scales in a byte are nearly halfway between two numbers, by their amaxes."""
+    level = steps.second_level
+    assert level is not None
+    middles = middles_of(steps.scale.format) * level.maximum
+    zero, more = torch.zeros(()), torch.full((), math.inf)
+    near = [torch.nextafter(middles, zero), middles, torch.nextafter(middles, more)]
+    amaxes = torch.stack(near).flatten().repeat(6)[:2048].view(128, 16, 1)
+    shares = torch.linspace(1.0, 0.1, 16)
+    # The first block has the amax of the whole, for which the scale of the second level is 1.
+    amaxes[0, 0] = level.bound * level.maximum
+    return ((amaxes * factor) * shares).reshape(128, 256)
+
+
+def _usual(x: Tensor) -> Tensor:
+    """A matrix with 1 in the place of what is not usual."""
+    magnitudes = x.float().abs()
+    return torch.where((magnitudes >= _LEAST) & (magnitudes <= _LARGEST), x, 1.0)
+
+
+def cases_of(
+    function: Callable[..., Any], inputs: Iterable[Input], named: Named, *, as_numpy: bool
+) -> tuple[list[Case], dict[str, str], bool]:
+    """What a function makes of inputs; the errors of those on which it fails, by input; and whether
+    one of these is a matrix that no kernel may refuse."""
+    cases, errors, fails = [], {}, False
+    for item in inputs:
+        arguments = [_argument(item.x, as_numpy)]
+        if named.choices.scale.rule in ("given", "given-fitting"):
+            arguments.append(item.scale)
+        if named.choices.random is not None:
+            arguments.append(item.seed)
+        # The function is somebody else's code.
+        try:
+            stored = read(function(*arguments), named.usage)
+        except Exception as error:
+            errors[item.name] = f"{type(error).__name__}: {text_of(error)}"
+            fails |= not item.may_be_refused
+            continue
+        cases.append(Case(item.name, item.x, stored, item.scale, item.seed, is_usual=item.is_usual))
+    return cases, errors, fails
+
+
+def _argument(x: Tensor, as_numpy: bool) -> Any:
+    """A matrix for a function. numpy has no bfloat16, so that it gets these numbers as float32."""
+    if not as_numpy:
+        return x.clone()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
+
+
+def read(result: Any, usage: Usage) -> Stored:
+    """The bytes in what a function returned.
+
+    Raises:
+        DTypeError: it is none of the forms that are read.
+    """
+    if isinstance(result, QuantizedTensorStorage | Operand):
+        parts = stored_tensors(result, usage)
+        return Stored.of(parts["data"], parts["scales"], parts.get("amax"), ("amax",))
+    if isinstance(result, Mapping):
+        return _of_mapping(result)
+    if isinstance(result, tuple | list) and len(result) in (2, 3):
+        data, scales, *level = map(_tensor, result)
+        return Stored.of(data, scales, level[0] if level else None)
+    raise DTypeError(f"the function returned a {type(result).__name__}", expected=_EXPECTED)
+
+
+def _of_mapping(result: Mapping[str, Any]) -> Stored:
+    data = [name for name in _DATA if name in result]
+    scales = [name for name in _SCALES if name in result and name not in data]
+    if not data or not scales:
+        raise DTypeError(f"the function returned {sorted(result)}", expected=_EXPECTED)
+    parts = _tensor(result[data[0]]), _tensor(result[scales[0]])
+    for name, forms in _LEVELS.items():
+        if name in result:
+            return Stored.of(*parts, _tensor(result[name]), forms)
+    return Stored.of(*parts)
+
+
+def _tensor(value: Any) -> Tensor:
+    """A tensor or an array as a tensor; of dtypes of eight bits that torch does not take, bytes."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, float | int):
+        return torch.tensor(float(value))
+    # Only functions of numpy need it.
+    import numpy as np
+
+    array = np.asarray(value)
+    if array.dtype.kind == "V" or array.dtype.name.startswith(("float8", "float4", "bfloat16")):
+        name = array.dtype.name.removesuffix("fn")
+        if array.dtype.itemsize == 2:
+            return torch.from_numpy(array.astype(np.float32))
+        bits = torch.from_numpy(array.view(np.uint8).copy())
+        return bits.view(torch.float8_e8m0fnu) if name.startswith("float8_e8m0") else bits
+    return torch.from_numpy(array.copy())

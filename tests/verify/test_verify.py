@@ -1,0 +1,356 @@
+"""``ottava verify``: right bytes have no cause, forms of results, reports, errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+import ottava
+from ottava import Contract
+from ottava.checkpoint import save_file
+from ottava.cli.main import app
+from ottava.errors import OptionError, UsageError
+from ottava_mxfp8 import MXFP8Quantizer
+from ottava_verify import (
+    assert_contract,
+    verify,
+    verify_checkpoint,
+    verify_checkpoints,
+    verify_function,
+)
+from ottava_verify.catalogue import contracts_of_recipes
+from ottava_verify.functions import Input, read
+from ottava_verify.inputs import outliers
+from ottava_verify.matching import Named
+from tests.verify import planted
+from tests.verify.planted import E4M3
+
+CONTRACTS = contracts_of_recipes()
+X = outliers(64, 160, seed=1, dtype=torch.bfloat16)
+
+
+def few_inputs() -> list[Input]:
+    """Usual and unusual matrices."""
+    odd = X[:33, :70].clone()
+    odd[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    return [Input("usual", X), Input("odd", odd, is_usual=False)]
+
+
+# Nothing is named where all bytes are right.
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        # Recipes with options in the long run.
+        pytest.param(named, id=named.name, marks=pytest.mark.slow if "(" in named.name else ())
+        for named in CONTRACTS
+    ],
+)
+def test_right_bytes_of_an_interpreter_have_no_cause(named: Named) -> None:
+    report = verify_function(
+        interpreted(named), named.contract, usage=named.usage, inputs=few_inputs()
+    )
+    assert report.status == "equal"
+    assert report.findings[0].causes == report.findings[0].nearest == ()
+
+
+def interpreted(named: Named) -> Callable[..., Any]:
+    """A function with the bytes of a contract, by the interpreter of single numbers."""
+    from ottava_verify import quantize
+
+    def function(x: torch.Tensor, given: float | int | None = None) -> tuple[torch.Tensor, ...]:
+        dtype = str(x.dtype).removeprefix("torch.")
+        options = {"seed": given} if isinstance(given, int) else {"scale": given}
+        stored = quantize(named.contract, named.usage, x.tolist(), dtype=dtype, **options)
+        data = torch.tensor([list(row) for row in stored.data], dtype=torch.uint8)
+        is_code = named.choices.scale.format != "float32"
+        scales = torch.tensor(stored.scales, dtype=torch.uint8 if is_code else torch.float32)
+        return (data, scales) if stored.amax is None else (data, scales, torch.tensor(stored.amax))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "name", [spec.name for spec in ottava.list_recipes() if spec.name != "custom"]
+)
+@pytest.mark.parametrize("has_contract", [True, False])
+def test_right_checkpoints_have_no_cause(name: str, has_contract: bool, tmp_path: Path) -> None:
+    quantizer = ottava.get_recipe(name).quantizer("weight")
+    if not isinstance(quantizer, ottava.Quantizer):
+        pytest.skip("its quantizers are made of a state")
+    weight = quantizer(X)
+    if not has_contract:
+        weight._quantizer = None
+    save_file({"a.weight": weight, "bias": torch.zeros(3)}, tmp_path / "quantized.safetensors")
+    safetensors.torch.save_file({"a.weight": X}, tmp_path / "source.safetensors")
+    report = verify_checkpoint(tmp_path / "quantized.safetensors", tmp_path / "source.safetensors")
+    assert [finding.status for finding in report.findings] == ["equal"] * len(report.findings)
+    assert all(finding.causes == () for finding in report.findings)
+    assert report.findings
+
+
+# Forms of results.
+
+
+def as_numpy(x: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    assert isinstance(x, np.ndarray)
+    data, scales = planted.mx(torch.from_numpy(x), rule="up")
+    return data.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn), scales.numpy()
+
+
+def as_mapping(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    data, scales, amax = planted.nvfp4(x)
+    return {"weight_packed": data, "weight_scale": scales, "weight_global_scale": 2688 / amax}
+
+
+def as_storage(x: torch.Tensor) -> ottava.QuantizedTensorStorage:
+    return MXFP8Quantizer(E4M3)(x)
+
+
+def as_scales_of_e8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    data, scales = planted.mx(x, rule="up")
+    return data, scales.view(torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize(
+    ("function", "recipe"),
+    [
+        (as_storage, "mxfp8"),
+        (as_numpy, "mxfp8"),
+        (as_scales_of_e8m0, "mxfp8"),
+        (planted.nvfp4, "nvfp4"),
+        (as_mapping, "nvfp4"),
+    ],
+)
+def test_forms_of_results(function: Callable[..., Any], recipe: str) -> None:
+    x = torch.full((32, 128), 0.75)
+    x[:, ::2] = torch.arange(64) + 1.0
+    inputs = [Input("x", x)]
+    assert_contract(function, recipe, as_numpy=function is as_numpy, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    "result", [None, (1, 2, 3, 4), {"data": X}, (X, X), (X.view(torch.int16), X)]
+)
+def test_other_results_are_refused(result: object) -> None:
+    with pytest.raises(TypeError, match="Expected: "):
+        read(result, "rowwise")
+
+
+# What departs.
+
+
+def test_the_first_ten_and_the_kinds_are_told() -> None:
+    report = verify_function(planted.mx, "mxfp8", inputs=[Input("x", X.float())])
+    (finding,) = report.findings
+    assert finding.agreement is not None
+    assert finding.agreement.equal_scales < finding.agreement.scales == 64 * 5
+    assert len(finding.examples) == 10
+    # Codes of floor are lower by one where they depart.
+    first = finding.examples[0]
+    assert (first.kind, int(first.expected, 16) - int(first.found, 16)) == ("scale", 1)
+    start = X[first.row, first.column : first.column + 32].float()
+    assert first.value == start.abs().max()
+    departing = finding.agreement.elements - finding.agreement.equal_elements
+    assert sum(finding.kinds.values()) == departing
+
+
+def test_a_random_rounding_is_recognized() -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def to_a_neighbour(scaled: torch.Tensor) -> torch.Tensor:
+        low = planted.towards_zero(scaled)
+        up = (torch.rand(scaled.shape, generator=random) < 0.5) & (low.float() != scaled)
+        return low.view(torch.uint8) + up
+
+    def stochastic(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return planted.mx(x, rule="up", elements=to_a_neighbour)
+
+    (finding,) = verify_function(stochastic, "mxfp8", inputs=[Input("x", X.float())]).findings
+    assert finding.causes == ()
+    assert "at random" in finding.nearest[-1]
+
+
+def test_two_turns_are_found_together() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, scales = planted.turned(x)
+        return planted.mx(x, rule="up", elements=planted.flushed)[0], scales
+
+    (finding,) = verify_function(function, "mxfp8", inputs=[Input("x", X.float())]).findings
+    assert finding.causes == (("scales are transposed", "subnormal elements become zero"),)
+
+
+def test_unusual_inputs_are_told_apart() -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        data, scales = planted.mx(x.nan_to_num(0.0, 1e9) if not x.isfinite().all() else x)
+        return data, scales
+
+    inputs = [Input("usual", X), Input("odd", torch.full((32, 64), float("inf")), is_usual=False)]
+    (finding,) = verify_function(function, "mxfp8", inputs=inputs).findings
+    assert len(finding.causes) == 1
+    assert "`floor`" in finding.causes[0][0]
+    assert finding.scope.startswith("usual inputs")
+
+
+def test_errors_are_told_by_input() -> None:
+    def whole_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.shape[1] % 32 or x.shape[0] == 128:
+            raise ValueError(f"{tuple(x.shape)} is refused")
+        return planted.mx(x, rule="up")
+
+    inputs = [Input("right", X.float()), Input("ragged", X[:3, :5].float())]
+    report = verify_function(whole_blocks, "mxfp8", inputs=inputs)
+    assert report.status == "equal"
+    assert report.findings[0].errors == {"ragged": "ValueError: (3, 5) is refused"}
+    inputs.append(Input("whole", torch.ones(128, 128)))
+    assert verify_function(whole_blocks, "mxfp8", inputs=inputs).status == "departs"
+    assert verify_function(whole_blocks, "mxfp8", inputs=inputs[1:]).exit_status == 2
+
+
+# Checkpoints.
+
+
+def checkpoint(path: Path, **tensors: torch.Tensor) -> Path:
+    state = {name.replace("__", "."): tensor.clone() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(state, path)
+    return path
+
+
+def test_tensors_that_cannot_be_compared(tmp_path: Path) -> None:
+    data, scales = planted.mx(X)
+    quantized = checkpoint(
+        tmp_path / "q",
+        a__weight=data,
+        a__weight_scale=scales,
+        b__weight=data,
+        b__weight_scale=scales,
+    )
+    source = checkpoint(tmp_path / "s", a__weight=X)
+    report = verify_checkpoint(quantized, source)
+    assert [finding.status for finding in report.findings] == ["equal", "not compared"]
+    assert "no 'b.weight'" in report.findings[1].note
+    assert report.exit_status == 2
+    assert verify_checkpoint(source, source).exit_status == 2
+
+
+def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:
+    scale = torch.tensor(3.0)
+    data, inverse = planted.cast(X.float() * scale), (1 / scale).view(1)
+    quantized = checkpoint(tmp_path / "q", a__weight=data, a__weight_scale=inverse)
+    source = checkpoint(tmp_path / "s", a__weight=X)
+    (finding,) = verify_checkpoint(quantized, source).findings
+    assert finding.contract.startswith("delayed")
+
+
+def test_two_checkpoints(tmp_path: Path) -> None:
+    trainer = {"a.weight": MXFP8Quantizer(E4M3, columnwise=False)(X)}
+    save_file(trainer, tmp_path / "trainer")
+    data, scales = planted.mx(X.float(), rule="up")
+    server = checkpoint(tmp_path / "server", a__weight=data, a__weight_scale=scales)
+    report = verify_checkpoints(tmp_path / "trainer", server)
+    assert report.status == "equal"
+    scales[3, 2] += 1
+    other = checkpoint(tmp_path / "other", a__weight=data, a__weight_scale=scales)
+    (finding,) = verify(tmp_path / "trainer", other).findings
+    assert finding.status == "departs"
+    assert finding.agreement is not None
+    assert finding.agreement.scales - finding.agreement.equal_scales == 1
+    assert finding.agreement.equal_elements == finding.agreement.elements
+    assert finding.error is not None
+    assert finding.error > 0
+    missing = checkpoint(tmp_path / "missing", b__weight=data, b__weight_scale=scales)
+    assert verify(other, missing).exit_status == 2
+
+
+# The command.
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    (tmp_path / "my_kernels.py").write_text("from tests.verify.planted import mx, nvfp4\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_kernels", raising=False)
+
+    def command(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["verify", *arguments])
+        return done.exit_code, done.output
+
+    return command
+
+
+def test_the_command_writes_reports(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    data, scales = planted.mx(X)
+    checkpoint(tmp_path / "q.safetensors", a__weight=data, a__weight_scale=scales)
+    checkpoint(tmp_path / "s.safetensors", a__weight=X)
+    outputs = ["--json", "report.json", "--html", "report.html"]
+    source = ["--source", "s.safetensors"]
+    code, output = run("q.safetensors", *source, *outputs)
+    assert code == 0, output
+    assert json.loads((tmp_path / "report.json").read_text())["status"] == "equal"
+    code, output = run("q.safetensors", *source, "--contract", "mxfp8", *outputs)
+    assert code == 1, output
+    assert "mxfp8(scale_rounding=floor)" in output
+    value = json.loads((tmp_path / "report.json").read_text())
+    assert value["findings"][0]["causes"] == [
+        ["bytes are those of mxfp8(scale_rounding=floor), weight, rowwise"]
+    ]
+    page = (tmp_path / "report.html").read_text()
+    assert "mxfp8(scale_rounding=floor)" in page
+    assert not {"http:", "https:"} & set(re.findall(r"https?:", page))
+    assert run("q.safetensors", "q.safetensors")[0] == 0
+    assert run("q.safetensors", "--source", "s.safetensors", "--json", "s.safetensors")[0] == 2
+
+
+def test_the_command_takes_functions_and_contracts(
+    run: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    contract: Contract = MXFP8Quantizer(E4M3, scale_rounding="floor").contract
+    (tmp_path / "contract.json").write_text(contract.to_json())
+    code, output = run("my_kernels:mx", "--contract", "contract.json")
+    # It is written for finite values and whole blocks.
+    assert code == 1
+    assert "all bytes of usual inputs" in output
+    assert "are those of the contract" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["my_kernels:mx"], "without --contract"),
+        (["my_kernels:absent", "--contract", "mxfp8"], "cannot be had"),
+        (["my_kernels:mx", "--contract", "nothing"], "nothing"),
+        (["my_kernels:mx", "--contract", "mxfp8", "--usage", "both"], "rowwise or columnwise"),
+        (["my_kernels.py"], "without --source"),
+        (["my_kernels.py", "my_kernels.py", "--contract", "mxfp8"], "two checkpoints"),
+    ],
+)
+def test_the_command_refuses(
+    run: Callable[..., tuple[int, str]], arguments: list[str], says: str
+) -> None:
+    code, output = run(*arguments)
+    assert code == 2
+    assert says in output
+
+
+def test_verify_refuses_arguments_that_do_not_go_together() -> None:
+    with pytest.raises(UsageError):
+        verify(planted.mx)
+    with pytest.raises(OptionError):
+        verify(planted.mx, contract=ottava.contract.NOTHING_STATED)
+
+
+def test_assert_contract_says_what_departs() -> None:
+    with pytest.raises(AssertionError, match=r"`floor`[^$]*contract 0x"):
+        assert_contract(planted.mx, "mxfp8", inputs=[Input("x", X.float())])
