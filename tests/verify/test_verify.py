@@ -254,6 +254,23 @@ def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:
     assert finding.contract.startswith("delayed")
 
 
+def test_one_amax_of_several_tensors_is_recognized(tmp_path: Path) -> None:
+    def fused(amax: torch.Tensor) -> torch.Tensor:
+        return planted.divide(2688.0, amax * 1.5)
+
+    data, scales, amax = planted.nvfp4(X, level=fused)
+    quantized = checkpoint(
+        tmp_path / "q",
+        a__weight_packed=data,
+        a__weight_scale=scales,
+        a__weight_global_scale=fused(amax).view(1),
+    )
+    source = checkpoint(tmp_path / "s", a__weight=X)
+    (finding,) = verify_checkpoint(quantized, source).findings
+    assert len(finding.causes) == 1
+    assert finding.causes[0][0].startswith("the global scale is that of another amax")
+
+
 def test_two_checkpoints(tmp_path: Path) -> None:
     trainer = {"a.weight": MXFP8Quantizer(E4M3, columnwise=False)(X)}
     save_file(trainer, tmp_path / "trainer")

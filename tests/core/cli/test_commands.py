@@ -337,6 +337,7 @@ def test_a_command_that_is_not_installed_says_how_to_get_it(
         "bisect": "ottava-",
         "contract mxfp8": "ottava-verify",
         "vectors mxfp8": "ottava-verify",
+        "verify a b": "ottava-verify",
         "export in out --recipe bf16": "ottava-integrations",
     }
     for arguments, package in packages.items():

@@ -3,13 +3,16 @@
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.filesize import decimal
 
 from ottava.cli.output import parse_options, say, show_json
 from ottava.errors import UsageError
+
+if TYPE_CHECKING:
+    from ottava.contract import Contract
 
 _Texts = list[str] | None
 _Roles = Annotated[
@@ -26,11 +29,17 @@ def contract(
     option: _Options = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the schema instead.")] = False,
     one_line: Annotated[bool, typer.Option("--one-line", help="Print no line breaks.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a page with worked examples instead.")
+    ] = False,
 ) -> None:
     """Print every choice between values and bytes of a recipe as JSON, and how to cite it."""
     from ottava.contract import schema as schema_of_contracts
 
     value: object
+    if markdown and RECIPE is not None:
+        print(_page(RECIPE, role, option), end="")
+        return
     if schema:
         value = schema_of_contracts()
     elif RECIPE is None:
@@ -45,21 +54,31 @@ def contract(
         show_json(value)
 
 
+def _page(name: str, roles: _Texts, options: _Texts) -> str:
+    """The page of a recipe."""
+    from ottava_verify.explained import page
+
+    return page(*_stated(name, roles, options))
+
+
 def _contracts(name: str, roles: _Texts, options: _Texts) -> dict[str, object]:
     """The citation and the contract of each role."""
+    title, contracts = _stated(name, roles, options)
+    return {
+        role: {"citation": each.citation(title), "contract": each.value()}
+        for role, each in contracts.items()
+    }
+
+
+def _stated(name: str, roles: _Texts, options: _Texts) -> "tuple[str, dict[str, Contract]]":
+    """The name of a recipe, and its contracts by role."""
     from ottava.recipes import get_recipe
     from ottava.recipes.role import OF_LINEAR
     from ottava_verify.vectors import quantizers_of
 
     recipe = get_recipe(name, **parse_options(options or []))
-    contracts = {
-        role: quantizer.contract
-        for role, quantizer in quantizers_of(recipe, roles or OF_LINEAR).items()
-    }
-    return {
-        role: {"citation": each.citation(recipe.name), "contract": each.value()}
-        for role, each in contracts.items()
-    }
+    quantizers = quantizers_of(recipe, roles or OF_LINEAR)
+    return recipe.name, {role: each.contract for role, each in quantizers.items()}
 
 
 def vectors(

@@ -128,6 +128,11 @@ class Explanation:
         return frozenset(turn.name for turn in self.turns), self.named
 
     @property
+    def takes_level(self) -> bool:
+        """Whether the second level is not made, but taken as it was stored."""
+        return any(turn.name == OUTSIDE for turn in self.turns)
+
+    @property
     def causes(self) -> list[str]:
         """What the bytes were made with, other than the contract says."""
         return [turn.says for turn in self.turns]
@@ -383,12 +388,19 @@ def match(
         return Result(exact, None)
     beam = [each for each in beam if each.agreement or not viewed] + viewed
     everything = list(beam)
+    taken: tuple[Explanation, ...] = ()
     for _ in range(most_turns):
         found = [turned for explanation in beam for turned in _turned(explanation, probe)]
-        if exact := _exact(found, cases):
-            return Result(exact, None)
+        exact = _exact(found, cases)
+        # A level that is taken as it was stored explains too much: one more turn may do without.
+        made = tuple(explanation for explanation in exact if not explanation.takes_level)
+        if made or taken:
+            return Result(made or taken, None)
+        taken = exact
         everything += found
-        beam = _most_promising(found)
+        beam = _most_promising([each for each in found if not taken or not each.takes_level])
+    if taken:
+        return Result(taken, None)
     nearest = max((e for e in everything if e.agreement is not None), key=_score, default=None)
     if nearest is not None:
         nearest = replace(nearest, agreement=agreement(nearest.named, nearest.turns, cases))

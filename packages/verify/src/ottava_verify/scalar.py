@@ -390,7 +390,7 @@ def _packed(step: Storage, bits: int, codes: list[int]) -> bytes:
     return bytes(a | b << bits for a, b in zip(low, high, strict=True))
 
 
-def _unpacked(step: Storage, bits: int, data: bytes) -> list[int]:
+def unpacked(step: Storage, bits: int, data: bytes) -> list[int]:
     """The codes of a row, and of the other half of an odd last element."""
     if step.per_byte == 1:
         return list(data)
@@ -418,7 +418,7 @@ def decode(contract: Contract, usage: Usage, stored: Bytes) -> Matrix:
     blocks, areas = Grid(block, stored.shape), Grid(over, stored.shape)
     result: Matrix = []
     for i, data in enumerate(stored.data):
-        codes = _unpacked(steps.storage, steps.element.bits, data)[: stored.shape[1]]
+        codes = unpacked(steps.storage, steps.element.bits, data)[: stored.shape[1]]
         result.append([])
         for j, code in enumerate(codes):
             (row, column), (down, across) = blocks.place(i, j), areas.place(i, j)

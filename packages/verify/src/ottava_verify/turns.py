@@ -392,6 +392,9 @@ def _roundings(name: str, dtype: torch.dtype) -> Iterator[Turn]:
     yield _way(f"product-{name}", "twice", says, _always, multiplied=ways.result_in(dtype))
     says = f"the global scale is rounded to {name}"
     yield _way(f"global-{name}", "level", says, _levels, second_level=ways.level_in(dtype))
+    says = f"S = bound * maximum * (1 / amax), with both operations in {name}"
+    way = ways.level_reciprocal_in(dtype)
+    yield _way(f"global-reciprocal-{name}", "level", says, _levels, second_level=way)
     says = f"amax / maximum is rounded to {name} before it is multiplied by S"
     way = ways.divided_in(dtype)
     yield _way(f"block-divided-{name}", "scale", says, _byte, exact_scales=way)

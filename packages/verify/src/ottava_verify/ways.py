@@ -309,6 +309,20 @@ def level_in(dtype: torch.dtype) -> Way:
     return way
 
 
+def level_reciprocal_in(dtype: torch.dtype) -> Way:
+    """S = bound * maximum * (1 / amax), with both operations in a dtype."""
+
+    def way(self: Interpreter, step: Way, values: Tensor) -> Level:
+        level: Level = step(values)
+        if level.amax is None:
+            return level
+        inverse = one_over(level.amax).to(dtype).float()
+        scale = (inverse * self.top()).to(dtype).float()
+        return Level(level.amax, scale, one_over(scale))
+
+    return way
+
+
 def scale_over_number(self: Interpreter, step: Way, number: Tensor, level: Level) -> Tensor:
     """S / scale."""
     return torch.div(level.scale, number).clamp(max=torch.finfo().max)

@@ -33,6 +33,7 @@ _ELSEWHERE = {
     "export": "ottava-integrations",
     "new-recipe": "ottava-testing",
     "vectors": "ottava-verify",
+    "verify": "ottava-verify",
 }
 #: A context or a command of click, whose module has another name in each version of typer.
 _Click = Any
