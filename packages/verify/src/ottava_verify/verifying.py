@@ -232,6 +232,8 @@ class _Search:
         assert tensor.stored is not None
         self.tensor, self.stated = tensor, stated
         self.case = Case("", source, tensor.stored, scale=_given(tensor.stored))
+        # A part of a large tensor stands for it.
+        self.part = replace(self.case, in_window=source.numel() > _LARGE)
         self.others = [entry for entry in known if entry.usage == tensor.usage]
         self.result = Result((), None)
 
@@ -248,7 +250,7 @@ class _Search:
         """Equal for tensors that were probably made alike."""
         stored, stated = self.tensor.stored, self.stated
         assert stored is not None
-        fits = [difference(entry, (), self.case) is not None for entry in self.starts]
+        fits = [difference(entry, (), self.part) is not None for entry in self.starts]
         forms = stored.scales.dtype, stored.level is None, stated and stated[0]
         return self.tensor.format, self.tensor.usage, forms, tuple(fits)
 
@@ -262,7 +264,12 @@ class _Search:
 
     def take(self, starts: Sequence[Named] | Sequence[Explanation]) -> None:
         """Take what reproduces all bytes of the whole tensor, if anything does."""
-        found = match([self.case], starts, most_turns=0)
+        part = self.part
+        found = match([part], starts, most_turns=0)
+        if part.in_window:
+            # What does not reproduce a part does not reproduce the whole.
+            likely = found.exact or ((found.nearest,) if found.nearest else ())
+            found = match([self.case], likely, most_turns=0)
         if found.exact or not self.result.exact:
             self.result = found
 
@@ -273,10 +280,6 @@ class _Search:
             found = match([self.case], starts, most_turns=1)
             if found.exact:
                 self.result = found
-
-    def in_window(self) -> Case:
-        """A part of a large tensor that stands for it."""
-        return replace(self.case, in_window=self.case.x.numel() > _LARGE)
 
     def finding(self) -> Finding:
         """What was found."""
@@ -309,7 +312,7 @@ def _explain(searches: Sequence[_Search]) -> None:
             groups.setdefault(search.kind, []).append(search)
     for group in groups.values():
         sample = group[:: -(-len(group) // _TOGETHER)]
-        found = match([search.in_window() for search in sample], group[0].starts)
+        found = match([search.part for search in sample], group[0].starts)
         for search in group:
             search.take(found.exact or ([found.nearest] if found.nearest else []))
         _explain_alone(group)
@@ -327,7 +330,7 @@ def _explain_alone(group: Sequence[_Search]) -> None:
             if search.result.exact:
                 continue
             starts: Any = search.starts if more_turns == 2 else _learned(group)
-            found = match([search.in_window()], starts, most_turns=more_turns)
+            found = match([search.part], starts, most_turns=more_turns)
             search.take(found.exact or ([found.nearest] if found.nearest else []))
 
 
