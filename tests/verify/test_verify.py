@@ -205,16 +205,28 @@ def test_unusual_inputs_are_told_apart() -> None:
     assert finding.scope.startswith("usual inputs")
 
 
+def test_what_explains_some_inputs_is_no_cause() -> None:
+    """More inputs than a search looks at first, of which every second one has another rule."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return planted.mx(x, rule="floor" if x.shape[0] == 64 else "nearest")
+
+    inputs = [Input(str(i), X[: 64 >> i % 2].float()) for i in range(14)]
+    (finding,) = verify_function(function, "mxfp8", inputs=inputs).findings
+    assert finding.causes == ()
+    assert finding.nearest
+
+
 def test_errors_are_told_by_input() -> None:
     def whole_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if x.shape[1] % 32 or x.shape[0] == 128:
             raise ValueError(f"{tuple(x.shape)} is refused")
         return planted.mx(x, rule="up")
 
-    inputs = [Input("right", X.float()), Input("ragged", X[:3, :5].float())]
+    inputs = [Input("right", X.float()), Input("ragged", torch.ones(128, 40))]
     report = verify_function(whole_blocks, "mxfp8", inputs=inputs)
     assert report.status == "equal"
-    assert report.findings[0].errors == {"ragged": "ValueError: (3, 5) is refused"}
+    assert report.findings[0].errors == {"ragged": "ValueError: (128, 40) is refused"}
     inputs.append(Input("whole", torch.ones(128, 128)))
     assert verify_function(whole_blocks, "mxfp8", inputs=inputs).status == "departs"
     assert verify_function(whole_blocks, "mxfp8", inputs=inputs[1:]).exit_status == 2
