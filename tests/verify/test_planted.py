@@ -112,10 +112,13 @@ OPTIONS = {
 def test_checkpoint(planted: Planted, tmp_path: Path) -> None:
     quantized, source = written(tmp_path, planted)
     report = verify_checkpoint(quantized, source, contract=planted.recipe, role="input")
-    says = OPTIONS.get(planted.turn, SAYS.get(planted.turn))
+    accepted = {(OPTIONS.get(planted.turn, SAYS.get(planted.turn)),)}
+    if planted.turn == "scale-nearest":
+        # Of a tensor on which two rules agree, the one that is an option is said.
+        accepted.add((OPTIONS["scale-floor"],))
     for finding in report.findings:
         if finding.status == "equal":
             assert finding.causes == ()
         else:
-            assert (says,) in finding.causes, finding
+            assert accepted & {*finding.causes}, finding
     assert report.exit_status == (1 if planted.turn else 0)
