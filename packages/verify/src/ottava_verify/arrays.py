@@ -219,11 +219,11 @@ class Interpreter:
     ) -> Scales:
         """Step 5: the scales of areas with these amaxes; ``factor`` is a candidate's."""
         step = self.steps.scale
-        amax = self.raised(amax)
         if step.rule == "rounded":
-            return self.byte_scales(amax, level, factor)
+            return self.byte_scales(self.raised(amax), level, factor)
         if factor is not None:
             amax = amax * rounded(factor)
+        amax = self.raised(amax)
         if step.format == "E8M0":
             codes = self.exponent_codes(amax)
             return Scales(codes, self.powers(codes - 127), self.powers(127 - codes))
