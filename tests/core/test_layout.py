@@ -233,9 +233,20 @@ def test_the_text() -> None:
                 error="MSE",
             ),
         ),
+        (
+            "INT4/1x32/float8_e8m0fnu/up/0.0/transposed/None/float32/rotation=32:0x1:both",
+            Layout(
+                "INT4",
+                (1, 32),
+                E8M0,
+                "up",
+                columnwise="transposed",
+                rotation=Rotation(32, 1, "both"),
+            ),
+        ),
     ):
         assert layout.text == text
-        assert Layout.of(text) == layout
+        assert Layout.of(text) == known_anew(text) == layout
     assert "(1, 32)" in repr(MX)
     assert "text" not in repr(MX)
 
