@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from ottava import GridQuantizer, Layout
 from ottava.errors import UsageError
 from ottava.gemm import gemm
 from ottava.kernels.backends import use_backend
+from ottava.layout import Rotation
 from ottava.nn import Linear
 from tests.cases import told
 from tests.comparing import assert_same
@@ -79,6 +82,20 @@ def _rotations_differ(a: Any, b: Any, kind: str) -> bool:
         is_rotated = rotation is not None and rotation.turns(columnwise)
         rotations.append(rotation[:2] if is_rotated else None)
     return rotations[0] != rotations[1]
+
+
+def test_rotations_with_other_signs_are_refused() -> None:
+    """Or of another size: they do not cancel."""
+    plain = Layout("E2M1", (1, 32), torch.float8_e8m0fnu, "floor", columnwise="transposed")
+    x = wide(64, 64)
+    for rotation in (Rotation(32, 0b1000, "both"), Rotation(16, 0b1001, "both")):
+        a, b = (
+            GridQuantizer(replace(plain, rotation=each))(x)
+            for each in (Rotation(32, 0b1001, "both"), rotation)
+        )
+        for kind in PRODUCTS:
+            with pytest.raises(UsageError, match=f"with signs 0x9 .* {rotation.size} with signs"):
+                gemm(a, b, kind)
 
 
 @EACH
