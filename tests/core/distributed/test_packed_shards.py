@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,6 +183,24 @@ def test_rows_that_are_rounded_at_random_are_not_independent() -> None:
     for layout, expected in ((LAYOUTS["mxfp4"], 32), (RANDOM, None), (LAYOUTS["nvfp4"], None)):
         quantizer = GridQuantizer(layout)
         assert rule_of(quantizer).independent_rows(quantizer) == expected
+
+
+def test_a_shard_cuts_no_block_no_group_and_no_byte_of_columns() -> None:
+    for rotation, expected in (
+        (Rotation(64, 5, "columnwise"), 64),
+        (Rotation(16, 5, "both"), 32),
+        (Rotation(64, 5, "rowwise"), 32),
+    ):
+        quantizer = GridQuantizer(replace(LAYOUTS["mxfp4"], rotation=rotation))
+        rule = rule_of(quantizer)
+        assert rule.rows_of_blocks(quantizer) == rule.independent_rows(quantizer) == expected
+        x = wide(128, 40)
+        shards = [quantizer(rows)._columnwise_data for rows in x.split(expected)]
+        assert_same(torch.cat(shards, 1), quantizer(x)._columnwise_data)
+        rowwise = quantizer.with_usage(rowwise=True, columnwise=False)
+        assert rule.rows_of_blocks(rowwise) == 1
+    spanning = GridQuantizer(Layout("INT4", (1, None), columnwise="transposed"))
+    assert rule_of(spanning).rows_of_blocks(spanning) == 2
 
 
 def test_rows_that_are_whole_groups_of_a_rotation_share_its_bytes() -> None:
