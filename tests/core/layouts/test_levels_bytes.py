@@ -158,6 +158,22 @@ def test_scales_at_ties(name: str) -> None:
         check(torch.stack([x.clamp(max=largest), x / 3], 1), layout)
 
 
+@pytest.mark.parametrize("rule", ["up", "floor", "even", "nearest"])
+def test_powers_of_two_change_at_the_right_amax(rule: str) -> None:
+    """Amaxes where a rule may go over to the next power of two, and their neighbours."""
+    half_units = [2 - 2.0**-bits for bits in range(2, 9)]
+    points = np.array([1, math.sqrt(2), *half_units])
+    powers = 2.0 ** np.array([-149, -128, -127, -126, -125, -3, 0, 7, 120])
+    steps = np.arange(-3, 4)[:, None]
+    for element in ("E2M1", "E2M3", "E3M2", "INT4", "MXINT8"):
+        layout = Layout(element, (1, 16), torch.float8_e8m0fnu, rule, columnwise="transposed")
+        maximum = oracle.ELEMENTS[oracle.NAMES[element]].max
+        amaxes = np.float32(np.outer(np.append(points, points * maximum), powers).ravel())
+        near = (amaxes.view(np.int32) + steps).clip(0).view(np.float32)
+        with told(element):
+            check(torch.from_numpy(near.reshape(-1, 1)), layout)
+
+
 @pytest.mark.parametrize("name", oracle.ELEMENTS)
 def test_every_bfloat16_value_and_every_code(name: str) -> None:
     """With a scale of 1, which infinity gives: elements are those of both oracles' table."""
