@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import MISSING, fields
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 
+import ottava
 from benchmarks import grids
 from ottava import Float8Tensor, Layout
+from ottava.formats import ELEMENT_NAMES
 from ottava_blockwise import Float8BlockQuantizer
 from ottava_current import Float8CurrentScalingQuantizer
 from ottava_mxfp8 import MXFP8Quantizer
@@ -73,6 +77,45 @@ def test_first_party_layouts_are_those_that_are_drawn() -> None:
         assert [getattr(layout, f) for f in fields] == [getattr(drawn, f) for f in fields], name
 
 
-def test_every_field_is_on_the_page() -> None:
-    fields = [name for name in Layout.__dataclass_fields__ if name != "text"]
-    assert re.findall(r"^\| `(\w+)` \| (?:required|`)", PAGE, re.M) == fields
+def test_every_field_is_on_the_page_with_its_default() -> None:
+    written = {
+        field.name: "required" if field.default is MISSING else f"`{field.default!r}`"
+        for field in fields(Layout)
+        if field.init
+    }
+    found = re.findall(r"^\| `(\w+)` \| (required|`.*?`) \|", PAGE, re.M)
+    assert [(name, word.replace('"', "'")) for name, word in found] == list(written.items())
+
+
+def test_the_elements_and_blocks_of_recipes() -> None:
+    table = re.findall(r"^\| (\[`.*?) \| (.*?) \| (.*?) \|", PAGE, re.M)
+    found = {
+        name: (tuple(elements.split(", ")), re.split(", | for", block)[0])
+        for names, elements, block in table
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    specs = [spec for spec in ottava.list_recipes() if spec.name != "custom"]
+    wanted = {
+        spec.name: (
+            spec.formats,
+            " × ".join(str(size or "all") for size in spec.block_size or (None, None)),
+        )
+        for spec in specs
+    }
+    assert found == wanted
+
+
+def test_the_elements_of_four_and_six_bits() -> None:
+    page = (ROOT / "docs" / "four-bits.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \| (\d) \| (.*?) \| (.*?) \|$", page, re.M)
+    assert [name for name, *_ in table] == ["E2M1", "E2M3", "E3M2", "INT4", "MXINT8", "MXINT8S"]
+    for name, bits, numbers, nan in table:
+        fmt = ELEMENT_NAMES[name]
+        assert int(bits) == fmt.bits
+        written = {abs(Fraction(number)) for number in re.findall(r"[\d./]+", numbers)}
+        # The last line says that its numbers are those of the line before.
+        assert Fraction(fmt.max) in written or numbers.startswith("the same")
+        if nan[0].isdigit():
+            assert Fraction(nan) == Fraction(fmt.max)
+        else:
+            assert nan == f"NaN, the code {fmt.nan_code - 2**fmt.bits}"
