@@ -54,6 +54,8 @@ LAYOUTS: dict[str, Layout] = {
     "nvfp4-rows-rotated": nvfp4(
         second_level="row", rotation=Rotation(128, 0x123456789 << 90 | 0x12345, "both")
     ),
+    # An amax has every bit of the factor of a rotation.
+    "nvfp4-rows-rotated-32": nvfp4(second_level="row", rotation=Rotation(32, 0x12345678, "both")),
     "ue5m3": Layout("E2M1", (1, 16), "UE5M3", columnwise="transposed"),
     "ue5m3-tensor": Layout(
         "E2M1", (1, 16), "UE5M3", columnwise="transposed", second_level="tensor"

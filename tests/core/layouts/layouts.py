@@ -100,7 +100,7 @@ LEVELS: dict[str, Layout] = {
     "nvfp4-rotated": _nvfp4(rotation=HADAMARD),
     "nvfp4-gradients": _nvfp4(rotation=HADAMARD, stochastic=True),
     "nvfp4-stochastic": _nvfp4(stochastic=True),
-    "nvfp4-rows-rotated": _nvfp4(second_level="row", rotation=HADAMARD),
+    "nvfp4-rows-rotated": _nvfp4(second_level="row", rotation=Rotation(32, SIGNS)),
     "nvfp4-squares-stochastic": _nvfp4(block=(16, 16), stochastic=True),
     "nvfp4-rows-stochastic": _nvfp4(second_level="row", stochastic=True),
     "4over6": _nvfp4(**FOUR_SIX),
