@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ottava
-from ottava.errors import OptionError, ShapeError, UsageError
+from ottava.errors import OptionError, RecipeNotFoundError, ShapeError, UsageError
 from ottava.gemm import gemm
 from ottava_mx import MXBlockScaling, MXQuantizer, MXTensor
 
@@ -82,3 +82,9 @@ def test_products_of_operands_that_are_rotated_otherwise() -> None:
     ):
         with pytest.raises(UsageError, match=match):
             gemm(a, b, "fprop", out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "MXFP6", "mxint8"])
+def test_the_name_of_a_format_leads_to_the_recipe(name: str) -> None:
+    with pytest.raises(RecipeNotFoundError, match=f"recipe '{name}'.*use 'mx', which has a format"):
+        ottava.get_recipe(name)

@@ -13,7 +13,7 @@ import pkgutil
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, EntryPoint, entry_points
 from types import ModuleType
@@ -344,10 +344,20 @@ def _import_offer(status: PluginStatus, spec: Spec) -> tuple[str, Callable[..., 
     return description, factory
 
 
+def _with_format(word: str, offers: Sequence[Spec]) -> list[str]:
+    """The recipes with a format that begins with a word, as "mxfp4" begins MXFP4 of ``mx``."""
+    specs = [spec for spec in offers if isinstance(spec, RecipeSpec)]
+    return [
+        spec.name
+        for spec in specs
+        if any(len(word) > 3 and f.lower().startswith(word) for f in spec.fake_quant_formats)
+    ]
+
+
 def _not_found(kind: str, name: object) -> RecipeNotFoundError:
     """The error for a name that no installed package offers, with the most likely remedy."""
     message = f"no installed package provides {kind} {name!r}"
-    offers = (spec for status in plugin_statuses() for spec in status.offers)
+    offers = [spec for status in plugin_statuses() for spec in status.offers]
     names = sorted(spec.name for spec in offers if spec.kind == kind)
     expected = f"an installed {kind}"
     if names:
@@ -356,7 +366,9 @@ def _not_found(kind: str, name: object) -> RecipeNotFoundError:
     if kind == RECIPE and word in _NO_RECIPES:
         return RecipeNotFoundError(message, expected, _NO_RECIPES[word])
     # A misspelled name must not become a command that installs whatever has that name.
-    if near := difflib.get_close_matches(word, names):
+    if kind == RECIPE and (with_format := _with_format(word, offers)):
+        remedy = f"use {' or '.join(map(repr, with_format))}, which has a format of that name"
+    elif near := difflib.get_close_matches(word, names):
         remedy = f"use {' or '.join(map(repr, near))}, or install the package that has {name!r}"
     else:
         recipe = name if is_name(name) else "NAME"
