@@ -47,7 +47,7 @@ class NVFP4BlockScaling(Recipe):
         high_precision_until_step: the number of the first steps that compute in high precision.
         high_precision_after_step: the last step that is quantized; None quantizes to the end.
         nvfp4_4over6, nvfp4_4over6_e4m3_use_256, nvfp4_4over6_err_mode: TransformerEngine's names
-            for the last three. A value that is not None replaces theirs.
+            for the three of 4-over-6. A value that is not None replaces theirs.
 
     Raises:
         OptionError: a field has a value that is not allowed, or two contradict each other.
