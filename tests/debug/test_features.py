@@ -73,6 +73,10 @@ FAKE_QUANT: dict[str, Formats] = {
         ("fprop", "weight"): "FP8E4M3",
         ("wgrad", "activation"): "MXFP8E4M3",
     },
+    "gemms: [fprop], tensors: [activation, weight], quant_format: NVFP4": {
+        ("fprop", "activation"): "NVFP4",
+        ("fprop", "weight"): "NVFP4",
+    },
     "gemms: [], tensors: [weight], quant_format: FP8E4M3": {},
 }
 RECIPES = [
