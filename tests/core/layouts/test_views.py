@@ -52,6 +52,7 @@ VIEWS: dict[str, tuple[tuple[int, ...], Op]] = {
     "matrices of a stack": ((3, 32, 40), lambda t: t[1:]),
     "rows of a stack of one": ((1, 64, 40), lambda t: t[:, 32:]),
     "one row of each": ((2, 64, 40), lambda t: t[:, 3]),
+    "matrices of one row each": ((2, 64, 40), lambda t: t[:, 3:4]),
     "columns of a stack": ((2, 31, 96), lambda t: t[:, :, 32:64]),
     "columns of a vector": ((96,), lambda t: t[32:64]),
     "part of a vector": ((96,), lambda t: t[3:5]),
