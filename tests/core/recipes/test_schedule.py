@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ottava
 from ottava import GridQuantizer, Layout
-from ottava.errors import OptionError
+from ottava.errors import OptionError, UsageError
 
 THIRD = torch.tensor(1 / 3).item()
 FIRST, LAST, STEPS = 2, 4, 6
@@ -204,6 +204,23 @@ def test_compiled_code_has_one_graph_for_each_kind_of_step(way: str, graphs: int
         run(torch.ones(16, 16))
     assert steps(torch.compile(run, backend=counter, fullgraph=True)) == EXPECTED
     assert counter.frame_count == graphs
+
+
+def test_compiled_code_is_not_recomputed_where_the_precision_changes() -> None:
+    """It would be the graph of the next step. Elsewhere a recomputation counts no step."""
+    torch.compiler.reset()
+    net = model(Scheduled(1, None))
+    with torch.no_grad():
+        net(torch.ones(16, 16))
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+
+    def run(x: torch.Tensor) -> Any:
+        return checkpoint(compiled, x, use_reentrant=False)
+
+    with pytest.raises(UsageError, match=r"recomputed in step 1.*inside of the compiled code"):
+        step(run)
+    assert steps(run, 2) == [False, False]
+    assert net.state_dict()["0.recipe_state.steps"] == 3
 
 
 #: Compilations take seconds: the short run has the one that crosses from one kind to the other.

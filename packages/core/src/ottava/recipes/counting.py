@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ottava.collectives import Group
+from ottava.errors import UsageError
 from ottava.kernels.table import define
 from ottava.recipes.mixed import MixedState
 from ottava.recipes.role import QuantizerRole
@@ -141,7 +142,7 @@ def _count_for(states: list[ScheduledState], step: object, compiling: bool) -> N
     for state in states:
         # A constant: compiled code writes attributes when the graph has run, which moves the other.
         state._is_high_precision = True if state._next_is_high_precision else False  # noqa: SIM210
-    _count_in_graph(numbers, keys)
+    _count_in_graph(numbers, keys, [state._is_high_precision for state in states])
 
 
 def _count(numbers: list[torch.Tensor], keys: list[int]) -> None:
@@ -154,12 +155,25 @@ def _count(numbers: list[torch.Tensor], keys: list[int]) -> None:
             state.take_number(count)
 
 
-def _count_in_a_step(numbers: list[torch.Tensor], keys: list[int]) -> None:
-    # No step begins in a backward pass, where activation checkpointing runs compiled code again.
+def _count_in_a_step(numbers: list[torch.Tensor], keys: list[int], decisions: list[bool]) -> None:
     if graph_task_id() == -1:
         _count(numbers, keys)
+        return
+    # No step begins in a backward pass, where activation checkpointing runs compiled code again.
+    # That code is the graph of the next step's kind, because guards cannot see the backward pass.
+    for number, key, decision in zip(numbers, keys, decisions, strict=True):
+        state = _by_key.get(key)
+        if state is not None and state.schedule.in_high_precision(int(number)) is not decision:
+            raise UsageError(
+                f"compiled code is recomputed in step {int(number)}, and the next step computes "
+                f"in another precision",
+                expected="no checkpoint around compiled code where steps change their precision",
+                remedy="checkpoint parts of the model inside of the compiled code",
+            )
 
 
 _count_in_graph = define(
-    "count_step(Tensor(a!)[] numbers, int[] keys) -> ()", _count_in_a_step, lambda *_: None
+    "count_step(Tensor(a!)[] numbers, int[] keys, bool[] decisions) -> ()",
+    _count_in_a_step,
+    lambda *_: None,
 )
