@@ -18,7 +18,7 @@ def ottava_recipes() -> Iterable[RecipeSpec]:
             factory="ottava_mx.recipe:MXBlockScaling",
             block_size=(1, 32),
             formats=("E2M1", "E2M3", "E3M2", "MXINT8"),
-            fake_quant_formats=("MXFP4", "MXFP6E2M3", "MXFP6E3M2", "MXINT8"),
+            fake_quant_formats=("MXFP4", "MXFP6E2M3", "MXFP6E3M2", "MXINT8", "MXINT8S"),
             relative_error=0.3,
             shows_nan=False,
         )
