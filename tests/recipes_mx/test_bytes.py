@@ -83,7 +83,7 @@ def test_defaults_and_spec() -> None:
     (spec,) = (spec for spec in ottava.list_recipes() if spec.name == "mx")
     assert (spec.block_size, spec.formats) == ((1, 32), ("E2M1", "E2M3", "E3M2", "MXINT8"))
     assert (spec.shows_nan, spec.stochastic, spec.second_level) == (False, False, False)
-    assert spec.fake_quant_formats == ("MXFP4", "MXFP6E2M3", "MXFP6E3M2", "MXINT8")
+    assert spec.fake_quant_formats == ("MXFP4", "MXFP6E2M3", "MXFP6E3M2", "MXINT8", "MXINT8S")
 
 
 @pytest.mark.parametrize("square", [False, True])
