@@ -477,6 +477,34 @@ def wheels(session: nox.Session) -> None:
 
 
 @nox.session
+def arm(session: nox.Session) -> None:
+    """Run the test program of the C++ kernels for 64-bit ARM in an emulator, and compare its bytes
+    with this machine's.
+
+    It needs ``aarch64-linux-gnu-g++`` and ``qemu-aarch64``, Debian's packages
+    ``g++-aarch64-linux-gnu`` and ``qemu-user``.
+    """
+    for tool in ("aarch64-linux-gnu-g++", "qemu-aarch64"):
+        if shutil.which(tool) is None:
+            session.error(f"{tool} is not installed")
+    session.install("cmake")
+    emulator = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"]
+    target = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"]
+    target.append("-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++")
+    printed = []
+    for name, options, runner in (("arm", target, emulator), ("here", [], [])):
+        build = Path(session.create_tmp()) / name
+        release = "-DCMAKE_BUILD_TYPE=Release"
+        session.run("cmake", "-S", "tests/core/csrc", "-B", str(build), release, *options)
+        session.run("cmake", "--build", str(build), "--parallel", "2")
+        program = str(build / "test_kernels")
+        printed.append(session.run(*runner, program, external=True, silent=True))
+        session.log(str(printed[-1]).strip())
+    if printed[0] != printed[1]:
+        session.error("the bytes of 64-bit ARM differ from this machine's")
+
+
+@nox.session
 def sanitize(session: nox.Session) -> None:
     """Test the C++ kernels, and the CUDA kernels run as loops on the CPU, under ASan and UBSan."""
     install(session, tools=TEST_TOOLS)

@@ -1,6 +1,8 @@
 // The kernels for any machine: the baseline of the architecture.
 #if defined(OTTAVA_X86)
 #include <immintrin.h>
+#elif defined(OTTAVA_NEON)
+#include <arm_neon.h>
 #endif
 
 #define OTTAVA_KERNELS kPortable
