@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from ottava import Layout, kernels
+from ottava import GridQuantizer, Layout, kernels
+from ottava.gemm import gemm
 from ottava.layout import Rotation
 from tests import oracle
+from tests.comparing import assert_same
 from tests.core.layouts.layouts import LEVELS, SIGNS
 
 SIZES = (16, 32, 64, 128)
@@ -53,6 +55,22 @@ def test_rotations_cancel_in_a_product(size: int) -> None:
     ]
     products = (rotated[0] @ rotated[1].transpose(0, 2, 1)).sum(0)
     assert (products == size * (grad.T @ x)).all()
+
+
+@pytest.mark.parametrize("rows", [128, 121, 7])
+@pytest.mark.parametrize("size", [16, 64])
+def test_wgrad_of_rotated_operands_is_that_of_plain_ones(size: int, rows: int) -> None:
+    """Exactly: the root of the size is a power of two, and so are the scales, by which the rotated
+    values of -1, 0 and 1 become whole numbers."""
+    random = torch.Generator().manual_seed(rows)
+    grad, x = (torch.randint(-1, 2, (rows, n), generator=random).float() for n in (24, 40))
+    signs = SIGNS & ((1 << size) - 1)
+    layout = Layout(torch.int8, (1, None), rounding="floor", columnwise="transposed")
+    rotated = dataclasses.replace(layout, rotation=Rotation(size, signs, "columnwise"))
+    for chosen in (layout, rotated):
+        quantizer = GridQuantizer(chosen)
+        product = gemm(quantizer(grad), quantizer(x), "wgrad", out_dtype=torch.float32)
+        assert_same(product, grad.t() @ x)
 
 
 def signal_to_noise(x: torch.Tensor, layout: Layout, counts: torch.Tensor) -> float:
