@@ -21,7 +21,9 @@ from ottava import Contract
 from ottava.checkpoint import save_file
 from ottava.cli.main import app
 from ottava.errors import OptionError, UsageError
+from ottava_delayed import Float8Quantizer
 from ottava_mxfp8 import MXFP8Quantizer
+from ottava_nvfp4 import NVFP4Quantizer
 from ottava_verify import (
     TURNS,
     assert_contract,
@@ -38,6 +40,8 @@ from tests.verify import planted
 from tests.verify.planted import E4M3
 
 CONTRACTS = contracts_of_recipes()
+PLAIN = NVFP4Quantizer()
+RANDOM = NVFP4Quantizer(stochastic_rounding=True).contract
 X = outliers(64, 160, seed=1, dtype=torch.bfloat16)
 
 
@@ -148,6 +152,36 @@ def test_forms_of_results(function: Callable[..., Any], recipe: str) -> None:
 def test_other_results_are_refused(result: object) -> None:
     with pytest.raises(TypeError, match="Expected: "):
         read(result, "rowwise")
+
+
+def test_quantizers_are_functions() -> None:
+    """One that rounds at random draws the seed of the vectors; one with a scale cannot take it."""
+    inputs = [Input("x", X)]
+    assert_contract(NVFP4Quantizer(stochastic_rounding=True), RANDOM, inputs=inputs)
+    given = Float8Quantizer(torch.ones(()), None, E4M3)
+    (finding,) = verify_function(given, "delayed", inputs=inputs).findings
+    assert finding.status == "not compared"
+    assert "has a scale of its own" in finding.errors["x"]
+
+
+@pytest.mark.parametrize(
+    ("level", "match"),
+    [
+        (torch.zeros(40, 2, dtype=torch.uint8), "second level is torch.uint8. Expected: float32"),
+        (torch.zeros(3), "second level has 3 numbers, and the contract's 1"),
+        (None, "second level has 0 numbers, and the contract's 1"),
+    ],
+)
+def test_a_second_level_of_another_form_is_told(level: torch.Tensor | None, match: str) -> None:
+    """And is not explained by amaxes of another tensor."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        data, scales, _ = planted.nvfp4(x)
+        return (data, scales) if level is None else (data, scales, level)
+
+    (finding,) = verify_function(function, PLAIN, inputs=[Input("x", X)]).findings
+    assert finding.causes == ()
+    assert match in f"{finding.note} {finding.errors}"
 
 
 # What departs.

@@ -10,6 +10,7 @@ from ottava.checkpoint.published import find_published, weight_of
 from ottava.contract import Contract
 from ottava.errors import OttavaError
 from ottava.filesystem import AnyPath, as_path
+from ottava.kernels import HIGH_PRECISION
 from ottava.tensors import QuantizedTensorStorage
 from ottava_integrations import read_state
 from ottava_verify.reading import stored_tensors
@@ -157,8 +158,5 @@ def source_tensors(path: AnyPath) -> dict[str, Tensor]:
     return {
         name: value
         for name, value in state.items()
-        if not isinstance(value, QuantizedTensorStorage) and value.dtype in _HIGH_PRECISION
+        if not isinstance(value, QuantizedTensorStorage) and value.dtype in HIGH_PRECISION
     }
-
-
-_HIGH_PRECISION = (torch.float32, torch.bfloat16, torch.float16)

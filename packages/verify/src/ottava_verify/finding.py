@@ -260,9 +260,21 @@ def _shapes(named: Named, cases: Sequence[Case]) -> str:
                 f"{case.name or 'the tensor'} of {shape}: data have shape "
                 f"{tuple(case.stored.data.shape)} and scales {tuple(case.stored.scales.shape)} as "
                 f"{dtype}; the contract has {expected.data} bytes, and scales {expected.scales} in "
-                f"{kind}"
+                f"{kind}{_numbers_of_levels(named.choices, case)}"
             )
     return ""
+
+
+def _numbers_of_levels(choices: Steps, case: Case) -> str:
+    """How many numbers a second level has, and how many the contract's has."""
+    level, step = case.stored.level, choices.second_level
+    if level is None and step is None:
+        return ""
+    expected = 0
+    if step is not None:
+        expected = math.prod(Grid(step.over, (case.x.shape[0], case.x.shape[1])).counts)
+    stored = 0 if level is None else level.numel()
+    return f"; the second level has {stored} numbers, and the contract's {expected}"
 
 
 def compared(

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ottava.errors import DTypeError, text_of
+from ottava.errors import DTypeError, UsageError, text_of
 from ottava.gemm import Operand
-from ottava.tensors import QuantizedTensorStorage
+from ottava.kernels import fixed_seed
+from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_verify.arrays import middles_of
 from ottava_verify.inputs import DTYPES, inputs_of, outliers
 from ottava_verify.matching import Case, Named
@@ -116,20 +117,37 @@ def cases_of(
     one of these is a matrix that no kernel may refuse."""
     cases, errors, fails = [], {}, False
     for item in inputs:
-        arguments = [_argument(item.x, as_numpy)]
-        if named.choices.scale.rule in ("given", "given-fitting"):
-            arguments.append(item.scale)
-        if named.choices.random is not None:
-            arguments.append(item.seed)
         # The function is somebody else's code.
         try:
-            stored = read(function(*arguments), named.usage)
+            stored = read(_called(function, item, named, as_numpy=as_numpy), named.usage)
         except Exception as error:
             errors[item.name] = f"{type(error).__name__}: {text_of(error)}"
             fails |= not item.may_be_refused
             continue
         cases.append(Case(item.name, item.x, stored, item.scale, item.seed, is_usual=item.is_usual))
     return cases, errors, fails
+
+
+def _called(function: Callable[..., Any], item: Input, named: Named, *, as_numpy: bool) -> Any:
+    """What a function returns for an input. A quantizer takes no seed, but draws one.
+
+    Raises:
+        UsageError: a quantizer is to take a scale from outside, which is a part of it.
+    """
+    takes_scale = named.choices.scale.rule in ("given", "given-fitting")
+    x = _argument(item.x, as_numpy)
+    if not isinstance(function, Quantizer):
+        scale = [item.scale] if takes_scale else []
+        seed = [item.seed] if named.choices.random is not None else []
+        return function(x, *scale, *seed)
+    if takes_scale:
+        raise UsageError(
+            f"a {type(function).__name__} has a scale of its own",
+            expected="a function of the matrix and the scale",
+            remedy="give a function that makes a quantizer with the scale, and calls it",
+        )
+    with fixed_seed(item.seed or 0):
+        return function(x)
 
 
 def _argument(x: Tensor, as_numpy: bool) -> Any:

@@ -312,12 +312,12 @@ def _differs(made: Tensor, stored: Tensor) -> Tensor:
 def _levels(choices: Steps, made: Made, stored: Stored, taken: bool) -> Tensor | None:
     """Where second levels differ, under the form in which the most agree; None if there is one on
     one side alone, or their numbers differ. ``taken``: it was not made, but taken as stored."""
-    if made.level.amax is None or stored.level is None:
-        return torch.zeros(0, dtype=torch.bool) if made.level.amax is None else None
+    if made.level.amax is None:
+        return torch.zeros(0, dtype=torch.bool)
+    if stored.level is None or stored.level.numel() != made.level.amax.numel():
+        return None
     if taken:
         return torch.zeros(0, dtype=torch.bool)
-    if made.level.amax.numel() != stored.level.numel():
-        return None
     step = choices.second_level
     assert step is not None
     whole = torch.tensor(step.bound * step.maximum)

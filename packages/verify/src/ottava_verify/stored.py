@@ -46,7 +46,8 @@ class Stored:
         """The tensors of an implementation, whatever dtypes their bytes have.
 
         Raises:
-            DTypeError: data are values, not bytes; scales are neither numbers nor bytes.
+            DTypeError: data are values, not bytes; scales are neither numbers nor bytes; the second
+                level is no number.
         """
         data, scales = data.detach().cpu(), scales.detach().cpu()
         packed = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
@@ -62,6 +63,8 @@ class Stored:
             raise DTypeError(
                 f"scales are {scales.dtype}", expected="float32, or a byte for each scale"
             )
+        if level is not None and level.dtype not in _NUMBERS:
+            raise DTypeError(f"the second level is {level.dtype}", expected="float32")
         bits = data.contiguous().view(torch.uint8)
         number = None if level is None else level.detach().cpu().float()
         return Stored(bits, scales, number, level_is)

@@ -1,11 +1,14 @@
 """The report of ``ottava verify`` in a terminal."""
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import add
 
 from rich.table import Table
 
 from ottava.cli.output import table
 from ottava_integrations.command import grouped
+from ottava_verify.matching import Agreement
 from ottava_verify.report import Example, Finding, Report
 
 # More names and causes than these are in the other outputs.
@@ -32,10 +35,10 @@ def names_of(group: Sequence[Finding]) -> str:
 
 def _counts(group: Sequence[Finding]) -> tuple[str, str]:
     """How many elements and scales of a group depart from the contract."""
-    counts = [finding.agreement for finding in group]
-    if not all(counts):
+    counts = [finding.agreement for finding in group if finding.agreement is not None]
+    if len(counts) < len(group):
         return "", ""
-    total = sum((count for count in counts if count), start=type(counts[0])(0, 0, 0, 0))  # type: ignore[misc]
+    total: Agreement = reduce(add, counts)
     return share(total.elements, total.equal_elements), share(
         total.scales + total.levels, total.equal_scales + total.equal_levels
     )

@@ -202,7 +202,9 @@ def verify_checkpoint(
                 f"the contract in the file, {tensor.usage}", tensor.contract, tensor.usage
             )
             stated = entry, f"ottava:contract/{tensor.contract.hash}"
-        searches.append(_Search(tensor, sources[tensor.name], stated, known))
+        search = _Search(tensor, sources[tensor.name], stated, known)
+        search.look_for_contracts()
+        searches.append(search)
     _explain([each for each in searches if isinstance(each, _Search)])
     findings = (each if isinstance(each, Finding) else each.finding() for each in searches)
     return Report(str(checkpoint), str(source), tuple(findings))
@@ -237,8 +239,6 @@ class _Search:
         self.others = [entry for entry in known if entry.usage == tensor.usage]
         self.result = Result((), None)
 
-        self.plain()
-
     @property
     def starts(self) -> list[Named]:
         """The contracts that it may have, which do not take a scale from outside."""
@@ -254,7 +254,7 @@ class _Search:
         forms = stored.scales.dtype, stored.level is None, stated and stated[0]
         return self.tensor.format, self.tensor.usage, forms, tuple(fits)
 
-    def plain(self) -> None:
+    def look_for_contracts(self) -> None:
         """Look for contracts that reproduce all bytes: the stated one first."""
         self.take(self.starts)
         if not self.result.exact and self.stated:
@@ -273,7 +273,7 @@ class _Search:
         if found.exact or not self.result.exact:
             self.result = found
 
-    def given(self) -> None:
+    def look_for_outside_scale(self) -> None:
         """Take a scale from outside, which explains any scale and so comes last."""
         starts = [entry for entry in self.others if entry.choices.scale.rule in _GIVEN]
         if starts and self.case.scale is not None and not self.stated:
@@ -319,7 +319,7 @@ def _explain(searches: Sequence[_Search]) -> None:
         _narrow(group)
         for search in group:
             if not search.result.exact:
-                search.given()
+                search.look_for_outside_scale()
 
 
 def _explain_alone(group: Sequence[_Search]) -> None:
