@@ -196,6 +196,17 @@ def test_scaling_state_of_the_same_recipe_is_kept(tmp_path: Path) -> None:
         assert not any("recipe_state" in name for name in plain(tmp_path / "out"))
 
 
+def test_the_number_of_steps_of_a_schedule_is_kept(tmp_path: Path) -> None:
+    recipe = ottava.get_recipe("nvfp4", high_precision_until_step=2)
+    net = ottava.convert(torch.nn.Sequential(torch.nn.Linear(64, 96)), recipe)
+    for _ in range(3):
+        net(torch.randn(4, 64)).sum().backward()
+    checkpoint.save_model(net, tmp_path / "in")
+    assert convert_file(tmp_path / "in", tmp_path / "out", recipe).dropped == ()
+    assert checkpoint.load_file(tmp_path / "out")["0.recipe_state.steps"].item() == 3
+    assert len(convert_file(tmp_path / "in", tmp_path / "out", "nvfp4").dropped) == 1
+
+
 def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     weight, out = torch.randn(4, 8), tmp_path / "out"
     tied = {"a.weight": weight, "b.weight": weight, "c": weight}

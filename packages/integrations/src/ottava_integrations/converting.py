@@ -28,6 +28,8 @@ from ottava.nn import Linear, convert
 from ottava.nn.loading import OF_STATE
 from ottava.recipes import QuantizerRole, get_recipe
 from ottava.recipes.base import Recipe, as_recipe
+from ottava.recipes.of_layer import layer_state
+from ottava.recipes.role import OF_LINEAR
 from ottava.tensors import QuantizedTensorStorage, Quantizer
 from ottava_integrations.reading import read_state
 
@@ -308,9 +310,10 @@ def _same(quantized: Any, values: torch.Tensor, rtol: float) -> bool:
 
 def _keeps_state(recipe: Recipe | None, state: Mapping[str, Any]) -> bool:
     """Whether the scaling state in a file has the same buffers as that of the recipe."""
-    if recipe is None or not recipe.stateful:
+    if recipe is None:
         return False
-    recipe_state: Any = recipe.make_state([QuantizerRole("linear", "weight")])
+    roles = [QuantizerRole("linear", tensor_type) for tensor_type in OF_LINEAR]
+    recipe_state: Any = layer_state(recipe, roles)
     buffers = {OF_STATE.split(name)[-1] for name in state if OF_STATE.search(name)}
     return isinstance(recipe_state, torch.nn.Module) and buffers == {*recipe_state.state_dict()}
 
