@@ -38,17 +38,17 @@ def contracts_in(table: object) -> dict[str, Contract]:
     """
     if not isinstance(table, dict):
         raise TypeError("the contracts are no object")
-    found = {}
+    contracts = {}
     for name, value in table.items():
         if isinstance(value, dict) and value.get("version") != VERSION:
             continue
         try:
-            found[name] = Contract.of_value(value)
+            contracts[name] = Contract.of_value(value)
         except OptionError as error:
             raise ValueError(str(error)) from error
-        if found[name].hash != name:
+        if contracts[name].hash != name:
             raise ValueError(f"the contract {name!r:.80} has another hash")
-    return found
+    return contracts
 
 
 def warn_of_other_contracts(pairs: Mapping[str, tuple[Contract | None, Contract | None]]) -> None:

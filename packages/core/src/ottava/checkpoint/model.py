@@ -102,14 +102,14 @@ def _contracts(
     targets: Mapping[str, torch.Tensor], state: Mapping[str, Value]
 ) -> dict[str, tuple[Contract | None, Contract | None]]:
     """The contracts of the tensors that are quantized in the file and in the model, by name."""
-    found = {}
+    pairs = {}
     for name, value in state.items():
         target: Value | None = targets.get(name)
         if not isinstance(value, QuantizedTensorStorage):
             continue
         if isinstance(target, QuantizedTensorStorage):
-            found[name] = value.saved_contract, contract_of(target)
-    return found
+            pairs[name] = value.saved_contract, contract_of(target)
+    return pairs
 
 
 def _targets_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
