@@ -49,6 +49,28 @@ def test_pre_commit_and_nox_run_the_same_tools_and_ci_the_same_script() -> None:
     assert re.search(r"- run: \.ci/run$", (ROOT / ".github/workflows/ci.yml").read_text(), re.M)
 
 
+def requirements(package: str) -> set[str]:
+    """The folders of a package and of all packages of the repository that it needs."""
+    path = ROOT / "packages" / package / "pyproject.toml"
+    needed = tomllib.loads(path.read_text())["project"]["dependencies"]
+    names = [re.match(r"[\w-]+", each)[0] for each in needed]  # type: ignore[index]
+    folders = {"core" if name == "ottava" else name.removeprefix("ottava-") for name in names}
+    own = {name for name in folders if (ROOT / "packages" / name / "pyproject.toml").exists()}
+    return {package}.union(*map(requirements, own - {package}))
+
+
+def test_each_readme_installs_all_that_its_package_needs() -> None:
+    """No index has the packages, so that pip finds none of them by itself."""
+    for path in sorted(ROOT.glob("packages/*/README.md")):
+        package, text = path.parent.name, path.read_text().replace("\\\n", " ")
+        if package != "core":
+            lines = re.findall(r"^    pip install (\./packages/.+)$", text, re.M)
+            assert lines, package
+            for line in lines:
+                installed = set(re.findall(r"\./packages/([\w-]+)", line))
+                assert requirements(package) <= installed, package
+
+
 def found(pattern: re.Pattern[str], without: tuple[str, ...]) -> set[str]:
     sources = [path for path in SOURCES if not path.as_posix().endswith(without)]
     assert len(sources) == len(SOURCES) - len(without) > 150

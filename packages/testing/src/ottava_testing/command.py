@@ -73,7 +73,9 @@ def check_recipe(
     ] = None,
     promise: Annotated[
         list[str] | None,
-        typer.Option(help="A field of the spec, key=value, in its place; may be given again."),
+        typer.Option(
+            help="A field of the spec, key=value, in its place; sizes as block_size=[1,32]."
+        ),
     ] = None,
     layer: Annotated[
         list[str] | None,
