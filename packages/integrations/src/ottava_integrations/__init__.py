@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"Conversion": "converting", "convert_file": "converting", "read_state": "reading"}
+_EXPORTS = {
+    "Conversion": "converting",
+    "LoadReport": "loading",
+    "PublishedCheckpoint": "formats.recognized",
+    "PublishedLayer": "formats.recognized",
+    "ServedRecipe": "served",
+    "convert_file": "converting",
+    "load_quantized": "loading",
+    "quantized_from": "formats.recognized",
+    "read_state": "reading",
+}
 
 __all__ = ["__version__", *_EXPORTS]
 
@@ -29,4 +39,10 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from ottava_integrations.converting import Conversion as Conversion
     from ottava_integrations.converting import convert_file as convert_file
+    from ottava_integrations.formats.recognized import PublishedCheckpoint as PublishedCheckpoint
+    from ottava_integrations.formats.recognized import PublishedLayer as PublishedLayer
+    from ottava_integrations.formats.recognized import quantized_from as quantized_from
+    from ottava_integrations.loading import LoadReport as LoadReport
+    from ottava_integrations.loading import load_quantized as load_quantized
     from ottava_integrations.reading import read_state as read_state
+    from ottava_integrations.served import ServedRecipe as ServedRecipe

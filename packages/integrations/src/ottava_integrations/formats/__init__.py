@@ -13,6 +13,7 @@ from ottava_integrations.formats.schemes import (
     Names,
     RecipeChoice,
     Scheme,
+    scheme_of,
     schemes_of,
 )
 from ottava_integrations.formats.tensors import (
@@ -34,5 +35,6 @@ __all__ = [
     "companions_of",
     "published_tensors",
     "quantized_weight",
+    "scheme_of",
     "schemes_of",
 ]

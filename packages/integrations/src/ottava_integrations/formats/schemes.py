@@ -7,10 +7,9 @@ Sources: the files that compressed-tensors 0.20, Transformers 5.24 and torchao 0
 ``hf_quant_config.json`` of published ModelOpt checkpoints.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
-from types import MappingProxyType
 
 import torch
 
@@ -25,6 +24,7 @@ class Library(Enum):
     COMPRESSED_TENSORS = "compressed-tensors"
     TRANSFORMERS = "Hugging Face FP8"
     MODELOPT = "ModelOpt"
+    TORCHAO = "torchao"
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,16 @@ class RecipeChoice:
 
     Attributes:
         name: of the recipe.
-        options: in the place of the recipe's defaults.
+        options: names and values, in the place of the recipe's defaults.
     """
 
     name: str
-    options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    options: tuple[tuple[str, object], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, **options: object) -> "RecipeChoice":
+        """The choice with options as keywords."""
+        return cls(name, tuple(options.items()))
 
     def make(self, **options: object) -> Recipe:
         """The recipe; ``options`` come before those of the choice.
@@ -80,10 +85,10 @@ class Scheme:
             float8_e8m0fnu have codes of E8M0.
         names: of the tensors.
         level_multiplies: whether the scale of the tensor multiplies when dequantizing, or divides.
-        weight_only: whether the format's readers leave the layer's input in high precision.
         loads_as: the recipe whose weights have this scheme, with any scales.
         exports_as: the recipe that quantizes weights for it, whose scales the file can hold.
-        input_as: the recipe that quantizes inputs as the format's servers do when they run.
+        activations: what has one scale in inputs as the format's servers quantize them by default:
+            a word of :meth:`input_choice`, or ``"none"``.
         flat_scale: the shape of the one scale of a tensor.
         whole_rows: whether blocks have to divide the rows, too. They always divide the columns.
     """
@@ -97,9 +102,8 @@ class Scheme:
     names: Names
     loads_as: RecipeChoice
     exports_as: RecipeChoice
-    input_as: RecipeChoice
+    activations: str
     level_multiplies: bool = False
-    weight_only: bool = False
     flat_scale: tuple[int, ...] = (1,)
     whole_rows: bool = False
 
@@ -110,6 +114,26 @@ class Scheme:
     def is_packed(self) -> bool:
         """Whether two elements share a byte."""
         return self.element == "E2M1"
+
+    def input_choice(self, activations: str) -> RecipeChoice:
+        """The recipe that quantizes inputs as servers of the format do.
+
+        Args:
+            activations: what has one scale: the ``"tensor"``, a ``"token"``, a ``"block"`` of 128
+                elements, or a ``"group"``, as in the weight.
+
+        Raises:
+            OptionError: it is another word.
+        """
+        choices = {"token": _ROWWISE, "tensor": _CURRENT, "block": _BLOCKWISE}
+        if self.grain == "group":
+            choices["group"] = self.loads_as
+        if activations not in choices:
+            raise OptionError(
+                f"activations {activations!r} of {self}",
+                expected=f"one of {', '.join((*choices, 'none'))}",
+            )
+        return choices[activations]
 
     def divides(self, shape: tuple[int, int]) -> bool:
         """Whether blocks divide a weight ``[out, in]``; others stay in high precision."""
@@ -132,93 +156,51 @@ _E4M3 = torch.float8_e4m3fn
 _WHOLE: Block = (None, None)
 _ROW: Block = (1, None)
 _SQUARE: Block = (128, 128)
-_PLAIN = {"data": "weight", "scales": "weight_scale", "input_scale": "input_scale"}
-_PACKED = {"data": "weight_packed", "scales": "weight_scale"}
 
-_CURRENT = RecipeChoice("current", MappingProxyType({"fp8_format": "E4M3"}))
-_CURRENT_POWERS = RecipeChoice(
-    "current", MappingProxyType({"fp8_format": "E4M3", "force_pow_2_scales": True})
-)
-_ROWWISE = RecipeChoice("rowwise")
-_ROWWISE_POWERS = RecipeChoice("rowwise", MappingProxyType({"force_pow_2_scales": True}))
-_BLOCKWISE = RecipeChoice("blockwise", MappingProxyType({"force_pow_2_scales": False}))
-_BLOCKWISE_POWERS = RecipeChoice("blockwise", MappingProxyType({"force_pow_2_scales": True}))
-_MXFP8 = RecipeChoice("mxfp8")
-_MXFP4 = RecipeChoice("mx", MappingProxyType({"element": "MXFP4"}))
-_NVFP4 = RecipeChoice(
-    "nvfp4", MappingProxyType({"disable_2d_quantization": True, "disable_rht": True})
-)
+_CURRENT = RecipeChoice.of("current", fp8_format="E4M3")
+_CURRENT_POWERS = RecipeChoice.of("current", fp8_format="E4M3", force_pow_2_scales=True)
+_ROWWISE = RecipeChoice.of("rowwise")
+_ROWWISE_POWERS = RecipeChoice.of("rowwise", force_pow_2_scales=True)
+_BLOCKWISE = RecipeChoice.of("blockwise", force_pow_2_scales=False)
+_BLOCKWISE_POWERS = RecipeChoice.of("blockwise", force_pow_2_scales=True)
+_MXFP8 = RecipeChoice.of("mxfp8")
+_MXFP4 = RecipeChoice.of("mx", element="MXFP4")
+_NVFP4 = RecipeChoice.of("nvfp4", disable_2d_quantization=True, disable_rht=True)
 
 # compressed-tensors stores these scales in the dtype of the layer's values. Powers of two are exact
 # in all of them, so weights are quantized with those.
 _FLOAT_GRAINS = (
-    ("channel", _ROW, _ROWWISE, _ROWWISE_POWERS),
-    ("tensor", _WHOLE, _CURRENT, _CURRENT_POWERS),
-    ("block", _SQUARE, _BLOCKWISE, _BLOCKWISE_POWERS),
+    ("channel", _ROW, _ROWWISE, _ROWWISE_POWERS, "token"),
+    ("tensor", _WHOLE, _CURRENT, _CURRENT_POWERS, "tensor"),
+    ("block", _SQUARE, _BLOCKWISE, _BLOCKWISE_POWERS, "block"),
 )
 
 
-def _float_quantized(format: str, weight_only: bool) -> list[Scheme]:
-    return [
-        Scheme(
+def _float_quantized(format: str, weight_only: bool) -> Iterator[Scheme]:
+    """The schemes of compressed-tensors for FP8 with numbers as scales."""
+    for grain, block, recipe, powers, activations in _FLOAT_GRAINS:
+        yield Scheme(
             format=format,
             grain=grain,
             library=Library.COMPRESSED_TENSORS,
             element=_E4M3,
             block=block,
             scale_dtype=None,
-            names=Names(**_PLAIN),
+            names=Names("weight", "weight_scale", input_scale="input_scale"),
             loads_as=recipe,
             exports_as=powers,
-            input_as=recipe,
-            weight_only=weight_only,
+            activations="none" if weight_only else activations,
         )
-        for grain, block, recipe, powers in _FLOAT_GRAINS
-    ]
 
 
-#: The schemes, those of one format together; the first of a format is its default.
-SCHEMES: tuple[Scheme, ...] = (
-    *_float_quantized("float-quantized", weight_only=False),
-    *_float_quantized("naive-quantized", weight_only=True),
-    Scheme(
-        format="mxfp8-quantized",
-        grain="group",
-        library=Library.COMPRESSED_TENSORS,
-        element=_E4M3,
-        block=(1, 32),
-        scale_dtype=torch.uint8,
-        names=Names(data="weight", scales="weight_scale"),
-        loads_as=_MXFP8,
-        exports_as=_MXFP8,
-        input_as=_MXFP8,
-    ),
-    Scheme(
-        format="mxfp4-pack-quantized",
-        grain="group",
-        library=Library.COMPRESSED_TENSORS,
-        element="E2M1",
-        block=(1, 32),
-        scale_dtype=torch.uint8,
-        names=Names(**_PACKED),
-        loads_as=_MXFP4,
-        exports_as=_MXFP4,
-        input_as=_MXFP4,
-    ),
-    Scheme(
-        format="nvfp4-pack-quantized",
-        grain="group",
-        library=Library.COMPRESSED_TENSORS,
-        element="E2M1",
-        block=(1, 16),
-        scale_dtype=_E4M3,
-        names=Names(**_PACKED, level="weight_global_scale", input_scale="input_global_scale"),
-        loads_as=_NVFP4,
-        exports_as=_NVFP4,
-        input_as=_NVFP4,
-    ),
-    *(
-        Scheme(
+def _hugging_face() -> Iterator[Scheme]:
+    """The schemes of Transformers' own FP8."""
+    for format, grain, block, dtype, recipe in (
+        ("fp8", "block", _SQUARE, torch.float32, _BLOCKWISE),
+        ("fp8", "tensor", _WHOLE, torch.float32, _CURRENT),
+        ("fp8-ue8m0", "block", _SQUARE, torch.float8_e8m0fnu, _BLOCKWISE_POWERS),
+    ):
+        yield Scheme(
             format=format,
             grain=grain,
             library=Library.TRANSFORMERS,
@@ -228,52 +210,114 @@ SCHEMES: tuple[Scheme, ...] = (
             names=Names("weight", "weight_scale_inv", input_scale="activation_scale"),
             loads_as=recipe,
             exports_as=recipe,
-            input_as=inputs,
+            activations=grain,
             flat_scale=(1, 1),
             whole_rows=True,
         )
-        for format, grain, block, dtype, recipe, inputs in (
-            ("fp8", "block", _SQUARE, torch.float32, _BLOCKWISE, _BLOCKWISE),
-            ("fp8", "tensor", _WHOLE, torch.float32, _CURRENT, _CURRENT),
-            (
-                "fp8-ue8m0",
-                "block",
-                _SQUARE,
-                torch.float8_e8m0fnu,
-                _BLOCKWISE_POWERS,
-                _BLOCKWISE_POWERS,
-            ),
+
+
+def _groups() -> Iterator[Scheme]:
+    """The schemes with one scale for 16 or 32 elements of a row."""
+    compressed, modelopt, torchao = Library.COMPRESSED_TENSORS, Library.MODELOPT, Library.TORCHAO
+    packed = Names("weight_packed", "weight_scale")
+    qdata = Names("_weight_qdata", "_weight_scale")
+    mxfp8 = (_E4M3, 32, _MXFP8)
+    mxfp4 = ("E2M1", 32, _MXFP4)
+    nvfp4 = ("E2M1", 16, _NVFP4)
+    for format, library, (element, size, recipe), scale_dtype, names in (
+        ("mxfp8-quantized", compressed, mxfp8, torch.uint8, Names("weight", "weight_scale")),
+        ("mxfp4-pack-quantized", compressed, mxfp4, torch.uint8, packed),
+        (
+            "nvfp4-pack-quantized",
+            compressed,
+            nvfp4,
+            _E4M3,
+            replace(packed, level="weight_global_scale", input_scale="input_global_scale"),
+        ),
+        (
+            "modelopt-nvfp4",
+            modelopt,
+            nvfp4,
+            _E4M3,
+            Names("weight", "weight_scale", "weight_scale_2", "input_scale"),
+        ),
+        ("torchao-mxfp8", torchao, mxfp8, torch.float8_e8m0fnu, qdata),
+        ("torchao-mxfp4", torchao, mxfp4, torch.float8_e8m0fnu, qdata),
+        (
+            "torchao-nvfp4",
+            torchao,
+            nvfp4,
+            _E4M3,
+            replace(qdata, level="_weight_per_tensor_scale"),
+        ),
+    ):
+        yield Scheme(
+            format=format,
+            grain="group",
+            library=library,
+            element=element,
+            block=(1, size),
+            scale_dtype=scale_dtype,
+            names=names,
+            loads_as=recipe,
+            exports_as=recipe,
+            activations="group",
+            level_multiplies=library is not compressed,
         )
-    ),
-    Scheme(
-        format="modelopt-fp8",
-        grain="tensor",
-        library=Library.MODELOPT,
-        element=_E4M3,
-        block=_WHOLE,
-        scale_dtype=torch.float32,
-        names=Names(**_PLAIN),
-        loads_as=_CURRENT,
-        exports_as=_CURRENT,
-        input_as=_CURRENT,
-        flat_scale=(),
-    ),
-    Scheme(
-        format="modelopt-nvfp4",
-        grain="group",
-        library=Library.MODELOPT,
-        element="E2M1",
-        block=(1, 16),
-        scale_dtype=_E4M3,
-        names=Names("weight", "weight_scale", "weight_scale_2", "input_scale"),
-        loads_as=_NVFP4,
-        exports_as=_NVFP4,
-        input_as=_NVFP4,
-        level_multiplies=True,
-    ),
+
+
+def _rows_and_tensors() -> Iterator[Scheme]:
+    """FP8 of ModelOpt and torchao, with float32 scales."""
+    names = Names("weight", "weight_scale", input_scale="input_scale")
+    qdata = Names("_weight_qdata", "_weight_scale")
+    for format, library, grain, block, recipe, of_layer, flat in (
+        ("modelopt-fp8", Library.MODELOPT, "tensor", _WHOLE, _CURRENT, names, ()),
+        ("torchao-float8", Library.TORCHAO, "channel", _ROW, _ROWWISE, qdata, (1, 1)),
+        ("torchao-float8", Library.TORCHAO, "tensor", _WHOLE, _CURRENT, qdata, (1, 1)),
+    ):
+        yield Scheme(
+            format=format,
+            grain=grain,
+            library=library,
+            element=_E4M3,
+            block=block,
+            scale_dtype=torch.float32,
+            names=of_layer,
+            loads_as=recipe,
+            exports_as=recipe,
+            activations={"channel": "token"}.get(grain, grain),
+            flat_scale=flat,
+        )
+
+
+#: The schemes; the first of a format is its default.
+SCHEMES: tuple[Scheme, ...] = (
+    *_float_quantized("float-quantized", weight_only=False),
+    *_float_quantized("naive-quantized", weight_only=True),
+    *_hugging_face(),
+    *_rows_and_tensors(),
+    *_groups(),
 )
-#: The names of the formats that can be written, in the order of the table.
-FORMATS: tuple[str, ...] = tuple(dict.fromkeys(scheme.format for scheme in SCHEMES))
+#: The names of the formats that can be written.
+FORMATS: tuple[str, ...] = tuple(
+    dict.fromkeys(scheme.format for scheme in SCHEMES if scheme.library is not Library.TORCHAO)
+)
+
+
+def scheme_of(format: str, grain: str | None = None) -> Scheme:
+    """The scheme of a format with a grain; its default if that is None.
+
+    Raises:
+        OptionError: there is no such format or grain.
+    """
+    schemes = schemes_of(format)
+    for scheme in schemes:
+        if grain in (None, scheme.grain):
+            return scheme
+    raise OptionError(
+        f"format {format!r} with a scale for each {grain!r}",
+        expected=" or ".join(repr(scheme.grain) for scheme in schemes),
+    )
 
 
 def schemes_of(format: str) -> tuple[Scheme, ...]:
@@ -284,5 +328,6 @@ def schemes_of(format: str) -> tuple[Scheme, ...]:
     """
     schemes = tuple(scheme for scheme in SCHEMES if scheme.format == format)
     if not schemes:
-        raise OptionError(f"format {format!r}", expected=f"one of {', '.join(FORMATS)}")
+        names = dict.fromkeys(scheme.format for scheme in SCHEMES)
+        raise OptionError(f"format {format!r}", expected=f"one of {', '.join(names)}")
     return schemes

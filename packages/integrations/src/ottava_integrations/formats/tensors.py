@@ -109,7 +109,7 @@ def _check_layout(layout: Layout, scheme: Scheme) -> None:
 
 def _different(scheme: Scheme, field: str, found: str, expected: str) -> OptionError:
     choice = scheme.exports_as
-    options = "".join(f", {name}={value!r}" for name, value in choice.options.items())
+    options = "".join(f", {name}={value!r}" for name, value in choice.options)
     return OptionError(
         f"the format {scheme.format!r} with a scale for each {scheme.grain} cannot hold the "
         f"weight exactly: {field} is {found}",
@@ -258,7 +258,8 @@ def quantized_weight(
             f"{scheme.scale_shape(shape)} for data of {tuple(data.shape)}",
         )
     if recipe is None:
-        recipe = scheme.loads_as.make(backward="dequantized")
+        choice = scheme.exports_as if _are_powers(scales) else scheme.loads_as
+        recipe = choice.make(backward="dequantized")
     quantizer = _quantizer_of(recipe, scheme, name)
     layout = quantizer.layout
     stored = _stored_scales(scales, layout, name, names.scales)
@@ -273,6 +274,14 @@ def quantized_weight(
     result = quantizer.storage_of(Operand(side, None, quantizer, dtype, torch.Size(shape)))
     assert isinstance(result, QuantizedTensor)
     return result
+
+
+def _are_powers(scales: Tensor) -> bool:
+    """Whether numbers are powers of two. A weight with such scales then has the layout of one that
+    is quantized for the export, so that products with both are the same."""
+    if scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return True
+    return bool((torch.frexp(scales.float()).mantissa == 0.5).all())
 
 
 def _tensor(
