@@ -10,11 +10,17 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "Conversion": "converting",
+    "ExportCheck": "checking",
+    "ExportReport": "exporting",
+    "ExportedLayer": "exporting",
     "LoadReport": "loading",
     "PublishedCheckpoint": "formats.recognized",
     "PublishedLayer": "formats.recognized",
     "ServedRecipe": "served",
+    "check_export": "checking",
     "convert_file": "converting",
+    "export_model": "writing",
+    "iter_exported": "exporting",
     "load_quantized": "loading",
     "quantized_from": "formats.recognized",
     "read_state": "reading",
@@ -37,8 +43,13 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from ottava_integrations.checking import ExportCheck as ExportCheck
+    from ottava_integrations.checking import check_export as check_export
     from ottava_integrations.converting import Conversion as Conversion
     from ottava_integrations.converting import convert_file as convert_file
+    from ottava_integrations.exporting import ExportedLayer as ExportedLayer
+    from ottava_integrations.exporting import ExportReport as ExportReport
+    from ottava_integrations.exporting import iter_exported as iter_exported
     from ottava_integrations.formats.recognized import PublishedCheckpoint as PublishedCheckpoint
     from ottava_integrations.formats.recognized import PublishedLayer as PublishedLayer
     from ottava_integrations.formats.recognized import quantized_from as quantized_from
@@ -46,3 +57,4 @@ if TYPE_CHECKING:
     from ottava_integrations.loading import load_quantized as load_quantized
     from ottava_integrations.reading import read_state as read_state
     from ottava_integrations.served import ServedRecipe as ServedRecipe
+    from ottava_integrations.writing import export_model as export_model

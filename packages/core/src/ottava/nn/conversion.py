@@ -103,8 +103,8 @@ def convert(
     _check_arguments(model, primary, keep_initial_values)
     bound = as_recipe(recipe)
     bound.check_layers(_convertible_names(model))
-    is_included = _predicate(model, include, "include")
-    is_excluded = _predicate(model, exclude, "exclude")
+    is_included = predicate_of(model, include, "include")
+    is_excluded = predicate_of(model, exclude, "exclude")
     layers, left_alone = _layers(model, is_included, is_excluded)
     excluded_names: set[str] = set()
     # A predicate of the user is asked about linear modules only.
@@ -187,7 +187,7 @@ def _matched_names(model: torch.nn.Module, predicate: Predicate) -> set[str]:
     return {name for name, module in modules if predicate(name, module)}
 
 
-def _predicate(model: torch.nn.Module, choice: Filter | None, argument: str) -> Predicate | None:
+def predicate_of(model: torch.nn.Module, choice: Filter | None, argument: str) -> Predicate | None:
     """The predicate that a filter stands for; None for no filter.
 
     Args:
