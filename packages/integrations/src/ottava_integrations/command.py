@@ -1,5 +1,7 @@
 """``ottava export`` converts a file of tensors to another recipe, or to high precision."""
 
+import importlib.util
+import json
 import os
 import pkgutil
 import re
@@ -22,11 +24,13 @@ from ottava.errors import (
     named,
     translated,
 )
-from ottava.filesystem import check_file_target
+from ottava.filesystem import check_file_target, read_bytes
 from ottava.recipes.registry import list_recipes
 
 if TYPE_CHECKING:
+    from ottava_integrations.checking import ExportCheck
     from ottava_integrations.converting import Conversion
+    from ottava_integrations.exporting import ExportReport
 
 _Texts = list[str] | None
 
@@ -77,17 +81,27 @@ def make_model(reference: str) -> Any:
 
 
 def export(
-    IN: Annotated[
+    SOURCE: Annotated[
         Path,
         typer.Argument(help="A file or folder of safetensors, a torch.save file, or a checkpoint."),
     ],
-    OUT: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
-    recipe: Annotated[str, typer.Option(help="An installed recipe, or bf16, fp16 or fp32.")],
+    OUT: Annotated[Path, typer.Argument(help="The file to write; with --to, the folder to write.")],
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="An installed recipe, or bf16, fp16 or fp32. With --to: the recipe for weights in "
+            "high precision."
+        ),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option(help="A published format: a folder that servers read.")
+    ] = None,
     option: Annotated[
         _Texts, typer.Option(help="An option of the recipe, key=value; may be given again.")
     ] = None,
     include: Annotated[
-        _Texts, typer.Option(help="A pattern of tensors (of modules, with --model) to convert.")
+        _Texts,
+        typer.Option(help="A pattern of tensors (of modules, with --model or --to) to convert."),
     ] = None,
     exclude: Annotated[
         _Texts, typer.Option(help="A pattern of what not to convert; may be given again.")
@@ -101,15 +115,77 @@ def export(
     prefix: Annotated[
         str, typer.Option(help="Take only tensors whose names begin with it, and take it off.")
     ] = "",
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            help="With --to: what has one scale in inputs when served: tensor, token, block, group "
+            "or none."
+        ),
+    ] = None,
+    input_amaxes: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --to: JSON with the largest magnitude of each layer's input, for formats "
+            "with constant scales of inputs."
+        ),
+    ] = None,
+    max_shard_size: Annotated[int, typer.Option(help="With --to: bytes of one file, at most.")] = 5
+    * 10**9,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="With --to: have the library of the format read OUT."),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
 ) -> None:
-    """Convert the tensors of a file to another recipe, or to high precision."""
-    from ottava_integrations.converting import convert_file
-
+    """Convert a checkpoint to another recipe or to high precision, or to a published format."""
+    if to is None and recipe is None:
+        raise UsageError("neither --to nor --recipe is given", expected="one of them")
     if OUT.exists() and not force:
         raise UsageError(f"{OUT} exists", expected="a new file", remedy="--force replaces it")
+    options = parse_options(option or [])
+    if to is not None:
+        with _other_remedy():
+            _export_published(
+                SOURCE,
+                OUT,
+                to,
+                recipe=_recipe_of(recipe, options),
+                model=model,
+                activations=activations,
+                include=include or None,
+                exclude=exclude or None,
+                input_amaxes=_amaxes(input_amaxes),
+                max_shard_size=max_shard_size,
+                verify=verify,
+                force=force,
+            )
+        return
+    of_formats = {"--activations": activations, "--input-amaxes": input_amaxes}
+    misplaced = [name for name, value in of_formats.items() if value is not None]
+    if verify:
+        misplaced.append("--verify")
+    if misplaced:
+        raise UsageError(f"{misplaced[0]} without --to", expected="--to FORMAT")
+    assert recipe is not None
+    _convert(
+        SOURCE,
+        OUT,
+        recipe,
+        options=options,
+        include=include or None,
+        exclude=exclude or None,
+        model=model,
+        columnwise=columnwise,
+        prefix=prefix,
+    )
+
+
+def _convert(source: Path, target: Path, recipe: str, *, model: str | None, **options: Any) -> None:
+    """Convert a file to another recipe, or to high precision."""
+    from ottava_integrations.converting import convert_file
+
     # The target is checked first, because making the model can take long.
-    check_file_target(OUT)
+    check_file_target(target)
     # The progress goes to standard error, so that standard output has the table alone.
     errors = console(stderr=True)
     columns = (*Progress.get_default_columns(), DownloadColumn())
@@ -119,22 +195,117 @@ def export(
             *columns, console=errors, disable=not errors.is_terminal, transient=True
         ) as progress,
     ):
-        options = parse_options(option or [])
         task = progress.add_task("Converting", total=None)
         conversion = convert_file(
-            IN,
-            OUT,
+            source,
+            target,
             recipe,
-            options=options,
-            include=include or None,
-            exclude=exclude or None,
             model=None if model is None else make_model(model),
-            columnwise=columnwise,
-            prefix=prefix,
             progress=lambda read, total: progress.update(task, completed=read, total=total),
+            **options,
         )
     _print(conversion)
-    say(f"Written: {OUT}")
+    say(f"Written: {target}")
+
+
+def _recipe_of(name: str | None, options: dict[str, object]) -> Any:
+    """The recipe of --recipe and --option; None without one."""
+    if name is None:
+        if options:
+            raise UsageError("--option without --recipe", expected="--recipe, which has the option")
+        return None
+    from ottava.recipes import get_recipe
+
+    return get_recipe(name, **options)
+
+
+def _amaxes(path: Path | None) -> dict[str, float] | None:
+    """The numbers in a file of JSON."""
+    if path is None:
+        return None
+    expected = 'a JSON object of numbers: {"model.layers.0.mlp.up_proj": 12.5}'
+    with translated(f"--input-amaxes {path} cannot be read", expected, to=OptionError):
+        value = json.loads(read_bytes(path))
+        return {str(name): float(number) for name, number in value.items()}
+
+
+def _export_published(
+    source: Path, folder: Path, format: str, *, model: str | None, verify: bool, **options: Any
+) -> None:
+    """Write a checkpoint in a published format, and have it read again."""
+    from ottava_integrations.checking import check_export
+    from ottava_integrations.formats import schemes_of
+    from ottava_integrations.sources import open_source
+    from ottava_integrations.writing import export_model
+
+    schemes_of(format)
+    made = None if model is None else make_model(model)
+    opened = open_source(source, made)
+    report = export_model(
+        opened.model, folder, format, config=opened.config, files=opened.files, **options
+    )
+    _print_export(report)
+    say(f"Written: {folder}")
+    if not verify:
+        return
+    same = {name: options[name] for name in ("recipe", "include", "exclude")}
+    check = check_export(opened.model, folder, **same)
+    _print_check(check)
+    contracts = _recognized(folder, source)
+    if contracts:
+        say(contracts)
+    if not check.is_equal:
+        raise typer.Exit(1)
+
+
+def _print_export(report: "ExportReport") -> None:
+    """Print how many layers have which scheme, and what stays in high precision."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for layer in report.layers.values():
+        how = f"quantized by {layer.recipe}" if layer.recipe else "kept as they were"
+        key = str(layer.scheme), how, layer.citation
+        counts[key] = counts.get(key, 0) + 1
+    rows = [(*key, str(count)) for key, count in counts.items()]
+    columns = ("layers", "bytes", "contract", "number")
+    console().print(table(f"Exported to {report.format}", columns, rows, right=("number",)))
+    say(f"Inputs when served: {report.activations}; {decimal(report.nbytes)}")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in report.high_precision.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        say(f"In high precision, because {reason}: {', '.join(grouped(names))}")
+
+
+def _print_check(check: "ExportCheck") -> None:
+    """Print what another library reads."""
+    unequal = len(check.different)
+    say(
+        f"{check.reader} decodes {check.weights - unequal} of {check.weights} weights to the same "
+        "values"
+    )
+    for name, count in list(check.different.items())[:5]:
+        say(f"  {name}: {count} values differ")
+    if check.others:
+        say(f"Tensors in high precision that differ: {', '.join(grouped(check.others))}")
+    if check.logits is not None:
+        say(f"Logits differ by {check.logits:.3g} of their norm from those of the model")
+    else:
+        say(f"Logits were not compared: {check.reason}")
+
+
+def _recognized(folder: Path, source: Path) -> str:
+    """What ``ottava verify`` says of an export, where it is installed and has a source."""
+    if importlib.util.find_spec("ottava_verify") is None or not (source / "config.json").is_file():
+        return ""
+    from ottava_verify import verify_checkpoint
+
+    report = verify_checkpoint(folder, source)
+    equal = sum(finding.status == "equal" for finding in report.findings)
+    contracts = sorted({finding.contract for finding in report.findings})
+    return (
+        f"ottava verify recognizes {equal} of {len(report.findings)} weights: "
+        f"{'; '.join(contracts)}"
+    )
 
 
 @contextmanager

@@ -41,6 +41,11 @@ _EMBEDDING = re.compile(r"embed|(^|\.)(emb|wte|wpe)(\.|$)", re.IGNORECASE)
 _Patterns = Sequence[str] | None
 
 
+def is_named_as_embedding(name: str) -> bool:
+    """Whether a tensor has a name that embeddings have."""
+    return _EMBEDDING.search(name) is not None
+
+
 @dataclass(frozen=True)
 class Conversion:
     """The outcome of :func:`convert_file`, as names of tensors.
@@ -417,6 +422,6 @@ def _default_selection(
     if quantized:
         return quantized, ()
     weights = [name for name in candidates if _is_weight(name, state[name])]
-    embeddings = {place_of(state[name]) for name in weights if _EMBEDDING.search(name)}
+    embeddings = {place_of(state[name]) for name in weights if is_named_as_embedding(name)}
     skipped = tuple(name for name in weights if place_of(state[name]) in embeddings)
     return {*weights} - {*skipped}, skipped

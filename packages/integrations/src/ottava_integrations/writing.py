@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def export_model(
     exclude: Filter | None = None,
     input_amaxes: Mapping[str, float] | None = None,
     config: Mapping[str, Any] | None = None,
+    files: Sequence[Path] = (),
     max_shard_size: int = SHARD_SIZE,
     force: bool = False,
 ) -> ExportReport:
@@ -60,6 +61,7 @@ def export_model(
         folder: to write.
         config: the content of ``config.json``. None: that of a model of Transformers, or nothing
             but ``quantization_config``.
+        files: other files to copy into the folder, such as those of a tokenizer.
         max_shard_size: bytes of a file.
         force: replace the folder if it is there.
 
@@ -85,11 +87,15 @@ def export_model(
         config = json.loads(model.config.to_json_string())  # type: ignore[union-attr,operator]
     expected = "a place that can be written, with room for the export"
     with translated(f"{target} cannot be written", expected, to=UsageError), Partial(target) as new:
-        files, nbytes = _write_tensors(plan, new.path, max_shard_size)
-        files += _write_json(plan, new.path, config or {})
+        names, nbytes = _write_tensors(plan, new.path, max_shard_size)
+        names += _write_json(plan, new.path, config or {})
+        for file in files:
+            if file.name not in names:
+                shutil.copyfile(file, new.path / file.name)
+                names.append(file.name)
         sync(new.path)
         _put_folder(new.path, target)
-    return export_report(plan, tuple(sorted(files)), nbytes)
+    return export_report(plan, tuple(sorted(names)), nbytes)
 
 
 def _put_folder(new: Path, target: Path) -> None:
