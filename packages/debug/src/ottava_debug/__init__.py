@@ -27,6 +27,7 @@ _NAMES = {
     "measures": "Measures compare",
     "products": "Inspection Watch",
     "recipe_file": "Keep write_recipe_file",
+    "served.comparing": "ServedComparison ServedLayer compare_served",
     "scoped": "Run Statistics fake_quant high_precision statistics",
 }
 _EXPORTS = {
@@ -75,3 +76,6 @@ if TYPE_CHECKING:
     from ottava_debug.scoped import fake_quant as fake_quant
     from ottava_debug.scoped import high_precision as high_precision
     from ottava_debug.scoped import statistics as statistics
+    from ottava_debug.served.comparing import ServedComparison as ServedComparison
+    from ottava_debug.served.comparing import ServedLayer as ServedLayer
+    from ottava_debug.served.comparing import compare_served as compare_served

@@ -33,12 +33,17 @@ def in_high_precision(model: torch.nn.Module, state: Mapping[str, Any] | None) -
         raise DTypeError(f"the model is a {type(model).__name__}", expected="a torch.nn.Module")
     own_model = copy.deepcopy(model)
     if state is not None:
-        _load(own_model, state)
+        load_values(own_model, state)
     with warnings.catch_warnings(action="ignore"):
         return ottava.convert(own_model, CustomRecipe(identity_factory))
 
 
-def _load(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+def load_values(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state dict, of which quantized tensors are dequantized.
+
+    Raises:
+        CheckpointError: it does not fit the model.
+    """
     plain: dict[str, Any] = {}
     for name, value in state.items():
         is_quantized = isinstance(value, QuantizedTensorStorage)
@@ -153,7 +158,7 @@ def capture(
     gatherer = _Gatherer(names, recipes)
     step_count, has_backward = 0, False
     with torch.enable_grad():
-        for batch in _first(batches, steps):
+        for batch in first_of(batches, steps):
             with Watch(gatherer.inspection):
                 has_backward |= _step(model, batch, loss)
             gatherer.end_step()
@@ -174,7 +179,12 @@ def capture(
     return [each.report() for each in series.values()], step_count, skipped
 
 
-def _first(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+def first_of(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """The first batches, at most ``steps``.
+
+    Raises:
+        UsageError: they are not iterable, or fail.
+    """
     with translated("the data fail", "an iterable of batches", to=UsageError, of=ANYTHING):
         yield from itertools.islice(batches, steps)
 
@@ -184,7 +194,7 @@ def _step(model: torch.nn.Module, batch: Any, loss: Loss | None) -> bool:
     is_pair = loss is not None and isinstance(batch, (tuple, list)) and len(batch) == 2
     inputs, targets = batch if is_pair else (batch, batch)
     try:
-        output = _call(model, inputs)
+        output = call_model(model, inputs)
         value = loss_in(output) if loss is None else loss(output, targets)
         if value is not None:
             value.backward()
@@ -198,7 +208,7 @@ def _step(model: torch.nn.Module, batch: Any, loss: Loss | None) -> bool:
     return value is not None
 
 
-def _call(model: torch.nn.Module, inputs: Any) -> Any:
+def call_model(model: torch.nn.Module, inputs: Any) -> Any:
     """The output of the model for inputs: one argument, a tuple of them, or a mapping."""
     if isinstance(inputs, Mapping):
         return model(**inputs)

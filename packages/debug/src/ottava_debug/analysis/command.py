@@ -80,10 +80,20 @@ def analyze(
             "least."
         ),
     ] = None,
+    served: Annotated[
+        _Paths,
+        typer.Option(
+            help="A published quantized checkpoint: compare the trainer's numerics, those of "
+            "--model under --recipe, with the server's, layer by layer."
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Say what each recipe would make of a checkpoint's tensors, and which layers should stay in
     BF16."""
+    if served is not None:
+        _compare(checkpoint, served, recipe, model, data, steps, rows, json_file, html, force)
+        return
     from ottava_debug.analysis import output
     from ottava_debug.analysis.analyze import analyze as measure
 
@@ -119,6 +129,48 @@ def analyze(
         if base is not None:
             say(f"{recipe_file} is {base} with {len(keeps)} layers in high precision.")
     for path in filter(None, (json_file, html, recipe_file)):
+        say(f"Written: {path}")
+
+
+def _compare(
+    checkpoint: Path | None,
+    served: Path,
+    recipes: list[str] | None,
+    model: str | None,
+    data: str | None,
+    steps: int,
+    rows: int,
+    json_file: Path | None,
+    html: Path | None,
+    force: bool,
+) -> None:
+    """Compare a trainer with a server, for ``--served``."""
+    if model is None or data is None:
+        raise OptionError("--served without --model and --data", expected="both")
+    if recipes is not None and len(recipes) > 1:
+        raise OptionError("--served with several recipes", expected="the one of the training")
+    import ottava
+    from ottava_debug.analysis.captured import load_values
+    from ottava_debug.analysis.sources import read
+    from ottava_debug.served import output
+    from ottava_debug.served.comparing import compare_served
+
+    outputs = (Output("--json", json_file, output.JSON), Output("--html", html, output.PAGE))
+    check_outputs(outputs, (checkpoint, served, data, *(recipes or ())), force)
+    trainer = call("--model", model)
+    if checkpoint is not None:
+        load_values(trainer, read(checkpoint))
+    if recipes:
+        trainer = ottava.convert(trainer, recipes[0], exclude=ottava.HEADS)
+    comparison = compare_served(trainer, served, _batches(data, False), steps=steps)
+    console().print(output.layer_table(comparison, rows))
+    for sentence in output.sentences(comparison, rows):
+        say(sentence)
+    if json_file is not None:
+        output.write_json(comparison, json_file)
+    if html is not None:
+        output.write_html(comparison, html)
+    for path in filter(None, (json_file, html)):
         say(f"Written: {path}")
 
 

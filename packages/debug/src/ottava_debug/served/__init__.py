@@ -1,0 +1,1 @@
+"""``ottava analyze --served``: the numerics of a trainer and of a server, side by side."""

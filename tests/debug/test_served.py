@@ -1,0 +1,99 @@
+"""A trainer's layers and a server's, side by side."""
+
+import json
+import math
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ottava
+from ottava.cli.main import app
+from ottava.errors import CheckpointError, UsageError
+from ottava_debug import compare_served
+from ottava_integrations import ServedRecipe, export_model
+
+
+def model() -> torch.nn.Module:
+    """Three layers, of which the last is the head."""
+    torch.manual_seed(0)
+    layers = {
+        "up": torch.nn.Linear(128, 256),
+        "act": torch.nn.GELU(),
+        "down": torch.nn.Linear(256, 128, bias=False),
+        "lm_head": torch.nn.Linear(128, 32),
+    }
+    return torch.nn.Sequential(OrderedDict(layers)).bfloat16()
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(9, 128, generator=generator).bfloat16() for _ in range(2)]
+
+
+def test_training_what_is_served_differs_in_nothing(tmp_path: Path) -> None:
+    trainer = ottava.convert(model(), ServedRecipe("fp8"), exclude="lm_head")
+    export_model(trainer, tmp_path / "out", "fp8")
+    comparison = compare_served(trainer, tmp_path / "out", batches())
+    assert [layer.name for layer in comparison.layers] == ["up", "down", "lm_head"]
+    for layer in comparison.layers:
+        assert layer.between == layer.accumulated == math.inf
+    assert comparison.first is comparison.worst is None
+    # Both sides lose the same against high precision.
+    assert 20 < comparison.layers[0].trained == comparison.layers[0].served < 40
+
+
+def test_the_first_and_the_worst_layer_are_named(tmp_path: Path) -> None:
+    trainer = ottava.convert(model(), ServedRecipe("fp8"), exclude="lm_head")
+    other = model()
+    with torch.no_grad():
+        other.down.weight[0] *= 4
+    export_model(other, tmp_path / "out", "fp8")
+    comparison = compare_served(trainer, tmp_path / "out", batches())
+    up, down, head = comparison.layers
+    assert up.between == math.inf > 30 > down.between
+    assert comparison.first is comparison.worst is down
+    # The head computes the same, of another input.
+    assert head.between == math.inf > head.accumulated
+    assert comparison.to_json()["layers"][0]["between"] is None
+
+
+def test_the_product_in_high_precision_is_the_reference(tmp_path: Path) -> None:
+    trainer = model()
+    export_model(trainer, tmp_path / "out", "naive-quantized")
+    up = compare_served(trainer, tmp_path / "out", batches()[:1]).layers[0]
+    x = batches()[0].double()
+    exact = x @ trainer.up.weight.detach().double().T + trainer.up.bias.detach().double()
+    output = trainer.up(batches()[0]).detach().double()
+    expected = 10 * math.log10(float(exact.square().sum() / (exact - output).square().sum()))
+    assert up.trained == pytest.approx(expected, rel=1e-9)
+    assert up.served < up.trained
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        compare_served(model(), tmp_path, batches())
+    export_model(model(), tmp_path / "out", "fp8")
+    with pytest.raises(UsageError, match="no batch"):
+        compare_served(model(), tmp_path / "out", [])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    export_model(model(), tmp_path / "out", "fp8")
+    arguments = ["--model", f"{__name__}:model", "--data", f"{__name__}:batches"]
+    files = ["--json", str(tmp_path / "a.json"), "--html", str(tmp_path / "a.html")]
+    command = ["analyze", "--served", str(tmp_path / "out"), "--recipe", "mxfp8"]
+    result = CliRunner().invoke(app, [*command, *arguments, *files])
+    assert result.exit_code == 0, result.output
+    assert "They part first in up" in result.output
+    layers = json.loads((tmp_path / "a.json").read_text())["layers"]
+    assert [layer["trainer"] for layer in layers] == ["mxfp8", "mxfp8", "high precision"]
+    assert "<td>down</td>" in (tmp_path / "a.html").read_text()
+    # Its own reports are replaced; other files are not, unless it is told to.
+    assert CliRunner().invoke(app, [*command, *arguments, *files]).exit_code == 0
+    (tmp_path / "a.json").write_text("{}")
+    assert CliRunner().invoke(app, [*command, *arguments, *files]).exit_code == 1
+    again = CliRunner().invoke(app, [*command, *arguments, *files, "--force"])
+    assert again.exit_code == 0, again.output
